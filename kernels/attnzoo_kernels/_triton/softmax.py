@@ -1,0 +1,46 @@
+"""Online softmax in base 2 and the score functions that stand before it."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x, EXACT: tl.constexpr):
+    """tanh by exp2; EXACT adds the series near zero, where the quotient cancels to float32's last bits."""
+    t = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    if EXACT:
+        square = x * x
+        series = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * (-17.0 / 315.0))))
+        t = tl.where(square < 0.04, series, t)
+    return t
+
+
+@triton.jit
+def softmax_step(scores, top, norm, scale, MASKED: tl.constexpr):
+    """One step of the online softmax over scores [M, N] (-inf where masked), which `scale` brings to base 2.
+
+    Returns the weights relative to the new maximum, the new maximum and sum, and the factor for what was accumulated before.
+    """
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    base = new_top
+    if MASKED:
+        # a row that saw no key yet must not make inf - inf
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    weights = tl.exp2(scores * scale - base[:, None])
+    rescale = tl.exp2(top - base)
+    return weights, new_top, norm * rescale + tl.sum(weights, 1), rescale
+
+
+@triton.jit
+def log_sum_exp(top, norm):
+    """Natural log-sum-exp from the base-2 maximum and sum; -inf for a row without a key."""
+    return tl.where(norm > 0, top * LN2 + tl.log(tl.where(norm > 0, norm, 1.0)), -float("inf"))
+
+
+@triton.jit
+def base2_lse(lse):
+    """The LSE that backward subtracts, in base 2: +inf for rows without a key, so that all their weights become zero."""
+    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)

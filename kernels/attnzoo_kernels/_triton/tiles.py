@@ -1,0 +1,65 @@
+"""Tiles of packed and dense sequences: where a program's tile lies, and loads and stores of its rows."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def find_tile(cu_seqlens, slot, n_seqs, total, BLOCK: tl.constexpr):
+    """The sequence and tile that `slot` stands for among packed sequences, and where the sequence lies: (sequence, tile, first, length).
+
+    Sequence b owns the slots from cu_seqlens[b] // BLOCK + b on: at least as many as it has tiles, found without a prefix sum over tiles.
+    Sequence n_seqs is what lies behind the last one. Slots in total: total // BLOCK + n_seqs + 1; a tile beyond the length is no tile.
+    """
+    lanes = tl.arange(0, 128)
+    sequence = -1
+    for start in range(0, n_seqs + 1, 128):
+        b = start + lanes
+        first_slot = tl.load(cu_seqlens + b, mask=b <= n_seqs, other=0) // BLOCK + b
+        sequence += tl.sum(((first_slot <= slot) & (b <= n_seqs)).to(tl.int32), 0)
+    first = tl.load(cu_seqlens + sequence)
+    end = tl.load(cu_seqlens + tl.minimum(sequence + 1, n_seqs))
+    end = tl.where(sequence == n_seqs, total, end)
+    return sequence, slot - (first // BLOCK + sequence), first, end - first
+
+
+@triton.jit
+def tile_source(source, batch, head, first, stride_batch, stride_row, stride_head, TMA: tl.constexpr):
+    """What load_rows reads from: a tensor descriptor as it is, or the pointer moved to the head's first row."""
+    if TMA:
+        moved = source
+    else:
+        moved = source + tl.cast(batch, tl.int64) * stride_batch + tl.cast(head, tl.int64) * stride_head + tl.cast(first, tl.int64) * stride_row
+    return moved
+
+
+@triton.jit
+def load_rows(source, batch, head, first, row, length, stride_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+              GUARD: tl.constexpr, TMA: tl.constexpr):
+    """Rows row .. row + BLOCK of a sequence, [BLOCK, BLOCK_WIDTH], zero beyond WIDTH and, under GUARD, beyond the sequence's length."""
+    rows = row + tl.arange(0, BLOCK)
+    if TMA:
+        tile = source.load([batch, head, first + row, 0]).reshape(BLOCK, BLOCK_WIDTH)
+        if GUARD:
+            tile = tl.where((rows < length)[:, None], tile, 0.0)
+    else:
+        columns = tl.arange(0, BLOCK_WIDTH)
+        pointers = source + tl.cast(row, tl.int64) * stride_row + (tl.arange(0, BLOCK)[:, None] * stride_row + columns[None, :])
+        if GUARD and WIDTH < BLOCK_WIDTH:
+            tile = tl.load(pointers, mask=(rows < length)[:, None] & (columns < WIDTH)[None, :], other=0.0)
+        elif GUARD:
+            tile = tl.load(pointers, mask=(rows < length)[:, None], other=0.0)
+        elif WIDTH < BLOCK_WIDTH:
+            tile = tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
+        else:
+            tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_rows(pointer, tile, row, length, stride_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Store [BLOCK, BLOCK_WIDTH] at rows row .. row + BLOCK of a sequence, inside its length and WIDTH only."""
+    rows = row + tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_WIDTH)
+    pointers = pointer + tl.cast(row, tl.int64) * stride_row + (tl.arange(0, BLOCK)[:, None] * stride_row + columns[None, :])
+    tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=(rows < length)[:, None] & (columns < WIDTH)[None, :])

@@ -1,0 +1,112 @@
+"""Argument checks that every operator shares: an error names the argument, what it was and what it must be."""
+
+import os
+
+import torch
+from torch import Tensor
+
+MAX_HEAD_DIM = 256
+
+
+def choice(name: str, value, choices: tuple) -> None:
+    if value is not None and value not in choices:
+        raise ValueError(f"{name}: must be None or one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def probability(name: str, value: float) -> None:
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{name}: must lie in [0, 1), got {value}")
+
+
+def non_negative(name: str, value: float) -> None:
+    if not value >= 0:
+        raise ValueError(f"{name}: must be at least 0 (0 is off), got {value}")
+
+
+def window(window_size, causal: bool) -> tuple[int, int]:
+    """(left, right) with causality folded in; -1 is unlimited."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or any(not isinstance(w, int) or w < -1 for w in window_size):
+        raise ValueError(f"window_size: must be two ints (left, right), each at least -1 (unlimited), got {window_size!r}")
+    left, right = window_size
+    return left, 0 if causal else right
+
+
+def per_head(name: str, value: Tensor, q: Tensor, heads: int, batch: int | None = None) -> None:
+    shapes = [(heads,)] if batch is None else [(heads,), (batch, heads)]
+    if tuple(value.shape) not in shapes:
+        raise ValueError(f"{name}: must have shape {' or '.join(map(str, shapes))}, got {tuple(value.shape)}")
+    if value.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{name}: must be float32, got {value.dtype}")
+    if value.device != q.device:
+        raise ValueError(f"{name}: must be on q's device {q.device}, got {value.device}")
+
+
+def cu_seqlens(name: str, value: Tensor, q: Tensor) -> None:
+    if value.dim() != 1 or value.shape[0] < 2:
+        raise ValueError(f"{name}: must have shape (sequences + 1,), got {tuple(value.shape)}")
+    if value.dtype != torch.int32:
+        raise TypeError(f"{name}: must be int32, got {value.dtype}")
+    if value.device != q.device:
+        raise ValueError(f"{name}: must be on q's device {q.device}, got {value.device}")
+    if value.stride(0) != 1:
+        raise ValueError(f"{name}: must be contiguous, got stride {value.stride(0)}")
+
+
+def max_seqlen(name: str, value) -> None:
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name}: must be a Python int, got a tensor (reading it would wait for the device)")
+    if value is None or value < 0:
+        raise ValueError(f"{name}: packed input needs the longest sequence as an int, got {value!r}")
+
+
+def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> bool:
+    """Shapes, dtypes, devices and strides of q, k, v; returns whether they are packed."""
+    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    layout = "(total, heads, head_dim)" if packed else "(batch, seqlen, heads, head_dim)"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: must be a tensor, got {type(x).__name__}")
+        if x.dim() != (3 if packed else 4):
+            hint = "" if packed or x.dim() != 3 else "; packed input needs cu_seqlens_q and cu_seqlens_k"
+            raise ValueError(f"{name}: must be {layout}, got shape {tuple(x.shape)}{hint}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name}: must be a floating point tensor, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: must be on q's device {q.device}, got {x.device}")
+        if x.shape[-1] > 1 and x.stride(-1) != 1:
+            raise ValueError(f"{name}: last dimension must be contiguous, got stride {x.stride(-1)}; call .contiguous()")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k: head_dim must be q's {q.shape[-1]}, got {k.shape[-1]}")
+    if v.shape[-2] != k.shape[-2]:
+        raise ValueError(f"v: must have k's {k.shape[-2]} heads, got {v.shape[-2]}")
+    if v.shape[:-2] != k.shape[:-2]:
+        raise ValueError(f"v: must have k's leading shape {tuple(k.shape[:-2])}, got {tuple(v.shape[:-2])}")
+    for name, width in (("q", q.shape[-1]), ("v", v.shape[-1])):
+        if not 1 <= width <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}: width must be 1 to {MAX_HEAD_DIM}, got {width}")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"k: its {k.shape[-2]} heads must divide q's {q.shape[-2]}")
+    if packed:
+        for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if value is None:
+                raise ValueError(f"{name}: packed input needs cu_seqlens_q and cu_seqlens_k both, got None")
+            cu_seqlens(name, value, q)
+        if cu_seqlens_q.shape != cu_seqlens_k.shape:
+            raise ValueError(f"cu_seqlens_k: must have cu_seqlens_q's shape {tuple(cu_seqlens_q.shape)}, got {tuple(cu_seqlens_k.shape)}")
+        max_seqlen("max_seqlen_q", max_seqlen_q)
+        max_seqlen("max_seqlen_k", max_seqlen_k)
+    elif k.shape[0] != q.shape[0]:
+        raise ValueError(f"k: batch must be q's {q.shape[0]}, got {k.shape[0]}")
+    return packed
+
+
+def triton_inputs(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> None:
+    """What the Triton path asks for beyond the contract of all paths."""
+    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f'impl: "triton" needs CUDA tensors, got {q.device} (on a CPU it runs in the interpreter: TRITON_INTERPRET=1)')
+    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise NotImplementedError(f'q: impl="triton" takes float16, bfloat16 and float32, got {q.dtype}; impl="reference" takes it')
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise NotImplementedError('alibi_slopes: impl="triton" has no gradient for them; detach them or use impl="reference"')

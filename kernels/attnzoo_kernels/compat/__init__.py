@@ -1,0 +1,1 @@
+"""Other libraries' signatures over the operators of attnzoo_kernels."""

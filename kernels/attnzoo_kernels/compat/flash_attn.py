@@ -1,0 +1,155 @@
+"""flash-attn 2.8's functions over `attnzoo_kernels.flash_attention`: change the import, keep the calls.
+
+    from attnzoo_kernels.compat.flash_attn import flash_attn_func
+
+Arguments, shapes and meanings are flash-attn's: causal masks and windows are aligned to the bottom right, `softcap <= 0` is off,
+`alibi_slopes` is float32 (heads,) or (batch, heads). More is accepted than there: float32, values wider or narrower than keys, CPU tensors.
+
+With `return_attn_probs=True` they return (out, softmax_lse, S_dmask). softmax_lse is float32, (batch, heads, seqlen_q) or
+(heads, total_q), and carries a gradient; it is -inf (flash-attn: +inf) in rows that see no key, where out is zero. S_dmask is an empty
+tensor, as flash-attn's is without dropout; with dropout flash-attn puts its attention matrix there, for its own tests, and here that
+raises NotImplementedError.
+
+`deterministic=False` follows `torch.use_deterministic_algorithms`; True holds always.
+"""
+
+from torch import Tensor
+
+from attnzoo_kernels.flash import flash_attention
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+]
+
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def _attend(
+    q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **packing
+) -> Result:
+    if return_attn_probs and dropout_p > 0:
+        raise NotImplementedError("return_attn_probs: S_dmask with dropout_p > 0 is not kept; use return_attn_probs=False or dropout_p=0.0")
+    out = flash_attention(
+        q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=max(softcap, 0.0), alibi_slopes=alibi_slopes,
+        dropout_p=dropout_p, return_lse=return_attn_probs, deterministic=deterministic or None, **packing)
+    return (*out, q.new_empty(0)) if return_attn_probs else out
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim) -> out as q."""
+    return _attend(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """q (batch, seqlen_q, heads, head_dim), kv (batch, seqlen_k, 2, kv_heads, head_dim) -> out as q."""
+    return _attend(q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """qkv (batch, seqlen, 3, heads, head_dim) -> out (batch, seqlen, heads, head_dim)."""
+    return _attend(*qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim), cu_seqlens int32 (batch + 1,) -> out as q."""
+    if block_table is not None:
+        raise NotImplementedError("block_table: paged keys and values are not supported; gather them into (total_k, kv_heads, head_dim)")
+    return _attend(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """q (total_q, heads, head_dim), kv (total_k, 2, kv_heads, head_dim), cu_seqlens int32 (batch + 1,) -> out as q."""
+    return _attend(
+        q, *kv.unbind(1), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """qkv (total, 3, heads, head_dim), cu_seqlens int32 (batch + 1,) -> out (total, heads, head_dim)."""
+    return _attend(
+        *qkv.unbind(1), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen)

@@ -1,0 +1,46 @@
+"""Attention dropout's mask by Philox4x32-10 (Salmon et al. 2011), indexed by position: the kernels' mask in plain PyTorch.
+
+Element (b, h, i, j) reads a 16-bit field of the four words of philox(key=seed, counter=(j // 8, i, b * heads + h, offset)), so that the
+mask depends neither on tiles nor on lengths, and one call serves eight keys. The keep probability is a multiple of 2**-16.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+
+
+def new_rng_state(device: torch.device) -> Tensor:
+    """Seed and offset, (2,) int64 on the device, drawn from torch's generator of that device (no host synchronisation)."""
+    return torch.randint(0, 2**31 - 1, (2,), dtype=torch.int64, device=device)
+
+
+def keep_threshold(dropout_p: float) -> int:
+    """A field below this is kept; keep probability = threshold / 65536."""
+    return round((1.0 - dropout_p) * 65536)
+
+
+def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
+    """Philox4x32-10 on int64 tensors that hold uint32 values: four words per counter."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & _MASK32, (seed >> 32) & _MASK32
+    for _ in range(10):
+        low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = ((high >> 32) & _MASK32) ^ c1 ^ k0, high & _MASK32, ((low >> 32) & _MASK32) ^ c3 ^ k1, low & _MASK32
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return [c0, c1, c2, c3]
+
+
+def keep_mask(rng_state: Tensor, dropout_p: float, shape: tuple[int, int, int, int]) -> tuple[Tensor, float]:
+    """Which attention weights stay: bool (batch, heads, queries, keys), and the probability to stay."""
+    batch, heads, rows, columns = shape
+    device = rng_state.device
+    seed, offset = rng_state[0], rng_state[1] & _MASK32
+    group = torch.arange((columns + 7) // 8, device=device).view(1, 1, -1)
+    i = torch.arange(rows, device=device).view(1, -1, 1)
+    head = torch.arange(batch * heads, device=device).view(-1, 1, 1)
+    zero = torch.zeros((batch * heads, rows, group.shape[-1]), dtype=torch.int64, device=device)
+    words = philox(seed, [group + zero, i + zero, head + zero, offset + zero])
+    fields = torch.stack([field for word in words for field in (word & 0xFFFF, word >> 16)], dim=-1)
+    keep = fields.flatten(-2)[..., :columns] < keep_threshold(dropout_p)
+    return keep.view(shape), keep_threshold(dropout_p) / 65536

@@ -1,0 +1,88 @@
+"""FlashAttention: exact attention without the quadratic matrix (Dao 2023, arXiv:2307.08691)."""
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import checks
+from attnzoo_kernels.dropout import new_rng_state
+from attnzoo_kernels.flash import ops
+from attnzoo_kernels.flash.reference import flash_attention_reference
+
+IMPLEMENTATIONS = ("triton", "reference")
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(softmax_scale * q kᵀ + bias) v by online softmax, forward and backward in linear memory.
+
+    Dense: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, value_dim).
+    Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
+    value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence).
+    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
+    head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
+
+    Scores are scaled, then capped (softcap * tanh(score / softcap), 0 is off), then biased, then masked:
+      causal         key j is seen by query i if j <= i + seqlen_k - seqlen_q (bottom right), drawn for 3 queries and 5 keys and 5 and 3:
+                         1 1 1 0 0        0 0 0
+                         1 1 1 1 0        0 0 0
+                         1 1 1 1 1        1 0 0
+                                          1 1 0
+                                          1 1 1
+      window_size    (left, right), inclusive around i + seqlen_k - seqlen_q, -1 is unlimited; causal sets right to 0.
+      alibi_slopes   float32 (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q - j| (Press et al. 2022). No gradient.
+      sinks          float32 (heads,): a learned logit that joins the denominator and the LSE, not scaled. With gradient.
+      dropout_p      in [0, 1): attention weights are zeroed with this probability and scaled by the inverse of the rest. The mask is a
+                     function of (seed, offset, batch, head, i, j), drawn from torch's generator; `attnzoo_kernels.dropout` computes it.
+    A query that sees no key gives zeros and LSE -inf (the sink with sinks), and finite gradients.
+
+    softmax_scale: default head_dim ** -0.5.
+    return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
+    deterministic: every path here repeats bit by bit, forward and backward; the argument is accepted for all values.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+
+    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
+    """
+    packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    heads, head_dim = q.shape[-2:]
+    checks.probability("dropout_p", dropout_p)
+    checks.choice("impl", impl, IMPLEMENTATIONS)
+    checks.non_negative("softcap", softcap)
+    left, right = checks.window(window_size, causal)
+    if alibi_slopes is not None:
+        batch = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
+        checks.per_head("alibi_slopes", alibi_slopes, q, heads, batch)
+    if sinks is not None:
+        checks.per_head("sinks", sinks, q, heads)
+    softmax_scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    rng_state = new_rng_state(q.device) if dropout_p > 0 else None
+    if impl is None:
+        impl = "triton" if q.is_cuda else "reference"
+
+    if impl == "reference":
+        out, lse = flash_attention_reference(
+            q, k, v, window_size=(left, right), softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+            dropout_p=dropout_p, rng_state=rng_state, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    else:
+        checks.triton_inputs(q, k, v, alibi_slopes)
+        out, lse = ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state,
+                               softmax_scale, left, right, softcap, dropout_p)
+    return (out, lse) if return_lse else out

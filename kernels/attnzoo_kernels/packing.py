@@ -1,0 +1,35 @@
+"""Packed tokens <-> padded rows by cu_seqlens alone: static shapes, no wait for the device. For references and dense fallbacks."""
+
+import torch
+from torch import Tensor
+
+
+def sequence_lengths(cu_seqlens: Tensor | None, batch: int, seqlen: int, device: torch.device) -> Tensor:
+    """Length of each sequence, (batch,) int64; `seqlen` for all where nothing is packed."""
+    if cu_seqlens is None:
+        return torch.full((batch,), seqlen, device=device)
+    return cu_seqlens.diff().long()
+
+
+def pad_packed(tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    """(total, ...) to (sequences, max_seqlen, ...), zeros after each sequence's end."""
+    position = torch.arange(max_seqlen, device=tokens.device)
+    start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    index = start[:, None] + position
+    real = (index < end[:, None]).view(*index.shape, *(1,) * (tokens.dim() - 1))
+    if tokens.shape[0] == 0:
+        return tokens.new_zeros(*index.shape, *tokens.shape[1:])
+    return tokens[index.clamp(max=tokens.shape[0] - 1)].masked_fill(~real, 0)
+
+
+def unpad_packed(rows: Tensor, cu_seqlens: Tensor, total: int, fill: float = 0.0) -> Tensor:
+    """(sequences, max_seqlen, ...) to (total, ...); tokens after the last sequence get `fill`."""
+    token = torch.arange(total, device=rows.device)
+    end = cu_seqlens[1:].long()
+    sequence = torch.searchsorted(end, token, right=True)
+    inside = (sequence < end.numel()).view(-1, *(1,) * (rows.dim() - 2))
+    if rows.shape[0] * rows.shape[1] == 0:
+        return rows.new_full((total, *rows.shape[2:]), fill)
+    sequence = sequence.clamp(max=end.numel() - 1)
+    position = (token - cu_seqlens[:-1].long()[sequence]).clamp(max=rows.shape[1] - 1)
+    return rows[sequence, position].masked_fill(~inside, fill)
