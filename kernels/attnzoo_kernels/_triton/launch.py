@@ -32,12 +32,12 @@ def architecture(x: Tensor) -> int:
 
 def tma_takes(x: Tensor) -> bool:
     """Whether the tensor memory accelerator can read x (..., rows, heads, width): 16-byte base and strides, no broadcast."""
-    size = x.element_size()
-    return x.data_ptr() % 16 == 0 and all(n == 1 or (s > 0 and s * size % 16 == 0) for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True))
+    dimensions = zip(x.shape[:-1], x.stride()[:-1], strict=True)
+    return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(n == 1 or (s > 0 and s * x.element_size() % 16 == 0) for n, s in dimensions)
 
 
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Host descriptor of (batch, seqlen, heads, width) or (total, heads, width) as [batch, heads, rows, width], read in tiles [1, 1, rows, width]."""
+    """Host descriptor of (batch, seqlen, heads, width) or (total, heads, width), read in tiles [1, 1, rows, width] of [batch, heads, seqlen, width]."""
     if x.dim() == 3:
         x = x.unsqueeze(0)
     x = x.transpose(1, 2)

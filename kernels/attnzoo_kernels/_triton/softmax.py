@@ -41,6 +41,19 @@ def log_sum_exp(top, norm):
 
 
 @triton.jit
-def base2_lse(lse):
-    """The LSE that backward subtracts, in base 2: +inf for rows without a key, so that all their weights become zero."""
-    return tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+def softmax_stats(top, norm):
+    """What the backward subtracts from base-2 scores: the maximum (+inf for a row without a key, whose weights are then zero) and log2 of the sum.
+
+    Kept apart, they repeat the forward's weights to the last bits; the LSE alone would lose as many as its magnitude takes.
+    """
+    return tl.where(norm > 0, top, float("inf")), tl.where(norm > 0, tl.log2(tl.where(norm > 0, norm, 1.0)), 0.0)
+
+
+@triton.jit
+def repeat_weights(scores, scale, top, log_norm, EXACT: tl.constexpr):
+    """The forward's softmax weights from the saved statistics, which broadcast to the tile; without EXACT `top` is their sum."""
+    if EXACT:
+        weights = tl.exp2(scores * scale - top - log_norm)
+    else:
+        weights = tl.exp2(scores * scale - top)
+    return weights

@@ -24,12 +24,53 @@ def find_tile(cu_seqlens, slot, n_seqs, total, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def program_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+                 LAST_FIRST: tl.constexpr):
+    """The tile of this program: (sequence, batch, head, row, first, length, other_first, other_length).
+
+    Tiles run over rows of one side (queries, or keys), `other` is the side that the kernel walks. Tiles of one head follow each other, so that
+    the heads of a group share what they walk in L2; LAST_FIRST starts with the last one (causal: the heaviest). `row` counts from the
+    sequence's first token; a program with row >= length has no tile. batch is 0 and `first` the offset where packed, the other way round
+    where dense; sequence numbers both.
+    """
+    if PACKED:
+        slots = seqlen // BLOCK + n_seqs + 1
+        head = tl.program_id(0) // slots
+        seq, tile, first, length = find_tile(cu_seqlens, tl.program_id(0) % slots, n_seqs, seqlen, BLOCK)
+        other_first = tl.load(other_cu_seqlens + seq)
+        other_length = tl.load(other_cu_seqlens + tl.minimum(seq + 1, n_seqs)) - other_first
+        batch = 0
+        tiles = tl.cdiv(length, BLOCK)
+    else:
+        tiles = tl.cdiv(seqlen, BLOCK)
+        tile = tl.program_id(0) % tiles
+        head = tl.program_id(0) // tiles % heads
+        batch = tl.program_id(0) // tiles // heads
+        seq, first, length, other_first, other_length = batch, 0, seqlen, 0, other_seqlen
+    row = tile * BLOCK
+    if LAST_FIRST:
+        row = tl.where(tile < tiles, (tiles - 1 - tile) * BLOCK, length)
+    return seq, batch, head, row, first, length, other_first, other_length
+
+
+@triton.jit
+def first_lse(batch, head, first, seqlen, heads, PACKED: tl.constexpr):
+    """Index of a sequence's first row in (batch, heads, seqlen), or in (heads, total) where packed."""
+    if PACKED:
+        index = head.to(tl.int64) * seqlen + first
+    else:
+        index = (batch * heads + head).to(tl.int64) * seqlen
+    return index
+
+
+@triton.jit
 def tile_source(source, batch, head, first, stride_batch, stride_row, stride_head, TMA: tl.constexpr):
     """What load_rows reads from: a tensor descriptor as it is, or the pointer moved to the head's first row."""
     if TMA:
         moved = source
     else:
-        moved = source + tl.cast(batch, tl.int64) * stride_batch + tl.cast(head, tl.int64) * stride_head + tl.cast(first, tl.int64) * stride_row
+        moved = source + tl.cast(batch, tl.int64) * stride_batch + tl.cast(head, tl.int64) * stride_head
+        moved += tl.cast(first, tl.int64) * stride_row
     return moved
 
 

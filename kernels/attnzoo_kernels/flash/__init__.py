@@ -1,6 +1,5 @@
 """FlashAttention: exact attention without the quadratic matrix (Dao 2023, arXiv:2307.08691)."""
 
-import torch
 from torch import Tensor
 
 from attnzoo_kernels import checks
@@ -83,6 +82,6 @@ def flash_attention(
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     else:
         checks.triton_inputs(q, k, v, alibi_slopes)
-        out, lse = ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state,
+        out, lse, _ = ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state,
                                softmax_scale, left, right, softcap, dropout_p)
     return (out, lse) if return_lse else out

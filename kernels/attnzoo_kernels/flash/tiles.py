@@ -1,6 +1,8 @@
-"""FlashAttention's tile tables: a pure function of widths, element size, architecture and mask kind."""
+"""FlashAttention's tile tables: pure functions of widths, element size, architecture and mask kind; `python -m benchmarks.tune` measures them."""
 
 from dataclasses import dataclass
+
+STATS_BLOCK = 128  # row statistics of the backward lie at multiples of this; dQ tiles divide it, and dK/dV tiles divide dQ's
 
 
 @dataclass(frozen=True)
@@ -10,22 +12,24 @@ class Tile:
     num_warps: int
     num_stages: int
     tma: bool = False
-    split: bool = True
-    max_registers: int | None = None
+    q_registers: bool = False  # forward: the queries are an operand in registers, not in shared memory
 
 
-def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool, dropout: bool, softcap: bool) -> Tile:
+INTERPRETER = Tile(32, 32, 4, 1)  # arch 0: nothing is measured there, small tiles visit every path
+
+
+def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:
     width = max(block_d, block_dv)
     if arch == 0:
-        return Tile(32, 32, 4, 1)
+        return INTERPRETER
     if itemsize == 4:
-        return Tile(64, 32, 4, 1) if width <= 128 else Tile(32, 16, 4, 1)
+        return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     if arch >= 90:
-        if width <= 64:
-            return Tile(64, 128, 4, 2)
+        if width <= 64 and not causal:
+            return Tile(64, 128, 4, 2, tma=True)
         if width <= 128:
-            return Tile(64, 64, 4, 3) if causal else Tile(128, 64, 4, 2, tma=True)
-        return Tile(128, 64, 8, 2)
+            return Tile(64, 64, 4, 3, tma=True, q_registers=True)  # 588 TFLOP/s at 128 full; 128x64 without q_registers 540
+        return Tile(128, 64, 8, 2, tma=True, q_registers=True)
     if width <= 64:
         return Tile(128, 64, 4, 3)
     if width <= 128:
@@ -33,18 +37,18 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causa
     return Tile(64, 32, 4, 2)
 
 
-def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool, dropout: bool, softcap: bool) -> Tile:
+def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:
     width = max(block_d, block_dv)
     if arch == 0:
-        return Tile(32, 32, 4, 1)
+        return INTERPRETER
     if itemsize == 4:
-        return Tile(32, 32, 4, 1) if width <= 128 else Tile(16, 16, 4, 1)
+        return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     if arch >= 90:
         if width <= 64:
-            return Tile(128, 64, 4, 2)
+            return Tile(64, 64, 4, 4, tma=True) if causal else Tile(64, 128, 4, 3, tma=True)
         if width <= 128:
-            return Tile(128, 64, 8, 2)
-        return Tile(64, 64, 8, 1)
+            return Tile(64, 64, 4, 3, tma=True)
+        return Tile(64, 64, 8, 2, tma=True)
     if width <= 64:
         return Tile(64, 64, 4, 2)
     if width <= 128:
@@ -52,18 +56,18 @@ def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bo
     return Tile(32, 32, 4, 1)
 
 
-def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool, dropout: bool, softcap: bool) -> Tile:
+def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:
     width = max(block_d, block_dv)
     if arch == 0:
-        return Tile(32, 32, 4, 1)
+        return INTERPRETER
     if itemsize == 4:
-        return Tile(32, 32, 4, 1) if width <= 128 else Tile(16, 16, 4, 1)
+        return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     if arch >= 90:
         if width <= 64:
-            return Tile(64, 128, 4, 2)
+            return Tile(64, 64, 4, 3 if causal else 4, tma=True)
         if width <= 128:
-            return Tile(64, 128, 8, 2)
-        return Tile(64, 64, 8, 1)
+            return Tile(64, 64, 4, 2, tma=True)
+        return Tile(16, 32, 4, 2) if causal else Tile(32, 64, 8, 1, tma=True)
     if width <= 64:
         return Tile(64, 64, 4, 2)
     if width <= 128:
