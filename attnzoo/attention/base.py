@@ -1,0 +1,256 @@
+"""The attention layer's contract: one description to build a layer from, one base that a variant extends by `attend`."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.attention.positions import ROPE_SCALINGS, alibi_slopes, rotary_tables, rotate
+
+POSITIONS = ("learned", "rotary", "alibi")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a layer is built from. `n_heads` is the baseline's: a variant that pairs or doubles heads does so itself.
+
+    layer: this layer's index, from 0 to n_layers - 1. train_context: tokens a model reads at once in training.
+    positions: "learned" leaves positions to the model, "rotary" and "alibi" are applied here.
+    rope_scaling, rope_factor: see `attnzoo.attention.positions.rotary_tables`.
+    """
+
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    layer: int
+    n_layers: int
+    causal: bool
+    positions: str
+    train_context: int
+    dropout: float = 0.0
+    bias: bool = False
+    rope_base: float = 10000.0
+    rope_scaling: str = "none"
+    rope_factor: float = 1.0
+
+    def __post_init__(self):
+        for name in ("dim", "n_heads", "n_kv_heads", "head_dim", "n_layers", "train_context"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}: must be a positive integer, got {value!r}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_kv_heads={self.n_kv_heads}: must divide n_heads={self.n_heads}; set model.n_kv_heads or model.n_heads")
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions={self.positions!r}: must be one of {', '.join(POSITIONS)}; set model.positions")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"attention_dropout={self.dropout}: must lie in [0, 1)")
+        if self.positions == "rotary":
+            self._check_rotary()
+
+    def _check_rotary(self):
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim}: rotary positions need an even one; set model.head_dim or model.positions=alibi")
+        if self.rope_scaling not in ROPE_SCALINGS:
+            raise ValueError(f"rope_scaling={self.rope_scaling!r}: must be one of {', '.join(ROPE_SCALINGS)}")
+        if not self.rope_factor > 0 or not self.rope_base > 0:
+            raise ValueError(f"rope_factor={self.rope_factor}, rope_base={self.rope_base}: must be positive")
+        if self.rope_scaling == "none" and self.rope_factor != 1:
+            raise ValueError(f"rope_factor={self.rope_factor}: has no effect with rope_scaling=none; set model.rope_scaling=linear or ntk")
+        if self.rope_scaling == "ntk" and self.head_dim < 4:
+            raise ValueError(f"head_dim={self.head_dim}: rope_scaling=ntk needs at least 4; set model.rope_scaling=linear")
+
+
+@dataclass(frozen=True)
+class SequenceInfo:
+    """Where the tokens of one forward pass stand; the same object goes through all layers.
+
+    position_ids: int64, (1, seqlen) or (batch, seqlen) dense, (total,) packed.
+    cu_seqlens: int32 (sequences + 1,), None if dense; repeating the last value pads it, tokens behind it belong to no sequence.
+    max_seqlen: int, at least the longest sequence.
+    """
+
+    position_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """make()'s result, computed by the first layer that asks for `key` in this pass and shared by the others.
+
+        A key needs no lengths, which are the same all through a pass, and must not hold any: torch.compile would build in their values.
+        """
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+
+@dataclass(frozen=True)
+class Supports:
+    """What a variant can do. A pairing outside of it is refused when the layer is built (`packed` and `cache`: when first used)."""
+
+    causal: bool = True
+    bidirectional: bool = True
+    positions: tuple[str, ...] = POSITIONS
+    packed: bool = True
+    dropout: bool = True
+    cache: bool = True
+
+
+class KVCache:
+    """Keys and values of the tokens read so far, (batch, max_len, heads, width). Takes its memory at the first append."""
+
+    def __init__(self, batch: int, max_len: int):
+        self.batch, self.max_len, self.length = batch, max_len, 0
+        self.keys = self.values = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add k and v (batch, new tokens, heads, width); return all keys and values so far, as views."""
+        end = self.length + k.shape[1]
+        if k.shape[0] != self.batch or end > self.max_len:
+            raise ValueError(f"cache: made for batch={self.batch}, max_len={self.max_len}, got batch={k.shape[0]} and {end} tokens")
+        if self.keys is None:
+            self.keys = k.new_empty(self.batch, self.max_len, *k.shape[2:])
+            self.values = v.new_empty(self.batch, self.max_len, *v.shape[2:])
+        self.keys[:, self.length : end] = k
+        self.values[:, self.length : end] = v
+        self.length = end
+        return self.keys[:, :end], self.values[:, :end]
+
+
+class Attention(nn.Module):
+    """Base of all variants: projections, rotary positions and cache. A variant overrides `attend`, and if it must
+
+    - `head_shapes`: other numbers or widths of heads;
+    - `project`: more inputs to `attend` than q, k and v, made from x;
+    - `apply_positions`: un-rotated or otherwise rotated queries and keys;
+    - `init_weights`, `mlp_dim`, `visible_pairs`, `metrics`, `plain`.
+
+    The parameters are `q_proj`, `k_proj`, `v_proj`, `o_proj` in all variants, so that a checkpoint of one loads into another.
+    """
+
+    supports = Supports()
+
+    def __init__(self, spec: AttentionSpec):
+        super().__init__()
+        self.spec = spec
+        self._check_supported()
+        widths = {name: heads * width for name, (heads, width) in self.head_shapes().items()}
+        self.q_proj = nn.Linear(spec.dim, widths["q"], bias=spec.bias)
+        self.k_proj = nn.Linear(spec.dim, widths["k"], bias=spec.bias)
+        self.v_proj = nn.Linear(spec.dim, widths["v"], bias=spec.bias)
+        self.o_proj = nn.Linear(widths["out"], spec.dim, bias=spec.bias)
+
+    @property
+    def name(self) -> str:
+        """The variant's name on the command line: its module's."""
+        return type(self).__module__.rpartition(".")[2]
+
+    def _check_supported(self) -> None:
+        spec, supports = self.spec, self.supports
+        if spec.causal and not supports.causal:
+            raise ValueError(f"attention={self.name} is bidirectional only; use a bert model or attention=flash")
+        if not spec.causal and not supports.bidirectional:
+            raise ValueError(f"attention={self.name} is causal only; use a gpt model or attention=flash")
+        if spec.positions not in supports.positions:
+            ways = " or ".join(f"model.positions={name}" for name in supports.positions)
+            raise ValueError(f"attention={self.name} does not support positions={spec.positions}; set {ways}, or attention=flash")
+        if spec.dropout > 0 and not supports.dropout:
+            raise ValueError(f"attention={self.name} has no attention dropout, got {spec.dropout}; set model.attention_dropout=0")
+
+    def head_shapes(self) -> dict[str, tuple[int, int]]:
+        """(heads, width) of the projected "q", "k", "v" and of `attend`'s output "out"."""
+        spec = self.spec
+        queries, keys = (spec.n_heads, spec.head_dim), (spec.n_kv_heads, spec.head_dim)
+        return {"q": queries, "k": keys, "v": keys, "out": queries}
+
+    def init_weights(self, std: float, residual_std: float) -> None:
+        """Normal weights, zero biases; `residual_std` is for the projection that writes to the residual stream."""
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+            nn.init.normal_(projection.weight, std=residual_std if projection is self.o_proj else std)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+
+    def mlp_dim(self, baseline: int) -> int:
+        """Width of the MLP behind this layer; a variant with more parameters than the baseline may narrow it."""
+        return baseline
+
+    def forward(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None = None) -> Tensor:
+        """x (batch, seqlen, dim) or packed (total, dim), with `cache` the new tokens only; returns x's shape."""
+        if seq.cu_seqlens is not None and not self.supports.packed:
+            raise ValueError(f"attention={self.name} takes no packed sequences; set data.packed=false and data.cross_documents=true")
+        q, k, v, *rest = self.project(x)
+        q, k = self.apply_positions(q, k, seq)
+        if cache is not None:
+            k, v = cache.append(k, v)
+        out = self.attend(q, k, v, seq, *rest)
+        return self.o_proj(out.flatten(-2))
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """q, k and v as (..., heads, width), and whatever else `attend` takes after `seq`."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        # one product for all three: at GPT-2's widths three narrow ones leave a part of the GPU idle
+        weight = torch.cat([p.weight for p in projections])
+        bias = torch.cat([p.bias for p in projections]) if self.spec.bias else None
+        shapes = self.head_shapes()
+        parts = F.linear(x, weight, bias).split([p.out_features for p in projections], dim=-1)
+        return tuple(part.unflatten(-1, shapes[name]) for name, part in zip("qkv", parts, strict=True))
+
+    def apply_positions(self, q: Tensor, k: Tensor, seq: SequenceInfo) -> tuple[Tensor, Tensor]:
+        """Queries and keys of the new tokens as `attend` and the cache see them."""
+        if self.spec.positions != "rotary":
+            return q, k
+        cos, sin = self.rotary(seq, q.shape[-1])
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    def rotary(self, seq: SequenceInfo, rotary_dim: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the pass's tokens, float32 (*position_ids.shape, rotary_dim / 2)."""
+        options = (rotary_dim, self.spec.rope_base, self.spec.rope_scaling, self.spec.rope_factor)
+        return seq.once(("rotary", *options), lambda: rotary_tables(seq.position_ids, *options))
+
+    def alibi_slopes(self, seq: SequenceInfo, n_heads: int, device: torch.device) -> Tensor | None:
+        """ALiBi's slopes, float32 (n_heads,), or None with other positions."""
+        if self.spec.positions != "alibi":
+            return None
+        return seq.once(("alibi", n_heads), lambda: alibi_slopes(n_heads, device))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo, *rest: Tensor) -> Tensor:
+        """Attention itself: q (..., heads, width) of the new tokens, k and v of all tokens; returns (..., heads, width) as "out".
+
+        With a cache k and v are longer than q, whose tokens are then the last ones.
+        """
+        raise NotImplementedError
+
+    @property
+    def dropout_p(self) -> float:
+        return self.spec.dropout if self.training else 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the output is that of ordinary softmax attention over all (earlier) tokens, as configured."""
+        return False
+
+    def new_cache(self, batch: int, max_len: int) -> KVCache:
+        """An empty cache for `batch` sequences of up to `max_len` tokens."""
+        if not (self.supports.cache and self.spec.causal):
+            reason = "has no KV cache" if self.spec.causal else "is bidirectional here, which allows no KV cache"
+            raise ValueError(f"attention={self.name} {reason}; read the whole sequence at once instead")
+        return KVCache(batch, max_len)
+
+    def visible_pairs(self, length: int) -> int:
+        """Pairs of a query and a key that it sees, in one sequence of this length."""
+        return length * (length + 1) // 2 if self.spec.causal else length * length
+
+    def flops(self, lengths: list[int]) -> float:
+        """Floating point operations of forward and backward (twice the forward) over sequences of these lengths."""
+        shapes = self.head_shapes()
+        projections = sum(p.weight.numel() for p in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
+        per_pair = shapes["q"][0] * (shapes["q"][1] + shapes["v"][1])
+        return 6.0 * (projections * sum(lengths) + per_pair * sum(map(self.visible_pairs, lengths)))
+
+    def metrics(self) -> dict[str, float]:
+        """What is worth logging during training, by name; the model adds the layer."""
+        return {}

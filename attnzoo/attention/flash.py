@@ -1,0 +1,49 @@
+"""FlashAttention (Dao 2023, arXiv:2307.08691): exact attention in linear memory, by `attnzoo_kernels.flash_attention`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.attention.base import Attention, AttentionSpec, SequenceInfo
+from attnzoo_kernels import flash_attention
+
+
+class FlashAttention(Attention):
+    """Softmax attention, optionally in a sliding window, with capped scores or with a learned sink per head.
+
+    impl: the operator's path, None for the fastest that runs ("triton", "reference").
+    window_size: (left, right) keys beside its own that a query sees, -1 is unlimited; right is 0 in a causal model.
+    softcap: scores become softcap * tanh(score / softcap); 0 is off.
+    sinks: learn a logit per head that joins the softmax's denominator, so that a head can look at nothing.
+    """
+
+    def __init__(self, spec: AttentionSpec, *, impl: str | None = None, window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
+                 sinks: bool = False):
+        super().__init__(spec)
+        if len(window_size) != 2 or any(not isinstance(side, int) or side < -1 for side in window_size):
+            raise ValueError(f"attention.window_size={list(window_size)}: must be two integers of at least -1 (unlimited), [left, right]")
+        if not softcap >= 0:
+            raise ValueError(f"attention.softcap={softcap}: must be at least 0 (off)")
+        self.impl = impl
+        self.window_size = tuple(window_size)
+        self.softcap = float(softcap)
+        self.sinks = nn.Parameter(torch.zeros(spec.n_heads)) if sinks else None
+
+    @property
+    def plain(self) -> bool:
+        return self.window_size == (-1, -1) and self.softcap == 0 and self.sinks is None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
+        return flash_attention(
+            q, k, v, causal=self.spec.causal, window_size=self.window_size, softcap=self.softcap,
+            alibi_slopes=self.alibi_slopes(seq, q.shape[-2], q.device), sinks=None if self.sinks is None else self.sinks.float(),
+            dropout_p=self.dropout_p, cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens, max_seqlen_q=seq.max_seqlen,
+            max_seqlen_k=seq.max_seqlen, impl=self.impl)
+
+    def visible_pairs(self, length: int) -> int:
+        limit = length - 1
+        left, right = (limit if side < 0 else min(side, limit) for side in self.window_size)
+        # each side of the diagonal is a triangle, cut off at the window's width
+        sides = (left,) if self.spec.causal else (left, right)
+        return length + sum(side * length - side * (side + 1) // 2 for side in sides)

@@ -1,0 +1,245 @@
+"""Hugging Face weights in and out: GPT-2 and BERT checkpoints become attnzoo models and go back, with equal logits."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.attention.base import Attention, AttentionSpec
+from attnzoo.attention.flash import FlashAttention
+from attnzoo.models import BERT, GPT
+from attnzoo.models.transformer import Transformer
+
+_GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+_BY_TOKEN = ("token_embedding.weight", "head.weight", "head_bias")
+
+
+class _Weight(NamedTuple):
+    """A tensor of theirs and the parameters of ours that it holds, one after another; `transposed` as in GPT-2's Conv1D."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+
+
+def from_huggingface(source: str | Path | nn.Module, *, attention: Callable[[AttentionSpec], Attention] = FlashAttention) -> GPT | BERT:
+    """A GPT or BERT with the weights of a GPT2LMHeadModel or BertForMaskedLM, float32, in training mode with the config's dropout.
+
+    source: a folder, a name on the hub, or the transformers model itself. attention: the variant's class, or any callable as in `GPT`;
+    parameters that only the variant has keep their initial values. No code of the checkpoint's author runs.
+
+    Raises ValueError for a missing or incomplete checkpoint and for options that attnzoo's models do not have.
+    """
+    theirs = source if isinstance(source, nn.Module) else _load(str(source))
+    arguments = config_from_huggingface(theirs.config)
+    expected = _huggingface_class(theirs.config.model_type)
+    if not isinstance(theirs, expected):
+        raise ValueError(f"source: must be a {expected.__name__}, got {type(theirs).__name__}; load it as {expected.__name__}")
+    model = _MODELS[theirs.config.model_type](attention=attention, **{k: v for k, v in arguments.items() if k != "_target_"})
+    parameters = dict(model.named_parameters())
+    state = theirs.state_dict()
+    with torch.no_grad():
+        for weight in _weights(model):
+            parts = [_used_rows(name, parameters[name], model.vocab_size) for name in weight.ours]
+            tensor = state[weight.theirs].T if weight.transposed else state[weight.theirs]
+            for part, piece in zip(parts, tensor.split([part.shape[0] for part in parts]), strict=True):
+                part.copy_(piece)
+    return model
+
+
+def save_huggingface(model: GPT | BERT, path: str | Path, **config: Any) -> None:
+    """Write `config.json` and safetensors that GPT2LMHeadModel or BertForMaskedLM read with `from_pretrained`.
+
+    config: entries to add, such as the tokenizer's eos_token_id, bos_token_id, pad_token_id (none are set otherwise).
+    Raises ValueError for a model that their architecture cannot express, such as one with rotary positions or a window.
+    """
+    model_type = "gpt2" if isinstance(model, GPT) else "bert"
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    expected = _huggingface_class(model_type)
+    parameters = dict(model.named_parameters())
+    state = {}
+    described = expected.config_class(**tokens | _config_for_huggingface(model) | config)
+    for weight in _weights(model):
+        tensor = torch.cat([_used_rows(name, parameters[name].detach(), model.vocab_size) for name in weight.ours])
+        state[weight.theirs] = (tensor.T if weight.transposed else tensor).contiguous()
+    with torch.device("meta"):
+        theirs = expected(described)
+    theirs.load_state_dict(state, assign=True)
+    theirs.tie_weights()
+    theirs.save_pretrained(path)
+
+
+def config_from_huggingface(config: Any) -> dict[str, Any]:
+    """The plain description (`_target_` and arguments, as for `attnzoo.models.from_config`) of a transformers GPT2Config or BertConfig."""
+    if config.model_type == "gpt2":
+        return _from_gpt2(config)
+    if config.model_type == "bert":
+        return _from_bert(config)
+    raise ValueError(f"model_type={config.model_type!r}: must be gpt2 or bert, attnzoo has no other architecture of Hugging Face's")
+
+
+def _from_gpt2(config: Any) -> dict[str, Any]:
+    _require(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
+             embd_pdrop=config.resid_pdrop)
+    return {
+        "_target_": "attnzoo.models.GPT", "vocab_size": config.vocab_size, "dim": config.n_embd, "n_layers": config.n_layer,
+        "n_heads": config.n_head, "mlp": _gelu(config.activation_function), "mlp_dim": config.n_inner,
+        "norm_eps": config.layer_norm_epsilon, "norm_position": "pre", "max_positions": config.n_positions,
+        "train_context": config.n_positions, "dropout": config.resid_pdrop, "attention_dropout": config.attn_pdrop,
+        **_shared(config),
+    }
+
+
+def _from_bert(config: Any) -> dict[str, Any]:
+    _require(config, is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
+    return {
+        "_target_": "attnzoo.models.BERT", "vocab_size": config.vocab_size, "type_vocab_size": config.type_vocab_size,
+        "dim": config.hidden_size, "n_layers": config.num_hidden_layers, "n_heads": config.num_attention_heads,
+        "mlp": _gelu(config.hidden_act), "mlp_dim": config.intermediate_size, "norm_eps": config.layer_norm_eps, "norm_position": "post",
+        "max_positions": config.max_position_embeddings, "train_context": config.max_position_embeddings,
+        "dropout": config.hidden_dropout_prob, "attention_dropout": config.attention_probs_dropout_prob, **_shared(config),
+    }
+
+
+def _shared(config: Any) -> dict[str, Any]:
+    return {"norm": "layernorm", "positions": "learned", "bias": True, "tie_embeddings": config.tie_word_embeddings,
+            "pad_vocab_multiple": 64}
+
+
+def _require(config: Any, **expected: Any) -> None:
+    for name, value in expected.items():
+        found = getattr(config, name, value)
+        if found != value:
+            raise ValueError(f"{config.model_type} config {name}={found!r}: not supported, must be {value!r}")
+
+
+def _gelu(name: str) -> str:
+    if name not in _GELUS:
+        raise ValueError(f"activation {name!r}: not supported, must be one of {', '.join(_GELUS)}")
+    return _GELUS[name]
+
+
+def _config_for_huggingface(model: GPT | BERT) -> dict[str, Any]:
+    """The arguments of GPT2Config or BertConfig; refuses what they cannot say."""
+    block = model.blocks[0]
+    spec, norm = block.attention.spec, block.attention_norm
+    gpt = isinstance(model, GPT)
+    needs = {
+        "attention=flash or sdpa without window, softcap and sinks": all(b.attention.plain for b in model.blocks),
+        "model.positions=learned": spec.positions == "learned",
+        "model.norm=layernorm": isinstance(norm, nn.LayerNorm),
+        f"model.norm_position={'pre' if gpt else 'post'}": block.pre_norm == gpt,
+        "model.mlp=gelu or gelu_tanh": block.mlp.kind != "swiglu",
+        "model.bias=true": spec.bias,
+        "n_kv_heads = n_heads and head_dim = dim / n_heads": spec.n_kv_heads == spec.n_heads and spec.head_dim * spec.n_heads == spec.dim,
+        "model.type_vocab_size of at least 1": gpt or model.type_embedding is not None,
+    }
+    missing = [need for need, met in needs.items() if not met]
+    if missing:
+        raise ValueError(f"Hugging Face's {'GPT-2' if gpt else 'BERT'} cannot hold this model; it needs {'; '.join(missing)}")
+    activation = {"gelu": "gelu", "gelu_tanh": "gelu_new"}[block.mlp.kind]
+    positions, mlp_dim, dropout = model.position_embedding.num_embeddings, block.mlp.up_proj.out_features, block.dropout.p
+    common = {"vocab_size": model.vocab_size, "tie_word_embeddings": model.head is None}
+    if gpt:
+        return common | {
+            "n_embd": spec.dim, "n_layer": spec.n_layers, "n_head": spec.n_heads, "n_inner": mlp_dim, "n_positions": positions,
+            "activation_function": activation, "layer_norm_epsilon": norm.eps, "embd_pdrop": dropout, "resid_pdrop": dropout,
+            "attn_pdrop": spec.dropout,
+        }
+    return common | {
+        "hidden_size": spec.dim, "num_hidden_layers": spec.n_layers, "num_attention_heads": spec.n_heads, "intermediate_size": mlp_dim,
+        "max_position_embeddings": positions, "type_vocab_size": model.type_embedding.num_embeddings, "hidden_act": activation,
+        "layer_norm_eps": norm.eps, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": spec.dropout,
+    }
+
+
+_MODELS = {"gpt2": GPT, "bert": BERT}
+
+
+def _huggingface_class(model_type: str) -> type:
+    import transformers
+
+    return {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM}[model_type]
+
+
+def _load(source: str) -> nn.Module:
+    from transformers import AutoConfig
+
+    def refused(error: Exception) -> ValueError:
+        reason = str(error).strip().partition("\n")[0]
+        return ValueError(f"source={source!r}: must be a folder with config.json and weights, or a name on the hub ({reason})")
+
+    # transformers and safetensors raise a dozen kinds of errors for missing, foreign and broken files
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:
+        raise refused(error) from error
+    config_from_huggingface(config)
+    try:
+        model, report = _huggingface_class(config.model_type).from_pretrained(source, output_loading_info=True)
+    except Exception as error:
+        raise refused(error) from error
+    if report["missing_keys"]:
+        raise ValueError(f"source={source!r}: lacks the weights {sorted(report['missing_keys'])}; "
+                         f"it must be saved from a {type(model).__name__}")
+    return model
+
+
+def _used_rows(name: str, tensor: Tensor, vocab_size: int) -> Tensor:
+    """A view without the padding of the vocabulary."""
+    return tensor[:vocab_size] if name in _BY_TOKEN else tensor
+
+
+def _weights(model: Transformer) -> Iterator[_Weight]:
+    """Which tensor of theirs holds which parameters of ours."""
+    head = "token_embedding.weight" if model.head is None else "head.weight"
+    blocks = range(len(model.blocks))
+    if isinstance(model, GPT):
+        yield _Weight("transformer.wte.weight", ("token_embedding.weight",))
+        yield _Weight("transformer.wpe.weight", ("position_embedding.weight",))
+        yield _Weight("lm_head.weight", (head,))
+        yield from _both("transformer.ln_f", "final_norm")
+        for i in blocks:
+            for theirs, ours in _GPT2_BLOCK.items():
+                yield from _both(f"transformer.h.{i}.{theirs}", *(f"blocks.{i}.{name}" for name in ours), transposed="ln" not in theirs)
+        return
+    for theirs, ours in _BERT_EMBEDDINGS.items():
+        yield _Weight(f"bert.embeddings.{theirs}_embeddings.weight", (f"{ours}_embedding.weight",))
+    yield _Weight("cls.predictions.decoder.weight", (head,))
+    yield _Weight("cls.predictions.bias", ("head_bias",))
+    yield _Weight("cls.predictions.decoder.bias", ("head_bias",))
+    yield from _both("bert.embeddings.LayerNorm", "embedding_norm")
+    yield from _both("cls.predictions.transform.dense", "head_dense")
+    yield from _both("cls.predictions.transform.LayerNorm", "head_norm")
+    for i in blocks:
+        for theirs, ours in _BERT_BLOCK.items():
+            yield from _both(f"bert.encoder.layer.{i}.{theirs}", f"blocks.{i}.{ours}")
+
+
+_GPT2_BLOCK = {
+    "ln_1": ("attention_norm",),
+    "attn.c_attn": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    "attn.c_proj": ("attention.o_proj",),
+    "ln_2": ("mlp_norm",),
+    "mlp.c_fc": ("mlp.up_proj",),
+    "mlp.c_proj": ("mlp.down_proj",),
+}
+_BERT_EMBEDDINGS = {"word": "token", "position": "position", "token_type": "type"}
+_BERT_BLOCK = {
+    "attention.self.query": "attention.q_proj",
+    "attention.self.key": "attention.k_proj",
+    "attention.self.value": "attention.v_proj",
+    "attention.output.dense": "attention.o_proj",
+    "attention.output.LayerNorm": "attention_norm",
+    "intermediate.dense": "mlp.up_proj",
+    "output.dense": "mlp.down_proj",
+    "output.LayerNorm": "mlp_norm",
+}
+
+
+def _both(theirs: str, *ours: str, transposed: bool = False) -> Iterator[_Weight]:
+    """Weight and bias of a module."""
+    yield _Weight(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed)
+    yield _Weight(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours))

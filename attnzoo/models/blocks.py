@@ -1,0 +1,63 @@
+"""What all models are built of: norms, MLPs and the residual block."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.attention.base import Attention, KVCache, SequenceInfo
+
+NORMS = ("layernorm", "rmsnorm")
+MLPS = ("gelu", "gelu_tanh", "swiglu")
+
+
+def make_norm(kind: str, dim: int, eps: float, bias: bool) -> nn.Module:
+    if kind == "layernorm":
+        return nn.LayerNorm(dim, eps=eps, bias=bias)
+    if kind == "rmsnorm":
+        return nn.RMSNorm(dim, eps=eps)
+    raise ValueError(f"norm={kind!r}: must be one of {', '.join(NORMS)}; set model.norm")
+
+
+def default_mlp_dim(kind: str, dim: int) -> int:
+    """4 dim, or for SwiGLU's three matrices 8/3 dim rounded up to a multiple of 8: the same number of parameters."""
+    return 4 * dim if kind != "swiglu" else -(-8 * dim // 24) * 8
+
+
+class MLP(nn.Module):
+    """down(gelu(up x)) with the exact or the tanh GELU, or down(silu(gate x) * up x) (SwiGLU, Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, kind: str, dim: int, hidden: int, bias: bool):
+        super().__init__()
+        if kind not in MLPS:
+            raise ValueError(f"mlp={kind!r}: must be one of {', '.join(MLPS)}; set model.mlp")
+        self.kind = kind
+        self.gate_proj = nn.Linear(dim, hidden, bias=bias) if kind == "swiglu" else None
+        self.up_proj = nn.Linear(dim, hidden, bias=bias)
+        self.down_proj = nn.Linear(hidden, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "swiglu":
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh" if self.kind == "gelu_tanh" else "none"))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each with a residual connection; the norm stands before each ("pre") or after each sum ("post")."""
+
+    def __init__(self, attention: Attention, *, dim: int, mlp: str, mlp_dim: int, norm: str, norm_eps: float, norm_position: str,
+                 bias: bool, dropout: float):
+        super().__init__()
+        if norm_position not in ("pre", "post"):
+            raise ValueError(f"norm_position={norm_position!r}: must be pre or post; set model.norm_position")
+        self.pre_norm = norm_position == "pre"
+        self.attention = attention
+        self.attention_norm = make_norm(norm, dim, norm_eps, bias)
+        self.mlp = MLP(mlp, dim, attention.mlp_dim(mlp_dim), bias)
+        self.mlp_norm = make_norm(norm, dim, norm_eps, bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None = None) -> Tensor:
+        if self.pre_norm:
+            x = x + self.dropout(self.attention(self.attention_norm(x), seq, cache))
+            return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = self.attention_norm(x + self.dropout(self.attention(x, seq, cache)))
+        return self.mlp_norm(x + self.dropout(self.mlp(x)))

@@ -1,0 +1,53 @@
+"""GPT: the causal model, GPT-2 (Radford et al. 2019) or later by its options."""
+
+import torch
+from torch import Tensor
+
+from attnzoo.models.transformer import INIT_STD, Transformer
+
+
+class GPT(Transformer):
+    """Predicts the next token. Arguments as in `attnzoo.models.transformer.Transformer`, initialised as GPT-2."""
+
+    causal = True
+
+    def __init__(self, **config):
+        super().__init__(**config)
+        self.init_weights(residual_std=INIT_STD / (2 * len(self.blocks)) ** 0.5)
+
+    @torch.no_grad()
+    def generate(self, input_ids: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
+                 generator: torch.Generator | None = None) -> Tensor:
+        """Continue each row: (batch, seqlen) to (batch, seqlen + max_new_tokens), in eval mode and with the KV cache.
+
+        temperature 0 takes the likeliest token; top_k samples among the k likeliest. generator: on input_ids' device.
+        """
+        if input_ids.dim() != 2 or input_ids.shape[1] < 1:
+            raise ValueError(f"input_ids: must be (batch, seqlen) with at least one token, got shape {tuple(input_ids.shape)}")
+        if max_new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):
+            raise ValueError(f"max_new_tokens={max_new_tokens}, temperature={temperature} must be at least 0, top_k={top_k} at least 1")
+        batch, seqlen = input_ids.shape
+        # the last token drawn is never read
+        self._check_length(seqlen + max_new_tokens - 1)
+        cache = self.new_cache(batch, seqlen + max_new_tokens)
+        training = self.training
+        self.eval()
+        try:
+            tokens = [input_ids]
+            for _ in range(max_new_tokens):
+                step = tokens[-1]
+                last = torch.arange(1, batch + 1, device=step.device) * step.shape[1] - 1
+                logits = self(step, cache=cache, logits_at=last).float()
+                tokens.append(_draw(logits, temperature, top_k, generator))
+        finally:
+            self.train(training)
+        return torch.cat(tokens, dim=1)
+
+
+def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """One token per row of logits (batch, vocab_size), as (batch, 1)."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)

@@ -1,0 +1,230 @@
+"""The trunk that GPT and BERT share: embeddings, blocks, output layer; dense, padded and packed input; counts for the log."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.attention.base import POSITIONS, Attention, AttentionSpec, KVCache, SequenceInfo, Supports
+from attnzoo.attention.positions import packed_position_ids
+from attnzoo.models.blocks import Block, default_mlp_dim, make_norm
+from attnzoo_kernels import padding
+
+INIT_STD = 0.02
+
+
+class Transformer(nn.Module):
+    """Token ids to logits over the vocabulary.
+
+    vocab_size: the tokenizer's. pad_vocab_multiple: rows of the embedding and output matrices are rounded up to a multiple of it, which
+        matrix products like; the logits that come out are vocab_size wide.
+    dim, n_layers, n_heads, n_kv_heads (default n_heads), head_dim (default dim / n_heads): the usual sizes.
+    attention: called with an AttentionSpec for each layer, returns the layer; a class such as attnzoo.attention.flash.FlashAttention.
+    train_context: tokens read at once in training (recorded, and handed to the attention layers).
+    mlp: gelu | gelu_tanh | swiglu, mlp_dim wide (default as many parameters as 4 dim without a gate).
+    norm: layernorm | rmsnorm, norm_eps, norm_position: pre | post.
+    positions: learned (an embedding of max_positions rows, default train_context) | rotary (rope_base, rope_scaling: none | linear | ntk,
+        rope_factor) | alibi.
+    tie_embeddings: the output matrix is the token embedding. bias: in linear layers and LayerNorm.
+    dropout: after the embedding, attention and MLP; attention_dropout: on attention weights.
+    """
+
+    causal: bool
+
+    def __init__(
+        self, *, vocab_size: int, dim: int, n_layers: int, n_heads: int, attention: Callable[[AttentionSpec], Attention],
+        train_context: int, n_kv_heads: int | None = None, head_dim: int | None = None, mlp: str = "gelu", mlp_dim: int | None = None,
+        norm: str = "layernorm", norm_eps: float = 1e-5, norm_position: str = "pre", positions: str = "rotary",
+        max_positions: int | None = None, rope_base: float = 10000.0, rope_scaling: str = "none", rope_factor: float = 1.0,
+        tie_embeddings: bool = True, dropout: float = 0.0, attention_dropout: float = 0.0, bias: bool = True, pad_vocab_multiple: int = 1,
+    ):
+        super().__init__()
+        _check_sizes(vocab_size=vocab_size, dim=dim, n_layers=n_layers, n_heads=n_heads, train_context=train_context,
+                     pad_vocab_multiple=pad_vocab_multiple)
+        if head_dim is None and dim % n_heads:
+            raise ValueError(f"model.dim={dim} is not divisible by model.n_heads={n_heads}; change one of them or set model.head_dim")
+        head_dim = dim // n_heads if head_dim is None else head_dim
+        n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        mlp_dim = default_mlp_dim(mlp, dim) if mlp_dim is None else mlp_dim
+        max_positions = train_context if max_positions is None else max_positions
+        _check_sizes(head_dim=head_dim, n_kv_heads=n_kv_heads, mlp_dim=mlp_dim, max_positions=max_positions)
+        if not callable(attention):
+            raise TypeError(f"model.attention: must be called with an AttentionSpec, got {type(attention).__name__}")
+        if positions not in POSITIONS:
+            raise ValueError(f"model.positions={positions!r}: must be one of {', '.join(POSITIONS)}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"model.dropout={dropout}: must lie in [0, 1)")
+        self.vocab_size, self.dim, self.train_context = vocab_size, dim, train_context
+        rows = -(-vocab_size // pad_vocab_multiple) * pad_vocab_multiple
+        self.token_embedding = nn.Embedding(rows, dim)
+        self.position_embedding = self._make_position_embedding(positions, max_positions)
+        self.embedding_dropout = nn.Dropout(dropout)
+        specs = [
+            AttentionSpec(
+                dim=dim, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, layer=layer, n_layers=n_layers,
+                causal=self.causal, positions=positions, train_context=train_context, dropout=attention_dropout,
+                bias=bias, rope_base=rope_base, rope_scaling=rope_scaling, rope_factor=rope_factor)
+            for layer in range(n_layers)
+        ]
+        self.blocks = nn.ModuleList(
+            Block(attention(spec), dim=dim, mlp=mlp, mlp_dim=mlp_dim, norm=norm, norm_eps=norm_eps,
+                  norm_position=norm_position, bias=bias, dropout=dropout)
+            for spec in specs)
+        self.make_norm = partial(make_norm, norm, dim, norm_eps, bias)
+        self.final_norm = self.make_norm() if norm_position == "pre" else nn.Identity()
+        self.head = None if tie_embeddings else nn.Linear(dim, rows, bias=False)
+        # a subclass's own
+        self.type_embedding, self.embedding_norm, self.head_bias = None, nn.Identity(), None
+
+    def _make_position_embedding(self, positions: str, max_positions: int) -> nn.Embedding | None:
+        if positions != "learned":
+            return None
+        if self.train_context > max_positions:
+            raise ValueError(f"model.train_context={self.train_context} (data.seq_len) is longer than model.max_positions={max_positions}; "
+                             f"set model.max_positions={self.train_context}, or model.positions=rotary")
+        return nn.Embedding(max_positions, self.dim)
+
+    def init_weights(self, residual_std: float = INIT_STD) -> None:
+        """Normal with std 0.02, zero biases; `residual_std` for the projections into the residual stream."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=INIT_STD)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for block in self.blocks:
+            nn.init.normal_(block.mlp.down_proj.weight, std=residual_std)
+            block.attention.init_weights(INIT_STD, residual_std)
+
+    def forward(
+        self, input_ids: Tensor, *, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+        attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None, cache: list[KVCache] | None = None,
+        logits_at: Tensor | None = None,
+    ) -> Tensor:
+        """Logits in the layout of input_ids, (..., vocab_size), or (n, vocab_size) with `logits_at`.
+
+        input_ids: int64, (batch, seqlen), or packed (total,) with cu_seqlens (int32, sequences + 1) and max_seqlen (int).
+        position_ids: like input_ids; by default each sequence counts from 0, after `cache`'s tokens.
+        attention_mask: (batch, seqlen), nonzero where a token is real; padding is removed once here and its logits are zeros.
+        token_type_ids: like input_ids, for models that have types. cache: from `new_cache`, input_ids are then the next tokens.
+        logits_at: int64 (n,), indices into input_ids.flatten() whose logits are wanted.
+        """
+        self._check_layout(input_ids, cu_seqlens, max_seqlen, attention_mask, cache)
+        if attention_mask is not None:
+            return self._forward_padded(input_ids, attention_mask, position_ids, token_type_ids, logits_at)
+        offset = 0 if cache is None else cache[0].length
+        length = max_seqlen if input_ids.dim() == 1 else offset + input_ids.shape[1]
+        self._check_length(length)
+        if position_ids is None and cu_seqlens is not None:
+            position_ids = packed_position_ids(cu_seqlens, input_ids.shape[0])
+        elif position_ids is None:
+            position_ids = torch.arange(offset, length, device=input_ids.device)[None]
+        if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+            cu_seqlens = _without_repeated_end(cu_seqlens)
+        seq = SequenceInfo(position_ids, cu_seqlens, max_seqlen)
+        x = self.embed(input_ids, position_ids, token_type_ids)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, seq, None if cache is None else cache[layer])
+        if logits_at is not None:
+            x = x.reshape(-1, self.dim).index_select(0, logits_at)
+        return self.logits(self.final_norm(x))
+
+    def _forward_padded(self, input_ids, attention_mask, position_ids, token_type_ids, logits_at) -> Tensor:
+        """Remove the padding from the token ids, run packed, and put the logits back into rows."""
+        batch, seqlen = input_ids.shape
+        tokens, indices, cu_seqlens, max_seqlen, _ = padding.unpad_input(input_ids, attention_mask)
+        position_ids, token_type_ids = (
+            None if ids is None else ids.expand(batch, seqlen).flatten()[indices] for ids in (position_ids, token_type_ids))
+        if logits_at is not None:
+            logits_at = ((attention_mask != 0).flatten().cumsum(0) - 1)[logits_at]
+        logits = self.forward(tokens, position_ids=position_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+                              token_type_ids=token_type_ids, logits_at=logits_at)
+        return logits if logits_at is not None else padding.pad_input(logits, indices, batch, seqlen)
+
+    def _check_layout(self, input_ids, cu_seqlens, max_seqlen, attention_mask, cache) -> None:
+        if input_ids.dim() not in (1, 2):
+            raise ValueError(f"input_ids: must be (batch, seqlen) or packed (total,), got shape {tuple(input_ids.shape)}")
+        if input_ids.dim() == 1:
+            if cu_seqlens is None or not isinstance(max_seqlen, int):
+                raise ValueError(f"cu_seqlens, max_seqlen: packed input_ids {tuple(input_ids.shape)} need both, max_seqlen as an int, "
+                                 f"got {type(cu_seqlens).__name__} and {type(max_seqlen).__name__}")
+            if attention_mask is not None or cache is not None:
+                raise ValueError("attention_mask, cache: are for input_ids (batch, seqlen), got packed (total,); leave them out")
+        elif cu_seqlens is not None:
+            raise ValueError(f"cu_seqlens: is for packed input_ids (total,), got shape {tuple(input_ids.shape)}; flatten them")
+        elif attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ValueError(f"attention_mask: must have input_ids' shape {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}")
+        if attention_mask is not None and cache is not None:
+            raise ValueError("attention_mask: does not go with a cache; read rows of one length, or leave out the cache")
+
+    def _check_length(self, length: int) -> None:
+        if self.position_embedding is not None and length > self.position_embedding.num_embeddings:
+            raise ValueError(f"a sequence of {length} tokens is longer than model.max_positions={self.position_embedding.num_embeddings} "
+                             "learned positions; shorten it, or train with a larger model.max_positions or model.positions=rotary")
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        """Token and position embeddings, (*input_ids.shape, dim)."""
+        x = self.token_embedding(input_ids)
+        if self.position_embedding is not None:
+            x = x + self.position_embedding(position_ids)
+        if self.type_embedding is not None:
+            x = x + (self.type_embedding.weight[0] if token_type_ids is None else self.type_embedding(token_type_ids))
+        elif token_type_ids is not None:
+            raise ValueError("token_type_ids: this model has no token types; leave them out (a BERT has them with model.type_vocab_size)")
+        return self.embedding_dropout(self.embedding_norm(x))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The output layer, (..., vocab_size): a view without the padded part of the vocabulary."""
+        weight = self.token_embedding.weight if self.head is None else self.head.weight
+        return F.linear(x, weight, self.head_bias)[..., : self.vocab_size]
+
+    def new_cache(self, batch: int, max_len: int) -> list[KVCache]:
+        """One empty cache per layer for `batch` sequences of up to `max_len` tokens."""
+        return [block.attention.new_cache(batch, max_len) for block in self.blocks]
+
+    @property
+    def supports(self) -> Supports:
+        """What the attention variant can do."""
+        return self.blocks[0].attention.supports
+
+    @property
+    def n_parameters(self) -> int:
+        """Trainable and frozen parameters, tied ones once, without the padded part of the vocabulary."""
+        rows = self.token_embedding.num_embeddings
+        by_token = (self.token_embedding.weight, self.head_bias, None if self.head is None else self.head.weight)
+        unused = sum(p.numel() // rows * (rows - self.vocab_size) for p in by_token if p is not None)
+        return sum(p.numel() for p in self.parameters()) - unused
+
+    def flops(self, lengths: list[int], *, n_logits: int | None = None) -> float:
+        """Floating point operations of forward and backward over sequences of these lengths, matrix products only.
+
+        n_logits: positions that the output layer is applied to, by default all.
+        """
+        tokens = sum(lengths)
+        mlp = sum(p.numel() for block in self.blocks for p in block.mlp.parameters() if p.dim() == 2)
+        attention = sum(block.attention.flops(lengths) for block in self.blocks)
+        return attention + 6.0 * (mlp * tokens + self.head_products() * (tokens if n_logits is None else n_logits))
+
+    def head_products(self) -> int:
+        """Multiplications of the output layer for one token."""
+        return self.dim * self.vocab_size
+
+    def metrics(self) -> dict[str, float]:
+        """The layers' own metrics as attention/<metric>/<layer>."""
+        return {
+            f"attention/{name}/{layer}": value
+            for layer, block in enumerate(self.blocks)
+            for name, value in block.attention.metrics().items()
+        }
+
+
+def _check_sizes(**sizes) -> None:
+    for name, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"model.{name}: must be a positive integer, got {value!r}")
+
+
+def _without_repeated_end(cu_seqlens: Tensor) -> Tensor:
+    """cu_seqlens without its padding, which keeps shapes static on a GPU, and on a CPU would cost a row of max_seqlen tokens each."""
+    return cu_seqlens[: max(2, int((cu_seqlens < cu_seqlens[-1]).sum()) + 1)]
