@@ -1,0 +1,213 @@
+"""The LightningDataModule for text, and one function for each kind of source that configs/data names."""
+
+import functools
+import inspect
+import json
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from lightning import LightningDataModule
+
+from attnzoo.data import sources, tokenizers
+from attnzoo.data.loader import BatchLoader, ResumableLoader
+from attnzoo.data.masking import MaskedRows
+from attnzoo.data.packing import CausalRows
+from attnzoo.data.tokenized import SPLITS, TokenStore, prepare
+
+OBJECTIVES = ("lm", "mlm")
+
+
+class TextDataModule(LightningDataModule):
+    """Training and validation batches of one text source, for language modelling ("lm") or masked language modelling ("mlm").
+
+    The train loader's position goes into the checkpoint with this module's state, so that a resumed run sees the batches that an
+    uninterrupted one would have seen.
+
+    Args:
+        source: where the documents come from, see `attnzoo.data.sources`.
+        tokenizer: "bytes", or a Hugging Face tokenizer by name or path.
+        objective: "lm" or "mlm".
+        seq_len: the training context in tokens.
+        batch_size: rows of one device in one micro-step.
+        eval_batch_size: the same for validation; None takes `batch_size`.
+        cross_documents: lm only: rows are one sequence each, whatever documents they hold.
+        packed: mlm only: sequences one after the other; else padded rows.
+        mask_rate, eval_mask_rate: mlm only: share of the tokens to guess, in training and in validation.
+        group_by_length: mlm only: sequences of like length in the same step.
+        shuffle: whether each epoch has its own order of documents and rows.
+        seed: of shuffling and masks.
+        num_workers: processes of each loader; 0 makes batches in the training process, which is fast enough for memory-mapped tokens.
+        cache_dir: where tokenised sources are kept; None takes the environment's ATTNZOO_CACHE, else ~/.cache/attnzoo.
+
+    Raises:
+        ValueError: an argument is out of its range, or the tokenizer lacks a token that the objective needs.
+    """
+
+    def __init__(
+        self,
+        source,
+        *,
+        tokenizer: str = "bytes",
+        objective: str = "lm",
+        seq_len: int,
+        batch_size: int,
+        eval_batch_size: int | None = None,
+        cross_documents: bool = False,
+        packed: bool = True,
+        mask_rate: float = 0.3,
+        eval_mask_rate: float = 0.15,
+        group_by_length: bool = False,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_workers: int = 0,
+        cache_dir: str | None = None,
+    ):
+        super().__init__()
+        self.source, self.tokenizer_name, self.objective = source, tokenizer, objective
+        self.seq_len, self.batch_size, self.eval_batch_size = seq_len, batch_size, eval_batch_size or batch_size
+        self.cross_documents, self.packed, self.group_by_length, self.shuffle = cross_documents, packed, group_by_length, shuffle
+        self.mask_rate, self.eval_mask_rate, self.seed, self.num_workers = mask_rate, eval_mask_rate, seed, num_workers
+        self.cache_dir = Path(cache_dir or os.environ.get("ATTNZOO_CACHE") or "~/.cache/attnzoo").expanduser()
+        self._folder: Path | None = None
+        self._train_loader: ResumableLoader | None = None
+        self._state: dict | None = None
+        self._check()
+
+    def _check(self) -> None:
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"data.objective={self.objective!r} must be one of {', '.join(OBJECTIVES)}")
+        for key, least in {"seq_len": 3, "batch_size": 1, "eval_batch_size": 1, "num_workers": 0, "seed": 0}.items():
+            if getattr(self, key) < least:
+                raise ValueError(f"data.{key}={getattr(self, key)} must be at least {least}")
+        for key in ("mask_rate", "eval_mask_rate"):
+            if not 0 < getattr(self, key) <= 1:
+                raise ValueError(f"data.{key}={getattr(self, key)} must be above 0 and at most 1")
+        if self.cross_documents and self.objective == "mlm":
+            raise ValueError('data.cross_documents=true must go with objective "lm": masked sequences never cross documents')
+        if self.group_by_length and self.objective == "lm":
+            raise ValueError('data.group_by_length=true must go with objective "mlm": language modelling rows all have seq_len tokens')
+
+    @functools.cached_property
+    def tokenizer(self):
+        tokenizer = tokenizers.load(self.tokenizer_name)
+        needed = {"eos_id": "end of text (or separator)"} | ({"mask_id": "mask"} if self.objective == "mlm" else {})
+        for attribute, role in needed.items():
+            if getattr(tokenizer, attribute) is None:
+                raise ValueError(f"data.tokenizer={self.tokenizer_name!r} must have a token for {role}, for objective {self.objective!r}")
+        return tokenizer
+
+    def prepare_data(self) -> None:
+        """Tokenises the source unless the cache has it. Safe in several processes at once."""
+        prepare(self.source, self.tokenizer, self.cache_dir)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Opens the tokens; repeated calls do nothing.
+
+        Raises:
+            ValueError: a split is shorter than one row.
+        """
+        if self._folder is not None:
+            return
+        folder = prepare(self.source, self.tokenizer, self.cache_dir)
+        self._stores = {split: TokenStore(folder, split) for split in SPLITS}
+        for split, store in self._stores.items():
+            if self.objective == "lm" and len(store.tokens) <= self.seq_len:
+                raise ValueError(
+                    f"data.seq_len={self.seq_len} must be below the {len(store.tokens)} tokens of the {split} split: "
+                    "lower it, give more text, or change data.val_fraction"
+                )
+        self._folder = folder
+
+    def _rows(self, split: str, shuffle: bool = False):
+        store, train = self._stores[split], split == "train"
+        if self.objective == "lm":
+            return CausalRows(
+                store,
+                self.seq_len,
+                pad_id=self.tokenizer.pad_id,
+                seed=self.seed,
+                shuffle=shuffle,
+                ring=train,
+                cross_documents=self.cross_documents,
+            )
+        return MaskedRows(
+            store,
+            self.seq_len,
+            tokenizer=self.tokenizer,
+            mask_rate=self.mask_rate if train else self.eval_mask_rate,
+            seed=self.seed if train else 0,  # every run is validated on the same masks
+            shuffle=shuffle,
+            packed=self.packed,
+            group_by_length=self.group_by_length and train,
+        )
+
+    def _loader_options(self) -> dict:
+        rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        return {"rank": rank, "world_size": world_size, "num_workers": self.num_workers, "pin_memory": torch.cuda.is_available()}
+
+    def train_dataloader(self) -> BatchLoader:
+        if self.trainer and self.trainer.overfit_batches:  # the same few batches in every epoch
+            return BatchLoader(self._rows("train"), self.batch_size, **self._loader_options())
+        record = self.record()
+        settings = {"corpus": record["sha256"], "tokenizer": record["tokenizer"]["sha256"]}
+        settings |= {key: getattr(self, key) for key in ("objective", "seq_len", "seed", "shuffle", "group_by_length", "mask_rate")}
+        rows = self._rows("train", self.shuffle)
+        self._train_loader = ResumableLoader(rows, self.batch_size, settings=settings, **self._loader_options())
+        if self._state is not None:
+            self._train_loader.load_state_dict(self._state)
+        return self._train_loader
+
+    def val_dataloader(self) -> BatchLoader:
+        return BatchLoader(self._rows("validation"), self.eval_batch_size, **self._loader_options())
+
+    def state_dict(self) -> dict:
+        return {} if self._train_loader is None else {"train_loader": self._train_loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        self._state = state_dict.get("train_loader")
+        if self._train_loader is not None and self._state is not None:  # sharded strategies restore after the loader was made
+            self._train_loader.load_state_dict(self._state)
+
+    def record(self) -> dict:
+        """What the run was fed, as plain JSON: source, sha256 of its text, documents, bytes and tokens by split, tokenizer, versions."""
+        summary = {"name": self.tokenizer.name, "vocab_size": self.tokenizer.vocab_size, "sha256": tokenizers.fingerprint(self.tokenizer)}
+        versions = {"python": platform.python_version(), **{name: version(name) for name in ("datasets", "tokenizers")}}
+        return {**json.loads((self._folder / "record.json").read_text()), "tokenizer": summary, "versions": versions}
+
+    def bytes_per_token(self, split: str) -> float:
+        """Bytes of text per predicted token, so that bits per byte = loss / ln 2 / bytes_per_token, exactly."""
+        store = self._stores[split]
+        n_targets = len(store.tokens) - (1 if self.cross_documents else len(store.n_bytes))
+        return float(store.n_bytes.sum() / n_targets)
+
+    def documents(self, split: str):
+        """The split's whole documents: a `datasets.Dataset` of `input_ids` (ended by the end of text) and `n_bytes`, as numpy int64."""
+        return self._stores[split].dataset()
+
+
+def python_stdlib(**options) -> TextDataModule:
+    """A data module over `sources.python_stdlib`; options are those of both."""
+    return _over(sources.python_stdlib, options)
+
+
+def python_packages(**options) -> TextDataModule:
+    """A data module over `sources.python_packages`; options are those of both."""
+    return _over(sources.python_packages, options)
+
+
+def text(**options) -> TextDataModule:
+    """A data module over `sources.text_files`; options are those of both."""
+    return _over(sources.text_files, options)
+
+
+def hf(**options) -> TextDataModule:
+    """A data module over `sources.HubSource`; options are those of both."""
+    return _over(sources.HubSource, options)
+
+
+def _over(make_source, options: dict) -> TextDataModule:
+    keys = inspect.signature(make_source).parameters.keys() & options.keys()
+    return TextDataModule(make_source(**{key: options.pop(key) for key in keys}), **options)

@@ -1,0 +1,117 @@
+"""Batches by number: which rows stand in which batch is a pure function of (seed, epoch, step), so that a position is two integers.
+
+The rows of a data set are an object with
+
+- `n_rows`: int, rows in an epoch;
+- `order(epoch, group) -> int64 (n_rows,)`: the rows in the epoch's order (`group`: the rows that all devices take together in a step);
+- `batch(epoch, rows) -> dict`: the batch of these rows. A number from `n_rows` on stands for padding.
+
+`W` devices with `batch_size` rows each take together exactly the rows that one device with `W * batch_size` rows takes in the same step.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset
+
+
+class _Batches(Dataset):
+    """The batches of one device, addressed by (epoch, step)."""
+
+    def __init__(self, rows, batch_size: int, rank: int, world_size: int, repeat: bool):
+        self.rows, self.repeat = rows, repeat
+        self.group = batch_size * world_size
+        self.mine = np.arange(batch_size) + batch_size * rank
+        self.epoch, self.order = None, None
+
+    def __len__(self) -> int:
+        return -(-self.rows.n_rows // self.group)
+
+    def begin(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self.order = epoch, self.rows.order(epoch, self.group)
+
+    def __getitem__(self, position: tuple[int, int]) -> dict:
+        epoch, step = position
+        self.begin(epoch)
+        slots = step * self.group + self.mine
+        rows = self.order[slots % self.rows.n_rows]
+        return self.rows.batch(epoch, rows if self.repeat else np.where(slots < self.rows.n_rows, rows, slots))
+
+
+class BatchLoader:
+    """All rows once, in a fixed order; the last batches are filled with padding, so that all devices take the same number of steps.
+
+    It is no `torch.utils.data.DataLoader` (it makes one for each epoch), so Lightning leaves it alone and injects no distributed sampler.
+
+    Args:
+        rows: see the module's docstring.
+        batch_size: rows of one device in one step.
+        rank, world_size: which device this is, of how many.
+        num_workers: processes that make batches ahead; 0 makes them in this one.
+        pin_memory: whether the batch's tensors lie in page-locked memory.
+    """
+
+    repeat = False
+
+    def __init__(self, rows, batch_size: int, *, rank: int = 0, world_size: int = 1, num_workers: int = 0, pin_memory: bool = False):
+        self.batches = _Batches(rows, batch_size, rank, world_size, self.repeat)
+        self.num_workers, self.pin_memory = num_workers, pin_memory
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[dict]:
+        return iter(self._from(0, 0))
+
+    def _from(self, epoch: int, step: int) -> DataLoader:
+        self.batches.begin(epoch)  # once, here: forked workers share it
+        positions = ((epoch, i) for i in range(step, len(self)))
+        return DataLoader(self.batches, batch_size=None, sampler=positions, num_workers=self.num_workers, pin_memory=self.pin_memory)
+
+
+class ResumableLoader(BatchLoader):
+    """Training batches without end, epoch after epoch, from any position on. An epoch's last batch is filled with its first rows.
+
+    Iterating gives `len()` batches from the position on, wherever that is in an epoch. Lightning's own count of epochs and batches plays no
+    part: it is not exact after every kind of interruption.
+
+    Args:
+        settings: plain JSON that the order of rows depends on (seed, sequence length, ...); a state with other settings is refused.
+
+    Attributes:
+        position: batches given so far.
+    """
+
+    repeat = True
+
+    def __init__(self, rows, batch_size: int, *, settings: dict[str, Any] | None = None, world_size: int = 1, **options):
+        super().__init__(rows, batch_size, world_size=world_size, **options)
+        self.settings = {**(settings or {}), "rows": rows.n_rows, "rows in a step over all devices": batch_size * world_size}
+        self.position = 0
+
+    def __iter__(self) -> Iterator[dict]:
+        # a generator: the position is read at the first batch, so a state that is loaded after iter() still counts
+        left = len(self)
+        while left:
+            for batch in itertools.islice(self._from(*divmod(self.position, len(self))), left):
+                self.position += 1
+                left -= 1
+                yield batch
+
+    def state_dict(self) -> dict:
+        return {"position": self.position, "settings": self.settings}
+
+    def load_state_dict(self, state: dict) -> None:
+        """Goes on after the last batch that was given before `state` was taken.
+
+        Raises:
+            ValueError: the state was taken under other settings, where the position means something else.
+        """
+        for key in sorted(self.settings.keys() | state["settings"].keys()):
+            was, now = state["settings"].get(key), self.settings.get(key)
+            if was != now:
+                raise ValueError(f"cannot resume in the middle of the data: {key} is {now!r}, it must be {was!r} as in the checkpoint")
+        self.position = state["position"]

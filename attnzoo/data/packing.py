@@ -1,0 +1,132 @@
+"""Rows for language modelling: the documents one after the other, cut into rows of equal length, every token predicted.
+
+Without `cross_documents` a batch is packed: attention, positions and targets end where a document or a row ends.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from attnzoo.data.tokenized import TokenStore
+
+IGNORE = -100
+
+
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """`arange(s, s + n)` for each start and length, one after the other: int64 `(sum(lengths),)`."""
+    first = np.cumsum(lengths) - lengths
+    return np.repeat(starts - first, lengths) + np.arange(lengths.sum())
+
+
+def packed_fields(lengths: np.ndarray, max_seqlen: int, entries: int) -> dict:
+    """`cu_seqlens`, `max_seqlen`, `position_ids` and `lengths` of a packed batch of sequences of these lengths.
+
+    `cu_seqlens` has `entries` entries, its last value repeated, so that its shape stays the same; where they do not suffice, twice as many.
+    """
+    while entries <= len(lengths):
+        entries *= 2
+    ends = np.cumsum(lengths)
+    cu_seqlens = np.full(entries, ends[-1], np.int32)
+    cu_seqlens[0], cu_seqlens[1 : len(ends) + 1] = 0, ends
+    return {
+        "cu_seqlens": torch.from_numpy(cu_seqlens),
+        "max_seqlen": max_seqlen,
+        "position_ids": torch.from_numpy(ranges(np.zeros_like(lengths), lengths)),
+        "lengths": lengths,
+    }
+
+
+class CausalRows:
+    """Rows of `seq_len` tokens with the next tokens as labels.
+
+    In training the stream of an epoch (documents and rows shuffled by seed and epoch, the first cut moved by a random offset) is a ring, so
+    every token is seen. In validation the documents keep their order and the last row is filled with padding.
+
+    Args:
+        store: the token documents.
+        seq_len: tokens in a row.
+        pad_id: the token in padding; its label is -100.
+        seed: of the shuffling.
+        shuffle: whether epochs are shuffled; without it each is the same.
+        ring: training; else validation.
+        cross_documents: whether a row is one sequence, whatever documents it holds.
+    """
+
+    def __init__(self, store: TokenStore, seq_len: int, *, pad_id: int, seed: int, shuffle: bool, ring: bool, cross_documents: bool):
+        self.store, self.seq_len, self.pad_id = store, seq_len, pad_id
+        self.seed, self.shuffle, self.ring, self.cross_documents = seed, shuffle, ring, cross_documents
+        n_targets = len(store.tokens) - (not ring)
+        self.n_rows = -(-n_targets // seq_len)
+        self._epoch = None
+
+    def order(self, epoch: int, group: int) -> np.ndarray:
+        self._plan(epoch)
+        return self._order
+
+    def batch(self, epoch: int, rows: np.ndarray) -> dict:
+        """The batch of these rows; numbers from `n_rows` on are padding.
+
+        `input_ids`, `labels` int64: packed `(len(rows) * seq_len,)` with the fields of a packed batch, or `(len(rows), seq_len)` across
+        documents. Also the ints `n_tokens` (without padding) and `n_targets`, and `lengths` (numpy int64), those of the sequences.
+        """
+        self._plan(epoch)
+        ids, real, cuts = self._windows(self._offset + rows * self.seq_len)
+        labels = np.where(real[:, 1:], ids[:, 1:], IGNORE)
+        if self.cross_documents:
+            shape, fields = (len(rows), self.seq_len), {"lengths": np.full(len(rows), self.seq_len)}
+        else:
+            labels.reshape(-1)[cuts - 1] = IGNORE  # a document's last token has nothing to predict
+            ends = np.union1d(cuts, np.arange(1, len(rows) + 1) * self.seq_len)
+            shape, fields = (-1,), packed_fields(np.diff(ends, prepend=0), self.seq_len, self._entries(len(rows)))
+        return {
+            "input_ids": torch.from_numpy(ids[:, :-1].reshape(shape)),
+            "labels": torch.from_numpy(labels.reshape(shape)),
+            **fields,
+            "n_tokens": int(real[:, :-1].sum()),
+            "n_targets": int((labels != IGNORE).sum()),
+        }
+
+    def _entries(self, n_rows: int) -> int:
+        """Entries of `cu_seqlens` that nearly always suffice: rows, and documents that end in them plus four deviations, in eights."""
+        n_ends = n_rows * self.seq_len * len(self.store.n_bytes) / len(self.store.tokens)
+        return 8 * math.ceil((n_rows + 1 + n_ends + 4 * math.sqrt(n_ends)) / 8)
+
+    def _plan(self, epoch: int) -> None:
+        """Lays out an epoch's stream: where each document starts in it (`_starts`) and in the store (`_sources`)."""
+        if epoch == self._epoch:
+            return
+        offsets = self.store.offsets
+        documents, self._order, self._offset = np.arange(len(offsets) - 1), np.arange(self.n_rows), 0
+        if self.shuffle:
+            rng = np.random.default_rng([self.seed, epoch])
+            documents, self._order, self._offset = rng.permutation(documents), rng.permutation(self.n_rows), int(rng.integers(self.seq_len))
+        if self.ring:  # on to the first documents again, until the last row has its tokens
+            end = self._offset + self.n_rows * self.seq_len + 1
+            documents = np.tile(documents, -(-end // offsets[-1]))
+        self._sources = offsets[documents]
+        self._starts = np.concatenate([[0], np.cumsum(offsets[documents + 1] - self._sources)])
+        self._epoch = epoch
+
+    def _windows(self, begins: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The `seq_len + 1` tokens from each position of the stream on.
+
+        Returns:
+            ids int64 and real bool `(len(begins), seq_len + 1)`, false beyond the stream's end, and where a document ends among the inputs:
+            sorted int64 positions, exclusive, in the flattened `(len(begins), seq_len)`.
+        """
+        width = self.seq_len + 1
+        stops = np.minimum(begins + width, self._starts[-1])
+        begins = np.minimum(begins, stops)
+        # each window is a few pieces of documents
+        first = np.searchsorted(self._starts, begins, side="right") - 1
+        count = np.searchsorted(self._starts, stops, side="left") - first
+        document, row = ranges(first, count), np.repeat(np.arange(len(begins)), count)
+        start, end = self._starts[document], self._starts[document + 1]
+        low, high = np.maximum(start, begins[row]), np.minimum(end, stops[row])
+        tokens = self.store.tokens.view(np.ndarray)[ranges(self._sources[document] + low - start, high - low)]
+        real = np.arange(width) < (stops - begins)[:, None]
+        ids = np.full(real.shape, self.pad_id, np.int64)
+        ids[real] = tokens
+        cuts = high - begins[row]
+        return ids, real, (row * self.seq_len + cuts)[(high == end) & (cuts <= self.seq_len)]

@@ -1,0 +1,155 @@
+"""The tokenised form of a source on disk: written once, read through memory maps by every later run.
+
+A folder `<cache_dir>/<kind>-<key>` holds, for each split, `<split>.tokens.bin` (all documents one after the other, each ended by the
+end of text), `<split>.offsets.npy` (int64, documents + 1) and `<split>.bytes.npy` (int64, UTF-8 bytes of each document), and
+`record.json`. The key hashes source and tokenizer. The folder gets its name only when it is whole, so that an interrupted write is
+never read.
+"""
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from attnzoo.data.tokenizers import fingerprint
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+SPLITS = ("train", "validation")
+
+
+class TokenStore:
+    """The token documents of one split.
+
+    Attributes:
+        tokens: uint16 or uint32 `(n_tokens,)`, memory-mapped.
+        offsets: int64 `(n_documents + 1,)`; document i is `tokens[offsets[i] : offsets[i + 1]]`, its last token the end of text.
+        n_bytes: int64 `(n_documents,)`, the UTF-8 bytes of each document's text.
+    """
+
+    def __init__(self, folder: Path, split: str):
+        self.folder, self.split = Path(folder), split
+        dtype = json.loads((self.folder / "record.json").read_text())["dtype"]
+        self.tokens = np.memmap(self.folder / f"{split}.tokens.bin", dtype, mode="r")
+        self.offsets = np.load(self.folder / f"{split}.offsets.npy")
+        self.n_bytes = np.load(self.folder / f"{split}.bytes.npy")
+
+    def __reduce__(self):  # a pickled memory map would carry all its tokens to each worker
+        return TokenStore, (self.folder, self.split)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    def dataset(self):
+        """A `datasets.Dataset` over the same memory: each document's `input_ids` (ended by the end of text) and `n_bytes`, numpy int64."""
+        import datasets
+        import pyarrow
+
+        documents = pyarrow.LargeListArray.from_arrays(pyarrow.array(self.offsets), pyarrow.array(self.tokens))
+        table = pyarrow.table({"input_ids": documents, "n_bytes": pyarrow.array(self.n_bytes)})
+        return datasets.Dataset(datasets.table.InMemoryTable(table)).with_format("numpy")
+
+
+def prepare(source, tokenizer, cache_dir: str | Path) -> Path:
+    """The folder with the tokens of `source`; tokenises them first where that was not done yet. Safe to call from several processes.
+
+    Raises:
+        ValueError: a split has no text.
+        OSError: a source file cannot be read, or the cache cannot be written (nothing half-written stays).
+    """
+    identity = json.dumps([FORMAT, source.identity(), fingerprint(tokenizer)], sort_keys=True)
+    cache_dir = Path(cache_dir)
+    folder = cache_dir / f"{source.kind}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+    if (folder / "record.json").exists():
+        return folder
+    from filelock import FileLock
+
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "record.json").exists():
+            partial = folder.with_suffix(".partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            try:
+                _write(source, tokenizer, partial)
+                partial.rename(folder)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+    return folder
+
+
+def _write(source, tokenizer, folder: Path) -> None:
+    from tqdm.auto import tqdm
+
+    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
+    writers = {split: _SplitWriter(folder, split, dtype, tokenizer.eos_id) for split in SPLITS}
+    documents = tqdm(source.documents(), desc=f"tokenising {source.kind}", unit=" documents", delay=2)
+    for batch in _batched(documents):
+        for document, ids in zip(batch, tokenizer.encode_batch([d["text"] for d in batch]), strict=True):
+            writers[document["split"]].add(document, ids)
+    splits = {split: writer.close() for split, writer in writers.items()}
+    if empty := [split for split in SPLITS if splits[split]["documents"] == 0]:
+        raise ValueError(f"data={source.kind} has no text for {' and '.join(empty)}; it must hold text in both splits (data.val_fraction)")
+    if n_replaced := sum(splits[split]["decoding_errors_replaced"] for split in SPLITS):
+        log.warning("data=%s: %d spots are not UTF-8 and became U+FFFD", source.kind, n_replaced)
+    digest = hashlib.sha256("".join(splits[split]["sha256"] for split in SPLITS).encode()).hexdigest()
+    record = {"source": source.record(), "sha256": digest, "splits": splits, "dtype": dtype.name}
+    (folder / "record.json").write_text(json.dumps(record, indent=1))
+
+
+def _batched(documents, max_characters: int = 2**22) -> Iterator[list[dict]]:
+    """Enough documents at a time for a tokenizer's threads, bounded in memory."""
+    batch, n = [], 0
+    for document in documents:
+        batch.append(document)
+        n += len(document["text"])
+        if n > max_characters or len(batch) == 1024:
+            yield batch
+            batch, n = [], 0
+    if batch:
+        yield batch
+
+
+class _SplitWriter:
+    def __init__(self, folder: Path, split: str, dtype: np.dtype, eos_id: int):
+        self.folder, self.split = folder, split
+        self.eos = np.array([eos_id], dtype)
+        self.file = open(folder / f"{split}.tokens.bin", "wb")
+        self.lengths, self.n_bytes = [], []
+        self.n_replaced = self.n_empty = 0
+        self.sha256 = hashlib.sha256()
+
+    def add(self, document: dict, ids: np.ndarray) -> None:
+        text = document["text"].encode()
+        self.sha256.update(f"{document['path']}\0{len(text)}\0".encode() + text)
+        self.n_replaced += document["n_replaced"]
+        if len(ids) == 0:
+            self.n_empty += 1
+            return
+        self.file.write(np.append(ids.astype(self.eos.dtype), self.eos).tobytes())
+        self.lengths.append(len(ids) + 1)
+        self.n_bytes.append(len(text))
+
+    def close(self) -> dict:
+        with self.file as file:
+            file.flush()
+            os.fsync(file.fileno())
+        np.save(self.folder / f"{self.split}.offsets.npy", np.array([0, *itertools.accumulate(self.lengths)], np.int64))
+        np.save(self.folder / f"{self.split}.bytes.npy", np.array(self.n_bytes, np.int64))
+        return {
+            "documents": len(self.lengths),
+            "empty_documents": self.n_empty,
+            "bytes": sum(self.n_bytes),
+            "tokens": sum(self.lengths),
+            "decoding_errors_replaced": self.n_replaced,
+            "sha256": self.sha256.hexdigest(),
+        }

@@ -1,0 +1,133 @@
+"""Tokenizers: raw bytes, or any Hugging Face tokenizer, with one small interface and a record that rebuilds them.
+
+Every tokenizer has `name`, `vocab_size`, the ids `eos_id`, `pad_id`, `mask_id`, `cls_id`, `sep_id` (None where there is no such token), and
+`encode`, `encode_batch`, `decode`, `record`. Text is text: a special token's name inside a document is encoded as ordinary characters.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+
+class ByteTokenizer:
+    """UTF-8 bytes: ids 0 to 255 are the bytes, then end of text, padding and mask."""
+
+    name = "bytes"
+    eos_id, pad_id, mask_id = 256, 257, 258
+    cls_id = sep_id = None
+    vocab_size = 259
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids) -> str:
+        return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
+
+    def record(self) -> dict:
+        return {"kind": "bytes"}
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizers.Tokenizer` with the ids of its special tokens.
+
+    Args:
+        backend: the fast tokenizer; padding and truncation are switched off.
+        name: what it was loaded from.
+        special_tokens: token text by role: "eos" (else "sep" ends a text), "pad" (else the end of text pads), "mask", "cls", "sep".
+    """
+
+    roles = ("eos", "pad", "mask", "cls", "sep")
+
+    def __init__(self, backend, name: str, special_tokens: dict[str, str]):
+        backend.no_padding()
+        backend.no_truncation()
+        backend.encode_special_tokens = True
+        self.backend, self.name = backend, name
+        self.special_tokens = {role: token for role in self.roles if (token := special_tokens.get(role)) is not None}
+        ids = {role: backend.token_to_id(token) for role, token in self.special_tokens.items()}
+        self.eos_id = ids.get("eos", ids.get("sep"))
+        self.pad_id = ids.get("pad", self.eos_id)
+        self.mask_id, self.cls_id, self.sep_id = ids.get("mask"), ids.get("cls"), ids.get("sep")
+        self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.array(e.ids, np.uint32) for e in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids) -> str:
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def record(self) -> dict:
+        """Plain JSON that holds the whole tokenizer, so that a checkpoint needs neither the hub nor the original files."""
+        return {"kind": "huggingface", "name": self.name, "special_tokens": self.special_tokens, "tokenizer_json": self.backend.to_str()}
+
+
+def load(name: str):
+    """The tokenizer called `name`: "bytes", a tokenizer.json, a folder that `AutoTokenizer` can read, or a name on the Hugging Face hub.
+
+    Raises:
+        ValueError: nothing of that name can be loaded, or it has no fast (`tokenizers`) form.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    from transformers import AutoTokenizer
+
+    path = Path(name).expanduser()
+    try:
+        if path.is_file():
+            return _from_file(path)
+        loaded = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
+    except Exception as error:  # the hub, the parser and the file system each raise their own kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f'data.tokenizer={name!r} must be "bytes", a tokenizer.json, a folder with one, or a name on the Hugging Face hub: {reason}'
+        ) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if backend is None:
+        raise ValueError(f"data.tokenizer={name!r} must have a fast form (a tokenizer.json), {type(loaded).__name__} has none")
+    return HuggingFaceTokenizer(backend, name, {role: getattr(loaded, f"{role}_token", None) for role in HuggingFaceTokenizer.roles})
+
+
+def _from_file(path: Path) -> HuggingFaceTokenizer:
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_file(str(path))
+    # a bare tokenizer.json does not say which of its special tokens plays which part: take the usual names
+    usual = {
+        "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"),
+        "pad": ("<pad>", "[PAD]", "<|padding|>"),
+        "mask": ("[MASK]", "<mask>"),
+        "cls": ("[CLS]",),
+        "sep": ("[SEP]",),
+    }
+    return HuggingFaceTokenizer(
+        backend, str(path), {role: next((n for n in names if backend.token_to_id(n) is not None), None) for role, names in usual.items()}
+    )
+
+
+def from_record(record: dict):
+    """The tokenizer that wrote `record`; reads nothing but the record.
+
+    Raises:
+        ValueError: `record` was not written by a tokenizer of this module.
+    """
+    if record.get("kind") == "bytes":
+        return ByteTokenizer()
+    if record.get("kind") == "huggingface":
+        from tokenizers import Tokenizer
+
+        return HuggingFaceTokenizer(Tokenizer.from_str(record["tokenizer_json"]), record["name"], record["special_tokens"])
+    raise ValueError(f'tokenizer record: kind is {record.get("kind")!r}, it must be "bytes" or "huggingface"')
+
+
+def fingerprint(tokenizer) -> str:
+    """sha256 of everything that decides how `tokenizer` encodes, whatever path it was loaded from."""
+    record = {key: value for key, value in tokenizer.record().items() if key != "name"}
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,141 @@
+"""Masked rows: whole documents, the published rates, the same masks in every layout."""
+
+import numpy as np
+import pytest
+import torch
+
+from attnzoo.data.masking import MaskedRows
+from attnzoo.data.packing import IGNORE
+
+VOCAB, EOS, PAD, MASK, CLS, SEP = 1000, 990, 991, 992, 993, 994
+
+
+class FramedTokenizer:
+    vocab_size, eos_id, pad_id, mask_id, cls_id, sep_id = VOCAB, EOS, PAD, MASK, CLS, SEP
+
+
+class BareTokenizer(FramedTokenizer):
+    cls_id = sep_id = None
+
+
+class Documents:
+    """The part of TokenStore that rows need, with tokens below 900 and EOS at each end."""
+
+    def __init__(self, lengths):
+        self.lengths = np.array(lengths)
+        self.offsets = np.concatenate([[0], np.cumsum(lengths)])
+        self.tokens = np.random.default_rng(0).integers(0, 900, self.offsets[-1])
+        self.tokens[self.offsets[1:] - 1] = EOS
+
+
+def make_rows(lengths, seq_len=16, *, tokenizer=FramedTokenizer, mask_rate=0.3, seed=0, shuffle=True, packed=True, group_by_length=False):
+    options = {"mask_rate": mask_rate, "seed": seed, "shuffle": shuffle, "packed": packed, "group_by_length": group_by_length}
+    return MaskedRows(Documents(lengths), seq_len, tokenizer=tokenizer, **options)
+
+
+def everything(rows, epoch=0):
+    return rows.batch(epoch, np.arange(rows.n_rows))
+
+
+@pytest.mark.parametrize("tokenizer", [FramedTokenizer, BareTokenizer])
+def test_labels_restore_the_documents(tokenizer):
+    rows = make_rows([2, 15, 16, 17, 40], tokenizer=tokenizer)
+    batch = everything(rows)
+    restored = torch.where(batch["labels"] == IGNORE, batch["input_ids"], batch["labels"]).split(batch["lengths"].tolist())
+    if tokenizer is FramedTokenizer:
+        assert all(s[0] == CLS and s[-1] == SEP for s in restored)
+        restored = [s[1:-1] for s in restored]
+    assert max(batch["lengths"]) == 16
+    assert torch.cat(restored).tolist() == rows.store.tokens[rows.store.tokens != EOS].tolist()
+    assert batch["n_tokens"] == len(batch["input_ids"]) == batch["lengths"].sum()
+
+
+@pytest.mark.parametrize("rate", [0.15, 0.3])
+def test_rates(rate):
+    batch = everything(make_rows([2001] * 100, 512, tokenizer=BareTokenizer, mask_rate=rate))
+    chosen = batch["labels"] != IGNORE
+    ids, labels = batch["input_ids"][chosen], batch["labels"][chosen]
+    n, total = len(labels), batch["n_tokens"]
+
+    def is_share(count, of, share):
+        """Within five standard deviations of a binomial."""
+        return abs(count - of * share) < 5 * (of * share * (1 - share)) ** 0.5
+
+    assert is_share(n, total, rate)
+    assert is_share(int((ids == MASK).sum()), n, 0.8 + 0.1 / VOCAB)
+    assert is_share(int((ids == labels).sum()), n, 0.1 + 0.1 / VOCAB)
+    random = ids[(ids != MASK) & (ids != labels)]
+    assert random.min() >= 0 and random.max() < VOCAB and len(random.unique()) > 0.9 * VOCAB
+    assert torch.equal(batch["input_ids"][~chosen], torch.from_numpy(_text(rows_of=[2001] * 100))[~chosen])
+
+
+def _text(rows_of):
+    documents = Documents(rows_of)
+    return documents.tokens[documents.tokens != EOS]
+
+
+def test_every_sequence_has_something_to_guess():
+    batch = everything(make_rows([2] * 50, mask_rate=0.01))
+    assert batch["n_targets"] == 50
+
+
+def test_logits_at_are_the_targets():
+    for packed in (True, False):
+        batch = everything(make_rows([5, 40, 9], packed=packed))
+        assert torch.equal(batch["logits_at"], (batch["labels"].flatten() != IGNORE).nonzero()[:, 0])
+        assert batch["n_targets"] == len(batch["logits_at"])
+
+
+def test_packed_and_padded_hold_the_same():
+    packed, padded = (everything(make_rows([5, 40, 9, 100], 100, packed=p), epoch=3) for p in (True, False))
+    mask = padded["attention_mask"]
+    assert mask.dtype == torch.bool and mask.shape == padded["input_ids"].shape == (5, 100)
+    for key in ("input_ids", "labels"):
+        assert torch.equal(padded[key][mask], packed[key])
+    assert (padded["input_ids"][~mask] == PAD).all() and (padded["labels"][~mask] == IGNORE).all()
+    assert torch.equal(padded["labels"].flatten()[padded["logits_at"]], packed["labels"][packed["logits_at"]])
+    assert padded["n_tokens"] == packed["n_tokens"] == mask.sum()
+
+
+def test_padding_is_no_longer_than_needed():
+    assert everything(make_rows([5, 60], 512, packed=False))["input_ids"].shape == (2, 64)
+
+
+def test_masks_depend_on_seed_epoch_and_sequence_only():
+    rows = make_rows([30] * 20)
+    alone = rows.batch(1, np.array([7]))["input_ids"]
+    among = rows.batch(1, np.array([3, 7, 9]))
+    begin = among["lengths"][0]
+    assert torch.equal(among["input_ids"][begin : begin + len(alone)], alone)
+    assert not torch.equal(rows.batch(2, np.array([7]))["input_ids"], alone)
+    assert not torch.equal(make_rows([30] * 20, seed=1).batch(1, np.array([7]))["input_ids"], alone)
+
+
+def test_order_is_a_permutation_by_epoch():
+    rows = make_rows([30] * 20)
+    assert sorted(rows.order(0, 4)) == sorted(rows.order(1, 4)) == list(range(rows.n_rows))
+    assert rows.order(0, 4).tolist() != rows.order(1, 4).tolist()
+    assert make_rows([30] * 20, shuffle=False).order(1, 4).tolist() == list(range(rows.n_rows))
+
+
+def test_grouping_by_length_pads_less():
+    lengths = np.random.default_rng(0).integers(2, 500, 1003).tolist()
+
+    def efficiency(group_by_length):
+        rows = make_rows(lengths, 512, packed=False, group_by_length=group_by_length)
+        order = rows.order(0, 8)
+        assert sorted(order) == list(range(rows.n_rows))
+        batches = [rows.batch(0, order[i : i + 8]) for i in range(0, rows.n_rows, 8)]
+        return sum(b["n_tokens"] for b in batches) / sum(b["input_ids"].numel() for b in batches)
+
+    assert efficiency(True) > 0.85 > 0.65 > efficiency(False)
+
+
+def test_rows_beyond_the_end_are_left_out():
+    rows = make_rows([5, 9], shuffle=False)
+    batch = rows.batch(0, np.array([1, 2, 3]))
+    assert batch["lengths"].tolist() == [10]
+    for packed in (True, False):
+        nothing = make_rows([5, 9], packed=packed).batch(0, np.array([2, 3]))
+        assert (nothing["n_tokens"], nothing["n_targets"], len(nothing["logits_at"])) == (0, 0, 0)
+        assert (nothing["labels"] == IGNORE).all() and nothing["input_ids"].flatten()[0] == PAD

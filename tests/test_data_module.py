@@ -1,0 +1,125 @@
+"""The data module as a run uses it: every config, the record, bytes per token, errors in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from tokenizers import Tokenizer, models
+
+from attnzoo import data
+from attnzoo.data import tokenizers
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+NEEDED = {"text": ["data.paths=[{text}]"], "hf": ["data.name=json"]}
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Twenty small files and a cache of their own."""
+    (tmp_path / "texts").mkdir()
+    for i in range(20):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"This is é text number {i}. " * (i + 1))
+    return {"paths": str(tmp_path / "texts"), "val_fraction": 0.3, "cache_dir": str(tmp_path / "cache")}
+
+
+def module(texts, **options):
+    made = data.text(**{"seq_len": 32, "batch_size": 4, **texts, **options})
+    made.prepare_data()
+    made.setup()
+    return made
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIGS / "data").glob("*.yaml")))
+def test_every_config_makes_a_data_module(name, texts):
+    overrides = [override.format(text=texts["paths"]) for override in NEEDED.get(name, [])]
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        cfg = compose("train", [f"data={name}", "seed=7", *overrides])
+    made = instantiate(cfg.data)
+    assert isinstance(made, data.TextDataModule)
+    assert (made.objective, made.seed, made.source.kind) == ("lm", 7, "hf" if cfg.data._target_.endswith("hf") else name)
+
+
+def test_unknown_option_is_refused(texts):
+    with pytest.raises(TypeError, match="seqlen"):
+        data.text(**texts, seq_len=8, batch_size=1, seqlen=8)
+
+
+def test_record_is_plain_json(texts):
+    record = module(texts).record()
+    assert json.loads(json.dumps(record)) == record
+    assert record["splits"]["train"]["documents"] + record["splits"]["validation"]["documents"] == 20
+    assert record["tokenizer"]["name"] == "bytes" and len(record["sha256"]) == 64 and "python" in record["versions"]
+
+
+@pytest.mark.parametrize("options", [{}, {"cross_documents": True}])
+def test_bytes_per_token_counts_the_predicted_tokens(texts, options):
+    made = module(texts, **options)
+    n_targets = sum(batch["n_targets"] for batch in made.val_dataloader())
+    assert made.bytes_per_token("validation") == made.record()["splits"]["validation"]["bytes"] / n_targets
+
+
+def test_documents_are_whole(texts):
+    made = module(texts)
+    documents = made.documents("validation")
+    decoded = {made.tokenizer.decode(ids) for ids in documents["input_ids"]}
+    assert decoded == {d["text"] for d in made.source.documents() if d["split"] == "validation"}
+    assert all(ids[-1] == made.tokenizer.eos_id for ids in documents["input_ids"])
+
+
+def test_masked_batches_are_the_same_in_every_validation(texts):
+    first, second = (list(module(texts, objective="mlm", seed=seed).val_dataloader()) for seed in (0, 1))
+    assert len(first) > 1
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one["input_ids"], other["input_ids"]) and torch.equal(one["labels"], other["labels"])
+
+
+def test_mask_rates_are_those_of_the_split(texts):
+    made = module(texts, objective="mlm", mask_rate=0.5, eval_mask_rate=0.2)
+    for loader, rate in ((made.train_dataloader(), 0.5), (made.val_dataloader(), 0.2)):
+        n_targets, n_tokens = (sum(batch[key] for batch in loader) for key in ("n_targets", "n_tokens"))
+        assert abs(n_targets - rate * n_tokens) < 5 * (n_tokens * rate * (1 - rate)) ** 0.5  # five standard deviations
+
+
+def test_environment_names_the_cache(texts, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNZOO_CACHE", str(tmp_path / "elsewhere"))
+    module(texts, cache_dir=None)
+    assert list((tmp_path / "elsewhere").glob("text-*/record.json"))
+
+
+def test_any_tokenizer_can_be_used(texts, tmp_path):
+    words = {"[MASK]": 0, "[SEP]": 1, "[CLS]": 2, "[PAD]": 3, "[UNK]": 4, "This": 5}
+    Tokenizer(models.WordLevel(words, "[UNK]")).save(str(tmp_path / "words.json"))
+    made = module(texts, tokenizer=str(tmp_path / "words.json"), objective="mlm", packed=False)
+    batch = next(iter(made.train_dataloader()))
+    assert batch["input_ids"].max() < made.tokenizer.vocab_size == 6
+    assert tokenizers.from_record(made.tokenizer.record()).vocab_size == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 10**6}, "data.seq_len=1000000 must be below the [0-9]+ tokens of the train split: lower it"),
+        ({"seq_len": 2500}, "data.seq_len=2500 must be below the [0-9]+ tokens of the validation split: lower it"),
+        ({"seq_len": 0}, "data.seq_len=0 must be at least 3"),
+        ({"batch_size": 0}, "data.batch_size=0 must be at least 1"),
+        ({"objective": "translation"}, "data.objective='translation' must be one of lm, mlm"),
+        ({"objective": "mlm", "mask_rate": 0}, "data.mask_rate=0 must be above 0 and at most 1"),
+        ({"objective": "mlm", "cross_documents": True}, "data.cross_documents=true must go with objective"),
+        ({"group_by_length": True}, "data.group_by_length=true must go with objective"),
+    ],
+)
+def test_bad_options(texts, options, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        module(texts, **options)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("objective", "missing"), [("lm", "end of text"), ("mlm", "end of text"), ("mlm", "mask")])
+def test_tokenizer_without_a_needed_token(texts, tmp_path, objective, missing):
+    words = {"[UNK]": 0} | ({"</s>": 1} if missing == "mask" else {"[MASK]": 1})
+    Tokenizer(models.WordLevel(words, "[UNK]")).save(str(tmp_path / "words.json"))
+    with pytest.raises(ValueError, match=f"data.tokenizer=.* must have a token for {missing}"):
+        module(texts, tokenizer=str(tmp_path / "words.json"), objective=objective)
