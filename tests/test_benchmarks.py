@@ -1,0 +1,280 @@
+"""The benchmarks' logic on the CPU: fair order, the accuracy rule, what gets a figure, tables and files, the whole command as a dry run."""
+
+import contextlib
+import csv
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from attnzoo_kernels import flash_attention
+from attnzoo_kernels.flash import cases
+from attnzoo_kernels.flash.cases import Case
+from attnzoo_kernels.flash.reference import visible
+from benchmarks import flash, harness, peers, report, timing
+from benchmarks.accuracy import error_ratio
+from benchmarks.harness import Backend, Entry, Line, Pass, Unsupported
+from benchmarks.timing import Candidate, Timing
+
+SMALL = Case(batch=2, seqlen_q=24, heads=4, kv_heads=2, head_dim=16, causal=True)
+
+
+def test_measure_pauses_and_changes_the_order(monkeypatch):
+    log, open_scopes = [], []
+    monkeypatch.setattr(timing.time, "sleep", lambda seconds: log.append(seconds))
+
+    @contextlib.contextmanager
+    def scope(name):
+        open_scopes.append(name)
+        yield
+        open_scopes.remove(name)
+
+    def bench(call, warmup, rep):
+        assert open_scopes == [call()]
+        log.append(call())
+        return 1.0
+
+    candidates = {name: Candidate(lambda name=name: name, lambda name=name: scope(name)) for name in "abcd"}
+    readings = Timing(rounds=5, pause=0.1, bench=bench).measure(candidates)
+    assert {name: len(times) for name, times in readings.items()} == dict.fromkeys("abcd", 5)
+    assert log[::2] == [0.1] * 20
+    rounds = [tuple(log[1::2][i : i + 4]) for i in range(0, 20, 4)]
+    assert all(sorted(names) == list("abcd") for names in rounds)
+    assert len(set(rounds)) > 1
+
+
+def test_error_ratio_is_the_share_of_the_rule():
+    torch.manual_seed(0)
+    exact = torch.randn(64, 64, dtype=torch.float64)
+    eager = exact.bfloat16()
+    assert error_ratio(eager, eager, exact) <= 0.5
+    assert error_ratio(exact.float().mul(1.05).bfloat16(), eager, exact) > 1
+    shifted = eager.clone()
+    shifted[3, 5] += 1  # one element: the mean hardly sees it, the maximum does
+    assert error_ratio(shifted, eager, exact) > 1
+    shifted[3, 5] = math.nan
+    assert error_ratio(shifted, eager, exact) == math.inf
+    assert error_ratio(exact[:0], eager[:0], exact[:0]) == 0
+    assert error_ratio(torch.zeros(3), torch.zeros(3), torch.zeros(3)) == 0
+    with pytest.raises(ValueError, match="shape"):
+        error_ratio(eager[0], eager, exact)
+
+
+def broken(change):
+    """The reference with its results changed by `change(out, dq, dk, dv)`."""
+
+    def make(case, x):
+        right = peers.attnzoo("reference")(case, x)
+        return Pass(lambda: change(right.forward(), *right.backward())[0], lambda: change(right.forward(), *right.backward())[1:], [])
+
+    return make
+
+
+def unwritten(out, dq, dk, dv):
+    last = dk.clone()
+    last[-1, -1, -1, 0] = math.nan
+    return out, dq, last, dv
+
+
+BROKEN = {
+    "output off by 5 %": lambda out, dq, dk, dv: (out * 1.05, dq, dk, dv),
+    "gradients swapped": lambda out, dq, dk, dv: (out, dq, dv, dk),
+    "heads in another order": lambda out, dq, dk, dv: (out.flip(2), dq, dk, dv),
+    "one value left unwritten": unwritten,
+}
+
+
+@pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN)
+def test_a_wrong_result_does_not_pass_the_check(change):
+    x = SMALL.inputs()
+    assert flash.Check(SMALL, x, ["forward", "backward"])(peers.attnzoo("reference")(SMALL, x)) <= 1
+    assert not flash.Check(SMALL, x, ["forward", "backward"])(broken(change)(SMALL, x)) <= 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        SMALL,
+        dataclasses.replace(SMALL, alibi=True, sinks=True, softcap=5.0),
+        dataclasses.replace(SMALL, dropout_p=0.3),
+        Case(lengths_q=(7, 0, 19), heads=4, kv_heads=2, head_dim=16, alibi=True, causal=True),
+    ],
+    ids=str)
+def test_the_check_s_slices_are_the_full_problem_s(case):
+    x = case.inputs()
+    check = flash.Check(case, x, ["forward", "backward"])
+    assert check(peers.attnzoo("reference")(case, x)) <= 1
+
+
+def entry(label, make, milliseconds=None, limit=1.0):
+    """A column whose pass says how long it takes, for a bench that believes it."""
+    backend = Backend(label, make or (lambda case, x: Pass(lambda: milliseconds, lambda: 2 * milliseconds, [])), limit=limit)
+    return Entry(label, backend, SMALL, None, {"forward": 4e9, "backward": 10e9}, lambda run: {"wrong": 1.2, "rough": 1.2}.get(label, 0.5))
+
+
+def unsupported(case, x):
+    raise Unsupported("cannot do: this")
+
+
+def failing(case, x):
+    raise RuntimeError("\nout of luck\nand more")
+
+
+@pytest.fixture
+def compared():
+    columns = [
+        entry("ours", None, 1.0), entry("slower", None, 2.0), entry("wrong", None, 0.1), entry("rough", None, 4.0, limit=1.5),
+        entry("unsupported", unsupported), entry("failing", failing),
+    ]
+    believing = Timing(rounds=3, pause=0, bench=lambda call, warmup, rep: call())
+    return harness.compare(Line("op", "speed", "d16", 24), columns, ["forward", "backward"], believing)
+
+
+def test_compare_gives_rates_ratios_and_reasons(compared):
+    rows = {(row.label, row.direction): row for row in compared}
+    assert rows["ours", "forward"].value == pytest.approx(4)  # 4e9 operations in a millisecond
+    assert rows["ours", "backward"].value == pytest.approx(5)
+    assert (rows["slower", "forward"].value, rows["slower", "forward"].ratio) == (pytest.approx(2), pytest.approx(2))
+    assert rows["ours", "forward"].spread == 0
+    assert rows["rough", "forward"].value == pytest.approx(1)
+    assert rows["rough", "forward"].note == "1.20 times the allowed error"
+    assert {label: rows[label, "forward"].note for label in ("wrong", "unsupported", "failing")} == {
+        "wrong": "1.20 times the allowed error", "unsupported": "cannot do: this", "failing": "RuntimeError: out of luck",
+    }
+    assert all(rows[label, "forward"].value is None for label in ("wrong", "unsupported", "failing"))
+
+
+def test_ratio_of_a_cost_is_turned_round():
+    ready = harness.Prepared({}, {}, {})
+    columns = [entry("ours", None, 1.0), entry("peer", None, 1.0)]
+    rows = Line("op", "memory", "d16", 24).rows(columns, ready, "forward", "MB", {"ours": 10.0, "peer": 15.0})
+    assert [row.ratio for row in rows] == [1.0, 1.5]  # ours is 1.5 times better
+
+
+def test_table_and_files(compared, tmp_path):
+    lines = report.table(compared).splitlines()
+    assert lines[0].split() == ["ours", "slower", "rough"]
+    assert lines[1].split() == ["d16", "24", "forward,", "TFLOP/s", "4", "2", "(2.00x)", "1", "(4.00x)"]
+    assert "- failing: RuntimeError: out of luck (d16 24 forward and 1 more)" in lines
+    report.write_csv(compared, {"gpu": "none", "torch": "2"}, tmp_path / "new" / "op.csv")
+    with (tmp_path / "new" / "op.csv").open() as file:
+        written = list(csv.DictReader(file))
+    assert len(written) == len(compared)
+    assert (written[1]["label"], float(written[1]["value"]), written[1]["torch"]) == ("slower", 2.0, "2")
+    assert written[2]["value"] == ""
+    report.plot(compared, tmp_path / "op.png", "sequence length", "title")
+    assert (tmp_path / "op.png").read_bytes().startswith(b"\x89PNG")
+
+
+MASKS = [
+    Case(seqlen_q=20, causal=True),
+    Case(seqlen_q=9, seqlen_k=20, causal=True),
+    Case(seqlen_q=20, seqlen_k=9, window_size=(3, 2)),
+    Case(seqlen_q=20, window_size=(4, -1), causal=True),
+]
+
+
+@pytest.mark.parametrize("case", MASKS, ids=str)
+def test_flex_mask_is_the_operator_s(case):
+    (m, n), right = case.lengths[0], 0 if case.causal else case.window_size[1]
+    expected = visible(torch.tensor([m]), torch.tensor([n]), m, n, (case.window_size[0], right))[0, 0]
+    assert torch.equal(peers.flex_mask(case, "cpu")(0, 0, torch.arange(m)[:, None], torch.arange(n)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(batch=2, seqlen_q=40, heads=2, head_dim=16),
+        Case(batch=2, seqlen_q=40, heads=4, kv_heads=2, head_dim=16, causal=True),
+        Case(seqlen_q=40, heads=2, head_dim=16, window_size=(8, 4), softcap=3.0, alibi=True),
+        Case(lengths_q=(13, 0, 27), heads=2, head_dim=16, causal=True),
+    ],
+    ids=str)
+def test_flex_computes_the_case(monkeypatch, case):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # uncompiled, and without gradients, which it lacks on a CPU
+    monkeypatch.setattr(peers, "compiled_flex_attention", lambda: lambda q, k, v, **options: flex_attention(
+        q.detach(), k.detach(), v.detach(), **options))
+    x = case.inputs()
+    assert flash.Check(case, x, ["forward"])(peers.flex(case, x)) <= 1
+
+
+@pytest.mark.parametrize("change", [{"alibi": True}, {"sinks": True}, {"softcap": 1.0}, {"window_size": (1, 1)}, {"seqlen_k": 9}])
+def test_sdpa_refuses_what_it_would_compute_otherwise(change):
+    case = dataclasses.replace(SMALL, **change)
+    with pytest.raises(Unsupported, match="cannot do"):
+        peers.BACKENDS["sdpa-fa2"].make(case, case.inputs())
+
+
+def test_dry_run_covers_every_table(tmp_path, capsys):
+    arguments = ["--dry-run", *flash.TABLES, "--backends", "attnzoo-reference", "sdpa-fa2", "--output", str(tmp_path), "--name", "tiny"]
+    assert flash.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "dry run" in text
+    rows = [row for name in flash.TABLES for row in csv.DictReader((tmp_path / f"tiny-{name}.csv").read_text().splitlines())]
+    ours = [row for row in rows if row["label"].startswith("attnzoo") or row["panel"].startswith("attnzoo")]
+    assert {row["table"] for row in ours} == set(flash.TABLES)
+    assert all(row["value"] and row["torch"] for row in ours)
+    assert not any("Error" in row["note"] for row in rows)
+    assert {row["label"] for row in rows if row["table"] == "features"} == {"plain", *cases.feature_cases(SMALL)}
+    assert {path.name for path in tmp_path.glob("*.png")} == {"tiny-speed.png", "tiny-packed.png", "tiny-memory.png"}
+
+
+def test_dry_run_fails_when_ours_is_wrong(monkeypatch, capsys):
+    backend = Backend("attnzoo-reference", broken(BROKEN["output off by 5 %"]))
+    monkeypatch.setitem(peers.BACKENDS, "attnzoo-reference", backend)
+    assert flash.main(["--dry-run", "--masks", "causal", "--lengths", "32"]) == 1
+    assert "times the allowed error" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dry-run", "sped"], "must be one of speed"),
+        (["--dry-run", "--backends", "fa5"], "invalid choice"),
+        (["--dry-run", "--lengths", "0"], "must be a positive integer, got '0'"),
+        ([], "needs an NVIDIA GPU"),
+    ])
+def test_command_line_errors(monkeypatch, capsys, arguments, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit) as stopped:
+        flash.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("case", [c for c in cases.CORRECTNESS if max(map(max, c.lengths)) < 300], ids=str)
+def test_pairs_and_inputs_of_a_case(case):
+    x = case.inputs()
+    right = 0 if case.causal else case.window_size[1]
+    seen = sum(int(visible(torch.tensor([m]), torch.tensor([n]), m, n, (case.window_size[0], right)).sum()) for m, n in case.lengths)
+    diagonal = sum(m for m, n in case.lengths)
+    plain_causal = case.causal and case.window_size == (-1, -1) and all(m == n for m, n in case.lengths)
+    assert case.pairs() == (seen - diagonal / 2 if plain_causal else seen)
+    assert flash_attention(x.q, x.k, x.v, impl="reference", **x.options).shape == x.dout.shape
+    assert all(torch.equal(a, b) for a, b in zip(x[:4], case.inputs()[:4], strict=True))
+    assert not torch.equal(x.q, case.inputs(seed=1).q)
+
+
+def test_strided_inputs_are_views_with_nan_behind_each_row():
+    x = dataclasses.replace(SMALL, strided=True).inputs()
+    for t in x[:4]:
+        assert not t.is_contiguous() and t.stride(-1) == 1
+        storage = torch.as_strided(t, (t.untyped_storage().nbytes() // t.element_size(),), (1,))
+        assert storage.isnan().sum() == t.numel() // t.shape[-1] * 8
+        assert not t.isnan().any()
+
+
+def test_case_names_are_unique_and_lengths_mixed():
+    named = [*cases.CORRECTNESS, *cases.DROPOUT]
+    assert len({str(case) for case in named}) == len(named)
+    lengths = cases.mixed_lengths(1000, 21)
+    assert (max(lengths), sum(lengths)) == (1000, 600 * 21)
+    assert list(lengths) != sorted(lengths)
+    case = cases.benchmark_case(8192, 128, causal=True)
+    assert (case.batch, case.heads, case.flops()) == (2, 16, 4 * 2 * 16 * 8192**2 * 128 / 2)  # 4 B H N^2 D, halved
+    assert case.flops(backward=True) == 2.5 * case.flops()
+
