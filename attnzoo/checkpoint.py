@@ -1,0 +1,165 @@
+"""Checkpoint files: written whole or not at all, read without running code, rebuilt into a model."""
+
+import copy
+import os
+import pickle
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from attnzoo.errors import UserError
+
+FORMAT = 1
+PREFIX = "model."  # of the model's weights in the state dict
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model as trained, or as overridden, in eval mode, and what belongs to it."""
+
+    model: nn.Module
+    tokenizer: Any
+    task: str  # lm or mlm
+    context: int  # tokens read at once in training
+    record: dict  # what the file says of model, attention, tokenizer, data and versions
+    overrides: dict = field(default_factory=dict)  # what differs from the record: {"attention": {...}, "model": {...}}
+
+
+def save(content: dict, path: str | os.PathLike) -> None:
+    """torch.save that leaves the file that was there until the new one is on the disk. UserError where that fails (disk full)."""
+    path = Path(path)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:  # PyTorch's zip writer turns some OSErrors into RuntimeErrors
+        part.unlink(missing_ok=True)
+        kept = "the checkpoint that was there is whole" if path.exists() else "no checkpoint was there before"
+        raise UserError(f"could not save {path}: {_reason(error, path)}; {kept}. Make room or set another hydra.run.dir") from error
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _reason(error: Exception, path: Path) -> str:
+    cause = error if isinstance(error, OSError) else error.__context__
+    if isinstance(cause, OSError):
+        return cause.strerror or str(cause)
+    try:
+        free = f" ({shutil.disk_usage(path.parent).free / 1e9:.1f} GB free)"
+    except OSError:
+        free = ""
+    return str(error).splitlines()[0] + free
+
+
+def _sync_folder(folder: Path) -> None:
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:  # not every system opens folders
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def existing_file(path: str | os.PathLike) -> Path:
+    """The path of a checkpoint file. UserError where there is none, with what is there instead."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        inside = sorted(path.glob("checkpoints/*.ckpt")) or sorted(path.glob("*.ckpt"))
+        raise UserError(f"ckpt_path={path} is a folder; " + (f"say ckpt_path={inside[0]}" if inside else "it holds no checkpoints/*.ckpt"))
+    if not path.is_file():
+        beside = ", ".join(sorted(p.name for p in path.parent.glob("*.ckpt"))) if path.parent.is_dir() else "no such folder"
+        raise UserError(f"ckpt_path={path} does not exist; beside it: {beside or 'no *.ckpt'}")
+    return path
+
+
+def read(path: str | os.PathLike, map_location: Any = "cpu") -> dict:
+    """The content of a checkpoint of this project, tensors and plain types only. UserError for anything else."""
+    path = existing_file(path)
+    try:
+        content = torch.load(path, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path} is not a checkpoint that holds only tensors and plain types, so it was not loaded: it could run code"
+        ) from error
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        reason = f"{type(error).__name__}: {str(error).partition('. ')[0]}".partition("\n")[0]
+        raise UserError(f"{path} is damaged or no checkpoint ({reason}); take another one") from error
+    record = content.get("attnzoo") if isinstance(content, dict) else None
+    if not isinstance(record, dict) or "state_dict" not in content:
+        raise UserError(f"{path} is not a checkpoint of attnzoo; weights from Hugging Face load with attnzoo.hub")
+    if record.get("format") != FORMAT:
+        raise UserError(f"{path} has checkpoint format {record.get('format')}, this version reads {FORMAT}; use the attnzoo that wrote it")
+    return content
+
+
+def load(
+    path: str | os.PathLike,
+    *,
+    attention: Mapping | None = None,
+    model: Mapping | None = None,
+    trust: tuple[str, ...] = (),
+    map_location: Any = "cpu",
+) -> Checkpoint:
+    """Rebuild the model of a checkpoint with its weights.
+
+    attention: a dict with `_target_` replaces the variant, without it its keys are merged over the checkpoint's. model: keys merged over
+    the checkpoint's (rope_scaling, ...). trust: modules whose classes a checkpoint may name beside attnzoo's.
+    """
+    from attnzoo.data.tokenizers import from_record
+    from attnzoo.models import from_config
+
+    content = read(path, map_location)
+    record = content["attnzoo"]
+    attention, model = dict(attention or {}), dict(model or {})
+    try:
+        attention_config = attention if "_target_" in attention else {**copy.deepcopy(record["attention"]), **attention}
+        model_config = {**copy.deepcopy(record["model"]), **model}
+        built = from_config(model_config, attention_config, trust=trust)
+        tokenizer, task, context = from_record(record["tokenizer"]), record["task"], record["context"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"cannot build the model of {path}: {error}") from error
+    weights = {name.removeprefix(PREFIX): value for name, value in content["state_dict"].items() if name.startswith(PREFIX)}
+    if (mismatch := _first_mismatch(weights, {name: value.shape for name, value in built.state_dict().items()})) is not None:
+        raise UserError(
+            f"the weights of {path} do not fit the model: {mismatch}; drop the attention or model override, or train that variant"
+        )
+    built.load_state_dict(weights)
+    overrides = {
+        group: changed
+        for group, config, recorded in (("attention", attention_config, record["attention"]), ("model", model_config, record["model"]))
+        if (changed := {key: value for key, value in config.items() if key not in recorded or recorded[key] != value})
+    }
+    return Checkpoint(built.eval(), tokenizer, task, context, record, overrides)
+
+
+def check_same_shapes(content: dict, shapes: Mapping[str, torch.Size], record: dict) -> None:
+    """UserError unless the checkpoint's weights fit a run's module of these shapes; says which settings differ."""
+    if (mismatch := _first_mismatch(content.get("state_dict", {}), shapes)) is None:
+        return
+    theirs, differences = content["attnzoo"], []
+    for group in ("model", "attention", "task"):
+        old, new = ({group: r[group]} if not isinstance(r[group], dict) else r[group] for r in (theirs, record))
+        differences += [f"{group}.{key}={old.get(key)}, not {new.get(key)}" for key in old | new if old.get(key) != new.get(key)]
+    raise UserError(f"the checkpoint does not fit this run: {mismatch}. It was trained with {'; '.join(differences) or 'other code'}")
+
+
+def _first_mismatch(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> str | None:
+    for name, shape in shapes.items():
+        if name not in weights:
+            return f"{name} is missing"
+        if weights[name].shape != shape:
+            return f"{name} has shape {tuple(weights[name].shape)}, the model needs {tuple(shape)}"
+    return next((f"{name} is unknown to the model" for name in weights if name not in shapes), None)

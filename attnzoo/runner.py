@@ -1,0 +1,272 @@
+"""From a composed config to a run: the only file that knows both Hydra and the Trainer."""
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException, InstantiationException
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from attnzoo import checkpoint
+from attnzoo.errors import UserError
+from attnzoo.training import report
+from attnzoo.training.checkpointing import AtomicCheckpointIO
+from attnzoo.training.record import versions
+
+log = logging.getLogger(__name__)
+
+
+def train(cfg: DictConfig) -> dict[str, float]:
+    """One training run as configs/train.yaml describes it; returns the last metrics by name."""
+    _check(cfg)
+    run_dir = Path(cfg.run_dir).absolute()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    report.quiet()
+    lightning.seed_everything(cfg.seed, workers=True, verbose=False)
+    torch.set_float32_matmul_precision(cfg.matmul_precision)
+    ckpt_path = _checkpoint_to_resume(cfg, run_dir)
+    loggers = build_loggers(cfg, run_dir, "train", resumed=ckpt_path is not None)
+    try:
+        trainer = _build_trainer(cfg, loggers)
+        data = instantiate(cfg.data, _convert_="all")
+        data.prepare_data()
+        data.setup("fit")
+        _set_accumulation(trainer, cfg.batch_tokens, data)
+        module = _build_module(cfg, data)
+        if trainer.is_global_zero:
+            OmegaConf.save(OmegaConf.create(_plain(cfg)), run_dir / "config.yaml")
+            for logger in loggers:
+                logger.log_hyperparams(_plain(cfg))
+            log.info(report.beginning(_choices("model", "attention", "data"), trainer, module, data, run_dir))
+        with _ranks_of_this_job(run_dir):
+            trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            log.info(report.end(run_dir, metrics))
+        return metrics
+    finally:
+        _close(loggers)
+
+
+def evaluate(cfg: DictConfig) -> None:
+    """Evaluate checkpoints as configs/eval.yaml describes it; tables and plots go into the run folder."""
+    from attnzoo.evaluation import compare
+
+    run_dir = Path(cfg.run_dir).absolute()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    report.quiet()
+    loggers = build_loggers(cfg, run_dir, "eval")
+    try:
+        compare.run(
+            cfg,
+            tasks=instantiate(cfg.evaluation.tasks, _convert_="all"),
+            build_data=lambda config: instantiate(config, _convert_="all"),
+            loggers=loggers,
+            folder=run_dir,
+        )
+        for logger in loggers:
+            logger.log_hyperparams(_plain(cfg))
+    finally:
+        _close(loggers)
+
+
+def build_loggers(cfg: DictConfig, run_dir: Path, job_type: str, *, resumed: bool = False) -> list[Any]:
+    """The loggers of cfg.logger. W&B is told the sweep as group, the job type, and model and attention as tags."""
+    loggers = []
+    for name, config in (cfg.get("logger") or {}).items():
+        if config is not None:
+            extra = _wandb_arguments(cfg, run_dir, job_type, resumed) if name == "wandb" else {}
+            loggers.append(instantiate(config, **extra, _convert_="all"))
+    return loggers
+
+
+def _wandb_arguments(cfg: DictConfig, run_dir: Path, job_type: str, resumed: bool) -> dict[str, Any]:
+    record = run_dir / "record.json"
+    earlier = json.loads(record.read_text()).get("wandb") if resumed and record.exists() else None
+    evaluated = cfg.get("runs")
+    sweep = run_dir.parent.name if _is_sweep() else Path(evaluated).name if isinstance(evaluated, str) else None
+    return {
+        "job_type": job_type,
+        "group": cfg.logger.wandb.group or sweep,
+        "name": cfg.logger.wandb.name or run_dir.name,
+        "tags": [*_choices("model", "attention"), *cfg.get("tags", [])],
+        **({"id": earlier} if earlier else {}),
+    }
+
+
+def _close(loggers: list[Any]) -> None:
+    """End the W&B run, so that the next job of a sweep gets its own."""
+    if any(type(logger).__name__ == "WandbLogger" for logger in loggers):
+        import wandb
+
+        wandb.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    return OmegaConf.to_container(cfg, resolve=True)
+
+
+def _choices(*groups: str) -> list[str]:
+    """What was chosen for these config groups; nothing outside a Hydra application."""
+    if not HydraConfig.initialized():
+        return []
+    chosen = HydraConfig.get().runtime.choices
+    return [chosen[group] for group in groups if chosen.get(group)]
+
+
+def _is_sweep() -> bool:
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def _check(cfg: DictConfig) -> None:
+    """What Lightning and PyTorch would refuse late, or not at all."""
+    if not isinstance(cfg.seed, int) or not 0 <= cfg.seed < 2**32:
+        raise UserError(f"seed={cfg.seed} must be a whole number from 0 to {2**32 - 1}")
+    if cfg.matmul_precision not in ("highest", "high", "medium"):
+        raise UserError(f"matmul_precision={cfg.matmul_precision} must be highest, high or medium")
+    if cfg.resume not in (None, "auto"):
+        raise UserError(f"resume={cfg.resume} must be null or auto; to go on from a file set ckpt_path")
+
+
+def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:
+    """With resume=auto the run folder's last checkpoint, if there is one; else ckpt_path."""
+    last = run_dir / "checkpoints" / "last.ckpt"
+    if cfg.resume == "auto" and last.is_file():
+        return last
+    if cfg.resume == "auto" and cfg.ckpt_path is None:
+        log.info(f"resume=auto: {last} does not exist yet, training starts from the beginning")
+    return None if cfg.ckpt_path is None else checkpoint.existing_file(cfg.ckpt_path)
+
+
+def _build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:
+    callbacks = [instantiate(callback, _convert_="all") for callback in (cfg.callbacks or {}).values() if callback]
+    build = instantiate(cfg.trainer, _partial_=True, _convert_="all")
+    # where one is switched off Lightning must not bring its own
+    enable = {
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
+        "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
+    }
+    try:
+        trainer = build(callbacks=callbacks, logger=loggers or False, plugins=[AtomicCheckpointIO()], **enable)
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        if cfg.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+            build_of = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+            raise UserError(
+                f"trainer.accelerator={cfg.trainer.accelerator}, but PyTorch {torch.__version__} ({build_of}) sees no GPU; "
+                "take trainer=cpu or trainer=default, or install a driver and a CUDA build"
+            ) from error
+        raise UserError(f"trainer: {reason}") from error
+    device, precision = trainer.strategy.root_device, str(trainer.precision)
+    if device.type == "cuda" and precision.startswith("bf16") and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"trainer.precision={precision}, but {name} has no bfloat16; take trainer.precision=16-mixed")
+    return trainer
+
+
+def _set_accumulation(trainer: lightning.Trainer, batch_tokens: int | None, data: Any) -> None:
+    """Micro-batches per optimizer step from the global batch in tokens; intervals count optimizer steps."""
+    if batch_tokens is not None:
+        micro = data.batch_size * data.seq_len * trainer.world_size
+        steps, rest = divmod(batch_tokens, micro)
+        if rest or steps < 1:
+            parts = f"data.batch_size={data.batch_size} x data.seq_len={data.seq_len} x {trainer.world_size} devices"
+            near = micro * max(1, round(batch_tokens / micro))
+            raise UserError(f"batch_tokens={batch_tokens} is not a multiple of {micro}, the tokens of a micro-step ({parts}); take {near}")
+        trainer.accumulate_grad_batches = steps
+    if isinstance(trainer.val_check_interval, int):
+        trainer.val_check_interval *= trainer.accumulate_grad_batches
+
+
+def _build_module(cfg: DictConfig, data: Any) -> lightning.LightningModule:
+    needed = data.tokenizer.vocab_size
+    vocab_size = cfg.model.vocab_size or needed
+    if vocab_size < needed:
+        raise UserError(f"model.vocab_size={vocab_size} is smaller than the tokenizer's {needed}; leave it at null or raise it")
+    model = instantiate(cfg.model, vocab_size=vocab_size, _convert_="all")
+    plain = _plain(cfg)
+    record = {
+        "format": checkpoint.FORMAT,
+        "model": {**{key: value for key, value in plain["model"].items() if key != "attention"}, "vocab_size": vocab_size},
+        "attention": plain["attention"],
+        "tokenizer": data.tokenizer.record(),
+        "task": cfg.task.objective,
+        "context": data.seq_len,
+        "data": data.record(),
+        "versions": versions(),
+    }
+    return instantiate(cfg.task.module, _partial_=True)(
+        model,
+        instantiate(cfg.optimizer, _convert_="all"),
+        bytes_per_token=data.bytes_per_token("validation"),
+        record=record,
+        seed=cfg.seed,
+        compile=cfg.compile,
+    )
+
+
+@contextlib.contextmanager
+def _ranks_of_this_job(run_dir: Path) -> Iterator[None]:
+    """Lightning starts the other ranks of a machine by running the command again. In a sweep that must be this job alone, and its process
+    group and environment must not reach the next one."""
+    if not _is_sweep():
+        yield
+        return
+    hydra = HydraConfig.get()
+    sys.argv = [sys.argv[0], *hydra.overrides.task]
+    with read_write(hydra), open_dict(hydra):
+        hydra.run.dir = str(run_dir)
+    environment = dict(os.environ)
+    try:
+        yield
+    finally:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What the user can put right becomes one line and exit code 1; HYDRA_FULL_ERROR=1 shows the whole traceback."""
+    try:
+        yield
+    except Exception as error:
+        message = _user_message(error)
+        if message is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        if _is_sweep():  # the other jobs still run
+            raise CompactHydraException(message) from error
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def _user_message(error: BaseException) -> str | None:
+    """The message of an error that was raised on purpose; None for what looks like a bug."""
+    if isinstance(error, InstantiationException) and error.__cause__ is not None:
+        cause = error.__cause__
+        return str(cause) if isinstance(cause, UserError | ValueError | TypeError | NotImplementedError | OSError) else None
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return (
+            f"out of GPU memory ({str(error).splitlines()[0]}); lower data.batch_size (batch_tokens keeps the global batch), data.seq_len "
+            "or the model's size"
+        )
+    # our own code raises ValueError with a message for the user; elsewhere it is a bug's
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    ours = frame.f_globals.get("__name__", "").partition(".")[0] in ("attnzoo", "attnzoo_kernels")
+    return str(error) if ours and isinstance(error, ValueError | NotImplementedError | OSError) else None

@@ -1,0 +1,1 @@
+"""LightningModules per task, optimizer and schedule, loggers and callbacks."""

@@ -1,0 +1,20 @@
+"""Language modelling: predict the next token."""
+
+import torch
+
+from attnzoo.training.module import TokenPrediction
+
+
+class LanguageModeling(TokenPrediction):
+    """Trains a GPT. See TokenPrediction."""
+
+    @torch.no_grad()
+    def sample(self, tokenizer, tokens: list[int], max_new_tokens: int, temperature: float, seed: int) -> str:
+        """The text of the first of `tokens` and how the model goes on, within the training context."""
+        context = self.model.train_context
+        prompt = tokens[: min(32, max(1, context // 4))]
+        generator = torch.Generator(self.device).manual_seed(seed)
+        input_ids = torch.tensor([prompt], device=self.device)
+        n_new = min(max_new_tokens, context - len(prompt))
+        output = self.model.generate(input_ids, n_new, temperature=temperature, generator=generator)[0].tolist()
+        return f"{tokenizer.decode(prompt)}│{tokenizer.decode(output[len(prompt) :])}"

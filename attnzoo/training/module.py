@@ -1,0 +1,143 @@
+"""What language modelling and masked language modelling share: the loss over target tokens, the step, the metrics."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics.aggregation import SumMetric
+
+from attnzoo.checkpoint import check_same_shapes
+
+INPUTS = ("position_ids", "cu_seqlens", "max_seqlen", "attention_mask", "max_tokens", "token_type_ids", "logits_at")
+READ = {"input_ids", "labels", *INPUTS}
+IGNORED = -100
+
+
+def summed_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats summed over a batch's targets, and the number of targets, both () float32 (float64 for a float64 model)."""
+    logits = model(batch["input_ids"], **{name: batch[name] for name in INPUTS if name in batch})
+    logits = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+    targets = batch["labels"].flatten()
+    if "logits_at" in batch:
+        targets = targets[batch["logits_at"]]
+    loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return loss, (targets != IGNORED).sum().to(loss.dtype)
+
+
+class TokenPrediction(lightning.LightningModule):
+    """Trains a model to predict `labels`. Losses are means over all target tokens of an optimizer step, however it is split.
+
+    model: called as model(input_ids, **inputs) -> logits (..., vocab_size), or (n, vocab_size) with `logits_at`.
+    optimizer: `.build(module, total_steps=...)` returns the optimizer and its schedule, see attnzoo.training.optimizer.
+    bytes_per_token: bytes of text for one predicted validation token.
+    record: plain JSON types, what a checkpoint must know to be loaded (attnzoo.checkpoint).
+    seed: of dropout. compile: torch.compile for model and loss together, in training.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, *, bytes_per_token: float, record: dict, seed: int, compile: bool = False):
+        super().__init__()
+        self.model = model
+        self.optimizer = optimizer
+        self.bytes_per_token = bytes_per_token
+        self.record = record
+        self.seed = seed
+        # before any sharding: the size, names of what is decayed, and what a checkpoint must fit
+        self.n_parameters = model.n_parameters
+        self.matrices = {name for name, parameter in self.named_parameters() if parameter.ndim >= 2}
+        self.shapes = {name: value.shape for name, value in self.state_dict().items()}
+        self._training_loss: Callable = torch.compile(summed_loss) if compile else summed_loss
+        # sums and not MeanMetric, which forgets its weights with this nan_strategy (torchmetrics 1.9)
+        self._validation_loss, self._validation_count = SumMetric(nan_strategy="disable"), SumMetric(nan_strategy="disable")
+        self._totals: Tensor | None = None
+
+    def _loss(self, batch: dict[str, Any], summed_loss: Callable) -> tuple[Tensor, Tensor]:
+        # what else a batch holds (counts, lengths) changes from step to step and would make torch.compile start again
+        return summed_loss(self.model, {name: value for name, value in batch.items() if name in READ})
+
+    # With S(x) the sum of x over micro-batches and ranks, the gradient must be that of S(loss) / S(count). Without accumulation S(count) is
+    # known before the backward pass; with it only at the last micro-batch, so that the gradients are scaled then.
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        loss, count = self._loss(batch, self._training_loss)
+        totals = torch.stack([loss.detach(), count])
+        self._totals = totals if self._totals is None else self._totals + totals
+        if self.trainer.accumulate_grad_batches > 1:
+            return loss
+        self._sum_over_ranks(self._totals)
+        # the strategies average gradients over the ranks
+        return loss * self.trainer.world_size / self._totals[1].clamp(min=1)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        totals, self._totals = self._totals, None
+        if (n_micro_batches := self.trainer.accumulate_grad_batches) > 1:
+            self._sum_over_ranks(totals)
+            # Lightning averaged over the micro-batches, the strategy over the ranks
+            scale = n_micro_batches * self.trainer.world_size / totals[1].clamp(min=1)
+            torch._foreach_mul_([p.grad for p in self.parameters() if p.grad is not None], scale)
+        self.log("train/loss", totals[0] / totals[1])
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank holds a part of the parameters only (FSDP)."""
+        return hasattr(self.trainer.model, "clip_grad_norm_")
+
+    def _sum_over_ranks(self, totals: Tensor) -> None:
+        # not Strategy.reduce, whose barrier makes the host wait in every step
+        if self.trainer.world_size > 1:
+            torch.distributed.all_reduce(totals)
+
+    def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
+        # Dropout depends on the seed and the place in the run alone, so that a resumed run repeats it.
+        place = np.random.SeedSequence([self.seed, self.global_step, batch_idx, self.global_rank])
+        torch.manual_seed(int(place.generate_state(1, np.uint64)[0]))
+
+    def on_train_batch_end(self, outputs: Any, batch: dict[str, Any], batch_idx: int) -> None:
+        if self.global_step % self.trainer.log_every_n_steps == 0:
+            self.log_dict({"train/lr": self.trainer.optimizers[0].param_groups[0]["lr"], **self.model.metrics()})
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ):
+        if not gradient_clip_val:
+            return
+        if self.is_sharded:  # no rank has the whole gradient
+            norm = self.trainer.model.clip_grad_norm_(gradient_clip_val)
+        else:
+            norm = nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
+        self.log("train/grad_norm", norm)
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer, schedule = self.optimizer.build(
+            self.named_parameters(),
+            matrices=self.matrices,
+            total_steps=lambda: self.trainer.estimated_stepping_batches,
+            scaled_gradients=getattr(self.trainer.precision_plugin, "scaler", None) is not None,
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_validation_epoch_start(self) -> None:
+        for metric in (self._validation_loss, self._validation_count):
+            if self.device.type != "mps":  # which has no float64
+                metric.set_dtype(torch.float64)
+            metric.reset()
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        loss, count = self._loss(batch, summed_loss)
+        self._validation_loss.update(loss)
+        self._validation_count.update(count)
+
+    def on_validation_epoch_end(self) -> None:
+        loss = self._validation_loss.compute() / self._validation_count.compute()
+        bits_per_byte = loss / math.log(2) / self.bytes_per_token
+        self.log_dict({"val/loss": loss, "val/ppl": loss.exp(), "val/bpb": bits_per_byte}, sync_dist=True)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["attnzoo"] = self.record
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_same_shapes(checkpoint, self.shapes, self.record)

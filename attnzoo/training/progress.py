@@ -1,0 +1,75 @@
+"""One progress bar over all optimizer steps."""
+
+import sys
+from typing import Any
+
+import lightning
+from lightning.pytorch.callbacks import ProgressBar
+from tqdm.auto import tqdm
+
+SHOWN = (
+    ("loss", "train/loss", ".3f"),
+    ("val", "val/loss", ".3f"),
+    ("val bpb", "val/bpb", ".3f"),
+    ("tok/s", "perf/tokens_per_second", ".0f"),
+)
+
+
+class StepProgress(ProgressBar):
+    """Moves when something is logged: reading a loss in every step would make the host wait for the GPU each time."""
+
+    def __init__(self):
+        super().__init__()
+        self.bar: tqdm | None = None
+        self.enabled = True
+
+    def disable(self) -> None:
+        self.enabled = False
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        if not (self.enabled and trainer.is_global_zero):
+            return
+        total = trainer.estimated_stepping_batches
+        # a log file gets a line now and then
+        rate = {} if sys.stderr.isatty() else {"mininterval": 15, "ncols": 120}
+        self.bar = tqdm(
+            total=total if total != float("inf") else None,
+            initial=trainer.global_step,
+            desc="training",
+            unit="step",
+            dynamic_ncols=True,
+            **rate,
+        )
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, *_: Any) -> None:
+        if self.bar is not None and trainer.global_step % trainer.log_every_n_steps == 0:
+            self._show(trainer)
+
+    def _show(self, trainer: lightning.Trainer) -> None:
+        metrics = trainer.callback_metrics
+        shown = {label: format(float(metrics[name]), spec) for label, name, spec in SHOWN if name in metrics}
+        self.bar.set_postfix(shown, refresh=False)
+        self.bar.update(trainer.global_step - self.bar.n)
+
+    def on_validation_start(self, *_: Any) -> None:
+        if self.bar is not None:
+            self.bar.set_description("validating")
+
+    def on_validation_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if self.bar is not None:
+            self.bar.set_description("training", refresh=False)
+            self._show(trainer)
+
+    def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if self.bar is not None:
+            self._show(trainer)
+        self._close()
+
+    def on_exception(self, *_: Any) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self.bar is not None:
+            self.bar.refresh()
+            self.bar.close()
+            self.bar = None

@@ -1,0 +1,96 @@
+"""What a run was: versions, commit, command, data, results."""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.loggers import WandbLogger
+
+from attnzoo.training.loggers import MetricsCSV
+
+PACKAGES = ("attnzoo", "torch", "triton", "lightning", "torchmetrics", "hydra-core", "datasets", "tokenizers", "transformers", "numpy")
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, of what computes and of what reads; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def git_state() -> dict[str, Any] | None:
+    """The commit of the source tree this code runs from and whether files differ from it; None outside a git checkout."""
+
+    def git(*arguments: str) -> str:
+        folder = Path(__file__).parent
+        return subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed copy may lie inside a stranger's repository
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+class RunRecord(lightning.Callback):
+    """Keeps `path` (JSON) up to date from the first step to the end, whichever it is, and metrics.csv free of steps that are done again."""
+
+    def __init__(self, path: str):
+        self.path = Path(path)
+        self.content: dict[str, Any] = {}
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        self.started = time.time()
+        device = pl_module.device
+        cpu = f"{platform.machine()} {device.type}, {os.cpu_count()} cores"
+        self.content = {
+            "status": "running",
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": sys.argv,
+            "resumed_from": str(trainer.ckpt_path) if trainer.ckpt_path else None,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+            "devices": trainer.world_size,
+            "precision": str(trainer.precision),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "parameters": pl_module.n_parameters,
+            "git": git_state(),
+            "wandb": next((logger.version for logger in trainer.loggers if isinstance(logger, WandbLogger)), None),
+            **{key: pl_module.record[key] for key in ("task", "context", "model", "attention", "data", "versions")},
+        }
+        self._write(trainer)
+
+    def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsCSV):
+                logger.forget_from(trainer.global_step)
+
+    def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        self._finish(trainer, "finished", trainer.callback_metrics)
+
+    def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
+        # no metrics: after an error of the GPU, reading one would raise another
+        self._finish(trainer, "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else f"failed: {exception!r}", {})
+
+    def _finish(self, trainer: lightning.Trainer, status: str, metrics: dict[str, torch.Tensor]) -> None:
+        if self.content:
+            results = {name: float(value) for name, value in metrics.items()}
+            seconds = round(time.time() - self.started, 1)
+            self.content |= {"status": status, "steps": trainer.global_step, "seconds": seconds, "results": results}
+            self._write(trainer)
+
+    def _write(self, trainer: lightning.Trainer) -> None:
+        if trainer.is_global_zero and not trainer.fast_dev_run:
+            self.path.write_text(json.dumps(self.content, indent=1))

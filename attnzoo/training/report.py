@@ -1,0 +1,61 @@
+"""What a run says on the screen, at its beginning and at its end."""
+
+import logging
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+
+HARMLESS = (
+    ".*exists and is not empty",  # a resumed run
+    "The dirpath has changed from",  # a run that goes on in another folder
+    "`broadcast_buffers` is deprecated",  # its successor is not in PyTorch 2.11
+    ".*LeafSpec.*is deprecated",  # Lightning with a newer PyTorch
+)
+
+
+def quiet() -> None:
+    """Leave out what is no news: Lightning's advertisements and remarks, and warnings that call for no action."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.getLogger("lightning.pytorch.trainer.connectors.signal_connector").setLevel(logging.INFO)  # SLURM's requeueing
+    for message in HARMLESS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def beginning(names: list[str], trainer: lightning.Trainer, module: Any, data: Any, run_dir: Path) -> str:
+    """What is trained, where, and where its files go. names: what was chosen on the command line."""
+    device = trainer.strategy.root_device
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    step = data.batch_size * data.seq_len * trainer.world_size * trainer.accumulate_grad_batches
+    return (
+        f"{' '.join(names)}: {module.n_parameters / 1e6:.2f} M parameters, {step} tokens a step, {trainer.world_size} x {where}, "
+        f"{trainer.precision}\nrun folder: {_short(run_dir)}"
+    )
+
+
+def end(run_dir: Path, metrics: dict[str, float]) -> str:
+    """The result, a sample, where things lie, and what to do next."""
+    lines = []
+    if "val/loss" in metrics:
+        nats = f"{metrics['val/loss']:.4f} nats per token, perplexity {metrics['val/ppl']:.2f}"
+        lines.append(f"validation loss {metrics['val/bpb']:.3f} bits per byte ({nats})")
+    if (sample := run_dir / "sample.txt").exists():
+        lines.append("sample (the model goes on after │, or filled in what is between ‹ and ›):")
+        lines += ["    " + line for line in sample.read_text(encoding="utf-8").splitlines()]
+    best, last = (run_dir / "checkpoints" / name for name in ("best.ckpt", "last.ckpt"))
+    for name, path in (("checkpoint", best if best.exists() else last), ("log", run_dir / "metrics.csv"), ("plot", run_dir / "loss.png")):
+        if path.exists():
+            lines.append(f"{name + ':':<12}{_short(path)}")
+    if best.exists() or last.exists():
+        lines.append(f"next:       python eval.py ckpt_path={_short(best if best.exists() else last)}")
+    return "\n".join(lines)
+
+
+def _short(path: Path) -> str:
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

@@ -1,0 +1,65 @@
+"""How fast and how well the hardware is used: tokens a second, model flops utilisation, peak memory."""
+
+import time
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.utilities.throughput import get_available_flops
+
+# Dense products, as for the H100 SXM; Lightning's table does not know plain "NVIDIA H200" and counts 2:4 sparsity for its kin.
+H200_FLOPS = {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 494.7e12}
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Floating point operations a second that the device can do in this precision at the very most; None if unknown."""
+    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float16 if precision.startswith("16") else torch.float32
+    if device.type == "cuda" and "h200" in torch.cuda.get_device_name(device).lower():
+        return H200_FLOPS[dtype]
+    return get_available_flops(device, dtype)
+
+
+def sequence_lengths(batch: dict[str, Any]) -> list[int]:
+    """Lengths of a batch's sequences, without padding; on the host, no GPU is asked."""
+    if "lengths" in batch:
+        return batch["lengths"].tolist()
+    rows, length = batch["input_ids"].shape
+    return [length] * rows
+
+
+class Throughput(lightning.Callback):
+    """Logs perf/tokens_per_second and perf/mfu over the steps since the last log, and perf/peak_memory_gb of the GPU.
+
+    Lightning's ThroughputMonitor waits for the GPU in every step; this one only when something is logged anyway. Validation does not count.
+    The ranks are taken to be equally fast.
+    """
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
+        # a part of a model cannot tell its flops
+        self.peak = None if pl_module.is_sharded else peak_flops(pl_module.device, str(trainer.precision))
+        self._restart(trainer)
+
+    def _restart(self, trainer: lightning.Trainer) -> None:
+        self.lengths: list[int] = []
+        self.step, self.paused, self.started = trainer.global_step, 0.0, time.perf_counter()
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: dict[str, Any], batch_idx: int) -> None:
+        self.lengths += sequence_lengths(batch)
+        if trainer.global_step % trainer.log_every_n_steps or trainer.global_step == self.step:
+            return
+        if pl_module.device.type == "cuda":
+            torch.cuda.synchronize(pl_module.device)
+        seconds = time.perf_counter() - self.started - self.paused
+        metrics = {"perf/tokens_per_second": trainer.world_size * sum(self.lengths) / seconds}
+        if self.peak:
+            metrics["perf/mfu"] = pl_module.model.flops(self.lengths) / seconds / self.peak
+        if pl_module.device.type == "cuda":
+            metrics["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated(pl_module.device) / 1e9
+        pl_module.log_dict(metrics)
+        self._restart(trainer)
+
+    def on_validation_start(self, *_: Any) -> None:
+        self.validation_started = time.perf_counter()
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.paused += time.perf_counter() - self.validation_started

@@ -1,0 +1,166 @@
+"""flash_attention's kernels against the reference in float64, under the 2x rule; in the interpreter where there is no GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnzoo_kernels import flash_attention
+from attnzoo_kernels.dropout import keep_mask
+from attnzoo_kernels.flash.cases import CORRECTNESS, DROPOUT, Case
+from benchmarks.accuracy import error_ratio
+
+GPU = torch.cuda.is_available()
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if GPU else (torch.float32, torch.float16)  # the interpreter gets bfloat16 wrong
+CASES = [replace(case, dtype=dtype) for dtype in DTYPES for case in CORRECTNESS + DROPOUT
+         if GPU or (max(max(pair) for pair in case.lengths) <= 300 and (dtype == torch.float32 or case.packed or case.seqlen_q == 113))]
+
+
+def run(case: Case, inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Output, LSE and all gradients, of a loss on output and LSE; rows without a key have their LSE replaced by a number."""
+    tensors = [x.to(dtype or x.dtype, copy=True).requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    if case.strided:
+        tensors = [x.detach().clone(memory_format=torch.preserve_format).requires_grad_() if dtype else x for x in tensors]
+    options = dict(inputs.options)
+    if case.sinks:
+        options["sinks"] = options["sinks"].to(dtype or torch.float32, copy=True).requires_grad_()
+    torch.manual_seed(5)
+    out, lse = flash_attention(*tensors, **options, return_lse=True, impl=impl)
+    dlse = torch.randn(lse.shape, generator=torch.Generator(lse.device).manual_seed(6), device=lse.device)
+    torch.autograd.backward([out, lse], [inputs.dout.to(out.dtype), dlse.to(lse.dtype)])
+    results = {"out": out, "lse": lse.masked_fill(lse == -torch.inf, 7.0)} | dict(zip(("dq", "dk", "dv"), (x.grad for x in tensors), strict=True))
+    if case.sinks:
+        results["dsinks"] = options["sinks"].grad
+    return results
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_is_at_most_twice_that_of_eager(case, device, poisoned):
+    inputs = case.inputs(device)
+    ours, eager, exact = run(case, inputs, "triton"), run(case, inputs, "reference"), run(case, inputs, "reference", torch.float64)
+    ratios = {name: error_ratio(ours[name].detach(), eager[name].detach(), exact[name].detach()) for name in exact}
+    assert max(ratios.values()) <= 1, ratios
+
+
+@pytest.mark.parametrize("case", [replace(case, dtype=torch.float32) for case in (CORRECTNESS[3], CORRECTNESS[-1], DROPOUT[1])], ids=str)
+def test_repeated_runs_are_bitwise_equal(case, device):
+    inputs = case.inputs(device)
+    first = run(case, inputs, "triton")
+    for _ in range(20 if GPU else 1):
+        again = run(case, inputs, "triton")
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_rows_without_a_key_are_zero_with_finite_gradients(device):
+    case = Case(seqlen_q=40, seqlen_k=9, causal=True, dtype=torch.float32)
+    for impl in ("triton", "reference"):
+        inputs = case.inputs(device)
+        q, k, v = (x.requires_grad_() for x in inputs[:3])
+        out, lse = flash_attention(q, k, v, causal=True, return_lse=True, impl=impl)
+        assert (out[:, :31] == 0).all() and (lse[..., :31] == -torch.inf).all() and lse[..., 31:].isfinite().all()
+        out.sum().backward()
+        assert (q.grad[:, :31] == 0).all() and all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+def test_causal_picture_of_the_docstring(device):
+    """Which keys reach which queries, from the weights themselves (values = identity)."""
+    for rows, columns, picture in ((3, 5, "11100 11110 11111"), (5, 3, "000 000 100 110 111")):
+        q, k = torch.zeros(1, rows, 1, 16, device=device), torch.zeros(1, columns, 1, 16, device=device)
+        v = torch.eye(columns, device=device).view(1, columns, 1, columns)
+        for impl in ("triton", "reference"):
+            seen = flash_attention(q, k, v, causal=True, impl=impl)[0, :, 0] > 0
+            assert " ".join("".join(str(int(x)) for x in row) for row in seen) == picture
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_nothing_depends_on_what_lies_beyond_a_sequence(device, causal):
+    """Packed sequences with NaN in their neighbours, and in the tokens behind the last one."""
+    lengths = (33, 50, 19)
+    total, bounds = 110, torch.tensor((0, *lengths), device=device).cumsum(0).int()
+    cu_seqlens = torch.cat([bounds, bounds[-1:]])
+    tensors = [torch.randn(total, 2, 32, device=device, generator=torch.Generator(device).manual_seed(i)) for i in range(4)]
+    rows = slice(33, 83)
+    poisoned = [x.clone() for x in tensors]
+    for x in poisoned:
+        x[: rows.start] = torch.nan
+        x[rows.stop:] = torch.nan
+    results = []
+    for q, k, v, dout in (tensors, poisoned):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out, lse = flash_attention(q, k, v, causal=causal, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=50, max_seqlen_k=50,
+                                   return_lse=True, impl="triton")
+        out.backward(dout)
+        assert (out[102:] == 0).all() and (lse[:, 102:] == -torch.inf).all()
+        assert all((x.grad[102:] == 0).all() for x in (q, k, v))
+        results.append([out[rows], lse[:, rows], *(x.grad[rows] for x in (q, k, v))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_dropout_mask_is_a_function_of_position(device):
+    """The kernel drops what keep_mask says, whatever the tiles and lengths; the share of what stays is right."""
+    values = 48
+    q, k = torch.zeros(2, 70, 2, 16, device=device), torch.zeros(2, values, 2, 16, device=device)
+    v = torch.eye(values, device=device).view(1, values, 1, values).expand(2, -1, 2, -1)
+    torch.manual_seed(1)
+    weights = flash_attention(q, k, v, dropout_p=0.3, impl="triton")
+    torch.manual_seed(1)
+    rng_state = torch.randint(0, 2**31 - 1, (2,), device=device)
+    keep, probability = keep_mask(rng_state, 0.3, (2, 2, 70, values))
+    assert torch.equal(weights.transpose(1, 2) > 0, keep)
+    assert torch.equal(keep_mask(rng_state, 0.3, (2, 2, 16, 16))[0], keep[:, :, :16, :16])
+    kept = keep.double().mean().item()
+    assert abs(kept - probability) < 5 * (probability * (1 - probability) / keep.numel()) ** 0.5
+    torch.testing.assert_close(weights[weights > 0], torch.full_like(weights[weights > 0], 1 / values / probability))
+
+
+def test_reference_gradients_by_gradcheck():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, n, h, 4, dtype=torch.float64, requires_grad=True) for n, h in ((5, 4), (7, 2), (7, 2)))
+    sinks, slopes = torch.randn(4, dtype=torch.float64, requires_grad=True), torch.rand(4, dtype=torch.float64)
+
+    def call(q, k, v, sinks):
+        return flash_attention(q, k, v, sinks=sinks, alibi_slopes=slopes, softcap=2.0, window_size=(3, 2), return_lse=True)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, sinks))
+    assert torch.autograd.gradgradcheck(lambda *x: call(*x)[0], (q, k, v, sinks))
+
+
+@pytest.mark.parametrize("changes, error, message", [
+    ({"q": torch.zeros(2, 8, 3, 16)}, ValueError, "k: its 2 heads must divide q's 3"),
+    ({"k": torch.zeros(2, 8, 2, 8)}, ValueError, "k: head_dim must be q's 16, got 8"),
+    ({"v": torch.zeros(2, 9, 2, 16)}, ValueError, r"v: must have k's leading shape \(2, 8\), got \(2, 9\)"),
+    ({"v": torch.zeros(2, 8, 2, 16, dtype=torch.float16)}, TypeError, "v: must have q's dtype torch.float32, got torch.float16"),
+    ({"q": torch.zeros(2, 8, 16, 4).transpose(2, 3)}, ValueError, "q: last dimension must be contiguous, got stride 4"),
+    ({"q": torch.zeros(8, 4, 16)}, ValueError, "q: must be .batch, seqlen, heads, head_dim., got shape"),
+    ({"q": torch.zeros(2, 8, 4, 300), "k": torch.zeros(2, 8, 2, 300)}, ValueError, "q: width must be 1 to 256, got 300"),
+    ({"dropout_p": 1.0}, ValueError, r"dropout_p: must lie in \[0, 1\), got 1.0"),
+    ({"window_size": (4,)}, ValueError, "window_size: must be two ints"),
+    ({"softcap": -1.0}, ValueError, "softcap: must be at least 0"),
+    ({"sinks": torch.zeros(3)}, ValueError, r"sinks: must have shape \(4,\), got \(3,\)"),
+    ({"alibi_slopes": torch.zeros(4, dtype=torch.float16)}, TypeError, "alibi_slopes: must be float32"),
+    ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'triton', 'reference', got 'cuda'"),
+    ({"cu_seqlens_q": torch.tensor([0, 8])}, ValueError, r"q: must be \(total, heads, head_dim\)"),
+    ({"impl": "triton", "alibi_slopes": torch.zeros(4, requires_grad=True)}, NotImplementedError, "alibi_slopes: impl=\"triton\" has no gradient"),
+    ({"impl": "triton", "q": torch.zeros(2, 8, 4, 16).double(), "k": torch.zeros(2, 8, 2, 16).double(), "v": torch.zeros(2, 8, 2, 16).double()},
+     NotImplementedError, "q: impl=\"triton\" takes float16, bfloat16 and float32, got torch.float64"),
+])
+def test_errors_name_the_argument(changes, error, message):
+    arguments = {"q": torch.zeros(2, 8, 4, 16), "k": torch.zeros(2, 8, 2, 16), "v": torch.zeros(2, 8, 2, 16)} | changes
+    if GPU and arguments.get("impl") == "triton":
+        arguments = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    with pytest.raises(error, match=message):
+        flash_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+@pytest.mark.parametrize("change, error, message", [
+    ({"cu_seqlens_k": None}, ValueError, "cu_seqlens_k: packed input needs cu_seqlens_q and cu_seqlens_k both"),
+    ({"cu_seqlens_q": torch.tensor([0, 4, 8])}, TypeError, "cu_seqlens_q: must be int32, got torch.int64"),
+    ({"cu_seqlens_q": torch.tensor([0, 8], dtype=torch.int32)}, ValueError, "cu_seqlens_k: must have cu_seqlens_q's shape"),
+    ({"max_seqlen_q": None}, ValueError, "max_seqlen_q: packed input needs the longest sequence"),
+    ({"max_seqlen_k": torch.tensor(4)}, TypeError, "max_seqlen_k: must be a Python int"),
+])
+def test_packed_errors_name_the_argument(change, error, message):
+    x, cu_seqlens = torch.zeros(8, 2, 16), torch.tensor([0, 4, 8], dtype=torch.int32)
+    packed = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": 4, "max_seqlen_k": 4}
+    with pytest.raises(error, match=message):
+        flash_attention(x, x, x, **(packed | change))

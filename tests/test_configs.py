@@ -1,0 +1,129 @@
+"""Every file of configs/ composes and builds what it names; the command line behaves as a user expects."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from tiny_run import ROOT, compose_tiny
+
+from attnzoo import runner
+
+CONFIGS = ROOT / "configs"
+TRAIN_GROUPS = ("attention", "callbacks", "data", "debug", "experiment", "logger", "model", "optimizer", "task", "trainer")
+# what a user must say beside the option
+TEXT = [f"data.paths=[{ROOT / 'pyproject.toml'}]"]
+NEEDS = {"text": TEXT, "shakespeare_nanogpt": TEXT, "hf": ["data.name=parquet"]}
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def compose(*overrides: str, name: str = "train"):
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return hydra.compose(name, overrides=["run_dir=outputs/test", *overrides])
+
+
+@pytest.mark.parametrize(("group", "option"), [(group, option) for group in TRAIN_GROUPS for option in options(group)])
+def test_every_option_composes_and_builds(group, option):
+    cfg = compose(f"{group}={option}", *NEEDS.get(option, []))
+    assert not OmegaConf.missing_keys(cfg)
+    OmegaConf.to_container(cfg, resolve=True)
+    if group in ("data", "experiment"):
+        data = instantiate(cfg.data, _convert_="all")
+        assert data.objective == cfg.task.objective
+    if group in ("attention", "model", "experiment", "task"):
+        with torch.device("meta"):
+            model = instantiate(cfg.model, vocab_size=cfg.model.vocab_size or 259, _convert_="all")
+        assert model.train_context == cfg.data.seq_len
+    hydra.utils.get_class(cfg.task.module._target_)
+    assert instantiate(cfg.optimizer, _convert_="all").lr > 0
+    assert all(callback is None or instantiate(callback, _convert_="all") for callback in cfg.callbacks.values())
+    if OmegaConf.is_config(cfg.trainer.strategy):
+        assert instantiate(cfg.trainer.strategy, _convert_="all") is not None
+    if cfg.trainer.accelerator in ("auto", "cpu"):
+        runner._build_trainer(cfg, runner.build_loggers(OmegaConf.merge(cfg, {"logger": None}), Path("outputs"), "train"))
+
+
+@pytest.mark.parametrize(("group", "option"), [("evaluation", option) for option in options("evaluation")])
+def test_every_evaluation_composes_and_builds(group, option):
+    cfg = compose(f"{group}={option}", "ckpt_path=x.ckpt", name="eval")
+    assert all(callable(task) for task in instantiate(cfg.evaluation.tasks, _convert_="all").values())
+
+
+@pytest.mark.parametrize("model", options("model"))
+def test_a_model_chooses_its_task(model):
+    assert compose(f"model={model}").task.objective == ("mlm" if model.startswith("bert") else "lm")
+
+
+@pytest.mark.parametrize("option", options("experiment"))
+def test_an_experiment_begins_with_its_command(option):
+    package, command, *_ = (CONFIGS / "experiment" / f"{option}.yaml").read_text().splitlines()
+    assert package == "# @package _global_"
+    assert command.startswith("# python train.py ") and f"experiment={option}" in command
+
+
+def test_presets_have_no_dropout_and_runs_are_reproducible_by_default():
+    for model in options("model"):
+        cfg = compose(f"model={model}")
+        assert (cfg.model.dropout, cfg.model.attention_dropout, cfg.data.seed) == (0.0, 0.0, cfg.seed)
+
+
+def test_a_misspelt_variant_lists_what_exists():
+    with pytest.raises(MissingConfigException) as error:
+        compose("attention=flush")
+    assert all(option in str(error.value) for option in options("attention"))
+
+
+@pytest.mark.parametrize("override", ["model.dimm=64", "attention.windows=3", "dropout=0.1", "trainer.steps=3"])
+def test_an_unknown_key_is_refused(override):
+    with pytest.raises(ConfigCompositionException, match=override.partition("=")[0]):
+        compose(override)
+
+
+def test_a_key_of_another_variant_is_refused_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit), runner.one_line_errors():
+        runner.train(compose_tiny(tmp_path, "attention=sdpa", "+attention.window_size=[8,0]"))
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "window_size" in line
+
+
+@pytest.mark.parametrize("script", ["train.py", "eval.py"])
+def test_help_is_quick_and_lists_the_groups(script):
+    code = f"""
+import runpy, sys
+sys.argv = [{script!r}, "--help"]
+try:
+    runpy.run_path({script!r}, run_name="__main__")
+finally:
+    print("torch" in sys.modules)
+"""
+    begin = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert time.perf_counter() - begin < 3
+    assert "attention: " + ", ".join(options("attention")) in done.stdout
+    assert done.stdout.strip().endswith("False"), "torch was imported before the command line was read"
+
+
+def test_a_job_of_a_sweep_that_fails_does_not_stop_the_others(tmp_path):
+    command = [
+        sys.executable,
+        "train.py",
+        "-m",
+        "model.n_heads=3,4",
+        "debug=fast_dev_run",
+        "trainer=cpu",
+        "data.seq_len=32",
+        f"hydra.sweep.dir={tmp_path}",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "not divisible by model.n_heads=3" in done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "1_gpt_tiny_flash" / "config.yaml").exists()

@@ -1,0 +1,118 @@
+"""A run that was stopped and goes on gives the losses of one that never was: weights, schedule, dropout and place in the data."""
+
+import os
+import signal
+
+import lightning
+import pytest
+import torch
+from tiny_run import column, compose_tiny
+
+from attnzoo import runner
+from attnzoo.training.loggers import read_metrics
+
+STEPS, STOP = 12, 8
+
+
+class Stop(lightning.Callback):
+    """Ends a run after its step `at`."""
+
+    def __init__(self, at: int, how: str):
+        self.at, self.how = at, how
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.at:
+            if self.how == "exception":
+                raise RuntimeError("out of luck")
+            os.kill(os.getpid(), getattr(signal, self.how))
+
+
+def stop(at: int, how: str) -> str:
+    return f"+callbacks.stop={{_target_: test_resume.Stop, at: {at}, how: {how}}}"
+
+
+@pytest.fixture(autouse=True)
+def sigint_handler():
+    """Lightning ignores SIGINT once it has seen one."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def config(folder, *overrides):
+    """Five steps an epoch (four where epochs end the run): STOP lies within the second or at its end. Dropout, accumulation, cosine."""
+    return compose_tiny(
+        folder,
+        "data.batch_size=16",
+        "data.seq_len=16",
+        "trainer.limit_train_batches=20",
+        "batch_tokens=1024",
+        "model.dropout=0.2",
+        "model.attention_dropout=0.1",
+        "callbacks.last.every_n_steps=3",
+        "callbacks.sample=null",
+        "trainer.val_check_interval=5",
+        *overrides,
+    )
+
+
+LENGTHS = {"steps": ["trainer.max_steps=12"], "epochs": ["trainer.max_steps=-1", "trainer.max_epochs=3", "trainer.limit_train_batches=16"]}
+
+
+@pytest.fixture(scope="module", params=LENGTHS)
+def uninterrupted(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    runner.train(config(folder, *LENGTHS[request.param]))
+    assert len(column(folder, "train/loss")) == STEPS
+    return LENGTHS[request.param], folder
+
+
+@pytest.mark.parametrize(("how", "error"), [("exception", RuntimeError), ("SIGINT", SystemExit), ("SIGTERM", SystemExit)])
+def test_resumed_run_equals_one_that_never_stopped(tmp_path, uninterrupted, how, error):
+    length, whole = uninterrupted
+    with pytest.raises(error):
+        runner.train(config(tmp_path, *length, stop(STOP, how)))
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert saved["global_step"] == (6 if how == "exception" else STOP)  # an exception may strike within a step: the last interval counts
+
+    runner.train(config(tmp_path, *length, "resume=auto"))
+
+    for name in ("train/loss", "train/grad_norm", "train/lr", "val/loss"):
+        assert column(tmp_path, name)[-4:] == column(whole, name)[-4:], name
+    assert column(tmp_path, "train/loss") == column(whole, "train/loss")
+    assert [step for step, _ in read_metrics(tmp_path / "run" / "metrics.csv")["train/loss"]] == list(range(1, STEPS + 1))
+    ours, theirs = (torch.load(folder / "run" / "checkpoints" / "last.ckpt", weights_only=True) for folder in (tmp_path, whole))
+    assert all(torch.equal(value, theirs["state_dict"][name]) for name, value in ours["state_dict"].items())
+    assert ours["lr_schedulers"] == theirs["lr_schedulers"]
+
+
+@pytest.mark.parametrize("uninterrupted", ["steps"], indirect=True)
+def test_a_finished_run_can_be_made_longer(tmp_path, uninterrupted):
+    length, whole = uninterrupted
+    runner.train(config(tmp_path, "trainer.max_steps=7", "optimizer.total_steps=12"))
+    first = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    runner.train(config(tmp_path / "other", *length, f"data.paths=[{tmp_path / 'corpus'}]", f"ckpt_path={first}"))
+    assert column(tmp_path / "other", "train/loss") == column(whole, "train/loss")[7:]
+
+
+def test_the_best_checkpoint_can_be_resumed_too(tmp_path, uninterrupted):
+    length, whole = uninterrupted
+    with pytest.raises(RuntimeError):
+        runner.train(config(tmp_path, *length, stop(STOP, "exception")))
+    best = tmp_path / "run" / "checkpoints" / "best.ckpt"  # written in the validation after step 5
+    runner.train(config(tmp_path, *length, f"ckpt_path={best}"))
+    assert column(tmp_path, "train/loss") == column(whole, "train/loss")
+
+
+def test_auto_without_a_checkpoint_starts_from_the_beginning(tmp_path, uninterrupted):
+    length, whole = uninterrupted
+    runner.train(config(tmp_path, *length, "resume=auto"))
+    assert column(tmp_path, "train/loss") == column(whole, "train/loss")
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, capsys):
+    runner.train(config(tmp_path, "trainer.max_steps=1"))
+    with pytest.raises(SystemExit), runner.one_line_errors():
+        runner.train(config(tmp_path, "resume=auto", "model.dim=64", "trainer.max_steps=2"))
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "does not fit this run" in line and "model.dim=32, not 64" in line

@@ -1,0 +1,256 @@
+"""A run end to end: what it learns, what it writes, how it fails; and the parts it is made of."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny_run import ROOT, TINY, column, compose_tiny
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnzoo import runner
+from attnzoo.errors import UserError
+from attnzoo.training import throughput
+from attnzoo.training.loggers import MetricsCSV, has_wandb_key, read_metrics
+from attnzoo.training.optimizer import AdamWRecipe
+
+RECIPE = {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 4, "final_lr": 0.1}
+
+
+@pytest.mark.parametrize(
+    "objective", [[], ["model=bert_tiny", "data.packed=false"], ["data.cross_documents=true"]], ids=["lm", "mlm", "dense"]
+)
+def test_a_tiny_run_lowers_the_loss_and_leaves_a_whole_folder(tmp_path, objective):
+    cfg = compose_tiny(
+        tmp_path, *objective, "model.dim=32", "model.n_layers=2", "model.n_heads=2", "trainer.max_steps=40", "optimizer.lr=1e-2"
+    )
+    metrics = runner.train(cfg)
+
+    losses = [float(loss) for loss in column(tmp_path, "train/loss")]
+    assert len(losses) == 40 and losses[-1] < 0.8 * losses[0]
+    assert metrics["val/loss"] < 0.8 * losses[0]
+    assert {"val/ppl", "val/bpb", "perf/tokens_per_second", "train/lr", "train/grad_norm"} <= metrics.keys()
+    assert metrics["val/ppl"] == pytest.approx(torch.tensor(metrics["val/loss"]).exp().item())
+    run = tmp_path / "run"
+    written = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
+    assert written == {
+        "config.yaml",
+        "record.json",
+        "metrics.csv",
+        "loss.png",
+        "sample.txt",
+        "checkpoints/best.ckpt",
+        "checkpoints/last.ckpt",
+    }
+    record = json.loads((run / "record.json").read_text())
+    assert record["status"] == "finished" and record["steps"] == 40 and record["results"]["val/loss"] == metrics["val/loss"]
+    assert record["versions"]["torch"] == torch.__version__.partition("+")[0] or record["versions"]["torch"] == torch.__version__
+    assert len(record["data"]["sha256"]) == 64
+    assert "${" not in (run / "config.yaml").read_text()
+
+
+def test_validation_runs_after_the_last_step_and_not_twice(tmp_path):
+    runner.train(compose_tiny(tmp_path, "trainer.max_steps=8", "trainer.val_check_interval=4"))
+    assert [step for step, _ in read_metrics(tmp_path / "run" / "metrics.csv")["val/loss"]] == [4, 8]
+    runner.train(compose_tiny(tmp_path, "trainer.max_steps=7", "trainer.val_check_interval=4"))
+    assert [step for step, _ in read_metrics(tmp_path / "run" / "metrics.csv")["val/loss"]] == [4, 7]
+
+
+def double(*overrides: str) -> list[str]:
+    """In float64 the order of a sum does not show."""
+    return ["trainer.precision=64-true", "trainer.max_steps=6", *overrides]
+
+
+def assert_same_losses(folder, other):
+    for name in ("train/loss", "val/loss"):
+        values = [torch.tensor([float(loss) for loss in column(f, name)], dtype=torch.float64) for f in (folder, other)]
+        torch.testing.assert_close(*values)
+
+
+def test_accumulation_changes_nothing(tmp_path):
+    runner.train(compose_tiny(tmp_path / "one", *double("data.batch_size=8")))
+    runner.train(compose_tiny(tmp_path / "four", *double("data.batch_size=2", "batch_tokens=256")))
+    assert_same_losses(tmp_path / "four", tmp_path / "one")
+
+
+def test_two_ranks_train_as_one(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    runner.train(compose_tiny(one, *double("data.batch_size=8")))
+    compose_tiny(two)  # writes the corpus
+    command = [
+        sys.executable,
+        "train.py",
+        *TINY,
+        *double("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "data.batch_size=2", "batch_tokens=256"),
+        f"data.paths=[{two / 'corpus'}]",
+        f"data.cache_dir={two / 'cache'}",
+        f"hydra.run.dir={two / 'run'}",
+    ]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert_same_losses(two, one)
+
+
+class ScalarReads(TorchDispatchMode):
+    """Counts reads of tensor values by the host, each of which waits for a GPU."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_reads_no_tensor_between_logs(tmp_path):
+    reads = []
+    for log_every in (1000, 4):
+        cfg = compose_tiny(
+            tmp_path,
+            "trainer.max_steps=20",
+            "trainer.limit_val_batches=0",
+            f"trainer.log_every_n_steps={log_every}",
+            "data.cross_documents=true",
+            "callbacks.best=null",
+            "callbacks.last=null",
+            "callbacks.sample=null",
+            "callbacks.progress={_target_: attnzoo.training.progress.StepProgress}",
+        )
+        with ScalarReads() as mode:
+            runner.train(cfg)
+        reads.append(mode.reads)
+    assert reads[0] < 20 < reads[1]
+
+
+def test_early_stopping(tmp_path):
+    overrides = ["callbacks=early_stopping", "callbacks.early_stopping.patience=1", "callbacks.early_stopping.min_delta=100"]
+    runner.train(compose_tiny(tmp_path, *overrides, "callbacks.progress=null", "trainer.val_check_interval=2"))
+    assert len(column(tmp_path, "train/loss")) == 4
+
+
+def test_a_compiled_step_trains_and_names_no_wrapper(tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function) or function)
+    runner.train(compose_tiny(tmp_path, "compile=true", "trainer.max_steps=2"))
+    assert len(compiled) == 1
+    names = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert all(name.startswith("model.") and "_orig_mod" not in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["batch_tokens=200"], "batch_tokens=200 is not a multiple of 128"),
+        (["batch_tokens=64"], "take 128"),
+        (["model.vocab_size=100"], "smaller than the tokenizer's 259"),
+        (["resume=maybe"], "resume=maybe"),
+        (["seed=-1"], "seed=-1"),
+        (["matmul_precision=best"], "matmul_precision=best"),
+        (["trainer.precision=17"], "Precision 17"),
+        (["ckpt_path=nothing.ckpt"], "nothing.ckpt does not exist"),
+        (["model.dim=33"], "not divisible by model.n_heads"),
+        (["data.paths=[/does/not/exist]"], "/does/not/exist"),
+        (["data.seq_len=1000000"], "data.seq_len=1000000"),
+        (["optimizer.schedule=cosin"], "optimizer.schedule='cosin'"),
+        (["trainer.max_steps=-1", "trainer.max_epochs=-1"], "trainer.max_steps"),
+        pytest.param(["trainer=gpu"], "sees no GPU", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_one(tmp_path, capsys, overrides, says):
+    with pytest.raises(SystemExit) as exit, runner.one_line_errors():
+        runner.train(compose_tiny(tmp_path, *overrides))
+    assert exit.value.code == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ") and says in line
+
+
+def test_an_empty_corpus_is_refused(tmp_path, capsys):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "a.txt").write_text("")
+    with pytest.raises(SystemExit), runner.one_line_errors():
+        runner.train(compose_tiny(tmp_path))
+    assert "no text" in capsys.readouterr().err
+
+
+def test_bugs_keep_their_traceback(monkeypatch):
+    with pytest.raises(ValueError), runner.one_line_errors():
+        int("not one of our messages")
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(UserError), runner.one_line_errors():
+        raise UserError("shown in full on demand")
+
+
+def test_schedules():
+    rates = [AdamWRecipe(**RECIPE).factor(step, lambda: 20) for step in range(25)]
+    assert rates[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert rates[12] == pytest.approx(0.55)
+    assert rates[20:] == pytest.approx([0.1] * 5)
+    assert sorted(rates[4:], reverse=True) == rates[4:]
+    linear = AdamWRecipe(**RECIPE | {"schedule": "linear", "total_steps": 24})
+    assert linear.factor(14, lambda: 10**9) == pytest.approx(0.55)
+    assert AdamWRecipe(**RECIPE | {"schedule": "constant"}).factor(10**6, lambda: float("inf")) == 1.0
+    with pytest.raises(UserError, match="needs an end"):
+        AdamWRecipe(**RECIPE).factor(10, lambda: float("inf"))
+    with pytest.raises(ValueError, match="optimizer.lr=-1"):
+        AdamWRecipe(**RECIPE | {"lr": -1})
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_only_matrices_decay(scaled):
+    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
+    model[2].weight.requires_grad_(False)
+    optimizer, _ = AdamWRecipe(**RECIPE).build(
+        model.named_parameters(), matrices={"0.weight", "2.weight"}, total_steps=lambda: 10, scaled_gradients=scaled
+    )
+    decayed, rest = optimizer.param_groups
+    assert decayed["weight_decay"] == 0.1 and rest["weight_decay"] == 0.0
+    assert [p.shape for p in decayed["params"]] == [(5, 4)]
+    assert [p.shape for p in rest["params"]] == [(4,), (4,), (3,)]
+    assert optimizer.defaults["fused"] is not scaled
+
+
+def test_peak_flops_of_an_h200(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert throughput.peak_flops(torch.device("cuda"), "bf16-mixed") == 989.4e12
+    assert throughput.peak_flops(torch.device("cpu"), "bf16-mixed") is None
+
+
+def test_metrics_csv_forgets_what_is_done_again(tmp_path):
+    for first, last in ((0, 5), (3, 6)):
+        log = MetricsCSV(str(tmp_path))
+        log.forget_from(first)
+        for step in range(first, last):
+            log.log_metrics({"train/loss": float(10 * first + step)}, step)
+        log.log_metrics({"val/loss": 1.5}, last - 1)
+        log.save()
+    assert read_metrics(log.path) == {"train/loss": [(1, 0.0), (2, 1.0), (3, 2.0), (4, 33.0), (5, 34.0), (6, 35.0)], "val/loss": [(6, 1.5)]}
+
+
+def test_wandb_key(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert not has_wandb_key()
+    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret")
+    (tmp_path / "netrc").chmod(0o600)
+    assert has_wandb_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert not has_wandb_key()
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    assert has_wandb_key()
+
+
+def test_each_run_is_its_own_wandb_run_and_is_closed(tmp_path, monkeypatch):
+    import wandb
+
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    ids = []
+    for name in ("a", "b"):
+        runner.train(compose_tiny(tmp_path / name, "logger=wandb", "logger.wandb.group=sweep", "tags=[x]", "trainer.max_steps=2"))
+        assert wandb.run is None
+        (folder,) = (tmp_path / name / "run" / "wandb").glob("offline-run-*")
+        ids.append(json.loads((tmp_path / name / "run" / "record.json").read_text())["wandb"])
+        assert folder.name.endswith(ids[-1])
+    assert ids[0] != ids[1]

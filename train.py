@@ -1,0 +1,16 @@
+"""Train a model: `python train.py --help` lists what can be chosen."""
+
+import hydra
+from omegaconf import DictConfig
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="train")
+def main(cfg: DictConfig) -> float | None:
+    from attnzoo import runner  # here and not above: torch and Lightning take seconds to import, `--help` must not
+
+    with runner.one_line_errors():
+        return runner.train(cfg).get("val/loss")  # what a Hydra sweeper minimises
+
+
+if __name__ == "__main__":
+    main()
