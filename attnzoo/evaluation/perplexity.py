@@ -1,0 +1,244 @@
+"""Perplexity by context length: what a model gains from more context, and where it breaks.
+
+Lengths can be compared only over the same predictions. So the targets are chosen first, by the data and the longest length alone, and every
+length of every model predicts exactly these: tokens that have at least as many tokens before them, in their own document, as the longest
+length. No window reaches into another document. Two protocols read the targets, each counted once:
+
+- `perplexity_windows`: non-overlapping windows of `length` tokens; a target sees 1 to `length` tokens ("nonoverlapping inference", Press et
+  al. 2021, arXiv:2012.15832).
+- `perplexity_sliding`: windows of `length` tokens that move on by a stride, of which only the last `stride` predictions count; a target
+  sees `length - stride + 1` to `length` tokens (Baevski and Auli 2019, arXiv:1809.10853).
+
+Two more views have targets of their own:
+
+- `perplexity_documents`: whole documents, each read once from its first token. `length` stands for documents longer than the length before
+  it in the list and at most `length`. Each length holds other documents: this compares models, not lengths.
+- `loss_by_position`: the loss of the non-overlapping windows by tokens of context, at the longest length that the model ran.
+
+A length that leaves fewer than `min_tokens` targets, because few documents are that long, gets a row that says so and does not narrow the
+targets of the others. The standard errors take documents as the independent draws; as all runs predict the same tokens, differences
+between them are surer than these errors.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from attnzoo.evaluation.results import Row, language_model_rows
+
+SPLIT = "validation"
+PROTOCOLS = ("windows", "sliding", "documents")
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [first, end) of one document, to be predicted."""
+
+    document: int
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Window(Span):
+    """A span to be predicted by a model that reads the document from token `start` on."""
+
+    start: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of each predicted token, all (n,): its document, the tokens of context it had, its negative log-likelihood in nats (float64)."""
+
+    document: Tensor
+    context: Tensor
+    nll: Tensor
+
+
+def default_lengths(contexts: Sequence[int]) -> list[int]:
+    """From a quarter of the shortest training context to eight times the longest, doubling."""
+    lengths = [max(1, min(contexts) // 4)]
+    while lengths[-1] * 2 <= 8 * max(contexts):
+        lengths.append(lengths[-1] * 2)
+    return lengths
+
+
+def choose_targets(sizes: Sequence[int], length: int, max_tokens: int | None = None) -> list[Span]:
+    """The tokens of documents of these sizes that have at least `length` tokens before them, in spans of at most `length`.
+
+    max_tokens: about as many are kept, in spans drawn evenly over the documents; None keeps all.
+    """
+    spans = [Span(i, first, min(first + length, size)) for i, size in enumerate(sizes) for first in range(length, size, length)]
+    return _thin(spans, max_tokens)
+
+
+def place_windows(spans: Sequence[Span], length: int, stride: int) -> list[Window]:
+    """Windows of `length` tokens whose last `stride` predictions cover the spans, each target once."""
+    return [
+        Window(span.document, first, min(first + stride, span.end), start=first + stride - 1 - length)
+        for span in spans
+        for first in range(span.first, span.end, stride)
+    ]
+
+
+@torch.inference_mode()
+def score(
+    model: torch.nn.Module,
+    documents: Mapping[int, Sequence[int]],
+    windows: Sequence[Window],
+    length: int,
+    *,
+    batch_tokens: int,
+    title: str | None = None,
+) -> Scores:
+    """The likelihood of every target of the windows, which the model reads in dense batches of about batch_tokens tokens, one row at least.
+
+    model: causal, called as model(input_ids (batch, length) int64, logits_at=(n,) int64) -> logits (n, vocab_size).
+    documents: token ids by the numbers that the windows use.
+    """
+    device = next(model.parameters()).device
+    rows = max(1, batch_tokens // length)
+    parts = []
+    for i in tqdm(range(0, len(windows), rows), desc=title, leave=False, disable=None):
+        batch = windows[i : i + rows]
+        # where a span ends before its window, what follows is padding: the model is causal, and nothing there is scored
+        input_ids = torch.zeros(len(batch), length, dtype=torch.int64)
+        labels = torch.full_like(input_ids, IGNORED)
+        for row, window in enumerate(batch):
+            tokens = torch.as_tensor(documents[window.document][window.start : window.end])
+            input_ids[row, : len(tokens) - 1] = tokens[:-1]
+            labels[row, window.first - window.start - 1 : len(tokens) - 1] = tokens[window.first - window.start :]
+        labels = labels.flatten()
+        at = (labels != IGNORED).nonzero().squeeze(1)
+        logits = model(input_ids.to(device), logits_at=at.to(device))
+        nll = F.cross_entropy(logits.float(), labels[at].to(device), reduction="none")
+        document = torch.tensor([window.document for window in batch])[at // length]
+        parts.append((document, at % length + 1, nll.cpu().double()))
+    return Scores(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def mean_and_stderr(sums: Tensor, counts: Tensor) -> tuple[float, float | None]:
+    """The mean over all tokens and its standard error, from the sum and the number of tokens of each independent part, (parts,) float64.
+
+    The tokens of one document resemble each other: to count each as a draw would promise too much. None for fewer than two parts.
+    """
+    parts, total = len(sums), counts.sum()
+    mean = sums.sum() / total
+    if parts < 2:
+        return mean.item(), None
+    spread = (sums - mean * counts).square().sum()
+    return mean.item(), (parts / (parts - 1) * spread).sqrt().item() / total.item()
+
+
+def by_length(
+    model: torch.nn.Module,
+    data,
+    *,
+    lengths: Sequence[int],
+    context: int,
+    protocols: Sequence[str] = PROTOCOLS,
+    stride: float = 0.5,
+    min_tokens: int = 4096,
+    max_tokens: int | None = 32768,
+    batch_tokens: int = 8192,
+) -> list[Row]:
+    """Loss, perplexity and bits per byte at every length, and the loss by position; the module's docstring says how.
+
+    data: a data module; its `objective` and `documents(split)` are used. lengths: in tokens. context: the training context, in tokens.
+    protocols: of windows, sliding, documents. stride: of the sliding windows, a float for a share of the length, an int for tokens.
+    min_tokens: targets without which a length is not run. max_tokens: about as many targets are used, None for all. batch_tokens: tokens
+    that the model reads at once. A length that the model refuses, or that does not fit into memory, gives a row that says so.
+    """
+    if unknown := set(protocols) - set(PROTOCOLS):
+        raise ValueError(f"protocols: {', '.join(sorted(unknown))} is none of {', '.join(PROTOCOLS)}")
+    if not (0 < stride <= 1 if isinstance(stride, float) else stride >= 1):
+        raise ValueError(f"stride={stride} must be a share of the length (above 0.0, up to 1.0) or a whole number of tokens")
+    for name, value in {"min_tokens": min_tokens, "max_tokens": max_tokens, "batch_tokens": batch_tokens}.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value} must be at least 1")
+    if data.objective != "lm":
+        return [Row(task="perplexity", note="needs a causal language model; a masked one is compared by its validation loss")]
+
+    dataset = data.documents(SPLIT)
+    sizes = [len(tokens) for tokens in dataset["input_ids"]]
+    bytes_per_token = torch.as_tensor(dataset["n_bytes"][:], dtype=torch.float64) / torch.tensor(sizes)
+    rows, longest = [], None
+    for task, length, windows in _plan(sizes, sorted(lengths), protocols, stride, min_tokens, max_tokens):
+        if isinstance(windows, str):
+            rows.append(Row(task=task, length=length, note=windows))
+            continue
+        documents = {i: dataset[i]["input_ids"] for i in sorted({window.document for window in windows})}
+        try:
+            scores = score(model, documents, windows, length, batch_tokens=batch_tokens, title=f"{task} {length}")
+        except (ValueError, RuntimeError) as error:  # more than the learned positions, or the memory
+            reason, *_ = str(error).splitlines() or [type(error).__name__]
+            rows.append(Row(task=task, length=length, note=f"could not run: {reason}"))
+            continue
+        mean = _mean(scores)
+        ratio = bytes_per_token[scores.document].mean().item()
+        count, note = len(scores.nll), f"{len(scores.nll)} tokens of {len(documents)} document(s)"
+        rows += language_model_rows(*mean, ratio, task=task, length=length, count=count, note=note)
+        if task == "perplexity_windows":
+            longest = length, scores
+    return rows + (loss_by_position(*longest, unit=context) if longest else [])
+
+
+def loss_by_position(length: int, scores: Scores, unit: int) -> list[Row]:
+    """The mean loss by tokens of context, in groups of which `depth` is the last: an octave each up to a quarter of `unit`, then a fourth.
+
+    unit: the training context; a group ends there, so that a break behind it shows.
+    """
+    octaves = range(-math.ceil(math.log2(unit)), math.ceil(math.log2(length / unit)) + 1)
+    ends = {round(unit * 2.0**octave * quarter / 4) for octave in octaves for quarter in ((4, 5, 6, 7) if octave >= -2 else (4,))}
+    ends = torch.tensor(sorted({end for end in ends if 0 < end <= length} | {length}))
+    groups = torch.bucketize(scores.context, ends)
+    rows = []
+    for group in groups.unique().tolist():
+        here = groups == group
+        loss, stderr = _mean(Scores(scores.document[here], scores.context[here], scores.nll[here]))
+        rows.append(Row(task="loss_by_position", length=length, depth=ends[group].item(), value=loss, stderr=stderr, count=int(here.sum())))
+    return rows
+
+
+def _plan(sizes, lengths, protocols, stride, min_tokens, max_tokens) -> Iterator[tuple[str, int, list[Window] | str]]:
+    """(task, length, its windows or why there are none) for every protocol and length."""
+    available = {length: sum(max(0, size - length) for size in sizes) for length in lengths}
+    usable = [length for length in lengths if available[length] >= min_tokens]
+    spans = choose_targets(sizes, usable[-1], max_tokens) if usable else []
+    for protocol in protocols:
+        for shorter, length in zip([1, *lengths], lengths, strict=False):
+            if protocol == "documents":
+                windows = [Window(i, 1, size, start=0) for i, size in enumerate(sizes) if shorter < size <= length]
+                if sum(window.end - window.first for window in windows) < min_tokens:
+                    windows = f"too few documents hold {shorter + 1} to {length} tokens ({len(windows)}); min_tokens={min_tokens}"
+                else:
+                    windows = _thin(windows, max_tokens)
+            elif length not in usable:
+                windows = (
+                    f"only {available[length]} tokens have {length} before them in their document, min_tokens={min_tokens}; "
+                    f"the longest document holds {max(sizes, default=0)}"
+                )
+            else:
+                step = length if protocol == "windows" else round(stride * length) if isinstance(stride, float) else stride
+                windows = place_windows(spans, length, min(max(step, 1), length))
+            yield f"perplexity_{protocol}", length, windows
+
+
+def _thin(spans: list, max_tokens: int | None) -> list:
+    """Spans drawn evenly, so that about max_tokens tokens remain."""
+    total = sum(span.end - span.first for span in spans)
+    if max_tokens is None or total <= max_tokens:
+        return spans
+    keep = max(1, round(len(spans) * max_tokens / total))
+    return [spans[i * len(spans) // keep] for i in range(keep)]
+
+
+def _mean(scores: Scores) -> tuple[float, float | None]:
+    _, document = scores.document.unique(return_inverse=True)
+    return mean_and_stderr(torch.bincount(document, weights=scores.nll), torch.bincount(document).double())

@@ -1,0 +1,101 @@
+"""Which checkpoints to evaluate: one file, or the runs below the folders of a sweep."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from yaml import YAMLError
+
+from attnzoo.checkpoint import read
+from attnzoo.errors import UserError
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run: its name in the table, its folder, and its checkpoint (None: training wrote none)."""
+
+    name: str
+    folder: Path
+    checkpoint: Path | None
+
+    @property
+    def config_path(self) -> Path:
+        return self.folder / CONFIG
+
+    def config(self) -> DictConfig | None:
+        """What the run was started with, None where the checkpoint was taken out of its folder. UserError for a damaged file."""
+        if not self.config_path.is_file():
+            return None
+        try:
+            config = OmegaConf.load(self.config_path)
+        except (OSError, ValueError, YAMLError) as error:
+            raise UserError(f"{self.config_path} cannot be read: {' '.join(str(error).split())}") from error
+        if "data" not in config or "seq_len" not in config.data:
+            raise UserError(f"{self.config_path} is not the config.yaml of a run of attnzoo: it has no data.seq_len")
+        return config
+
+    def context(self) -> int:
+        """The training context in tokens. UserError where neither the configuration nor the checkpoint can be read."""
+        if (config := self.config()) is not None:
+            return config.data.seq_len
+        return read(self.existing_checkpoint())["attnzoo"]["context"]
+
+    def existing_checkpoint(self) -> Path:
+        if self.checkpoint is None:
+            raise UserError(f"no checkpoint in {self.folder / CHECKPOINTS}: training stopped before it wrote one")
+        return self.checkpoint
+
+
+def find(ckpt_path: str | None, runs: str | Sequence[str] | None, prefer: str = "best") -> list[Run]:
+    """The runs to evaluate, in natural order (run 2 before run 10), named by their folders relative to the one that all share.
+
+    ckpt_path: a checkpoint file, or a run folder. runs: folders of runs, run folders or checkpoint files, in any mixture.
+    prefer: best or last, where a folder has both. Raises UserError where there is nothing.
+    """
+    if (ckpt_path is None) == (runs is None):
+        raise UserError("say what to evaluate: ckpt_path=<file or run folder> for one run, runs=<folder> or runs=[a,b] for several")
+    if prefer not in ("best", "last"):
+        raise UserError(f"checkpoint={prefer!r} must be best or last")
+    given = [ckpt_path] if ckpt_path is not None else [runs] if isinstance(runs, str) else list(runs)
+    found = list(dict.fromkeys(pair for path in given for pair in _below(Path(path).expanduser().absolute(), prefer)))
+    if not found:
+        raise UserError("runs=[]: name at least one folder of runs or checkpoint file")
+    folders = [folder for folder, _ in found]
+    shared = os.path.commonpath([folder.parent for folder in folders])
+    return [
+        Run(os.path.relpath(folder, shared) + (f"/{checkpoint.stem}" if folders.count(folder) > 1 else ""), folder, checkpoint)
+        for folder, checkpoint in found
+    ]
+
+
+def _below(path: Path, prefer: str) -> list[tuple[Path, Path | None]]:
+    """(folder, checkpoint) of every run at or below a path."""
+    if path.is_file():
+        return [(path.parent.parent if path.parent.name == CHECKPOINTS else path.parent, path)]
+    if not path.is_dir():
+        raise UserError(f"{path} does not exist; it must be a checkpoint (*.ckpt), a run folder, or a folder of runs")
+    folders = []
+    for folder, below, files in os.walk(path):
+        if CHECKPOINTS in below or CONFIG in files:
+            folders.append(Path(folder))
+            below.clear()  # what a run keeps inside (W&B's files) is no other run
+        else:
+            below[:] = [name for name in below if not name.startswith(".")]
+    if not folders:
+        raise UserError(f"{path} holds no run: no folder at or below it has {CHECKPOINTS}/ or {CONFIG}")
+    return [(folder, _checkpoint(folder, prefer)) for folder in sorted(folders, key=_natural)]
+
+
+def _checkpoint(folder: Path, prefer: str) -> Path | None:
+    names = sorted(("best.ckpt", "last.ckpt"), key=lambda name: not name.startswith(prefer))
+    return next((path for name in names if (path := folder / CHECKPOINTS / name).is_file()), None)
+
+
+def _natural(path: Path) -> list:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", str(path))]

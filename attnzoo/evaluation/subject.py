@@ -1,0 +1,131 @@
+"""A run made ready for evaluation: its model with its weights on a device, its data, and the columns that name it in the table."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+import attnzoo.data
+from attnzoo import checkpoint as checkpoints
+from attnzoo.errors import UserError
+from attnzoo.evaluation.runs import Run
+
+# of a run's `data`, what belongs to the objective and not to the text
+OBJECTIVE = ("cross_documents", "packed", "mask_rate", "eval_mask_rate")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """model: on its device, in eval mode. data: a data module, set up. context: the training context in tokens. columns: of every row."""
+
+    model: torch.nn.Module
+    data: Any
+    context: int
+    columns: dict[str, Any]
+
+
+def prepare(run: Run, cfg: DictConfig, build_data: Callable[[dict], Any]) -> Subject:
+    """Loads a run's checkpoint with cfg's overrides of attention and model, and its data or those that cfg names instead."""
+    changes = {key: value for key, value in _plain(cfg.model).items() if value is not None}
+    checkpoint = checkpoints.load(run.existing_checkpoint(), attention=_plain(cfg.get("attention")), model=changes, trust=tuple(cfg.trust))
+    trained = _plain(run.config())
+    data = build_data(_data_config(run, trained.get("data"), _plain(cfg.get("data")), checkpoint, cfg.trust))
+    data.tokenizer = checkpoint.tokenizer  # the one that the model knows, whatever the data's configuration says
+    data.prepare_data()
+    data.setup("validate")
+    precision = cfg.precision or trained.get("trainer", {}).get("precision", "32")
+    torch.set_float32_matmul_precision(trained.get("matmul_precision", "highest"))
+    return Subject(_place(checkpoint.model, cfg.accelerator, precision), data, checkpoint.context, _columns(run, checkpoint, data.record()))
+
+
+def _plain(node: DictConfig | None) -> dict:
+    return {} if node is None else OmegaConf.to_container(node, resolve=True)
+
+
+def _place(model: torch.nn.Module, accelerator: str, precision: str | int) -> torch.nn.Module:
+    """The model on a device, computing in the precision that a Trainer of these settings would."""
+    from lightning.fabric import Fabric
+
+    try:
+        fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"accelerator={accelerator}, precision={precision}: {error}") from error
+    return fabric.setup_module(model).eval()
+
+
+def _data_config(run: Run, trained: dict | None, override: dict, checkpoint: checkpoints.Checkpoint, trust: Sequence[str]) -> dict:
+    """The run's `data`; an override with `_target_` replaces the text that is read, without it its keys are merged."""
+    if trained is None and "_target_" not in override:
+        raise UserError(f"{run.config_path} is missing, which says what data the run was validated on; say it with data=...")
+    if "_target_" not in override:
+        _check_targets(trained, trust)
+        return {**trained, **override}
+    tied = {key: trained[key] for key in OBJECTIVE if key in (trained or {})}
+    return {**override, **tied, "objective": checkpoint.task, "seq_len": checkpoint.context}
+
+
+def _check_targets(config: dict, trust: Sequence[str]) -> None:
+    """Refuses a run's data configuration that would call anything but attnzoo's data modules: it may be a stranger's."""
+    known = {f"attnzoo.data.{name}" for name in attnzoo.data.__all__}
+    for target in _targets(config):
+        if target not in known and not _is_trusted(target, trust):
+            module = target.rpartition(".")[0]
+            raise UserError(f"the run's data._target_={target} is not attnzoo's; if you know whose code it is, say trust=[{module}]")
+
+
+def _is_trusted(target: str, trust: Sequence[str]) -> bool:
+    """Whether it is defined in a trusted module, not merely reachable through what one imports."""
+
+    def inside(module: str) -> bool:
+        return any(f"{module}.".startswith(f"{trusted}.") for trusted in trust)
+
+    module, _, name = target.rpartition(".")
+    try:
+        return inside(module) and inside(getattr(import_module(module), name).__module__)
+    except (ImportError, AttributeError):
+        return False
+
+
+def _targets(node: Any) -> Iterator[str]:
+    if isinstance(node, Mapping):
+        yield from (str(value) for key, value in node.items() if key == "_target_")
+        node = list(node.values())
+    if isinstance(node, list):
+        for value in node:
+            yield from _targets(value)
+
+
+def _columns(run: Run, checkpoint: checkpoints.Checkpoint, data: dict) -> dict[str, Any]:
+    target = checkpoint.overrides.get("attention", {}).get("_target_") or checkpoint.record["attention"]["_target_"]
+    trained_on_it = data["sha256"] == checkpoint.record["data"]["sha256"]
+    return {
+        "run": run.name,
+        "attention": _variant(target),
+        "overrides": " ".join(_overrides(checkpoint.overrides)),
+        "tokenizer": checkpoint.tokenizer.name,
+        "data": f"{data['source']['kind']}@{data['sha256'][:8]}" + ("" if trained_on_it else " (not that of training)"),
+        "context": checkpoint.context,
+    }
+
+
+def _overrides(overrides: Mapping[str, Mapping]) -> Iterator[str]:
+    """As on the command line; of a variant that replaced another only the options that are not its defaults."""
+    for group, changes in overrides.items():
+        defaults = {}
+        if target := changes.get("_target_"):
+            module, _, name = target.rpartition(".")
+            defaults = {p.name: p.default for p in inspect.signature(getattr(import_module(module), name)).parameters.values()}
+            yield f"{group}={_variant(target)}"
+        for key, value in changes.items():
+            default = defaults.get(key, inspect.Parameter.empty)
+            if key not in ("_target_", "_partial_") and value != (list(default) if isinstance(default, tuple) else default):
+                yield f"{group}.{key}={value}"
+
+
+def _variant(target: str) -> str:
+    """attnzoo.attention.flash.FlashAttention is called flash."""
+    return target.split(".")[-2]

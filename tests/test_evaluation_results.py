@@ -1,0 +1,95 @@
+"""The long-format table, its summary and its plots."""
+
+import csv
+import math
+from dataclasses import replace
+
+import pytest
+
+from attnzoo.evaluation.plots import COLOURS, LINES, MARKERS, draw
+from attnzoo.evaluation.results import COLUMNS, Row, comparable_metric, language_model_rows, summary, write_csv
+
+RUN = {"run": "0_flash", "attention": "flash", "tokenizer": "bytes", "data": "text@12345678", "context": 64}
+
+
+def table(**columns) -> list[Row]:
+    """A run's rows: the validation loss, two lengths, one that could not be run, losses by position."""
+    rows = language_model_rows(1.0, 0.1, 1.0, task="validation", length=64, count=500)
+    for length in (32, 64):
+        rows += language_model_rows(1.0 + 32 / length, 0.1, 1.0, task="perplexity_windows", length=length, count=100, note="100 tokens")
+    rows.append(Row(task="perplexity_windows", length=128, note="too long"))
+    rows += [Row(task="loss_by_position", length=64, depth=depth, value=2.0, count=10) for depth in (1, 2, 64)]
+    return [replace(row, **{**RUN, **columns}) for row in rows]
+
+
+def test_metrics_of_a_loss():
+    loss, perplexity, bits = language_model_rows(2.0, 0.5, 4.0, task="validation")
+    assert (loss.value, loss.stderr) == (2.0, 0.5)
+    assert (perplexity.value, perplexity.stderr) == (pytest.approx(math.e**2), pytest.approx(math.e**2 / 2))
+    assert (bits.value, bits.stderr) == (pytest.approx(2 / math.log(2) / 4), pytest.approx(0.5 / math.log(2) / 4))
+    assert {row.task for row in (loss, perplexity, bits)} == {"validation"}
+
+
+@pytest.mark.parametrize("loss", [1e4, math.inf, math.nan])
+def test_losses_of_broken_models_have_no_finite_perplexity(loss):
+    assert not math.isfinite(language_model_rows(loss, None, 1.0)[1].value)
+
+
+def test_csv_keeps_every_digit_and_empty_fields(tmp_path):
+    rows = [*table(), Row(run="1", value=1 / 3, note='a "quoted", note')]
+    write_csv(rows, tmp_path / "results.csv")
+    with open(tmp_path / "results.csv", newline="") as file:
+        read = list(csv.DictReader(file))
+    assert tuple(read[0]) == COLUMNS and len(read) == len(rows)
+    assert float(read[-1]["value"]) == 1 / 3 and read[-1]["note"] == rows[-1].note
+    assert (read[-1]["stderr"], read[-1]["context"]) == ("", "")
+
+
+def test_summary_has_a_line_a_run_and_says_what_could_not_be_run():
+    text = summary(
+        [*table(), *table(run="1_sdpa", attention="sdpa", overrides="model.rope_factor=2"), Row(run="2_lost", note="failed: gone")]
+    )
+    lines = text.splitlines()
+    start = lines.index("## perplexity_windows: perplexity by length")
+    assert lines[start + 2] == "| run | attention | overrides | data | context | 32 | 64 | 128 |"
+    cells = "text@12345678 | 64 | 7.389 ± 0.74 | 4.482 ± 0.45 | (see notes) |"
+    assert lines[start + 4 : start + 6] == [f"| 0_flash | flash |  | {cells}", f"| 1_sdpa | sdpa | model.rope_factor=2 | {cells}"]
+    assert "| 0_flash | flash |  | text@12345678 | 64 | 1 ± 0.1 | 2.718 ± 0.27 | 1.443 ± 0.14 |" in lines
+    assert "- 0_flash, 1_sdpa; perplexity_windows; length 128: too long" in lines
+    assert "- 0_flash, 1_sdpa; perplexity_windows; length 32, 64: 100 tokens" in lines
+    assert "- 2_lost: failed: gone" in lines
+
+
+def test_notes_of_all_runs_name_none():
+    assert "- perplexity_windows; length 128: too long" in summary(table()).splitlines()
+
+
+def test_unlike_tokenizers_are_compared_by_bits_per_byte():
+    same, unlike = [*table(), *table(run="1")], [*table(), *table(run="1", tokenizer="gpt2")]
+    assert comparable_metric(same) == "perplexity"
+    assert comparable_metric(unlike) == "bits_per_byte"
+    assert "perplexity_windows: bits_per_byte by length" in summary(unlike)
+
+
+def test_unlike_data_are_pointed_out():
+    assert "unlike data" not in summary([*table(), *table(run="1")])
+    assert "unlike data" in summary([*table(), *table(run="1", data="text@87654321")])
+
+
+def test_plots_are_drawn_for_what_there_is(tmp_path):
+    rows = [*table(), *table(run="1_sdpa", attention="sdpa")]
+    assert [path.name for path in draw(rows, tmp_path)] == ["validation.png", "perplexity_by_length.png", "loss_by_position.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in tmp_path.iterdir())
+    assert [path.name for path in draw([row for row in rows if row.task == "validation"], tmp_path)] == ["validation.png"]
+    assert draw([Row(note="failed")], tmp_path) == []
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan, 1e30])
+def test_plots_of_broken_models(tmp_path, value):
+    rows = [replace(row, value=value) if row.length == 64 and row.value else row for row in table()]
+    assert len(draw([*rows, *table(run="1")], tmp_path)) == 3
+
+
+def test_no_two_of_the_first_280_runs_look_alike():
+    styles = {(i % len(COLOURS), i % len(MARKERS), i % len(LINES)) for i in range(280)}
+    assert len(styles) == 280
