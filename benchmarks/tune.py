@@ -59,18 +59,20 @@ def make_inputs(head_dim: int, seqlen: int, tokens: int = TOKENS):
 
 def launcher(kernel: str, tile: Tile, inputs, causal: bool):
     q, k, v, do = inputs
-    scale, right = q.shape[-1] ** -0.5, 0 if causal else -1
     forward.forward_tile = lambda *_, **__: tile if kernel == "forward" else Tile(64, 64, 4, 2)
     backward.dq_tile = lambda *_, **__: tile if kernel == "dq" else Tile(64, 64, 4, 2)
     backward.dkdv_tile = lambda *_, **__: tile
-    options = Options(None, None, None, None, scale, -1, right, 0.0, 0.0)
+    for plan in (forward._plan, backward._dq_plan, backward._dkdv_plan):
+        plan.cache_clear()
+    options = Options(None, None, q.shape[-1] ** -0.5, -1, 0 if causal else -1, 0.0, 0.0)
+    none = (None,) * 4
     if kernel == "forward":
-        return lambda: forward.launch_forward(q, k, v, None, options)
-    out, _, stats = forward.launch_forward(q, k, v, None, options)
+        return lambda: forward.launch_forward(q, k, v, *none, None, options)
+    out, _, stats = forward.launch_forward(q, k, v, *none, None, options)
     if kernel == "dq":
-        return lambda: backward.launch_dq(do, None, q, k, v, out, stats, False, options)
-    row_stats = backward.launch_dq(do, None, q, k, v, out, stats, False, options)[1]
-    return lambda: backward.launch_dkdv(do, q, k, v, row_stats, options)
+        return lambda: backward.launch_dq(do, None, q, k, v, out, stats, *none, False, options)
+    row_stats = backward.launch_dq(do, None, q, k, v, out, stats, *none, False, options)[1]
+    return lambda: backward.launch_dkdv(do, q, k, v, row_stats, *none, options)
 
 
 def compile_one(job) -> tuple:

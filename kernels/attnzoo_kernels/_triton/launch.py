@@ -1,7 +1,10 @@
 """What a launch needs to know of its device and tensors."""
 
+import contextlib
 import functools
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,17 +26,22 @@ def _capability(index: int) -> int:
     return major * 10 + minor
 
 
-def architecture(x: Tensor) -> int:
-    """Compute capability times ten of the tensor's device; 0 in the interpreter."""
-    if not x.is_cuda or os.environ.get("TRITON_INTERPRET") == "1":
+def architecture(where: Tensor | torch.device) -> int:
+    """Compute capability times ten of a device, or of a tensor's; 0 in the interpreter."""
+    device = where.device if isinstance(where, Tensor) else where
+    if device.type != "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         return 0
-    return _capability(x.device.index)
+    return _capability(device.index)
 
 
 def tma_takes(x: Tensor) -> bool:
     """Whether the tensor memory accelerator can read x (..., rows, heads, width): 16-byte base and strides, no broadcast."""
-    dimensions = zip(x.shape[:-1], x.stride()[:-1], strict=True)
-    return x.numel() > 0 and x.data_ptr() % 16 == 0 and all(n == 1 or (s > 0 and s * x.element_size() % 16 == 0) for n, s in dimensions)
+    return x.data_ptr() % 16 == 0 and tma_takes_layout(x.shape, x.stride(), x.element_size())
+
+
+def tma_takes_layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    """What tma_takes asks of shape and strides."""
+    return 0 not in shape and all(n == 1 or (s > 0 and s * itemsize % 16 == 0) for n, s in zip(shape[:-1], strides[:-1], strict=True))
 
 
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
@@ -49,3 +57,37 @@ def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
 def strides(x: Tensor) -> tuple[int, int, int]:
     """(batch, row, head) strides of (batch, seqlen, heads, width), or of (total, heads, width) with batch 0."""
     return (0, *x.stride()[:2]) if x.dim() == 3 else x.stride()[:3]
+
+
+def are_aligned(*tensors: Tensor) -> bool:
+    """Whether all begin at 16 bytes, on which Triton specialises a kernel."""
+    return not any(x.data_ptr() & 15 for x in tensors)
+
+
+def on_device_of(x: Tensor):
+    """Triton launches on the current device; this makes it the tensor's."""
+    return torch.cuda.device(x.device) if x.is_cuda and x.device.index != torch.cuda.current_device() else contextlib.nullcontext()
+
+
+@dataclass
+class Launch:
+    """A kernel with all that stays the same from call to call of one layout: the caller keeps one for each layout and alignment.
+
+    Triton's own launch looks at every argument again; from the second call on this goes to the compiled kernel, in half the host time.
+    `constants` stand in the order of the kernel's signature.
+    """
+
+    kernel: Any
+    programs: int
+    scalars: tuple
+    constants: dict
+    num_warps: int
+    num_stages: int
+    compiled: Any = None
+
+    def __call__(self, *tensors):
+        if self.compiled is not None:
+            self.compiled[(self.programs, 1, 1)](*tensors, *self.scalars, *self.constants.values())
+        else:  # the interpreter compiles nothing and always comes here
+            self.compiled = self.kernel[(self.programs,)](*tensors, *self.scalars, **self.constants, num_warps=self.num_warps,
+                                                          num_stages=self.num_stages)

@@ -5,19 +5,22 @@ leaves each row's statistics for the second one: delta = rowsum(dO * O) - dLSE, 
 (maximum +inf, delta 0), so that the second one reads them without a mask.
 """
 
+import functools
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.dropout import keep_tile
-from attnzoo_kernels._triton.launch import architecture, descriptor, strides, tma_takes
+from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, descriptor, on_device_of, tma_takes_layout
 from attnzoo_kernels._triton.masks import key_ranges, keys_seen, queries_seeing, query_ranges
-from attnzoo_kernels._triton.softmax import LOG2E, repeat_weights
+from attnzoo_kernels._triton.softmax import add_dot, repeat_weights
 from attnzoo_kernels._triton.tiles import first_lse, load_rows, program_tile, store_rows, tile_source
-from attnzoo_kernels.flash.options import Options
+from attnzoo_kernels.flash.options import Layout, Options, layout, strides
 from attnzoo_kernels.flash.scores import modified_scores
-from attnzoo_kernels.flash.tiles import STATS_BLOCK, dkdv_tile, dq_tile
+from attnzoo_kernels.flash.tiles import STATS_BLOCK, Tile, dkdv_tile, dq_tile
 
 
 @triton.jit
@@ -33,7 +36,7 @@ def _first_row(head, seq, first_q, n_seqs, seqlen_q, heads, PACKED: tl.constexpr
 
 @triton.jit
 def _add_dq(dq, exact_delta, q, do, top, log_norm, delta, k_rows, v_rows, begin, end, batch, kv_head, first_k, row, len_q, len_k, stride_ks, stride_vs,
-            window_left, window_right, softmax_scale, softcap, slope, seed, offset, dropout_head, keep_below, keep_prob,
+            window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, keep_below, keep_prob,
             HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
             BLOCK_N: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
             PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
@@ -49,12 +52,10 @@ def _add_dq(dq, exact_delta, q, do, top, log_norm, delta, k_rows, v_rows, begin,
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         j = column + tl.arange(0, BLOCK_N)[None, :]
         cap_derivative = 1.0
-        scale = softmax_scale * LOG2E
         if PRESCALE:
-            scores, cap_derivative = modified_scores(scores, i, j, len_k - len_q, slope, softmax_scale, softcap,
+            scores, cap_derivative = modified_scores(scores, i, j, len_k - len_q, slope, scale, softcap,
                                                      HAS_SOFTCAP, HAS_ALIBI, PRECISION == "ieee")
-            scale = 1.0
-        weights = repeat_weights(scores, scale, top[:, None], log_norm[:, None], PRECISION == "ieee")
+        weights = repeat_weights(scores, 1.0 if PRESCALE else scale, top[:, None], log_norm[:, None], PRECISION == "ieee")
         if MASKED:
             weights = tl.where(keys_seen(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), weights, 0.0)
         # [BLOCK_M, BLOCK_N]
@@ -68,17 +69,17 @@ def _add_dq(dq, exact_delta, q, do, top, log_norm, delta, k_rows, v_rows, begin,
         if HAS_SOFTCAP:
             dscores *= cap_derivative
         # [BLOCK_M, BLOCK_D]
-        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision=PRECISION)
+        dq = add_dot(dscores.to(k.dtype), k, dq, PRECISION)
     return dq, exact_delta
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "keep_below", "n_seqs", "seqlen_q", "seqlen_k", "heads",
                                 "stride_stats"],
-            do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "stats_ptr", "delta_ptr", "grad_lse_ptr"])
+            do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "stats_ptr", "grad_lse_ptr"])
 def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_lse_ptr, stats_ptr, delta_ptr, row_stats_ptr, dq_ptr,
                         cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
                         stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
-                        stride_dqb, stride_dqs, stride_dqh, stride_stats, stride_rows, stride_ab, softmax_scale, softcap, keep_prob, window_left,
+                        stride_dqb, stride_dqs, stride_dqh, stride_stats, stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left,
                         window_right, keep_below, n_seqs, seqlen_q, seqlen_k, heads, group,
                         HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                         PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
@@ -138,7 +139,7 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
             if (part == 0 and HAS_LEFT) or part == 1 or (part == 2 and (HAS_RIGHT or not GUARD_TAIL)) or (part == 3 and GUARD_TAIL):
                 dq, exact_delta = _add_dq(
                     dq, exact_delta, q, do, top, log_norm, delta, k_rows, v_rows, bounds[part], bounds[part + 1], batch, kv_head, first_k,
-                    row, len_q, len_k, stride_ks, stride_vs, window_left, window_right, softmax_scale, softcap, slope, seed, offset,
+                    row, len_q, len_k, stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, seed, offset,
                     seq * heads + head, keep_below, keep_prob, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, part != 1,
                     part == 3, HAS_LEFT, HAS_RIGHT, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, EXACT_DELTA or PRECISION == "ieee",
                     PRECISION, TMA)
@@ -161,7 +162,7 @@ def _transposed_dot(keys, queries, PRECISION: tl.constexpr):
 
 @triton.jit
 def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end, batch, head, first_q, column, len_q, len_k, stride_qs, stride_dos,
-              window_left, window_right, softmax_scale, softcap, slope, seed, offset, dropout_head, keep_below, keep_prob,
+              window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, keep_below, keep_prob,
               HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
               PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
@@ -182,12 +183,10 @@ def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end,
         # [BLOCK_N, BLOCK_M]
         scores = _transposed_dot(k, q, PRECISION)
         cap_derivative = 1.0
-        scale = softmax_scale * LOG2E
         if PRESCALE:
-            scores, cap_derivative = modified_scores(scores, i, j, len_k - len_q, slope, softmax_scale, softcap,
+            scores, cap_derivative = modified_scores(scores, i, j, len_k - len_q, slope, scale, softcap,
                                                      HAS_SOFTCAP, HAS_ALIBI, PRECISION == "ieee")
-            scale = 1.0
-        weights = repeat_weights(scores, scale, top[None, :], log_norm, PRECISION == "ieee")
+        weights = repeat_weights(scores, 1.0 if PRESCALE else scale, top[None, :], log_norm, PRECISION == "ieee")
         if MASKED:
             weights = tl.where(queries_seeing(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), weights, 0.0)
         # [BLOCK_N, BLOCK_M]
@@ -198,21 +197,21 @@ def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end,
             kept = tl.where(keep, weights, 0.0)
             dweights = tl.where(keep, dweights / keep_prob, 0.0)
         # [BLOCK_N, BLOCK_DV]
-        dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=PRECISION)
+        dv = add_dot(kept.to(do.dtype), do, dv, PRECISION)
         dscores = weights * (dweights - delta[None, :])
         if HAS_SOFTCAP:
             dscores *= cap_derivative
         # [BLOCK_N, BLOCK_D]
-        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision=PRECISION)
+        dk = add_dot(dscores.to(q.dtype), q, dk, PRECISION)
     return dk, dv
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "keep_below", "n_seqs", "seqlen_q", "seqlen_k", "heads"],
-            do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
+            do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state"])
 def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
                           rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
                           stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-                          stride_rows, stride_ab, softmax_scale, softcap, keep_prob, window_left, window_right, keep_below, n_seqs,
+                          stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left, window_right, keep_below, n_seqs,
                           seqlen_q, seqlen_k, heads, group,
                           HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                           PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
@@ -251,7 +250,7 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
             if (part == 0 and HAS_RIGHT) or part == 1 or (part == 2 and HAS_LEFT) or (part == 3 and GUARD_TAIL):
                 dk, dv = _add_dkdv(
                     dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, bounds[part], bounds[part + 1], batch, head, first_q, column, len_q,
-                    len_k, stride_qs, stride_dos, window_left, window_right, softmax_scale, softcap, slope, seed, offset, seq * heads + head,
+                    len_k, stride_qs, stride_dos, window_left, window_right, scale, softcap, slope, seed, offset, seq * heads + head,
                     keep_below, keep_prob, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, part != 1, part == 3, HAS_LEFT,
                     HAS_RIGHT, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISION, TMA)
     dk_rows = tile_source(dk_ptr, batch, kv_head, first_k, stride_dkb, stride_dks, stride_dkh, False)
@@ -260,57 +259,82 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
     store_rows(dv_rows, dv / keep_prob, column, len_k, stride_dvs, VALUE_DIM, BLOCK_N, BLOCK_DV)
 
 
-def _sources(tile, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, flags: dict) -> tuple[bool, list]:
-    """Whether the tensors are read by TMA, and what the kernel then takes for them."""
-    if not (tile.tma and all(tma_takes(x) for x in (q, k, v, grad_out))):
-        return False, [q, k, v, grad_out]
-    return True, [descriptor(q, tile.block_m, flags["BLOCK_D"]), descriptor(k, tile.block_n, flags["BLOCK_D"]),
-                  descriptor(v, tile.block_n, flags["BLOCK_DV"]), descriptor(grad_out, tile.block_m, flags["BLOCK_DV"])]
+def _descriptors(tile: Tile, constants: dict, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple:
+    width, value_width = constants["BLOCK_D"], constants["BLOCK_DV"]
+    return (descriptor(q, tile.block_m, width), descriptor(k, tile.block_n, width), descriptor(v, tile.block_n, value_width),
+            descriptor(grad_out, tile.block_m, value_width))
 
 
-def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, exact_delta: bool,
+@functools.lru_cache(maxsize=1024)
+def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_lse: bool, exact_delta: bool, q: Layout, k: Layout, v: Layout,
+             out: Layout, grad_out: Layout, dq: Layout, stats_stride: int, options: Options) -> tuple[Launch, Tile]:
+    sequences, seqlen_q, _ = options.sizes(q[0], k[0])
+    constants = options.constants(q[0], v[0], dtype)
+    tile = dq_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0)
+    tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (q, k, v, grad_out))
+    constants |= {"HAS_GRAD_LSE": has_grad_lse, "EXACT_DELTA": exact_delta, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+                  "STATS_BLOCK": STATS_BLOCK, "TMA": tma}
+    scalars = (*(stride for x in (q, k, v, out, grad_out, dq) for stride in strides(x)), math.prod(q[0][:-1]), stats_stride,
+               *options.scalars(q[0], k[0]))
+    programs = options.programs(q[0][-2], seqlen_q, sequences, tile.block_m)
+    return Launch(flash_bwd_dq_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages), tile
+
+
+@functools.lru_cache(maxsize=1024)
+def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k: Layout, v: Layout, grad_out: Layout, dk: Layout,
+               dv: Layout, stats_stride: int, options: Options) -> tuple[Launch, Tile]:
+    sequences, _, seqlen_k = options.sizes(q[0], k[0])
+    constants = options.constants(q[0], v[0], dtype)
+    tile = dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0)
+    tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (q, k, v, grad_out))
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK, "TMA": tma}
+    scalars = (*(stride for x in (q, k, v, grad_out, dk, dv) for stride in strides(x)), stats_stride, *options.scalars(q[0], k[0]))
+    programs = options.programs(k[0][-2], seqlen_k, sequences, tile.block_n)
+    return Launch(flash_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages), tile
+
+
+def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None,
+              cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool,
               options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, the row statistics that launch_dkdv reads, and delta without the rounding of O, like the LSE (empty unless exact_delta)."""
-    sequences, seqlen_q, _ = options.sizes(q, k)
-    heads, flags = q.shape[-2], options.flags(q, v)
+    sequences, seqlen_q, _ = options.sizes(q.shape, k.shape)
     dq = torch.empty_like(q)
     delta = torch.empty_like(stats[0]) if exact_delta else stats.new_empty(0)
-    row_stats = stats.new_empty(3 if q.dtype == torch.float32 else 2, options.programs(heads, seqlen_q, sequences, STATS_BLOCK) * STATS_BLOCK)
+    row_stats = stats.new_empty(3 if q.dtype == torch.float32 else 2, options.programs(q.shape[-2], seqlen_q, sequences, STATS_BLOCK) * STATS_BLOCK)
     if stats.numel() == 0:
         return dq, row_stats, delta
-    tile = dq_tile(architecture(q), flags["BLOCK_D"], flags["BLOCK_DV"], q.element_size(), causal=options.window_right >= 0)
-    tma, (*qkv, do) = _sources(tile, q, k, v, grad_out, flags)
-    flash_bwd_dq_kernel[(options.programs(heads, seqlen_q, sequences, tile.block_m),)](
-        *qkv, out, do, grad_lse, stats, delta, row_stats, dq, *options.tensors, *strides(q), *strides(k), *strides(v), *strides(out),
-        *strides(grad_out), *strides(dq), stats.stride(0), row_stats.stride(0), *options.scalars(q, k), **flags, HAS_GRAD_LSE=grad_lse is not None,
-        EXACT_DELTA=exact_delta, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STATS_BLOCK=STATS_BLOCK, TMA=tma,
-        num_warps=tile.num_warps, num_stages=tile.num_stages)
+    launch, tile = _dq_plan(q.device, q.dtype, are_aligned(q, k, v, out, grad_out), grad_lse is not None, exact_delta, layout(q), layout(k),
+                            layout(v), layout(out), layout(grad_out), layout(dq), row_stats.shape[1], options)
+    if launch.constants["TMA"]:
+        q, k, v, grad_out = _descriptors(tile, launch.constants, q, k, v, grad_out)
+    launch(q, k, v, out, grad_out, grad_lse, stats, delta, row_stats, dq, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state)
     return dq, row_stats, delta
 
 
-def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+                alibi_slopes: Tensor | None, rng_state: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
     """dK and dV from the row statistics of launch_dq."""
-    sequences, _, seqlen_k = options.sizes(q, k)
-    kv_heads, flags = k.shape[-2], options.flags(q, v)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     if k.numel() == 0:
         return dk, dv
-    tile = dkdv_tile(architecture(q), flags["BLOCK_D"], flags["BLOCK_DV"], q.element_size(), causal=options.window_right >= 0)
-    tma, sources = _sources(tile, q, k, v, grad_out, flags)
-    flash_bwd_dkdv_kernel[(options.programs(kv_heads, seqlen_k, sequences, tile.block_n),)](
-        *sources, row_stats, dk, dv, *options.tensors, *strides(q), *strides(k), *strides(v), *strides(grad_out), *strides(dk), *strides(dv),
-        row_stats.stride(0), *options.scalars(q, k), **flags, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STATS_BLOCK=STATS_BLOCK, TMA=tma,
-        num_warps=tile.num_warps, num_stages=tile.num_stages)
+    launch, tile = _dkdv_plan(q.device, q.dtype, are_aligned(q, k, v, grad_out), layout(q), layout(k), layout(v), layout(grad_out), layout(dk),
+                              layout(dv), row_stats.shape[1], options)
+    if launch.constants["TMA"]:
+        q, k, v, grad_out = _descriptors(tile, launch.constants, q, k, v, grad_out)
+    launch(q, k, v, grad_out, row_stats, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state)
     return dk, dv
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
+                    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
                     exact_delta: bool, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV and delta (empty unless exact_delta) for the gradients of output and LSE."""
     if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()  # autograd may hand over an expanded gradient, which no kernel can read row by row
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    dq, row_stats, delta = launch_dq(grad_out, grad_lse, q, k, v, out, stats, exact_delta, options)
-    dk, dv = launch_dkdv(grad_out, q, k, v, row_stats, options)
+    extras = (cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state)
+    with on_device_of(q):
+        dq, row_stats, delta = launch_dq(grad_out, grad_lse, q, k, v, out, stats, *extras, exact_delta, options)
+        dk, dv = launch_dkdv(grad_out, q, k, v, row_stats, *extras, options)
     return dq, dk, dv, delta

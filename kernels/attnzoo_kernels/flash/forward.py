@@ -1,23 +1,26 @@
 """FlashAttention-2's forward: each program keeps a tile of queries and walks the keys with an online softmax."""
 
+import functools
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.dropout import keep_tile
-from attnzoo_kernels._triton.launch import architecture, descriptor, strides, tma_takes
+from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, descriptor, on_device_of, tma_takes_layout
 from attnzoo_kernels._triton.masks import key_ranges, keys_seen
-from attnzoo_kernels._triton.softmax import LOG2E, log_sum_exp, softmax_stats, softmax_step
+from attnzoo_kernels._triton.softmax import LOG2E, add_dot, log_sum_exp, softmax_stats, softmax_step
 from attnzoo_kernels._triton.tiles import first_lse, load_rows, program_tile, store_rows, tile_source
-from attnzoo_kernels.flash.options import Options
+from attnzoo_kernels.flash.options import Layout, Options, layout, strides
 from attnzoo_kernels.flash.scores import modified_scores
-from attnzoo_kernels.flash.tiles import forward_tile
+from attnzoo_kernels.flash.tiles import Tile, forward_tile
 
 
 @triton.jit
 def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, batch, kv_head, first_k, row, len_q, len_k, stride_ks, stride_vs,
-            window_left, window_right, softmax_scale, softcap, slope, seed, offset, dropout_head, keep_below,
+            window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, keep_below,
             HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr,
             HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
@@ -30,29 +33,26 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, batch, kv_head, first
         # [BLOCK_M, BLOCK_N]
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         j = column + tl.arange(0, BLOCK_N)[None, :]
-        scale = softmax_scale * LOG2E
         if PRESCALE:
-            scores, _ = modified_scores(scores, i, j, len_k - len_q, slope, softmax_scale, softcap,
-                                        HAS_SOFTCAP, HAS_ALIBI, PRECISION == "ieee")
-            scale = 1.0
+            scores, _ = modified_scores(scores, i, j, len_k - len_q, slope, scale, softcap, HAS_SOFTCAP, HAS_ALIBI, PRECISION == "ieee")
         if MASKED:
             scores = tl.where(keys_seen(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), scores, -float("inf"))
-        weights, top, norm, rescale = softmax_step(scores, top, norm, scale, MASKED)
+        weights, top, norm, rescale = softmax_step(scores, top, norm, 1.0 if PRESCALE else scale, MASKED, PRECISION == "ieee")
         if HAS_DROPOUT:
             keep = keep_tile(seed, offset, dropout_head, row, column, keep_below, BLOCK_M, BLOCK_N)
             weights = tl.where(keep, weights, 0.0)
         # [BLOCK_N, BLOCK_DV]
         v = load_rows(v_rows, batch, kv_head, first_k, column, len_k, stride_vs, VALUE_DIM, BLOCK_N, BLOCK_DV, GUARD, TMA)
         # [BLOCK_M, BLOCK_DV]
-        acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        acc = add_dot(weights.to(v.dtype), v, acc * rescale[:, None], PRECISION)
     return acc, top, norm
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "keep_below", "n_seqs", "seqlen_q", "seqlen_k", "heads",
-                                "stride_stats"], do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "lse_ptr", "stats_ptr"])
+                                "stride_stats"], do_not_specialize_on_alignment=["sinks", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state"])
 def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
                      rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-                     stride_ob, stride_os, stride_oh, stride_stats, stride_ab, softmax_scale, softcap, keep_prob, window_left, window_right,
+                     stride_ob, stride_os, stride_oh, stride_stats, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left, window_right,
                      keep_below, n_seqs, seqlen_q, seqlen_k, heads, group,
                      HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                      PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
@@ -95,11 +95,12 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
         if (part == 0 and HAS_LEFT) or part == 1 or (part == 2 and (HAS_RIGHT or not GUARD_TAIL)) or (part == 3 and GUARD_TAIL):
             acc, top, norm = _attend(
                 acc, top, norm, q, k_rows, v_rows, bounds[part], bounds[part + 1], batch, kv_head, first_k, row, len_q, len_k,
-                stride_ks, stride_vs, window_left, window_right, softmax_scale, softcap, slope, seed, offset, seq * heads + head, keep_below,
+                stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, seed, offset, seq * heads + head, keep_below,
                 HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, part != 1, part == 3, HAS_LEFT, HAS_RIGHT, PRESCALE,
                 HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISION, TMA)
 
-    acc = acc / (tl.where(norm > 0, norm, 1.0) * keep_prob)[:, None]
+    divisor = (tl.where(norm > 0, norm, 1.0) * keep_prob)[:, None]
+    acc = tl.div_rn(acc, divisor + acc * 0.0) if PRECISION == "ieee" else acc / divisor
     out_rows = tile_source(out_ptr, batch, head, first_q, stride_ob, stride_os, stride_oh, False)
     store_rows(out_rows, acc, row, len_q, stride_os, VALUE_DIM, BLOCK_M, BLOCK_DV)
     i = row + tl.arange(0, BLOCK_M)
@@ -110,24 +111,35 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
     tl.store(stats_ptr + stride_stats + lse_index, log_norm, mask=i < len_q)
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+@functools.lru_cache(maxsize=1024)
+def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bool, q: Layout, k: Layout, v: Layout,
+          options: Options) -> tuple[Launch, Tile]:
+    sequences, seqlen_q, _ = options.sizes(q[0], k[0])
+    constants = options.constants(q[0], v[0], dtype)
+    tile = forward_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0)
+    tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (q, k, v))
+    rows = math.prod(q[0][:-1])
+    heads, value_dim = q[0][-2], v[0][-1]
+    stride_out = (0 if len(q[0]) == 3 else seqlen_q * heads * value_dim, heads * value_dim, value_dim)
+    constants |= {"HAS_SINKS": has_sinks, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma, "Q_REGISTERS": tile.q_registers}
+    scalars = (*strides(q), *strides(k), *strides(v), *stride_out, rows, *options.scalars(q[0], k[0]))
+    programs = options.programs(heads, seqlen_q, sequences, tile.block_m)
+    return Launch(flash_fwd_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages), tile
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None,
+                   sinks: Tensor | None, rng_state: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Output (layout of q, value width), LSE and, for the backward, the statistics (2, *lse.shape) of the softmax."""
-    sequences, seqlen_q, seqlen_k = options.sizes(q, k)
-    heads, flags = q.shape[-2], options.flags(q, v)
-    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    lse = torch.empty((heads, seqlen_q) if options.packed else (sequences, heads, seqlen_q), dtype=torch.float32, device=q.device)
-    stats = lse.new_empty(2, *lse.shape)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+    stats = torch.empty(2, *lse_shape, dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse, stats
-    tile = forward_tile(architecture(q), flags["BLOCK_D"], flags["BLOCK_DV"], q.element_size(), causal=options.window_right >= 0)
-    tma = tile.tma and all(tma_takes(x) for x in (q, k, v))
-    sources = (q, k, v)
-    if tma:
-        sources = (descriptor(q, tile.block_m, flags["BLOCK_D"]), descriptor(k, tile.block_n, flags["BLOCK_D"]),
-                   descriptor(v, tile.block_n, flags["BLOCK_DV"]))
-    flash_fwd_kernel[(options.programs(heads, seqlen_q, sequences, tile.block_m),)](
-        *sources, out, lse, stats, sinks, *options.tensors, *strides(q), *strides(k), *strides(v), *strides(out), lse.numel(), *options.scalars(q, k),
-        **flags,
-        HAS_SINKS=sinks is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=tma,
-        Q_REGISTERS=tile.q_registers, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    launch, tile = _plan(q.device, q.dtype, are_aligned(q, k, v), sinks is not None, layout(q), layout(k), layout(v), options)
+    if launch.constants["TMA"]:
+        width, value_width = launch.constants["BLOCK_D"], launch.constants["BLOCK_DV"]
+        q, k, v = descriptor(q, tile.block_m, width), descriptor(k, tile.block_n, width), descriptor(v, tile.block_n, value_width)
+    with on_device_of(out):
+        launch(q, k, v, out, lse, stats, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state)
     return out, lse, stats

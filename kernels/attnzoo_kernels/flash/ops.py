@@ -1,23 +1,39 @@
-"""FlashAttention as PyTorch custom operators: the boundary that autograd and torch.compile see. Triton is imported behind it."""
+"""FlashAttention for autograd: a plain function in eager mode, custom operators under torch.compile. Triton is imported behind both."""
+
+import functools
+import math
 
 import torch
 from torch import Tensor
 
 
+def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, *numbers):
+    from attnzoo_kernels.flash.forward import launch_forward
+    from attnzoo_kernels.flash.options import Options
+
+    options = Options.of(cu_seqlens_q, alibi_slopes, *numbers)
+    return launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, options)
+
+
+def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *numbers):
+    from attnzoo_kernels.flash.backward import launch_backward
+    from attnzoo_kernels.flash.options import Options
+
+    options = Options.of(cu_seqlens_q, alibi_slopes, *numbers)
+    return launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, options)
+
+
 @torch.library.custom_op("attnzoo::flash_forward", mutates_args=())
-def forward(
+def forward_op(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None,
     sinks: Tensor | None, rng_state: Tensor | None, softmax_scale: float, window_left: int, window_right: int, softcap: float,
     dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from attnzoo_kernels.flash.forward import launch_forward
-    from attnzoo_kernels.flash.options import Options
-
-    options = Options(cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, softmax_scale, window_left, window_right, softcap, dropout_p)
-    return launch_forward(q, k, v, sinks, options)
+    return _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, softmax_scale, window_left, window_right, softcap,
+                    dropout_p)
 
 
-@forward.register_fake
+@forward_op.register_fake
 def _(q, k, v, cu_seqlens_q, *_):
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
@@ -26,19 +42,16 @@ def _(q, k, v, cu_seqlens_q, *_):
 
 
 @torch.library.custom_op("attnzoo::flash_backward", mutates_args=())
-def backward(
+def backward_op(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool,
     softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from attnzoo_kernels.flash.backward import launch_backward
-    from attnzoo_kernels.flash.options import Options
-
-    options = Options(cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, softmax_scale, window_left, window_right, softcap, dropout_p)
-    return launch_backward(grad_out, grad_lse, q, k, v, out, stats, exact_delta, options)
+    return _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta,
+                      softmax_scale, window_left, window_right, softcap, dropout_p)
 
 
-@backward.register_fake
+@backward_op.register_fake
 def _(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *_):
     delta = stats.new_empty(stats.shape[1:] if exact_delta else 0)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), delta
@@ -46,24 +59,41 @@ def _(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi
 
 def _setup_context(ctx, inputs, output):
     q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state)
+    out, _, stats = output
+    ctx.save_for_backward(q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_out, grad_lse, _):
-    q, k, v, out, lse, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state = ctx.saved_tensors
+def _backward(gradients, ctx, grad_out, grad_lse, _):
+    q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     needs_dsinks = sinks is not None and ctx.needs_input_grad[6]
-    dq, dk, dv, delta = backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, needs_dsinks,
-                                 *ctx.options)
+    dq, dk, dv, delta = gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, needs_dsinks,
+                                  *ctx.options)
     dsinks = None
     if needs_dsinks:
         # the sink's weight in each row times minus the row's delta, summed in a fixed order
-        packed = cu_seqlens_q is not None
-        sink = sinks.float().view(-1, 1)
-        weight = torch.where(lse == -torch.inf, 0.0, torch.exp(sink - lse))
-        dsinks = -(weight * delta).sum(1 if packed else (0, 2)).to(sinks.dtype)
+        top, log_norm = stats
+        weight = torch.exp2(sinks.float().view(-1, 1) * math.log2(math.e) - top - log_norm)
+        dsinks = -(weight * delta).sum(1 if cu_seqlens_q is not None else (0, 2)).to(sinks.dtype)
     return dq, dk, dv, None, None, None, dsinks, None, None, None, None, None, None
 
 
-forward.register_autograd(_backward, setup_context=_setup_context)
+forward_op.register_autograd(functools.partial(_backward, backward_op), setup_context=_setup_context)
+
+
+class _Eager(torch.autograd.Function):
+    """The same without the dispatcher and without a binding of signatures, which together take longer than the launch."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(torch.autograd.function.once_differentiable(functools.partial(_backward, _gradients)))
+
+
+def forward(*inputs):
+    """(out, lse, stats) of `forward_op`'s arguments."""
+    return forward_op(*inputs) if torch.compiler.is_compiling() else _Eager.apply(*inputs)

@@ -7,16 +7,19 @@ from attnzoo_kernels._triton.softmax import LOG2E, tanh
 
 
 @triton.jit
-def modified_scores(products, i, j, shift, slope, softmax_scale, softcap,
+def modified_scores(products, i, j, shift, slope, scale, softcap,
                     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, EXACT: tl.constexpr):
-    """Base-2 scores of products q·k with softcap and ALiBi, and the cap's derivative; i and j broadcast to the tile, shift = len_k - len_q."""
+    """Base-2 scores of products q·k with softcap and ALiBi, and the cap's derivative.
+
+    i and j broadcast to the tile, shift = len_k - len_q, scale = softmax_scale * log2(e).
+    """
     derivative = 1.0
     if HAS_SOFTCAP:
-        capped = tanh(products * (softmax_scale / softcap), EXACT)
+        capped = tanh(products * (scale / (softcap * LOG2E)), EXACT)
         derivative = 1.0 - capped * capped
         scores = capped * (softcap * LOG2E)
     else:
-        scores = products * (softmax_scale * LOG2E)
+        scores = products * scale
     if HAS_ALIBI:
         scores -= (slope * LOG2E) * tl.abs(i + shift - j).to(tl.float32)
     return scores, derivative

@@ -1,4 +1,8 @@
-"""FlashAttention's tile tables: pure functions of widths, element size, architecture and mask kind; `python -m benchmarks.tune` measures them."""
+"""FlashAttention's tile tables: pure functions of widths, element size, architecture and mask kind.
+
+Hopper's entries were measured on an H200 (`python -m benchmarks.tune`; figures are TFLOP/s of all products computed, N = 8192, bf16, full /
+causal). The others are the largest that compile without spills for sm_80 and fit the 99 KB of shared memory that every later card has.
+"""
 
 from dataclasses import dataclass
 
@@ -15,6 +19,11 @@ class Tile:
     q_registers: bool = False  # forward: the queries are an operand in registers, not in shared memory
 
 
+def _hopper_like(arch: int) -> bool:
+    """sm_90 to sm_103: TMA, and 227 KB of shared memory a program."""
+    return 90 <= arch < 110
+
+
 INTERPRETER = Tile(32, 32, 4, 1)  # arch 0: nothing is measured there, small tiles visit every path
 
 
@@ -23,18 +32,18 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causa
     if arch == 0:
         return INTERPRETER
     if itemsize == 4:
-        return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
-    if arch >= 90:
+        return Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
+    if _hopper_like(arch):
         if width <= 64 and not causal:
             return Tile(64, 128, 4, 2, tma=True)
         if width <= 128:
             return Tile(64, 64, 4, 3, tma=True, q_registers=True)  # 588 TFLOP/s at 128 full; 128x64 without q_registers 540
         return Tile(128, 64, 8, 2, tma=True, q_registers=True)
     if width <= 64:
-        return Tile(128, 64, 4, 3)
+        return Tile(64, 64, 4, 3)
     if width <= 128:
-        return Tile(128, 64, 8, 2)
-    return Tile(64, 32, 4, 2)
+        return Tile(128, 32, 8, 3)
+    return Tile(64, 64, 8, 1)
 
 
 def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:
@@ -42,18 +51,18 @@ def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bo
     if arch == 0:
         return INTERPRETER
     if itemsize == 4:
-        return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
-    if arch >= 90:
+        return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 16, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
+    if _hopper_like(arch):
         if width <= 64:
             return Tile(64, 64, 4, 4, tma=True) if causal else Tile(64, 128, 4, 3, tma=True)
         if width <= 128:
             return Tile(64, 64, 4, 3, tma=True)
         return Tile(64, 64, 8, 2, tma=True)
     if width <= 64:
-        return Tile(64, 64, 4, 2)
+        return Tile(64, 32, 4, 3)
     if width <= 128:
-        return Tile(64, 64, 4, 1)
-    return Tile(32, 32, 4, 1)
+        return Tile(64, 64, 8, 2)
+    return Tile(64, 32, 8, 1)
 
 
 def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:
@@ -61,15 +70,15 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: 
     if arch == 0:
         return INTERPRETER
     if itemsize == 4:
-        return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
-    if arch >= 90:
+        return Tile(32, 32, 4, 1) if width <= 64 else Tile(16, 32, 8, 1) if width <= 128 else Tile(16, 16, 8, 1)
+    if _hopper_like(arch):
         if width <= 64:
             return Tile(64, 64, 4, 3 if causal else 4, tma=True)
         if width <= 128:
             return Tile(64, 64, 4, 2, tma=True)
         return Tile(16, 32, 4, 2) if causal else Tile(32, 64, 8, 1, tma=True)
     if width <= 64:
-        return Tile(64, 64, 4, 2)
+        return Tile(64, 128, 8, 2)
     if width <= 128:
-        return Tile(64, 64, 4, 1)
-    return Tile(32, 32, 4, 1)
+        return Tile(64, 64, 8, 2)
+    return Tile(32, 32, 8, 1)

@@ -1,0 +1,204 @@
+"""Padding removal against PyTorch's recipe (nonzero, cumsum, max().item(), index, zeros and index put) and against a plain copy.
+
+    python -m benchmarks.padding                  # microseconds of the indices, TB/s of removing and restoring
+    python -m benchmarks.padding indices
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo_kernels import padding
+from attnzoo_kernels.padding.cases import BENCHMARK, Case
+from benchmarks import harness
+from benchmarks.harness import Backend, Entry, Line, Pass, Session, Unsupported, differentiable
+from benchmarks.report import Row
+from benchmarks.timing import Candidate
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What an operation starts from; `dout` is the gradient of its output."""
+
+    operation: str  # indices | remove | restore
+    mask: Tensor
+    source: Tensor
+    dout: Tensor
+    indices: Tensor
+
+
+def make_inputs(case: Case, operation: str, device: str) -> Inputs:
+    mask, rows = case.mask(device), case.rows(device)
+    indices = mask.flatten().nonzero().flatten()
+    source, dout = (rows, rows[mask]) if operation == "remove" else (rows[mask], rows)
+    return Inputs(operation, mask, source, dout, indices)
+
+
+def attnzoo(impl: str) -> Callable[[Case, Inputs], Pass]:
+    def make(case: Case, x: Inputs) -> Pass:
+        if x.operation == "indices":
+            return only_forward(lambda: packing(x.mask, impl))
+        if x.operation == "remove":
+            return differentiable(lambda rows: padding.remove_padding(rows, x.indices, impl=impl), (x.source,), x.dout)
+        return differentiable(lambda tokens: padding.pad_input(tokens, x.indices, case.batch, case.seqlen, impl=impl), (x.source,), x.dout)
+
+    return make
+
+
+def packing(mask: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+    """Indices and cu_seqlens in static shapes, without a wait."""
+    return padding.token_indices(mask, max_tokens=mask.numel(), impl=impl)[:2]
+
+
+def captured(case: Case, x: Inputs) -> Pass:
+    """The indices replayed from a CUDA graph: the device's time without the host's."""
+    if x.operation != "indices":
+        raise Unsupported("only for the indices, whose launches are too short for the host")
+    if not x.mask.is_cuda:
+        raise Unsupported("a CUDA graph needs a GPU")
+    packing(x.mask, "triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = packing(x.mask, "triton")
+
+    def forward() -> tuple[Tensor, Tensor]:
+        graph.replay()
+        return out
+
+    return only_forward(forward)
+
+
+def recipe(case: Case, x: Inputs) -> Pass:
+    """As flash-attn's bert_padding and most code on the hub have it."""
+    if x.operation == "indices":
+        def forward() -> tuple[Tensor, Tensor]:
+            lengths = x.mask.sum(-1, dtype=torch.int32)
+            indices = torch.nonzero(x.mask.flatten(), as_tuple=False).flatten()
+            lengths.max().item()
+            return indices, F.pad(torch.cumsum(lengths, 0, dtype=torch.int32), (1, 0))
+
+        return only_forward(forward)
+    if x.operation == "remove":
+        return differentiable(lambda rows: rows.flatten(0, 1)[x.indices], (x.source,), x.dout)
+
+    def restore(tokens: Tensor) -> Tensor:
+        out = torch.zeros(case.batch * case.seqlen, case.width, dtype=tokens.dtype, device=tokens.device)
+        out[x.indices] = tokens
+        return out.view(case.batch, case.seqlen, case.width)
+
+    return differentiable(restore, (x.source,), x.dout)
+
+
+def copy(case: Case, x: Inputs) -> Pass:
+    """A plain copy that moves as many bytes: the rate that the operation can reach at this size."""
+    if x.operation == "indices":
+        raise Unsupported("the indices are bound by launches, not by bytes")
+    there, back = (buffers(n, x.source.device) for n in (moved(x.operation, case), moved(inverse(x.operation), case)))
+    return Pass(lambda: there[1].copy_(there[0]), lambda: (back[1].copy_(back[0]),), [])
+
+
+def buffers(n_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    source = torch.randint(0, 255, (n_bytes // 2,), dtype=torch.uint8, device=device)
+    return source, torch.empty_like(source)
+
+
+def inverse(operation: str) -> str:
+    return "restore" if operation == "remove" else "remove"
+
+
+def moved(operation: str, case: Case) -> int:
+    return case.remove_bytes if operation == "remove" else case.restore_bytes
+
+
+def only_forward(forward: Callable[[], tuple[Tensor, Tensor]]) -> Pass:
+    def backward() -> tuple[Tensor, ...]:
+        raise Unsupported("indices have no gradient")
+
+    return Pass(forward, backward, [])
+
+
+def check(case: Case, x: Inputs, directions: list[str]) -> Callable[[Pass], float]:
+    """Copies are exact: 0 where every bit is right, else infinite. A pass that only copies is right by itself."""
+
+    def share(run: Pass) -> float:
+        out = run.forward()
+        if x.operation == "indices":
+            found, cu_seqlens = out
+            right = torch.equal(found[: case.tokens], x.indices)
+            right = right and torch.equal(cu_seqlens.long(), F.pad(x.mask.sum(-1).cumsum(0), (1, 0)))
+            return 0.0 if right else float("inf")
+        if out.dtype == torch.uint8:
+            return 0.0
+        restored = x.operation == "restore"
+        right = torch.equal(out, x.dout * x.mask[..., None] if restored else x.dout)
+        if "backward" in directions:
+            (grad,) = run.backward()
+            right = right and torch.equal(grad, x.source if restored else x.source * x.mask[..., None])
+        return 0.0 if right else float("inf")
+
+    return share
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("attnzoo-triton", attnzoo("triton")),
+        Backend("attnzoo-graph", captured),
+        Backend("recipe", recipe),
+        Backend("copy", copy),
+        Backend("attnzoo-reference", attnzoo("reference")),
+    )
+}
+
+
+def entries(session: Session, case: Case, operation: str) -> list[Entry]:
+    x = make_inputs(case, operation, session.device)
+    work = {"forward": moved(operation, case), "backward": moved(inverse(operation), case)}
+    directions = session.options.directions
+    return [Entry(b.name, b, case, x, work, check(case, x, directions)) for b in session.backends]
+
+
+def indices(session: Session) -> Iterator[list[Row]]:
+    """Microseconds for token indices, cu_seqlens, longest length and total of a mask. The recipe's time holds its wait for the device."""
+    for case in cases(session):
+        columns = entries(session, case, "indices")
+        ready = harness.prepare(columns)
+        readings = session.timing.measure({label: Candidate(run.forward, run.scope) for label, run in ready.passes.items()})
+        ms = {label: statistics.median(times) for label, times in readings.items()}
+        spread = {label: (max(times) - min(times)) / ms[label] for label, times in readings.items()}
+        microseconds = {label: 1e3 * time for label, time in ms.items()}
+        line = Line("padding", "indices", f"{case.batch} rows", case.seqlen)
+        yield line.rows(columns, ready, "forward", "us", microseconds, ms=ms, spread=spread)
+
+
+def rows(session: Session) -> Iterator[list[Row]]:
+    """TB/s of removing and of restoring padding; the backward of one does the other's work. Held against a copy of as many bytes."""
+    for case in cases(session):
+        for operation in ("remove", "restore"):
+            line = Line("padding", "rows", f"{operation} {case.batch} rows w{case.width}", case.seqlen)
+            yield harness.compare(line, entries(session, case, operation), session.options.directions, session.timing, unit="TB/s")
+
+
+def cases(session: Session) -> tuple[Case, ...]:
+    if session.options.dry_run:
+        return Case(4, 24, 16, 15, session.dtype), Case(4, 24, 16, 15, session.dtype, scattered=True)
+    return tuple(Case(c.batch, c.seqlen, c.width, c.mean, session.dtype) for c in BENCHMARK)
+
+
+TABLES = {f.__name__: f for f in (indices, rows)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    command = harness.parser("padding", list(TABLES), list(BACKENDS))
+    command.set_defaults(tables=list(TABLES))
+    return harness.main(command, TABLES, BACKENDS, ["attnzoo-reference"], {}, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
