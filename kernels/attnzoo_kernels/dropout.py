@@ -1,7 +1,10 @@
 """Attention dropout's mask by Philox4x32-10 (Salmon et al. 2011), indexed by position: the kernels' mask in plain PyTorch.
 
-Element (b, h, i, j) reads a 16-bit field of the four words of philox(key=seed, counter=(j // 8, i, b * heads + h, offset)), so that the
-mask depends neither on tiles nor on lengths, and one call serves eight keys. The keep probability is a multiple of 2**-16.
+Element (b, h, i, j) reads a 16-bit field of the four words of philox(key=seed, counter=(j', i', b * heads + h, offset)), where i' is i
+without
+its bit 3 and j' is j without its bits 3 and 0; those three choose the field. So the mask depends neither on tiles nor on lengths, and
+one call
+serves eight elements, which lie in one thread of a matrix product. The keep probability is a multiple of 2**-16.
 """
 
 import torch
@@ -36,11 +39,11 @@ def keep_mask(rng_state: Tensor, dropout_p: float, shape: tuple[int, int, int, i
     batch, heads, rows, columns = shape
     device = rng_state.device
     seed, offset = rng_state[0], rng_state[1] & _MASK32
-    group = torch.arange((columns + 7) // 8, device=device).view(1, 1, -1)
     i = torch.arange(rows, device=device).view(1, -1, 1)
+    j = torch.arange(columns, device=device).view(1, 1, -1)
     head = torch.arange(batch * heads, device=device).view(-1, 1, 1)
-    zero = torch.zeros((batch * heads, rows, group.shape[-1]), dtype=torch.int64, device=device)
-    words = philox(seed, [group + zero, i + zero, head + zero, offset + zero])
-    fields = torch.stack([field for word in words for field in (word & 0xFFFF, word >> 16)], dim=-1)
-    keep = fields.flatten(-2)[..., :columns] < keep_threshold(dropout_p)
+    zero = torch.zeros((batch * heads, rows, columns), dtype=torch.int64, device=device)
+    words = philox(seed, [(j // 16 * 4 + j // 2 % 4) + zero, (i // 16 * 8 + i % 8) + zero, head + zero, offset + zero])
+    word = torch.stack(words).gather(0, (i // 8 % 2 * 2 + j // 8 % 2 + zero)[None]).squeeze(0)
+    keep = (word >> j % 2 * 16 & 0xFFFF) < keep_threshold(dropout_p)
     return keep.view(shape), keep_threshold(dropout_p) / 65536

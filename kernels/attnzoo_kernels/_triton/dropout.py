@@ -6,17 +6,18 @@ import triton.language as tl
 
 @triton.jit
 def keep_tile(seed, offset, head, row, column, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which weights of a tile stay, [BLOCK_M, BLOCK_N]; head = batch * heads + h; column must be a multiple of 8."""
-    i = row + tl.arange(0, BLOCK_M)[:, None]
-    group = column // 8 + tl.arange(0, BLOCK_N // 8)[None, :]
-    zero = tl.zeros([BLOCK_M, BLOCK_N // 8], tl.int32)
-    w0, w1, w2, w3 = tl.philox(seed, group + zero, i + zero, head + zero, offset + zero)
+    """Which weights of a tile stay, [BLOCK_M, BLOCK_N]; head = batch * heads + h; row and column must be multiples of 16."""
+    # one call for the eight elements that differ in bit 3 of i and bits 3 and 0 of j: a thread of a matrix product holds all of them
+    i = row // 2 + tl.arange(0, BLOCK_M // 2)[:, None]
+    j = column // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
+    zero = tl.zeros([BLOCK_M // 2, BLOCK_N // 4], tl.int32)
+    w0, w1, w2, w3 = tl.philox(seed, j + zero, i + zero, head + zero, offset + zero)
     t = threshold.to(tl.uint32)
-    # field f of the eight keys is the low (even) or high (odd) half of word f // 2; join makes f's lowest bit last
     k0 = tl.join((w0 & 0xFFFF) < t, (w0 >> 16) < t)
     k1 = tl.join((w1 & 0xFFFF) < t, (w1 >> 16) < t)
     k2 = tl.join((w2 & 0xFFFF) < t, (w2 >> 16) < t)
     k3 = tl.join((w3 & 0xFFFF) < t, (w3 >> 16) < t)
-    # [M, N/8, half, word's low bit, word's high bit] -> [M, N/8, high, low, half]
+    # [M/2, N/4, bit 0 of j, bit 3 of j, bit 3 of i]
     keep = tl.join(tl.join(k0, k1), tl.join(k2, k3))
-    return tl.permute(keep, (0, 1, 4, 3, 2)).reshape(BLOCK_M, BLOCK_N)
+    keep = keep.reshape(BLOCK_M // 16, 8, BLOCK_N // 16, 4, 2, 2, 2)
+    return tl.permute(keep, (0, 6, 1, 2, 5, 3, 4)).reshape(BLOCK_M, BLOCK_N)

@@ -45,13 +45,26 @@ def tma_takes_layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize:
 
 
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
-    """Host descriptor of (batch, seqlen, heads, width) or (total, heads, width), read in tiles [1, 1, rows, width] of [batch, heads, seqlen, width]."""
-    if x.dim() == 3:
-        x = x.unsqueeze(0)
-    x = x.transpose(1, 2)
-    aligned = 16 // x.element_size()
-    strides = [s if n > 1 else aligned for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, width])
+    """Host descriptor of (batch, seqlen, heads, width) or (total, heads, width), read in tiles [1, 1, rows, width] of (batch, heads,
+    seqlen, width)."""
+    return descriptor_like(_descriptor_template(x.shape, x.stride(), 16 // x.element_size(), rows, width), x)
+
+
+@functools.lru_cache(maxsize=1024)
+def _descriptor_template(shape: tuple[int, ...], strides: tuple[int, ...], aligned: int, rows: int, width: int) -> TensorDescriptor:
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (aligned, *strides)
+    order = (0, 2, 1, 3)
+    strides = [strides[d] if shape[d] > 1 or d == 3 else aligned for d in order]
+    return TensorDescriptor(torch.empty(0), [shape[d] for d in order], strides, [1, 1, rows, width])
+
+
+def descriptor_like(template: TensorDescriptor, x: Tensor) -> TensorDescriptor:
+    """The template's layout at another address, without its constructor's checks, which cost as much as a launch."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(template.__dict__)
+    made.base = x
+    return made
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:

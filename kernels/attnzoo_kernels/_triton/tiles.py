@@ -28,7 +28,8 @@ def program_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, hea
                  LAST_FIRST: tl.constexpr):
     """The tile of this program: (sequence, batch, head, row, first, length, other_first, other_length).
 
-    Tiles run over rows of one side (queries, or keys), `other` is the side that the kernel walks. Tiles of one head follow each other, so that
+    Tiles run over rows of one side (queries, or keys), `other` is the side that the kernel walks. Tiles of one head follow each other,
+    so that
     the heads of a group share what they walk in L2; LAST_FIRST starts with the last one (causal: the heaviest). `row` counts from the
     sequence's first token; a program with row >= length has no tile. batch is 0 and `first` the offset where packed, the other way round
     where dense; sequence numbers both.

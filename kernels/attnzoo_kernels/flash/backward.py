@@ -35,11 +35,13 @@ def _first_row(head, seq, first_q, n_seqs, seqlen_q, heads, PACKED: tl.constexpr
 
 
 @triton.jit
-def _add_dq(dq, exact_delta, q, do, top, log_norm, delta, k_rows, v_rows, begin, end, batch, kv_head, first_k, row, len_q, len_k, stride_ks, stride_vs,
+def _add_dq(dq, exact_delta, q, do, top, log_norm, delta, k_rows, v_rows, begin, end, batch, kv_head, first_k, row, len_q, len_k,
+            stride_ks, stride_vs,
             window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, keep_below, keep_prob,
             HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
             BLOCK_N: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-            PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+            PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr,
+            HAS_DROPOUT: tl.constexpr,
             EXACT_DELTA: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """Walk the keys begin .. end."""
     i = row + tl.arange(0, BLOCK_M)[:, None]
@@ -54,7 +56,7 @@ def _add_dq(dq, exact_delta, q, do, top, log_norm, delta, k_rows, v_rows, begin,
         cap_derivative = 1.0
         if PRESCALE:
             scores, cap_derivative = modified_scores(scores, i, j, len_k - len_q, slope, scale, softcap,
-                                                     HAS_SOFTCAP, HAS_ALIBI, PRECISION == "ieee")
+                                                     HAS_SOFTCAP, HAS_ALIBI, PRECISION == "ieee", HARDWARE_TANH)
         weights = repeat_weights(scores, 1.0 if PRESCALE else scale, top[:, None], log_norm[:, None], PRECISION == "ieee")
         if MASKED:
             weights = tl.where(keys_seen(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), weights, 0.0)
@@ -77,13 +79,16 @@ def _add_dq(dq, exact_delta, q, do, top, log_norm, delta, k_rows, v_rows, begin,
                                 "stride_stats"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "stats_ptr", "grad_lse_ptr"])
 def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_lse_ptr, stats_ptr, delta_ptr, row_stats_ptr, dq_ptr,
-                        cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+                        cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks,
+                        stride_kh,
                         stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
-                        stride_dqb, stride_dqs, stride_dqh, stride_stats, stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left,
+                        stride_dqb, stride_dqs, stride_dqh, stride_stats, stride_rows, stride_ab, softmax_scale, scale, softcap,
+                        keep_prob, window_left,
                         window_right, keep_below, n_seqs, seqlen_q, seqlen_k, heads, group,
                         HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                         PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
-                        HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+                        HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+                        PRECISION: tl.constexpr,
                         HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                         STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
     seq, batch, head, row, first_q, len_q, first_k, len_k = program_tile(
@@ -130,6 +135,7 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
 
     bounds = key_ranges(row, len_q, len_k, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, GUARD_TAIL)
     # float32 walks the keys twice: delta from the weights themselves cancels where rowsum(dO * O), summed in another order, would not
+    exact_delta = tl.zeros([BLOCK_M], tl.float32)
     for sweep in tl.static_range(2 if PRECISION == "ieee" else 1):
         if sweep == 1:
             delta = exact_delta - grad_lse
@@ -141,7 +147,8 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
                     dq, exact_delta, q, do, top, log_norm, delta, k_rows, v_rows, bounds[part], bounds[part + 1], batch, kv_head, first_k,
                     row, len_q, len_k, stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, seed, offset,
                     seq * heads + head, keep_below, keep_prob, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, part != 1,
-                    part == 3, HAS_LEFT, HAS_RIGHT, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, EXACT_DELTA or PRECISION == "ieee",
+                    part == 3, HAS_LEFT, HAS_RIGHT, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, HARDWARE_TANH, HAS_DROPOUT,
+                    EXACT_DELTA or PRECISION == "ieee",
                     PRECISION, TMA)
     tl.store(row_stats + stride_rows, delta)
     dq_rows = tile_source(dq_ptr, batch, head, first_q, stride_dqb, stride_dqs, stride_dqh, False)
@@ -161,11 +168,13 @@ def _transposed_dot(keys, queries, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end, batch, head, first_q, column, len_q, len_k, stride_qs, stride_dos,
+def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end, batch, head, first_q, column, len_q, len_k, stride_qs,
+              stride_dos,
               window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, keep_below, keep_prob,
               HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-              PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+              PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr,
+              HAS_DROPOUT: tl.constexpr,
               PRECISION: tl.constexpr, TMA: tl.constexpr):
     """Walk the queries begin .. end; tiles are transposed, keys by queries."""
     j = column + tl.arange(0, BLOCK_N)[:, None]
@@ -185,7 +194,7 @@ def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end,
         cap_derivative = 1.0
         if PRESCALE:
             scores, cap_derivative = modified_scores(scores, i, j, len_k - len_q, slope, scale, softcap,
-                                                     HAS_SOFTCAP, HAS_ALIBI, PRECISION == "ieee")
+                                                     HAS_SOFTCAP, HAS_ALIBI, PRECISION == "ieee", HARDWARE_TANH)
         weights = repeat_weights(scores, 1.0 if PRESCALE else scale, top[None, :], log_norm, PRECISION == "ieee")
         if MASKED:
             weights = tl.where(queries_seeing(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), weights, 0.0)
@@ -215,7 +224,8 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
                           seqlen_q, seqlen_k, heads, group,
                           HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                           PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
-                          HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+                          HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+                          PRECISION: tl.constexpr,
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
     kv_heads = heads // group
     seq, batch, kv_head, column, first_k, len_k, first_q, len_q = program_tile(
@@ -249,10 +259,11 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
         for part in tl.static_range(4):
             if (part == 0 and HAS_RIGHT) or part == 1 or (part == 2 and HAS_LEFT) or (part == 3 and GUARD_TAIL):
                 dk, dv = _add_dkdv(
-                    dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, bounds[part], bounds[part + 1], batch, head, first_q, column, len_q,
+                    dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, bounds[part], bounds[part + 1], batch, head, first_q, column,
+                    len_q,
                     len_k, stride_qs, stride_dos, window_left, window_right, scale, softcap, slope, seed, offset, seq * heads + head,
                     keep_below, keep_prob, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, part != 1, part == 3, HAS_LEFT,
-                    HAS_RIGHT, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISION, TMA)
+                    HAS_RIGHT, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, HARDWARE_TANH, HAS_DROPOUT, PRECISION, TMA)
     dk_rows = tile_source(dk_ptr, batch, kv_head, first_k, stride_dkb, stride_dks, stride_dkh, False)
     dv_rows = tile_source(dv_ptr, batch, kv_head, first_k, stride_dvb, stride_dvs, stride_dvh, False)
     store_rows(dk_rows, dk * softmax_scale, column, len_k, stride_dks, HEAD_DIM, BLOCK_N, BLOCK_D)
@@ -266,10 +277,11 @@ def _descriptors(tile: Tile, constants: dict, q: Tensor, k: Tensor, v: Tensor, g
 
 
 @functools.lru_cache(maxsize=1024)
-def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_lse: bool, exact_delta: bool, q: Layout, k: Layout, v: Layout,
+def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_lse: bool, exact_delta: bool, q: Layout, k: Layout,
+             v: Layout,
              out: Layout, grad_out: Layout, dq: Layout, stats_stride: int, options: Options) -> tuple[Launch, Tile]:
     sequences, seqlen_q, _ = options.sizes(q[0], k[0])
-    constants = options.constants(q[0], v[0], dtype)
+    constants = options.constants(q[0], v[0], dtype, device)
     tile = dq_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0)
     tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (q, k, v, grad_out))
     constants |= {"HAS_GRAD_LSE": has_grad_lse, "EXACT_DELTA": exact_delta, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
@@ -284,7 +296,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
 def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k: Layout, v: Layout, grad_out: Layout, dk: Layout,
                dv: Layout, stats_stride: int, options: Options) -> tuple[Launch, Tile]:
     sequences, _, seqlen_k = options.sizes(q[0], k[0])
-    constants = options.constants(q[0], v[0], dtype)
+    constants = options.constants(q[0], v[0], dtype, device)
     tile = dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0)
     tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (q, k, v, grad_out))
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK, "TMA": tma}
@@ -293,14 +305,16 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
     return Launch(flash_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages), tile
 
 
-def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None,
+def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
+              cu_seqlens_q: Tensor | None,
               cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool,
               options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, the row statistics that launch_dkdv reads, and delta without the rounding of O, like the LSE (empty unless exact_delta)."""
     sequences, seqlen_q, _ = options.sizes(q.shape, k.shape)
     dq = torch.empty_like(q)
     delta = torch.empty_like(stats[0]) if exact_delta else stats.new_empty(0)
-    row_stats = stats.new_empty(3 if q.dtype == torch.float32 else 2, options.programs(q.shape[-2], seqlen_q, sequences, STATS_BLOCK) * STATS_BLOCK)
+    row_stats = stats.new_empty(3 if q.dtype == torch.float32 else 2, options.programs(q.shape[-2], seqlen_q, sequences,
+                                                                                       STATS_BLOCK) * STATS_BLOCK)
     if stats.numel() == 0:
         return dq, row_stats, delta
     launch, tile = _dq_plan(q.device, q.dtype, are_aligned(q, k, v, out, grad_out), grad_lse is not None, exact_delta, layout(q), layout(k),
@@ -311,13 +325,15 @@ def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
     return dq, row_stats, delta
 
 
-def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Tensor, cu_seqlens_q: Tensor | None,
+                cu_seqlens_k: Tensor | None,
                 alibi_slopes: Tensor | None, rng_state: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
     """dK and dV from the row statistics of launch_dq."""
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     if k.numel() == 0:
         return dk, dv
-    launch, tile = _dkdv_plan(q.device, q.dtype, are_aligned(q, k, v, grad_out), layout(q), layout(k), layout(v), layout(grad_out), layout(dk),
+    launch, tile = _dkdv_plan(q.device, q.dtype, are_aligned(q, k, v, grad_out), layout(q), layout(k), layout(v), layout(grad_out),
+                              layout(dk),
                               layout(dv), row_stats.shape[1], options)
     if launch.constants["TMA"]:
         q, k, v, grad_out = _descriptors(tile, launch.constants, q, k, v, grad_out)

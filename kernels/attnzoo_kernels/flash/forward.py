@@ -24,7 +24,7 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, batch, kv_head, first
             HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr,
             HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-            HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
+            HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """Walk the keys begin .. end."""
     i = row + tl.arange(0, BLOCK_M)[:, None]
     for column in tl.range(begin, end, BLOCK_N):
@@ -34,7 +34,8 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, batch, kv_head, first
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         j = column + tl.arange(0, BLOCK_N)[None, :]
         if PRESCALE:
-            scores, _ = modified_scores(scores, i, j, len_k - len_q, slope, scale, softcap, HAS_SOFTCAP, HAS_ALIBI, PRECISION == "ieee")
+            scores, _ = modified_scores(scores, i, j, len_k - len_q, slope, scale, softcap, HAS_SOFTCAP, HAS_ALIBI, PRECISION == "ieee",
+                                        HARDWARE_TANH)
         if MASKED:
             scores = tl.where(keys_seen(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), scores, -float("inf"))
         weights, top, norm, rescale = softmax_step(scores, top, norm, 1.0 if PRESCALE else scale, MASKED, PRECISION == "ieee")
@@ -49,14 +50,17 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, batch, kv_head, first
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "keep_below", "n_seqs", "seqlen_q", "seqlen_k", "heads",
-                                "stride_stats"], do_not_specialize_on_alignment=["sinks", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state"])
+                                "stride_stats"], do_not_specialize_on_alignment=["sinks", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes",
+                                                                                 "rng_state"])
 def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
                      rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-                     stride_ob, stride_os, stride_oh, stride_stats, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left, window_right,
+                     stride_ob, stride_os, stride_oh, stride_stats, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left,
+                     window_right,
                      keep_below, n_seqs, seqlen_q, seqlen_k, heads, group,
                      HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                      PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
-                     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+                     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+                     PRECISION: tl.constexpr,
                      HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr):
     seq, batch, head, row, first_q, len_q, first_k, len_k = program_tile(
         cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT)
@@ -97,7 +101,7 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                 acc, top, norm, q, k_rows, v_rows, bounds[part], bounds[part + 1], batch, kv_head, first_k, row, len_q, len_k,
                 stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, seed, offset, seq * heads + head, keep_below,
                 HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, part != 1, part == 3, HAS_LEFT, HAS_RIGHT, PRESCALE,
-                HAS_SOFTCAP, HAS_ALIBI, HAS_DROPOUT, PRECISION, TMA)
+                HAS_SOFTCAP, HAS_ALIBI, HARDWARE_TANH, HAS_DROPOUT, PRECISION, TMA)
 
     divisor = (tl.where(norm > 0, norm, 1.0) * keep_prob)[:, None]
     acc = tl.div_rn(acc, divisor + acc * 0.0) if PRECISION == "ieee" else acc / divisor
@@ -115,7 +119,7 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
 def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bool, q: Layout, k: Layout, v: Layout,
           options: Options) -> tuple[Launch, Tile]:
     sequences, seqlen_q, _ = options.sizes(q[0], k[0])
-    constants = options.constants(q[0], v[0], dtype)
+    constants = options.constants(q[0], v[0], dtype, device)
     tile = forward_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0)
     tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (q, k, v))
     rows = math.prod(q[0][:-1])

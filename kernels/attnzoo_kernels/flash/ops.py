@@ -20,7 +20,8 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
     from attnzoo_kernels.flash.options import Options
 
     options = Options.of(cu_seqlens_q, alibi_slopes, *numbers)
-    return launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, options)
+    return launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta,
+                           options)
 
 
 @torch.library.custom_op("attnzoo::flash_forward", mutates_args=())
@@ -68,7 +69,8 @@ def _backward(gradients, ctx, grad_out, grad_lse, _):
     q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     needs_dsinks = sinks is not None and ctx.needs_input_grad[6]
-    dq, dk, dv, delta = gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, needs_dsinks,
+    dq, dk, dv, delta = gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
+                                  needs_dsinks,
                                   *ctx.options)
     dsinks = None
     if needs_dsinks:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import block_width
+from attnzoo_kernels._triton.launch import architecture, block_width
 from attnzoo_kernels.dropout import keep_threshold
 
 Layout = tuple[torch.Size, tuple[int, ...]]
@@ -50,7 +50,7 @@ class Options:
         return (self.slopes_stride or 0, self.softmax_scale, self.softmax_scale * math.log2(math.e), self.softcap, keep_below / 65536,
                 self.window_left, self.window_right, keep_below, *self.sizes(q, k), q[-2], q[-2] // k[-2])
 
-    def constants(self, q: torch.Size, v: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
+    def constants(self, q: torch.Size, v: torch.Size, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         return {
             "HEAD_DIM": q[-1],
             "VALUE_DIM": v[-1],
@@ -63,6 +63,7 @@ class Options:
             "PRESCALE": self.softcap > 0 or self.slopes_stride is not None or self.softmax_scale <= 0,
             "HAS_SOFTCAP": self.softcap > 0,
             "HAS_ALIBI": self.slopes_stride is not None,
+            "HARDWARE_TANH": dtype != torch.float32 and architecture(device) >= 75 and torch.version.cuda is not None,
             "HAS_DROPOUT": self.dropout_p > 0,
             "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         }

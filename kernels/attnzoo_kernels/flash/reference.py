@@ -36,7 +36,8 @@ def flash_attention_reference(q, k, v, *, window_size, softmax_scale, softcap, a
     packed = cu_seqlens_q is not None
     total_q = q.shape[0]
     if packed:
-        q, k, v = pad_packed(q, cu_seqlens_q, max_seqlen_q), pad_packed(k, cu_seqlens_k, max_seqlen_k), pad_packed(v, cu_seqlens_k, max_seqlen_k)
+        q, k, v = pad_packed(q, cu_seqlens_q, max_seqlen_q), pad_packed(k, cu_seqlens_k, max_seqlen_k), pad_packed(v, cu_seqlens_k,
+                                                                                                                   max_seqlen_k)
     batch, rows, heads, _ = q.shape
     columns, kv_heads = k.shape[1:3]
     len_q = sequence_lengths(cu_seqlens_q, batch, rows, q.device)

@@ -1,0 +1,75 @@
+"""Compile FlashAttention's kernels for a GPU that is not here: `python ahead_of_time.py 90` prints a JSON line per kernel.
+
+A process of its own: it needs another driver than the interpreter, and none that is there.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+ARCH = int(sys.argv[1])
+WIDTHS = ((64, 64), (128, 128), (256, 256), (64, 128))
+
+
+class Driver:
+    """What the compiler asks a driver; the device number must differ by architecture, or the first one's kernel comes back."""
+
+    def get_current_target(self):
+        return GPUTarget("cuda", ARCH, 32)
+
+    def get_current_device(self):
+        return ARCH
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers a thread, bytes of stack: what was spilled)."""
+    tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", listing).groups()
+    return int(registers), int(stack)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    compiled = []
+    run = JITFunction.run
+
+    def warm_up(self, *args, grid, warmup, **options):
+        compiled.append((self.fn.__name__, options, run(self, *args, grid=grid, warmup=True, **options)))
+
+    JITFunction.run = warm_up
+    from attnzoo_kernels.flash import backward, forward, options
+
+    for module in (forward, backward, options):
+        module.architecture = lambda device: ARCH
+    for dtype in (torch.bfloat16, torch.float32):
+        for head_dim, value_dim in WIDTHS:
+            for right in (-1, 0):
+                q, k = torch.zeros(2, 1, 256, 2, head_dim, dtype=dtype)
+                v, dout, out = torch.zeros(3, 1, 256, 2, value_dim, dtype=dtype)
+                choice = options.Options(None, None, head_dim**-0.5, -1, right, 0.0, 0.0)
+                nothing = (None,) * 4
+                _, _, stats = forward.launch_forward(q, k, v, *nothing, None, choice)
+                backward.launch_backward(dout, None, q, k, v, out, stats, *nothing, False, choice)
+    for name, constants, kernel in compiled:
+        registers, stack = resources(kernel.asm["cubin"])
+        shown = {key: constants[key] for key in ("HEAD_DIM", "VALUE_DIM", "HAS_RIGHT", "PRECISION", "BLOCK_M", "BLOCK_N", "TMA")}
+        print(json.dumps({"kernel": name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared, **shown}))
+
+
+if __name__ == "__main__":
+    main()
