@@ -1,13 +1,14 @@
 """Padding removal against PyTorch's recipe (nonzero, cumsum, max().item(), index, zeros and index put) and against a plain copy.
 
     python -m benchmarks.padding                  # microseconds of the indices, TB/s of removing and restoring
-    python -m benchmarks.padding indices
+    python -m benchmarks.padding tiles            # candidates for the table in attnzoo_kernels/padding/tiles.py
 """
 
 import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from attnzoo_kernels import padding
 from attnzoo_kernels.padding.cases import BENCHMARK, Case
+from attnzoo_kernels.padding.tiles import Tile, remove_tile, restore_tile
 from benchmarks import harness
 from benchmarks.harness import Backend, Entry, Line, Pass, Session, Unsupported, differentiable
 from benchmarks.report import Row
@@ -185,18 +187,50 @@ def rows(session: Session) -> Iterator[list[Row]]:
             yield harness.compare(line, entries(session, case, operation), session.options.directions, session.timing, unit="TB/s")
 
 
+def tiles(session: Session) -> Iterator[list[Row]]:
+    """TB/s of removing and restoring by tile; the first column is the table's."""
+    for case in cases(session):
+        for operation, table in (("remove", remove_tile), ("restore", restore_tile)):
+            chosen = table(case.width, case.dtype.itemsize)
+            others = [Tile(rows, chosen.columns, warps) for rows in (4, 8, 16, 32) for warps in (4, 8)]
+            candidates = list(dict.fromkeys([chosen, *others]))
+            x = make_inputs(case, operation, session.device)
+            columns = [
+                Entry(f"{t.rows}x{t.columns} {t.num_warps} warps", Backend("attnzoo-triton", with_tile(operation, t)), case, x,
+                      {"forward": moved(operation, case)}, check(case, x, ["forward"]))
+                for t in candidates
+            ]
+            line = Line("padding", "tiles", f"{operation} {case.batch} rows w{case.width}", case.seqlen)
+            yield harness.compare(line, columns, ["forward"], session.timing, unit="TB/s")
+
+
+def with_tile(operation: str, tile: Tile) -> Callable[[Case, Inputs], Pass]:
+    def make(case: Case, x: Inputs) -> Pass:
+        from attnzoo_kernels.padding import rows as kernels
+
+        run, name = attnzoo("triton")(case, x), f"{operation}_tile"
+
+        def forward() -> Tensor:
+            with patch.object(kernels, name, lambda *_: tile):
+                return run.forward()
+
+        return Pass(forward, run.backward, run.saved)
+
+    return make
+
+
 def cases(session: Session) -> tuple[Case, ...]:
     if session.options.dry_run:
         return Case(4, 24, 16, 15, session.dtype), Case(4, 24, 16, 15, session.dtype, scattered=True)
     return tuple(Case(c.batch, c.seqlen, c.width, c.mean, session.dtype) for c in BENCHMARK)
 
 
-TABLES = {f.__name__: f for f in (indices, rows)}
+TABLES = {f.__name__: f for f in (indices, rows, tiles)}
 
 
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("padding", list(TABLES), list(BACKENDS))
-    command.set_defaults(tables=list(TABLES))
+    command.set_defaults(tables=["indices", "rows"])
     return harness.main(command, TABLES, BACKENDS, ["attnzoo-reference"], {}, arguments)
 
 

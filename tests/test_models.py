@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from torch.testing import assert_close
 
 from attnzoo.attention.flash import FlashAttention
-from attnzoo.attention.positions import alibi_slopes, packed_position_ids, rotary_tables, rotate
+from attnzoo.attention.positions import alibi_slopes, rotary_tables, rotate
 from attnzoo.attention.sdpa import SDPAttention
 from attnzoo.models import BERT, GPT, from_config
 
@@ -111,6 +111,29 @@ def test_padding_may_stand_anywhere(cls, positions):
         assert not out[~real].any()
 
 
+@pytest.mark.parametrize("max_tokens", [None, 14, 17])
+@pytest.mark.parametrize("cls", [GPT, BERT])
+@pytest.mark.parametrize("positions", ["learned", "rotary"])
+def test_padded_and_packed_give_the_same_loss_and_gradients(cls, positions, max_tokens):
+    model = build(cls, positions=positions)
+    lengths = torch.tensor([8, 1, 0, 5])
+    mask = torch.arange(8) < lengths[:, None]
+    tokens, labels = ids(4, 8), ids(4, 8)
+    at = mask.flatten().nonzero().flatten()[::3]  # in rows; every third token when packed
+
+    def loss_and_gradients(logits, targets):
+        loss = F.cross_entropy(logits, targets)
+        return loss, torch.autograd.grad(loss, list(model.parameters()))
+
+    packed = {"cu_seqlens": F.pad(lengths.cumsum(0), (1, 0)).int(), "max_seqlen": 8}
+    expected = loss_and_gradients(model(tokens[mask], **packed), labels[mask])
+    padded = model(tokens, attention_mask=mask, max_tokens=max_tokens)
+    assert_close(loss_and_gradients(padded[mask], labels[mask]), expected)
+    expected = loss_and_gradients(model(tokens[mask], **packed, logits_at=torch.arange(0, 14, 3)), labels[mask][::3])
+    padded = model(tokens, attention_mask=mask, max_tokens=max_tokens, logits_at=at)
+    assert_close(loss_and_gradients(padded, labels.flatten()[at]), expected)
+
+
 @pytest.mark.parametrize("cls", [GPT, BERT])
 def test_logits_at_chosen_tokens(cls):
     model = build(cls)
@@ -198,11 +221,6 @@ def test_alibi_slopes_are_those_of_the_paper():
         assert_close(alibi_slopes(n, torch.device("cpu")), torch.tensor(of_power(n)))
     assert_close(alibi_slopes(12, torch.device("cpu")), torch.tensor(of_power(8) + of_power(16)[0::2][:4]))
     assert_close(alibi_slopes(25, torch.device("cpu")), torch.tensor(of_power(16) + of_power(32)[0::2][:9]))
-
-
-def test_packed_positions_restart():
-    cu_seqlens = torch.tensor([0, 3, 3, 5, 5, 5], dtype=torch.int32)
-    assert packed_position_ids(cu_seqlens, 5).tolist() == [0, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize("cls, head", [(GPT, 0), (BERT, 32 * 32)])

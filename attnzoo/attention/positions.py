@@ -47,10 +47,3 @@ def alibi_slopes(n_heads: int, device: torch.device) -> Tensor:
     power = 2 ** (n_heads.bit_length() - 1)
     k = torch.arange(1, n_heads + 1, dtype=torch.float32, device=device)
     return torch.exp2(torch.where(k <= power, -8 * k / power, -4 * (2 * (k - power) - 1) / power))
-
-
-def packed_position_ids(cu_seqlens: Tensor, total: int) -> Tensor:
-    """Position of each packed token inside its sequence, (total,) int64."""
-    token = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
-    return (token - cu_seqlens[sequence]).long()

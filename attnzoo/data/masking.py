@@ -55,8 +55,8 @@ class MaskedRows:
         """The batch of these sequences; numbers from `n_rows` on are left out, and a batch of nothing else is one padding token.
 
         `input_ids`, `labels` int64: packed `(n_tokens,)` with the fields of a packed batch, or `(len(rows), longest)` with a bool
-        `attention_mask`. `logits_at` int64 `(n_targets,)` holds the flat indices of the tokens to guess. Also the ints `n_tokens`
-        (without padding) and `n_targets`, and `lengths` (numpy int64).
+        `attention_mask` and the int `max_tokens`, its sum. `logits_at` int64 `(n_targets,)` holds the flat indices of the tokens to
+        guess. Also the ints `n_tokens` (without padding) and `n_targets`, and `lengths` (numpy int64).
         """
         rows = rows[rows < self.n_rows]
         ids, labels, lengths = self._sequences(epoch, rows)
@@ -69,7 +69,7 @@ class MaskedRows:
             longest = min(-(-lengths.max() // 64) * 64, self.seq_len)
             real = np.arange(longest) < lengths[:, None]
             ids, labels = _pad(ids, real, self.tokenizer.pad_id), _pad(labels, real, IGNORE)
-            fields = {"attention_mask": torch.from_numpy(real), "lengths": lengths}
+            fields = {"attention_mask": torch.from_numpy(real), "max_tokens": int(lengths.sum()), "lengths": lengths}
         logits_at = np.flatnonzero(labels != IGNORE)
         return {
             "input_ids": torch.from_numpy(ids),

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.attention.base import POSITIONS, Attention, AttentionSpec, KVCache, SequenceInfo, Supports
-from attnzoo.attention.positions import packed_position_ids
 from attnzoo.models.blocks import Block, default_mlp_dim, make_norm
 from attnzoo_kernels import padding
 
@@ -65,7 +64,8 @@ class Transformer(nn.Module):
             AttentionSpec(
                 dim=dim, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, layer=layer, n_layers=n_layers,
                 causal=self.causal, positions=positions, train_context=train_context, dropout=attention_dropout,
-                bias=bias, rope_base=rope_base, rope_scaling=rope_scaling, rope_factor=rope_factor)
+                bias=bias, rope_base=rope_base, rope_scaling=rope_scaling, rope_factor=rope_factor,
+                mlp_matrices=3 if mlp == "swiglu" else 2)
             for layer in range(n_layers)
         ]
         self.blocks = nn.ModuleList(
@@ -99,25 +99,26 @@ class Transformer(nn.Module):
 
     def forward(
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-        attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None, cache: list[KVCache] | None = None,
-        logits_at: Tensor | None = None,
+        attention_mask: Tensor | None = None, max_tokens: int | None = None, token_type_ids: Tensor | None = None,
+        cache: list[KVCache] | None = None, logits_at: Tensor | None = None,
     ) -> Tensor:
         """Logits in the layout of input_ids, (..., vocab_size), or (n, vocab_size) with `logits_at`.
 
         input_ids: int64, (batch, seqlen), or packed (total,) with cu_seqlens (int32, sequences + 1) and max_seqlen (int).
         position_ids: like input_ids; by default each sequence counts from 0, after `cache`'s tokens.
         attention_mask: (batch, seqlen), nonzero where a token is real; padding is removed once here and its logits are zeros.
+        max_tokens: how many tokens are real, or an upper bound; without it the host waits for the device to count them.
         token_type_ids: like input_ids, for models that have types. cache: from `new_cache`, input_ids are then the next tokens.
         logits_at: int64 (n,), indices into input_ids.flatten() whose logits are wanted.
         """
         self._check_layout(input_ids, cu_seqlens, max_seqlen, attention_mask, cache)
         if attention_mask is not None:
-            return self._forward_padded(input_ids, attention_mask, position_ids, token_type_ids, logits_at)
+            return self._forward_padded(input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at)
         offset = 0 if cache is None else cache[0].length
         length = max_seqlen if input_ids.dim() == 1 else offset + input_ids.shape[1]
         self._check_length(length)
         if position_ids is None and cu_seqlens is not None:
-            position_ids = packed_position_ids(cu_seqlens, input_ids.shape[0])
+            position_ids = padding.position_ids(cu_seqlens, input_ids.shape[0])
         elif position_ids is None:
             position_ids = torch.arange(offset, length, device=input_ids.device)[None]
         if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -130,14 +131,14 @@ class Transformer(nn.Module):
             x = x.reshape(-1, self.dim).index_select(0, logits_at)
         return self.logits(self.final_norm(x))
 
-    def _forward_padded(self, input_ids, attention_mask, position_ids, token_type_ids, logits_at) -> Tensor:
+    def _forward_padded(self, input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at) -> Tensor:
         """Remove the padding from the token ids, run packed, and put the logits back into rows."""
         batch, seqlen = input_ids.shape
-        tokens, indices, cu_seqlens, max_seqlen, _ = padding.unpad_input(input_ids, attention_mask)
+        tokens, indices, cu_seqlens, max_seqlen, _ = padding.unpad_input(input_ids, attention_mask, max_tokens=max_tokens)
         position_ids, token_type_ids = (
-            None if ids is None else ids.expand(batch, seqlen).flatten()[indices] for ids in (position_ids, token_type_ids))
+            None if ids is None else padding.remove_padding(ids.expand(batch, seqlen), indices) for ids in (position_ids, token_type_ids))
         if logits_at is not None:
-            logits_at = ((attention_mask != 0).flatten().cumsum(0) - 1)[logits_at]
+            logits_at = torch.searchsorted(indices, logits_at.contiguous())
         logits = self.forward(tokens, position_ids=position_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
                               token_type_ids=token_type_ids, logits_at=logits_at)
         return logits if logits_at is not None else padding.pad_input(logits, indices, batch, seqlen)

@@ -59,11 +59,12 @@ def max_seqlen(name: str, value) -> None:
         raise ValueError(f"{name}: packed input needs the longest sequence as an int, got {value!r}")
 
 
-def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> bool:
-    """Shapes, dtypes, devices and strides of q, k, v; returns whether they are packed."""
+def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, names=("q", "k", "v")) -> bool:
+    """Shapes, dtypes, devices and strides of q, k, v, which the operator calls `names`; returns whether they are packed."""
+    q_name, k_name, v_name = names
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     layout = "(total, heads, head_dim)" if packed else "(batch, seqlen, heads, head_dim)"
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in zip(names, (q, k, v), strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: must be a tensor, got {type(x).__name__}")
         if x.dim() != (3 if packed else 4):
@@ -72,22 +73,22 @@ def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
         if not x.is_floating_point():
             raise TypeError(f"{name}: must be a floating point tensor, got {x.dtype}")
         if x.dtype != q.dtype:
-            raise TypeError(f"{name}: must have q's dtype {q.dtype}, got {x.dtype}")
+            raise TypeError(f"{name}: must have {q_name}'s dtype {q.dtype}, got {x.dtype}")
         if x.device != q.device:
-            raise ValueError(f"{name}: must be on q's device {q.device}, got {x.device}")
+            raise ValueError(f"{name}: must be on {q_name}'s device {q.device}, got {x.device}")
         if x.shape[-1] > 1 and x.stride(-1) != 1:
             raise ValueError(f"{name}: last dimension must be contiguous, got stride {x.stride(-1)}; call .contiguous()")
     if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k: head_dim must be q's {q.shape[-1]}, got {k.shape[-1]}")
+        raise ValueError(f"{k_name}: head_dim must be {q_name}'s {q.shape[-1]}, got {k.shape[-1]}")
     if v.shape[-2] != k.shape[-2]:
-        raise ValueError(f"v: must have k's {k.shape[-2]} heads, got {v.shape[-2]}")
+        raise ValueError(f"{v_name}: must have {k_name}'s {k.shape[-2]} heads, got {v.shape[-2]}")
     if v.shape[:-2] != k.shape[:-2]:
-        raise ValueError(f"v: must have k's leading shape {tuple(k.shape[:-2])}, got {tuple(v.shape[:-2])}")
-    for name, width in (("q", q.shape[-1]), ("v", v.shape[-1])):
+        raise ValueError(f"{v_name}: must have {k_name}'s leading shape {tuple(k.shape[:-2])}, got {tuple(v.shape[:-2])}")
+    for name, width in ((q_name, q.shape[-1]), (v_name, v.shape[-1])):
         if not 1 <= width <= MAX_HEAD_DIM:
             raise ValueError(f"{name}: width must be 1 to {MAX_HEAD_DIM}, got {width}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
-        raise ValueError(f"k: its {k.shape[-2]} heads must divide q's {q.shape[-2]}")
+        raise ValueError(f"{k_name}: its {k.shape[-2]} heads must divide {q_name}'s {q.shape[-2]}")
     if packed:
         for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if value is None:
@@ -98,8 +99,22 @@ def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
         max_seqlen("max_seqlen_q", max_seqlen_q)
         max_seqlen("max_seqlen_k", max_seqlen_k)
     elif k.shape[0] != q.shape[0]:
-        raise ValueError(f"k: batch must be q's {q.shape[0]}, got {k.shape[0]}")
+        raise ValueError(f"{k_name}: batch must be {q_name}'s {q.shape[0]}, got {k.shape[0]}")
     return packed
+
+
+def alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """x must be a tensor like `other`: its shape, dtype and device, last dimension contiguous."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: must be a tensor, got {type(x).__name__}")
+    if x.shape != other.shape:
+        raise ValueError(f"{name}: must have {other_name}'s shape {tuple(other.shape)}, got {tuple(x.shape)}")
+    if x.dtype != other.dtype:
+        raise TypeError(f"{name}: must have {other_name}'s dtype {other.dtype}, got {x.dtype}")
+    if x.device != other.device:
+        raise ValueError(f"{name}: must be on {other_name}'s device {other.device}, got {x.device}")
+    if x.shape[-1] > 1 and x.stride(-1) != 1:
+        raise ValueError(f"{name}: last dimension must be contiguous, got stride {x.stride(-1)}; call .contiguous()")
 
 
 def triton_inputs(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> None:

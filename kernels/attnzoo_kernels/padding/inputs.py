@@ -1,0 +1,128 @@
+"""Argument checks of padding removal. What needs the values is checked on CPU tensors only: on a GPU the host would have to wait."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def mask(name: str, value: Tensor, like: Tensor | None = None) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: must be a tensor, got {type(value).__name__}")
+    if value.dim() != 2:
+        raise ValueError(f"{name}: must have shape (batch, seqlen), got {tuple(value.shape)}")
+    if value.is_complex():
+        raise TypeError(f"{name}: must be bool, integer or floating point, got {value.dtype}")
+    if like is not None:
+        same_rows(name, value, like)
+
+
+def same_rows(name: str, value: Tensor, like: Tensor) -> None:
+    if value.shape != like.shape[:2]:
+        raise ValueError(f"{name}: must have shape {tuple(like.shape[:2])}, the (batch, seqlen) of the rows, got {tuple(value.shape)}")
+    if value.device != like.device:
+        raise ValueError(f"{name}: must be on the rows' device {like.device}, got {value.device}")
+
+
+def slots(batch: int, seqlen: int) -> int:
+    if min(batch, seqlen) < 0:
+        raise ValueError(f"batch, seqlen: must be at least 0, got {batch} and {seqlen}")
+    if batch * seqlen >= 2**31:
+        raise ValueError(f"batch, seqlen: product must be below 2**31, because cu_seqlens is int32, got {batch} * {seqlen}; split them")
+    return batch * seqlen
+
+
+def bound(name: str, value: int | None, most: int) -> int:
+    """How many entries to make room for: `value`, at most `most`."""
+    if value is None:
+        return most
+    if isinstance(value, Tensor):
+        raise TypeError(f"{name}: must be a Python int, got a tensor (reading it would wait for the device)")
+    if value < 0:
+        raise ValueError(f"{name}: must be at least 0, got {value}")
+    return min(value, most)
+
+
+def lengths(name: str, value: Tensor, dim: int, seqlen: int) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: must be a tensor, got {type(value).__name__}")
+    if value.dim() != dim:
+        raise ValueError(f"{name}: must have shape {'(batch,)' if dim == 1 else '(batch, seqlen)'}, got {tuple(value.shape)}")
+    if value.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: must be int32 or int64, got {value.dtype}")
+    if values_known(value) and value.numel():
+        rows = value if dim == 1 else value.sum(1)
+        if value.min() < 0 or rows.max() > seqlen:
+            raise ValueError(f"{name}: must be at least 0 and at most seqlen={seqlen} a row, got {value.min()} and {rows.max()}")
+
+
+def host_lengths(value: Sequence[int], seqlen: int) -> list[int]:
+    value = [int(n) for n in value]
+    if value and (min(value) < 0 or max(value) > seqlen):
+        raise ValueError(f"lengths: must be at least 0 and at most seqlen={seqlen}, got {min(value)} and {max(value)}")
+    return value
+
+
+def to_device(value: list[int], device: torch.device | str | None) -> Tensor:
+    """(batch,) int32; pinned on its way to a GPU, so that the host does not wait."""
+    device = torch.device(device or "cpu")
+    tensor = torch.tensor(value, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return tensor.to(device, non_blocking=True)
+
+
+def rows(name: str, x: Tensor, leading: int) -> None:
+    """x (*leading, ...) whose trailing dimensions lie together in memory."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: must be a tensor, got {type(x).__name__}")
+    if x.dim() < leading:
+        raise ValueError(f"{name}: must be {'(batch, seqlen, ...)' if leading == 2 else '(tokens, ...)'}, got shape {tuple(x.shape)}")
+    if x.element_size() not in (1, 2, 4, 8):
+        raise TypeError(f"{name}: must have elements of 1, 2, 4 or 8 bytes, got {x.dtype}")
+    if not contiguous_rows(x, leading):
+        raise ValueError(f"{name}: dimensions from {leading} on must be contiguous, got shape {tuple(x.shape)} with strides {x.stride()}; "
+                         "call .contiguous()")
+
+
+def contiguous_rows(x: Tensor, leading: int) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(x.shape[leading:]), reversed(x.stride()[leading:]), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def cu_seqlens(value: Tensor) -> None:
+    if value.dim() != 1 or value.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: must have shape (sequences + 1,), got {tuple(value.shape)}")
+    if value.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens: must be int32, got {value.dtype}")
+    if value.stride(0) != 1:
+        raise ValueError(f"cu_seqlens: must be contiguous, got stride {value.stride(0)}")
+
+
+def indices(value: Tensor, x: Tensor, n_slots: int) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"indices: must be a tensor, got {type(value).__name__}")
+    if value.dim() != 1:
+        raise ValueError(f"indices: must have shape (tokens,), got {tuple(value.shape)}")
+    if value.dtype != torch.int64:
+        raise TypeError(f"indices: must be int64, got {value.dtype}")
+    if value.device != x.device:
+        raise ValueError(f"indices: must be on the tokens' device {x.device}, got {value.device}")
+    if values_known(value) and value.numel():
+        if value[0] < 0 or value[-1] > n_slots:
+            raise ValueError(f"indices: must lie in 0 .. batch * seqlen = {n_slots}, got {value[0]} .. {value[-1]}")
+        if not ((value.diff() > 0) | (value[1:] == n_slots)).all():
+            raise ValueError("indices: must be strictly ascending, as unpad_input gives them; sort them, and the tokens with them")
+
+
+def triton_device(x: Tensor) -> None:
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f'impl: "triton" needs CUDA tensors, got {x.device} (on a CPU it runs in the interpreter: TRITON_INTERPRET=1)')
+
+
+def values_known(x: Tensor) -> bool:
+    """Whether looking at values costs no wait for a device and no break in a compiled graph."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -1,0 +1,111 @@
+"""Kernels that move rows between padded and packed layout: bytes are copied as integers, whatever the dtype."""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo_kernels.padding.indices import ASSERTING
+from attnzoo_kernels.padding.tiles import remove_tile, restore_tile
+
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@triton.jit
+def _load_ascending(indices_ptr, token, slots, tokens):
+    """Indices of tokens, int32, after a look at their order; beyond the last token `slots`."""
+    index = tl.load(indices_ptr + token, mask=token < tokens, other=slots).to(tl.int32)
+    following = tl.load(indices_ptr + token + 1, mask=token + 1 < tokens, other=slots).to(tl.int32)
+    ordered = (index >= 0) & (index <= slots) & ((index < following) | (following == slots))
+    tl.device_assert(ordered, "indices: must be strictly ascending in 0 .. batch * seqlen")
+    return index
+
+
+@triton.jit(do_not_specialize=["seqlen", "slots", "tokens"])
+def padding_remove_kernel(x_ptr, indices_ptr, out_ptr, stride_xb, stride_xs, seqlen, slots, tokens,
+                          WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    column_blocks = tl.cdiv(WIDTH, BLOCK_WIDTH)
+    token = tl.program_id(0) // column_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(0) % column_blocks * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    index = _load_ascending(indices_ptr, token, slots, tokens)
+    real = index < slots
+    batch = index // seqlen
+    source = batch.to(tl.int64) * stride_xb + (index - batch * seqlen).to(tl.int64) * stride_xs
+    target = token.to(tl.int64) * WIDTH
+    # [BLOCK_ROWS, BLOCK_WIDTH]
+    if WIDTH % BLOCK_WIDTH == 0:
+        rows = tl.load(x_ptr + source[:, None] + column[None, :], mask=real[:, None], other=0)
+        tl.store(out_ptr + target[:, None] + column[None, :], rows, mask=(token < tokens)[:, None])
+    else:
+        inside = (column < WIDTH)[None, :]
+        rows = tl.load(x_ptr + source[:, None] + column[None, :], mask=real[:, None] & inside, other=0)
+        tl.store(out_ptr + target[:, None] + column[None, :], rows, mask=(token < tokens)[:, None] & inside)
+
+
+@triton.jit
+def _search(indices_ptr, slot, slots, tokens, NEAR: tl.constexpr):
+    """A token at most NEAR before the first one whose index is `slot` or more; 128 indices are looked at a time."""
+    lanes = tl.arange(0, 128)
+    first = 0
+    # an index is never below its token's number
+    end = tl.minimum(tokens, slot)
+    while end - first > NEAR:
+        step = tl.cdiv(end - first, 128)
+        at = first + lanes * step
+        below = tl.sum((tl.load(indices_ptr + at, mask=at < end, other=slots) < slot).to(tl.int32), 0)
+        end = tl.minimum(first + below * step, end)
+        first = tl.where(below > 0, first + (below - 1) * step + 1, first)
+    return first
+
+
+@triton.jit(do_not_specialize=["slots", "tokens"])
+def padding_restore_kernel(tokens_ptr, indices_ptr, out_ptr, stride_t, slots, tokens,
+                           WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    slot = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    # there are no more tokens than slots, so that all are looked at
+    _load_ascending(indices_ptr, slot, slots, tokens)
+    first = _search(indices_ptr, tl.program_id(0) * BLOCK_ROWS, slots, tokens, BLOCK_ROWS)
+    near = first + tl.arange(0, 2 * BLOCK_ROWS)
+    index = tl.load(indices_ptr + near, mask=near < tokens, other=-1).to(tl.int32)
+    # [BLOCK_ROWS, 2 * BLOCK_ROWS]
+    here = (slot[:, None] == index[None, :]) & (index < slots)[None, :]
+    token = tl.max(tl.where(here, near[None, :], -1), 1)
+    source = token.to(tl.int64) * stride_t
+    target = slot.to(tl.int64) * WIDTH
+    for start in range(0, WIDTH, BLOCK_WIDTH):
+        column = start + tl.arange(0, BLOCK_WIDTH)
+        # [BLOCK_ROWS, BLOCK_WIDTH]
+        if WIDTH % BLOCK_WIDTH == 0:
+            rows = tl.load(tokens_ptr + source[:, None] + column[None, :], mask=(token >= 0)[:, None], other=0)
+            tl.store(out_ptr + target[:, None] + column[None, :], rows, mask=(slot < slots)[:, None])
+        else:
+            inside = (column < WIDTH)[None, :]
+            rows = tl.load(tokens_ptr + source[:, None] + column[None, :], mask=(token >= 0)[:, None] & inside, other=0)
+            tl.store(out_ptr + target[:, None] + column[None, :], rows, mask=(slot < slots)[:, None] & inside)
+
+
+def launch_remove(x: Tensor, indices: Tensor) -> Tensor:
+    out = torch.empty(indices.shape[0], *x.shape[2:], dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    width, words = math.prod(x.shape[2:]), WORDS[x.element_size()]
+    tile = remove_tile(width, x.element_size())
+    programs = triton.cdiv(out.shape[0], tile.rows) * triton.cdiv(width, tile.columns)
+    padding_remove_kernel[(programs,)](
+        x.view(words), indices.contiguous(), out.view(words), *x.stride()[:2], max(x.shape[1], 1), x.shape[0] * x.shape[1], out.shape[0],
+        WIDTH=width, BLOCK_ROWS=tile.rows, BLOCK_WIDTH=tile.columns, num_warps=tile.num_warps, **ASSERTING)
+    return out
+
+
+def launch_restore(tokens: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    out = torch.empty(batch, seqlen, *tokens.shape[1:], dtype=tokens.dtype, device=tokens.device)
+    if out.numel() == 0:
+        return out
+    width, words = math.prod(tokens.shape[1:]), WORDS[tokens.element_size()]
+    tile = restore_tile(width, tokens.element_size())
+    padding_restore_kernel[(triton.cdiv(batch * seqlen, tile.rows),)](
+        tokens.view(words), indices.contiguous(), out.view(words), tokens.stride(0), batch * seqlen, tokens.shape[0],
+        WIDTH=width, BLOCK_ROWS=tile.rows, BLOCK_WIDTH=tile.columns, num_warps=tile.num_warps, **ASSERTING)
+    return out
