@@ -20,6 +20,7 @@ class AttentionSpec:
     layer: this layer's index, from 0 to n_layers - 1. train_context: tokens a model reads at once in training.
     positions: "learned" leaves positions to the model, "rotary" and "alibi" are applied here.
     rope_scaling, rope_factor: see `attnzoo.attention.positions.rotary_tables`.
+    mlp_matrices: dim x mlp_dim matrices of the MLP behind the layer, three with a gate.
     """
 
     dim: int
@@ -36,6 +37,7 @@ class AttentionSpec:
     rope_base: float = 10000.0
     rope_scaling: str = "none"
     rope_factor: float = 1.0
+    mlp_matrices: int = 2
 
     def __post_init__(self):
         for name in ("dim", "n_heads", "n_kv_heads", "head_dim", "n_layers", "train_context"):

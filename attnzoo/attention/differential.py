@@ -1,0 +1,162 @@
+"""Differential attention: the difference of two softmax maps cancels the noise that they share (Ye et al. 2024, arXiv:2410.05258).
+
+Runs on `attnzoo_kernels.differential_attention`, one kernel for both maps. Version 2 is of microsoft/unilm, Diff-Transformer-V2 (2026).
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.attention.base import Attention, AttentionSpec, SequenceInfo, Supports
+from attnzoo_kernels import differential_attention
+
+LAMBDA_STD = 0.1
+LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
+
+log = logging.getLogger(__name__)
+
+
+class DifferentialAttention(Attention):
+    """(softmax(q1 k1ᵀ) - lambda softmax(q2 k2ᵀ)) v, where heads 2h and 2h + 1 of the queries are pair h.
+
+    version 1: half as many heads as the baseline, with values twice as wide: its parameters, and the vectors of lambda and the norm.
+        lambda = exp(lambda_q1 · lambda_k1) - exp(lambda_q2 · lambda_k2) + lambda_init, one for all heads, with
+        lambda_init = 0.8 - 0.6 exp(-0.3 layer). Each head's output goes through an RMSNorm, whose weight they share, and is scaled by
+        1 - lambda_init. Heads and key heads must be even. Key pair g and value head g serve a contiguous group of pairs.
+    version 2: as many heads as the baseline and twice as many queries; the pair shares its keys. lambda = sigmoid(x W) per token and head,
+        no norm and no lambda_init.
+
+    norm: version 1 without its norm (the factor 1 - lambda_init stays) if false. norm_eps: of that norm.
+    match_parameters: narrow the MLP, in multiples of 8, until block and baseline have about as many parameters; both counts are logged.
+    impl: the operator's path, None for the fastest that runs ("triton", "reference").
+    """
+
+    supports = Supports(positions=("learned", "rotary"), dropout=False)
+
+    def __init__(self, spec: AttentionSpec, *, version: int = 1, norm: bool = True, norm_eps: float = 1e-5, match_parameters: bool = False,
+                 impl: str | None = None):
+        if version not in (1, 2):
+            raise ValueError(f"attention.version={version!r}: must be 1 or 2")
+        for name, heads in (("n_heads", spec.n_heads), ("n_kv_heads", spec.n_kv_heads)):
+            if version == 1 and heads % 2:
+                raise ValueError(f"{name}={heads}: attention=differential pairs heads and needs an even number of them; "
+                                 f"set model.{name}, or attention.version=2")
+        self.version = version
+        super().__init__(spec)
+        self.norm, self.match_parameters, self.impl = norm, match_parameters, impl
+        if version == 1:
+            self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * spec.layer)
+            for name in LAMBDA_VECTORS:
+                self.register_parameter(name, nn.Parameter(torch.randn(spec.head_dim) * LAMBDA_STD))
+            self.head_norm = nn.RMSNorm(2 * spec.head_dim, eps=norm_eps) if norm else nn.Identity()
+        else:
+            self.lambda_proj = nn.Linear(spec.dim, spec.n_heads, bias=False)
+            # what metrics() reports: the mean over the tokens of the last training step
+            self.register_buffer("mean_lambda", torch.full((), math.nan), persistent=False)
+
+    def head_shapes(self) -> dict[str, tuple[int, int]]:
+        heads, kv_heads, width = self.spec.n_heads, self.spec.n_kv_heads, self.spec.head_dim
+        if self.version == 1:
+            return {"q": (heads, width), "k": (kv_heads, width), "v": (kv_heads // 2, 2 * width), "out": (heads // 2, 2 * width)}
+        return {"q": (2 * heads, width), "k": (kv_heads, width), "v": (kv_heads, width), "out": (heads, width)}
+
+    def init_weights(self, std: float, residual_std: float) -> None:
+        super().init_weights(std, residual_std)
+        if self.version == 1:
+            for name in LAMBDA_VECTORS:
+                nn.init.normal_(getattr(self, name), std=LAMBDA_STD)
+            if self.norm:
+                nn.init.ones_(self.head_norm.weight)
+        else:
+            nn.init.normal_(self.lambda_proj.weight, std=std)
+
+    def lambda_of_layer(self) -> Tensor:
+        """Version 1's lambda, (), in at least float32."""
+        q1, k1, q2, k2 = (_at_least_float32(getattr(self, name)) for name in LAMBDA_VECTORS)
+        return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lambda_init
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        if self.version == 1:
+            return super().project(x)
+        lam = _at_least_float32(self.lambda_proj(x)).sigmoid()
+        if self.training:
+            with torch.no_grad():
+                self.mean_lambda.copy_(lam.mean())
+        return *super().project(x), lam
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo, *lam: Tensor) -> Tensor:
+        k1, k2 = (k[..., 0::2, :], k[..., 1::2, :]) if self.version == 1 else (k, None)
+        out = differential_attention(
+            q[..., 0::2, :], q[..., 1::2, :], k1, k2, v, self.lambda_of_layer() if self.version == 1 else lam[0], causal=self.spec.causal,
+            cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen,
+            impl=self.impl)
+        return self.head_norm(out) * (1 - self.lambda_init) if self.version == 1 else out
+
+    def mlp_dim(self, baseline: int) -> int:
+        spec = self.spec
+        # a hidden unit's weights, and with biases one for each matrix but the last
+        unit = spec.mlp_matrices * spec.dim + (spec.mlp_matrices - 1) * spec.bias
+        ours = sum(p.numel() for p in self.parameters())
+        heads, kv_heads = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        theirs = 2 * spec.dim * (heads + kv_heads) + spec.bias * (heads + 2 * kv_heads + spec.dim)
+        width = baseline
+        if self.match_parameters:
+            width = baseline - 8 * round((ours - theirs) / (8 * unit))
+            if width < 1:
+                raise ValueError(f"attention.match_parameters=true: the MLP of width {baseline} cannot make up for {ours - theirs} more "
+                                 "parameters in attention; set model.mlp_dim higher or attention.match_parameters=false")
+        if spec.layer == 0:
+            log.info(f"attention=differential, version {self.version}: {ours + unit * width} parameters in attention and MLP of a layer "
+                     f"(MLP width {width}), the baseline has {theirs + unit * baseline} (MLP width {baseline})")
+        return width
+
+    def flops(self, lengths: list[int]) -> float:
+        extra = self.lambda_proj.weight.numel() if self.version == 2 else 0
+        return super().flops(lengths) + 6.0 * extra * sum(lengths)
+
+    def metrics(self) -> dict[str, float]:
+        """lambda: version 2's is the mean over heads and tokens of the last training step."""
+        return {"lambda": (self.lambda_of_layer() if self.version == 1 else self.mean_lambda).item()}
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def load_unilm(layer: DifferentialAttention, state: Mapping[str, Tensor]) -> None:
+    """Copy the weights of unilm's MultiheadFlashDiff1 or 2 (version 1) or MultiheadFlashDiffV2 into a layer.
+
+    Their heads are paired as ours; their rotary positions turn neighbouring channels where ours pair c with c + head_dim / 2.
+    """
+    heads = layer.head_shapes()
+    width = layer.spec.head_dim
+    channels = torch.cat((torch.arange(0, width, 2), torch.arange(1, width, 2)))
+    new = dict(state)
+    for name in ("q", "k"):
+        key = f"{name}_proj.weight"
+        new[key] = state[key].unflatten(0, heads[name])[:, channels].flatten(0, 1)
+    for theirs, ours in (("out_proj.weight", "o_proj.weight"), ("subln.weight", "head_norm.weight")):
+        if theirs in new:
+            new[ours] = new.pop(theirs)
+    if layer.version == 1 and layer.norm:
+        new.setdefault("head_norm.weight", torch.ones_like(layer.head_norm.weight))
+    layer.load_state_dict(new)
+
+
+def load_diffllama(layer: DifferentialAttention, state: Mapping[str, Tensor]) -> None:
+    """Copy the weights of a DiffLlamaAttention of transformers into a layer of version 1 with norm_eps = its config's rms_norm_eps.
+
+    It pairs head h with h + n_heads / 2, of keys and values too, and its norm has no weight.
+    """
+    if layer.version != 1 or not layer.norm:
+        raise ValueError(f"layer: must be of version 1 with its norm, got version {layer.version}, norm={layer.norm}")
+    heads = {"q": layer.spec.n_heads, "k": layer.spec.n_kv_heads, "v": layer.spec.n_kv_heads}
+    new = {}
+    for key, value in state.items():
+        module = key.partition("_proj")[0]
+        # (2 halves, pairs, head_dim, ...) to (pairs, 2, head_dim, ...)
+        new[key] = value.unflatten(0, (2, heads[module] // 2, -1)).transpose(0, 1).flatten(0, 2) if module in heads else value
+    layer.load_state_dict({"head_norm.weight": torch.ones_like(layer.head_norm.weight)} | new)

@@ -1,0 +1,110 @@
+"""Differential attention: the difference of two softmax maps over the same values (Ye et al. 2024, arXiv:2410.05258)."""
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import checks
+from attnzoo_kernels.differential import ops
+from attnzoo_kernels.differential.reference import differential_attention_reference
+from attnzoo_kernels.differential.tiles import MAX_HEAD_DIM
+
+IMPLEMENTATIONS = ("triton", "reference")
+
+
+def differential_attention(
+    q1: Tensor,
+    q2: Tensor,
+    k1: Tensor,
+    k2: Tensor | None,
+    v: Tensor,
+    lam: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    dropout_p: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """(softmax(softmax_scale * q1 k1ᵀ) - lam * softmax(softmax_scale * q2 k2ᵀ)) v in one pass over k1, k2 and v, in linear memory.
+
+    Dense: q1, q2 (batch, seqlen_q, heads, head_dim), k1, k2 (batch, seqlen_k, kv_heads, head_dim),
+    v (batch, seqlen_k, kv_heads, value_dim).
+    Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
+    value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence).
+    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free, so
+    that interleaved heads q[..., 0::2, :], q[..., 1::2, :] need no copy. head_dim up to 128 (the reference: 256), value_dim up to 256.
+    kv_heads divides heads; pair h reads key pair and value head h // (heads // kv_heads).
+
+    k2: None, or the tensor k1 itself, shares the keys: they are read once for both paths.
+    lam: float32 (the reference also takes float64), a scalar (), per head (heads,), or per token and head (batch, seqlen_q, heads) or
+        (total, heads). Not clamped. All inputs have gradients, lam's is summed in a fixed order.
+    causal: key j is seen by query i if j <= i + seqlen_k - seqlen_q (bottom right), drawn for 3 queries and 5 keys and 5 and 3:
+                         1 1 1 0 0        0 0 0
+                         1 1 1 1 0        0 0 0
+                         1 1 1 1 1        1 0 0
+                                          1 1 0
+                                          1 1 1
+    window_size: (left, right), inclusive around i + seqlen_k - seqlen_q, -1 is unlimited; causal sets right to 0.
+    softmax_scale: default head_dim ** -0.5; above 0.
+    Both softmaxes have their own maximum and sum; they are subtracted in float32 before the only rounding. The rows of the combined map
+    sum to 1 - lam. A query that sees no key gives zeros, LSEs of -inf, and finite gradients.
+
+    return_lse: also return the natural log-sum-exps of both paths' scores, float32, (2, batch, heads, seqlen_q) or (2, heads, total),
+        without gradient.
+    dropout_p: only 0; dropout of a difference of two maps is not defined by the paper.
+    deterministic: every path here repeats bit by bit, forward and backward; the argument is accepted for all values.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+
+    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
+    """
+    checks.attention_inputs(q1, k1, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, names=("q1", "k1", "v"))
+    checks.alike("q2", q2, "q1", q1)
+    if k2 is not None:
+        checks.alike("k2", k2, "k1", k1)
+    _check_lambda(lam, q1)
+    checks.choice("impl", impl, IMPLEMENTATIONS)
+    left, right = checks.window(window_size, causal)
+    if dropout_p != 0:
+        raise NotImplementedError(f"dropout_p: must be 0, got {dropout_p}; the paper defines no dropout for the difference of two maps, "
+                                  "and independent masks would not cancel what the maps share")
+    softmax_scale = q1.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale: must be above 0, got {softmax_scale}; fold a sign into q1 and q2")
+    if k2 is k1:
+        k2 = None
+    if impl is None:
+        impl = "triton" if q1.is_cuda else "reference"
+
+    if impl == "reference":
+        out, lse = differential_attention_reference(
+            q1, q2, k1, k2, v, lam, window_size=(left, right), softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    else:
+        checks.triton_inputs(q1, k1, v, None)
+        if lam.dtype != torch.float32:
+            raise NotImplementedError(f'lam: impl="triton" takes float32, got {lam.dtype}; impl="reference" takes it')
+        if q1.shape[-1] > MAX_HEAD_DIM:
+            raise NotImplementedError(f'q1: impl="triton" takes head_dim up to {MAX_HEAD_DIM}, got {q1.shape[-1]}; '
+                                      'impl="reference" takes it')
+        differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q1, q2, k1, k2, v, lam))
+        out, lse, _, _ = ops.forward(q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, softmax_scale, left, right, differentiable)
+    return (out, lse.detach()) if return_lse else out
+
+
+def _check_lambda(lam: Tensor, q: Tensor) -> None:
+    if not isinstance(lam, Tensor):
+        raise TypeError(f"lam: must be a tensor, got {type(lam).__name__}; a number goes in as torch.tensor(number)")
+    *tokens, heads, _ = q.shape
+    shapes = [(), (heads,), (*tokens, heads)]
+    if tuple(lam.shape) not in shapes:
+        raise ValueError(f"lam: must have shape {' or '.join(map(str, shapes))}, got {tuple(lam.shape)}")
+    if lam.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"lam: must be float32, got {lam.dtype}")
+    if lam.device != q.device:
+        raise ValueError(f"lam: must be on q1's device {q.device}, got {lam.device}")

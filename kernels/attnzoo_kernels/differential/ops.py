@@ -1,0 +1,87 @@
+"""Differential attention for autograd: plain functions in eager mode, custom operators under torch.compile."""
+
+import torch
+from torch import Tensor
+
+
+def _forward(q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right, save):
+    from attnzoo_kernels.differential.forward import launch_forward
+    from attnzoo_kernels.differential.options import Options
+
+    return launch_forward(q1, q2, k1, k2, v, lam, save, Options(cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right))
+
+
+def _gradients(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam, *numbers):
+    from attnzoo_kernels.differential.backward import launch_backward
+    from attnzoo_kernels.differential.options import Options
+
+    options = Options(cu_seqlens_q, cu_seqlens_k, *numbers)
+    return launch_backward(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, needs_dlam, options)
+
+
+@torch.library.custom_op("attnzoo::differential_forward", mutates_args=())
+def forward_op(
+    q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, softmax_scale: float, window_left: int, window_right: int, save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _forward(q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right, save)
+
+
+@forward_op.register_fake
+def _(q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right, save):
+    out = q1.new_empty(*q1.shape[:-1], v.shape[-1])
+    out2 = torch.empty_like(out) if save and q1.dtype != torch.float32 else out.new_empty(0)
+    rows = (q1.shape[1], q1.shape[0]) if cu_seqlens_q is not None else (q1.shape[0], q1.shape[2], q1.shape[1])
+    lse = q1.new_empty((2, *rows), dtype=torch.float32)
+    return out, lse, out2, lse.new_empty((4, *rows) if save else 0)
+
+
+@torch.library.custom_op("attnzoo::differential_backward", mutates_args=())
+def backward_op(
+    grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, out: Tensor, out2: Tensor,
+    stats: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dlam: bool, softmax_scale: float, window_left: int,
+    window_right: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _gradients(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam, softmax_scale,
+                      window_left, window_right)
+
+
+@backward_op.register_fake
+def _(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam, *_):
+    dk2 = k1.new_empty(0) if k2 is None else torch.empty_like(k2)
+    dlam = lam.new_empty(lam.shape if needs_dlam else 0)
+    return torch.empty_like(q1), torch.empty_like(q2), torch.empty_like(k1), dk2, torch.empty_like(v), dlam
+
+
+def _setup_context(ctx, inputs, output):
+    q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, *options, _ = inputs
+    out, _, out2, stats = output
+    ctx.options = options
+    ctx.save_for_backward(q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_out, *_):
+    q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    needs_dlam = ctx.needs_input_grad[5]
+    gradients = backward_op if torch.compiler.is_compiling() else _gradients
+    dq1, dq2, dk1, dk2, dv, dlam = gradients(
+        grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam, *ctx.options)
+    return dq1, dq2, dk1, None if k2 is None else dk2, dv, dlam if needs_dlam else None, None, None, None, None, None, None
+
+
+forward_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Eager(torch.autograd.Function):
+    """The same without the dispatcher, whose share of a short call's host time is half."""
+
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(torch.autograd.function.once_differentiable(_backward))
+
+
+def forward(*inputs):
+    """(out, lse, out2, stats) of `forward_op`'s arguments."""
+    return forward_op(*inputs) if torch.compiler.is_compiling() else _Eager.apply(*inputs)
