@@ -1,0 +1,91 @@
+"""Dual Chunk attention (An et al. 2024, arXiv:2402.17463): long contexts at trained rotary distances, by `dual_chunk_attention`."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attnzoo.attention.base import Attention, AttentionSpec, SequenceInfo, Supports
+from attnzoo.attention.positions import rotary_tables
+from attnzoo_kernels import dual_chunk_attention
+from attnzoo_kernels.dual_chunk.geometry import STAGES, geometry, stage_bits
+
+TEMPERATURES = ("none", "yarn")
+
+
+class DualChunkAttention(Attention):
+    """Softmax attention whose rotary distances stay below chunk_size, however long the sequence.
+
+    It has the parameters of attention=flash: a checkpoint of that, trained with rotary positions, reads longer contexts with this one.
+    The cache holds un-rotated keys. Positions are counted from each sequence's start; position ids of the caller's are not looked at.
+
+    impl: the operator's path, None for the fastest that runs ("triton", "reference").
+    variant: "paper" (largest position chunk_size - 1) or "chunkllama" (chunk_size).
+    chunk_size: how far positions go, None for the training context. local_size: what of it is kept for distances to the chunk before, None
+        for a quarter; a chunk has chunk_size - local_size tokens.
+    stages: which pairs of chunks see each other: "intra" (the same), "successive" (neighbours), "inter" (farther apart).
+    temperature: "yarn" multiplies the logits of position p by (0.1 ln((p + 1) / training context) + 1)^2 beyond the training context.
+    """
+
+    supports = Supports(positions=("rotary",), dropout=False)
+
+    def __init__(self, spec: AttentionSpec, *, impl: str | None = None, variant: str = "paper", chunk_size: int | None = None,
+                 local_size: int | None = None, stages: Sequence[str] = STAGES, temperature: str = "none"):
+        super().__init__(spec)
+        self.impl = impl
+        self.variant = variant
+        self.chunk_size = spec.train_context if chunk_size is None else chunk_size
+        if local_size is None and isinstance(self.chunk_size, int):
+            local_size = self.chunk_size // 4
+        self.local_size = local_size
+        self.stages = tuple(stages)
+        if temperature not in TEMPERATURES:
+            raise ValueError(f"attention.temperature={temperature!r}: must be one of {', '.join(TEMPERATURES)}")
+        self.temperature = temperature
+        try:
+            self.geometry = geometry(self.chunk_size, self.local_size, variant)
+            stage_bits(self.stages)
+        except ValueError as error:
+            raise ValueError(f"attention.{error}") from error
+
+    def apply_positions(self, q: Tensor, k: Tensor, seq: SequenceInfo) -> tuple[Tensor, Tensor]:
+        return q, k
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
+        cos, sin = self._tables(seq, q)
+        return dual_chunk_attention(
+            q, k, v, cos=cos, sin=sin, chunk_size=self.chunk_size, local_size=self.local_size, variant=self.variant,
+            causal=self.spec.causal, stages=self.stages,
+            logit_multiplier=self._multiplier(seq), cu_seqlens_q=seq.cu_seqlens,
+            cu_seqlens_k=seq.cu_seqlens, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen, impl=self.impl)
+
+    def _tables(self, seq: SequenceInfo, q: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of every position that the chunks have, float32 (positions, head_dim / 2)."""
+        options = (q.shape[-1], self.spec.rope_base, self.spec.rope_scaling, self.spec.rope_factor)
+        positions = self.geometry.positions
+        return seq.once(("dual_chunk", positions, *options), lambda: rotary_tables(torch.arange(positions, device=q.device), *options))
+
+    def _multiplier(self, seq: SequenceInfo) -> Tensor | None:
+        """What the logits of each token are multiplied by, float32, from the token's own position, which further tokens do not change."""
+        if self.temperature == "none":
+            return None
+        context = self.spec.train_context
+        return seq.once(("dual_chunk temperature", context), lambda: _yarn_temperature(seq.position_ids, context))
+
+    def visible_pairs(self, length: int) -> int:
+        chunk = self.geometry.chunk
+        whole, rest = divmod(length, chunk)
+        if self.spec.causal:
+            intra = whole * chunk * (chunk + 1) // 2 + rest * (rest + 1) // 2
+        else:
+            intra = whole * chunk * chunk + rest * rest
+        successive = (1 if self.spec.causal else 2) * (max(whole - 1, 0) * chunk * chunk + (rest * chunk if whole else 0))
+        pairs = {"intra": intra, "successive": successive, "inter": super().visible_pairs(length) - intra - successive}
+        return sum(pairs[stage] for stage in set(self.stages))
+
+
+def _yarn_temperature(position_ids: Tensor, train_context: int) -> Tensor:
+    """YaRN's temperature (Peng et al. 2023, arXiv:2309.00071) for the context that ends with each token, float32 like position_ids."""
+    ratio = ((position_ids + 1) / train_context).clamp(min=1)
+    multiplier = ((0.1 * ratio.double().log() + 1) ** 2).float()
+    return multiplier[0].contiguous() if multiplier.dim() == 2 and multiplier.shape[0] == 1 else multiplier

@@ -1,0 +1,125 @@
+"""Dual Chunk attention: long contexts without a rotary distance beyond those of training (An et al. 2024, arXiv:2402.17463)."""
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import checks
+from attnzoo_kernels.dual_chunk import ops
+from attnzoo_kernels.dual_chunk.geometry import STAGES, Geometry, geometry, stage_bits
+from attnzoo_kernels.dual_chunk.reference import dual_chunk_attention_reference
+
+IMPLEMENTATIONS = ("triton", "reference")
+
+
+def dual_chunk_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cos: Tensor,
+    sin: Tensor,
+    chunk_size: int,
+    local_size: int,
+    variant: str = "paper",
+    causal: bool = True,
+    rope_interleaved: bool = False,
+    stages: tuple[str, ...] = STAGES,
+    logit_multiplier: Tensor | None = None,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(softmax_scale * <R(distance) q, k>) v over UN-ROTATED q and k, in one pass over the keys; linear memory, trainable.
+
+    Dense: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, value_dim).
+    Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
+    value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence). Each sequence has
+    its own chunks. All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other
+    strides free. head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
+
+    cos, sin: float32 (positions, rotary_dim / 2), the angles of position 0, 1, ...; at least as many as the largest position below, plus
+    one. rotary_dim may be less than head_dim; the channels behind it are not rotated. rope_interleaved: channel 2c pairs with 2c + 1
+    instead of c with c + rotary_dim / 2.
+
+    Query i stands at position p = i + seqlen_k - seqlen_q (bottom right), key j at position j. With chunks of L = chunk_size - local_size
+    tokens, and n chunks from the key's to the query's, the rotary positions of the two are
+      n = 0   intra         p % L                   j % L
+      n = 1   successive    min(p % L + L, top)     j % L
+      n > 1   inter         far                     j % L
+    variant "paper": top = far = chunk_size - 1; "chunkllama" (its code, vLLM's and Qwen's): top = chunk_size, far = min(2 L - 1, top).
+    Distances of the paper's Figure 2, chunk_size=10 and local_size=4, keys 0 to 11 of query 11:
+        9 8 7 6 5 4 | 5 4 3 2 1 0
+    It is plain rotary attention up to min(top + 1, 2 L) tokens.
+
+    causal: keys j <= p are seen. Otherwise all are, and the distance to a later token is minus the distance back from it: the query stands
+        at p % L, the key at its stage's position.
+    stages: which of the three are attended to at all; the keys of the others are masked.
+    logit_multiplier: float32 (seqlen_q,), (batch, seqlen_q) or packed (total_q,), multiplies a query's logits (the temperature of YaRN and
+        the like for long inputs). Keys stay as they are, so that decoding equals reading at once. No gradient in the Triton path.
+    A query that sees no key gives zeros and LSE -inf, and finite gradients.
+
+    softmax_scale: default head_dim ** -0.5.
+    return_lse: also return the natural log-sum-exp of the logits, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
+    deterministic: every path here repeats bit by bit, forward and backward; the argument is accepted for all values.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+
+    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
+    """
+    packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    checks.choice("impl", impl, IMPLEMENTATIONS)
+    chunks = geometry(chunk_size, local_size, variant)
+    bits = stage_bits(stages)
+    _check_tables(q, cos, sin, chunks)
+    if logit_multiplier is not None:
+        _check_multiplier(q, logit_multiplier, packed)
+    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if impl is None:
+        impl = "triton" if q.is_cuda else "reference"
+
+    if impl == "reference":
+        out, lse = dual_chunk_attention_reference(
+            q, k, v, cos=cos, sin=sin, geometry=chunks, stages=bits, causal=causal, rope_interleaved=rope_interleaved,
+            logit_multiplier=logit_multiplier, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    else:
+        checks.triton_inputs(q, k, v, None)
+        for name, value in (("cos", cos), ("sin", sin), ("logit_multiplier", logit_multiplier)):
+            if value is not None and value.requires_grad:
+                raise NotImplementedError(f'{name}: impl="triton" has no gradient for it; detach it or use impl="reference"')
+        out, lse, _ = ops.forward(q, k, v, cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, *chunks, bits, causal, rope_interleaved,
+                                  softmax_scale)
+    return (out, lse) if return_lse else out
+
+
+def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, chunks: Geometry) -> None:
+    for name, table in (("cos", cos), ("sin", sin)):
+        shape = tuple(table.shape)
+        if len(shape) != 2 or not 1 <= shape[1] <= q.shape[-1] // 2:
+            raise ValueError(f"{name}: must be (positions, rotary_dim / 2) with rotary_dim up to q's {q.shape[-1]}, got {shape}")
+        if table.shape[0] < chunks.positions:
+            raise ValueError(f"{name}: must have a row for each of the {chunks.positions} positions of these chunks, got {table.shape[0]}")
+        if table.dtype != torch.float32:
+            raise TypeError(f"{name}: must be float32, got {table.dtype}")
+        if table.device != q.device:
+            raise ValueError(f"{name}: must be on q's device {q.device}, got {table.device}")
+        if not table.is_contiguous():
+            raise ValueError(f"{name}: must be contiguous, got strides {table.stride()}; call .contiguous()")
+    if sin.shape[1] != cos.shape[1]:
+        raise ValueError(f"sin: must have cos's {cos.shape[1]} columns, got {sin.shape[1]}")
+
+
+def _check_multiplier(q: Tensor, multiplier: Tensor, packed: bool) -> None:
+    shapes = [(q.shape[0],)] if packed else [(q.shape[1],), tuple(q.shape[:2])]
+    if tuple(multiplier.shape) not in shapes:
+        raise ValueError(f"logit_multiplier: must have shape {' or '.join(map(str, shapes))}, got {tuple(multiplier.shape)}")
+    if multiplier.dtype != torch.float32:
+        raise TypeError(f"logit_multiplier: must be float32, got {multiplier.dtype}")
+    if multiplier.device != q.device:
+        raise ValueError(f"logit_multiplier: must be on q's device {q.device}, got {multiplier.device}")
+    if multiplier.stride(-1) != 1 and multiplier.shape[-1] > 1:
+        raise ValueError(f"logit_multiplier: last dimension must be contiguous, got stride {multiplier.stride(-1)}")

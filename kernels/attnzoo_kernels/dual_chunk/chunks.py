@@ -1,0 +1,93 @@
+"""Tiles that end at chunk seams, and the ranges of the five stages that a walk along the other side goes through.
+
+Stages by the chunks from the query's back to the key's: 0 two or more before, 1 the one before, 2 the same, 3 the one behind, 4 two or more
+behind (3 and 4 only if not causal). Stage s is |s - 2| chunks apart; the later of query and key stands at that stage's position, which
+rotated copies have under the number |s - 2|, the other one at its place in its chunk, copy 0.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _find_chunk_tile(cu_seqlens, slot, n_seqs, total, chunk, BLOCK: tl.constexpr):
+    """As tiles.find_tile for tiles that end at seams: sequence b owns the slots from c // BLOCK + c // chunk + 3 b on, c = cu_seqlens[b].
+
+    n tokens that start anywhere in a chunk lie in n // BLOCK + n // chunk + 3 tiles at most.
+    """
+    lanes = tl.arange(0, 128)
+    sequence = -1
+    for start in range(0, n_seqs + 1, 128):
+        b = start + lanes
+        token = tl.load(cu_seqlens + b, mask=b <= n_seqs, other=0)
+        first_slot = token // BLOCK + token // chunk + 3 * b
+        sequence += tl.sum(((first_slot <= slot) & (b <= n_seqs)).to(tl.int32), 0)
+    first = tl.load(cu_seqlens + sequence)
+    end = tl.load(cu_seqlens + tl.minimum(sequence + 1, n_seqs))
+    end = tl.where(sequence == n_seqs, total, end)
+    return sequence, slot - (first // BLOCK + first // chunk + 3 * sequence), first, end - first
+
+
+@triton.jit
+def chunk_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, chunk, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+               PACKED: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """The tile of this program: (sequence, batch, head, index, row, end, first, length, other_first, other_length).
+
+    As tiles.program_tile, but rows row .. end all lie in chunk `index`, which may be negative for queries that lie before the first key.
+    A program with row >= end has no tile.
+    """
+    if PACKED:
+        slots = seqlen // BLOCK + seqlen // chunk + 3 * (n_seqs + 1)
+        head = tl.program_id(0) // slots
+        seq, tile, first, length = _find_chunk_tile(cu_seqlens, tl.program_id(0) % slots, n_seqs, seqlen, chunk, BLOCK)
+        other_first = tl.load(other_cu_seqlens + seq)
+        other_length = tl.load(other_cu_seqlens + tl.minimum(seq + 1, n_seqs)) - other_first
+        batch = 0
+    else:
+        first, length, other_first, other_length = 0, seqlen, 0, other_seqlen
+    # position of row 0; whole chunks are added so that no quotient is taken of a negative number
+    offset = 0
+    if QUERIES:
+        offset = other_length - length
+    added = tl.cdiv(tl.maximum(-offset, 0), chunk)
+    start = offset + added * chunk
+    per_chunk = tl.cdiv(chunk, BLOCK)
+    first_tile = start // chunk * per_chunk + start % chunk // BLOCK
+    last = start + tl.maximum(length, 1) - 1
+    tiles = last // chunk * per_chunk + last % chunk // BLOCK - first_tile + 1
+    if not PACKED:
+        tile = tl.program_id(0) % tiles
+        head = tl.program_id(0) // tiles % heads
+        batch = tl.program_id(0) // tiles // heads
+        seq = batch
+    if LAST_FIRST:
+        tile = tl.where(tile < tiles, tiles - 1 - tile, tile)
+    tile += first_tile
+    index = tile // per_chunk - added
+    position = index * chunk + tile % per_chunk * BLOCK
+    row = tl.maximum(position - offset, 0)
+    end = tl.minimum(tl.minimum(position + BLOCK, (index + 1) * chunk) - offset, length)
+    return seq, batch, head, index, row, end, first, length, other_first, other_length
+
+
+@triton.jit
+def stage_range(step, index, chunk, low, high):
+    """Positions of the step-th of five stages from chunk `index`, in ascending order, inside low .. high; empty ones have begin >= end."""
+    begin = tl.where(step == 0, low, tl.maximum((index + step - 2) * chunk, low))
+    end = tl.where(step == 4, high, tl.minimum((index + step - 1) * chunk, high))
+    return begin, end
+
+
+@triton.jit
+def chunks_apart(stage):
+    return tl.abs(stage - 2)
+
+
+@triton.jit
+def query_copy(stage):
+    return tl.maximum(2 - stage, 0)
+
+
+@triton.jit
+def key_copy(stage):
+    return tl.maximum(stage - 2, 0)

@@ -1,0 +1,48 @@
+"""Dual Chunk attention's tile tables: pure functions of widths, element size and architecture. Not measured yet: chosen by registers."""
+
+from attnzoo_kernels.flash.tiles import INTERPRETER, Tile
+
+
+def _float32_tile(width: int) -> Tile:
+    return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
+
+
+def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
+    width = max(block_d, block_dv)
+    if arch == 0:
+        return INTERPRETER
+    if itemsize == 4:
+        return _float32_tile(width)
+    if arch >= 90:
+        return Tile(64, 64, 4, 3, tma=True) if width <= 128 else Tile(64, 64, 8, 2, tma=True)
+    if width <= 128:
+        return Tile(64, 64, 4, 2)
+    return Tile(64, 32, 8, 2)
+
+
+def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
+    width = max(block_d, block_dv)
+    if arch == 0:
+        return INTERPRETER
+    if itemsize == 4:
+        return _float32_tile(width)
+    if arch >= 90:
+        return Tile(64, 64, 4, 3, tma=True) if width <= 128 else Tile(64, 64, 8, 2, tma=True)
+    if width <= 128:
+        return Tile(64, 64, 4, 2) if width <= 64 else Tile(64, 32, 8, 1)
+    return Tile(32, 32, 4, 1)
+
+
+def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
+    width = max(block_d, block_dv)
+    if arch == 0:
+        return INTERPRETER
+    if itemsize == 4:
+        return _float32_tile(width)
+    if arch >= 90:
+        if width <= 128:
+            return Tile(64, 64, 4, 3 if width <= 64 else 2, tma=True)
+        return Tile(16, 32, 4, 2)
+    if width <= 128:
+        return Tile(64, 64, 4, 2 if width <= 64 else 1)
+    return Tile(32, 32, 4, 1)
