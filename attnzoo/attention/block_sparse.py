@@ -1,0 +1,85 @@
+"""Block-sparse attention (Dao et al. 2022, arXiv:2205.14135) in a published pattern, by `attnzoo_kernels.block_sparse_attention`."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo.attention.base import Attention, AttentionSpec, SequenceInfo, Supports
+from attnzoo_kernels import block_sparse_attention
+from attnzoo_kernels.block_sparse.patterns import PATTERNS, Pattern
+
+CHECKED_BLOCKS = 256
+
+
+class BlockSparseAttention(Attention):
+    """Softmax attention over the blocks that a pattern keeps. Layouts are made for each length that comes by, and kept.
+
+    pattern: a name of `attnzoo_kernels.block_sparse.patterns.PATTERNS`, or {name: ..., option: ...} with that function's options, or a list
+        of these, which the layers take in turn: [sliding_window, dense] alternates local and global attention. Patterns that differ by head
+        get the model's heads. Packed sequences each have their own pattern from their first token on.
+    block: tokens of a block where the pattern does not say (16, 32, 64, 128, 256).
+    impl: the operator's path, None for the fastest that runs ("triton", "reference").
+    """
+
+    supports = Supports(positions=("learned", "rotary"), dropout=False)
+
+    def __init__(self, spec: AttentionSpec, *, pattern: str | Mapping[str, Any] | Sequence = "longformer", block: int = 64,
+                 impl: str | None = None):
+        super().__init__(spec)
+        self.impl = impl
+        patterns = [pattern] if isinstance(pattern, str | Mapping) else list(pattern)
+        if not patterns:
+            raise ValueError("attention.pattern: must name a pattern, got an empty list")
+        try:
+            self.pattern = _make_pattern(patterns[spec.layer % len(patterns)], block, spec)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"attention.pattern, attention.block: {error}") from error
+        self._pairs: dict[int, int] = {}
+        blocks = max(CHECKED_BLOCKS, -(-spec.train_context // self.pattern.block))
+        diagonal = self.pattern.layout(blocks * self.pattern.block).mask.diagonal(dim1=-2, dim2=-1)
+        if not diagonal.all():
+            raise ValueError(f"attention.pattern={self.pattern}: in block {int((~diagonal).nonzero()[0, -1])} a token does not see itself; "
+                             "choose options that keep the diagonal, or another pattern")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
+        if seq.cu_seqlens is not None and not self.pattern.prefix_stable:
+            raise ValueError(f"attention.pattern={self.pattern}: last_global depends on a sequence's end, which packed and padded "
+                             "sequences do not share; set last_global=false, or read dense sequences of one length without attention_mask")
+        return block_sparse_attention(
+            q, k, v, self.pattern, causal=self.spec.causal, cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens,
+            max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen, impl=self.impl)
+
+    def visible_pairs(self, length: int) -> int:
+        """Pairs of a query and a key that it sees, the heads' mean."""
+        if length not in self._pairs:
+            mask = self.pattern.layout(length).mask[0]
+            size = (length - self.pattern.block * torch.arange(mask.shape[-1])).clamp(max=self.pattern.block)
+            pairs = size[:, None] * size
+            if self.spec.causal:
+                pairs = pairs.tril(-1) + torch.diag(size * (size + 1) // 2)
+            self._pairs[length] = int((mask * pairs).sum()) // len(mask)
+        return self._pairs[length]
+
+    def extra_repr(self) -> str:
+        return repr(self.pattern)
+
+
+def _make_pattern(chosen: str | Mapping[str, Any], block: int, spec: AttentionSpec) -> Pattern:
+    if isinstance(chosen, str):
+        chosen = {"name": chosen}
+    if not isinstance(chosen, Mapping) or "name" not in chosen:
+        raise ValueError(f"must be a pattern's name, or {{name: ..., option: ...}}, got {chosen!r}")
+    name = chosen["name"]
+    given = {key: list(v) if isinstance(v, Sequence) and not isinstance(v, str) else v for key, v in chosen.items() if key != "name"}
+    options = {"block": block} | given
+    if options.setdefault("causal", spec.causal) != spec.causal:
+        raise ValueError(f"causal={options['causal']}: follows the model, whose attention has causal={spec.causal}; leave it out")
+    if "heads" in inspect.signature(PATTERNS.get(name, PATTERNS["dense"])).parameters:
+        options.setdefault("heads", spec.n_heads)
+    pattern = Pattern(name, **options)
+    if pattern.heads not in (1, spec.n_heads):
+        raise ValueError(f"heads={pattern.heads}: must be 1 or the model's {spec.n_heads}; leave it out")
+    return pattern

@@ -1,0 +1,130 @@
+"""Block-sparse FlashAttention: exact attention over the kept blocks of a layout (Dao et al. 2022, arXiv:2205.14135, section 3.3)."""
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import checks
+from attnzoo_kernels.block_sparse import ops
+from attnzoo_kernels.block_sparse.layout import BlockLayout
+from attnzoo_kernels.block_sparse.patterns import Pattern
+from attnzoo_kernels.block_sparse.reference import block_sparse_attention_reference
+
+IMPLEMENTATIONS = ("triton", "reference")
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: BlockLayout | Pattern,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(softmax_scale * q kᵀ) v over the blocks that the layout keeps; time and memory traffic follow their number.
+
+    Dense: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, value_dim).
+    Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
+    value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence).
+    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
+    head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
+
+    layout: a BlockLayout of ceil(seqlen / block) blocks on each side, for all sequences and heads or for each of them (heads are the query
+        heads). Where packed it covers max_seqlen, and counts from each sequence's first token. It is on q's device and can be used again
+        and again; what the kernels need of it is made at the first call. A Pattern stands for its layout of seqlen_k; queries that are
+        fewer than keys are the last ones, as with a cache.
+    Query i sees key j if the layout keeps block (i // block_q, j // block_k) and the element masks do not forbid it:
+      causal         j <= i + seqlen_k - seqlen_q (bottom right). Blocks above this diagonal may be kept or not: they change nothing.
+      window_size    (left, right), inclusive around i + seqlen_k - seqlen_q, -1 is unlimited; causal sets right to 0.
+    Causal, blocks of 2, kept blocks x and dropped blocks o:
+        x o o      1 . . . . .
+                   1 1 . . . .
+        o x o      . . 1 . . .
+                   . . 1 1 . .
+        x o x      1 1 . . 1 .
+                   1 1 . . 1 1
+    A query that sees no key gives zeros and LSE -inf, and finite gradients.
+
+    softmax_scale: default head_dim ** -0.5.
+    return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
+    deterministic: every path here repeats bit by bit, forward and backward; the argument is accepted for all values.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+
+    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
+    """
+    packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    checks.choice("impl", impl, IMPLEMENTATIONS)
+    window = checks.window(window_size, causal)
+    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    if softmax_scale <= 0:
+        # the kernels scale a row's maximum, which a scale that is not positive would make its minimum
+        q, softmax_scale = q * ((softmax_scale > 0) - (softmax_scale < 0)), abs(softmax_scale) or 1.0
+    impl = impl or ("triton" if q.is_cuda else "reference")
+    if impl == "triton":
+        checks.triton_inputs(q, k, v, None)
+
+    ahead = 0
+    if isinstance(layout, Pattern):
+        ahead = _queries_before(q, k, layout, cu_seqlens_q, cu_seqlens_k)
+        if ahead:
+            # queries are counted from a block's beginning
+            q = torch.nn.functional.pad(q, (0, 0, 0, 0, ahead, 0))
+    len_q, len_k = (max_seqlen_q, max_seqlen_k) if packed else (q.shape[1], k.shape[1])
+    if isinstance(layout, Pattern):
+        block_q = block_k = layout.block
+        q_blocks, k_blocks = -(-len_q // block_q), -(-len_k // block_k)
+        mask, pattern = None, layout.key
+        if layout.heads not in (1, q.shape[-2]):
+            raise ValueError(f"layout: its heads must be 1 or q's {q.shape[-2]}, got {layout.heads}")
+    else:
+        batch = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
+        _check_layout(layout, q, batch, len_q, len_k, packed)
+        mask, pattern, block_q, block_k = layout.mask, "", layout.block_q, layout.block_k
+        q_blocks, k_blocks = layout.blocks
+
+    if impl == "reference":
+        if mask is None:
+            mask = ops.pattern_mask(pattern, layout.heads, q_blocks, k_blocks, q.device)
+        out, lse = block_sparse_attention_reference(
+            q, k, v, mask, block_q=block_q, block_k=block_k, window_size=window, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    else:
+        out, lse, _ = ops.forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, q_blocks, k_blocks, block_q, block_k, softmax_scale,
+                                  *window)
+    if ahead:
+        out, lse = out[:, ahead:], lse[..., ahead:]
+    return (out, lse) if return_lse else out
+
+
+def _queries_before(q: Tensor, k: Tensor, pattern: Pattern, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> int:
+    """How many tokens the first query's block begins before it."""
+    if cu_seqlens_q is not None:
+        if cu_seqlens_q is not cu_seqlens_k:
+            raise NotImplementedError("cu_seqlens_k: a Pattern places packed queries and keys alike; it must be cu_seqlens_q itself")
+        return 0
+    if q.shape[1] > k.shape[1]:
+        raise ValueError(f"q: a Pattern's queries are the last of the {k.shape[1]} keys' tokens, got {q.shape[1]}")
+    return (k.shape[1] - q.shape[1]) % pattern.block
+
+
+def _check_layout(layout: BlockLayout, q: Tensor, batch: int, len_q: int, len_k: int, packed: bool) -> None:
+    if not isinstance(layout, BlockLayout):
+        raise TypeError(f"layout: must be a BlockLayout or a Pattern, got {type(layout).__name__}; see BlockLayout.from_mask")
+    if layout.device != q.device:
+        raise ValueError(f"layout: must be on q's device {q.device}, got {layout.device}; see layout.to")
+    for name, own, given in (("sequences", layout.batch, batch), ("heads", layout.heads, q.shape[-2])):
+        if own not in (1, given):
+            raise ValueError(f"layout: must be for 1 or q's {given} {name}, got {own}")
+    needed = (-(-len_q // layout.block_q), -(-len_k // layout.block_k))
+    fits = all(have >= need for have, need in zip(layout.blocks, needed, strict=True)) if packed else layout.blocks == needed
+    if not fits:
+        raise ValueError(f"layout: {len_q} queries and {len_k} keys take {needed[0]} x {needed[1]} blocks of {layout.block_q} x "
+                         f"{layout.block_k} tokens, got {layout.blocks[0]} x {layout.blocks[1]}")

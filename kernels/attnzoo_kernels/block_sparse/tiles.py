@@ -1,0 +1,69 @@
+"""The block-sparse kernels' tile tables: pure functions of widths, element size and architecture.
+
+Hopper's entries are those that FlashAttention's measurements on an H200 chose for causal masks, not measured with sparse lists; the others
+are its largest that compile without spills. A tile holds at most 32 blocks of 16 x 16 tokens (`lists.MAX_PARTS`), so 8192 elements.
+"""
+
+from attnzoo_kernels.flash.tiles import INTERPRETER, Tile
+
+__all__ = ["Tile", "dkdv_tile", "dq_tile", "forward_tile"]
+
+
+def _hopper_like(arch: int) -> bool:
+    """sm_90 to sm_103: TMA, and 227 KB of shared memory a program."""
+    return 90 <= arch < 110
+
+
+def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
+    width = max(block_d, block_dv)
+    if arch == 0:
+        return INTERPRETER
+    if itemsize == 4:
+        return Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
+    if _hopper_like(arch):
+        if width <= 128:
+            return Tile(64, 64, 4, 3, tma=True, q_registers=True)
+        return Tile(128, 64, 8, 2, tma=True, q_registers=True)
+    if width <= 64:
+        return Tile(64, 64, 4, 3)
+    if width <= 128:
+        return Tile(128, 32, 8, 3)
+    return Tile(64, 64, 8, 1)
+
+
+def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
+    width = max(block_d, block_dv)
+    if arch == 0:
+        return INTERPRETER
+    if itemsize == 4:
+        return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 16, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
+    if _hopper_like(arch):
+        if width <= 64:
+            return Tile(64, 64, 4, 4, tma=True)
+        if width <= 128:
+            return Tile(64, 64, 4, 3, tma=True)
+        return Tile(64, 64, 8, 2, tma=True)
+    if width <= 64:
+        return Tile(64, 32, 4, 3)
+    if width <= 128:
+        return Tile(64, 64, 8, 2)
+    return Tile(64, 32, 8, 1)
+
+
+def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
+    width = max(block_d, block_dv)
+    if arch == 0:
+        return INTERPRETER
+    if itemsize == 4:
+        return Tile(32, 32, 4, 1) if width <= 64 else Tile(16, 32, 8, 1) if width <= 128 else Tile(16, 16, 8, 1)
+    if _hopper_like(arch):
+        if width <= 64:
+            return Tile(64, 64, 4, 3, tma=True)
+        if width <= 128:
+            return Tile(64, 64, 4, 2, tma=True)
+        return Tile(16, 32, 4, 2)
+    if width <= 64:
+        return Tile(64, 128, 8, 2)
+    if width <= 128:
+        return Tile(64, 64, 8, 2)
+    return Tile(32, 32, 8, 1)
