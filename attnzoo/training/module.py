@@ -36,10 +36,10 @@ class TokenPrediction(lightning.LightningModule):
     optimizer: `.build(module, total_steps=...)` returns the optimizer and its schedule, see attnzoo.training.optimizer.
     bytes_per_token: bytes of text for one predicted validation token.
     record: plain JSON types, what a checkpoint must know to be loaded (attnzoo.checkpoint).
-    seed: of dropout. compile: torch.compile for model and loss together, in training.
+    seed: of dropout. compile: torch.compile for model and loss together, in training; a string is its mode.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, *, bytes_per_token: float, record: dict, seed: int, compile: bool = False):
+    def __init__(self, model: nn.Module, optimizer: Any, *, bytes_per_token: float, record: dict, seed: int, compile: bool | str = False):
         super().__init__()
         self.model = model
         self.optimizer = optimizer
@@ -50,7 +50,7 @@ class TokenPrediction(lightning.LightningModule):
         self.n_parameters = model.n_parameters
         self.matrices = {name for name, parameter in self.named_parameters() if parameter.ndim >= 2}
         self.shapes = {name: value.shape for name, value in self.state_dict().items()}
-        self._training_loss: Callable = torch.compile(summed_loss) if compile else summed_loss
+        self._training_loss: Callable = torch.compile(summed_loss, mode=None if compile is True else compile) if compile else summed_loss
         # sums and not MeanMetric, which forgets its weights with this nan_strategy (torchmetrics 1.9)
         self._validation_loss, self._validation_count = SumMetric(nan_strategy="disable"), SumMetric(nan_strategy="disable")
         self._totals: Tensor | None = None

@@ -74,10 +74,10 @@ def _backward(gradients, ctx, grad_out, grad_lse, _):
                                   *ctx.options)
     dsinks = None
     if needs_dsinks:
-        # the sink's weight in each row times minus the row's delta, summed in a fixed order
+        # the sink's weight in each row times minus the row's delta, summed in a fixed order and in float64: the rows cancel
         top, log_norm = stats
         weight = torch.exp2(sinks.float().view(-1, 1) * math.log2(math.e) - top - log_norm)
-        dsinks = -(weight * delta).sum(1 if cu_seqlens_q is not None else (0, 2)).to(sinks.dtype)
+        dsinks = -(weight.double() * delta).sum(1 if cu_seqlens_q is not None else (0, 2)).to(sinks.dtype)
     return dq, dk, dv, None, None, None, dsinks, None, None, None, None, None, None
 
 
