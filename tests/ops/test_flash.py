@@ -12,8 +12,8 @@ from benchmarks.accuracy import error_ratio
 
 GPU = torch.cuda.is_available()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if GPU else (torch.float32, torch.float16)  # the interpreter gets bfloat16 wrong
-# Float32 on a GPU, where eager's error is that of one rounding: the LSE is kept in base 2, which costs one more, and dQ at 192 adds 97 products
-# in two steps. What misses the rule is said here, by how much in benchmarks/NOTES.md.
+# Float32 on a GPU, where eager's error is that of one rounding: the LSE is kept in base 2, which costs one more, and dQ at 192 adds 97
+# products in two steps. What misses the rule is said here, by how much in benchmarks/NOTES.md.
 MISSES = pytest.mark.xfail(GPU, strict=True, reason="float32 misses the 2x rule by a rounding")
 CASES = [replace(case, dtype=dtype) for dtype in DTYPES for case in CORRECTNESS + DROPOUT
          if GPU or (max(max(pair) for pair in case.lengths) <= 300 and (dtype == torch.float32 or case.packed or case.seqlen_q == 113))]
