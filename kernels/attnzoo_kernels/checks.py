@@ -59,6 +59,18 @@ def max_seqlen(name: str, value) -> None:
         raise ValueError(f"{name}: packed input needs the longest sequence as an int, got {value!r}")
 
 
+def packed_lengths(suffix: str, cu_seqlens: Tensor, longest: int, total: int) -> None:
+    """What cu_seqlens holds, where looking costs no wait: on a CPU."""
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    bounds = cu_seqlens.tolist()
+    if bounds[0] != 0 or bounds[-1] > total or sorted(bounds) != bounds:
+        raise ValueError(f"cu_seqlens_{suffix}: must rise from 0 to at most the {total} tokens, got {bounds}")
+    reached = max(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+    if reached > longest:
+        raise ValueError(f"max_seqlen_{suffix}: must be at least the longest sequence's {reached}, got {longest}")
+
+
 def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, names=("q", "k", "v")) -> bool:
     """Shapes, dtypes, devices and strides of q, k, v, which the operator calls `names`; returns whether they are packed."""
     q_name, k_name, v_name = names
@@ -98,6 +110,8 @@ def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
             raise ValueError(f"cu_seqlens_k: must have cu_seqlens_q's shape {tuple(cu_seqlens_q.shape)}, got {tuple(cu_seqlens_k.shape)}")
         max_seqlen("max_seqlen_q", max_seqlen_q)
         max_seqlen("max_seqlen_k", max_seqlen_k)
+        packed_lengths("q", cu_seqlens_q, max_seqlen_q, q.shape[0])
+        packed_lengths("k", cu_seqlens_k, max_seqlen_k, k.shape[0])
     elif k.shape[0] != q.shape[0]:
         raise ValueError(f"{k_name}: batch must be {q_name}'s {q.shape[0]}, got {k.shape[0]}")
     return packed

@@ -169,6 +169,8 @@ def test_errors_name_the_argument(changes, error, message):
     ({"cu_seqlens_q": torch.tensor([0, 8], dtype=torch.int32)}, ValueError, "cu_seqlens_k: must have cu_seqlens_q's shape"),
     ({"max_seqlen_q": None}, ValueError, "max_seqlen_q: packed input needs the longest sequence"),
     ({"max_seqlen_k": torch.tensor(4)}, TypeError, "max_seqlen_k: must be a Python int"),
+    ({"max_seqlen_k": 3}, ValueError, "max_seqlen_k: must be at least the longest sequence's 4, got 3"),
+    ({"cu_seqlens_q": torch.tensor([0, 4, 9], dtype=torch.int32)}, ValueError, "cu_seqlens_q: must rise from 0 to at most the 8 tokens"),
 ])
 def test_packed_errors_name_the_argument(change, error, message):
     x, cu_seqlens = torch.zeros(8, 2, 16), torch.tensor([0, 4, 8], dtype=torch.int32)
