@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo_kernels._triton.backward import STATS_BLOCK, first_stats_row, transposed_dot
 from attnzoo_kernels._triton.dropout import keep_tile
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, descriptor, on_device_of, tma_takes_layout
 from attnzoo_kernels._triton.masks import key_ranges, keys_seen, queries_seeing, query_ranges
@@ -20,29 +21,16 @@ from attnzoo_kernels._triton.softmax import add_dot, repeat_weights
 from attnzoo_kernels._triton.tiles import first_lse, load_rows, program_tile, store_rows, tile_source
 from attnzoo_kernels.flash.options import Layout, Options, layout, strides
 from attnzoo_kernels.flash.scores import modified_scores
-from attnzoo_kernels.flash.tiles import STATS_BLOCK, Tile, dkdv_tile, dq_tile
-
-
-@triton.jit
-def _first_row(head, seq, first_q, n_seqs, seqlen_q, heads, PACKED: tl.constexpr, STATS_BLOCK: tl.constexpr):
-    """Where a sequence's row statistics begin: each at a multiple of STATS_BLOCK, packed ones by find_tile's slots."""
-    if PACKED:
-        slots = seqlen_q // STATS_BLOCK + n_seqs + 1
-        first = (head.to(tl.int64) * slots + first_q // STATS_BLOCK + seq) * STATS_BLOCK
-    else:
-        first = (seq * heads + head).to(tl.int64) * (tl.cdiv(seqlen_q, STATS_BLOCK) * STATS_BLOCK)
-    return first
+from attnzoo_kernels.flash.tiles import Tile, dkdv_tile, dq_tile
 
 
 @triton.jit
 def _add_dq(dq, exact_delta, q, do, top, log_norm, delta, k_rows, v_rows, begin, end, batch, kv_head, first_k, row, len_q, len_k,
-            stride_ks, stride_vs,
-            window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, keep_below, keep_prob,
+            stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, keep_below, keep_prob,
             HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
             BLOCK_N: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
             PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr,
-            HAS_DROPOUT: tl.constexpr,
-            EXACT_DELTA: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
+            HAS_DROPOUT: tl.constexpr, EXACT_DELTA: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """Walk the keys begin .. end."""
     i = row + tl.arange(0, BLOCK_M)[:, None]
     for column in tl.range(begin, end, BLOCK_N):
@@ -80,17 +68,14 @@ def _add_dq(dq, exact_delta, q, do, top, log_norm, delta, k_rows, v_rows, begin,
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "stats_ptr", "grad_lse_ptr"])
 def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_lse_ptr, stats_ptr, delta_ptr, row_stats_ptr, dq_ptr,
                         cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks,
-                        stride_kh,
-                        stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
+                        stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
                         stride_dqb, stride_dqs, stride_dqh, stride_stats, stride_rows, stride_ab, softmax_scale, scale, softcap,
-                        keep_prob, window_left,
-                        window_right, keep_below, n_seqs, seqlen_q, seqlen_k, heads, group,
+                        keep_prob, window_left, window_right, keep_below, n_seqs, seqlen_q, seqlen_k, heads, group,
                         HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                         PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
                         HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-                        PRECISION: tl.constexpr,
-                        HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                        STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
+                        PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr, BLOCK_M: tl.constexpr,
+                        BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
     seq, batch, head, row, first_q, len_q, first_k, len_k = program_tile(
         cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT)
     if row >= len_q:
@@ -115,7 +100,7 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
         delta -= grad_lse
     top = tl.load(stats_ptr + lse_index, mask=i < len_q, other=float("inf"))
     log_norm = tl.load(stats_ptr + stride_stats + lse_index, mask=i < len_q, other=0.0)
-    row_stats = row_stats_ptr + _first_row(head, seq, first_q, n_seqs, seqlen_q, heads, PACKED, STATS_BLOCK) + i
+    row_stats = row_stats_ptr + first_stats_row(head, seq, first_q, n_seqs, seqlen_q, heads, PACKED, STATS_BLOCK) + i
     if PRECISION == "ieee":
         tl.store(row_stats + 2 * stride_rows, log_norm)
     else:
@@ -144,12 +129,11 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
         for part in tl.static_range(4):
             if (part == 0 and HAS_LEFT) or part == 1 or (part == 2 and (HAS_RIGHT or not GUARD_TAIL)) or (part == 3 and GUARD_TAIL):
                 dq, exact_delta = _add_dq(
-                    dq, exact_delta, q, do, top, log_norm, delta, k_rows, v_rows, bounds[part], bounds[part + 1], batch, kv_head, first_k,
-                    row, len_q, len_k, stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, seed, offset,
+                    dq, exact_delta, q, do, top, log_norm, delta, k_rows, v_rows, bounds[part], bounds[part + 1], batch, kv_head,
+                    first_k, row, len_q, len_k, stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, seed, offset,
                     seq * heads + head, keep_below, keep_prob, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, part != 1,
                     part == 3, HAS_LEFT, HAS_RIGHT, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, HARDWARE_TANH, HAS_DROPOUT,
-                    EXACT_DELTA or PRECISION == "ieee",
-                    PRECISION, TMA)
+                    EXACT_DELTA or PRECISION == "ieee", PRECISION, TMA)
     tl.store(row_stats + stride_rows, delta)
     dq_rows = tile_source(dq_ptr, batch, head, first_q, stride_dqb, stride_dqs, stride_dqh, False)
     store_rows(dq_rows, dq * softmax_scale, row, len_q, stride_dqs, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -158,24 +142,12 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
 
 
 @triton.jit
-def _transposed_dot(keys, queries, PRECISION: tl.constexpr):
-    """keys queriesᵀ; in float32 as (queries keysᵀ)ᵀ, so that it equals the other kernels' products to the last bit."""
-    if PRECISION == "ieee":
-        products = tl.trans(tl.dot(queries, tl.trans(keys), input_precision=PRECISION))
-    else:
-        products = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
-    return products
-
-
-@triton.jit
 def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end, batch, head, first_q, column, len_q, len_k, stride_qs,
-              stride_dos,
-              window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, keep_below, keep_prob,
+              stride_dos, window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, keep_below, keep_prob,
               HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
               BLOCK_N: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
               PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr,
-              HAS_DROPOUT: tl.constexpr,
-              PRECISION: tl.constexpr, TMA: tl.constexpr):
+              HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """Walk the queries begin .. end; tiles are transposed, keys by queries."""
     j = column + tl.arange(0, BLOCK_N)[:, None]
     for row in tl.range(begin, end, BLOCK_M):
@@ -190,7 +162,7 @@ def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end,
             log_norm = tl.load(row_stats + 2 * stride_rows + row + tl.arange(0, BLOCK_M))[None, :]
         i = row + tl.arange(0, BLOCK_M)[None, :]
         # [BLOCK_N, BLOCK_M]
-        scores = _transposed_dot(k, q, PRECISION)
+        scores = transposed_dot(k, q, PRECISION)
         cap_derivative = 1.0
         if PRESCALE:
             scores, cap_derivative = modified_scores(scores, i, j, len_k - len_q, slope, scale, softcap,
@@ -199,7 +171,7 @@ def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end,
         if MASKED:
             weights = tl.where(queries_seeing(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), weights, 0.0)
         # [BLOCK_N, BLOCK_M]
-        dweights = _transposed_dot(v, do, PRECISION)
+        dweights = transposed_dot(v, do, PRECISION)
         kept = weights
         if HAS_DROPOUT:
             keep = tl.trans(keep_tile(seed, offset, dropout_head, row, column, keep_below, BLOCK_M, BLOCK_N))
@@ -217,16 +189,16 @@ def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end,
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "keep_below", "n_seqs", "seqlen_q", "seqlen_k", "heads"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state"])
-def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
-                          rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-                          stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-                          stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left, window_right, keep_below, n_seqs,
-                          seqlen_q, seqlen_k, heads, group,
+def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k,
+                          alibi_slopes, rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
+                          stride_vs, stride_vh, stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb,
+                          stride_dvs, stride_dvh, stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left,
+                          window_right, keep_below, n_seqs, seqlen_q, seqlen_k, heads, group,
                           HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                           PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
                           HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-                          PRECISION: tl.constexpr,
-                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
+                          PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr,
+                          TMA: tl.constexpr):
     kv_heads = heads // group
     seq, batch, kv_head, column, first_k, len_k, first_q, len_q = program_tile(
         cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, kv_heads, BLOCK_N, PACKED, False)
@@ -252,7 +224,7 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
         head = kv_head * group + member
         q_rows = tile_source(q_source, batch, head, first_q, stride_qb, stride_qs, stride_qh, TMA)
         do_rows = tile_source(do_source, batch, head, first_q, stride_dob, stride_dos, stride_doh, TMA)
-        row_stats = row_stats_ptr + _first_row(head, seq, first_q, n_seqs, seqlen_q, heads, PACKED, STATS_BLOCK)
+        row_stats = row_stats_ptr + first_stats_row(head, seq, first_q, n_seqs, seqlen_q, heads, PACKED, STATS_BLOCK)
         slope = 0.0
         if HAS_ALIBI:
             slope = tl.load(alibi_slopes + tl.minimum(seq, n_seqs - 1) * stride_ab + head).to(tl.float32)
@@ -260,10 +232,9 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
             if (part == 0 and HAS_RIGHT) or part == 1 or (part == 2 and HAS_LEFT) or (part == 3 and GUARD_TAIL):
                 dk, dv = _add_dkdv(
                     dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, bounds[part], bounds[part + 1], batch, head, first_q, column,
-                    len_q,
-                    len_k, stride_qs, stride_dos, window_left, window_right, scale, softcap, slope, seed, offset, seq * heads + head,
-                    keep_below, keep_prob, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, part != 1, part == 3, HAS_LEFT,
-                    HAS_RIGHT, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, HARDWARE_TANH, HAS_DROPOUT, PRECISION, TMA)
+                    len_q, len_k, stride_qs, stride_dos, window_left, window_right, scale, softcap, slope, seed, offset,
+                    seq * heads + head, keep_below, keep_prob, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, part != 1,
+                    part == 3, HAS_LEFT, HAS_RIGHT, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, HARDWARE_TANH, HAS_DROPOUT, PRECISION, TMA)
     dk_rows = tile_source(dk_ptr, batch, kv_head, first_k, stride_dkb, stride_dks, stride_dkh, False)
     dv_rows = tile_source(dv_ptr, batch, kv_head, first_k, stride_dvb, stride_dvs, stride_dvh, False)
     store_rows(dk_rows, dk * softmax_scale, column, len_k, stride_dks, HEAD_DIM, BLOCK_N, BLOCK_D)
@@ -278,8 +249,7 @@ def _descriptors(tile: Tile, constants: dict, q: Tensor, k: Tensor, v: Tensor, g
 
 @functools.lru_cache(maxsize=1024)
 def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_lse: bool, exact_delta: bool, q: Layout, k: Layout,
-             v: Layout,
-             out: Layout, grad_out: Layout, dq: Layout, stats_stride: int, options: Options) -> tuple[Launch, Tile]:
+             v: Layout, out: Layout, grad_out: Layout, dq: Layout, stats_stride: int, options: Options) -> tuple[Launch, Tile]:
     sequences, seqlen_q, _ = options.sizes(q[0], k[0])
     constants = options.constants(q[0], v[0], dtype, device)
     tile = dq_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0)
@@ -306,9 +276,8 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
 
 
 def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
-              cu_seqlens_q: Tensor | None,
-              cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool,
-              options: Options) -> tuple[Tensor, Tensor, Tensor]:
+              cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
+              exact_delta: bool, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, the row statistics that launch_dkdv reads, and delta without the rounding of O, like the LSE (empty unless exact_delta)."""
     sequences, seqlen_q, _ = options.sizes(q.shape, k.shape)
     dq = torch.empty_like(q)
@@ -326,8 +295,7 @@ def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
 
 
 def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Tensor, cu_seqlens_q: Tensor | None,
-                cu_seqlens_k: Tensor | None,
-                alibi_slopes: Tensor | None, rng_state: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+                cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
     """dK and dV from the row statistics of launch_dq."""
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     if k.numel() == 0:

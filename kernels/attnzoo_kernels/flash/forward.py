@@ -21,10 +21,10 @@ from attnzoo_kernels.flash.tiles import Tile, forward_tile
 @triton.jit
 def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, batch, kv_head, first_k, row, len_q, len_k, stride_ks, stride_vs,
             window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, keep_below,
-            HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr,
-            HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-            HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
+            HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+            BLOCK_N: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+            PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr,
+            HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """Walk the keys begin .. end."""
     i = row + tl.arange(0, BLOCK_M)[:, None]
     for column in tl.range(begin, end, BLOCK_N):
@@ -49,19 +49,17 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, batch, kv_head, first
     return acc, top, norm
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "keep_below", "n_seqs", "seqlen_q", "seqlen_k", "heads",
-                                "stride_stats"], do_not_specialize_on_alignment=["sinks", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes",
-                                                                                 "rng_state"])
+@triton.jit(do_not_specialize=["window_left", "window_right", "keep_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "stride_stats"],
+            do_not_specialize_on_alignment=["sinks", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state"])
 def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
                      rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
                      stride_ob, stride_os, stride_oh, stride_stats, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left,
-                     window_right,
-                     keep_below, n_seqs, seqlen_q, seqlen_k, heads, group,
+                     window_right, keep_below, n_seqs, seqlen_q, seqlen_k, heads, group,
                      HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                      PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
                      HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-                     PRECISION: tl.constexpr,
-                     HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr):
+                     PRECISION: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+                     Q_REGISTERS: tl.constexpr):
     seq, batch, head, row, first_q, len_q, first_k, len_k = program_tile(
         cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT)
     if row >= len_q:
@@ -104,7 +102,7 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                 HAS_SOFTCAP, HAS_ALIBI, HARDWARE_TANH, HAS_DROPOUT, PRECISION, TMA)
 
     divisor = (tl.where(norm > 0, norm, 1.0) * keep_prob)[:, None]
-    acc = tl.div_rn(acc, divisor + acc * 0.0) if PRECISION == "ieee" else acc / divisor
+    acc = tl.div_rn(acc, tl.broadcast_to(divisor, acc.shape)) if PRECISION == "ieee" else acc / divisor
     out_rows = tile_source(out_ptr, batch, head, first_q, stride_ob, stride_os, stride_oh, False)
     store_rows(out_rows, acc, row, len_q, stride_os, VALUE_DIM, BLOCK_M, BLOCK_DV)
     i = row + tl.arange(0, BLOCK_M)
@@ -131,8 +129,9 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
     return Launch(flash_fwd_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages), tile
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None,
-                   sinks: Tensor | None, rng_state: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+                   alibi_slopes: Tensor | None, sinks: Tensor | None, rng_state: Tensor | None,
+                   options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Output (layout of q, value width), LSE and, for the backward, the statistics (2, *lse.shape) of the softmax."""
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])

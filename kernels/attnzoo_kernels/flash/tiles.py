@@ -1,12 +1,11 @@
 """FlashAttention's tile tables: pure functions of widths, element size, architecture and mask kind.
 
-Hopper's entries were measured on an H200 (`python -m benchmarks.tune`; figures are TFLOP/s of all products computed, N = 8192, bf16, full /
-causal). The others are the largest that compile without spills for sm_80 and fit the 99 KB of shared memory that every later card has.
+Hopper's entries were measured on an H200 (`python -m benchmarks.tune`; figures are TFLOP/s of all products computed, N = 8192, bf16,
+full / causal). The others are the largest that compile without spills for sm_80 and fit the 99 KB of shared memory that every later card
+has. A dQ tile's rows divide `_triton.backward.STATS_BLOCK`, and a dK/dV tile's rows divide the dQ tile's.
 """
 
 from dataclasses import dataclass
-
-STATS_BLOCK = 128  # row statistics of the backward lie at multiples of this; dQ tiles divide it, and dK/dV tiles divide dQ's
 
 
 @dataclass(frozen=True)
