@@ -295,7 +295,8 @@ def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
 
 
 def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Tensor, cu_seqlens_q: Tensor | None,
-                cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
+                cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
+                options: Options) -> tuple[Tensor, Tensor]:
     """dK and dV from the row statistics of launch_dq."""
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     if k.numel() == 0:
