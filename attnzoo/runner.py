@@ -19,6 +19,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import MissingMandatoryValue
 
 from attnzoo import checkpoint
 from attnzoo.errors import UserError
@@ -261,6 +262,8 @@ def _user_message(error: BaseException) -> str | None:
         return str(cause) if isinstance(cause, UserError | ValueError | TypeError | NotImplementedError | OSError) else None
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} must be set: add {error.full_key}=... to the command"
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return (
             f"out of GPU memory ({str(error).splitlines()[0]}); lower data.batch_size (batch_tokens keeps the global batch), data.seq_len "

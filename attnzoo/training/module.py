@@ -50,7 +50,9 @@ class TokenPrediction(lightning.LightningModule):
         self.n_parameters = model.n_parameters
         self.matrices = {name for name, parameter in self.named_parameters() if parameter.ndim >= 2}
         self.shapes = {name: value.shape for name, value in self.state_dict().items()}
-        self._training_loss: Callable = torch.compile(summed_loss, mode=None if compile is True else compile) if compile else summed_loss
+        self._training_loss: Callable = summed_loss
+        if compile:
+            self._training_loss = torch.compile(summed_loss) if compile is True else torch.compile(summed_loss, mode=compile)
         # sums and not MeanMetric, which forgets its weights with this nan_strategy (torchmetrics 1.9)
         self._validation_loss, self._validation_count = SumMetric(nan_strategy="disable"), SumMetric(nan_strategy="disable")
         self._totals: Tensor | None = None
