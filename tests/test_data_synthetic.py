@@ -1,5 +1,6 @@
 """Tasks made by rule: what they promise about every example, for bytes and for a tokenizer of words."""
 
+import re
 from collections import Counter
 
 import numpy as np
@@ -118,6 +119,19 @@ def test_passkey_fits_exactly_or_says_what_it_needs(tokenizer):
     assert len(made.input_ids) == needed
     with pytest.raises(ValueError, match="must be at least"):
         passkey.example(needed - 1, depth=0.5, encode=tokenizer.encode, seed=0)
+
+
+def test_distractors_have_names_and_the_question_asks_for_the_first():
+    made = passkey.example(2000, depth=0.5, encode=ByteTokenizer().encode, seed=3, distractors=5)
+    needles = [bytes(made.input_ids[needle].astype("uint8")).decode() for needle in made.needles]
+    found = [re.fullmatch(r"\nThe pass key of (\w+) is (\d+)\. Remember it\. \2 is the pass key of \1\.\n", needle) for needle in needles]
+    names = [match[1] for match in found]
+    assert len(set(names)) == 6 and set(names) <= set(passkey.NAMES)
+    prompt, answer = bytes(made.prompt.astype("uint8")).decode(), bytes(made.answer_ids.astype("uint8")).decode()
+    assert prompt.endswith(f"\nWhat is the pass key of {names[0]}? The pass key of {names[0]} is") and answer == f" {found[0][2]}"
+    assert len({needle.start for needle in made.needles}) == 6
+    with pytest.raises(ValueError, match="distractors=16 must lie between 0 and 15"):
+        passkey.example(2000, depth=0.5, encode=ByteTokenizer().encode, seed=3, distractors=16)
 
 
 def test_passkey_takes_any_filler():

@@ -162,6 +162,14 @@ def test_passkey_rows_hold_the_text_and_mix_with_language_modelling(tmp_path):
     assert abs(n_passkeys - 100) < 4 * 50**0.5
 
 
+def test_passkey_rows_take_the_numbers_of_distractors_in_turn(tmp_path):
+    data = build(tmp_path, *passkeys(tmp_path, "data.distractors=[0,1,3]", "data.seq_len=600"))
+    read = [data.tokenizer.decode(data.example("train", row)[0]) for row in range(6)]
+    assert [text.count("Remember it") for text in read] == [1, 2, 4, 1, 2, 4]
+    assert data.record()["source"]["distractors"] == [0, 1, 3]
+    assert "distractors" not in build(tmp_path, *passkeys(tmp_path)).record()["source"]
+
+
 def test_all_tokens_of_a_passkey_row_can_be_targets_of_training_only(tmp_path):
     data = build(tmp_path, *passkeys(tmp_path, "data.targets=all", "data.depth=0.25"))
     ids, labels = data.example("train", 0)
@@ -195,6 +203,7 @@ def test_numbers_are_a_tokenizer():
         (["passkey", "data.seq_len=100000"], "data.seq_len=100000 must be below"),
         (["passkey", "data.share=0"], "data.share=0 must be above 0"),
         (["passkey", "data.targets=some"], "data.targets='some' must be answer or all"),
+        (["passkey", "data.distractors=[0,99]"], "data.distractors=[0, 99] must be a number from 0 to 15"),
         (["passkey", "data.depth=2"], "data.depth=2 must be null or from 0 to 1"),
         (["passkey", "data.keys=[9,1]"], "data.keys=[9, 1] must be"),
         (["passkey", "data.keys=[9]"], "data.keys=[9] must be"),

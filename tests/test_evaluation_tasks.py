@@ -123,6 +123,14 @@ def test_passkeys_of_bpe_models(bpe):
     assert table(rows, "exact_match") == {(300, 0.0): 1.0, (300, 1.0): 1.0, (300, None): 1.0}
 
 
+@pytest.mark.parametrize("task", [passkey, needle])
+def test_distractors_make_a_task_of_their_own(task):
+    rows = run(task(Copier(), text(), lengths=[700], depths=[0.5], examples=3, distractors=3))
+    assert {row.task for row in rows} == {f"{task.__name__}_4_keys"}
+    # it goes on as after the longest earlier match, which holds the name
+    assert table(rows, "exact_match")[700, 0.5] == 1.0
+
+
 def test_the_runs_own_keys_are_asked_for():
     wrong = run(passkey(Copier(), text(keys=(7, 7)), lengths=[400], depths=1, examples=1))
     (asked,) = passkey(Copier(), text(keys=(7, 7)), lengths=[400], depths=1, examples=1).measurements

@@ -28,6 +28,7 @@ def passkey(
     depths: int | Sequence[float] = 11,
     examples: int = 10,
     keys: tuple[int, int] | None = None,
+    distractors: int = 0,
     seed: int = 0,
     batch_tokens: int = 8192,
 ) -> Plan:
@@ -35,11 +36,12 @@ def passkey(
 
     data: a data module; its `tokenizer` is used. depths: shares of the filler before the key, or how many from 0 to 1. examples: at each
     length and depth. keys: the smallest and the largest; None: those that the run was trained on, else the published ones.
+    distractors: further keys at random depths, each with a name; the task is then called passkey_<keys in all>_keys.
     batch_tokens: read at once.
     """
     if (refused := _refused("passkey", data)) is not None:
         return refused
-    return _grid("passkey", model, data, lengths, depths, examples, keys, seed, batch_tokens, lambda length, rng: None)
+    return _grid("passkey", model, data, lengths, depths, examples, keys, distractors, seed, batch_tokens, lambda length, rng: None)
 
 
 def needle(
@@ -51,6 +53,7 @@ def needle(
     depths: int | Sequence[float] = 11,
     examples: int = 10,
     keys: tuple[int, int] | None = None,
+    distractors: int = 0,
     seed: int = 0,
     batch_tokens: int = 8192,
 ) -> Plan:
@@ -62,7 +65,7 @@ def needle(
     def filler(length: int, rng: np.random.Generator) -> np.ndarray:
         return text[(rng.integers(len(text)) + np.arange(length)) % len(text)]
 
-    return _grid("needle", model, data, lengths, depths, examples, keys, seed, batch_tokens, filler)
+    return _grid("needle", model, data, lengths, depths, examples, keys, distractors, seed, batch_tokens, filler)
 
 
 def _refused(name: str, data) -> Plan | None:
@@ -86,6 +89,7 @@ def _grid(
     depths: int | Sequence[float],
     examples: int,
     keys: Sequence[int] | None,
+    distractors: int,
     seed: int,
     batch_tokens: int,
     filler: Callable[[int, np.random.Generator], np.ndarray | None],
@@ -94,15 +98,19 @@ def _grid(
         raise ValueError(f"examples={examples} must be at least 1")
     keys = tuple(keys or getattr(data, "keys", task.KEYS))
     settings = {"examples": examples, "keys": list(keys), "seed": seed, "batch_tokens": batch_tokens}
+    options = {"encode": data.tokenizer.encode}
+    if distractors:
+        name = f"{name}_{distractors + 1}_keys"
+        settings["distractors"] = options["distractors"] = distractors
 
     def measure(length: int, depth: float, advance: Callable[[int], None]) -> list[Row]:
         # the longest key first, so that a length has room for all keys or is refused for all
-        task.example(length, depth=0.0, encode=data.tokenizer.encode, seed=0, filler=[0], keys=(keys[-1], keys[-1]))
+        task.example(length, depth=0.0, seed=0, filler=[0], keys=(keys[-1], keys[-1]), **options)
         rows = []
         for i in range(examples):
             seeds = (seed, length, round(1e6 * depth), i)
             text = filler(length, np.random.default_rng((*seeds, 1)))
-            made = task.example(length, depth=depth, encode=data.tokenizer.encode, seed=seeds, filler=text, keys=keys)
+            made = task.example(length, depth=depth, seed=seeds, filler=text, keys=keys, **options)
             rows.append((made.input_ids, made.labels))
         answers = answer(model, rows, batch_tokens=batch_tokens, advance=advance)
         return answer_rows(answers, METRICS, task=name, length=length, depth=depth)

@@ -22,6 +22,7 @@ class PasskeyDataModule(ExampleDataModule):
         targets: what passkey rows predict in training: "answer", or "all" tokens.
         depth: share of the text before the key; None: every depth.
         keys: the smallest and the largest passkey.
+        distractors: further keys in a passkey's row, each with a name; several numbers: the rows take them in turn.
         rows: keyword arguments of ExampleDataModule.
     """
 
@@ -29,12 +30,15 @@ class PasskeyDataModule(ExampleDataModule):
 
     def __init__(
         self, text: TextDataModule, *, share: float = 1.0, targets: str = "answer", depth: float | None = None,
-        keys: Sequence[int] = passkey_task.KEYS, **rows,
+        keys: Sequence[int] = passkey_task.KEYS, distractors: int | Sequence[int] = 0, **rows,
     ):
         super().__init__(**rows)
         if not isinstance(text, TextDataModule):
             raise ValueError(f"data.text must be a text such as data@data.text=python_stdlib, got {type(text).__name__}")
         self.text, self.share, self.targets, self.depth, self.keys = text, share, targets, depth, tuple(keys)
+        self.distractors = [distractors] if isinstance(distractors, int) else list(distractors)
+        if not self.distractors or any(not isinstance(n, int) or not 0 <= n < len(passkey_task.NAMES) for n in self.distractors):
+            raise ValueError(f"data.distractors={distractors} must be a number from 0 to {len(passkey_task.NAMES) - 1}, or a list of them")
         if not 0 < share <= 1:
             raise ValueError(f"data.share={share} must be above 0 and at most 1")
         if targets not in ("answer", "all"):
@@ -65,7 +69,8 @@ class PasskeyDataModule(ExampleDataModule):
         self.text.setup(stage)
         try:
             passkey_task.example(
-                self.seq_len, depth=0.0, encode=self.tokenizer.encode, seed=0, filler=[0], keys=(self.keys[1], self.keys[1])
+                self.seq_len, depth=0.0, encode=self.tokenizer.encode, seed=0, filler=[0], keys=(self.keys[1], self.keys[1]),
+                distractors=max(self.distractors),
             )
         except ValueError as error:
             raise ValueError(str(error).replace("length=", "data.seq_len=", 1)) from error
@@ -82,7 +87,10 @@ class PasskeyDataModule(ExampleDataModule):
         text = np.asarray(tokens[begin : begin + self.seq_len + 1], np.int64)
         if train and rng.random() >= self.share:
             return text[:-1], text[1:]
-        made = passkey_task.example(self.seq_len, depth=self.depth, encode=self.tokenizer.encode, seed=seed, filler=text, keys=self.keys)
+        made = passkey_task.example(
+            self.seq_len, depth=self.depth, encode=self.tokenizer.encode, seed=seed, filler=text, keys=self.keys,
+            distractors=self.distractors[row % len(self.distractors)],
+        )
         if train and self.targets == "all":
             return made.input_ids, np.append(made.input_ids[1:], IGNORE)
         return made.input_ids, made.labels
@@ -91,6 +99,8 @@ class PasskeyDataModule(ExampleDataModule):
         """The text's record, and all that the rows depend on beside it, with a sha256 of both."""
         text = self.text.record()
         options = {key: getattr(self, key) for key in ("seq_len", "share", "targets", "depth", "seed", "n_train", "n_validation")}
+        if any(self.distractors):
+            options["distractors"] = self.distractors
         source = {"kind": self.kind, "format": FORMAT, **options, "keys": list(self.keys), "text": text["source"]}
         return {**text, "source": source, "sha256": fingerprint({**source, "text": text["sha256"], "tokenizer": text["tokenizer"]})}
 
