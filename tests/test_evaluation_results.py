@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from attnzoo.evaluation import plots
 from attnzoo.evaluation.plots import COLOURS, LINES, MARKERS, draw
 from attnzoo.evaluation.results import (
     COLUMNS,
@@ -170,6 +171,33 @@ def test_plots_are_drawn_for_what_there_is(tmp_path):
 def test_plots_of_broken_models(tmp_path, value):
     rows = [replace(row, value=value) if row.length == 64 and row.value else row for row in table()]
     assert len(draw([*rows, *table(run="1")], tmp_path)) == 3
+
+
+@pytest.mark.filterwarnings("error")  # of a layout for which there is no room
+def test_nothing_is_cut_off_or_lies_on_something_else(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure) or path)
+    rows = []
+    for run, overrides in enumerate(("", "model.rope_scaling=ntk model.rope_factor=8 attention.window_size=[511,0]", "attention.impl=x")):
+        mine = {"run": str(run), "overrides": overrides}
+        rows += table(**mine)
+        for length in (32, 64):  # all at one place: the labels of the lengths would cover each other
+            rows.append(Row(**{**RUN, **mine}, task="cost", length=length, metric="prefill_seconds", value=0.001, count=5))
+            rows.append(Row(**{**RUN, **mine}, task="cost", length=length, metric="tokens_per_second", value=1e6 * length, count=5))
+            rows.append(Row(**{**RUN, **mine}, task="ruler", length=length, metric="string_match", value=0.0, count=5))
+    draw(rows, tmp_path)
+    assert len(figures) == 6
+    for figure in figures:
+        figure.draw_without_rendering()
+        for legend in figure.legends:
+            box = legend.get_window_extent()
+            assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and figure.bbox.y0 <= box.y0
+            assert not any(box.overlaps(panel.get_tightbbox()) for panel in figure.axes)
+        for panel in figure.axes:
+            for ticks in (panel.get_xticklabels(), panel.get_yticklabels(), [text for text in panel.texts if text.get_visible()]):
+                boxes = [text.get_window_extent() for text in ticks if text.get_text()]
+                assert boxes or ticks == []
+                assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
 def test_no_two_of_the_first_280_runs_look_alike():

@@ -61,27 +61,28 @@ def _measure(
     if device.type == "cuda":
         rows.append(Row(metric="peak_memory_gb", value=torch.cuda.max_memory_allocated(device) / 1e9, **common))
     if data.objective == "lm" and model.supports.cache:
-        rows.append(_decoding(model, input_ids, new_tokens, common))
+        rows.append(_decoding(model, input_ids, new_tokens, repeats, common))
     return rows
 
 
-def _decoding(model: torch.nn.Module, input_ids: torch.Tensor, new_tokens: int, common: dict) -> Row:
+def _decoding(model: torch.nn.Module, input_ids: torch.Tensor, new_tokens: int, repeats: int, common: dict) -> Row:
     """One token after the other behind a context that is in the cache."""
     batch_size, length = input_ids.shape
     every = torch.arange(batch_size, device=input_ids.device)
-    cache = model.new_cache(batch_size, length + 2 * new_tokens)
+    cache = model.new_cache(batch_size, length + new_tokens)
     model(input_ids, cache=cache, logits_at=every)
 
     def decode() -> None:
+        for layer in cache:
+            layer.length = length  # each time the same tokens
         for _ in range(new_tokens):
             model(input_ids[:, -1:], cache=cache, logits_at=every)
 
     try:
-        decode()  # not counted
-        seconds = _seconds(decode, input_ids.device)
+        seconds = [_seconds(decode, input_ids.device) for _ in range(1 + repeats)][1:]
     except ValueError as error:  # learned positions end here
         return Row(metric="decode_tokens_per_second", **{**common, "count": 0, "note": str(error)})
-    return Row(metric="decode_tokens_per_second", value=batch_size * new_tokens / seconds, **{**common, "count": new_tokens})
+    return Row(metric="decode_tokens_per_second", value=batch_size * new_tokens / statistics.median(seconds), **common)
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

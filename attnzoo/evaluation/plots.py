@@ -1,6 +1,7 @@
 """Plots of a results table. Colour (Okabe and Ito), marker and line change together, so that grey and colour-blind eyes tell runs apart."""
 
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -75,11 +76,8 @@ def _longest(rows: Sequence[Row]) -> list[Row]:
 def _curves(rows: Sequence[Row], panel_by: str, x: str, xlabel: str, path: Path) -> Path:
     """A panel a task (or metric), a line a run with bars of one standard error, dotted vertical lines at the training contexts."""
     names, labels = list(dict.fromkeys(getattr(row, panel_by) for row in rows)), _labels(rows)
-    n_columns = min(len(names), 4)
-    n_rows = math.ceil(len(names) / n_columns)
-    figure = _figure(max(5.0, 4.2 * n_columns), 3.4 * n_rows + 0.4 + 0.2 * len(labels))
     together = len({row.metric for row in rows}) == 1  # panels of one unit have one scale
-    panels = figure.subplots(n_rows, n_columns, sharey=together, squeeze=False).flat
+    figure, panels = _panels(len(names), labels.values(), sharey=together)
     for panel, name in zip(panels, names, strict=False):
         here = [row for row in rows if getattr(row, panel_by) == name]
         for i, (line, label) in enumerate(labels.items()):
@@ -106,23 +104,36 @@ def _quality_against_cost(pairs: Sequence[tuple[Row, float]], path: Path) -> Pat
     """A panel a task, a line a run; its points are the lengths."""
     rows = [row for row, _ in pairs]
     names, labels = list(dict.fromkeys(row.task for row in rows)), _labels(rows)
-    n_columns = min(len(names), 4)
-    n_rows = math.ceil(len(names) / n_columns)
-    figure = _figure(max(5.0, 4.2 * n_columns), 3.4 * n_rows + 0.4 + 0.2 * len(labels))
-    panels = figure.subplots(n_rows, n_columns, squeeze=False).flat
+    figure, panels = _panels(len(names), labels.values())
+    written = []
     for panel, name in zip(panels, names, strict=False):
         here = [(row, seconds) for row, seconds in pairs if row.task == name]
         for i, (line, label) in enumerate(labels.items()):
             points = sorted(((row, seconds) for row, seconds in here if row.line == line), key=lambda pair: pair[0].length)
             _line(panel, i, label, [seconds for _, seconds in points], [row for row, _ in points])
             for row, seconds in points:
-                panel.annotate(str(row.length), (seconds, row.value), textcoords="offset points", xytext=(4, 4), fontsize=6)
-        panel.set(title=TITLES.get(name, name), xlabel="prefill (s)")
+                place = (seconds, row.value)
+                written.append(panel.annotate(str(row.length), place, textcoords="offset points", xytext=(4, 4), fontsize=7))
+        panel.set(title=TITLES.get(name, name), xlabel=UNITS[COST])
         panel.set_ylabel(UNITS.get(here[0][0].metric, here[0][0].metric))
-        panel.set_xscale("log")
         _scale(panel, [row for row, _ in here])
+        _spread(panel.xaxis, [seconds for _, seconds in here])
+        panel.margins(x=0.12)  # for the last length
     _finish(figure, panels, names)
+    _hide_covered(figure, written)
     return _save(figure, path)
+
+
+def _hide_covered(figure, texts: Sequence) -> None:
+    """Of texts that would lie on each other the first one stays."""
+    figure.draw_without_rendering()
+    shown = []
+    for text in texts:
+        box = text.get_window_extent()
+        if any(box.overlaps(other) for other in shown):
+            text.set_visible(False)
+        else:
+            shown.append(box)
 
 
 def _line(panel, i: int, label: str, xs: Sequence[float], points: Sequence[Row]) -> None:
@@ -140,29 +151,63 @@ def _line(panel, i: int, label: str, xs: Sequence[float], points: Sequence[Row])
 
 
 def _scale(panel, rows: Sequence[Row]) -> None:
-    from matplotlib.ticker import LogFormatter
-
     panel.grid(alpha=0.3)
-    values = [row.value for row in rows]
     if rows[0].metric in SHARES:
         panel.set_ylim(-0.05, 1.05)
-    elif max(values) > 3 * min(values) > 0:  # a run that breaks would flatten all others
-        panel.set_yscale("log")
-        for set_formatter in (panel.yaxis.set_major_formatter, panel.yaxis.set_minor_formatter):
-            set_formatter(LogFormatter(minor_thresholds=(2, 0.5)))  # 20 and not 2 x 10^1
+    else:
+        _spread(panel.yaxis, [row.value for row in rows])
+
+
+def _spread(axis, values: Sequence[float]) -> None:
+    """Logarithmic where a run that breaks would flatten all others; with numbers as one writes them, 20 and 0.5 and 3M."""
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+    if max(values) > 3 * min(values) > 0:
+        axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_minor_formatter(NullFormatter())
+    else:
+        axis.set_major_locator(MaxNLocator(5))
+    axis.set_major_formatter(lambda value, _: _number(value))
+
+
+def _number(value: float) -> str:
+    from matplotlib.ticker import EngFormatter
+
+    return EngFormatter(sep="")(value) if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def _finish(figure, panels, names: Sequence) -> None:
     """One legend for all panels, and nothing where a grid has more places than panels."""
     for panel in panels[len(names) :]:
         panel.set_axis_off()
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=_legend_columns(labels, figure.get_figwidth()))
+
+
+def _entry_width(label: str) -> float:
+    """Of a line of the legend, in inches."""
+    return 0.7 + 0.09 * len(label)
+
+
+def _legend_columns(labels: Iterable[str], width: float) -> int:
+    return max(1, min(3, int(width / max(map(_entry_width, labels)))))
+
+
+def _panels(n: int, labels: Iterable[str], **options):
+    """A figure for n panels, at most four beside each other, as wide and as high as the legend's labels need; and its panels."""
+    labels = list(labels)
+    n_columns = min(n, 4)
+    n_rows = math.ceil(n / n_columns)
+    width = max(5.0, 4.2 * n_columns, *map(_entry_width, labels))
+    figure = _figure(width, 3.4 * n_rows + 0.4 + 0.22 * math.ceil(len(labels) / _legend_columns(labels, width)))
+    return figure, list(figure.subplots(n_rows, n_columns, squeeze=False, **options).flat)
 
 
 def _validation(rows: Sequence[Row], path: Path) -> Path:
     """The runs below each other, each with a bar of one standard error."""
-    labels = _labels(rows)
-    figure = _figure(6, 1.2 + 0.35 * len(rows))
+    labels = {line: textwrap.fill(label, 45) for line, label in _labels(rows).items()}
+    figure = _figure(7, 1.2 + sum(0.2 + 0.17 * (1 + labels[row.line].count("\n")) for row in rows))
     panel = figure.subplots()
     for i, row in enumerate(rows):
         panel.errorbar(row.value, i, xerr=row.stderr or 0, color=COLOURS[0], marker="o", capsize=3)

@@ -73,7 +73,11 @@ def _notes(rows: Sequence[Row]) -> list[str]:
 def _cell(row: Row) -> str:
     if row.value is None:
         return "(see notes)"
-    return f"{row.value:.4g}" + ("" if row.stderr is None else f" ± {row.stderr:.2g}")
+    return _number(row.value, 4) + ("" if row.stderr is None else f" ± {_number(row.stderr, 2)}")
+
+
+def _number(value: float, digits: int) -> str:
+    return f"{value:.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
 def _markdown(head: Sequence, lines: Sequence[Sequence]) -> str:
