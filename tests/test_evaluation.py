@@ -271,10 +271,11 @@ def test_loggers_get_the_metrics_the_table_and_the_plots(flash, bert, evaluate, 
     assert rows == without
     assert recorder.metrics["eval/validation/32"] == value(rows, "validation", "perplexity")
     assert recorder.metrics["eval/perplexity_sliding/64"] == value(rows, "perplexity_sliding", "perplexity", length="64")
-    assert recorder.tables.keys() == {f"eval/{task}" for task in {row["task"] for row in rows}}
+    assert recorder.tables.keys() == {f"eval_tables/{task}" for task in {row["task"] for row in rows}}
     assert all(tuple(head) == COLUMNS for head, *_ in recorder.tables.values())
     assert sum(len(lines) for _, *lines in recorder.tables.values()) == len(rows)
-    assert recorder.images.keys() == {"eval/validation", "eval/perplexity_by_length", "eval/loss_by_position"}
+    assert recorder.images.keys() == {f"eval_plots/{name}" for name in ("validation", "perplexity_by_length", "loss_by_position")}
+    assert not recorder.metrics.keys() & (recorder.tables.keys() | recorder.images.keys())
     evaluate(f"runs=[{flash[0]},{bert[0]}]", "evaluation=validation")
     assert {"eval/validation/32/0_flash", "eval/validation/32/1_bert"} <= recorder.metrics.keys()
 

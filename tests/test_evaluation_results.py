@@ -99,6 +99,8 @@ def test_runs_with_unlike_seeds_are_averaged_with_their_spread():
     text = summary(rows, average(rows))
     assert "| flash | flash |" in text and "standard deviation" in text
     assert average(lone) == []
+    assert averages[8].data == RUN["data"]
+    assert average([*run(1, 1.0), *run(2, 2.0, data="text@87654321")])[0].data == "text of each seed"
     assert average([replace(row, settings="") for row in rows]) == []
 
 

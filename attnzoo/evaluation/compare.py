@@ -266,7 +266,8 @@ def _reason(error: Exception) -> str:
 
 
 def _tell(loggers: Iterable, rows: Sequence[Row], plots: Sequence[Path]) -> None:
-    """Metrics eval/<task>/<length> (with several runs /<run> behind it) for every logger; W&B gets a table a task and the plots too."""
+    """Metrics eval/<task>/<length> (with several runs /<run> behind it) for every logger; W&B gets a table a task and the plots too,
+    under keys of their own, because the last thing logged under a key replaces what was there."""
     several, shown = len({row.line for row in rows}) > 1, shown_metrics(rows)
     metrics = {
         "/".join(["eval", row.task, *([str(row.length)] if row.length else []), *(filter(None, row.line) if several else [])]): row.value
@@ -278,7 +279,7 @@ def _tell(loggers: Iterable, rows: Sequence[Row], plots: Sequence[Path]) -> None
         if hasattr(logger, "log_table"):
             for task in dict.fromkeys(row.task for row in rows if row.task):
                 lines = [list(astuple(row)) for row in rows if row.task == task]
-                logger.log_table(f"eval/{task}", columns=list(COLUMNS), data=lines)
+                logger.log_table(f"eval_tables/{task}", columns=list(COLUMNS), data=lines)
             for path in plots:
-                logger.log_image(f"eval/{path.stem}", images=[str(path)])
+                logger.log_image(f"eval_plots/{path.stem}", images=[str(path)])
         logger.save()

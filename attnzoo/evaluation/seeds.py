@@ -32,7 +32,8 @@ def _mean(rows: Sequence[Row]) -> Row:
     mean = math.fsum(values) / len(values)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)) if len(values) > 1 else None
     note = f"mean of {len(values)} runs"
-    return replace(rows[0], run=rows[0].settings, seed=None, value=mean, stderr=spread, count=len(values), note=note)
+    data = rows[0].data if len({row.data for row in rows}) == 1 else f"{rows[0].data.partition('@')[0]} of each seed"
+    return replace(rows[0], run=rows[0].settings, seed=None, data=data, value=mean, stderr=spread, count=len(values), note=note)
 
 
 def name_settings(configs: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:

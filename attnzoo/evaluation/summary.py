@@ -77,7 +77,8 @@ def _cell(row: Row) -> str:
 
 
 def _number(value: float, digits: int) -> str:
-    return f"{value:.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.{digits}g}"
+    text = f"{value:.{digits}g}"
+    return f"{value:.0f}" if "e+" in text and abs(value) < 1e9 else text
 
 
 def _markdown(head: Sequence, lines: Sequence[Sequence]) -> str:
