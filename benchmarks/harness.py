@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo_kernels import taken
 from benchmarks import machine, report
 from benchmarks.report import Row
 from benchmarks.timing import Candidate, Timing, host_bench
@@ -122,9 +123,10 @@ class Prepared:
 
 
 def prepare(entries: list[Entry]) -> Prepared:
-    """Build every entry's pass and check its result: what is wrong or cannot run gets no figure."""
+    """Build every entry's pass and check its result: what is wrong or cannot run gets no figure. Notes say which of our kernels ran."""
     ready = Prepared({}, {}, {})
     for entry in entries:
+        taken.forget()
         try:
             run = entry.backend.make(entry.case, entry.inputs)
             with run.scope():
@@ -136,8 +138,11 @@ def prepare(entries: list[Entry]) -> Prepared:
             ready.notes[entry.label] = f"{type(problem).__name__}: {lines[0][:160]}"
         else:
             ready.errors[entry.label] = error
+            notes = [f"{direction} by {' and '.join(paths)}" for direction, paths in taken.paths_taken().items()]
             if error > 1:
-                ready.notes[entry.label] = f"{error:.2f} times the allowed error"
+                notes.append(f"{error:.2f} times the allowed error")
+            if notes:
+                ready.notes[entry.label] = "; ".join(notes)
             if error <= entry.backend.limit:
                 ready.passes[entry.label] = run
     return ready

@@ -18,6 +18,7 @@ from attnzoo.errors import UserError
 from attnzoo.training import throughput
 from attnzoo.training.loggers import MetricsCSV, has_wandb_key, read_metrics
 from attnzoo.training.optimizer import AdamWRecipe
+from attnzoo_kernels.taken import paths_taken
 
 RECIPE = {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 4, "final_lr": 0.1}
 
@@ -48,6 +49,7 @@ def test_a_tiny_run_lowers_the_loss_and_leaves_a_whole_folder(tmp_path, objectiv
         "checkpoints/last.ckpt",
     }
     record = json.loads((run / "record.json").read_text())
+    assert record["kernels"] == paths_taken()
     assert record["status"] == "finished" and record["steps"] == 40 and record["results"]["val/loss"] == metrics["val/loss"]
     assert record["versions"]["torch"] == torch.__version__.partition("+")[0] or record["versions"]["torch"] == torch.__version__
     assert len(record["data"]["sha256"]) == 64

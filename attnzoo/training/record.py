@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.loggers import WandbLogger
 
 from attnzoo.training.loggers import MetricsCSV
+from attnzoo_kernels.taken import paths_taken
 
 PACKAGES = ("attnzoo", "torch", "triton", "lightning", "torchmetrics", "hydra-core", "datasets", "tokenizers", "transformers", "numpy")
 
@@ -88,7 +89,8 @@ class RunRecord(lightning.Callback):
         if self.content:
             results = {name: float(value) for name, value in metrics.items()}
             seconds = round(time.time() - self.started, 1)
-            self.content |= {"status": status, "steps": trainer.global_step, "seconds": seconds, "results": results}
+            self.content |= {"status": status, "steps": trainer.global_step, "seconds": seconds, "kernels": paths_taken(),
+                             "results": results}
             self._write(trainer)
 
     def _write(self, trainer: lightning.Trainer) -> None:

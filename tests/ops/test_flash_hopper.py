@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnzoo_kernels import flash_attention
+from attnzoo_kernels import flash_attention, taken
 from attnzoo_kernels.flash import why_not_gluon
 from attnzoo_kernels.flash.cases import CORRECTNESS, Case
 from benchmarks.accuracy import error_ratio
@@ -120,6 +120,18 @@ def test_a_path_named_runs_or_raises():
     assert "CUDA" in why_not_gluon(x, x, x)
     with pytest.raises(NotImplementedError, match='impl="gluon" does not take this call: q must be on a CUDA device, got cpu'):
         flash_attention(x, x, x, impl="gluon")
+
+
+def test_paths_that_were_taken_are_written_down():
+    from attnzoo_kernels.flash import paths
+
+    taken.forget()
+    assert paths.forward_path("triton", *[None] * 5) == paths.backward_path("triton", *[None] * 6) == "triton"
+    assert taken.paths_taken() == {"flash backward": ["triton"], "flash forward": ["triton"]}
+    taken.note("flash backward", "gluon")
+    assert taken.paths_taken()["flash backward"] == ["gluon", "triton"]
+    taken.forget()
+    assert taken.paths_taken() == {}
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def test_nothing_depends_on_what_lies_beyond_a_sequence(head_dim, causal):
 @pytest.mark.parametrize("changes, options, words", [
     ({"dtype": torch.float32}, {}, "dtype must be float16 or bfloat16"),
     ({"head_dim": 192}, {}, "must be 33 to 128"),
-    ({"head_dim": 111}, {}, "must be multiples of 8, got 111 and 111"),
+    ({"head_dim": 111}, {}, "widths of multiples of 8"),
     ({}, {"softcap": 5.0}, "no softcap"),
     ({}, {"softmax_scale": -1.0}, "softmax_scale must be positive"),
 ])

@@ -5,6 +5,7 @@ import warnings
 
 from torch import Tensor
 
+from attnzoo_kernels import taken
 from attnzoo_kernels.flash.options import Options
 
 
@@ -34,17 +35,18 @@ def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options
 def forward_path(impl: str | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: Options) -> str:
     """"gluon" or "triton"; a path that was named is taken or refused."""
     if impl == "triton":
-        return impl
+        return taken.note("flash forward", impl)
     reason = why_not_gluon(q, k, v, sinks, options)
     if impl == "gluon" and reason is not None:
         raise NotImplementedError(f'impl="gluon" does not take this call: {reason}; impl=None or "triton" does')
-    return "triton" if reason else "gluon"
+    return taken.note("flash forward", "triton" if reason else "gluon")
 
 
 def backward_path(impl: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, deterministic: bool, exact_delta: bool) -> str:
     """"gluon" or "triton"; what Gluon's backward does not cover goes to plain Triton's, after either forward."""
     if impl == "triton" or not gluon_loads():
-        return "triton"
+        return taken.note("flash backward", "triton")
     from attnzoo_kernels.flash import hopper_backward
 
-    return "triton" if hopper_backward.backward_reason(q, k, v, options, deterministic, exact_delta) else "gluon"
+    reason = hopper_backward.backward_reason(q, k, v, options, deterministic, exact_delta)
+    return taken.note("flash backward", "triton" if reason else "gluon")
