@@ -136,6 +136,16 @@ def test_overridden_options_stand_in_every_row(flash, evaluate, override, label)
     assert value(changed, "validation") != value(as_trained, "validation")
 
 
+@pytest.mark.parametrize("variant", sorted(path.stem for path in (Path(CONFIGS) / "attention").glob("*.yaml")))
+def test_every_variant_reads_beyond_its_training_context(variant, train, evaluate):
+    folder, _ = train(f"beyond/{variant}", f"attention={variant}")
+    for override in ([], ["model.rope_scaling=ntk", "model.rope_factor=2.0"]):
+        rows = evaluate(f"ckpt_path={folder}", "evaluation.tasks.perplexity.protocols=[windows]", *override)
+        assert all((row["attention"], row["overrides"]) == (variant, " ".join(override)) for row in rows)
+        beyond = [row for row in rows if row["task"] == "perplexity_windows" and row["length"] == "64"]
+        assert beyond and all(math.isfinite(float(row["value"])) and row["context"] == str(SEQ_LEN) for row in beyond)
+
+
 def test_other_text_is_read_in_trainings_way_and_said(flash, evaluate, tmp_path):
     folder, _ = flash
     text = tmp_path / "other.txt"
