@@ -1,7 +1,7 @@
 """`flash_attention` against its peers, its features against plain attention, memory, host time and first call.
 
     python -m benchmarks.flash                              # the main table
-    python -m benchmarks.flash speed features packed memory host first_call
+    python -m benchmarks.flash speed deterministic features packed memory host first_call
 """
 
 import json
@@ -22,7 +22,7 @@ from attnzoo_kernels.flash.cases import Case, Inputs, benchmark_case, feature_ca
 from benchmarks import harness
 from benchmarks.accuracy import error_ratio
 from benchmarks.harness import Entry, Line, Pass, Session
-from benchmarks.peers import BACKENDS
+from benchmarks.peers import BACKENDS, DETERMINISTIC
 from benchmarks.report import Row
 
 SEED = 1
@@ -107,6 +107,14 @@ def speed(session: Session) -> Iterator[list[Row]]:
     """Forward and backward by length, head dim and mask."""
     for panel, length, case in main_cases(session):
         yield harness.compare(Line("flash", "speed", panel, length), entries(session, case), session.options.directions, session.timing)
+
+
+def deterministic(session: Session) -> Iterator[list[Row]]:
+    """The backward in any order and with bits that repeat, of the backends that have both."""
+    both = [b for backend in session.backends if backend.name in DETERMINISTIC for b in (backend, DETERMINISTIC[backend.name])]
+    for panel, length, case in main_cases(session):
+        columns = entries(replace(session, backends=both), case)
+        yield harness.compare(Line("flash", "deterministic", panel, length), columns, ["backward"], session.timing)
 
 
 def features(session: Session) -> Iterator[list[Row]]:
@@ -203,7 +211,7 @@ def first_call(session: Session) -> Iterator[list[Row]]:
             yield [Row(direction=step, value=value, **common) for step, value in seconds.items()]
 
 
-TABLES = {f.__name__: f for f in (speed, features, packed, memory, host, first_call)}
+TABLES = {f.__name__: f for f in (speed, deterministic, features, packed, memory, host, first_call)}
 
 
 def main(arguments: list[str] | None = None) -> int:

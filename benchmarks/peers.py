@@ -4,6 +4,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -38,9 +39,10 @@ def heads_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous()
 
 
-def attnzoo(impl: str) -> Callable[[Case, Inputs], Pass]:
+def attnzoo(impl: str, deterministic: bool = False) -> Callable[[Case, Inputs], Pass]:
     def make(case: Case, x: Inputs) -> Pass:
-        return differentiable(lambda q, k, v: flash_attention(q, k, v, impl=impl, **x.options), (x.q, x.k, x.v), x.dout)
+        return differentiable(
+            lambda q, k, v: flash_attention(q, k, v, impl=impl, deterministic=deterministic, **x.options), (x.q, x.k, x.v), x.dout)
 
     return make
 
@@ -151,7 +153,7 @@ def fa3_missing() -> str | None:
     return None if hasattr(torch.ops.flash_attn_3, "fwd") else "loaded, but torch.ops.flash_attn_3.fwd is not there"
 
 
-def fa3(case: Case, x: Inputs) -> Pass:
+def fa3(case: Case, x: Inputs, deterministic: bool = False) -> Pass:
     refuse(case, "alibi", "sinks", "dropout")
     q, k, v, dout = x[:4]
     left, right = case.window_size
@@ -165,7 +167,7 @@ def fa3(case: Case, x: Inputs) -> Pass:
         if not saved:
             saved.extend(torch.ops.flash_attn_3.fwd(q, k, v, **options)[:2])
         grads = tuple(map(torch.empty_like, (q, k, v)))
-        torch.ops.flash_attn_3.bwd(dout, q, k, v, *saved, *grads, **options)
+        torch.ops.flash_attn_3.bwd(dout, q, k, v, *saved, *grads, **options, deterministic=deterministic)
         return grads
 
     return Pass(forward, backward, saved)
@@ -180,12 +182,14 @@ def fa4_missing() -> str | None:
     return None
 
 
-def fa4(case: Case, x: Inputs) -> Pass:
+def fa4(case: Case, x: Inputs, deterministic: bool = False) -> Pass:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     refuse(case, "alibi", "sinks", "dropout")
     left, right = (None if side < 0 else side for side in case.window_size)
     options = packing(x) | {"causal": case.causal, "window_size": (left, right), "softcap": case.softcap}
+    if deterministic:
+        options["deterministic"] = True
     function = flash_attn_varlen_func if case.packed else flash_attn_func
 
     def attend(q, k, v):
@@ -213,5 +217,16 @@ BACKENDS: dict[str, Backend] = {
         Backend("fa3", fa3, fa3_missing, limit=PEER_LIMIT),
         Backend("fa4", fa4, fa4_missing, limit=PEER_LIMIT),
         Backend("attnzoo-reference", attnzoo("reference")),
+    )
+}
+
+DETERMINISTIC: dict[str, Backend] = {  # of those above that have one, the mode whose gradients repeat bit by bit
+    name: replace(BACKENDS[name], name=f"{name} deterministic", make=make)
+    for name, make in (
+        ("attnzoo-gluon", attnzoo("gluon", deterministic=True)),
+        ("attnzoo-triton", attnzoo("triton", deterministic=True)),
+        ("fa3", functools.partial(fa3, deterministic=True)),
+        ("fa4", functools.partial(fa4, deterministic=True)),
+        ("attnzoo-reference", attnzoo("reference")),
     )
 }
