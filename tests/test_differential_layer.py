@@ -2,6 +2,7 @@
 
 import logging
 import math
+import warnings
 
 import pytest
 import torch
@@ -222,6 +223,19 @@ def test_version_2_reads_with_the_cache_as_at_once():
     ids = torch.randint(53, (2, 12))
     caches = net.new_cache(2, 12)
     assert_close(torch.cat([net(part, cache=caches) for part in ids.split([6, 1, 5], dim=1)], dim=1), net(ids))
+
+
+def test_norm_under_autocast_is_pytorchs_fused_one():
+    """Which takes input and weight of one dtype only, and else warns at the first call of a process."""
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings(action="error"):
+            ours = layer().float()
+            ours(torch.randn(1, 5, 32), sequence(5)).sum().backward()
+    finally:
+        torch.set_warn_always(always)
+    assert ours.head_norm.weight.grad.dtype == torch.float32
 
 
 def test_flops_count_both_maps():

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.attention.base import Attention, AttentionSpec, SequenceInfo, Supports
@@ -93,7 +94,13 @@ class DifferentialAttention(Attention):
             q[..., 0::2, :], q[..., 1::2, :], k1, k2, v, self.lambda_of_layer() if self.version == 1 else lam[0], causal=self.spec.causal,
             cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen,
             impl=self.impl)
-        return self.head_norm(out) * (1 - self.lambda_init) if self.version == 1 else out
+        return self.normalize(out) * (1 - self.lambda_init) if self.version == 1 else out
+
+    def normalize(self, out: Tensor) -> Tensor:
+        if not self.norm:
+            return out
+        # under autocast the output is in 16 bits and the weight is not, which PyTorch's fused norm does not take
+        return F.rms_norm(out, self.head_norm.normalized_shape, self.head_norm.weight.to(out.dtype), self.head_norm.eps)
 
     def mlp_dim(self, baseline: int) -> int:
         spec = self.spec
