@@ -23,7 +23,7 @@ def main() -> None:
                     q, k, v, out, grad_out = torch.zeros(5, *rows, 2, head_dim, dtype=torch.bfloat16)
                     bounds = torch.zeros(2, dtype=torch.int32) if packed else None
                     options = Options(1 if packed else None, None, head_dim**-0.5, left, right, 0.0, 0.0)
-                    layouts = map(layout, (q, k, v, out, grad_out))
+                    layouts = map(layout, (q, k, v, out, grad_out, q, k, v))
                     plan = hopper_backward._plan(q.device, q.dtype, False, deterministic, *layouts, options, None)
                     launches = (plan.rows, *plan.tails, plan.walk, plan.dq_rows)
                     for launch in launches:

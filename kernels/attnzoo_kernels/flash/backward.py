@@ -292,10 +292,10 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
 
 def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
               cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
-              exact_delta: bool, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+              exact_delta: bool, options: Options, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, the row statistics that launch_dkdv reads, and delta without the rounding of O, like the LSE (empty unless exact_delta)."""
     sequences, seqlen_q, _ = options.sizes(q.shape, k.shape)
-    dq = torch.empty_like(q)
+    dq = torch.empty_like(q) if dq is None else dq
     delta = torch.empty_like(stats[0]) if exact_delta else stats.new_empty(0)
     row_stats = stats.new_empty(3 if q.dtype == torch.float32 else 2, options.programs(q.shape[-2], seqlen_q, sequences,
                                                                                        STATS_BLOCK) * STATS_BLOCK)
@@ -309,9 +309,9 @@ def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
 
 def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Tensor, cu_seqlens_q: Tensor | None,
                 cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
-                options: Options) -> tuple[Tensor, Tensor]:
+                options: Options, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """dK and dV from the row statistics of launch_dq."""
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    dk, dv = into or (torch.empty_like(k), torch.empty_like(v))
     if k.numel() == 0:
         return dk, dv
     launch = _dkdv_plan(q.device, q.dtype, are_aligned(q, k, v, grad_out), layout(q), layout(k), layout(v), layout(grad_out),
@@ -322,14 +322,18 @@ def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Te
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
                     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
-                    exact_delta: bool, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK, dV and delta (empty unless exact_delta) for the gradients of output and LSE."""
+                    exact_delta: bool, options: Options,
+                    into: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dQ, dK, dV and delta (empty unless exact_delta) for the gradients of output and LSE.
+
+    into: where the first three go, 16-byte aligned.
+    """
     if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()  # autograd may hand over an expanded gradient, which no kernel can read row by row
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     extras = (cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state)
     with on_device_of(q):
-        dq, row_stats, delta = launch_dq(grad_out, grad_lse, q, k, v, out, stats, *extras, exact_delta, options)
-        dk, dv = launch_dkdv(grad_out, q, k, v, row_stats, *extras, options)
+        dq, row_stats, delta = launch_dq(grad_out, grad_lse, q, k, v, out, stats, *extras, exact_delta, options, into and into[0])
+        dk, dv = launch_dkdv(grad_out, q, k, v, row_stats, *extras, options, into and into[1:])
     return dq, dk, dv, delta

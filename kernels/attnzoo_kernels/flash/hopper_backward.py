@@ -59,13 +59,9 @@ class Plan:
     dq_rows: Launch
 
 
-def _contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1:]) for i in range(len(shape)))
-
-
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered: bool, q: Layout, k: Layout, v: Layout, out: Layout,
-          grad_out: Layout, options: Options, tile: Tile | None = None) -> Plan:
+          grad_out: Layout, dq: Layout, dk: Layout, dv: Layout, options: Options, tile: Tile | None = None) -> Plan:
     sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     packed = options.sequences is not None
     (heads, head_dim), (kv_heads, value_dim) = q[0][-2:], v[0][-2:]
@@ -90,12 +86,12 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     walk = Launch(
         flash_bwd_hopper_kernel, min(key_tiles, multiprocessors(device)),
         (options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right, sequences, seqlen_q,
-         seqlen_k, kv_heads, group, head_group, head_tiles, key_tiles),
+         seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, key_tiles),
         {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
          "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered, "STAGES": tile.stages, "DQ_GROUP": tile.dq_group,
          "REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
     dq_rows = Launch(flash_bwd_dq_rows_kernel, query_tiles,
-                     (*strides((q[0], _contiguous_strides(q[0]))), options.softmax_scale, sequences, seqlen_q, heads),
+                     (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),
                      {"HEAD_DIM": head_dim, "WIDTH": width, "PACKED": packed, "BLOCK": ROWS.value}, 4, 1)
     return Plan(width, rows, tails, walk, dq_rows)
 
@@ -111,16 +107,18 @@ def _tails(plan: Plan, tensors: tuple[Tensor, ...], blocks: tuple[int, ...], cu_
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
                     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
-                    exact_delta: bool, options: Options, deterministic: bool,
-                    tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK, dV and an empty delta, as the plain path's launch_backward gives them, for what backward_reason lets through."""
+                    exact_delta: bool, options: Options, deterministic: bool, tile: Tile | None = None,
+                    into: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dQ, dK, dV and an empty delta, as the plain path's launch_backward gives them, for what backward_reason lets through.
+
+    into: where the first three go, 16-byte aligned, the heads of a row side by side.
+    """
     if grad_out.data_ptr() % 16 or grad_out.stride(-1) != 1 or not tma_takes_layout(grad_out.shape, grad_out.stride(), 2):
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)  # autograd may hand over an expanded gradient
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    plan = _plan(q.device, q.dtype, grad_lse is not None, deterministic, layout(q), layout(k), layout(v), layout(out), layout(grad_out),
-                 options, tile)
+    dq, dk, dv = into or (x.new_empty(x.shape) for x in (q, k, v))
+    plan = _plan(q.device, q.dtype, grad_lse is not None, deterministic, *map(layout, (q, k, v, out, grad_out, dq, dk, dv)), options, tile)
     query_tiles, width = plan.rows.programs, plan.width
     row_stats = stats.new_empty(query_tiles, 1, 2 * ROWS.value)
     dq_sum = stats.new_empty(query_tiles * ROWS.value * width)

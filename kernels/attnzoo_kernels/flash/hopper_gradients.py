@@ -209,13 +209,13 @@ def _pass_unseen(ds_tiles, bars, step, STAGES: gl.constexpr, ME: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(desc, pointer, tile, x, batch, kv_head, first_k, key, len_k, kv_heads, DIM: gl.constexpr, PACKED: gl.constexpr):
+def _store_rows(desc, pointer, stride, tile, x, batch, kv_head, first_k, key, len_k, DIM: gl.constexpr, PACKED: gl.constexpr):
     """The rows `key` on of a sequence, of those that it has."""
     if PACKED:
         if key + HALF > len_k:
             rows = key + gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout))
             columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-            at = pointer + ((first_k + rows).to(gl.int64) * kv_heads + kv_head)[:, None] * DIM + columns[None, :]
+            at = pointer + ((first_k + rows).to(gl.int64) * stride + kv_head * DIM)[:, None] + columns[None, :]
             gl.store(at, x, mask=(rows < len_k)[:, None] & (columns < DIM)[None, :])
         else:
             _store_tile(desc, tile, x, 0, kv_head, first_k + key)
@@ -232,12 +232,12 @@ def _store_tile(desc, tile, x, batch, kv_head, row):
 
 
 @gluon.jit
-def _consume(outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, dk_scale, kv_heads, group, head_tiles,
+def _consume(outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, dk_scale, group, head_tiles,
              window_left, window_right, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
              ME: gl.constexpr, DQ_GROUP: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
              ORDERED: gl.constexpr):
     """dK and dV of 64 keys of each tile."""
-    dk_desc, dv_desc, dk_ptr, dv_ptr = outs
+    dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv = outs
     q_tiles, k_tiles = tiles[0], tiles[3]
     q_full, k_full, v_full, kv_empty, work_full, work_empty = bars[0], bars[3], bars[4], bars[5], bars[6], bars[7]
     dtype: gl.constexpr = q_tiles.dtype
@@ -295,9 +295,9 @@ def _consume(outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bar
         len_k = word(work, slot, 9)
         mbarrier.arrive(work_empty.index(slot), count=1)
         row = key + ME * HALF
-        _store_rows(dv_desc, dv_ptr, out_tiles.index(ME), dv.to(dtype), batch, kv_head, first_k, row, len_k, kv_heads, VALUE_DIM, PACKED)
+        _store_rows(dv_desc, dv_ptr, stride_dv, out_tiles.index(ME), dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM, PACKED)
         dk = dk * dk_scale
-        _store_rows(dk_desc, dk_ptr, out_tiles.index(ME), dk.to(dtype), batch, kv_head, first_k, row, len_k, kv_heads, HEAD_DIM, PACKED)
+        _store_rows(dk_desc, dk_ptr, stride_dk, out_tiles.index(ME), dk.to(dtype), batch, kv_head, first_k, row, len_k, HEAD_DIM, PACKED)
         taken += 1
         slot, more = await_work(work, work_full, taken)
     tma.store_wait(0)
@@ -308,7 +308,8 @@ def _consume(outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bar
            do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "turns"])
 def flash_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc, dk_desc,
                             dv_desc, dk_ptr, dv_ptr, dq_ptr, counter, turns, cu_seqlens_q, cu_seqlens_k, softmax_scale, scale, window_left,
-                            window_right, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
+                            window_right, n_seqs, seqlen_q, seqlen_k, kv_heads, stride_dk, stride_dv, group, head_group, head_tiles,
+                            n_tiles,
                             HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, PACKED: gl.constexpr,
                             HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, STAGES: gl.constexpr,
                             DQ_GROUP: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
@@ -352,7 +353,7 @@ def flash_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
         mbarrier.init(ds_empty.index(i), count=1)
     descs = (q_desc, do_desc, stats_desc, k_desc, v_desc)
     tail_descs = (q_tail_desc, do_tail_desc, k_tail_desc, v_tail_desc)
-    outs = (dk_desc, dv_desc, dk_ptr, dv_ptr)
+    outs = (dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv)
     tiles = (q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, ds_empty)
     shape = (counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles)
@@ -360,10 +361,10 @@ def flash_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
     if DQ_GROUP:
         gl.warp_specialize([
             (_make_dq, (dq_ptr, turns, k_tiles, ds_tiles, work, bars, group, head_tiles, window_right, WIDTH, HAS_RIGHT, ORDERED)),
-            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, kv_heads, group,
+            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group,
                         head_tiles, window_left, window_right, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 0, DQ_GROUP, PACKED, HAS_LEFT,
                         HAS_RIGHT, ORDERED)),
-            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, kv_heads, group,
+            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group,
                         head_tiles, window_left, window_right, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 1, DQ_GROUP, PACKED, HAS_LEFT,
                         HAS_RIGHT, ORDERED)),
             (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
@@ -371,10 +372,10 @@ def flash_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])
     else:
         gl.warp_specialize([
-            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, kv_heads, group,
+            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group,
                         head_tiles, window_left, window_right, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 0, DQ_GROUP, PACKED, HAS_LEFT,
                         HAS_RIGHT, ORDERED)),
-            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, kv_heads, group,
+            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group,
                         head_tiles, window_left, window_right, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 1, DQ_GROUP, PACKED, HAS_LEFT,
                         HAS_RIGHT, ORDERED)),
             (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,

@@ -25,7 +25,7 @@ def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state
 
 
 def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl,
-               deterministic, *numbers):
+               deterministic, *numbers, into=None):
     from attnzoo_kernels._triton import launch
     from attnzoo_kernels.flash import backward, paths
     from attnzoo_kernels.flash.options import Options
@@ -34,14 +34,15 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
     if readable is not None:
         *wide, delta = _gradients(readable[4], grad_lse, *readable[:4], stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
                                   exact_delta, impl, deterministic, *numbers)
-        return *map(launch.narrowed, wide, (q, k, v)), delta
+        narrow = tuple(map(launch.narrowed, wide, (q, k, v)))
+        return *(narrow if into is None else (to.copy_(x) for to, x in zip(into, narrow, strict=True))), delta
     options = Options.of(cu_seqlens_q, alibi_slopes, *numbers)
     arguments = (grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, options)
     if paths.backward_path(impl, q, k, v, options, deterministic, exact_delta) == "gluon":
         from attnzoo_kernels.flash import hopper_backward
 
-        return hopper_backward.launch_backward(*arguments, deterministic)
-    return backward.launch_backward(*arguments)
+        return hopper_backward.launch_backward(*arguments, deterministic, into=into)
+    return backward.launch_backward(*arguments, into)
 
 
 @torch.library.custom_op("attnzoo::flash_forward", mutates_args=())
@@ -78,6 +79,41 @@ def _(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), delta
 
 
+@torch.library.custom_op("attnzoo::flash_backward_joint", mutates_args=())
+def backward_joint_op(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool, impl: str | None,
+    deterministic: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """dQ, dK and dV side by side, (..., sum of heads x width), and delta."""
+    joint = q.new_empty(*q.shape[:-2], sum(_widths(q, k, v)))
+    delta = _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl,
+                       deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=_apart(joint, q, k, v))[3]
+    return joint, delta
+
+
+@backward_joint_op.register_fake
+def _(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *_):
+    delta = stats.new_empty(stats.shape[1:] if exact_delta else 0)
+    return q.new_empty(*q.shape[:-2], sum(_widths(q, k, v))), delta
+
+
+def _widths(*tensors: Tensor) -> list[int]:
+    return [x.shape[-2] * x.shape[-1] for x in tensors]
+
+
+def _apart(joint: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(part.unflatten(-1, x.shape[-2:]) for part, x in zip(joint.split(_widths(*tensors), joint.dim() - 1), tensors, strict=True))
+
+
+def _joint_gradients(grad_out, grad_lse, q, k, v, *rest):
+    """The gradients as parts of one tensor, so that what made q, k and v by one product is handed that tensor, and no copy."""
+    if q.shape[:-2] != k.shape[:-2] or any(width * q.itemsize % 16 for width in _widths(q, k, v)):
+        return backward_op(grad_out, grad_lse, q, k, v, *rest)
+    joint, delta = backward_joint_op(grad_out, grad_lse, q, k, v, *rest)
+    return *_apart(joint, q, k, v), delta
+
+
 def _setup_context(ctx, inputs, output):
     q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, *ctx.options = inputs
     out, _, stats = output
@@ -104,7 +140,7 @@ def _backward(gradients, ctx, grad_out, grad_lse, _):
     return dq, dk, dv, None, None, None, dsinks, *(None,) * (1 + len(ctx.options))
 
 
-forward_op.register_autograd(functools.partial(_backward, backward_op), setup_context=_setup_context)
+forward_op.register_autograd(functools.partial(_backward, _joint_gradients), setup_context=_setup_context)
 
 
 class _Eager(torch.autograd.Function):
