@@ -1,0 +1,207 @@
+"""The zoo's own results: what runs of experiment=extrapolation, recall_zoology and listops and their evaluations measured, in three
+tables, one figure and one table for people.
+
+    python -m benchmarks.zoo collect runs/zoo outputs/zoo_eval    # folders of runs (train.py) and of evaluations (eval.py)
+    python -m benchmarks.zoo show                                 # from the tables alone
+
+`collect` names each run after its attention and positions; the folder's name, which must differ, joins the evaluations to it.
+"""
+
+import argparse
+import csv
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from attnzoo.evaluation.plots import COLOURS, LINES, MARKERS
+
+RESULTS = Path(__file__).parent / "results"
+TRAINING = ("experiment", "variant", "seed", "parameters", "steps", "tokens", "tokens_per_second", "train_loss", "val_accuracy", "val_loss",
+            "learning_rate", "context", "device", "torch", "triton", "commit")
+EVALUATION = ("variant", "reading", "seed", "task", "length", "depth", "metric", "value", "count", "stderr", "note")
+CURVES = ("variant", "seed", "learning_rate", "length", "pairs", "step", "accuracy")
+METRICS = {"loss", "exact_match", "accuracy", "prefill_seconds", "peak_memory_gb", "decode_tokens_per_second"}
+SHOWN = {"passkey": "exact_match", "perplexity_windows": "loss"}
+
+
+def variant(record: dict) -> str:
+    """What a run is called: its attention, with what is not the default, and its positions."""
+    attention = record["attention"]
+    name = attention["_target_"].split(".")[-2]
+    if name == "differential":
+        name += f" V{attention['version']}" + ("" if attention["norm"] else " without norm")
+    if record["model"].get("positions") == "alibi":
+        name += " ALiBi"
+    return name
+
+
+def collect(folders: Sequence[str], into: Path) -> None:
+    """Writes zoo-training.csv, zoo-recall.csv and zoo-evaluations.csv from everything below these folders."""
+    found = [path.parent for folder in folders for path in sorted(Path(folder).rglob("metrics.csv"))]
+    runs = {folder.name: folder for folder in found if (folder / "record.json").exists()}
+    records = {name: json.loads((folder / "record.json").read_text()) for name, folder in runs.items()}
+    training, curves = [], []
+    for name, folder in runs.items():
+        config, metrics = OmegaConf.load(folder / "config.yaml"), _read(folder / "metrics.csv")
+        training.append(_training(records[name], config, metrics))
+        if config.data._target_.endswith(".recall"):
+            curves += [
+                (variant(records[name]), config.seed, config.optimizer.lr, config.data.seq_len, config.data.n_pairs, int(row["step"]) + 1,
+                 row["val/accuracy"])
+                for row in metrics if row.get("val/accuracy")
+            ]
+    rows = {}
+    for path in sorted(path for folder in folders for path in Path(folder).rglob("results.csv")):
+        for row in _read(path):
+            if row["value"] and row["metric"] in METRICS and _wanted(row) and row["run"] in records:
+                kept = (variant(records[row["run"]]), row["overrides"], *(row[key] for key in EVALUATION[2:]))
+                rows.setdefault((row["run"], *kept[:7]), kept)
+    _write(into / "zoo-training.csv", TRAINING, training)
+    _write(into / "zoo-recall.csv", CURVES, curves)
+    _write(into / "zoo-evaluations.csv", EVALUATION, rows.values())
+
+
+def _wanted(row: dict) -> bool:
+    """Depths of keys are averaged in rows of their own; of losses by position the longest windows' are kept."""
+    return not row["depth"] or (row["task"] == "loss_by_position" and row["length"] == "32768")
+
+
+def _training(record: dict, config, metrics: list[dict]) -> tuple:
+    def last(key: str) -> str:
+        return next((row[key] for row in reversed(metrics) if row.get(key)), "")
+
+    rates = [float(row["perf/tokens_per_second"]) for row in metrics if row.get("perf/tokens_per_second")]
+    losses = [float(row["train/loss"]) for row in metrics if row.get("train/loss")]
+    steps = 1 + max((int(row["step"]) for row in metrics if row.get("step")), default=-1)
+    slots = config.data.batch_size * config.data.seq_len
+    return (
+        config.tags[0], variant(record), config.seed, record["parameters"], steps, steps * slots,
+        round(statistics.median(rates)) if rates else "", round(statistics.mean(losses[-4:]), 5) if losses else "", last("val/accuracy"),
+        last("val/loss"), config.optimizer.lr, config.data.seq_len, record["device"], record["versions"]["torch"],
+        record["versions"].get("triton", ""), record["git"]["commit"][:12],
+    )
+
+
+def _read(path: Path) -> list[dict]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(rows)
+
+
+class Table:
+    """The rows of zoo-evaluations.csv and zoo-training.csv."""
+
+    def __init__(self, folder: Path):
+        self.training = [row for row in _read(folder / "zoo-training.csv") if row["experiment"] == "extrapolation"]
+        self.rows = _read(folder / "zoo-evaluations.csv")
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(variant, reading) of everything whose loss was measured."""
+        return list(dict.fromkeys((row["variant"], row["reading"]) for row in self.rows if row["task"] == "perplexity_windows"))
+
+    def values(self, line: tuple[str, str], task: str, length: int | None = None) -> list[float]:
+        """Of each seed."""
+        metric = SHOWN.get(task, "exact_match" if task.startswith("needle") else "loss")
+        return [
+            float(row["value"]) for row in self.rows
+            if (row["variant"], row["reading"]) == line and (row["task"], row["metric"], row["depth"]) == (task, metric, "")
+            and (length is None or row["length"] == str(length))
+        ]
+
+    def lengths(self, line: tuple[str, str], task: str) -> list[int]:
+        return sorted({int(row["length"]) for row in self.rows if (row["variant"], row["reading"], row["task"]) == (*line, task)})
+
+    def rate(self, name: str) -> float | None:
+        """Training tokens a second, the fastest run's: others shared their GPU."""
+        rates = [float(row["tokens_per_second"]) for row in self.training if row["variant"] == name and row["tokens_per_second"]]
+        return max(rates, default=None)
+
+
+def label(line: tuple[str, str]) -> str:
+    """For people: flash, read with attention=dual_chunk."""
+    name, reading = line
+    short = reading.replace("attention=", "").replace("attention.", "").replace("model.", "").replace("'", "")
+    return name + (f", read with {short}" if reading else "")
+
+
+def markdown(table: Table, lengths: Sequence[int] = (1024, 4096, 32768)) -> str:
+    """A line a variant and reading: losses by length, passkeys, six keys, rate; means over seeds."""
+    head = ["variant", "seeds", *(f"loss at {n}" for n in lengths), *(f"passkey at {n}" for n in (1024, 2048))]
+    head += ["one of 6 keys", "training tokens/s"]
+    parts = [head, ["---"] * len(head)]
+    for line in table.lines():
+        rate = None if line[1] else table.rate(line[0])
+        cells = [_cell(table.values(line, "perplexity_windows", n), 3) for n in lengths]
+        cells += [_cell(table.values(line, "passkey", n), 2) for n in (1024, 2048)]
+        cells += [_cell(table.values(line, "needle_6_keys", 1024), 3), "" if rate is None else f"{rate / 1e6:.2f} M"]
+        parts.append([label(line), str(len(table.values(line, "perplexity_windows", lengths[0]))), *cells])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in parts)
+
+
+def _cell(values: Sequence[float], digits: int) -> str:
+    """Mean, and half of the range of several seeds."""
+    if not values:
+        return ""
+    spread = f" ± {(max(values) - min(values)) / 2:.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
+
+
+def draw(table: Table, path: Path, lines: Sequence[tuple[str, str]] | None = None) -> None:
+    """Loss by length, passkeys by length, and loss at the training context against training speed. Read in grey by markers and lines."""
+    from matplotlib.figure import Figure
+
+    lines = table.lines() if lines is None else lines
+    figure = Figure(figsize=(13, 5.2), layout="constrained")
+    panels = figure.subplots(1, 3)
+    for i, line in enumerate(lines):
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i % len(LINES)]}
+        for panel, task in zip(panels, ("perplexity_windows", "passkey"), strict=False):
+            at = [n for n in table.lengths(line, task) if table.values(line, task, n)]
+            means = [statistics.mean(table.values(line, task, n)) for n in at]
+            panel.plot(at, means, markersize=5, label=label(line), **style)
+        if not line[1] and (rate := table.rate(line[0])) and (losses := table.values(line, "perplexity_windows", 1024)):
+            panels[2].plot([rate / 1e6] * len(losses), losses, markersize=8, **{**style, "linestyle": ""})
+            panels[2].annotate(line[0], (rate / 1e6, max(losses)), textcoords="offset points", xytext=(0, 8), fontsize=8, ha="center")
+    for panel in panels[:2]:
+        panel.axvline(1024, color="0.4", linestyle=":", linewidth=1)
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:.0f}")
+        panel.set_xlabel("context length (bytes); trained at 1024")
+    panels[0].set(yscale="log", ylabel="loss (nats per byte), the same 400 k bytes", title="loss by length")
+    panels[0].yaxis.set_major_formatter("{x:.1f}")
+    panels[0].yaxis.set_minor_formatter("{x:.1f}")
+    panels[1].set(ylim=(-0.05, 1.05), ylabel="exact match", title="passkey")
+    panels[2].set(xlabel="training, million tokens a second (H200)", ylabel="loss at 1024 (nats per byte)", title="quality and cost")
+    panels[2].margins(0.2)
+    for panel in panels:
+        panel.grid(alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("collect", "show"))
+    parser.add_argument("folders", nargs="*", help="of runs and evaluations, for collect")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    if (given.what == "collect") != bool(given.folders):
+        parser.error("collect needs the folders of runs and evaluations, show takes none")
+    if given.what == "collect":
+        collect(given.folders, given.output)
+    table = Table(given.output)
+    print(markdown(table))
+    draw(table, given.output / "zoo.png")
+
+
+if __name__ == "__main__":
+    main()

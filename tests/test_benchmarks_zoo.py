@@ -1,0 +1,90 @@
+"""The zoo's own results: from folders of runs and evaluations to tables, a figure and a table for people."""
+
+import csv
+import json
+
+import pytest
+
+from attnzoo.evaluation.results import Row, write_csv
+from benchmarks import zoo
+
+RECORD = {
+    "attention": {"_target_": "attnzoo.attention.flash.FlashAttention"}, "model": {"positions": "rotary"}, "parameters": 12,
+    "device": "cpu", "versions": {"torch": "2"}, "git": {"commit": "f" * 40},
+}  # fmt: skip
+CONFIG = """
+seed: {seed}
+tags: [{experiment}]
+data: {{_target_: attnzoo.data.{data}, seq_len: 1024, batch_size: 2, n_pairs: 4}}
+optimizer: {{lr: 0.01}}
+"""
+METRICS = "step,perf/tokens_per_second,train/loss,val/accuracy,val/loss\n4,100,3.0,,\n9,300,1.0,0.5,2.0\n"
+
+
+def write_run(folder, seed, experiment="extrapolation", data="passkey", **record):
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text(json.dumps({**RECORD, **record}))
+    (folder / "config.yaml").write_text(CONFIG.format(seed=seed, experiment=experiment, data=data))
+    (folder / "metrics.csv").write_text(METRICS)
+
+
+@pytest.fixture
+def results(tmp_path):
+    for seed in (1, 2):
+        write_run(tmp_path / f"in/flash_{seed}", seed)
+        rows = [
+            Row(run=f"flash_{seed}", seed=seed, task="perplexity_windows", length=1024, value=1.0 + seed, count=9),
+            Row(run=f"flash_{seed}", seed=seed, task="perplexity_windows", length=4096, value=5.0 + seed, count=9),
+            Row(run=f"flash_{seed}", seed=seed, task="perplexity_windows", length=4096, metric="perplexity", value=9.0),
+            Row(run=f"flash_{seed}", seed=seed, task="passkey", length=1024, metric="exact_match", value=0.5, count=4),
+            Row(run=f"flash_{seed}", seed=seed, task="passkey", length=1024, depth=0.0, metric="exact_match", value=0.1, count=4),
+            Row(run=f"flash_{seed}", seed=seed, overrides="attention=dual_chunk", task="perplexity_windows", length=1024, value=3.0),
+        ]
+        (tmp_path / f"in/eval_{seed}").mkdir()
+        write_csv(rows, tmp_path / f"in/eval_{seed}/results.csv")
+    write_run(tmp_path / "in/pairs", 1, "recall_zoology", "recall")
+    (tmp_path / "out").mkdir()
+    zoo.main(["collect", str(tmp_path / "in"), "--output", str(tmp_path / "out")])
+    return tmp_path / "out"
+
+
+def read(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_collect_joins_runs_and_evaluations(results):
+    rows = read(results / "zoo-evaluations.csv")
+    assert len(rows) == 8 and {row["variant"] for row in rows} == {"flash"}
+    assert {row["reading"] for row in rows} == {"", "attention=dual_chunk"} and not any(row["depth"] for row in rows)
+    runs = read(results / "zoo-training.csv")
+    assert len(runs) == 3 and {row["steps"] for row in runs} == {"10"} and {row["tokens"] for row in runs} == {str(10 * 2 * 1024)}
+    assert {row["tokens_per_second"] for row in runs} == {"200"}
+    assert [row["accuracy"] for row in read(results / "zoo-recall.csv")] == ["0.5"]
+
+
+def test_the_table_has_means_and_spreads_of_seeds_and_the_figure_is_drawn(results, capsys):
+    zoo.main(["show", "--output", str(results)])
+    flash, dual = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| flash")]
+    assert flash.startswith("| flash | 2 | 2.500 ± 0.500 | 6.500 ± 0.500 |  | 0.50 ± 0.00 |") and flash.endswith("| 0.00 M |")
+    assert dual.startswith("| flash, read with dual_chunk | 2 | 3.000 ± 0.000 |")
+    assert (results / "zoo.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("attention", "positions", "name"),
+    [
+        ({"_target_": "attnzoo.attention.flash.FlashAttention"}, "alibi", "flash ALiBi"),
+        ({"_target_": "attnzoo.attention.differential.DifferentialAttention", "version": 1, "norm": False}, "rotary",
+         "differential V1 without norm"),
+        ({"_target_": "attnzoo.attention.differential.DifferentialAttention", "version": 2, "norm": True}, "rotary", "differential V2"),
+    ],
+)  # fmt: skip
+def test_variants_are_named_by_what_is_not_the_default(attention, positions, name):
+    assert zoo.variant({"attention": attention, "model": {"positions": positions}}) == name
+
+
+def test_collect_asks_for_folders(capsys):
+    with pytest.raises(SystemExit):
+        zoo.main(["collect"])
+    assert "collect needs the folders" in capsys.readouterr().err
