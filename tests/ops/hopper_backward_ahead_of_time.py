@@ -34,7 +34,7 @@ def main() -> None:
                         registers, stack = resources(launch.compiled.asm["cubin"])
                         print(json.dumps({"kernel": launch.kernel.kernel.__name__, "head_dim": head_dim, "packed": packed,
                                           "window": (left, right), "deterministic": deterministic,
-                                          "tile": asdict(hopper_backward.backward_tile(head_dim)), "registers": registers, "stack": stack,
+                                          "tile": asdict(plan.tile), "registers": registers, "stack": stack,
                                           "shared": launch.compiled.metadata.shared,
                                           "complaints": complaints(launch.compiled.asm["ptx"])}), flush=True)
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 SHARED_MEMORY = 232448
-# at head dim 128 the sums take 128 of 240 registers and the scalars of a tile move to memory, before the loop over its queries and behind
-# it; measured faster than every form that keeps them
-SPILLS = {128}
+# bytes: where the consumers make dQ, the sums take 128 of 240 registers at head dim 128, scores and their gradients as many at 64, and the
+# scalars of a tile move to memory before the loop over its queries and behind it; measured faster than every form that keeps them
+SPILLS = {"flash_bwd_pair_kernel": 160}
 
 
 @pytest.mark.slow
@@ -23,5 +23,5 @@ def test_tiles_fit_and_do_not_spill():
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(kernels) == 2 * 3 * 2 * (3 + 7)
     wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]
-             or kernel["stack"] and not (kernel["kernel"] == "flash_bwd_hopper_kernel" and kernel["head_dim"] in SPILLS)]
+             or kernel["stack"] > SPILLS.get(kernel["kernel"], 0)]
     assert not wrong, "\n".join(map(str, wrong))

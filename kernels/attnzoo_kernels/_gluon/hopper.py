@@ -5,21 +5,30 @@ import functools
 import torch
 import triton
 from torch import Tensor
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, tma_takes_layout
 
-__all__ = ["TRIED", "async_load", "async_store", "barrier", "box", "descriptor", "fence_async_shared", "mbarrier", "multiprocessors",
-           "ring", "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
+__all__ = ["TRIED", "async_add", "async_load", "async_store", "barrier", "box", "descriptor", "fence_async_shared", "mbarrier",
+           "multiprocessors", "release", "ring", "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
 
 TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to the plain kernels
 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of one partition's warps
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+@builtin
+def async_add(desc, coordinates, tile, _semantic=None):
+    """Adds a shared tile to memory by TMA; tma.store_wait waits until the tile was read. Triton has the operation, Gluon no name for it."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, tile.handle)
 
 
 def version_is_tried() -> bool:
@@ -55,6 +64,13 @@ def box(buffer, desc):
 def ring(step, SLOTS: gl.constexpr):
     """Slot and phase of a step in a ring of buffers."""
     return step % SLOTS, (step // SLOTS) & 1
+
+
+@gluon.jit
+def release(bar):
+    """Arrives by one thread, without the two barriers of the warp group that mbarrier.arrive brings along: for tiles that only matrix
+    instructions read, behind the wait for them, or behind a barrier of the caller's own."""
+    mbarrier.expect(bar, 0)
 
 
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:

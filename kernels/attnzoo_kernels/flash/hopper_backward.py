@@ -1,7 +1,7 @@
 """FlashAttention's backward on Hopper: the float32 dQ that all key tiles add to is cleared with the row statistics and written out last.
 
 Without an order the sums of dQ differ from run to run by their rounding. With one each query tile takes its key tiles from the last one
-down: dense input up to head dim 64 always does, where it costs 0 to 2 %.
+down. Two kernels: consumers that make all three gradients; and, for narrow heads in order, with a warp group of its own for dQ.
 """
 
 import functools
@@ -14,7 +14,8 @@ from torch import Tensor
 from attnzoo_kernels._gluon.hopper import descriptor, multiprocessors, why_not_tma
 from attnzoo_kernels._triton.launch import Launch, on_device_of, tma_takes_layout
 from attnzoo_kernels.flash.hopper_gradients import flash_bwd_hopper_kernel
-from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS
+from attnzoo_kernels.flash.hopper_loads import HALF, KEYS
+from attnzoo_kernels.flash.hopper_pair import flash_bwd_pair_kernel
 from attnzoo_kernels.flash.hopper_rows import flash_bwd_dq_rows_kernel, flash_bwd_rows_kernel, flash_bwd_tails_kernel
 from attnzoo_kernels.flash.options import Layout, Options, layout, strides
 
@@ -27,6 +28,8 @@ class Tile:
     dq_group: bool  # a warp group of its own makes dQ
     registers: int  # of a consumer
     load_registers: int
+    rows: int = 64  # queries of a step
+    writer: bool = False  # a warp of its own has dQ added to memory
 
 
 def backward_tile(width: int) -> Tile:
@@ -35,14 +38,18 @@ def backward_tile(width: int) -> Tile:
     return Tile(2, True, 200, 24) if width == 64 else Tile(2, False, 240, 24)
 
 
-def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, deterministic: bool, exact_delta: bool = False) -> str | None:
+def pair_tile(width: int, ordered: bool) -> Tile:
+    """Without a warp group for dQ: as many queries as registers hold scores of. The warp that writes gave 2 to 10 % at width 64 and took 0
+    to 2 % at 128 without order; in order it is what waits, instead of the consumers (causal 8192 568 instead of 460 TFLOP/s)."""
+    return Tile(2, False, 240, 24, rows=8192 // width, writer=ordered or width == 64)
+
+
+def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, exact_delta: bool = False) -> str | None:
     """Why this path does not take the call; None if it does."""
     if not 32 < max(q.shape[-1], v.shape[-1]) <= 128:
         return f"the wider of head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
     if options.softcap > 0 or options.slopes_stride is not None or options.dropout_p > 0 or exact_delta:
         return "it has no softcap, alibi_slopes, dropout_p or gradient of sinks"
-    if deterministic and max(q.shape[-1], v.shape[-1]) > 64:
-        return "above head_dim 64 its ordered sums are slower than the plain path, which is deterministic"
     if options.softmax_scale <= 0:
         return f"softmax_scale must be positive, got {options.softmax_scale}"
     return why_not_tma(q, k, v)
@@ -52,6 +59,7 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, determini
 class Plan:
     """The launches for one layout of the arguments."""
 
+    tile: Tile
     width: int
     rows: Launch
     tails: tuple[Launch, ...]  # of q, dO, k and v; none for dense input
@@ -66,34 +74,36 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     packed = options.sequences is not None
     (heads, head_dim), (kv_heads, value_dim) = q[0][-2:], v[0][-2:]
     width = 64 if max(head_dim, value_dim) <= 64 else 128
-    tile = tile or backward_tile(width)
-    ordered = ordered or tile.dq_group and not packed
+    # at width 64 windows' masks spill beside the scores of 128 queries, and in order full attention gains 3 % by the warp group
+    helped = width == 64 and (options.window_left >= 0 or ordered and options.window_right < 0)
+    tile = tile or (backward_tile(width) if helped else pair_tile(width, ordered))
     group = heads // kv_heads
-    query_tiles = options.programs(heads, seqlen_q, sequences, ROWS.value)
+    query_tiles = options.programs(heads, seqlen_q, sequences, tile.rows)
     key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
     head_tiles = query_tiles // heads if packed else query_tiles // (heads * sequences)
     rows = Launch(
         flash_bwd_rows_kernel, query_tiles,
         (*strides(out), *strides(grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads),
-        {"VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "TURNS": (1 if tile.dq_group else 2) if ordered else 0,
-         "HAS_GRAD_LSE": has_grad_lse, "BLOCK": ROWS.value}, 4, 1)
+        {"VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "TURNS": 1 if ordered else 0,
+         "HAS_GRAD_LSE": has_grad_lse, "BLOCK": tile.rows}, 4, 1)
     tails = ()
     if packed:
         tails = tuple(Launch(flash_bwd_tails_kernel, (sequences + 1) * x[0][-2], (*strides(x)[1:], sequences, x[0][0], x[0][-2]),
                              {"DIM": x[0][-1], "WIDTH": width, "BLOCK": block}, 4, 1)
-                      for x, block in ((q, ROWS.value), (grad_out, ROWS.value), (k, KEYS.value), (v, KEYS.value)))
+                      for x, block in ((q, tile.rows), (grad_out, tile.rows), (k, KEYS.value), (v, KEYS.value)))
     head_group = max(1, L2_GROUP // (seqlen_q * width * 8 * group))
+    constants = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
+                 "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered}
+    constants |= {"STAGES": tile.stages} if tile.dq_group else {"ROWS": tile.rows, "STAGES": tile.stages, "WRITER": tile.writer}
     walk = Launch(
-        flash_bwd_hopper_kernel, min(key_tiles, multiprocessors(device)),
+        flash_bwd_hopper_kernel if tile.dq_group else flash_bwd_pair_kernel, min(key_tiles, multiprocessors(device)),
         (options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right, sequences, seqlen_q,
          seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, key_tiles),
-        {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
-         "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered, "STAGES": tile.stages, "DQ_GROUP": tile.dq_group,
-         "REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
+        constants | {"REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
     dq_rows = Launch(flash_bwd_dq_rows_kernel, query_tiles,
                      (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),
-                     {"HEAD_DIM": head_dim, "WIDTH": width, "PACKED": packed, "BLOCK": ROWS.value}, 4, 1)
-    return Plan(width, rows, tails, walk, dq_rows)
+                     {"HEAD_DIM": head_dim, "WIDTH": width, "PACKED": packed, "BLOCK": tile.rows}, 4, 1)
+    return Plan(tile, width, rows, tails, walk, dq_rows)
 
 
 def _tails(plan: Plan, tensors: tuple[Tensor, ...], blocks: tuple[int, ...], cu_seqlens: tuple[Tensor, ...]) -> list[Tensor]:
@@ -119,21 +129,21 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         grad_lse = grad_lse.contiguous()
     dq, dk, dv = into or (x.new_empty(x.shape) for x in (q, k, v))
     plan = _plan(q.device, q.dtype, grad_lse is not None, deterministic, *map(layout, (q, k, v, out, grad_out, dq, dk, dv)), options, tile)
-    query_tiles, width = plan.rows.programs, plan.width
-    row_stats = stats.new_empty(query_tiles, 1, 2 * ROWS.value)
-    dq_sum = stats.new_empty(query_tiles * ROWS.value * width)
+    query_tiles, width, rows = plan.rows.programs, plan.width, plan.tile.rows
+    row_stats = stats.new_empty(query_tiles, 1, 2 * rows)
+    dq_sum = stats.new_empty(1, query_tiles * rows * width // 32, 1, 32)
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     turns = torch.empty(query_tiles * plan.rows.constants["TURNS"], dtype=torch.int32, device=q.device)
-    blocks = (ROWS.value, HALF.value, HALF.value, ROWS.value)
+    blocks = (rows, HALF.value, HALF.value, rows)
     with on_device_of(q):
         plan.rows(out, grad_out, stats, grad_lse, row_stats, dq_sum, counter, turns, cu_seqlens_q)
         tails = (None,) * 4
         if plan.tails:
-            q_tails, do_tails, k_tails, v_tails = _tails(plan, (q, grad_out, k, v), (ROWS.value, ROWS.value, KEYS.value, KEYS.value),
+            q_tails, do_tails, k_tails, v_tails = _tails(plan, (q, grad_out, k, v), (rows, rows, KEYS.value, KEYS.value),
                                                          (cu_seqlens_q, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k))
             tails = [descriptor(x, block, width) for x, block in zip((q_tails, k_tails, v_tails, do_tails), blocks, strict=True)]
         plan.walk(*(descriptor(x, block, width) for x, block in zip((q, k, v, grad_out), blocks, strict=True)),
-                  descriptor(row_stats, 1, 2 * ROWS.value), *tails, descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width),
-                  dk, dv, dq_sum, counter, turns, cu_seqlens_q, cu_seqlens_k)
+                  descriptor(row_stats, 1, 2 * rows), *tails, descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width),
+                  dk, dv, dq_sum if plan.tile.dq_group else descriptor(dq_sum, 128, 32), counter, turns, cu_seqlens_q, cu_seqlens_k)
         plan.dq_rows(dq_sum, dq, cu_seqlens_q)
     return dq, dk, dv, stats.new_empty(0)

@@ -1,8 +1,9 @@
-"""The Gluon kernel of the Hopper backward: dQ, dK and dV in one walk, everything transposed (keys by queries).
+"""The Gluon kernel of the Hopper backward for narrow heads: dQ, dK and dV in one walk, everything transposed (keys by queries).
 
 A program stays on its multiprocessor and takes tiles of 128 keys from a counter. One warp loads; two consumers hold dK and dV of 64 keys
-each in registers and walk the queries in steps of 64, of all heads of a group; dQ = dS K is added to a float32 buffer straight from
-registers. Narrow heads leave room for a warp group of its own that makes dQ; else the consumers make it, half of the columns each.
+each in registers and walk the queries in steps of 64, of all heads of a group; a warp group of its own makes dQ = dS K and adds it to a
+float32 buffer straight from registers. `_step` without that warp group, where the consumers make dQ, half of the columns each, serves
+other operators; flash has `hopper_pair` for it.
 """
 
 from triton.experimental import gluon
@@ -53,7 +54,8 @@ def _dq_product(k_tiles, ds_tiles, slot, COLUMN: gl.constexpr, COLUMNS: gl.const
 
 
 @gluon.jit
-def _await_turn(turn, now, query_tile, key, len_q, len_k, window_right, HAS_RIGHT: gl.constexpr):
+def _await_turn(turn, now, query_tile, key, len_q, len_k, window_right, HAS_RIGHT: gl.constexpr,
+                ROWS: gl.constexpr = ROWS):
     """A query tile is added to by the key tiles that see it one after the other, from the last one down. `now` was read some time ago."""
     last = (len_k - 1) // KEYS
     if HAS_RIGHT:
@@ -312,7 +314,7 @@ def flash_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
                             n_tiles,
                             HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, PACKED: gl.constexpr,
                             HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, STAGES: gl.constexpr,
-                            DQ_GROUP: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
+                            REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -338,17 +340,16 @@ def flash_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
     work_empty = gl.allocate_shared_memory(gl.int64, [WORK, 1], bar)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    readers: gl.constexpr = 3 if DQ_GROUP else 2
     mbarrier.init(k_full, count=1)
     mbarrier.init(v_full, count=1)
-    mbarrier.init(kv_empty, count=readers)
+    mbarrier.init(kv_empty, count=3)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(do_full.index(i), count=1)
         mbarrier.init(step_empty.index(i), count=2)
     for i in gl.static_range(2):
         mbarrier.init(work_full.index(i), count=1)
-        mbarrier.init(work_empty.index(i), count=readers)
+        mbarrier.init(work_empty.index(i), count=3)
         mbarrier.init(ds_full.index(i), count=2)
         mbarrier.init(ds_empty.index(i), count=1)
     descs = (q_desc, do_desc, stats_desc, k_desc, v_desc)
@@ -358,26 +359,14 @@ def flash_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, ds_empty)
     shape = (counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles)
     # partitions get constants only where the tuple is written out
-    if DQ_GROUP:
-        gl.warp_specialize([
-            (_make_dq, (dq_ptr, turns, k_tiles, ds_tiles, work, bars, group, head_tiles, window_right, WIDTH, HAS_RIGHT, ORDERED)),
-            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group,
-                        head_tiles, window_left, window_right, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 0, DQ_GROUP, PACKED, HAS_LEFT,
-                        HAS_RIGHT, ORDERED)),
-            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group,
-                        head_tiles, window_left, window_right, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 1, DQ_GROUP, PACKED, HAS_LEFT,
-                        HAS_RIGHT, ORDERED)),
-            (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
-                    ORDERED)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])
-    else:
-        gl.warp_specialize([
-            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group,
-                        head_tiles, window_left, window_right, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 0, DQ_GROUP, PACKED, HAS_LEFT,
-                        HAS_RIGHT, ORDERED)),
-            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group,
-                        head_tiles, window_left, window_right, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 1, DQ_GROUP, PACKED, HAS_LEFT,
-                        HAS_RIGHT, ORDERED)),
-            (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
-                    ORDERED)),
-        ], [4, 1], [REGISTERS, LOAD_REGISTERS])
+    gl.warp_specialize([
+        (_make_dq, (dq_ptr, turns, k_tiles, ds_tiles, work, bars, group, head_tiles, window_right, WIDTH, HAS_RIGHT, ORDERED)),
+        (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group,
+                    head_tiles, window_left, window_right, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 0, True, PACKED, HAS_LEFT,
+                    HAS_RIGHT, ORDERED)),
+        (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group,
+                    head_tiles, window_left, window_right, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 1, True, PACKED, HAS_LEFT,
+                    HAS_RIGHT, ORDERED)),
+        (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
+                ORDERED)),
+    ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])

@@ -6,14 +6,15 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.hopper import async_load, box, mbarrier, ring
 from attnzoo_kernels._gluon.tiles import find_sequence
 
-ROWS = gl.constexpr(64)  # queries of a step
+ROWS = gl.constexpr(64)  # queries of a step, if nothing else is said
 KEYS = gl.constexpr(128)  # of a program
 HALF = gl.constexpr(64)  # keys of a consumer
 WORK = gl.constexpr(2)  # tiles that the loading warp may be ahead
 
 
 @gluon.jit
-def _query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+def _query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+                 ROWS: gl.constexpr = ROWS):
     """Tiles of queries that see the KEYS keys from `key` on: (begin, full_begin, full_end, end); before full_begin and from full_end on
     they need a mask."""
     shift = len_k - len_q
@@ -90,7 +91,7 @@ def _load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_h
 
 
 @gluon.jit
-def _take(shape, PACKED: gl.constexpr, ORDERED: gl.constexpr):
+def _take(shape, PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr = ROWS):
     """The next tile from the counter: (its number, sequence, key head, first key, first_q, len_q, first_k, len_k, first tile of dQ)."""
     counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles = shape
     index = gl.atomic_add(counter, 1, sem="relaxed")
@@ -127,7 +128,7 @@ def _take(shape, PACKED: gl.constexpr, ORDERED: gl.constexpr):
 
 @gluon.jit
 def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES: gl.constexpr, PACKED: gl.constexpr,
-         HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr):
+         HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr = ROWS):
     """Takes tiles, tells the others which, and loads what they need.
 
     Dense tiles go by groups of `head_group` heads, whose queries stay in L2, inside a group by first key; ORDERED from the last one down,
@@ -144,14 +145,14 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
     while more != 0:
         slot, phase = ring(taken, WORK)
         mbarrier.wait(work_empty.index(slot), phase ^ 1)
-        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, ORDERED)
+        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, ORDERED, ROWS)
         if PACKED:
             while (key >= len_k) & (index < n_tiles):
-                index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, ORDERED)
+                index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, ORDERED, ROWS)
         batch = sequence
         if PACKED:
             batch = 0
-        begin, full_begin, full_end, end = _query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+        begin, full_begin, full_end, end = _query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT, ROWS)
         more = (index < n_tiles).to(gl.int32)
         w = gl.arange(0, 16, lane)
         words = gl.where(w == 0, more, gl.where(w == 1, batch, gl.where(w == 2, kv_head, gl.where(w == 3, key, gl.where(

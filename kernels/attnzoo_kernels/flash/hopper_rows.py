@@ -1,7 +1,7 @@
 """What frames the Hopper backward's walk, in plain Triton: row statistics, an empty float32 dQ and the ends of packed
 sequences before it, dQ in 16 bits behind it.
 
-The float32 dQ lies in tiles of 64 queries, inside a tile in the order in which the threads of a matrix product hold it.
+The float32 dQ lies in tiles of 64 or 128 queries, each 64 of them in the order in which the threads of a matrix product hold them.
 """
 
 import triton
@@ -68,11 +68,13 @@ def flash_bwd_dq_rows_kernel(sum_ptr, dq_ptr, cu_seqlens, stride_dqb, stride_dqs
     batch, head, row, first, length, tile = _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     r = tl.arange(0, BLOCK)
     c = tl.arange(0, WIDTH)
-    place = ((c // 8) * 512 + (c % 8) // 2 * 4 + c % 2)[None, :] + ((r // 16) * 128 + (r % 8) * 16 + (r // 8) % 2 * 2)[:, None]
+    held = tl.load(sum_ptr + tile * (BLOCK * WIDTH) + tl.arange(0, BLOCK * WIDTH)) * softmax_scale
+    # halves of 64 rows, 8 columns, 16 rows, row of 8, pair of columns, half of 16 rows, column of a pair
+    held = tl.reshape(held.to(dq_ptr.dtype.element_ty), [BLOCK // 64, WIDTH // 8, 4, 8, 4, 2, 2])
     # [BLOCK, WIDTH]
-    dq = tl.load(sum_ptr + tile * (BLOCK * WIDTH) + place) * softmax_scale
+    dq = tl.reshape(tl.permute(held, [0, 2, 5, 3, 1, 4, 6]), [BLOCK, WIDTH])
     rows = dq_ptr + batch * stride_dqb + head * stride_dqh + (first + row + r).to(tl.int64)[:, None] * stride_dqs
-    tl.store(rows + c, dq.to(dq_ptr.dtype.element_ty), mask=(row + r < length)[:, None] & (c < HEAD_DIM)[None, :])
+    tl.store(rows + c, dq, mask=(row + r < length)[:, None] & (c < HEAD_DIM)[None, :])
 
 
 @triton.jit(do_not_specialize=["n_seqs", "heads"], do_not_specialize_on_alignment=["cu_seqlens"])

@@ -38,7 +38,7 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
         return *(narrow if into is None else (to.copy_(x) for to, x in zip(into, narrow, strict=True))), delta
     options = Options.of(cu_seqlens_q, alibi_slopes, *numbers)
     arguments = (grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, options)
-    if paths.backward_path(impl, q, k, v, options, deterministic, exact_delta) == "gluon":
+    if paths.backward_path(impl, q, k, v, options, exact_delta) == "gluon":
         from attnzoo_kernels.flash import hopper_backward
 
         return hopper_backward.launch_backward(*arguments, deterministic, into=into)

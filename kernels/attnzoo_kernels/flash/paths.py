@@ -42,11 +42,11 @@ def forward_path(impl: str | None, q: Tensor, k: Tensor, v: Tensor, sinks: Tenso
     return taken.note("flash forward", "triton" if reason else "gluon")
 
 
-def backward_path(impl: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, deterministic: bool, exact_delta: bool) -> str:
+def backward_path(impl: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, exact_delta: bool) -> str:
     """"gluon" or "triton"; what Gluon's backward does not cover goes to plain Triton's, after either forward."""
     if impl == "triton" or not gluon_loads():
         return taken.note("flash backward", "triton")
     from attnzoo_kernels.flash import hopper_backward
 
-    reason = hopper_backward.backward_reason(q, k, v, options, deterministic, exact_delta)
+    reason = hopper_backward.backward_reason(q, k, v, options, exact_delta)
     return taken.note("flash backward", "triton" if reason else "gluon")
