@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.attention.base import Attention, KVCache, SequenceInfo
+from attnzoo_kernels.gelu import bias_gelu
 
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "gelu_tanh", "swiglu")
@@ -44,6 +45,9 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "swiglu":
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.kind == "gelu" and x.is_cuda and x.dtype != torch.float64 and self.up_proj.bias is not None:
+            # bias and GELU in one pass, and backward the bias's sum with them
+            return self.down_proj(bias_gelu(F.linear(x, self.up_proj.weight), self.up_proj.bias))
         return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh" if self.kind == "gelu_tanh" else "none"))
 
 
