@@ -4,6 +4,7 @@
     python -m benchmarks.padding tiles            # candidates for the table in attnzoo_kernels/padding/tiles.py
 """
 
+import gc
 import math
 import statistics
 import sys
@@ -99,8 +100,9 @@ def replayed(call: Callable[[], T]) -> Callable[[], T]:
     with torch.cuda.stream(stream):
         call()
     torch.cuda.synchronize()
+    gc.collect()  # a graph of an earlier line that is freed during the capture would end it
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):  # autograd's own threads may ask for what a capture forbids
         out = call()
 
     def replay() -> T:
