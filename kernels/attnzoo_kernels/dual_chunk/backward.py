@@ -292,7 +292,7 @@ def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, queries: Tensor, keys: 
     if stats.numel() == 0:
         return
     sequences, seqlen_q, seqlen_k = options.sizes(q, k)
-    flags = options.flags(q, v)
+    flags = options.flags(q, out)
     tile = dq_tile(architecture(q), flags["BLOCK_D"], flags["BLOCK_DV"], q.element_size())
     operands, tma = sources(tile, flags, queries, keys, v, grad_out)
     programs = options.programs(q.shape[-2], sequences, seqlen_q, seqlen_k - seqlen_q, tile.block_m)
@@ -312,7 +312,7 @@ def launch_dkdv(grad_out: Tensor, queries: Tensor, keys: Tensor, q: Tensor, k: T
     if k.numel() == 0:
         return
     sequences, _, seqlen_k = options.sizes(q, k)
-    flags = options.flags(q, v)
+    flags = options.flags(q, dv)
     tile = dkdv_tile(architecture(q), flags["BLOCK_D"], flags["BLOCK_DV"], q.element_size())
     operands, tma = sources(tile, flags, queries, keys, v, grad_out)
     programs = options.programs(k.shape[-2], sequences, seqlen_k, 0, tile.block_n)

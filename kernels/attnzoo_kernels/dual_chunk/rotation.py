@@ -119,8 +119,8 @@ def rotate_kernel(x_ptr, copies_ptr, cos, sin, multiplier, cu_seqlens, other_cu_
     b = tl.load(rows_x + second_column[None, None, :], mask=kept & has_second[None, None, :], other=0.0).to(tl.float32)
     channel = tl.arange(0, BLOCK_D)[None, None, :]
     for copy in tl.static_range(COPIES):
-        # only queries with so many chunks before theirs are read at this stage
-        if (not QUERIES) or last >= copy * chunk:
+        # only queries with so many chunks before theirs are read at this stage; those before the first key at the first one
+        if (copy == 0 or not QUERIES) or last >= copy * chunk:
             c, s = load_angles(cos, sin, stage_position(copy, inside, chunk, top, far), ROTARY_DIM, BLOCK_D)
             turned = rotate_pairs(a, b, (c * factor[:, None])[:, None, :], (s * factor[:, None])[:, None, :])
             rows_c = _rows(copies_ptr, copy * batches + batch, first + row, head, stride_cb, stride_cs, stride_ch, BLOCK)
