@@ -19,7 +19,7 @@ from attnzoo_kernels.dual_chunk.reference import rotate, stage_positions
 from benchmarks import flash, harness
 from benchmarks.accuracy import error_ratio
 from benchmarks.harness import Backend, Entry, Line, Pass, Session, Unsupported, differentiable
-from benchmarks.peers import PEER_LIMIT, heads_first
+from benchmarks.peers import PEER_LIMIT, heads_first, offered
 from benchmarks.report import Row
 
 
@@ -165,7 +165,9 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("attnzoo-triton", attnzoo("triton")),
+        Backend("attnzoo-gluon", attnzoo("gluon"), lambda: offered("gluon")),
         Backend("plain-triton", plain("triton")),
+        Backend("plain-gluon", plain("gluon"), lambda: offered("gluon")),
         Backend("three-calls-fa2", composition("flash"), limit=PEER_LIMIT),
         Backend("three-calls-cudnn", composition("cudnn"), limit=PEER_LIMIT),
         Backend("three-calls-cudnn-compiled", composition("cudnn", compiled=True), limit=PEER_LIMIT),

@@ -168,7 +168,9 @@ def test_a_call_that_is_cut_to_bound_its_scratch_gives_the_same(case, scratch, l
     monkeypatch.setattr(forward, "_launch", lambda *arguments: calls.append(launch(*arguments)))
     monkeypatch.setattr(parts, "SCRATCH", scratch)
     cut = run(inputs, "triton")
-    assert len(calls) == launches and all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert len(calls) == launches
+    for name in whole:  # other strides may be compiled to other orders of sums
+        torch.testing.assert_close(cut[name], whole[name])
 
 
 @pytest.mark.parametrize("case", [
@@ -253,7 +255,7 @@ def test_no_synchronisation_linear_memory_and_no_compilation_by_length(device):
         before = torch.cuda.memory_allocated()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            dual_chunk_attention(*tensors, **options).backward(dout)
+            dual_chunk_attention(*tensors, **options, impl="triton").backward(dout)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         return torch.cuda.max_memory_allocated() - before
@@ -288,9 +290,9 @@ SOUND = {"cos": TABLE, "sin": TABLE, "chunk_size": 16, "local_size": 4}
     ({"sin": torch.ones(8, 32).T}, ValueError, "sin: must be contiguous"),
     ({"logit_multiplier": torch.ones(9)}, ValueError, r"logit_multiplier: must have shape \(8,\) or \(2, 8\), got \(9,\)"),
     ({"logit_multiplier": torch.ones(8).double()}, TypeError, "logit_multiplier: must be float32"),
-    ({"impl": "gluon"}, ValueError, "impl: must be None or one of 'triton', 'reference', got 'gluon'"),
+    ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'triton', 'gluon', 'reference', got 'cuda'"),
     ({"impl": "triton", "logit_multiplier": torch.ones(8, requires_grad=True)}, NotImplementedError,
-     "logit_multiplier: impl=\"triton\" has no gradient"),
+     "logit_multiplier: only impl=\"reference\" has a gradient"),
 ])
 def test_errors_name_the_argument(changes, error, message, device):
     arguments = {name: x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x

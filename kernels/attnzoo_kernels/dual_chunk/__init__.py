@@ -8,7 +8,7 @@ from attnzoo_kernels.dual_chunk import ops
 from attnzoo_kernels.dual_chunk.geometry import STAGES, Geometry, geometry, stage_bits
 from attnzoo_kernels.dual_chunk.reference import dual_chunk_attention_reference
 
-IMPLEMENTATIONS = ("triton", "reference")
+IMPLEMENTATIONS = ("triton", "gluon", "reference")
 
 
 def dual_chunk_attention(
@@ -65,8 +65,11 @@ def dual_chunk_attention(
 
     softmax_scale: default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the logits, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
-    deterministic: every path here repeats bit by bit, forward and backward; the argument is accepted for all values.
-    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+    deterministic: repeated runs give the same gradients bit by bit; None follows torch.are_deterministic_algorithms_enabled(). The forward
+        always does, and so does plain Triton's backward.
+    impl: "triton" | "gluon" | "reference"; None takes gluon where it holds (Hopper, 16 bits, causal, all stages, widths of 33 to 128),
+        else triton, on CUDA tensors and the reference on CPU ones. A path named runs or raises; what gluon's backward does not take
+        (packed input, chunks that are no multiples of 128 tokens) triton's does.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -78,8 +81,8 @@ def dual_chunk_attention(
     if logit_multiplier is not None:
         _check_multiplier(q, logit_multiplier, packed)
     softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if impl is None:
-        impl = "triton" if q.is_cuda else "reference"
+    if impl is None and not q.is_cuda:
+        impl = "reference"
 
     if impl == "reference":
         out, lse = dual_chunk_attention_reference(
@@ -87,12 +90,16 @@ def dual_chunk_attention(
             logit_multiplier=logit_multiplier, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     else:
+        if impl == "gluon" and not q.is_cuda:
+            raise NotImplementedError(f'impl="gluon" does not take this call: q must be on a CUDA device, got {q.device}')
         checks.triton_inputs(q, k, v, None)
         for name, value in (("cos", cos), ("sin", sin), ("logit_multiplier", logit_multiplier)):
             if value is not None and value.requires_grad:
-                raise NotImplementedError(f'{name}: impl="triton" has no gradient for it; detach it or use impl="reference"')
-        out, lse, _ = ops.forward(q, k, v, cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, *chunks, bits, causal, rope_interleaved,
-                                  softmax_scale)
+                raise NotImplementedError(f'{name}: only impl="reference" has a gradient for it; detach it or use that')
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        out, lse, _ = ops.forward(q, k, v, cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, impl, deterministic, *chunks, bits,
+                                  causal, rope_interleaved, softmax_scale)
     return (out, lse) if return_lse else out
 
 

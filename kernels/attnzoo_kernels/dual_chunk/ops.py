@@ -7,13 +7,17 @@ from torch import Tensor
 @torch.library.custom_op("attnzoo::dual_chunk_forward", mutates_args=())
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, logit_multiplier: Tensor | None, cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None, chunk: int, top: int, far: int, stages: int, causal: bool, rope_interleaved: bool, softmax_scale: float,
+    cu_seqlens_k: Tensor | None, impl: str | None, deterministic: bool, chunk: int, top: int, far: int, stages: int, causal: bool,
+    rope_interleaved: bool, softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from attnzoo_kernels.dual_chunk.forward import launch_forward
     from attnzoo_kernels.dual_chunk.options import Options
+    from attnzoo_kernels.dual_chunk.paths import forward_path
 
     options = Options(cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, chunk, top, far, stages, causal, rope_interleaved,
                       softmax_scale)
+    if forward_path(impl, q, k, v, options) == "gluon":
+        from attnzoo_kernels.dual_chunk.hopper import launch_forward
     return launch_forward(q, k, v, options)
 
 
@@ -28,14 +32,19 @@ def _(q, k, v, cos, sin, logit_multiplier, cu_seqlens_q, *_):
 @torch.library.custom_op("attnzoo::dual_chunk_backward", mutates_args=())
 def backward(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cos: Tensor, sin: Tensor,
-    logit_multiplier: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, chunk: int, top: int, far: int, stages: int,
-    causal: bool, rope_interleaved: bool, softmax_scale: float,
+    logit_multiplier: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, impl: str | None, deterministic: bool,
+    chunk: int, top: int, far: int, stages: int, causal: bool, rope_interleaved: bool, softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from attnzoo_kernels.dual_chunk.backward import launch_backward
     from attnzoo_kernels.dual_chunk.options import Options
+    from attnzoo_kernels.dual_chunk.paths import backward_path
 
     options = Options(cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, chunk, top, far, stages, causal, rope_interleaved,
                       softmax_scale)
+    if backward_path(impl, q, k, v, options, deterministic) == "gluon":
+        from attnzoo_kernels.dual_chunk import hopper_backward
+
+        return hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, options, deterministic)
     return launch_backward(grad_out, grad_lse, q, k, v, out, stats, options)
 
 

@@ -39,10 +39,12 @@ class Part:
         return x if self.batch is None else x[..., self.batch, :, :]
 
 
-def parts(q: Tensor, k: Tensor, options: Options) -> Iterator[Part]:
-    """The whole call where its copies fit into SCRATCH; else as many batch rows, or of one row as many key heads, as do."""
+def parts(q: Tensor, k: Tensor, options: Options, sums: int = 0) -> Iterator[Part]:
+    """The whole call where its copies fit into SCRATCH; else as many batch rows, or of one row as many key heads, as do.
+
+    sums: bytes of scratch for each of q's elements beside the copies."""
     kv_heads = k.shape[-2]
-    copies = q.element_size() * (3 * q.numel() + options.key_copies * k.numel())
+    copies = q.element_size() * (3 * q.numel() + options.key_copies * k.numel()) + sums * q.numel()
     batches = None if options.packed else q.shape[0]
     if copies <= SCRATCH:
         yield Part(None, 0, kv_heads, kv_heads, options)

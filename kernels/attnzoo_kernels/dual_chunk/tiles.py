@@ -69,3 +69,12 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
     if width <= 128:
         return Tile(64, 64, 4, 2 if width <= 64 else 1)
     return Tile(32, 32, 4, 1)
+
+
+def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, chunk: int) -> flash.HopperTile:
+    """Of the Gluon forward, where two tiles of queries must fit: the next stage's are loaded while the last one's are read."""
+    if max(block_d, block_dv) == 128:
+        return flash.HopperTile(128, 2, 2, 2, False, False, 240)
+    if min(seqlen_q, chunk) <= 1024:
+        return flash.HopperTile(128, 3, 2, 2, False, False, 240)
+    return flash.HopperTile(128, 3, 3, 2, True, True, 160)

@@ -1,0 +1,90 @@
+"""What frames the Hopper backward's walk, in plain Triton: row statistics and empty float32 dQs before it; behind it the sum of the stages'
+dQ, each turned back from its frame, and dK turned back.
+
+A float32 dQ lies in tiles of 64 queries, inside a tile in the order in which the threads of a matrix product hold it.
+"""
+
+import triton
+import triton.language as tl
+
+from attnzoo_kernels.dual_chunk.rotation import load_angles, query_factor, rotate_pairs, stage_position, store_pairs
+from attnzoo_kernels.flash.hopper_rows import _query_tile
+
+
+@triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "shift", "chunk", "copy_tiles"],
+            do_not_specialize_on_alignment=["stats_ptr", "grad_lse_ptr", "turns_ptr", "cu_seqlens"])
+def dual_chunk_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, turns_ptr, cu_seqlens,
+                               stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen, heads,
+                               shift, chunk, copy_tiles, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
+                               TURNS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
+    """[2, BLOCK] statistics of each tile: the LSE in base 2 (+inf where a row sees no key, or is none), delta = rowsum(dO * O) - dLSE."""
+    batch, head, row, first, length, tile = _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    i = row + tl.arange(0, BLOCK)
+    columns = tl.arange(0, WIDTH)
+    inside = i < length
+    mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
+    rows = (first + i).to(tl.int64)[:, None]
+    # [BLOCK, WIDTH]
+    out = tl.load(out_ptr + batch * stride_ob + head * stride_oh + rows * stride_os + columns, mask=mask, other=0.0).to(tl.float32)
+    do = tl.load(do_ptr + batch * stride_dob + head * stride_doh + rows * stride_dos + columns, mask=mask, other=0.0).to(tl.float32)
+    delta = tl.sum(out * do, 1)
+    lse_index = (batch * heads + head) * seqlen + first + i
+    if HAS_GRAD_LSE:
+        delta -= tl.load(grad_lse_ptr + lse_index, mask=inside, other=0.0)
+    top = tl.load(stats_ptr + lse_index, mask=inside, other=float("inf"))
+    log_norm = tl.load(stats_ptr + stride_stats + lse_index, mask=inside, other=0.0)
+    place = row_stats_ptr + tile * (2 * BLOCK) + tl.arange(0, BLOCK)
+    tl.store(place, tl.where(top == float("inf"), top, top + log_norm))
+    tl.store(place + BLOCK, delta)
+    empty = tl.arange(0, BLOCK * WIDTH)
+    for copy in tl.static_range(3):
+        if row + shift >= copy * chunk or copy == 0:
+            tl.store(dq_ptr + (tile + copy * copy_tiles) * (BLOCK * WIDTH) + empty, tl.zeros([BLOCK * WIDTH], tl.float32))
+    if tl.program_id(0) == 0:
+        tl.store(counter_ptr, 0)
+    for n in tl.static_range(TURNS):
+        tl.store(turns_ptr + tile * TURNS + n, 0)
+
+
+@triton.jit(do_not_specialize=["n_seqs", "seqlen", "heads", "shift", "chunk", "top", "far", "copy_tiles"],
+            do_not_specialize_on_alignment=["multiplier", "cu_seqlens"])
+def dual_chunk_bwd_dq_rows_kernel(sum_ptr, dq_ptr, cos, sin, multiplier, cu_seqlens, stride_dqb, stride_dqs, stride_dqh, stride_mb,
+                                  softmax_scale, n_seqs, seqlen, heads, shift, chunk, top, far, copy_tiles,
+                                  HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr,
+                                  PACKED: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr):
+    batch, head, row, first_row, length, tile = _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    inside = ((row + shift) % chunk + chunk) % chunk + tl.arange(0, BLOCK)
+    first = tl.zeros([BLOCK, WIDTH // 2], tl.float32)
+    second = tl.zeros([BLOCK, WIDTH // 2], tl.float32)
+    linear = tl.arange(0, BLOCK * WIDTH)
+    for copy in tl.static_range(3):
+        if row + shift >= copy * chunk or copy == 0:
+            x = tl.load(sum_ptr + (tile + copy * copy_tiles) * (BLOCK * WIDTH) + linear)
+            # from (c // 8, r // 16, r % 8, c % 8 // 2, r // 8 % 2, c % 2) to [BLOCK, WIDTH / 2, 2]
+            x = x.reshape(WIDTH // 8, BLOCK // 16, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(BLOCK, WIDTH // 2, 2)
+            a, b = tl.split(x)
+            c, s = load_angles(cos, sin, stage_position(copy, inside, chunk, top, far), ROTARY_DIM, WIDTH)
+            a, b = rotate_pairs(a, b, c, -s)
+            first += a
+            second += b
+    factor = query_factor(multiplier, batch, first_row, row, length, stride_mb, softmax_scale, HAS_MULTIPLIER, BLOCK)[:, None]
+    rows = dq_ptr + batch * stride_dqb + head.to(tl.int64) * stride_dqh + tl.cast(first_row, tl.int64) * stride_dqs
+    store_pairs(rows, first * factor, second * factor, row, length, stride_dqs, HEAD_DIM, ROTARY_DIM, BLOCK, WIDTH, INTERLEAVED)
+
+
+@triton.jit(do_not_specialize=["n_seqs", "seqlen", "heads", "chunk"], do_not_specialize_on_alignment=["cu_seqlens"])
+def dual_chunk_bwd_dk_rows_kernel(turned_ptr, dk_ptr, cos, sin, cu_seqlens, stride_tb, stride_ts, stride_th, stride_dkb, stride_dks,
+                                  stride_dkh, n_seqs, seqlen, heads, chunk, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+                                  INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+    batch, head, row, first, length, _ = _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    i = row + tl.arange(0, BLOCK)
+    columns = tl.arange(0, WIDTH)
+    mask = (i < length)[:, None] & (columns < HEAD_DIM)[None, :]
+    rows = (first + i).to(tl.int64)[:, None] * stride_ts
+    # [BLOCK, WIDTH]
+    x = tl.load(turned_ptr + batch * stride_tb + head.to(tl.int64) * stride_th + rows + columns, mask=mask, other=0.0).to(tl.float32)
+    a, b = tl.split(x.reshape(BLOCK, WIDTH // 2, 2))
+    c, s = load_angles(cos, sin, i % chunk, ROTARY_DIM, WIDTH)
+    a, b = rotate_pairs(a, b, c, -s)
+    rows_ptr = dk_ptr + batch * stride_dkb + head.to(tl.int64) * stride_dkh + tl.cast(first, tl.int64) * stride_dks
+    store_pairs(rows_ptr, a, b, row, length, stride_dks, HEAD_DIM, ROTARY_DIM, BLOCK, WIDTH, INTERLEAVED)

@@ -1,0 +1,65 @@
+"""Compile Dual Chunk attention's Gluon kernels without a Hopper: with `90` as argument it prints a JSON line per tile.
+
+A process of its own, as ahead_of_time.py, whose driver it takes.
+"""
+
+import itertools
+import json
+
+import torch
+import triton
+from ahead_of_time import Driver, resources
+from hopper_ahead_of_time import WarmUp, complaints
+
+from attnzoo_kernels.flash.options import layout
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    from attnzoo_kernels.dual_chunk import hopper, hopper_backward
+
+    hopper.multiprocessors = hopper_backward.multiprocessors = lambda device: 132
+    for (head_dim, value_dim, seqlen, chunk), packed in itertools.product(
+            ((64, 64, 512, 256), (64, 64, 4096, 3072), (64, 64, 4096, 2000), (64, 128, 4096, 3072), (128, 128, 4096, 3072),
+             (128, 128, 4096, 2000)), (False, True)):
+        launch, tile = forward(hopper, head_dim, value_dim, seqlen, chunk, packed)
+        show(launch, head_dim=head_dim, value_dim=value_dim, chunk=chunk, packed=packed, consumers=tile.consumers)
+    for width, packed, ordered in itertools.product((64, 128), (False, True), (False, True)):
+        show(backward(hopper_backward, width, packed, ordered), head_dim=width, value_dim=width, packed=packed, ordered=ordered)
+
+
+def forward(hopper, head_dim, value_dim, seqlen, chunk, packed):
+    rows = (seqlen,) if packed else (1, seqlen)
+    queries, keys = torch.zeros(3, seqlen, 2, head_dim, dtype=torch.bfloat16), torch.zeros(1, seqlen, 2, head_dim, dtype=torch.bfloat16)
+    v, out = torch.zeros(2, *rows, 2, value_dim, dtype=torch.bfloat16)
+    bounds = torch.zeros(2, dtype=torch.int32) if packed else None
+    stats = torch.zeros(2, 2, seqlen)
+    launch, tile, *widths = hopper._plan(v.device, v.dtype, 1 if packed else None, chunk, layout(queries), layout(keys), layout(v),
+                                         layout(out), stats.stride(0), None)
+    launch.kernel = WarmUp(launch.kernel)
+    hopper.run(launch, tile, *widths, queries, keys, v, out, stats[0], stats, bounds, bounds, torch.zeros(1, dtype=torch.int32))
+    return launch, tile
+
+
+def backward(hopper_backward, width, packed, ordered):
+    queries, (keys, v) = torch.zeros(3, 4096, 2, width, dtype=torch.bfloat16), torch.zeros(2, 1, 4096, 2, width, dtype=torch.bfloat16)
+    v = v[0] if packed else v
+    launch = hopper_backward._walk(v.device, v.dtype, 1 if packed else None, ordered, 3072, *map(layout, (queries, keys, v, keys, v)),
+                                   hopper_backward.backward_tile(width))
+    launch.kernel = WarmUp(launch.kernel)
+    ends = tuple(torch.zeros(2, 128, 2, width, dtype=torch.bfloat16) for _ in range(4)) if packed else (None,) * 4
+    counter, turns, bounds = torch.zeros(3, 1, dtype=torch.int32)
+    hopper_backward.run(launch, width, (queries, keys, v, v), torch.zeros(128, 1, 128), ends, keys, v, torch.zeros(1), counter, turns,
+                        bounds if packed else None)
+    return launch
+
+
+def show(launch, **case) -> None:
+    kernel = launch.compiled
+    registers, stack = resources(kernel.asm["cubin"])
+    print(json.dumps(case | {"kernel": kernel.name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
+                             "complaints": complaints(kernel.asm["ptx"])}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
