@@ -32,9 +32,10 @@ SHAPES = {
              (128, 64, 4, 1), (128, 64, 4, 2), (64, 128, 4, 2)],
 }
 CANDIDATES = {
-    kernel: [Tile(*shape, tma, registers, one_loop) for shape in shapes
-             for tma, registers, one_loop in itertools.product((False, True), repeat=3)
-             if (tma or not (registers or one_loop)) and not (registers and kernel != "forward") and not (one_loop and kernel == "dq")]
+    kernel: [Tile(*shape, tma, registers, one_loop, from_stats) for shape in shapes
+             for tma, registers, one_loop, from_stats in itertools.product((False, True), repeat=4)
+             if (tma or not (registers or one_loop or from_stats)) and not (registers and kernel != "forward")
+             and not (one_loop and kernel == "dq") and not (from_stats and kernel != "dkdv")]
     for kernel, shapes in SHAPES.items()
 }
 
@@ -128,7 +129,7 @@ def main():
         with open(args.csv, "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["kernel", "head_dim", "causal", "block_m", "block_n", "num_warps", "num_stages", "tma", "q_registers",
-                             "one_loop", "raw_tflops", "error"])
+                             "one_loop", "from_stats", "raw_tflops", "error"])
             for kernel, tile, d, causal, rate, error in rows:
                 writer.writerow([kernel, d, causal, *astuple(tile), f"{rate:.1f}", error])
 

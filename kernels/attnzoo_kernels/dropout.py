@@ -1,11 +1,11 @@
 """Attention dropout's mask by Philox4x32-7 (Salmon et al. 2011), indexed by position: the kernels' mask in plain PyTorch.
 
-Element (b, h, i, j) reads a 16-bit field of the four words of philox(key=seed, counter=(j', i', b * heads + h, offset)), where i' is i
-without
-its bit 3 and j' is j without its bits 3 and 0; those three choose the field. So the mask depends neither on tiles nor on lengths, and
-one call
-serves eight elements, which lie in one thread of a matrix product. The keep probability is a multiple of 2**-16. Seven rounds are the
-fewest that its authors found to pass BigCrush.
+Element (b, h, i, j) reads a 15-bit field of the four words of philox(key=seed, counter=(j', i', b * heads + h, offset)), where i' is
+i without its bit 3 and j' is j without its bits 4, 3 and 0, which choose the field. So the mask depends neither on tiles nor on lengths,
+and one call serves 16 elements, which lie in one thread of a matrix product. Fields are the halves of a word, and of the word turned by a
+byte, less their first bits: seven bits of a field are its own, the last eight a neighbour's. Each element stays with the exact probability,
+a multiple of 2**-15, and two that share bits are nearly independent: their covariance is below 2**-8. Seven rounds are the fewest that
+Philox's authors found to pass BigCrush.
 """
 
 import torch
@@ -19,9 +19,9 @@ def new_rng_state(device: torch.device) -> Tensor:
     return torch.randint(0, 2**31 - 1, (2,), dtype=torch.int64, device=device)
 
 
-def keep_threshold(dropout_p: float) -> int:
-    """A field below this is kept; keep probability = threshold / 65536."""
-    return round((1.0 - dropout_p) * 65536)
+def drop_threshold(dropout_p: float) -> int:
+    """A field below this is dropped; keep probability = 1 - threshold / 32768."""
+    return min(round(dropout_p * 32768), 32767)
 
 
 def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
@@ -44,7 +44,9 @@ def keep_mask(rng_state: Tensor, dropout_p: float, shape: tuple[int, int, int, i
     j = torch.arange(columns, device=device).view(1, 1, -1)
     head = torch.arange(batch * heads, device=device).view(-1, 1, 1)
     zero = torch.zeros((batch * heads, rows, columns), dtype=torch.int64, device=device)
-    words = philox(seed, [(j // 16 * 4 + j // 2 % 4) + zero, (i // 16 * 8 + i % 8) + zero, head + zero, offset + zero])
+    words = philox(seed, [(j // 32 * 4 + j // 2 % 4) + zero, (i // 16 * 8 + i % 8) + zero, head + zero, offset + zero])
     word = torch.stack(words).gather(0, (i // 8 % 2 * 2 + j // 8 % 2 + zero)[None]).squeeze(0)
-    keep = (word >> j % 2 * 16 & 0xFFFF) < keep_threshold(dropout_p)
-    return keep.view(shape), keep_threshold(dropout_p) / 65536
+    word = torch.where(j // 16 % 2 == 1, (word << 8 | word >> 24) & _MASK32, word)
+    threshold = drop_threshold(dropout_p)
+    keep = (word >> j % 2 * 16 & 0x7FFF) >= threshold
+    return keep.view(shape), 1 - threshold / 32768

@@ -11,8 +11,6 @@ import pytest
 from attnzoo_kernels._triton.backward import STATS_BLOCK
 from attnzoo_kernels.flash.tiles import dkdv_tile, dq_tile
 
-# measured faster than every entry without a spill, see dkdv_tile
-MEASURED_SPILL = {"kernel": "flash_bwd_dkdv_kernel", "arch": 90, "HEAD_DIM": 128, "VALUE_DIM": 128, "HAS_RIGHT": True}
 SHARED_MEMORY = {80: 101376, 90: 232448}  # for sm_80 what sm_86, 89 and 120 have: they share its entries
 
 
@@ -26,8 +24,7 @@ def test_kernels_fit_and_do_not_spill(arch):
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(kernels) == 2 * 4 * 2 * 3
     too_large = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[arch]]
-    spilling = [kernel for kernel in kernels if kernel["stack"] and kernel["PRECISION"] == "tf32"
-                and not MEASURED_SPILL.items() <= (kernel | {"arch": arch}).items()]
+    spilling = [kernel for kernel in kernels if kernel["stack"] and kernel["PRECISION"] == "tf32"]
     assert not too_large and not spilling, "\n".join(map(str, too_large + spilling))
 
 

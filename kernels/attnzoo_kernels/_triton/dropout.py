@@ -5,16 +5,53 @@ import triton.language as tl
 
 
 @triton.jit
+def _words(seed, offset, head, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile's Philox words, and the same turned by a byte: [BLOCK_M / 2, counters, bit 3 of j, bit 3 of i, bit 4 of j]."""
+    # one call for the elements that differ in bit 3 of i and bits 4, 3 and 0 of j: a thread of a matrix product holds all of them
+    COUNTERS: tl.constexpr = BLOCK_N // 8 if BLOCK_N >= 32 else 4
+    i = row // 2 + tl.arange(0, BLOCK_M // 2)[:, None]
+    j = column // 32 * 4 + tl.arange(0, COUNTERS)[None, :]
+    zero = tl.zeros([BLOCK_M // 2, COUNTERS], tl.int32)
+    w0, w1, w2, w3 = tl.philox(seed, j + zero, i + zero, head + zero, offset + zero, n_rounds=7)
+    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+    turned = (words << 8) | (words >> 24)
+    if BLOCK_N >= 32:
+        words = tl.join(words, turned)
+    else:
+        words = tl.where(column % 32 == 0, words, turned)  # a tile of 16 columns has one value of bit 4
+    return words
+
+
+@triton.jit
+def _in_place(even, odd, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What was made of _words for even and odd columns, at its place: [BLOCK_M, BLOCK_N]."""
+    fields = tl.join(even, odd)
+    if BLOCK_N >= 32:
+        # from [M / 16, i, N / 32, j, bit 3 of j, bit 3 of i, bit 4 of j, bit 0 of j]
+        fields = fields.reshape(BLOCK_M // 16, 8, BLOCK_N // 32, 4, 2, 2, 2, 2)
+        fields = tl.permute(fields, (0, 5, 1, 2, 6, 4, 3, 7))
+    else:
+        fields = fields.reshape(BLOCK_M // 16, 8, 4, 2, 2, 2)
+        fields = tl.permute(fields, (0, 4, 1, 3, 2, 5))
+    return fields.reshape(BLOCK_M, BLOCK_N)
+
+
+@triton.jit
 def keep_tile(seed, offset, head, row, column, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Which weights of a tile stay, [BLOCK_M, BLOCK_N]; head = batch * heads + h; row and column must be multiples of 16."""
-    # one call for the eight elements that differ in bit 3 of i and bits 3 and 0 of j: a thread of a matrix product holds all of them
-    i = row // 2 + tl.arange(0, BLOCK_M // 2)[:, None]
-    j = column // 4 + tl.arange(0, BLOCK_N // 4)[None, :]
-    zero = tl.zeros([BLOCK_M // 2, BLOCK_N // 4], tl.int32)
-    w0, w1, w2, w3 = tl.philox(seed, j + zero, i + zero, head + zero, offset + zero, n_rounds=7)
-    # fields in the upper halves of their words: a comparison of the words is theirs
-    fields = tl.join(tl.join(tl.join(w0 << 16, w0), tl.join(w1 << 16, w1)), tl.join(tl.join(w2 << 16, w2), tl.join(w3 << 16, w3)))
-    # [M/2, N/4, bit 0 of j, bit 3 of j, bit 3 of i]
-    fields = fields.reshape(BLOCK_M // 16, 8, BLOCK_N // 16, 4, 2, 2, 2)
-    fields = tl.permute(fields, (0, 6, 1, 2, 5, 3, 4)).reshape(BLOCK_M, BLOCK_N)
-    return fields <= (threshold << 16).to(tl.uint32) - 1
+    words = _words(seed, offset, head, row, column, BLOCK_M, BLOCK_N)
+    # fields at the upper ends of their words: a comparison of the words is theirs
+    return _in_place(words << 17, words << 1, BLOCK_M, BLOCK_N) >= (threshold << 17).to(tl.uint32)
+
+
+@triton.jit
+def drop_pairs(weights, seed, offset, head, row, column, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """16-bit weights with zeros where keep_tile is false, by one comparison for two of them, on sm_90 and later.
+
+    As magnitudes of bfloat16 fields keep their order, where the threshold is neither subnormal nor NaN.
+    """
+    words = _words(seed, offset, head, row, column, BLOCK_M, BLOCK_N)
+    fields = _in_place(words.to(tl.uint16), (words >> 16).to(tl.uint16), BLOCK_M, BLOCK_N)
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 m; abs.bf16x2 m, $2; set.geu.u32.bf16x2 m, m, $3; and.b32 $0, $1, m; }", "=r,r,r,r",
+        [weights, fields, threshold.to(tl.uint16)], dtype=weights.dtype, is_pure=True, pack=2)

@@ -14,6 +14,9 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+SEQUENCE_END = 2**30  # in load_rows' coordinates
+LONGEST = 2**31 - 2**16
+
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
@@ -79,19 +82,25 @@ def narrowed(x: Tensor, like: Tensor) -> Tensor:
     return x if x.shape[-1] == like.shape[-1] else torch.empty_like(like).copy_(x[..., : like.shape[-1]])
 
 
-def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+def descriptor(x: Tensor, rows: int, width: int, by_sequence: bool = False) -> TensorDescriptor:
     """Host descriptor of (batch, seqlen, heads, width) or (total, heads, width), read in tiles [1, 1, rows, width] of (batch, heads,
-    seqlen, width)."""
-    return descriptor_like(_descriptor_template(x.shape, x.stride(), 16 // x.element_size(), rows, width), x)
+    seqlen, width). by_sequence: of (total, heads, width), for `_triton.tiles.load_rows`, which ends such tiles where a sequence ends.
+    """
+    return descriptor_like(_descriptor_template(x.shape, x.stride(), 16 // x.element_size(), rows, width, by_sequence), x)
 
 
 @functools.lru_cache(maxsize=1024)
-def _descriptor_template(shape: tuple[int, ...], strides: tuple[int, ...], aligned: int, rows: int, width: int) -> TensorDescriptor:
+def _descriptor_template(shape: tuple[int, ...], strides: tuple[int, ...], aligned: int, rows: int, width: int,
+                         by_sequence: bool) -> TensorDescriptor:
     if len(shape) == 3:
         shape, strides = (1, *shape), (aligned, *strides)
-    order = (0, 2, 1, 3)
-    strides = [strides[d] if shape[d] > 1 or d == 3 else aligned for d in order]
-    return TensorDescriptor(torch.empty(0), [shape[d] for d in order], strides, [1, 1, rows, width])
+    by_batch, by_row, by_head, _ = (strides[d] if shape[d] > 1 or d == 3 else aligned for d in range(4))
+    batch, seqlen, heads, head_dim = shape
+    if by_sequence:
+        # 2**30 steps along the first dimension, as many rows back: 2**64 elements further, which is nothing to an address
+        shape, strides = (LONGEST, LONGEST, heads, SEQUENCE_END, head_dim), (2**34 - by_row, by_row, by_head, by_row, 1)
+        return TensorDescriptor(torch.empty(0), list(shape), list(strides), [1, 1, 1, rows, width])
+    return TensorDescriptor(torch.empty(0), [batch, heads, seqlen, head_dim], [by_batch, by_head, by_row, 1], [1, 1, rows, width])
 
 
 def descriptor_like(template: TensorDescriptor, x: Tensor) -> TensorDescriptor:
@@ -123,8 +132,8 @@ class Launch:
 
     Triton's own launch looks at every argument again and encodes every tensor descriptor. From the third call on this goes to the compiled
     kernel with addresses for tensors, and with the descriptors' encodings where an address was seen before. `constants` stand in the order
-    of the kernel's signature. `blocks`: (rows, width) of the tiles of those tensors, by position, that the kernel takes as tensor
-    descriptors and the caller as they are.
+    of the kernel's signature. `blocks`: descriptor()'s arguments for those tensors, by position, that the kernel takes as tensor
+    descriptors and the caller as they are. `options`: further ones of the compiler.
     """
 
     kernel: Any
@@ -133,7 +142,8 @@ class Launch:
     constants: dict
     num_warps: int
     num_stages: int
-    blocks: dict[int, tuple[int, int]] = field(default_factory=dict)
+    blocks: dict[int, tuple] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     compiled: Any = None
     direct: Any = None
 
@@ -144,7 +154,7 @@ class Launch:
         given = [descriptor(x, *self.blocks[n]) if n in self.blocks else x for n, x in enumerate(tensors)]
         if self.compiled is None:  # the interpreter compiles nothing and always comes here
             self.compiled = self.kernel[(self.programs,)](*given, *self.scalars, **self.constants, num_warps=self.num_warps,
-                                                          num_stages=self.num_stages)
+                                                          num_stages=self.num_stages, **self.options)
         else:
             self.compiled[(self.programs, 1, 1)](*given, *self.scalars, *self.constants.values())
             if self.direct is None:
@@ -161,13 +171,13 @@ class DirectLaunch:
 
     ENCODED = 256  # addresses kept; a training step repeats its own
 
-    def __init__(self, launcher: Any, compiled: Any, metas: dict[int, dict], blocks: dict[int, tuple[int, int]], others: tuple):
+    def __init__(self, launcher: Any, compiled: Any, metas: dict[int, dict], blocks: dict[int, tuple], others: tuple):
         self.launcher, self.function, self.packed = launcher, compiled.function, compiled.packed_metadata
         self.metas, self.blocks, self.others = metas, blocks, others
         self.encoded: dict[tuple[int, int], list] = {}
 
     @classmethod
-    def of(cls, compiled: Any, given: list, blocks: dict[int, tuple[int, int]], others: tuple) -> "DirectLaunch | bool":
+    def of(cls, compiled: Any, given: list, blocks: dict[int, tuple], others: tuple) -> "DirectLaunch | bool":
         """For a kernel that was called with `given`. False where Triton's launcher is not NVIDIA's or not built as in 3.6 and 3.7: its
         public call is taken then."""
         if torch.version.cuda is None or not isinstance(compiled.run, _cuda_launcher()):

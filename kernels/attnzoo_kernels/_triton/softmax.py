@@ -98,18 +98,25 @@ def add_dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(scores, top, norm, scale, MASKED: tl.constexpr, EXACT: tl.constexpr):
+def softmax_step(scores, top, norm, scale, MASKED: tl.constexpr, EXACT: tl.constexpr, less=None):
     """One step of the online softmax over scores [M, N] (-inf where masked), which `scale` brings to its units.
+
+    less: [M], what every score of a row is less by, in the softmax's units.
 
     Returns the weights relative to the new maximum, the new maximum and sum, and the factor for what was accumulated before.
     """
-    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    row_top = tl.max(scores, 1) * scale
+    if less is not None:
+        row_top -= less
+    new_top = tl.maximum(top, row_top)
     base = new_top
     if MASKED:
         # a row that saw no key yet must not make inf - inf
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
-    weights = _exp(scores * scale - base[:, None], EXACT)
     rescale = _exp(top - base, EXACT)
+    if less is not None:
+        base += less
+    weights = _exp(scores * scale - base[:, None], EXACT)
     return weights, new_top, norm * rescale + tl.sum(weights, 1), rescale
 
 

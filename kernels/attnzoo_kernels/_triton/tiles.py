@@ -3,6 +3,11 @@
 import triton
 import triton.language as tl
 
+from attnzoo_kernels._triton import launch
+
+BY_SEQUENCE = tl.constexpr(2)
+SEQUENCE_END = tl.constexpr(launch.SEQUENCE_END)
+
 
 @triton.jit
 def find_tile(cu_seqlens, other_cu_seqlens, slot, n_seqs, total, BLOCK: tl.constexpr):
@@ -86,10 +91,18 @@ def tile_source(source, batch, head, first, stride_batch, stride_row, stride_hea
 @triton.jit
 def load_rows(source, batch, head, first, row, length, stride_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
               GUARD: tl.constexpr, TMA: tl.constexpr):
-    """Rows row .. row + BLOCK of a sequence, [BLOCK, BLOCK_WIDTH], zero beyond WIDTH and, under GUARD, beyond the sequence's length."""
+    """Rows row .. row + BLOCK of a sequence, [BLOCK, BLOCK_WIDTH], zero beyond WIDTH and, under GUARD, beyond the sequence's length.
+
+    TMA: 0 for pointers, 1 for a descriptor, which reads zeros beyond the tensor, BY_SEQUENCE for one that does beyond the sequence.
+    """
     rows = row + tl.arange(0, BLOCK)
     if TMA:
-        tile = source.load([batch, head, first + row, 0]).reshape(BLOCK, BLOCK_WIDTH)
+        if TMA == BY_SEQUENCE:
+            # the sequence's last row is the last one that the descriptor has
+            at = [SEQUENCE_END, first + length, head, SEQUENCE_END - length + row, 0]
+        else:
+            at = [batch, head, first + row, 0]
+        tile = source.load(at).reshape(BLOCK, BLOCK_WIDTH)
         if GUARD:
             tile = tl.where((rows < length)[:, None], tile, 0.0)
     else:

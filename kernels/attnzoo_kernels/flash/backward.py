@@ -15,18 +15,18 @@ from torch import Tensor
 
 from attnzoo_kernels._triton.backward import STATS_BLOCK, first_stats_row, transposed_dot
 from attnzoo_kernels._triton.dropout import keep_tile
-from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, tma_takes_layout
+from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.masks import key_ranges, keys_seen, queries_seeing, query_ranges
 from attnzoo_kernels._triton.softmax import add_dot, repeat_weights, score_dot
 from attnzoo_kernels._triton.tiles import first_lse, load_rows, program_tile, store_rows, tile_source
-from attnzoo_kernels.flash.options import Layout, Options, layout, strides
+from attnzoo_kernels.flash.options import Layout, Options, layout, strides, tma_kind
 from attnzoo_kernels.flash.scores import alibi, score_unit, scores_in_unit
 from attnzoo_kernels.flash.tiles import Tile, dkdv_tile, dq_tile
 
 
 @triton.jit
 def _add_dq(dq, exact_delta, q, do, top, norm_stat, delta, k_rows, v_rows, begin, end, batch, kv_head, first_k, row, len_q, len_k,
-            stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, keep_below, keep_prob,
+            stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, drop_below, keep_prob,
             HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
             BLOCK_N: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
             PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr,
@@ -34,7 +34,7 @@ def _add_dq(dq, exact_delta, q, do, top, norm_stat, delta, k_rows, v_rows, begin
     """Walk the keys begin .. end."""
     i = row + tl.arange(0, BLOCK_M)[:, None]
     unit = score_unit(scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee")
-    for column in tl.range(begin, end, BLOCK_N, num_stages=1 if GUARD and TMA else None):
+    for column in range(begin, end, BLOCK_N):
         # [BLOCK_N, BLOCK_D]
         k = load_rows(k_rows, batch, kv_head, first_k, column, len_k, stride_ks, HEAD_DIM, BLOCK_N, BLOCK_D, GUARD, TMA)
         # [BLOCK_N, BLOCK_DV]
@@ -43,17 +43,22 @@ def _add_dq(dq, exact_delta, q, do, top, norm_stat, delta, k_rows, v_rows, begin
         scores = score_dot(q, k, PRECISION)
         j = column + tl.arange(0, BLOCK_N)[None, :]
         cap_derivative = 1.0
+        less = top[:, None]
         if PRESCALE or HAS_SOFTCAP or HAS_ALIBI:
-            bias = alibi(i, j, len_k - len_q, row, slope, unit, ONE_SIDED, PRECISION == "ieee") if HAS_ALIBI else 0.0
+            bias = 0.0
+            if HAS_ALIBI:
+                bias, by_query = alibi(i, j, len_k - len_q, row, slope, unit, ONE_SIDED, PRECISION == "ieee")
+                if ONE_SIDED:
+                    less += by_query
             scores, cap_derivative = scores_in_unit(scores, bias, scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee",
                                                     HARDWARE_TANH)
-        weights = repeat_weights(scores, unit, top[:, None], norm_stat[:, None], PRECISION == "ieee")
+        weights = repeat_weights(scores, unit, less, norm_stat[:, None], PRECISION == "ieee")
         if MASKED:
             weights = tl.where(keys_seen(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), weights, 0.0)
         # [BLOCK_M, BLOCK_N]
         dweights = score_dot(do, v, PRECISION)
         if HAS_DROPOUT:
-            keep = keep_tile(seed, offset, dropout_head, row, column, keep_below, BLOCK_M, BLOCK_N)
+            keep = keep_tile(seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N)
             dweights = tl.where(keep, dweights / keep_prob, 0.0)
         if EXACT_DELTA:
             exact_delta += tl.sum(weights * dweights, 1)
@@ -65,14 +70,14 @@ def _add_dq(dq, exact_delta, q, do, top, norm_stat, delta, k_rows, v_rows, begin
     return dq, exact_delta
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "keep_below", "n_seqs", "seqlen_q", "seqlen_k", "heads",
+@triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads",
                                 "stride_stats"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "stats_ptr", "grad_lse_ptr"])
 def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_lse_ptr, stats_ptr, delta_ptr, row_stats_ptr, dq_ptr,
                         cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks,
                         stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
                         stride_dqb, stride_dqs, stride_dqh, stride_stats, stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob,
-                        window_left, window_right, keep_below, n_seqs, seqlen_q, seqlen_k, heads, group, HEAD_DIM: tl.constexpr,
+                        window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, HEAD_DIM: tl.constexpr,
                         VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
                         HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
                         HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
@@ -93,7 +98,7 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
     v_rows = tile_source(v_source, batch, kv_head, first_k, stride_vb, stride_vs, stride_vh, TMA)
     do_rows = tile_source(do_source, batch, head, first_q, stride_dob, stride_dos, stride_doh, TMA)
     out_rows = tile_source(out_ptr, batch, head, first_q, stride_ob, stride_os, stride_oh, False)
-    GUARD_TAIL: tl.constexpr = PACKED or not TMA
+    GUARD_TAIL: tl.constexpr = not TMA
     # [BLOCK_M, BLOCK_DV]; the guard passes dO through registers, where it stays: the shared memory saved lets a second program in
     do = load_rows(do_rows, batch, head, first_q, row, len_q, stride_dos, VALUE_DIM, BLOCK_M, BLOCK_DV, True, TMA)
     out = load_rows(out_rows, batch, head, first_q, row, len_q, stride_os, VALUE_DIM, BLOCK_M, BLOCK_DV, True, False)
@@ -135,7 +140,7 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
                 dq, exact_delta = _add_dq(
                     dq, exact_delta, q, do, top, norm_stat, delta, k_rows, v_rows, bounds[part], bounds[part + 1], batch, kv_head,
                     first_k, row, len_q, len_k, stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, seed, offset,
-                    seq * heads + head, keep_below, keep_prob, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, part != 1,
+                    seq * heads + head, drop_below, keep_prob, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, part != 1,
                     part == 3, HAS_LEFT, HAS_RIGHT, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH, HAS_DROPOUT,
                     EXACT_DELTA or PRECISION == "ieee", PRECISION, TMA)
     tl.store(row_stats + stride_rows, delta)
@@ -147,15 +152,16 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
 
 @triton.jit
 def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end, full_begin, full_end, batch, head, first_q, column, len_q,
-              len_k, stride_qs, stride_dos, window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, keep_below,
+              len_k, stride_qs, stride_dos, window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, drop_below,
               keep_prob, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr,
               HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr,
-              HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
+              HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+              FROM_STATS: tl.constexpr):
     """Walk the queries begin .. end; tiles are transposed, keys by queries. MASK as in the forward."""
     j = column + tl.arange(0, BLOCK_N)[:, None]
     unit = score_unit(scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee")
-    for row in tl.range(begin, end, BLOCK_M, num_stages=1 if GUARD and TMA else None):
+    for row in range(begin, end, BLOCK_M):
         # [BLOCK_M, BLOCK_D]
         q = load_rows(q_rows, batch, head, first_q, row, len_q, stride_qs, HEAD_DIM, BLOCK_M, BLOCK_D, GUARD, TMA)
         # [BLOCK_M, BLOCK_DV]
@@ -167,28 +173,39 @@ def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end,
             norm_stat = tl.load(row_stats + 2 * stride_rows + row + tl.arange(0, BLOCK_M))[None, :]
         i = row + tl.arange(0, BLOCK_M)[None, :]
         # [BLOCK_N, BLOCK_M]
-        scores = transposed_dot(k, q, PRECISION)
+        if FROM_STATS:
+            scores = tl.dot(k, tl.trans(q), tl.broadcast_to((top * (-1 / unit))[None, :], [BLOCK_N, BLOCK_M]))
+        else:
+            scores = transposed_dot(k, q, PRECISION)
         cap_derivative = 1.0
+        less = top[None, :]
         if PRESCALE or HAS_SOFTCAP or HAS_ALIBI:
-            bias = alibi(i, j, len_k - len_q, column, slope, unit, ONE_SIDED, PRECISION == "ieee") if HAS_ALIBI else 0.0
+            bias = 0.0
+            if HAS_ALIBI:
+                bias, by_query = alibi(i, j, len_k - len_q, column, slope, unit, ONE_SIDED, PRECISION == "ieee")
+                if ONE_SIDED:
+                    less += by_query
             scores, cap_derivative = scores_in_unit(scores, bias, scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee",
                                                     HARDWARE_TANH)
-        weights = repeat_weights(scores, unit, top[None, :], norm_stat, PRECISION == "ieee")
+        weights = tl.exp2(scores * unit) if FROM_STATS else repeat_weights(scores, unit, less, norm_stat, PRECISION == "ieee")
         if MASK == "all":
             weights = tl.where(queries_seeing(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), weights, 0.0)
         elif MASK == "edges":
             if (row < full_begin) | (row >= full_end):
                 weights = tl.where(queries_seeing(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), weights, 0.0)
         # [BLOCK_N, BLOCK_M]
-        dweights = transposed_dot(v, do, PRECISION)
+        if FROM_STATS:
+            dweights = tl.dot(v, tl.trans(do), tl.broadcast_to(-delta[None, :], [BLOCK_N, BLOCK_M]))
+        else:
+            dweights = transposed_dot(v, do, PRECISION)
         kept = weights
         if HAS_DROPOUT:
-            keep = tl.trans(keep_tile(seed, offset, dropout_head, row, column, keep_below, BLOCK_M, BLOCK_N))
+            keep = tl.trans(keep_tile(seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N))
             kept = tl.where(keep, weights, 0.0)
             dweights = tl.where(keep, dweights / keep_prob, 0.0)
         # [BLOCK_N, BLOCK_DV]
         dv = add_dot(kept.to(do.dtype), do, dv, PRECISION)
-        dscores = weights * (dweights - delta[None, :])
+        dscores = weights * (dweights if FROM_STATS else dweights - delta[None, :])
         if HAS_SOFTCAP:
             dscores *= cap_derivative
         # [BLOCK_N, BLOCK_D]
@@ -196,17 +213,18 @@ def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end,
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "keep_below", "n_seqs", "seqlen_q", "seqlen_k", "heads"],
+@triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state"])
 def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
                           rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
                           stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-                          stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left, window_right, keep_below, n_seqs,
+                          stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left, window_right, drop_below, n_seqs,
                           seqlen_q, seqlen_k, heads, group, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                           BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                           PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr,
                           HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                          BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr, ONE_LOOP: tl.constexpr):
+                          BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr, ONE_LOOP: tl.constexpr,
+                          FROM_STATS: tl.constexpr):
     kv_heads = heads // group
     seq, batch, kv_head, column, first_k, len_k, first_q, len_q = program_tile(
         cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, kv_heads, BLOCK_N, PACKED, False)
@@ -228,7 +246,7 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    GUARD_TAIL: tl.constexpr = PACKED or not TMA
+    GUARD_TAIL: tl.constexpr = not TMA
     bounds = query_ranges(column, len_q, len_k, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, GUARD_TAIL)
     for member in range(group):
         head = kv_head * group + member
@@ -245,21 +263,21 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
                     dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, bounds[part],
                     bounds[3 if ONE_LOOP and part == 0 else part + 1], bounds[1], bounds[2], batch, head, first_q, column,
                     len_q, len_k, stride_qs, stride_dos, window_left, window_right, scale, softcap, slope, seed, offset,
-                    seq * heads + head, keep_below, keep_prob, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                    seq * heads + head, drop_below, keep_prob, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
                     "none" if part == 1 else "edges" if ONE_LOOP and part == 0 else "all", part == 3, HAS_LEFT, HAS_RIGHT, PRESCALE,
-                    HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH, HAS_DROPOUT, PRECISION, TMA)
+                    HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH, HAS_DROPOUT, PRECISION, TMA, FROM_STATS)
     dk_rows = tile_source(dk_ptr, batch, kv_head, first_k, stride_dkb, stride_dks, stride_dkh, False)
     dv_rows = tile_source(dv_ptr, batch, kv_head, first_k, stride_dvb, stride_dvs, stride_dvh, False)
     store_rows(dk_rows, dk * softmax_scale, column, len_k, stride_dks, HEAD_DIM, BLOCK_N, BLOCK_D)
     store_rows(dv_rows, dv / keep_prob, column, len_k, stride_dvs, VALUE_DIM, BLOCK_N, BLOCK_DV)
 
 
-def _blocks(tile: Tile, constants: dict, grad_out: int) -> dict[int, tuple[int, int]]:
+def _blocks(tile: Tile, constants: dict, grad_out: int) -> dict[int, tuple]:
     """Tiles of q, k, v and, at its position, grad_out where TMA reads them."""
     width, value_width = constants["BLOCK_D"], constants["BLOCK_DV"]
     of_queries, of_keys = tile.block_m, tile.block_n
     blocks = {0: (of_queries, width), 1: (of_keys, width), 2: (of_keys, value_width), grad_out: (of_queries, value_width)}
-    return blocks if constants["TMA"] else {}
+    return {n: (*block, constants["PACKED"]) for n, block in blocks.items()} if constants["TMA"] else {}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -268,7 +286,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
     sequences, seqlen_q, _ = options.sizes(q[0], k[0])
     constants = options.constants(q[0], v[0], dtype, device)
     tile = dq_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0)
-    tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (q, k, v, grad_out))
+    tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.sequences is not None)
     constants |= {"HAS_GRAD_LSE": has_grad_lse, "EXACT_DELTA": exact_delta, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
                   "STATS_BLOCK": STATS_BLOCK, "TMA": tma}
     scalars = (*(stride for x in (q, k, v, out, grad_out, dq) for stride in strides(x)), math.prod(q[0][:-1]), stats_stride,
@@ -277,14 +295,20 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
     return Launch(flash_bwd_dq_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, _blocks(tile, constants, 4))
 
 
+# what stands between the products and the row statistics
+_BETWEEN = ("PRESCALE", "HAS_SOFTCAP", "HAS_ALIBI", "HAS_DROPOUT")
+
+
 @functools.lru_cache(maxsize=1024)
 def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k: Layout, v: Layout, grad_out: Layout, dk: Layout,
                dv: Layout, stats_stride: int, options: Options) -> Launch:
     sequences, _, seqlen_k = options.sizes(q[0], k[0])
     constants = options.constants(q[0], v[0], dtype, device)
-    tile = dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0)
-    tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (q, k, v, grad_out))
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK, "TMA": tma, "ONE_LOOP": tile.one_loop}
+    tile = dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0,
+                     packed=options.sequences is not None)
+    tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.sequences is not None)
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK, "TMA": tma, "ONE_LOOP": tile.one_loop,
+                  "FROM_STATS": tile.from_stats and dtype != torch.float32 and not any(constants[name] for name in _BETWEEN)}
     scalars = (*(stride for x in (q, k, v, grad_out, dk, dv) for stride in strides(x)), stats_stride, *options.scalars(q[0], k[0]))
     programs = options.programs(k[0][-2], seqlen_k, sequences, tile.block_n)
     return Launch(flash_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, _blocks(tile, constants, 3))

@@ -8,23 +8,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.dropout import keep_tile
-from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, tma_takes_layout
+from attnzoo_kernels._triton.dropout import drop_pairs, keep_tile
+from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.masks import key_ranges, keys_seen
 from attnzoo_kernels._triton.softmax import add_dot, in_units, log_sum_exp, score_dot, softmax_stats, softmax_step
 from attnzoo_kernels._triton.tiles import first_lse, load_rows, program_tile, store_rows, tile_source
-from attnzoo_kernels.flash.options import Layout, Options, layout, strides
+from attnzoo_kernels.dropout import drop_threshold
+from attnzoo_kernels.flash.options import Layout, Options, layout, strides, tma_kind
 from attnzoo_kernels.flash.scores import alibi, score_unit, scores_in_unit
 from attnzoo_kernels.flash.tiles import forward_tile
 
 
 @triton.jit
 def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, full_begin, full_end, batch, kv_head, first_k, row, len_q, len_k, stride_ks,
-            stride_vs, window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, keep_below, HEAD_DIM: tl.constexpr,
+            stride_vs, window_left, window_right, scale, softcap, slope, seed, offset, dropout_head, drop_below, HEAD_DIM: tl.constexpr,
             VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
             MASK: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
             HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
-            HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
+            HAS_DROPOUT: tl.constexpr, DROP_PAIRS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """Walk the keys begin .. end. MASK: "none", "all", or "edges": tiles outside full_begin .. full_end."""
     i = row + tl.arange(0, BLOCK_M)[:, None]
     unit = score_unit(scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee")
@@ -35,34 +36,40 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, full_begin, full_end,
         scores = score_dot(q, k, PRECISION)
         j = column + tl.arange(0, BLOCK_N)[None, :]
         if PRESCALE or HAS_SOFTCAP or HAS_ALIBI:
-            bias = alibi(i, j, len_k - len_q, column, slope, unit, ONE_SIDED, PRECISION == "ieee") if HAS_ALIBI else 0.0
+            bias = 0.0
+            if HAS_ALIBI:
+                bias, by_query = alibi(i, j, len_k - len_q, column, slope, unit, ONE_SIDED, PRECISION == "ieee")
             scores, _ = scores_in_unit(scores, bias, scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee", HARDWARE_TANH)
         if MASK == "all":
             scores = tl.where(keys_seen(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), scores, -float("inf"))
         elif MASK == "edges":
             if (column < full_begin) | (column >= full_end):
                 scores = tl.where(keys_seen(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), scores, -float("inf"))
-        weights, top, norm, rescale = softmax_step(scores, top, norm, unit, MASK != "none", PRECISION == "ieee")
-        if HAS_DROPOUT:
-            keep = keep_tile(seed, offset, dropout_head, row, column, keep_below, BLOCK_M, BLOCK_N)
-            weights = tl.where(keep, weights, 0.0)
+        weights, top, norm, rescale = softmax_step(scores, top, norm, unit, MASK != "none", PRECISION == "ieee",
+                                                   by_query.reshape(BLOCK_M) if HAS_ALIBI and ONE_SIDED else None)
+        if HAS_DROPOUT and not DROP_PAIRS:
+            weights = tl.where(keep_tile(seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N), weights, 0.0)
         # [BLOCK_N, BLOCK_DV]
         v = load_rows(v_rows, batch, kv_head, first_k, column, len_k, stride_vs, VALUE_DIM, BLOCK_N, BLOCK_DV, GUARD, TMA)
+        weights = weights.to(v.dtype)
+        if HAS_DROPOUT and DROP_PAIRS:
+            weights = drop_pairs(weights, seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N)
         # [BLOCK_M, BLOCK_DV]
-        acc = add_dot(weights.to(v.dtype), v, acc * rescale[:, None], PRECISION)
+        acc = add_dot(weights, v, acc * rescale[:, None], PRECISION)
     return acc, top, norm
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "keep_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "stride_stats"],
+@triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "stride_stats"],
             do_not_specialize_on_alignment=["sinks", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state"])
 def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
                      stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob,
                      stride_os, stride_oh, stride_stats, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left, window_right,
-                     keep_below, n_seqs, seqlen_q, seqlen_k, heads, group, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+                     drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
                      BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                      PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr,
-                     HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, HAS_SINKS: tl.constexpr,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr, ONE_LOOP: tl.constexpr):
+                     HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, DROP_PAIRS: tl.constexpr,
+                     HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr,
+                     ONE_LOOP: tl.constexpr):
     seq, batch, head, row, first_q, len_q, first_k, len_k = program_tile(
         cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT)
     if row >= len_q:
@@ -95,8 +102,7 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
         offset = tl.load(rng_state + 1).to(tl.int32)
 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    # TMA reads zeros beyond a dense sequence; pointers and packed neighbours need a guard on the tile that crosses the end
-    GUARD_TAIL: tl.constexpr = PACKED or not TMA
+    GUARD_TAIL: tl.constexpr = not TMA
     bounds = key_ranges(row, len_q, len_k, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, GUARD_TAIL)
     # a second loop, empty where nothing needs a guard, keeps Triton from loading the queries' registers again in each step of a single one
     for part in tl.static_range(4):
@@ -105,9 +111,9 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
             acc, top, norm = _attend(
                 acc, top, norm, q, k_rows, v_rows, bounds[part], bounds[3 if ONE_LOOP and part == 0 else part + 1], bounds[1], bounds[2],
                 batch, kv_head, first_k, row, len_q, len_k, stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, seed,
-                offset, seq * heads + head, keep_below, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
+                offset, seq * heads + head, drop_below, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
                 "none" if part == 1 else "edges" if ONE_LOOP and part == 0 else "all", part == 3, HAS_LEFT, HAS_RIGHT, PRESCALE,
-                HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH, HAS_DROPOUT, PRECISION, TMA)
+                HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH, HAS_DROPOUT, DROP_PAIRS, PRECISION, TMA)
 
     divisor = (tl.where(norm > 0, norm, 1.0) * keep_prob)[:, None]
     acc = tl.div_rn(acc, tl.broadcast_to(divisor, acc.shape)) if PRECISION == "ieee" else acc / divisor
@@ -121,24 +127,32 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
     tl.store(stats_ptr + stride_stats + lse_index, norm_stat, mask=i < len_q)
 
 
+def drop_pairs_hold(dropout_p: float, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether drop_pairs may be taken."""
+    return (dtype != torch.float32 and architecture(device) >= 90 and torch.version.cuda is not None
+            and 0x80 <= drop_threshold(dropout_p) <= 0x7F80)
+
+
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bool, q: Layout, k: Layout, v: Layout,
           options: Options) -> Launch:
     sequences, seqlen_q, _ = options.sizes(q[0], k[0])
     constants = options.constants(q[0], v[0], dtype, device)
     tile = forward_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0,
-                        window=options.window_left >= 0)
-    tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (q, k, v))
+                        window=options.window_left >= 0, packed=options.sequences is not None)
+    tma = tma_kind(tile.tma and aligned, (q, k, v), dtype.itemsize, options.sequences is not None)
     rows = math.prod(q[0][:-1])
     heads, value_dim = q[0][-2], v[0][-1]
     stride_out = (0 if len(q[0]) == 3 else seqlen_q * heads * value_dim, heads * value_dim, value_dim)
-    constants |= {"HAS_SINKS": has_sinks, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma, "Q_REGISTERS": tile.q_registers,
+    constants |= {"DROP_PAIRS": drop_pairs_hold(options.dropout_p, dtype, device), "HAS_SINKS": has_sinks,
+                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma, "Q_REGISTERS": tile.q_registers,
                   "ONE_LOOP": tile.one_loop}
     scalars = (*strides(q), *strides(k), *strides(v), *stride_out, rows, *options.scalars(q[0], k[0]))
     programs = options.programs(heads, seqlen_q, sequences, tile.block_m)
     width, value_width = constants["BLOCK_D"], constants["BLOCK_DV"]
-    blocks = {0: (tile.block_m, width), 1: (tile.block_n, width), 2: (tile.block_n, value_width)} if tma else {}
-    return Launch(flash_fwd_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, blocks)
+    packed = options.sequences is not None
+    blocks = {0: (tile.block_m, width, packed), 1: (tile.block_n, width, packed), 2: (tile.block_n, value_width, packed)}
+    return Launch(flash_fwd_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, blocks if tma else {})
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import architecture, block_width
-from attnzoo_kernels.dropout import keep_threshold
+from attnzoo_kernels._triton.launch import architecture, block_width, tma_takes_layout
+from attnzoo_kernels._triton.tiles import BY_SEQUENCE
+from attnzoo_kernels.dropout import drop_threshold
 
 Layout = tuple[torch.Size, tuple[int, ...]]
 
@@ -20,6 +21,13 @@ def layout(x: Tensor) -> Layout:
 def strides(x: Layout) -> tuple[int, int, int]:
     """(batch, row, head) strides of (batch, seqlen, heads, width), or of (total, heads, width) with batch 0."""
     return (0, *x[1][:2]) if len(x[0]) == 3 else x[1][:3]
+
+
+def tma_kind(wanted: bool, tensors: tuple[Layout, ...], itemsize: int, packed: bool) -> int:
+    """The kernels' TMA: load_rows tells its values."""
+    if not wanted or not all(tma_takes_layout(*x, itemsize) for x in tensors):
+        return 0
+    return BY_SEQUENCE.value if packed else 1
 
 
 @dataclass(frozen=True)
@@ -46,9 +54,9 @@ class Options:
         return heads * (sequences * -(-seqlen // block) if self.sequences is None else seqlen // block + sequences + 1)
 
     def scalars(self, q: torch.Size, k: torch.Size) -> tuple:
-        keep_below = keep_threshold(self.dropout_p)
-        return (self.slopes_stride or 0, self.softmax_scale, self.softmax_scale * math.log2(math.e), self.softcap, keep_below / 65536,
-                self.window_left, self.window_right, keep_below, *self.sizes(q, k), q[-2], q[-2] // k[-2])
+        drop_below = drop_threshold(self.dropout_p)
+        return (self.slopes_stride or 0, self.softmax_scale, self.softmax_scale * math.log2(math.e), self.softcap, 1 - drop_below / 32768,
+                self.window_left, self.window_right, drop_below, *self.sizes(q, k), q[-2], q[-2] // k[-2])
 
     def constants(self, q: torch.Size, v: torch.Size, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         return {

@@ -23,17 +23,19 @@ def score_unit(scale, softcap, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 
 @triton.jit
 def alibi(i, j, shift, reference, slope, unit, ONE_SIDED: tl.constexpr, EXACT: tl.constexpr):
-    """slope * |i + shift - j| in `unit`, i and j broadcast to the tile; shift = len_k - len_q.
+    """slope * |i + shift - j| in `unit`, i and j broadcast to the tile, and zero; shift = len_k - len_q.
 
-    ONE_SIDED lets it be negative for keys behind i + shift, which nobody sees: a product by row less a product by column then make it.
-    Their positions count from `reference`, so that they are small where the bias is; what moves with a loop leaves its side outside of it.
+    ONE_SIDED lets it be negative for keys behind i + shift, which nobody sees: then it has a part by key, and one by query in the softmax's
+    units, which is the second result and costs no instruction an element. Positions count from `reference`, to be small where the bias is.
     """
-    slope = in_units(slope, EXACT) / unit
+    slope = in_units(slope, EXACT)
     if ONE_SIDED and not EXACT:
-        bias = slope * (i + (shift - reference)).to(tl.float32) - slope * (j - reference).to(tl.float32)
+        bias = (slope / unit) * (reference - j).to(tl.float32)
+        by_query = slope * (i + (shift - reference)).to(tl.float32)
     else:
-        bias = slope * tl.abs(i + shift - j).to(tl.float32)
-    return bias
+        bias = (slope / unit) * tl.abs(i + shift - j).to(tl.float32)
+        by_query = tl.zeros_like(i).to(tl.float32)
+    return bias, by_query
 
 
 @triton.jit
@@ -57,5 +59,5 @@ def scores_in_unit(products, bias, scale, softcap, PRESCALE: tl.constexpr, HAS_S
 def modified_scores(products, i, j, shift, slope, scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, EXACT: tl.constexpr,
                     HARDWARE_TANH: tl.constexpr):
     """Scores of products q·k with softcap and ALiBi in the softmax's own unit, and the cap's derivative."""
-    bias = alibi(i, j, shift, 0, slope, 1.0, False, EXACT) if HAS_ALIBI else 0.0
+    bias = alibi(i, j, shift, 0, slope, 1.0, False, EXACT)[0] if HAS_ALIBI else 0.0
     return scores_in_unit(products, bias, scale, softcap, True, HAS_SOFTCAP, EXACT, HARDWARE_TANH)

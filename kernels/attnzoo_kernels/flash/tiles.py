@@ -5,7 +5,7 @@ full / causal). The others are the largest that compile without spills for sm_80
 has. A dQ tile's rows divide `_triton.backward.STATS_BLOCK`, and a dK/dV tile's rows divide the dQ tile's.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Tile:
     tma: bool = False
     q_registers: bool = False  # forward: the queries are an operand in registers, not in shared memory
     one_loop: bool = False  # forward, dK/dV: tiles that need a mask are a branch in the loop, not loops of their own
+    from_stats: bool = False  # dK/dV: its products begin with minus the row statistics, which then need no registers
 
 
 def _hopper_like(arch: int) -> bool:
@@ -27,7 +28,7 @@ def _hopper_like(arch: int) -> bool:
 INTERPRETER = Tile(32, 32, 4, 1)  # arch 0: nothing is measured there, small tiles visit every path
 
 
-def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool, window: bool) -> Tile:
+def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool, window: bool, packed: bool = False) -> Tile:
     width = max(block_d, block_dv)
     if arch == 0:
         return INTERPRETER
@@ -36,8 +37,10 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causa
     if _hopper_like(arch):
         if width <= 64 and not causal:
             return Tile(64, 128, 4, 2, tma=True)
-        if 64 < width <= 128 and window:
-            return Tile(64, 64, 4, 3, tma=True, one_loop=True)  # window 1024: 435 TFLOP/s by visible pairs, with loops of their own 407
+        if 64 < width <= 128 and (window or packed and causal):
+            # window 1024: 424 TFLOP/s by visible pairs, else 406; packed, 2048: 384, else 368; dense causal: 512 267, else 243, but 8192
+            # 518, else 537
+            return Tile(64, 64, 4, 3, tma=True, one_loop=True)
         if width <= 128:
             return Tile(64, 64, 4, 3, tma=True, q_registers=True)  # 588 TFLOP/s at 128 full; 128x64 without q_registers 540
         return Tile(128, 64, 8, 2, tma=True, q_registers=True)
@@ -56,7 +59,7 @@ def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bo
         return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 16, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     if _hopper_like(arch):
         if width <= 64:
-            return Tile(64, 64, 4, 4, tma=True) if causal else Tile(64, 128, 4, 3, tma=True)
+            return Tile(64, 64, 4, 3, tma=True) if causal else Tile(64, 128, 4, 3, tma=True)  # 643 at 16384, with 4 stages 623
         if width <= 128:
             return Tile(64, 64, 4, 3, tma=True)
         return Tile(64, 64, 8, 2, tma=True)
@@ -67,17 +70,18 @@ def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bo
     return Tile(64, 32, 8, 1)
 
 
-def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:
+def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool, packed: bool = False) -> Tile:
     width = max(block_d, block_dv)
     if arch == 0:
-        return INTERPRETER
+        return replace(INTERPRETER, from_stats=True)
     if itemsize == 4:
         return Tile(32, 32, 4, 1) if width <= 64 else Tile(16, 32, 8, 1) if width <= 128 else Tile(16, 16, 8, 1)
     if _hopper_like(arch):
         if width <= 64:
-            return Tile(64, 64, 4, 3 if causal else 4, tma=True)
+            # 633 / 599, packed causal 457; without from_stats 557 / 520 and 301, but packed full 482, with it 428
+            return Tile(64, 64, 4, 3, tma=True, one_loop=True, from_stats=causal or not packed)
         if width <= 128:
-            return Tile(64, 64, 4, 2, tma=True)  # 641 / 628; the next best, 64x128 with 8 warps, 606 / 526
+            return Tile(64, 64, 4, 2, tma=True, one_loop=True)  # 689 / 643; 64x128 with 8 warps 531 / 521
         return Tile(16, 32, 4, 2) if causal else Tile(32, 64, 8, 1, tma=True)
     if width <= 64:
         return Tile(64, 128, 8, 2)
