@@ -125,6 +125,29 @@ def test_none_takes_gluon_where_it_holds_and_a_named_path_is_refused_elsewhere()
             dual_chunk_attention(q, k, v, **options, impl="gluon")
 
 
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_no_synchronisation_and_linear_memory(head_dim):
+    def step(n):
+        q, k, v, dout, options = Case(seqlen_q=n, heads=2, head_dim=head_dim, chunk_size=1024, local_size=256,
+                                      dtype=torch.bfloat16).inputs("cuda")
+        tensors = [x.requires_grad_() for x in (q, k, v)]
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            dual_chunk_attention(*tensors, **options, impl="gluon").backward(dout)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return torch.cuda.max_memory_allocated() - before
+
+    step(4096)
+    small, large = step(8192), step(16384)
+    assert large < 2.2 * small
+
+
 def test_a_cpu_tensor_is_refused():
     q, k, v, _, options = Case(seqlen_q=40, head_dim=64).inputs()
     with pytest.raises(NotImplementedError, match="q must be on a CUDA device, got cpu"):
