@@ -2,6 +2,7 @@
 
 import math
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.positions import alibi_slopes, rotary_tables, rotate
 from attnzoo.attention.sdpa import SDPAttention
 from attnzoo.models import BERT, GPT, from_config
+from attnzoo.models.blocks import make_norm
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "model"
 SIZES = {"vocab_size": 53, "dim": 32, "n_layers": 2, "n_heads": 4, "train_context": 16}
@@ -453,3 +455,15 @@ def test_a_config_without_target_is_refused():
         from_config(SIZES, FLASH)
     with pytest.raises(ValueError, match="attention: needs a `_target_`"):
         from_config(GPT_CONFIG, {"impl": None})
+
+
+def test_rmsnorm_under_autocast_is_pytorchs_fused_one():
+    """Which takes input and weight of one dtype only, and else warns at the first call of a process."""
+    always, norm = torch.is_warn_always_enabled(), make_norm("rmsnorm", 8, 1e-6, False)
+    torch.set_warn_always(True)
+    try:
+        with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings(action="error"):
+            out = norm(torch.randn(3, 8, dtype=torch.bfloat16))
+    finally:
+        torch.set_warn_always(always)
+    assert out.dtype == torch.bfloat16

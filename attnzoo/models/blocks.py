@@ -11,11 +11,18 @@ NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "gelu_tanh", "swiglu")
 
 
+class RMSNorm(nn.RMSNorm):
+    """PyTorch's, whose fused kernel wants input and weight of one dtype: autocast may hand over an input in 16 bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 def make_norm(kind: str, dim: int, eps: float, bias: bool) -> nn.Module:
     if kind == "layernorm":
         return nn.LayerNorm(dim, eps=eps, bias=bias)
     if kind == "rmsnorm":
-        return nn.RMSNorm(dim, eps=eps)
+        return RMSNorm(dim, eps=eps)
     raise ValueError(f"norm={kind!r}: must be one of {', '.join(NORMS)}; set model.norm")
 
 
