@@ -116,7 +116,7 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(lengths=(257, 31, 80), seqlen_q=3, alibi=True),
     Case(lengths=(257, 0, 31), sinks=True),
     Case(lengths=(257, 31, 80), seqlen_q=3, softcap=5.0, alibi=True, sinks=True, window_size=(40, -1)),
-    Case(lengths=(257, 31, 80, 113, 64, 200, 150, 97), q_scale=50.0),  # near-ties of few rows would decide the largest error
+    Case(lengths=(257, 31, 80, 113, 64, 200, 150, 97), seqlen_q=4, q_scale=50.0),  # near-ties of few rows would decide the largest error
     Case(lengths=(257, 31, 80), heads_first=True),
     Case(lengths=(257, 31, 80), strided=True, max_len=300),
 )

@@ -11,7 +11,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, block_width, on_device_of, tma_takes_layout
+from attnzoo_kernels._triton.launch import (
+    Launch,
+    architecture,
+    are_aligned,
+    block_width,
+    next_power_of_2,
+    on_device_of,
+    tma_takes_layout,
+)
 from attnzoo_kernels._triton.masks import keys_seen
 from attnzoo_kernels._triton.softmax import add_dot, in_units, log_sum_exp, score_dot, softmax_step
 from attnzoo_kernels._triton.tiles import load_rows, tile_source
@@ -19,6 +27,8 @@ from attnzoo_kernels.decode.shares import find_sequence, sequence_tiles, total_t
 from attnzoo_kernels.decode.tiles import decode_tile
 from attnzoo_kernels.flash.options import Layout, layout
 from attnzoo_kernels.flash.scores import modified_scores
+
+MERGED = 16384  # floats of parts that the second kernel reads at once: 32 parts of four rows of width 128
 
 
 @triton.jit
@@ -47,9 +57,17 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, batch, kv_head, i, le
 
 
 @triton.jit
-def _divided(acc, norm, PRECISION: tl.constexpr):
+def _store_result(acc, top, norm, out_ptr, lse_ptr, seq, head, i, real, seqlen_q, heads, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
+                  PRECISION: tl.constexpr):
+    """Output and LSE of the rows (query i, head) from their sums."""
+    columns = tl.arange(0, BLOCK_DV)
     divisor = tl.broadcast_to(tl.where(norm > 0, norm, 1.0)[:, None], acc.shape)
-    return tl.div_rn(acc, divisor) if PRECISION == "ieee" else acc / divisor
+    result = tl.div_rn(acc, divisor) if PRECISION == "ieee" else acc / divisor
+    index = (tl.cast(seq, tl.int64) * seqlen_q + i) * heads + head
+    tl.store(out_ptr + index[:, None] * VALUE_DIM + columns[None, :], result.to(out_ptr.dtype.element_ty),
+             mask=real[:, None] & (columns < VALUE_DIM)[None, :])
+    lse_index = (tl.cast(seq, tl.int64) * heads + head) * seqlen_q + i
+    tl.store(lse_ptr + lse_index, log_sum_exp(top, norm, PRECISION == "ieee"), mask=real)
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "batch", "max_len", "seqlen_q", "pieces", "parts", "programs"],
@@ -122,12 +140,7 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
                     HARDWARE_TANH, PRECISION, TMA)
 
         if begin == 0 and end == tiles:
-            index = (tl.cast(seq, tl.int64) * seqlen_q + i) * heads + head
-            result = _divided(acc, norm, PRECISION).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + index[:, None] * VALUE_DIM + value_columns[None, :], result,
-                     mask=real[:, None] & (value_columns < VALUE_DIM)[None, :])
-            lse_index = (tl.cast(seq, tl.int64) * heads + head) * seqlen_q + i
-            tl.store(lse_ptr + lse_index, log_sum_exp(top, norm, PRECISION == "ieee"), mask=real)
+            _store_result(acc, top, norm, out_ptr, lse_ptr, seq, head, i, real, seqlen_q, heads, VALUE_DIM, BLOCK_DV, PRECISION)
         else:
             index = tl.cast(slot, tl.int64) * BLOCK_M + lanes
             tl.store(acc_ptr + index[:, None] * BLOCK_DV + value_columns[None, :], acc, mask=real[:, None])
@@ -147,49 +160,44 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
             before += tiles
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "parts", "rows"])
-def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, seqlen_q, heads, group, parts, rows, VALUE_DIM: tl.constexpr,
-                        BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr,
-                        OVERLAP: tl.constexpr):
-    """One row of the piece that a program closes, from its parts in the order of the keys."""
+@triton.jit(do_not_specialize=["seqlen_q", "parts"])
+def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, seqlen_q, heads, group, parts, VALUE_DIM: tl.constexpr,
+                        BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+                        BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr):
+    """The piece that a program closes, from its parts in the order of the keys."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    last = tl.program_id(0) // rows
-    lane = tl.program_id(0) % rows
+    last = tl.program_id(0)
     first = tl.load(closes_ptr + 4 * last)
     if first < 0:
         return
     inside = tl.load(closes_ptr + 4 * last + 1)
     seq = tl.load(closes_ptr + 4 * last + 2)
     piece = tl.load(closes_ptr + 4 * last + 3)
-    row = piece % parts * BLOCK_M + lane
-    if row >= seqlen_q * group:
-        return
-    i = row // group
-    head = piece // parts * group + row % group
-
     columns = tl.arange(0, BLOCK_DV)
-    top = tl.full([1], -float("inf"), tl.float32)
-    norm = tl.zeros([1], tl.float32)
-    acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    for start in range(first, last + 1, BLOCK_S):
-        program = start + tl.arange(0, BLOCK_S)
-        there = program <= last
-        slot = 2 * program + tl.where(program == first, inside, 0)
-        index = tl.cast(slot, tl.int64) * BLOCK_M + lane
-        tops = tl.load(stats_ptr + 2 * index, mask=there, other=-float("inf"))
-        norms = tl.load(stats_ptr + 2 * index + 1, mask=there, other=0.0)
-        # [BLOCK_S, BLOCK_DV]
-        values = tl.load(acc_ptr + index[:, None] * BLOCK_DV + columns[None, :], mask=there[:, None], other=0.0)
-        weights, top, _weights_sum, rescale = softmax_step(tops[None, :], top, norm, 1.0, True, PRECISION == "ieee")
-        norm = norm * rescale + tl.sum(weights * norms[None, :], 1)
-        acc = acc * rescale[:, None] + tl.sum(values * tl.trans(weights), 0)[None, :]
-    result = _divided(acc, norm, PRECISION).to(out_ptr.dtype.element_ty)
-    index = (tl.cast(seq, tl.int64) * seqlen_q + i) * heads + head
-    tl.store(out_ptr + index * VALUE_DIM + columns[None, :], result, mask=(columns < VALUE_DIM)[None, :])
-    lse_index = (tl.cast(seq, tl.int64) * heads + head) * seqlen_q + i
-    tl.store(lse_ptr + lse_index + tl.arange(0, 1), log_sum_exp(top, norm, PRECISION == "ieee"))
+    for first_lane in range(0, tl.minimum(seqlen_q * group - piece % parts * BLOCK_M, BLOCK_M), BLOCK_R):
+        lanes = first_lane + tl.arange(0, BLOCK_R)
+        row = piece % parts * BLOCK_M + lanes
+        real = row < seqlen_q * group
+        top = tl.full([BLOCK_R], -float("inf"), tl.float32)
+        norm = tl.zeros([BLOCK_R], tl.float32)
+        acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+        for start in range(first, last + 1, BLOCK_S):
+            program = start + tl.arange(0, BLOCK_S)
+            slot = 2 * program + tl.where(program == first, inside, 0)
+            # [BLOCK_R, BLOCK_S]
+            there = real[:, None] & (program <= last)[None, :]
+            index = tl.cast(slot, tl.int64)[None, :] * BLOCK_M + lanes[:, None]
+            tops = tl.load(stats_ptr + 2 * index, mask=there, other=-float("inf"))
+            norms = tl.load(stats_ptr + 2 * index + 1, mask=there, other=0.0)
+            # [BLOCK_R, BLOCK_S, BLOCK_DV]
+            values = tl.load(acc_ptr + index[:, :, None] * BLOCK_DV + columns[None, None, :], mask=there[:, :, None], other=0.0)
+            weights, top, _weights_sum, rescale = softmax_step(tops, top, norm, 1.0, True, PRECISION == "ieee")
+            norm = norm * rescale + tl.sum(weights * norms, 1)
+            acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 1)
+        _store_result(acc, top, norm, out_ptr, lse_ptr, seq, piece // parts * group + row % group, row // group, real, seqlen_q, heads,
+                      VALUE_DIM, BLOCK_DV, PRECISION)
 
 
 @functools.cache
@@ -246,12 +254,12 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
             "OVERLAP": overlap,
         },
         tile.num_warps, tile.num_stages, {1: (tile.block_n, block_d), 2: (tile.block_n, block_dv)} if tma else {})
-    rows = min(seqlen_q * group, tile.block_m)
+    rows = min(next_power_of_2(seqlen_q * group), max(1024 // block_dv, 1), 8)
     merge = Launch(
-        _Overlapping(decode_merge_kernel) if overlap else decode_merge_kernel, programs * rows, (seqlen_q, heads, group, parts, rows),
-        {"VALUE_DIM": value_dim, "BLOCK_DV": block_dv, "PRECISION": precision, "BLOCK_M": tile.block_m, "BLOCK_S": 4096 // block_dv,
-         "OVERLAP": overlap},
-        2, 1)
+        _Overlapping(decode_merge_kernel) if overlap else decode_merge_kernel, programs, (seqlen_q, heads, group, parts),
+        {"VALUE_DIM": value_dim, "BLOCK_DV": block_dv, "PRECISION": precision, "BLOCK_M": tile.block_m, "BLOCK_R": rows,
+         "BLOCK_S": min(MERGED // (rows * block_dv), 32), "OVERLAP": overlap},
+        4, 1)
     return _Plan(split, merge, (2 * programs, tile.block_m, block_dv))
 
 

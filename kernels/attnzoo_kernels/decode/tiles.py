@@ -29,7 +29,9 @@ def decode_tile(arch: int, block_d: int, block_dv: int, rows: int, itemsize: int
     if itemsize == 4:
         return Tile(16, 16, 4, 1, 2)
     warps = 8 if block_m == 64 else 4
+    if width == 128 and block_m == 16 and arch // 10 in (9, 10):
+        # against 64 keys, 4 warps, 2 programs, one / 16 / 64 sequences of 64k / 4k / 4k: 2, 3 and -1 %; TMA the same
+        return Tile(block_m, 128, 8, 3, 1)
     if width <= 128:
-        # one / 64 sequences of 64k / 4k: 3.88 / 4.26 TB/s; 128 keys, 8 warps, 1 program 3.88 / 4.17 with a slower merge; TMA the same
         return Tile(block_m, 64, warps, 3, 2)
     return Tile(block_m, 16 if block_m == 64 else 32, warps, 3, 2)
