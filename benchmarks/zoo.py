@@ -21,9 +21,10 @@ from attnzoo.evaluation.plots import COLOURS, LINES, MARKERS
 RESULTS = Path(__file__).parent / "results"
 TRAINING = ("experiment", "variant", "seed", "parameters", "steps", "tokens", "tokens_per_second", "train_loss", "val_accuracy", "val_loss",
             "learning_rate", "context", "device", "torch", "triton", "commit")
-EVALUATION = ("variant", "reading", "seed", "task", "length", "depth", "metric", "value", "count", "stderr", "note")
+EVALUATION = ("variant", "reading", "impl", "seed", "task", "length", "depth", "metric", "value", "count", "stderr", "note")
 CURVES = ("variant", "seed", "learning_rate", "length", "pairs", "step", "accuracy")
 METRICS = {"loss", "exact_match", "accuracy", "prefill_seconds", "peak_memory_gb", "decode_tokens_per_second"}
+OMITTED = ("rope_factor=4", "rope_factor=32", "attention=sdpa")  # in the figure, for room
 SHOWN = {"passkey": "exact_match", "perplexity_windows": "loss"}
 
 
@@ -40,11 +41,12 @@ def variant(record: dict) -> str:
 
 def collect(folders: Sequence[str], into: Path) -> None:
     """Writes zoo-training.csv, zoo-recall.csv and zoo-evaluations.csv from everything below these folders."""
-    found = [path.parent for folder in folders for path in sorted(Path(folder).rglob("metrics.csv"))]
-    runs = {folder.name: folder for folder in found if (folder / "record.json").exists()}
+    runs = {path.parent.name: path.parent for folder in folders for path in sorted(Path(folder).rglob("record.json"))}
     records = {name: json.loads((folder / "record.json").read_text()) for name, folder in runs.items()}
     training, curves = [], []
     for name, folder in runs.items():
+        if not (folder / "metrics.csv").exists():
+            continue
         config, metrics = OmegaConf.load(folder / "config.yaml"), _read(folder / "metrics.csv")
         training.append(_training(records[name], config, metrics))
         if config.data._target_.endswith(".recall"):
@@ -57,11 +59,22 @@ def collect(folders: Sequence[str], into: Path) -> None:
     for path in sorted(path for folder in folders for path in Path(folder).rglob("results.csv")):
         for row in _read(path):
             if row["value"] and row["metric"] in METRICS and _wanted(row) and row["run"] in records:
-                kept = (variant(records[row["run"]]), row["overrides"], *(row[key] for key in EVALUATION[2:]))
-                rows.setdefault((row["run"], *kept[:7]), kept)
+                record = records[row["run"]]
+                reading, impl = _reading(row["overrides"], record["attention"].get("impl"))
+                kept = (variant(record), reading, impl, *(row[key] for key in EVALUATION[3:]))
+                rows.setdefault((row["run"], *kept[:8]), kept)
     _write(into / "zoo-training.csv", TRAINING, training)
     _write(into / "zoo-recall.csv", CURVES, curves)
     _write(into / "zoo-evaluations.csv", EVALUATION, rows.values())
+
+
+def _reading(overrides: str, trained: str | None) -> tuple[str, str]:
+    """What was overridden beside the operator's path, and that path ("": the fastest that runs)."""
+    before, found, impl = overrides.partition("attention.impl=")
+    if not found:
+        return overrides, trained or ""
+    impl, _, rest = impl.partition(" ")
+    return f"{before}{rest}".strip(), "" if impl == "None" else impl
 
 
 def _wanted(row: dict) -> bool:
@@ -102,20 +115,27 @@ class Table:
 
     def __init__(self, folder: Path):
         self.training = [row for row in _read(folder / "zoo-training.csv") if row["experiment"] == "extrapolation"]
-        self.rows = _read(folder / "zoo-evaluations.csv")
+        rows = _read(folder / "zoo-evaluations.csv")
+        cell = ("variant", "reading", "impl", "seed", "task", "length")
+        broken = {tuple(row[key] for key in cell) for row in rows if row["value"] == "nan"}  # then no other metric of it counts either
+        # of two paths of an operator the named one is taken
+        self.rows = sorted((row for row in rows if tuple(row[key] for key in cell) not in broken), key=lambda row: row["impl"])
 
     def lines(self) -> list[tuple[str, str]]:
         """(variant, reading) of everything whose loss was measured."""
-        return list(dict.fromkeys((row["variant"], row["reading"]) for row in self.rows if row["task"] == "perplexity_windows"))
+        found = dict.fromkeys((row["variant"], row["reading"]) for row in self.rows if row["task"] == "perplexity_windows")
+        names = list(dict.fromkeys(name for name, _ in found))
+        return sorted(found, key=lambda line: (names.index(line[0]), line[1] != ""))
 
     def values(self, line: tuple[str, str], task: str, length: int | None = None) -> list[float]:
-        """Of each seed."""
+        """Of each seed, over the operator's paths that gave a number."""
         metric = SHOWN.get(task, "exact_match" if task.startswith("needle") else "loss")
-        return [
-            float(row["value"]) for row in self.rows
+        found = {
+            row["seed"]: float(row["value"]) for row in self.rows
             if (row["variant"], row["reading"]) == line and (row["task"], row["metric"], row["depth"]) == (task, metric, "")
             and (length is None or row["length"] == str(length))
-        ]
+        }
+        return list(found.values())
 
     def lengths(self, line: tuple[str, str], task: str) -> list[int]:
         return sorted({int(row["length"]) for row in self.rows if (row["variant"], row["reading"], row["task"]) == (*line, task)})
@@ -159,7 +179,7 @@ def draw(table: Table, path: Path, lines: Sequence[tuple[str, str]] | None = Non
     """Loss by length, passkeys by length, and loss at the training context against training speed. Read in grey by markers and lines."""
     from matplotlib.figure import Figure
 
-    lines = table.lines() if lines is None else lines
+    lines = [line for line in table.lines() if not line[1].endswith(OMITTED)] if lines is None else lines
     figure = Figure(figsize=(13, 5.2), layout="constrained")
     panels = figure.subplots(1, 3)
     for i, line in enumerate(lines):
