@@ -88,3 +88,23 @@ def test_collect_asks_for_folders(capsys):
     with pytest.raises(SystemExit):
         zoo.main(["collect"])
     assert "collect needs the folders" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reading", "impl"),
+    [
+        ("", "", "gluon"),
+        ("attention=dual_chunk attention.stages=['intra']", "attention=dual_chunk attention.stages=['intra']", "gluon"),
+        ("attention.impl=triton", "", "triton"),
+        ("attention.impl=None model.rope_scaling=ntk", "model.rope_scaling=ntk", ""),
+    ],
+)
+def test_the_operators_path_is_no_other_reading(overrides, reading, impl):
+    assert zoo._reading(overrides, "gluon") == (reading, impl)
+
+
+def test_a_cell_that_broke_gives_no_number(results):
+    path = results / "zoo-evaluations.csv"
+    line = "flash,,,{seed},perplexity_windows,8192,,loss,{value},9,,\n"
+    path.write_text(path.read_text() + line.format(seed=1, value="nan") + line.format(seed=2, value=7.0))
+    assert zoo.Table(results).values(("flash", ""), "perplexity_windows", 8192) == [7.0]
