@@ -162,6 +162,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("attnzoo-triton", attnzoo("triton"), lambda: offered("triton")),
         _peer("flash-1-call", one_call(ours_plain)),
         _peer("flash-2-calls", calls(ours_plain)),
+        _peer("flash-4-calls", calls(ours_plain, True)),
         _peer("fa2-2-calls", calls(sdpa, scope=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION))),
         _peer("fa2-4-calls", calls(sdpa, True, lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION))),
         _peer("cudnn-2-calls", calls(sdpa, scope=lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION))),
