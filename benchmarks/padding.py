@@ -4,7 +4,6 @@
     python -m benchmarks.padding tiles            # candidates for the table in attnzoo_kernels/padding/tiles.py
 """
 
-import gc
 import math
 import statistics
 import sys
@@ -100,9 +99,8 @@ def replayed(call: Callable[[], T]) -> Callable[[], T]:
     with torch.cuda.stream(stream):
         call()
     torch.cuda.synchronize()
-    gc.collect()  # a graph of an earlier line that is freed during the capture would end it
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="relaxed"):  # autograd's own threads may ask for what a capture forbids
+    with torch.cuda.graph(graph):
         out = call()
 
     def replay() -> T:
