@@ -58,9 +58,12 @@ def differential_attention(
     return_lse: also return the natural log-sum-exps of both paths' scores, float32, (2, batch, heads, seqlen_q) or (2, heads, total),
         without gradient.
     dropout_p: only 0; dropout of a difference of two maps is not defined by the paper.
-    deterministic: every path here repeats bit by bit, forward and backward; the argument is accepted for all values.
-    impl: "gluon" (Hopper: 16 bits, head_dim 33 to 64, value_dim 33 to 128; one launch that walks the keys once for each path; its
-        backward is plain Triton's) | "triton" | "reference"; None takes gluon where it holds, else triton on CUDA tensors and the
+    deterministic: True: repeated runs give the same bits in the backward too; False: Gluon's backward adds up the queries' gradients in
+        any order; None follows torch.are_deterministic_algorithms_enabled(). The forward repeats bit by bit always, and so does plain
+        Triton's backward.
+    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, values above head_dim 64 to 256; one launch that walks the keys once
+        for each path, and where deterministic does not ask for plain Triton's, one walk for all gradients, above head_dim 64 one for
+        each path and 128 columns of v) | "triton" | "reference"; None takes gluon where it holds, else triton on CUDA tensors and the
         reference on CPU ones. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
@@ -94,7 +97,9 @@ def differential_attention(
             raise NotImplementedError(f'q1: impl="triton" takes head_dim up to {MAX_HEAD_DIM}, got {q1.shape[-1]}; '
                                       'impl="reference" takes it')
         differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q1, q2, k1, k2, v, lam))
-        out, lse, _, _ = ops.forward(q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, impl, softmax_scale,
+        if deterministic is None:
+            deterministic = torch.are_deterministic_algorithms_enabled()
+        out, lse, _, _ = ops.forward(q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale,
                                      left, right, differentiable)
     return (out, lse.detach()) if return_lse else out
 

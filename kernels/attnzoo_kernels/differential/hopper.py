@@ -1,8 +1,8 @@
 """Differential attention's forward for Hopper in Gluon: one launch, both softmaxes of a tile one after the other in the same program.
 
 Two accumulators at once would not leave registers for the overlap of products and softmax that flash's forward has. So each warp group
-walks the keys of the second path, keeps that result in shared memory in float32, walks those of the first path and subtracts; the
-values, which both paths read, come from L2 the second time.
+walks the keys of the second path, keeps that result in float32 in shared memory, or above head_dim 64 in memory that stays in L2, walks
+those of the first path and subtracts; the values, which both paths read, come from L2 the second time.
 """
 
 import functools
@@ -29,19 +29,17 @@ from attnzoo_kernels._gluon.hopper import (
 from attnzoo_kernels._gluon.tiles import L2_GROUP, masks_in_loop, sequence_bounds
 from attnzoo_kernels._gluon.walk import hand_on, store_rows, store_statistics, walk_keys
 from attnzoo_kernels._gluon.work import consumer_tiles, forward_barriers, loaded_tiles, next_tile, publish, take
-from attnzoo_kernels._triton.launch import Launch, on_device_of
+from attnzoo_kernels._triton.launch import Launch, block_width, on_device_of
 from attnzoo_kernels.differential.options import Options, lambda_strides
 from attnzoo_kernels.flash.options import Layout, layout
 
 ROWS = gl.constexpr(64)
 CONSUMERS = gl.constexpr(2)
 STAGES = gl.constexpr(2)
-BLOCK_N = gl.constexpr(128)
-BLOCK_D = gl.constexpr(64)
 
 
 @gluon.jit
-def _produce(loads, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+def _produce(loads, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
     """Takes tiles, tells the consumers which (-1 ends), and loads the second path's keys, then the first one's."""
     (q1_desc, q2_desc, k1_desc, k2_desc, v_desc, q_tiles, k_tiles, v_tiles, work, bars, counter, cu_seqlens_q, cu_seqlens_k, n_seqs,
      seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left, window_right) = loads
@@ -95,12 +93,22 @@ def _produce(loads, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.
 
 
 @gluon.jit
-def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, ME: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
-             HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr, SAVE: gl.constexpr):
+def _places(pointer, x):
+    """Where the threads keep x in memory, each what it holds itself."""
+    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    c = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    return pointer + (r * x.shape[1])[:, None] + c[None, :]
+
+
+@gluon.jit
+def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, ME: gl.constexpr, PACKED: gl.constexpr,
+             HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr, SAVE: gl.constexpr, SCRATCH: gl.constexpr):
     """64 rows of each tile."""
-    (out_desc, out2_desc, out_ptr, out2_ptr, lse_ptr, stats_ptr, lam_ptr, q_tiles, k_tiles, v_tiles, out_tiles, second_tiles, work, bars,
-     cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, window_left, window_right, scale, stride_rows, stride_os, stride_oh,
-     stride_lb, stride_ls, stride_lh) = rows
+    (out_desc, out2_desc, out_ptr, out2_ptr, lse_ptr, stats_ptr, lam_ptr, scratch_ptr, q_tiles, k_tiles, v_tiles, out_tiles, second_tiles,
+     work, bars, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, window_left, window_right, scale, stride_rows, stride_os,
+     stride_oh, stride_lb, stride_ls, stride_lh) = rows
+    if SCRATCH:
+        second_place = scratch_ptr + (gl.program_id(0) * CONSUMERS + ME) * (ROWS * BLOCK_DV)
     q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -140,11 +148,18 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, ME: gl.const
             mbarrier.arrive(v_empty.index((step - 1) % STAGES), count=1)
             out = acc * gl.convert_layout(inverse, acc_row)[:, None]
             if part == 0:
-                second_tiles.index(ME).store(out)
+                if SCRATCH:
+                    gl.store(_places(second_place, out), out)
+                else:
+                    second_tiles.index(ME).store(out)
             else:
                 lam = gl.load(lam_ptr + batch.to(gl.int64) * stride_lb + (first_q + i).to(gl.int64) * stride_ls + head * stride_lh,
                               mask=i < len_q, other=0.0)
-                out = out - gl.convert_layout(lam, acc_row)[:, None] * second_tiles.index(ME).load(acc_layout)
+                if SCRATCH:
+                    second = gl.load(_places(second_place, out))
+                else:
+                    second = second_tiles.index(ME).load(acc_layout)
+                out = out - gl.convert_layout(lam, acc_row)[:, None] * second
             if part == 1 or SAVE:
                 rounded = out.to(q_tiles.dtype)
                 if whole:
@@ -169,38 +184,42 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, ME: gl.const
                               "n_seqs", "seqlen_q", "seqlen_k", "heads", "group", "head_group", "n_tiles"],
            do_not_specialize_on_alignment=["lam_ptr", "cu_seqlens_q", "cu_seqlens_k"])
 def differential_fwd_hopper_kernel(q1_desc, q2_desc, k1_desc, k2_desc, v_desc, out_desc, out2_desc, out_ptr, out2_ptr, lse_ptr, stats_ptr,
-                                   lam_ptr, cu_seqlens_q, cu_seqlens_k, counter, stride_os, stride_oh, stride_rows, stride_lb, stride_ls,
-                                   stride_lh, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group, head_group,
-                                   n_tiles, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
-                                   HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr, SAVE: gl.constexpr, REGISTERS: gl.constexpr):
+                                   lam_ptr, scratch_ptr, cu_seqlens_q, cu_seqlens_k, counter, stride_os, stride_oh, stride_rows, stride_lb,
+                                   stride_ls, stride_lh, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group,
+                                   head_group, n_tiles, VALUE_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+                                   BLOCK_N: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+                                   LOOP_MASK: gl.constexpr, SAVE: gl.constexpr, SCRATCH: gl.constexpr, REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q1_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], dtype)
     q_tiles = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, ROWS, BLOCK_D], q_layout)
     out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BLOCK_DV], out_layout)
-    second_tiles = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, BLOCK_DV],
-                                             gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], gl.float32))
+    second_tiles = 0
+    if not SCRATCH:
+        second_tiles = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, BLOCK_DV],
+                                                 gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], gl.float32))
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype))
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_DV],
                                         gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_DV], dtype))
     work, bars = forward_barriers(2 * CONSUMERS, STAGES, CONSUMERS)
     loads = (q1_desc, q2_desc, k1_desc, k2_desc, v_desc, q_tiles, k_tiles, v_tiles, work, bars, counter, cu_seqlens_q, cu_seqlens_k, n_seqs,
              seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left, window_right)
-    rows = (out_desc, out2_desc, out_ptr, out2_ptr, lse_ptr, stats_ptr, lam_ptr, q_tiles, k_tiles, v_tiles, out_tiles, second_tiles, work,
-            bars, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, window_left, window_right, scale, stride_rows, stride_os,
-            stride_oh, stride_lb, stride_ls, stride_lh)
+    rows = (out_desc, out2_desc, out_ptr, out2_ptr, lse_ptr, stats_ptr, lam_ptr, scratch_ptr, q_tiles, k_tiles, v_tiles, out_tiles,
+            second_tiles, work, bars, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, window_left, window_right, scale,
+            stride_rows, stride_os, stride_oh, stride_lb, stride_ls, stride_lh)
     # partitions get constants only where the tuple is written out
     gl.warp_specialize([
-        (_consume, (rows, VALUE_DIM, BLOCK_DV, 0, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, SAVE)),
-        (_consume, (rows, VALUE_DIM, BLOCK_DV, 1, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, SAVE)),
-        (_produce, (loads, PACKED, HAS_LEFT, HAS_RIGHT)),
+        (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, 0, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, SAVE, SCRATCH)),
+        (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, SAVE, SCRATCH)),
+        (_produce, (loads, BLOCK_N, PACKED, HAS_LEFT, HAS_RIGHT)),
     ], [4, 1], [REGISTERS, 24])
 
 
 def forward_reason(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor) -> str | None:
     """Why this path does not take the call; None if it does."""
-    if not (32 < q1.shape[-1] <= 64 and 32 < v.shape[-1] <= 128):
-        return f"head_dim must be 33 to 64 and value_dim 33 to 128, got {q1.shape[-1]} and {v.shape[-1]}"
+    head_dim, value_dim = q1.shape[-1], v.shape[-1]
+    if not (32 < head_dim <= 128 and 32 < value_dim <= (128 if head_dim <= 64 else 256)):
+        return f"head_dim must be 33 to 128 and value_dim 33 to 128, above head_dim 64 to 256, got {head_dim} and {value_dim}"
     return why_not_tma(q1, q2, k1, k1 if k2 is None else k2, v)
 
 
@@ -209,16 +228,19 @@ def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, same_len
           lam: tuple[int, int, int], softmax_scale: float, left: int, right: int) -> Launch:
     heads, value_dim, group = q[0][-2], v[0][-1], q[0][-2] // k[0][-2]
     sequences, seqlen_q, seqlen_k = (q[0][0], q[0][1], k[0][1]) if packed is None else (packed, q[0][0], k[0][0])
-    value_width = 64 if value_dim <= 64 else 128
+    width, value_width = max(64, block_width(q[0][-1])), max(64, block_width(value_dim))
+    # as many keys as the registers of a consumer leave room for
+    block_n = 64 if value_width > 128 else 128
     block = ROWS.value * CONSUMERS.value
     n_tiles = heads * (sequences * -(-seqlen_q // block) if packed is None else seqlen_q // block + sequences + 1)
-    head_group = max(1, L2_GROUP // (2 * seqlen_k * (2 * BLOCK_D.value + value_width))) * group
+    head_group = max(1, L2_GROUP // (2 * seqlen_k * (2 * width + value_width))) * group
     shift = 0 if same_lengths else seqlen_k - seqlen_q if packed is None else None
     scalars = (heads * value_dim, value_dim, math.prod(q[0][:-1]), *lam, softmax_scale * math.log2(math.e), left, right, sequences,
                seqlen_q, seqlen_k, heads, group, head_group, n_tiles)
-    constants = {"VALUE_DIM": value_dim, "BLOCK_DV": value_width, "PACKED": packed is not None, "HAS_LEFT": left >= 0,
-                 "HAS_RIGHT": right >= 0, "LOOP_MASK": masks_in_loop(left, right, shift, ROWS.value), "SAVE": save,
-                 "REGISTERS": 240}
+    constants = {"VALUE_DIM": value_dim, "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": block_n,
+                 "PACKED": packed is not None, "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
+                 "LOOP_MASK": masks_in_loop(left, right, shift, ROWS.value), "SAVE": save,
+                 "SCRATCH": width > 64, "REGISTERS": 240}
     return Launch(differential_fwd_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1)
 
 
@@ -235,10 +257,13 @@ def launch_forward(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Ten
                    options.packed and cu_seqlens_q is cu_seqlens_k, save, layout(q1), layout(k1), layout(v),
                    lambda_strides(lam, options.packed), options.softmax_scale, options.window_left, options.window_right)
     counter = torch.zeros(1, dtype=torch.int32, device=q1.device)
-    width, value_width = BLOCK_D.value, launch.constants["BLOCK_DV"]
+    width, value_width, block_n = (launch.constants[name] for name in ("BLOCK_D", "BLOCK_DV", "BLOCK_N"))
+    scratch = None
+    if launch.constants["SCRATCH"]:  # small enough to stay in L2
+        scratch = torch.empty(launch.programs * CONSUMERS.value * ROWS.value * value_width, dtype=torch.float32, device=q1.device)
     with on_device_of(q1):
-        launch(descriptor(q1, ROWS.value, width), descriptor(q2, ROWS.value, width), descriptor(k1, BLOCK_N.value, width),
-               descriptor(k1 if k2 is None else k2, BLOCK_N.value, width), descriptor(v, BLOCK_N.value, value_width),
+        launch(descriptor(q1, ROWS.value, width), descriptor(q2, ROWS.value, width), descriptor(k1, block_n, width),
+               descriptor(k1 if k2 is None else k2, block_n, width), descriptor(v, block_n, value_width),
                descriptor(out, ROWS.value, value_width), descriptor(out2, ROWS.value, value_width), out, out2, lse, stats, lam,
-               cu_seqlens_q, cu_seqlens_k, counter)
+               scratch, cu_seqlens_q, cu_seqlens_k, counter)
     return (out, lse, out2, stats) if save else (out, lse, out.new_empty(0), lse.new_empty(0))
