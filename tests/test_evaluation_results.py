@@ -175,16 +175,18 @@ def test_plots_of_broken_models(tmp_path, value):
     assert len(draw([*rows, *table(run="1")], tmp_path)) == 3
 
 
+@pytest.mark.parametrize("seconds", [1.0, 3.4, 40.0])  # of the longer length, over those of the shorter
 @pytest.mark.filterwarnings("error")  # of a layout for which there is no room
-def test_nothing_is_cut_off_or_lies_on_something_else(tmp_path, monkeypatch):
+def test_nothing_is_cut_off_or_lies_on_something_else(tmp_path, monkeypatch, seconds):
     figures = []
     monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure) or path)
     rows = []
     for run, overrides in enumerate(("", "model.rope_scaling=ntk model.rope_factor=8 attention.window_size=[511,0]", "attention.impl=x")):
         mine = {"run": str(run), "overrides": overrides}
         rows += table(**mine)
-        for length in (32, 64):  # all at one place: the labels of the lengths would cover each other
-            rows.append(Row(**{**RUN, **mine}, task="cost", length=length, metric="prefill_seconds", value=0.001, count=5))
+        for length in (32, 64):  # runs at one place: the labels of the lengths would cover each other
+            value = 0.0024 * seconds ** (length // 64)
+            rows.append(Row(**{**RUN, **mine}, task="cost", length=length, metric="prefill_seconds", value=value, count=5))
             rows.append(Row(**{**RUN, **mine}, task="cost", length=length, metric="tokens_per_second", value=1e6 * length, count=5))
             rows.append(Row(**{**RUN, **mine}, task="ruler", length=length, metric="string_match", value=0.0, count=5))
     draw(rows, tmp_path)

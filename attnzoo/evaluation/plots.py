@@ -160,15 +160,26 @@ def _scale(panel, rows: Sequence[Row]) -> None:
 
 def _spread(axis, values: Sequence[float]) -> None:
     """Logarithmic where a run that breaks would flatten all others; with numbers as one writes them, 20 and 0.5 and 3M."""
-    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+    from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter
 
+    values = [value for value in values if math.isfinite(value)] or [0.0]
     if max(values) > 3 * min(values) > 0:
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_locator(FixedLocator(_ticks(min(values) / 1.2, max(values) * 1.2)))
         axis.set_minor_formatter(NullFormatter())
     else:
         axis.set_major_locator(MaxNLocator(5))
     axis.set_major_formatter(lambda value, _: _number(value))
+
+
+def _ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """Round numbers from low to high, for a logarithmic axis."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for steps in ((1, 2, 3, 4, 6, 8), (1, 2, 5), (1, 3), (1,)):
+        ticks = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
+        if len(ticks) <= most:
+            return ticks
+    return ticks[:: math.ceil(len(ticks) / most)]
 
 
 def _number(value: float) -> str:
