@@ -165,7 +165,7 @@ def _spread(axis, values: Sequence[float]) -> None:
     values = [value for value in values if math.isfinite(value)] or [0.0]
     if max(values) > 3 * min(values) > 0:
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-        axis.set_major_locator(FixedLocator(_ticks(min(values) / 1.2, max(values) * 1.2)))
+        axis.set_major_locator(FixedLocator(_ticks(min(values) / 1.1, max(values) * 1.1)))
         axis.set_minor_formatter(NullFormatter())
     else:
         axis.set_major_locator(MaxNLocator(5))
