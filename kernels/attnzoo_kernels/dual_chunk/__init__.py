@@ -69,7 +69,7 @@ def dual_chunk_attention(
         always does, and so does plain Triton's backward.
     impl: "triton" | "gluon" | "reference"; None takes gluon where it holds (Hopper, 16 bits, causal, all stages, widths of 33 to 128),
         else triton, on CUDA tensors and the reference on CPU ones. A path named runs or raises; what gluon's backward does not take
-        (packed input, chunks that are no multiples of 128 tokens) triton's does.
+        (chunks that are no multiples of 128 tokens, packed sequences without one cu_seqlens for both sides) triton's does.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

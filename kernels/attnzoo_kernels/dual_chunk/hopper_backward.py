@@ -1,6 +1,6 @@
 """Dual Chunk attention's backward on Hopper: flash's walk between kernels that clear dQ and turn the gradients back.
 
-Without an order the sums of dQ differ from run to run by their rounding; up to head dim 64 they always have one.
+Without an order the sums of dQ differ from run to run by their rounding; dense input up to head dim 64 always has one.
 """
 
 import functools
@@ -30,11 +30,13 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, determini
     if not options.causal or options.stages != 7:
         return "it is causal and has all three stages"
     if options.packed:
-        return "it takes dense input"
-    if options.chunk % KEYS.value or (k.shape[1] - q.shape[1]) % ROWS.value:
-        return "chunks must be multiples of 128 tokens and queries must begin at a multiple of 64"
-    if deterministic and width > 64:
-        return "above head_dim 64 its ordered sums are slower than the plain path, which is deterministic"
+        aligned = options.cu_seqlens_q.data_ptr() == options.cu_seqlens_k.data_ptr()
+    else:
+        aligned = (k.shape[1] - q.shape[1]) % ROWS.value == 0
+    if options.chunk % KEYS.value or not aligned:
+        return "chunks must be multiples of 128 tokens and queries must begin at a multiple of 64 (packed: one cu_seqlens for both sides)"
+    if deterministic and (width > 64 or options.packed):
+        return "its sums have an order for dense input up to head_dim 64 only; the plain path is deterministic"
     return why_not_tma(v)
 
 
@@ -73,7 +75,7 @@ def _ends(x: Tensor, block: int, width: int, cu_seqlens: Tensor) -> Tensor:
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
-                    options: Options, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
+                    options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV as the plain path's launch_backward gives them, for what backward_reason lets through."""
     if not tma_takes(grad_out) or grad_out.stride(-1) != 1:
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)  # autograd may hand over an expanded gradient
@@ -82,18 +84,17 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     dq, dk, dv = map(torch.empty_like, (q, k, v))
     with on_device_of(q):
         for part in parts(q, k, options, sums=12):
-            _launch(*map(part.tokens, (grad_out, q, k, v, out, dq, dk, dv)), *map(part.rows, (grad_lse, stats)), part.options,
-                    deterministic)
+            _launch(*map(part.tokens, (grad_out, q, k, v, out, dq, dk, dv)), *map(part.rows, (grad_lse, stats)), part.options)
     return dq, dk, dv
 
 
-def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, options, deterministic) -> None:
+def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, options) -> None:
     (sequences, seqlen_q, seqlen_k), heads, kv_heads = options.sizes(q, k), q.shape[-2], k.shape[-2]
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     width = 64 if max(head_dim, value_dim) <= 64 else 128
     tile, cu_seqlens = backward_tile(width), options.cu_seqlens_q
     packed = sequences if options.packed else None
-    ordered = deterministic or tile.dq_group and not options.packed
+    ordered = tile.dq_group and not options.packed
     queries = rotated_copies(q, options, seqlen_k, 3, queries=True)
     keys = rotated_copies(k, options, seqlen_q, 1, queries=False)
     n_tiles = tiles(packed, sequences, heads, seqlen_q, ROWS.value)

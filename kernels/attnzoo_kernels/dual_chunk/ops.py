@@ -44,7 +44,7 @@ def backward(
     if backward_path(impl, q, k, v, options, deterministic) == "gluon":
         from attnzoo_kernels.dual_chunk import hopper_backward
 
-        return hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, options, deterministic)
+        return hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, options)
     return launch_backward(grad_out, grad_lse, q, k, v, out, stats, options)
 
 
