@@ -14,8 +14,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, tma_takes_layout
 
-__all__ = ["TRIED", "async_add", "async_load", "async_store", "barrier", "box", "descriptor", "fence_async_shared", "mbarrier",
-           "multiprocessors", "release", "ring", "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
+__all__ = ["TRIED", "async_add", "async_load", "async_store", "barrier", "box", "descriptor", "fence_async_shared", "invalidate",
+           "mbarrier", "multiprocessors", "release", "ring", "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait",
+           "why_not_tma"]
 
 TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to the plain kernels
 
@@ -71,6 +72,25 @@ def release(bar):
     """Arrives by one thread, without the two barriers of the warp group that mbarrier.arrive brings along: for tiles that only matrix
     instructions read, behind the wait for them, or behind a barrier of the caller's own."""
     mbarrier.expect(bar, 0)
+
+
+@gluon.jit
+def _invalidate_ring(barriers):
+    SLOTS: gl.constexpr = barriers.shape[0]
+    if len(barriers.shape) == 1:
+        mbarrier.invalidate(barriers)
+    else:
+        for slot in gl.static_range(SLOTS):
+            mbarrier.invalidate(barriers.index(slot))
+
+
+@gluon.jit
+def invalidate(rings):
+    """Ends the barriers of a tuple, behind all that uses them. One that a configuration never waits for would else be dead after its
+    start, and Triton lays other data into its place: with an atomic's result there, tiles were lost where processes shared the GPU."""
+    RINGS: gl.constexpr = len(rings)
+    for n in gl.static_range(RINGS):
+        _invalidate_ring(rings[n])
 
 
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:

@@ -18,6 +18,7 @@ from attnzoo_kernels._gluon.hopper import (
     box,
     descriptor,
     fence_async_shared,
+    invalidate,
     mbarrier,
     multiprocessors,
     ring,
@@ -189,6 +190,7 @@ def flash_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, 
                         Q_SLOTS, JOINT_RELEASE, HOLD)),
             (_produce, (loads, BLOCK_N, STAGES, CONSUMERS, PACKED, HAS_LEFT, HAS_RIGHT, Q_SLOTS, JOINT_RELEASE)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
+    invalidate(bars)
 
 
 @functools.lru_cache(maxsize=1024)

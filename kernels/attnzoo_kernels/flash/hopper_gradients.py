@@ -14,6 +14,7 @@ from attnzoo_kernels._gluon.hopper import (
     barrier,
     box,
     fence_async_shared,
+    invalidate,
     mbarrier,
     ring,
     tma,
@@ -370,3 +371,4 @@ def flash_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
         (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
                 ORDERED)),
     ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])
+    invalidate(bars)

@@ -14,6 +14,7 @@ from attnzoo_kernels._gluon.hopper import (
     barrier,
     box,
     fence_async_shared,
+    invalidate,
     mbarrier,
     release,
     ring,
@@ -304,3 +305,5 @@ def flash_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_de
             (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
                     ORDERED, ROWS)),
         ], [4, 1], [REGISTERS, LOAD_REGISTERS])
+    invalidate((q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, first_ds_full, second_ds_full, dq_full,
+                dq_empty))
