@@ -16,6 +16,7 @@ from attnzoo_kernels._gluon.hopper import (
     box,
     descriptor,
     fence_async_shared,
+    invalidate,
     mbarrier,
     multiprocessors,
     ring,
@@ -224,6 +225,7 @@ def dual_chunk_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_
             (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 2, Q_SLOTS, PACKED, SEAMS, JOINT_RELEASE, HOLD)),
             (produce, (loads, BLOCK_N, STAGES, CONSUMERS, ROWS, Q_SLOTS, PACKED, JOINT_RELEASE)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
+    invalidate(bars)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,7 +7,7 @@ in the frame of its stage; hopper_rows.py turns it back.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import async_load, box, mbarrier, ring, tma, warpgroup_mma, warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import async_load, box, invalidate, mbarrier, ring, tma, warpgroup_mma, warpgroup_mma_wait
 from attnzoo_kernels.flash.hopper_gradients import _add_to, _await_turn, _dq_product, _pass_turn, _pass_unseen, _step, _store_tile
 from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, _load_tile_keys, _query_tiles, _take, await_work, word
 
@@ -295,3 +295,4 @@ def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_
                         copy_tiles, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 1, DQ_GROUP, PACKED, ORDERED)),
             (_load, (descs, tail_descs, tiles, bars, work, shape, chunk, batches, n_tiles, STAGES, PACKED, ORDERED)),
         ], [4, 1], [REGISTERS, LOAD_REGISTERS])
+    invalidate(bars)
