@@ -23,6 +23,7 @@ from benchmarks.report import Row
 from benchmarks.timing import Candidate
 
 DENSE = "dense "
+OWN_DENSE = DENSE + "attnzoo-"
 
 
 class Check(flash.Check):
@@ -44,14 +45,14 @@ class Check(flash.Check):
         return [out.detach(), *grads]
 
 
-def attnzoo(impl: str) -> Callable[[Case, Inputs], Pass]:
+def attnzoo(impl: str | None) -> Callable[[Case, Inputs], Pass]:
     def make(case: Case, x: Inputs) -> Pass:
         return differentiable(lambda q, k, v: block_sparse_attention(q, k, v, x.layout, impl=impl, **x.options), (x.q, x.k, x.v), x.dout)
 
     return make
 
 
-def step(impl: str, new_layout: bool) -> Callable[[Case, Inputs], Pass]:
+def step(impl: str | None, new_layout: bool) -> Callable[[Case, Inputs], Pass]:
     """`backward` is forward and backward here. With new_layout every call starts from the mask, as if the layout were used once."""
 
     def make(case: Case, x: Inputs) -> Pass:
@@ -103,6 +104,7 @@ class Dense:
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
+        Backend("attnzoo", attnzoo(None)),
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("flex", flex, limit=peers.PEER_LIMIT),
         *(Backend(DENSE + name, Dense(name), peers.BACKENDS[name].missing, peers.BACKENDS[name].limit)
@@ -127,7 +129,7 @@ def entries(session: Session, case: Case, dense: bool = True) -> list[Entry]:
 
 
 def compare(session: Session, line: Line, columns: list[Entry], kept: float) -> list[Row]:
-    """Milliseconds. A column's note says how its time stands to `kept` (the density) times that of the same path's dense kernel."""
+    """Milliseconds. Our columns' notes say how the time stands to `kept` (the density) times that of our dense kernels."""
     ready = harness.prepare(columns)
     rows = []
     for direction in session.options.directions:
@@ -135,9 +137,10 @@ def compare(session: Session, line: Line, columns: list[Entry], kept: float) -> 
         ms = {name: statistics.median(times) for name, times in readings.items()}
         spread = {name: (max(times) - min(times)) / ms[name] for name, times in readings.items()}
         for row in line.rows(columns, ready, direction, "ms", ms, ms=ms, spread=spread):
-            if row.value and ms.get(DENSE + row.label):
-                share = row.value / (kept * ms[DENSE + row.label])
-                row = replace(row, note=f"density {kept:.3f}, {share:.2f} times density times dense")
+            if row.value and row.label.startswith("attnzoo"):
+                shares = [f"{row.value / (kept * dense):.2f} times density times {name}"
+                          for name, dense in ms.items() if name.startswith(OWN_DENSE)]
+                row = replace(row, note="; ".join(filter(None, (row.note, f"density {kept:.3f}", *shares))))
             rows.append(row)
     return rows
 
@@ -197,7 +200,7 @@ def blocks(session: Session) -> Iterator[list[Row]]:
 def layouts(session: Session) -> Iterator[list[Row]]:
     """A layout used again against one made for every call, by forward, and by forward and backward (called backward) together."""
     o = session.options
-    impl = "reference" if session.device == "cpu" else "triton"
+    impl = "reference" if session.device == "cpu" else None
     for share in o.densities:
         case = make_case(session, o.lengths[0], share, o.block)
         x = case.inputs(session.device)

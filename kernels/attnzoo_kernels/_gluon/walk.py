@@ -56,8 +56,9 @@ def hand_on(k_full, k_empty, v_full, v_empty, step, count, STAGES: gl.constexpr,
 def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin, full_begin, full_end, end, row, len_q, len_k,
               window_left, window_right, scale, ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
               PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr,
-              JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr):
+              JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr, listed=None):
     """Key tiles end - 1 down to begin, which need a mask from full_end on and before full_begin; LOOP_MASK: not the first one only.
+    listed: (entries, first column) where these are positions of a list of tiles; the column is that of its last tile.
 
     Returns the accumulator with the last product still in flight, the maximum in base 2, the sum and the next step. The caller waits for
     the product and, unless JOINT_RELEASE, gives back the last V.
@@ -69,6 +70,9 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
     score_row: gl.constexpr = gl.SliceLayout(1, scores_layout)
     acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, scores_layout)
+    first_column = (end - 1) * BLOCK_N
+    if listed is not None:
+        first_column = listed[1]
     slot, phase = ring(step, STAGES)
     mbarrier.wait(k_full.index(slot), phase)
     # [ROWS, BLOCK_N]
@@ -80,7 +84,7 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
     scores = warpgroup_mma_wait(0, deps=(pending,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     if end > full_end or (HAS_LEFT and end <= full_begin):
-        scores = keys_seen(scores, row, (end - 1) * BLOCK_N, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+        scores = keys_seen(scores, row, first_column, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
     top = gl.max(scores, 1)
     base = gl.where(top == -float("inf"), 0.0, top)
     weights = gl.exp2(scores * scale - (base * scale)[:, None])
@@ -107,6 +111,8 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
         if LOOP_MASK:
             tile = begin + last_step - 1 - s
             if (tile >= full_end) | (tile < full_begin):
+                if listed is not None:
+                    tile = gl.load(listed[0] + tile)
                 scores = keys_seen(scores, row, tile * BLOCK_N, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
         weights, top, norm, rescale = softmax_step(scores, top, norm, scale, LOOP_MASK)
         if HOLD:  # the spin loop of this wait keeps the exponentials above the wait for the product, where they overlap with it

@@ -9,7 +9,7 @@ from attnzoo_kernels.block_sparse.layout import BlockLayout
 from attnzoo_kernels.block_sparse.patterns import Pattern
 from attnzoo_kernels.block_sparse.reference import block_sparse_attention_reference
 
-IMPLEMENTATIONS = ("triton", "reference")
+IMPLEMENTATIONS = ("gluon", "triton", "reference")
 
 
 def block_sparse_attention(
@@ -55,8 +55,11 @@ def block_sparse_attention(
 
     softmax_scale: default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
-    deterministic: every path here repeats bit by bit, forward and backward; the argument is accepted for all values.
-    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+    deterministic: True: repeated runs give the same bits. False: the Gluon backward adds up dQ in no order. None follows
+        torch.are_deterministic_algorithms_enabled(). The forward, and the plain Triton path throughout, always repeat bit by bit.
+    impl: "gluon" | "triton" | "reference". "gluon" (Hopper: 16 bits, not packed, head_dim and value_dim 33 to 128, blocks of 128 or 256
+        queries and at least 64 keys; what its backward does not take, as deterministic=True, goes to plain Triton's). None takes gluon
+        where it holds, else triton, on CUDA tensors and the reference on CPU ones. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -67,9 +70,12 @@ def block_sparse_attention(
     if softmax_scale <= 0:
         # the kernels scale a row's maximum, which a scale that is not positive would make its minimum
         q, softmax_scale = q * ((softmax_scale > 0) - (softmax_scale < 0)), abs(softmax_scale) or 1.0
-    impl = impl or ("triton" if q.is_cuda else "reference")
-    if impl == "triton":
+    impl = impl if impl or q.is_cuda else "reference"
+    if impl == "gluon" and not q.is_cuda:
+        raise NotImplementedError(f'impl="gluon" does not take this call: q must be on a CUDA device, got {q.device}')
+    if impl != "reference":
         checks.triton_inputs(q, k, v, None)
+    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
 
     ahead = 0
     if isinstance(layout, Pattern):
@@ -97,8 +103,8 @@ def block_sparse_attention(
             q, k, v, mask, block_q=block_q, block_k=block_k, window_size=window, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     else:
-        out, lse, _ = ops.forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, q_blocks, k_blocks, block_q, block_k, softmax_scale,
-                                  *window)
+        out, lse, _ = ops.forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks, k_blocks, block_q,
+                                  block_k, softmax_scale, *window)
     if ahead:
         out, lse = out[:, ahead:], lse[..., ahead:]
     return (out, lse) if return_lse else out

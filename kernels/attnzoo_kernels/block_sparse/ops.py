@@ -28,42 +28,53 @@ def _mask(q, mask, pattern, q_blocks, k_blocks):
     return kept_layout(pattern, q_blocks, k_blocks, q.device).mask if mask is None else mask
 
 
-def _forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, q_blocks, k_blocks, block_q, block_k, *numbers):
+def _forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks, k_blocks, block_q, block_k, *numbers):
     from attnzoo_kernels._triton import launch
-    from attnzoo_kernels.block_sparse.forward import launch_forward
+    from attnzoo_kernels.block_sparse import forward, paths
     from attnzoo_kernels.block_sparse.options import Options
 
     readable = launch.readable(q, k, v)
     if readable is not None:
-        out, lse, stats = _forward(*readable, mask, cu_seqlens_q, cu_seqlens_k, pattern, q_blocks, k_blocks, block_q, block_k, *numbers)
+        out, lse, stats = _forward(*readable, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks, k_blocks, block_q,
+                                   block_k, *numbers)
         return out[..., : v.shape[-1]].contiguous(), lse, stats
     mask = _mask(q, mask, pattern, q_blocks, k_blocks)
-    return launch_forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, Options.of(mask, block_q, block_k, cu_seqlens_q, *numbers))
+    options = Options.of(mask, block_q, block_k, cu_seqlens_q, *numbers)
+    if paths.forward_path(impl, q, k, v, options) == "gluon":
+        from attnzoo_kernels.block_sparse import hopper
+
+        return hopper.launch_forward(q, k, v, mask, options)
+    return forward.launch_forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, options)
 
 
-def _gradients(grad_out, grad_lse, q, k, v, out, stats, mask, cu_seqlens_q, cu_seqlens_k, pattern, q_blocks, k_blocks, block_q, block_k,
-               *numbers):
+def _gradients(grad_out, grad_lse, q, k, v, out, stats, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks, k_blocks,
+               block_q, block_k, *numbers):
     from attnzoo_kernels._triton import launch
-    from attnzoo_kernels.block_sparse.backward import launch_backward
+    from attnzoo_kernels.block_sparse import backward, paths
     from attnzoo_kernels.block_sparse.options import Options
 
     readable = launch.readable(q, k, v, out, grad_out)
     if readable is not None:
-        wide = _gradients(readable[4], grad_lse, *readable[:4], stats, mask, cu_seqlens_q, cu_seqlens_k, pattern, q_blocks, k_blocks,
-                          block_q, block_k, *numbers)
+        wide = _gradients(readable[4], grad_lse, *readable[:4], stats, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic,
+                          q_blocks, k_blocks, block_q, block_k, *numbers)
         return tuple(map(launch.narrowed, wide, (q, k, v)))
     mask = _mask(q, mask, pattern, q_blocks, k_blocks)
     options = Options.of(mask, block_q, block_k, cu_seqlens_q, *numbers)
-    return launch_backward(grad_out, grad_lse, q, k, v, out, stats, mask, cu_seqlens_q, cu_seqlens_k, options)
+    if paths.backward_path(impl, q, k, v, options, deterministic) == "gluon":
+        from attnzoo_kernels.block_sparse import hopper_backward
+
+        return hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, mask, options)
+    return backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, mask, cu_seqlens_q, cu_seqlens_k, options)
 
 
 @torch.library.custom_op("attnzoo::block_sparse_forward", mutates_args=())
 def forward_op(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, pattern: str,
-    q_blocks: int, k_blocks: int, block_q: int, block_k: int, softmax_scale: float, window_left: int, window_right: int,
+    impl: str | None, deterministic: bool, q_blocks: int, k_blocks: int, block_q: int, block_k: int, softmax_scale: float,
+    window_left: int, window_right: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, q_blocks, k_blocks, block_q, block_k, softmax_scale, window_left,
-                    window_right)
+    return _forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks, k_blocks, block_q, block_k,
+                    softmax_scale, window_left, window_right)
 
 
 @forward_op.register_fake
@@ -77,11 +88,11 @@ def _(q, k, v, mask, cu_seqlens_q, *_):
 @torch.library.custom_op("attnzoo::block_sparse_backward", mutates_args=())
 def backward_op(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, mask: Tensor | None,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, pattern: str, q_blocks: int, k_blocks: int, block_q: int, block_k: int,
-    softmax_scale: float, window_left: int, window_right: int,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, pattern: str, impl: str | None, deterministic: bool, q_blocks: int,
+    k_blocks: int, block_q: int, block_k: int, softmax_scale: float, window_left: int, window_right: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(grad_out, grad_lse, q, k, v, out, stats, mask, cu_seqlens_q, cu_seqlens_k, pattern, q_blocks, k_blocks, block_q,
-                      block_k, softmax_scale, window_left, window_right)
+    return _gradients(grad_out, grad_lse, q, k, v, out, stats, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks,
+                      k_blocks, block_q, block_k, softmax_scale, window_left, window_right)
 
 
 @backward_op.register_fake
@@ -99,7 +110,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(gradients, ctx, grad_out, grad_lse, _):
     tensors = ctx.saved_tensors
     grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
-    return *gradients(grad_out, grad_lse, *tensors, *ctx.options), *(None,) * 11
+    return *gradients(grad_out, grad_lse, *tensors, *ctx.options), *(None,) * 13
 
 
 forward_op.register_autograd(functools.partial(_backward, backward_op), setup_context=_setup_context)

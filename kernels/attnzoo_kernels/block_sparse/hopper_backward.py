@@ -1,0 +1,95 @@
+"""Block-sparse backward on Hopper: row statistics and an empty float32 dQ, one walk along the keys' lists, dQ written out.
+
+dQ is a sum without an order, so that its rounding differs from run to run; deterministic calls go to the plain kernels.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels._gluon.hopper import descriptor, multiprocessors, why_not_tma
+from attnzoo_kernels._triton.launch import Launch, on_device_of, tma_takes_layout
+from attnzoo_kernels.block_sparse.hopper_gradients import block_sparse_bwd_hopper_kernel
+from attnzoo_kernels.block_sparse.lists import Grid
+from attnzoo_kernels.block_sparse.options import Options
+from attnzoo_kernels.block_sparse.tiles import HopperTile
+from attnzoo_kernels.flash.hopper_backward import Tile, backward_tile
+from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS
+from attnzoo_kernels.flash.hopper_rows import flash_bwd_dq_rows_kernel, flash_bwd_rows_kernel
+from attnzoo_kernels.flash.options import Layout, layout, strides
+
+
+def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, deterministic: bool) -> str | None:
+    """Why this path does not take the call; None if it does."""
+    if not 32 < max(q.shape[-1], v.shape[-1]) <= 128:
+        return f"the wider of head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
+    if options.sequences is not None:
+        return "it has no packed sequences"
+    if deterministic:
+        return "its sums of dQ have no order"
+    if options.block_q % ROWS.value or options.block_k % KEYS.value:
+        return f"blocks must be multiples of 64 queries and 128 keys, got {options.block_q} x {options.block_k}"
+    return why_not_tma(q, k, v)
+
+
+@dataclass
+class Plan:
+    """The launches for one layout of the arguments."""
+
+    width: int
+    grid: Grid
+    rows: Launch
+    walk: Launch
+    dq_rows: Launch
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, q: Layout, k: Layout, v: Layout, out: Layout, grad_out: Layout,
+          dq: Layout, options: Options, tile: Tile | None = None) -> Plan:
+    sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
+    heads, kv_heads = q[0][-2], k[0][-2]
+    width = 64 if max(q[0][-1], v[0][-1]) <= 64 else 128
+    tile = tile or backward_tile(width)
+    grid = options.grid(q[0], k[0], HopperTile(ROWS.value, KEYS.value, tile.stages))
+    query_tiles = options.programs(heads, seqlen_q, sequences, ROWS.value)
+    key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
+    rows = Launch(
+        flash_bwd_rows_kernel, query_tiles, (*strides(out), *strides(grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads),
+        {"VALUE_DIM": v[0][-1], "WIDTH": width, "PACKED": False, "TURNS": 0, "HAS_GRAD_LSE": has_grad_lse, "BLOCK": ROWS.value}, 4, 1)
+    stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, *_ = options.scalars(grid, q[0], k[0], by_keys=True)
+    walk = Launch(
+        block_sparse_bwd_hopper_kernel, min(key_tiles, multiprocessors(device)),
+        (stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, options.window_left, options.window_right, seqlen_q, seqlen_k,
+         kv_heads, heads // kv_heads, query_tiles // (heads * sequences), key_tiles),
+        {"WIDTH": width, "HAS_LEFT": options.window_left >= 0, "HAS_RIGHT": options.window_right >= 0, "STAGES": tile.stages,
+         "DQ_GROUP": tile.dq_group, "REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
+    dq_rows = Launch(flash_bwd_dq_rows_kernel, query_tiles, (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),
+                     {"HEAD_DIM": q[0][-1], "WIDTH": width, "PACKED": False, "BLOCK": ROWS.value}, 4, 1)
+    return Plan(width, grid, rows, walk, dq_rows)
+
+
+def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, mask: Tensor,
+                    options: Options, tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV as the plain path's launch_backward gives them, for what backward_reason lets through."""
+    if grad_out.data_ptr() % 16 or grad_out.stride(-1) != 1 or not tma_takes_layout(grad_out.shape, grad_out.stride(), 2):
+        grad_out = grad_out.clone(memory_format=torch.contiguous_format)  # autograd may hand over an expanded gradient
+    if grad_lse is not None:
+        grad_lse = grad_lse.contiguous()
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    plan = _plan(q.device, q.dtype, grad_lse is not None, *map(layout, (q, k, v, out, grad_out, dq)), options, tile)
+    query_tiles, width = plan.rows.programs, plan.width
+    row_stats = stats.new_empty(query_tiles, 1, 2 * ROWS.value)
+    dq_sum = stats.new_empty(query_tiles * ROWS.value * width)
+    counter, turns = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (1, 0))
+    with on_device_of(q):
+        lists = options.lists(mask, plan.grid, q.shape, k.shape, by_keys=True)
+        plan.rows(out, grad_out, stats, grad_lse, row_stats, dq_sum, counter, turns, None)
+        blocks = (ROWS.value, HALF.value, HALF.value, ROWS.value)
+        plan.walk(*(descriptor(x, block, width) for x, block in zip((q, k, v, grad_out), blocks, strict=True)),
+                  descriptor(row_stats, 1, 2 * ROWS.value), descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width), dq_sum,
+                  lists.order, lists.index, lists.count, counter)
+        plan.dq_rows(dq_sum, dq, None)
+    return dq, dk, dv

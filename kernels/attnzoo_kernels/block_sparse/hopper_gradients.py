@@ -1,0 +1,229 @@
+"""The Gluon kernel of the Hopper backward: FlashAttention's walk, each tile of 128 keys along its list of tiles of 64 queries.
+
+As there one warp loads, two consumers hold dK and dV of 64 keys each, and dQ = dS K is added to a float32 buffer straight from registers,
+by the consumers or, for narrow heads, by a warp group of its own.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.hopper import invalidate, mbarrier, ring, tma, warpgroup_mma, warpgroup_mma_wait
+from attnzoo_kernels.block_sparse.hopper_lists import find_list, list_lengths, listed_tile
+from attnzoo_kernels.flash.hopper_gradients import _add_to, _dq_product, _step, _store_tile
+from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS, WORK, _load_keys, _load_step, await_work, word
+
+
+@gluon.jit
+def _load(descs, tiles, bars, work, lists, counter, kv_heads, group, head_tiles, n_tiles, STAGES: gl.constexpr):
+    """Takes tiles, tells the others which, and loads what they need."""
+    q_desc, do_desc, stats_desc = descs[0], descs[1], descs[2]
+    order, entries, count, list_tiles, width, stride_batch, stride_head = lists
+    step_empty, work_full, work_empty = bars[2], bars[6], bars[7]
+    w = gl.arange(0, 8, gl.BlockedLayout([1], [32], [1], [0]))
+    step = 0
+    taken = 0
+    more = 1
+    while more != 0:
+        slot, phase = ring(taken, WORK)
+        mbarrier.wait(work_empty.index(slot), phase ^ 1)
+        index = gl.atomic_add(counter, 1, sem="relaxed")
+        batch, kv_head, tile = listed_tile(index, order, list_tiles, kv_heads, n_tiles)
+        number = batch * stride_batch + kv_head * group * stride_head + tile
+        length, clear = list_lengths(count, number)
+        more = (index < n_tiles).to(gl.int32)
+        words = gl.where(w == 0, more, gl.where(w == 1, batch, gl.where(w == 2, kv_head, gl.where(w == 3, tile * KEYS, gl.where(
+            w == 4, length, gl.where(w == 5, clear, number))))))
+        work.index(slot).store(words)
+        mbarrier.arrive(work_full.index(slot), count=1)
+        if more != 0:
+            loaded = 0
+            for member in range(group):
+                head = kv_head * group + member
+                stats_tile = (batch * kv_heads * group + head) * head_tiles
+                entry = find_list(entries, number, width)
+                listed = gl.load(entry)
+                for _ in range(length):
+                    row_tile = listed
+                    entry += 1
+                    listed = gl.load(entry)  # a step ahead: the loads of queries would wait for it
+                    stage, stage_phase = ring(step, STAGES)
+                    mbarrier.wait(step_empty.index(stage), stage_phase ^ 1)
+                    _load_step(q_desc, do_desc, stats_desc, tiles, bars, stage, batch, head, row_tile * ROWS, stats_tile + row_tile)
+                    if loaded == 0:  # behind the first queries: keys and values have one buffer, which is freed late
+                        _load_keys(descs[3], descs[4], tiles, bars, taken, batch, kv_head, tile * KEYS)
+                        loaded = 1
+                    step += 1
+                if member + 1 < group:
+                    number += stride_head
+                    length, clear = list_lengths(count, number)
+            if loaded == 0:
+                _load_keys(descs[3], descs[4], tiles, bars, taken, batch, kv_head, tile * KEYS)
+        taken += 1
+
+
+@gluon.jit
+def _make_dq(dq_ptr, k_tiles, ds_tiles, work, bars, lists, kv_heads, group, head_tiles, WIDTH: gl.constexpr):
+    """The warp group of its own: dQ of every step from both consumers' dS."""
+    entries, count, width, stride_head = lists[1], lists[2], lists[4], lists[6]
+    kv_empty, work_full, work_empty, ds_full, ds_empty = bars[5], bars[6], bars[7], bars[8], bars[9]
+    taken = 0
+    step = 0
+    slot, more = await_work(work, work_full, taken)
+    while more != 0:
+        head = (word(work, slot, 1) * kv_heads + word(work, slot, 2)) * group
+        length, number = word(work, slot, 4), word(work, slot, 6)
+        mbarrier.arrive(work_empty.index(slot), count=1)
+        for member in range(group):
+            first_tile = dq_ptr + ((head + member) * head_tiles).to(gl.int64) * (ROWS * WIDTH)
+            entry = find_list(entries, number, width)
+            listed = gl.load(entry)
+            for _ in range(length):
+                row_tile = listed
+                entry += 1
+                listed = gl.load(entry)
+                ds_slot, phase = ring(step, 2)
+                mbarrier.wait(ds_full.index(ds_slot), phase)
+                dq = warpgroup_mma_wait(0, deps=(_dq_product(k_tiles, ds_tiles, ds_slot, 0, WIDTH),))
+                mbarrier.arrive(ds_empty.index(ds_slot), count=1)
+                _add_to(first_tile + row_tile.to(gl.int64) * (ROWS * WIDTH), dq)
+                step += 1
+            if member + 1 < group:
+                number += stride_head
+                length, _ = list_lengths(count, number)
+        mbarrier.arrive(kv_empty, count=1)
+        taken += 1
+        slot, more = await_work(work, work_full, taken)
+
+
+@gluon.jit
+def _consume(dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, dk_scale, kv_heads, group, head_tiles,
+             len_q, len_k, window_left, window_right, WIDTH: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr, DQ_GROUP: gl.constexpr,
+             HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """dK and dV of 64 keys of each tile."""
+    entries, count, width, stride_head = lists[1], lists[2], lists[4], lists[6]
+    q_tiles, k_tiles = tiles[0], tiles[3]
+    q_full, k_full, v_full, kv_empty, work_full, work_empty = bars[0], bars[3], bars[4], bars[5], bars[6], bars[7]
+    dtype: gl.constexpr = q_tiles.dtype
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    shift = len_k - len_q
+    taken = 0
+    step = 0
+    slot, more = await_work(work, work_full, taken)
+    while more != 0:
+        key = word(work, slot, 3)
+        length, clear, number = word(work, slot, 4), word(work, slot, 5), word(work, slot, 6)
+        j = gl.arange(0, HALF, gl.SliceLayout(1, scores_layout)) + (key + ME * HALF)
+        low = gl.where(j < len_k, 0, 1 << 30)
+        if HAS_RIGHT:  # keys behind the end are seen by no query that there is
+            low = gl.where(j < len_k, j - shift - window_right, 1 << 30)
+        high = j - shift + window_left
+        dk = gl.zeros([HALF, WIDTH], gl.float32, acc_layout)
+        dv = gl.zeros([HALF, WIDTH], gl.float32, acc_layout)
+        head = (word(work, slot, 1) * kv_heads + word(work, slot, 2)) * group
+        mbarrier.wait(k_full, taken & 1)
+        mbarrier.wait(v_full, taken & 1)
+        for member in range(group):
+            if length > 0:
+                dq_tile = dq_ptr + ((head + member) * head_tiles).to(gl.int64) * (ROWS * WIDTH)
+                entry = find_list(entries, number, width)
+                listed = gl.load(entry)
+                stage, phase = ring(step, STAGES)
+                mbarrier.wait(q_full.index(stage), phase)
+                # [HALF, WIDTH] x [WIDTH, ROWS]
+                pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(stage).permute((1, 0)),
+                                        gl.zeros([HALF, ROWS], gl.float32, scores_layout), use_acc=False, is_async=True)
+                scores = warpgroup_mma_wait(0, deps=(pending,))
+                bounds = (0, gl.minimum(clear, length - 1), length - 1, length)
+                for part in gl.static_range(3):
+                    for i in range(bounds[part], bounds[part + 1]):
+                        row_tile = listed
+                        listed = gl.load(entry + i + 1)  # a step ahead, as in _load
+                        scores, dk, dv = _step(
+                            scores, dk, dv, tiles, ds_tiles, columns, bars, dq_tile + row_tile.to(gl.int64) * (ROWS * WIDTH), dq_ptr, 0, 0,
+                            key, len_q, len_k, window_right, step + i, scale, low - row_tile * ROWS, high - row_tile * ROWS, WIDTH, STAGES,
+                            ME, DQ_GROUP, part > 0, part == 2, HAS_LEFT, HAS_RIGHT, False)
+                step += length
+            if member + 1 < group:
+                number += stride_head
+                length, clear = list_lengths(count, number)
+        mbarrier.arrive(kv_empty, count=1)
+        batch, kv_head, row = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3) + ME * HALF
+        mbarrier.arrive(work_empty.index(slot), count=1)
+        _store_tile(dv_desc, out_tiles.index(ME), dv.to(dtype), batch, kv_head, row)
+        dk = dk * dk_scale
+        _store_tile(dk_desc, out_tiles.index(ME), dk.to(dtype), batch, kv_head, row)
+        taken += 1
+        slot, more = await_work(work, work_full, taken)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["window_left", "window_right", "seqlen_q", "seqlen_k", "kv_heads", "head_tiles", "n_tiles", "list_tiles",
+                              "list_width", "stride_lb", "stride_lh"],
+           do_not_specialize_on_alignment=["order", "index", "count", "counter"])
+def block_sparse_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, order, index, count, counter,
+                                   stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, window_left, window_right, seqlen_q,
+                                   seqlen_k, kv_heads, group, head_tiles, n_tiles, WIDTH: gl.constexpr, HAS_LEFT: gl.constexpr,
+                                   HAS_RIGHT: gl.constexpr, STAGES: gl.constexpr, DQ_GROUP: gl.constexpr, REGISTERS: gl.constexpr,
+                                   LOAD_REGISTERS: gl.constexpr):
+    dtype: gl.constexpr = q_desc.dtype
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], rows_layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], rows_layout)
+    out_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], rows_layout)
+    ds_tiles = gl.allocate_shared_memory(dtype, [4, HALF, ROWS], gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype))
+    stats_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * ROWS],
+                                            gl.NVMMASharedLayout.get_default_for([1, 2 * ROWS], gl.float32))
+    columns = gl.allocate_shared_memory(gl.int32, [ROWS], flat)
+    columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
+    work = gl.allocate_shared_memory(gl.int32, [WORK, 8], flat)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    step_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
+    work_full = gl.allocate_shared_memory(gl.int64, [WORK, 1], bar)
+    work_empty = gl.allocate_shared_memory(gl.int64, [WORK, 1], bar)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    readers: gl.constexpr = 3 if DQ_GROUP else 2
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(kv_empty, count=readers)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(step_empty.index(i), count=2)
+    for i in gl.static_range(2):
+        mbarrier.init(work_full.index(i), count=1)
+        mbarrier.init(work_empty.index(i), count=readers)
+        mbarrier.init(ds_full.index(i), count=2)
+        mbarrier.init(ds_empty.index(i), count=1)
+    descs = (q_desc, do_desc, stats_desc, k_desc, v_desc)
+    tiles = (q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
+    bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, ds_empty)
+    lists = (order, index, count, list_tiles, list_width, stride_lb, stride_lh)
+    # partitions get constants only where the tuple is written out
+    if DQ_GROUP:
+        gl.warp_specialize([
+            (_make_dq, (dq_ptr, k_tiles, ds_tiles, work, bars, lists, kv_heads, group, head_tiles, WIDTH)),
+            (_consume, (dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, softmax_scale, kv_heads,
+                        group, head_tiles, seqlen_q, seqlen_k, window_left, window_right, WIDTH, STAGES, 0, DQ_GROUP, HAS_LEFT, HAS_RIGHT)),
+            (_consume, (dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, softmax_scale, kv_heads,
+                        group, head_tiles, seqlen_q, seqlen_k, window_left, window_right, WIDTH, STAGES, 1, DQ_GROUP, HAS_LEFT, HAS_RIGHT)),
+            (_load, (descs, tiles, bars, work, lists, counter, kv_heads, group, head_tiles, n_tiles, STAGES)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])
+    else:
+        gl.warp_specialize([
+            (_consume, (dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, softmax_scale, kv_heads,
+                        group, head_tiles, seqlen_q, seqlen_k, window_left, window_right, WIDTH, STAGES, 0, DQ_GROUP, HAS_LEFT, HAS_RIGHT)),
+            (_consume, (dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, softmax_scale, kv_heads,
+                        group, head_tiles, seqlen_q, seqlen_k, window_left, window_right, WIDTH, STAGES, 1, DQ_GROUP, HAS_LEFT, HAS_RIGHT)),
+            (_load, (descs, tiles, bars, work, lists, counter, kv_heads, group, head_tiles, n_tiles, STAGES)),
+        ], [4, 1], [REGISTERS, LOAD_REGISTERS])
+    invalidate(bars)

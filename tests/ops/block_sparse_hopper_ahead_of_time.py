@@ -1,0 +1,55 @@
+"""Compile block-sparse attention's Gluon kernels without a Hopper: with `90` as argument it prints a JSON line per tile and mask.
+
+A process of its own, as ahead_of_time.py, whose driver it takes.
+"""
+
+import json
+
+import torch
+import triton
+from ahead_of_time import Driver, resources
+from hopper_ahead_of_time import WarmUp, complaints
+
+MASKS = ((-1, -1, 0), (-1, 0, 0), (-1, 0, 3), (64, 0, 0))  # full, causal, causal with the diagonal off the tiles, window; more keys
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    from attnzoo_kernels.block_sparse import hopper, hopper_backward
+    from attnzoo_kernels.block_sparse.lists import TileLists
+    from attnzoo_kernels.block_sparse.options import Options
+    from attnzoo_kernels.flash.options import layout
+
+    lists = TileLists(*torch.zeros(2, 8, dtype=torch.int32), None, torch.zeros(8, dtype=torch.int32))
+    Options.lists = lambda *_, **__: lists
+    hopper.multiprocessors = hopper_backward.multiprocessors = lambda device: 132
+    for head_dim, value_dim, block in ((64, 64, 128), (128, 128, 128), (64, 128, 128), (64, 64, 64), (128, 128, 64)):
+        for left, right, more in MASKS:
+            q, k = (torch.zeros(1, n, 2, head_dim, dtype=torch.bfloat16) for n in (256, 256 + more))
+            v = torch.zeros(1, 256 + more, 2, value_dim, dtype=torch.bfloat16)
+            options = Options((1, 1, 2, 4), 128, block, None, head_dim**-0.5, left, right)
+            launch, tile, *_ = hopper._plan(q.device, q.dtype, layout(q), layout(k), layout(v), options, None)
+            launch.kernel = WarmUp(launch.kernel)
+            hopper.launch_forward(q, k, v, None, options)
+            case = {"head_dim": head_dim, "value_dim": value_dim, "block": block, "mask": (left, right, more)}
+            report(launch, **case)
+            if block == 128:
+                out, dq = torch.zeros(2, 1, 256, 2, value_dim, dtype=torch.bfloat16), torch.zeros_like(q)
+                plan = hopper_backward._plan(q.device, q.dtype, False, *map(layout, (q, k, v, out[0], out[1], dq)), options, None)
+                launches = (plan.rows, plan.walk, plan.dq_rows)
+                for launch in launches:
+                    launch.kernel = WarmUp(launch.kernel)
+                hopper_backward.launch_backward(out[1], None, q, k, v, out[0], torch.zeros(2, 1, 2, 256), None, options)
+                for launch in launches:
+                    report(launch, **case)
+
+
+def report(launch, **case) -> None:
+    kernel = launch.compiled
+    registers, stack = resources(kernel.asm["cubin"])
+    print(json.dumps({"kernel": launch.kernel.kernel.__name__, **case, "registers": registers, "stack": stack,
+                      "shared": kernel.metadata.shared, "complaints": complaints(kernel.asm["ptx"])}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
