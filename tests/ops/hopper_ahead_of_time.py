@@ -6,6 +6,7 @@ A process of its own, as ahead_of_time.py, whose driver it takes.
 import itertools
 import json
 import os
+import re
 import subprocess
 import tempfile
 
@@ -16,14 +17,25 @@ from ahead_of_time import Driver, resources
 BOUNDS = ((-1, -1), (-1, 0), (-1, 3), (64, 0))  # full, causal, causal with the diagonal off the steps, window
 
 
+def shared_with_barriers(ptx: str) -> list[str]:
+    """Places of barriers that other loads and stores use too: what a dead barrier's place holds is lost when the GPU changes processes."""
+    places = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    barriers = {places.get(register, "0") for register in re.findall(r"mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\]", ptx)}
+    assert barriers or "mbarrier.init" not in ptx
+    accesses = re.findall(r"(?:st|ld)\.shared[^\[;]*\[\s*(?:global_smem)?\+?(%r\d+|\d*)", ptx)
+    used = {places.get(access, "") if access.startswith("%") else access or "0" for access in accesses}
+    return [f"{place} holds a barrier and something else" for place in sorted(barriers & used)]
+
+
 def complaints(ptx: str) -> list[str]:
-    """What the assembler says of matrix instructions that it had to serialise."""
+    """What the assembler says of matrix instructions that it had to serialise, and barriers whose place is not theirs alone."""
     tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/ptxas")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
         said = subprocess.run([tool, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull], capture_output=True, text=True, check=True)
-    return [line for line in said.stderr.splitlines() if any(code in line for code in ("C7510", "C7512", "C7513", "C7514"))]
+    serialised = [line for line in said.stderr.splitlines() if any(code in line for code in ("C7510", "C7512", "C7513", "C7514"))]
+    return serialised + shared_with_barriers(ptx)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from attnzoo_kernels._gluon.hopper import (
     box,
     descriptor,
     fence_async_shared,
+    invalidate,
     mbarrier,
     multiprocessors,
     ring,
@@ -213,6 +214,7 @@ def differential_fwd_hopper_kernel(q1_desc, q2_desc, k1_desc, k2_desc, v_desc, o
         (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, SAVE, SCRATCH)),
         (_produce, (loads, BLOCK_N, PACKED, HAS_LEFT, HAS_RIGHT)),
     ], [4, 1], [REGISTERS, 24])
+    invalidate(bars)
 
 
 def forward_reason(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor) -> str | None:

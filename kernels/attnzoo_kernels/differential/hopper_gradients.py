@@ -8,7 +8,17 @@ are one product for both. Each consumer makes one path's dQ from both consumers'
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import async_store, box, fence_async_shared, mbarrier, ring, tma, warpgroup_mma, warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import (
+    async_store,
+    box,
+    fence_async_shared,
+    invalidate,
+    mbarrier,
+    ring,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from attnzoo_kernels.differential.hopper_loads import STATS, load
 from attnzoo_kernels.flash.hopper_gradients import _add_to
 from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, word
@@ -326,3 +336,4 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
         (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
                 SHARED_K)),
     ], [4, 1], [REGISTERS, 24])
+    invalidate(bars)
