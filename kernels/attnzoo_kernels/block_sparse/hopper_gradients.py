@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.hopper import invalidate, mbarrier, ring, tma, warpgroup_mma, warpgroup_mma_wait
 from attnzoo_kernels.block_sparse.hopper_lists import find_list, list_lengths, listed_tile
 from attnzoo_kernels.flash.hopper_gradients import _add_to, _dq_product, _step, _store_tile
-from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS, WORK, _load_keys, _load_step, await_work, word
+from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS, WORK, _load_keys, _load_step, await_work, walk_barriers, word
 
 
 @gluon.jit
@@ -181,27 +181,11 @@ def block_sparse_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, 
     columns = gl.allocate_shared_memory(gl.int32, [ROWS], flat)
     columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
     work = gl.allocate_shared_memory(gl.int32, [WORK, 8], flat)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    step_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
-    work_full = gl.allocate_shared_memory(gl.int64, [WORK, 1], bar)
-    work_empty = gl.allocate_shared_memory(gl.int64, [WORK, 1], bar)
+    readers: gl.constexpr = 3 if DQ_GROUP else 2
+    q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, readers, readers)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    readers: gl.constexpr = 3 if DQ_GROUP else 2
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(kv_empty, count=readers)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(step_empty.index(i), count=2)
     for i in gl.static_range(2):
-        mbarrier.init(work_full.index(i), count=1)
-        mbarrier.init(work_empty.index(i), count=readers)
         mbarrier.init(ds_full.index(i), count=2)
         mbarrier.init(ds_empty.index(i), count=1)
     descs = (q_desc, do_desc, stats_desc, k_desc, v_desc)

@@ -21,7 +21,7 @@ from attnzoo_kernels._gluon.hopper import (
 )
 from attnzoo_kernels.differential.hopper_loads import STATS, load
 from attnzoo_kernels.flash.hopper_gradients import _add_to
-from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, word
+from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, walk_barriers, word
 
 
 @gluon.jit
@@ -300,25 +300,8 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
     columns = gl.allocate_shared_memory(gl.int32, [ROWS], flat)
     columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
     work = gl.allocate_shared_memory(gl.int32, [WORK, 16], flat)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    step_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
-    work_full = gl.allocate_shared_memory(gl.int64, [WORK, 1], bar)
-    work_empty = gl.allocate_shared_memory(gl.int64, [WORK, 1], bar)
+    q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, 2, 2)
     ds_full = gl.allocate_shared_memory(gl.int64, [4, 1], bar)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(kv_empty, count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(step_empty.index(i), count=2)
-    for i in gl.static_range(WORK):
-        mbarrier.init(work_full.index(i), count=1)
-        mbarrier.init(work_empty.index(i), count=2)
     for i in gl.static_range(4):
         mbarrier.init(ds_full.index(i), count=2)
     descs = (q1_desc, q2_desc, do_desc, k1_desc, k2_desc, v_desc, stats_desc)

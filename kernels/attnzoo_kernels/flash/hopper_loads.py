@@ -46,6 +46,31 @@ def word(work, slot, WHICH: gl.constexpr):
 
 
 @gluon.jit
+def walk_barriers(STAGES: gl.constexpr, KEY_READERS: gl.constexpr, WORK_READERS: gl.constexpr):
+    """(q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty) of a walk with two consumers."""
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    step_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
+    work_full = gl.allocate_shared_memory(gl.int64, [WORK, 1], bar)
+    work_empty = gl.allocate_shared_memory(gl.int64, [WORK, 1], bar)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(kv_empty, count=KEY_READERS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(step_empty.index(i), count=2)
+    for i in gl.static_range(WORK):
+        mbarrier.init(work_full.index(i), count=1)
+        mbarrier.init(work_empty.index(i), count=WORK_READERS)
+    return q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty
+
+
+@gluon.jit
 def await_work(work, work_full, taken):
     """Whether there is another tile; its words lie in the slot that is returned."""
     slot, phase = ring(taken, WORK)

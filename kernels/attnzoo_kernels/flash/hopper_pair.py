@@ -23,7 +23,7 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma_wait,
 )
 from attnzoo_kernels.flash.hopper_gradients import _await_turn, _store_rows
-from attnzoo_kernels.flash.hopper_loads import HALF, WORK, await_work, load, word
+from attnzoo_kernels.flash.hopper_loads import HALF, WORK, await_work, load, walk_barriers, word
 
 # [64, 64] in the order of registers, in which dQ lies in memory, as the tile [128, 32] that TMA reads: swizzled by 128 bytes
 AS_REGISTERS = gl.constexpr(gl.SharedLinearLayout(
@@ -252,28 +252,12 @@ def flash_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_de
     columns = gl.allocate_shared_memory(gl.int32, [ROWS], flat)
     columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
     work = gl.allocate_shared_memory(gl.int32, [WORK, 16], flat)
-    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    step_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
-    k_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], bar)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
-    work_full = gl.allocate_shared_memory(gl.int64, [WORK, 1], bar)
-    work_empty = gl.allocate_shared_memory(gl.int64, [WORK, 1], bar)
+    q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, 2, 3 if WRITER else 2)
     first_ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     second_ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(kv_empty, count=2)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-        mbarrier.init(step_empty.index(i), count=2)
     for i in gl.static_range(2):
-        mbarrier.init(work_full.index(i), count=1)
-        mbarrier.init(work_empty.index(i), count=3 if WRITER else 2)
         mbarrier.init(first_ds_full.index(i), count=1)
         mbarrier.init(second_ds_full.index(i), count=1)
         mbarrier.init(dq_full.index(i), count=1)
