@@ -205,7 +205,7 @@ def test_a_layout_is_prepared_once_and_a_few_geometries_are_kept(device):
     from attnzoo_kernels.block_sparse import lists
 
     kept = lists._kept[layout.mask]
-    assert 8 <= len(kept) <= lists.MAX_KEPT
+    assert 8 <= len(kept.recent) <= lists.MAX_KEPT == kept.limit
     del layout
 
 

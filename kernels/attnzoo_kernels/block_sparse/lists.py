@@ -12,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from attnzoo_kernels.block_sparse.kept import Kept
+
 MAX_KEPT = 16  # lists kept for one mask, each for other tiles or lengths
 MAX_PARTS = 32  # blocks in a tile, one bit each
 CHUNK = 256  # tiles that a program looks at together
@@ -187,17 +189,11 @@ _kept = WeakTensorKeyDictionary()
 
 def tile_lists(mask: Tensor, grid: Grid, batch: int, heads: int, group: int, by_keys: bool) -> TileLists:
     """Lists by rows of queries for each of `heads`, or by_keys for each key head, `group` query heads together."""
-    kept = _kept.setdefault(mask, {})
-    key = (grid, batch, heads, group, by_keys)
-    if key in kept:
-        return kept[key]
-    lists = _make(mask, grid, batch, heads, group, by_keys)
-    # what a CUDA graph's capture makes holds nothing before the graph's replay
-    if not (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
-        while len(kept) >= MAX_KEPT:
-            del kept[next(iter(kept))]
-        kept[key] = lists
-    return lists
+    kept = _kept.get(mask)
+    if kept is None:
+        kept = _kept.setdefault(mask, Kept(MAX_KEPT))
+    wanted = (grid, batch, heads, group, by_keys)
+    return kept.get(wanted, mask.device, lambda: _make(mask, *wanted))
 
 
 def _make(mask: Tensor, grid: Grid, batch: int, heads: int, group: int, by_keys: bool) -> TileLists:

@@ -10,13 +10,15 @@ import functools
 import torch
 from torch import Tensor
 
+from attnzoo_kernels.block_sparse.kept import made_apart
 from attnzoo_kernels.block_sparse.patterns import kept_layout
 
 
 @torch.library.custom_op("attnzoo::block_sparse_pattern_mask", mutates_args=())
 def pattern_mask(pattern: str, heads: int, q_blocks: int, k_blocks: int, device: torch.device) -> Tensor:
     """A copy of the mask of a pattern's layout, for the reference."""
-    return kept_layout(pattern, q_blocks, k_blocks, device).mask.clone()
+    with made_apart():
+        return kept_layout(pattern, q_blocks, k_blocks, device).mask.clone()
 
 
 @pattern_mask.register_fake
@@ -73,8 +75,9 @@ def forward_op(
     impl: str | None, deterministic: bool, q_blocks: int, k_blocks: int, block_q: int, block_k: int, softmax_scale: float,
     window_left: int, window_right: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks, k_blocks, block_q, block_k,
-                    softmax_scale, window_left, window_right)
+    with made_apart():
+        return _forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks, k_blocks, block_q, block_k,
+                        softmax_scale, window_left, window_right)
 
 
 @forward_op.register_fake
@@ -91,8 +94,9 @@ def backward_op(
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, pattern: str, impl: str | None, deterministic: bool, q_blocks: int,
     k_blocks: int, block_q: int, block_k: int, softmax_scale: float, window_left: int, window_right: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(grad_out, grad_lse, q, k, v, out, stats, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks,
-                      k_blocks, block_q, block_k, softmax_scale, window_left, window_right)
+    with made_apart():
+        return _gradients(grad_out, grad_lse, q, k, v, out, stats, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks,
+                          k_blocks, block_q, block_k, softmax_scale, window_left, window_right)
 
 
 @backward_op.register_fake

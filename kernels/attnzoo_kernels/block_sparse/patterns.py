@@ -9,11 +9,11 @@ equal single ones.
 import inspect
 import json
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from attnzoo_kernels.block_sparse.kept import Kept
 from attnzoo_kernels.block_sparse.layout import BlockLayout, check_block
 from attnzoo_kernels.dropout import philox
 
@@ -204,14 +204,15 @@ class Pattern:
         return f"Pattern({', '.join([repr(self.name), *(f'{k}={v!r}' for k, v in self.options.items())])})"
 
 
+_kept = Kept(16)
+
+
 def kept_layout(key: str, q_blocks: int, k_blocks: int, device: torch.device) -> BlockLayout:
     """Of a Pattern's layout for k_blocks blocks the last q_blocks rows."""
-    # what a CUDA graph's capture makes holds nothing before the graph's replay
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return (_make_layout.__wrapped__ if capturing else _make_layout)(key, q_blocks, k_blocks, device)
+    wanted = (key, q_blocks, k_blocks, device)
+    return _kept.get(wanted, device, lambda: _make_layout(*wanted))
 
 
-@lru_cache(maxsize=16)
 def _make_layout(key: str, q_blocks: int, k_blocks: int, device: torch.device) -> BlockLayout:
     name, options = json.loads(key)
     pattern = PATTERNS[name]
