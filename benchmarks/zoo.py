@@ -1,8 +1,8 @@
 """The zoo's own results: what runs of experiment=extrapolation, recall_zoology and listops and their evaluations measured, in three
-tables, one figure and one table for people.
+CSV files, one figure and the tables of README.md and docs/results.md.
 
     python -m benchmarks.zoo collect runs/zoo outputs/zoo_eval    # folders of runs (train.py) and of evaluations (eval.py)
-    python -m benchmarks.zoo show                                 # from the tables alone
+    python -m benchmarks.zoo show                                 # from the CSV files alone
 
 `collect` names each run after its attention and positions; the folder's name, which must differ, joins the evaluations to it.
 """
@@ -22,10 +22,14 @@ RESULTS = Path(__file__).parent / "results"
 TRAINING = ("experiment", "variant", "seed", "parameters", "steps", "tokens", "tokens_per_second", "train_loss", "val_accuracy", "val_loss",
             "learning_rate", "context", "device", "torch", "triton", "commit")
 EVALUATION = ("variant", "reading", "impl", "seed", "task", "length", "depth", "metric", "value", "count", "stderr", "note")
-CURVES = ("variant", "seed", "learning_rate", "length", "pairs", "step", "accuracy")
+CURVES = ("experiment", "variant", "seed", "learning_rate", "length", "pairs", "step", "accuracy")
 METRICS = {"loss", "exact_match", "accuracy", "prefill_seconds", "peak_memory_gb", "decode_tokens_per_second"}
-OMITTED = ("rope_factor=4", "rope_factor=32", "attention=sdpa")  # in the figure, for room
+OMITTED = ("rope_factor=4", "rope_factor=32", "attention=sdpa", "temperature=yarn")  # in the figure and README.md, for room
 SHOWN = {"passkey": "exact_match", "perplexity_windows": "loss"}
+COSTS = (
+    ("Seconds to read one sequence", "prefill_seconds", 4), ("GB of memory at most", "peak_memory_gb", 2),
+    ("Tokens a second behind it", "decode_tokens_per_second", 0),
+)  # fmt: skip
 
 
 def variant(record: dict) -> str:
@@ -40,7 +44,7 @@ def variant(record: dict) -> str:
 
 
 def collect(folders: Sequence[str], into: Path) -> None:
-    """Writes zoo-training.csv, zoo-recall.csv and zoo-evaluations.csv from everything below these folders."""
+    """Writes zoo-training.csv, zoo-curves.csv and zoo-evaluations.csv from everything below these folders."""
     runs = {path.parent.name: path.parent for folder in folders for path in sorted(Path(folder).rglob("record.json"))}
     records = {name: json.loads((folder / "record.json").read_text()) for name, folder in runs.items()}
     training, curves = [], []
@@ -49,12 +53,11 @@ def collect(folders: Sequence[str], into: Path) -> None:
             continue
         config, metrics = OmegaConf.load(folder / "config.yaml"), _read(folder / "metrics.csv")
         training.append(_training(records[name], config, metrics))
-        if config.data._target_.endswith(".recall"):
-            curves += [
-                (variant(records[name]), config.seed, config.optimizer.lr, config.data.seq_len, config.data.n_pairs, int(row["step"]) + 1,
-                 row["val/accuracy"])
-                for row in metrics if row.get("val/accuracy")
-            ]
+        curves += [
+            (config.tags[0], variant(records[name]), config.seed, config.optimizer.lr, config.data.seq_len, config.data.get("n_pairs", ""),
+             int(row["step"]) + 1, row["val/accuracy"])
+            for row in metrics if row.get("val/accuracy") and config.tags[0] != "extrapolation"
+        ]
     rows = {}
     for path in sorted(path for folder in folders for path in Path(folder).rglob("results.csv")):
         for row in _read(path):
@@ -64,7 +67,7 @@ def collect(folders: Sequence[str], into: Path) -> None:
                 kept = (variant(record), reading, impl, *(row[key] for key in EVALUATION[3:]))
                 rows.setdefault((row["run"], *kept[:8]), kept)
     _write(into / "zoo-training.csv", TRAINING, training)
-    _write(into / "zoo-recall.csv", CURVES, curves)
+    _write(into / "zoo-curves.csv", CURVES, curves)
     _write(into / "zoo-evaluations.csv", EVALUATION, rows.values())
 
 
@@ -89,9 +92,12 @@ def _training(record: dict, config, metrics: list[dict]) -> tuple:
     rates = [float(row["perf/tokens_per_second"]) for row in metrics if row.get("perf/tokens_per_second")]
     losses = [float(row["train/loss"]) for row in metrics if row.get("train/loss")]
     steps = 1 + max((int(row["step"]) for row in metrics if row.get("step")), default=-1)
-    slots = config.data.batch_size * config.data.seq_len
+    step_tokens = config.data.batch_size * config.data.seq_len
+    if "classes" in record.get("data", {}):  # sequences of unlike length, without padding
+        split = record["data"]["splits"]["train"]
+        step_tokens = config.data.batch_size * split["tokens"] / split["documents"]
     return (
-        config.tags[0], variant(record), config.seed, record["parameters"], steps, steps * slots,
+        config.tags[0], variant(record), config.seed, record["parameters"], steps, round(steps * step_tokens),
         round(statistics.median(rates)) if rates else "", round(statistics.mean(losses[-4:]), 5) if losses else "", last("val/accuracy"),
         last("val/loss"), config.optimizer.lr, config.data.seq_len, record["device"], record["versions"]["torch"],
         record["versions"].get("triton", ""), record["git"]["commit"][:12],
@@ -111,28 +117,28 @@ def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence]) -> None
 
 
 class Table:
-    """The rows of zoo-evaluations.csv and zoo-training.csv."""
+    """The rows of zoo-evaluations.csv, zoo-training.csv and zoo-curves.csv."""
 
     def __init__(self, folder: Path):
-        self.training = [row for row in _read(folder / "zoo-training.csv") if row["experiment"] == "extrapolation"]
+        self.training, self.curves = _read(folder / "zoo-training.csv"), _read(folder / "zoo-curves.csv")
         rows = _read(folder / "zoo-evaluations.csv")
         cell = ("variant", "reading", "impl", "seed", "task", "length")
         broken = {tuple(row[key] for key in cell) for row in rows if row["value"] == "nan"}  # then no other metric of it counts either
         # of two paths of an operator the named one is taken
         self.rows = sorted((row for row in rows if tuple(row[key] for key in cell) not in broken), key=lambda row: row["impl"])
 
-    def lines(self) -> list[tuple[str, str]]:
-        """(variant, reading) of everything whose loss was measured."""
-        found = dict.fromkeys((row["variant"], row["reading"]) for row in self.rows if row["task"] == "perplexity_windows")
-        names = list(dict.fromkeys(name for name, _ in found))
+    def lines(self, task: str = "perplexity_windows") -> list[tuple[str, str]]:
+        """(variant, reading) of everything that this was measured of."""
+        found = dict.fromkeys((row["variant"], row["reading"]) for row in self.rows if row["task"] == task)
+        names = list(dict.fromkeys(row["variant"] for row in self.training + self.rows))
         return sorted(found, key=lambda line: (names.index(line[0]), line[1] != ""))
 
-    def values(self, line: tuple[str, str], task: str, length: int | None = None) -> list[float]:
+    def values(self, line: tuple[str, str], task: str, length: int | None = None, metric: str = "", depth: str = "") -> list[float]:
         """Of each seed, over the operator's paths that gave a number."""
-        metric = SHOWN.get(task, "exact_match" if task.startswith("needle") else "loss")
+        metric = metric or SHOWN.get(task, "exact_match" if task.startswith("needle") else "loss")
         found = {
             row["seed"]: float(row["value"]) for row in self.rows
-            if (row["variant"], row["reading"]) == line and (row["task"], row["metric"], row["depth"]) == (task, metric, "")
+            if (row["variant"], row["reading"]) == line and (row["task"], row["metric"], row["depth"]) == (task, metric, depth)
             and (length is None or row["length"] == str(length))
         }
         return list(found.values())
@@ -140,14 +146,16 @@ class Table:
     def lengths(self, line: tuple[str, str], task: str) -> list[int]:
         return sorted({int(row["length"]) for row in self.rows if (row["variant"], row["reading"], row["task"]) == (*line, task)})
 
-    def rate(self, name: str) -> float | None:
+    def runs(self, name: str, experiment: str = "extrapolation") -> list[dict]:
+        return [row for row in self.training if (row["variant"], row["experiment"]) == (name, experiment)]
+
+    def rate(self, name: str, experiment: str = "extrapolation") -> float | None:
         """Training tokens a second, the fastest run's: others shared their GPU."""
-        rates = [float(row["tokens_per_second"]) for row in self.training if row["variant"] == name and row["tokens_per_second"]]
-        return max(rates, default=None)
+        return max((float(row["tokens_per_second"]) for row in self.runs(name, experiment) if row["tokens_per_second"]), default=None)
 
 
 def label(line: tuple[str, str]) -> str:
-    """For people: flash, read with attention=dual_chunk."""
+    """For people: flash, read with dual_chunk."""
     name, reading = line
     short = reading.replace("attention=", "").replace("attention.", "").replace("model.", "").replace("'", "")
     return name + (f", read with {short}" if reading else "")
@@ -157,14 +165,97 @@ def markdown(table: Table, lengths: Sequence[int] = (1024, 4096, 32768)) -> str:
     """A line a variant and reading: losses by length, passkeys, six keys, rate; means over seeds."""
     head = ["variant", "seeds", *(f"loss at {n}" for n in lengths), *(f"passkey at {n}" for n in (1024, 2048))]
     head += ["one of 6 keys", "training tokens/s"]
-    parts = [head, ["---"] * len(head)]
+    parts = []
     for line in table.lines():
+        if line[1].endswith(OMITTED):
+            continue
         rate = None if line[1] else table.rate(line[0])
         cells = [_cell(table.values(line, "perplexity_windows", n), 3) for n in lengths]
         cells += [_cell(table.values(line, "passkey", n), 2) for n in (1024, 2048)]
         cells += [_cell(table.values(line, "needle_6_keys", 1024), 3), "" if rate is None else f"{rate / 1e6:.2f} M"]
         parts.append([label(line), str(len(table.values(line, "perplexity_windows", lengths[0]))), *cells])
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in parts)
+    return _grid(head, parts)
+
+
+def tables(table: Table) -> dict[str, str]:
+    """The tables of docs/results.md by their titles."""
+    made = {
+        "Loss by context length": _by_length(table, "perplexity_windows", 3),
+        "Passkeys found, by context length": _by_length(table, "passkey", 2),
+        "Loss by position, in windows of 32768": _by_position(table),
+        "Losses and keys within the training context": _within(table),
+        "ListOps": _listops(table),
+        "Associative recall": _recall(table),
+    }
+    for title, metric, digits in COSTS:
+        made[title] = _by_length(table, "cost", digits, metric)
+    return made
+
+
+def _by_length(table: Table, task: str, digits: int, metric: str = "") -> str:
+    lines = table.lines(task)
+    lengths = sorted({n for line in lines for n in table.lengths(line, task)})
+    cells = ([label(line), *(_cell(table.values(line, task, n, metric), digits) for n in lengths)] for line in lines)
+    return _grid(["", *map(str, lengths)], cells)
+
+
+def _by_position(table: Table, ends: Sequence[int] = (256, 1024, 1280, 1536, 2048, 4096, 8192, 16384, 32768)) -> str:
+    """Groups of positions by their last one; one begins behind the group before it in the CSV file, not in the table."""
+    lines = [line for line in table.lines("loss_by_position") if not line[1].endswith(OMITTED)]
+    cells = ([label(line), *(_cell(table.values(line, "loss_by_position", 32768, depth=str(end)), 3) for end in ends)] for line in lines)
+    return _grid(["up to", *map(str, ends)], cells)
+
+
+def _within(table: Table) -> str:
+    tasks = {"all": "all_tokens", "repeated": "repeated_tokens", "others": "other_tokens"}
+    keys = {"1 key": "needle", "2 keys": "needle_2_keys", "4 keys": "needle_4_keys", "6 keys": "needle_6_keys"}
+    parts = []
+    for line in table.lines("all_tokens"):
+        losses = [float(row["train_loss"]) for row in table.runs(line[0])]
+        cells = [_cell(table.values(line, task), 4) for task in tasks.values()]
+        cells += [_cell(table.values(line, task), 3) for task in keys.values()]
+        parts.append([label(line), *cells, _cell(losses, 4), str(len(losses))])
+    return _grid(["", *tasks, *keys, "last train loss", "seeds"], parts)
+
+
+def _listops(table: Table) -> str:
+    parts = []
+    for name in dict.fromkeys(row["variant"] for row in table.training if row["experiment"] == "listops"):
+        runs, rate = table.runs(name, "listops"), table.rate(name, "listops")
+        best = [max(float(row["accuracy"]) for row in table.curves if _is_of(row, run)) for run in runs]
+        test = table.values((name, ""), "classification", metric="accuracy")
+        steps = rate * int(runs[0]["steps"]) / int(runs[0]["tokens"])
+        parts.append([name, runs[0]["steps"], _percent(test), _percent(best), f"{rate / 1e6:.2f} M", f"{steps:.1f}", str(len(runs))])
+    return _grid(["", "steps", "test accuracy", "best on validation", "tokens/s", "steps/s", "seeds"], parts)
+
+
+def _is_of(row: dict, run: dict) -> bool:
+    return all(row[key] == run[key] for key in ("experiment", "variant", "seed", "learning_rate"))
+
+
+def _recall(table: Table) -> str:
+    """Accuracy at the end, and the first validation above 99 %."""
+    curves = [row for row in table.curves if row["experiment"] == "recall_zoology"]
+    sizes = sorted({(int(row["length"]), int(row["pairs"])) for row in curves})
+    parts = []
+    for run in sorted({(row["variant"], row["seed"], row["learning_rate"]) for row in curves}):
+        cells = []
+        for length, pairs in sizes:
+            here = [row for row in curves if (row["variant"], row["seed"], row["learning_rate"], row["length"]) == (*run, str(length))
+                    and row["pairs"] == str(pairs)]
+            first = next((f" ({row['step']})" for row in here if float(row["accuracy"]) > 0.99), "")
+            cells.append(f"{100 * float(here[-1]['accuracy']):.1f} % of {here[-1]['step']}{first}" if here else "")
+        parts.append([*run, *cells])
+    return _grid(["", "seed", "learning rate", *(f"{length}, {pairs} pairs" for length, pairs in sizes)], parts)
+
+
+def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rows = list(rows)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ["---"] * len(head), *rows]) if rows else ""
+
+
+def _percent(values: Sequence[float]) -> str:
+    return _cell([100 * value for value in values], 1) + " %" if values else ""
 
 
 def _cell(values: Sequence[float], digits: int) -> str:
@@ -175,23 +266,24 @@ def _cell(values: Sequence[float], digits: int) -> str:
     return f"{statistics.mean(values):.{digits}f}{spread}"
 
 
-def draw(table: Table, path: Path, lines: Sequence[tuple[str, str]] | None = None) -> None:
-    """Loss by length, passkeys by length, and loss at the training context against training speed. Read in grey by markers and lines."""
+def draw(table: Table, path: Path) -> None:
+    """Loss, passkeys and time by length, and loss at the training context against training speed. Read in grey by markers and lines."""
     from matplotlib.figure import Figure
 
-    lines = [line for line in table.lines() if not line[1].endswith(OMITTED)] if lines is None else lines
-    figure = Figure(figsize=(13, 5.2), layout="constrained")
-    panels = figure.subplots(1, 3)
+    lines = [line for line in dict.fromkeys(table.lines() + table.lines("cost")) if not line[1].endswith(OMITTED)]
+    figure = Figure(figsize=(12, 9.5), layout="constrained")
+    panels = figure.subplots(2, 2).flatten()
     for i, line in enumerate(lines):
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i % len(LINES)]}
-        for panel, task in zip(panels, ("perplexity_windows", "passkey"), strict=False):
-            at = [n for n in table.lengths(line, task) if table.values(line, task, n)]
-            means = [statistics.mean(table.values(line, task, n)) for n in at]
+        for panel, task in zip(panels, ("perplexity_windows", "passkey", "cost"), strict=False):
+            metric = "prefill_seconds" if task == "cost" else ""
+            at = [n for n in table.lengths(line, task) if table.values(line, task, n, metric)]
+            means = [statistics.mean(table.values(line, task, n, metric)) for n in at]
             panel.plot(at, means, markersize=5, label=label(line), **style)
         if not line[1] and (rate := table.rate(line[0])) and (losses := table.values(line, "perplexity_windows", 1024)):
-            panels[2].plot([rate / 1e6] * len(losses), losses, markersize=8, **{**style, "linestyle": ""})
-            panels[2].annotate(line[0], (rate / 1e6, max(losses)), textcoords="offset points", xytext=(0, 8), fontsize=8, ha="center")
-    for panel in panels[:2]:
+            panels[3].plot([rate / 1e6] * len(losses), losses, markersize=8, **{**style, "linestyle": ""})
+            panels[3].annotate(line[0], (rate / 1e6, max(losses)), textcoords="offset points", xytext=(0, 8), fontsize=8, ha="center")
+    for panel in panels[:3]:
         panel.axvline(1024, color="0.4", linestyle=":", linewidth=1)
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:.0f}")
@@ -200,8 +292,9 @@ def draw(table: Table, path: Path, lines: Sequence[tuple[str, str]] | None = Non
     panels[0].yaxis.set_major_formatter("{x:.1f}")
     panels[0].yaxis.set_minor_formatter("{x:.1f}")
     panels[1].set(ylim=(-0.05, 1.05), ylabel="exact match", title="passkey")
-    panels[2].set(xlabel="training, million tokens a second (H200)", ylabel="loss at 1024 (nats per byte)", title="quality and cost")
-    panels[2].margins(0.2)
+    panels[2].set(yscale="log" if table.lines("cost") else "linear", ylabel="seconds to read one sequence (H200)", title="cost of reading")
+    panels[3].set(xlabel="training, million tokens a second (H200)", ylabel="loss at 1024 (nats per byte)", title="quality and training")
+    panels[3].margins(0.2)
     for panel in panels:
         panel.grid(alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
@@ -220,6 +313,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         collect(given.folders, given.output)
     table = Table(given.output)
     print(markdown(table))
+    for title, text in tables(table).items():
+        print(f"\n{title}\n\n{text or 'not measured'}")
     draw(table, given.output / "zoo.png")
 
 

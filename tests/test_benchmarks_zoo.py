@@ -60,12 +60,12 @@ def test_collect_joins_runs_and_evaluations(results):
     runs = read(results / "zoo-training.csv")
     assert len(runs) == 3 and {row["steps"] for row in runs} == {"10"} and {row["tokens"] for row in runs} == {str(10 * 2 * 1024)}
     assert {row["tokens_per_second"] for row in runs} == {"200"}
-    assert [row["accuracy"] for row in read(results / "zoo-recall.csv")] == ["0.5"]
+    assert [row["accuracy"] for row in read(results / "zoo-curves.csv")] == ["0.5"]
 
 
 def test_the_table_has_means_and_spreads_of_seeds_and_the_figure_is_drawn(results, capsys):
     zoo.main(["show", "--output", str(results)])
-    flash, dual = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| flash")]
+    flash, dual = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| flash")][:2]
     assert flash.startswith("| flash | 2 | 2.500 ± 0.500 | 6.500 ± 0.500 |  | 0.50 ± 0.00 |") and flash.endswith("| 0.00 M |")
     assert dual.startswith("| flash, read with dual_chunk | 2 | 3.000 ± 0.000 |")
     assert (results / "zoo.png").read_bytes()[:4] == b"\x89PNG"
@@ -108,3 +108,27 @@ def test_a_cell_that_broke_gives_no_number(results):
     line = "flash,,,{seed},perplexity_windows,8192,,loss,{value},9,,\n"
     path.write_text(path.read_text() + line.format(seed=1, value="nan") + line.format(seed=2, value=7.0))
     assert zoo.Table(results).values(("flash", ""), "perplexity_windows", 8192) == [7.0]
+
+
+def test_the_other_tables(results):
+    write_run(results.parent / "in/butterfly_1", 1, "listops", "listops")
+    texts = {"classes": ["0", "1"], "splits": {"train": {"tokens": 4000, "documents": 4}}}
+    (results.parent / "in/butterfly_1/record.json").write_text(json.dumps({**RECORD, "data": texts}))
+    (results.parent / "in/more").mkdir()
+    run = {"run": "butterfly_1", "seed": 1}
+    rows = [
+        Row(**run, task="classification", metric="accuracy", value=0.25, count=8),
+        Row(**run, task="cost", length=2048, metric="prefill_seconds", value=0.5),
+        Row(**run, task="cost", length=2048, metric="peak_memory_gb", value=7.0),
+        Row(**run, task="loss_by_position", length=32768, depth=1024, value=1.5),
+        Row(**run, task="all_tokens", length=1024, value=0.75),
+    ]
+    write_csv(rows, results.parent / "in/more/results.csv")
+    zoo.main(["collect", str(results.parent / "in"), "--output", str(results)])
+    made = zoo.tables(zoo.Table(results))
+    assert made["Seconds to read one sequence"].endswith("| flash | 0.5000 |") and made["GB of memory at most"].endswith("| flash | 7.00 |")
+    assert made["Loss by position, in windows of 32768"].endswith("| flash |  | 1.500 |  |  |  |  |  |  |  |")
+    # 200 tokens a second, 2 sequences of 1000 tokens a step
+    assert made["ListOps"].endswith("| flash | 10 | 25.0 % | 50.0 % | 0.00 M | 0.1 | 1 |")
+    assert made["Associative recall"].endswith("| flash | 1 | 0.01 | 50.0 % of 10 |")
+    assert made["Losses and keys within the training context"].endswith("| flash | 0.7500 |  |  |  |  |  |  | 2.0000 ± 0.0000 | 2 |")
