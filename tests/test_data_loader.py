@@ -52,6 +52,17 @@ def test_validation_is_each_row_once_and_the_same_again():
     assert sorted(flat) == list(range(12))  # 11 is padding
 
 
+class CountedRows(NumberedRows):
+    def batch(self, epoch, rows):
+        return {"input_ids": torch.from_numpy(rows), "lengths": rows, "n_tokens": len(rows)}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_only_tensors_go_to_the_device(num_workers):
+    for batch in BatchLoader(CountedRows(), 4, num_workers=num_workers, pin_memory=torch.cuda.is_available()):
+        assert {name: type(value) for name, value in batch.items()} == {"input_ids": torch.Tensor, "lengths": np.ndarray, "n_tokens": int}
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_resumes_anywhere(num_workers):
     reference = ResumableLoader(NumberedRows(), 2)

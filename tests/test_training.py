@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import lightning
 import numpy as np
 import pytest
 import torch
@@ -54,6 +55,37 @@ def test_a_tiny_run_lowers_the_loss_and_leaves_a_whole_folder(tmp_path, objectiv
     assert record["versions"]["torch"] == torch.__version__.partition("+")[0] or record["versions"]["torch"] == torch.__version__
     assert len(record["data"]["sha256"]) == 64
     assert "${" not in (run / "config.yaml").read_text()
+
+
+class MustNotWait(lightning.Callback):
+    """Between the fourth step and the ninth, whatever makes the host wait for the GPU raises."""
+
+    n_steps = 0
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step in (3, 8):
+            torch.cuda.set_sync_debug_mode("error" if trainer.global_step == 3 else "default")
+        self.n_steps += torch.cuda.get_sync_debug_mode() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("objective", [[], ["model=bert_tiny", "data.balance_lengths=true"]], ids=["lm", "mlm"])
+def test_a_step_does_not_wait_for_the_gpu(tmp_path, objective, monkeypatch):
+    overrides = ["trainer=gpu", "trainer.precision=bf16-mixed", "trainer.log_every_n_steps=100", "trainer.limit_val_batches=0"]
+    cfg = compose_tiny(tmp_path, *objective, *overrides, "callbacks.last=null", "callbacks.best=null", "callbacks.sample=null")
+    build, watch = runner._build_trainer, MustNotWait()
+
+    def build_watched(*arguments):
+        trainer = build(*arguments)
+        trainer.callbacks.append(watch)
+        return trainer
+
+    monkeypatch.setattr(runner, "_build_trainer", build_watched)
+    try:
+        runner.train(cfg)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert watch.n_steps == 5
 
 
 def test_validation_runs_after_the_last_step_and_not_twice(tmp_path):

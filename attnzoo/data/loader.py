@@ -4,7 +4,8 @@ The rows of a data set are an object with
 
 - `n_rows`: int, rows in an epoch;
 - `order(epoch, group) -> int64 (n_rows,)`: the rows in the epoch's order (`group`: the rows that all devices take together in a step);
-- `batch(epoch, rows) -> dict`: the batch of these rows. A number from `n_rows` on stands for padding.
+- `batch(epoch, rows) -> dict`: the batch of these rows. A number from `n_rows` on stands for padding. Its tensors go to the device, numpy
+  arrays and numbers stay on the host.
 
 `W` devices with `batch_size` rows each take together exactly the rows that one device with `W * batch_size` rows takes in the same step.
 """
@@ -41,6 +42,11 @@ class _Batches(Dataset):
         return self.rows.batch(epoch, rows if self.repeat else np.where(slots < self.rows.n_rows, rows, slots))
 
 
+def _as_it_is(batch: dict) -> dict:
+    # DataLoader's own makes tensors of numpy arrays: they would go to the GPU, and the host would wait to read them
+    return batch
+
+
 class BatchLoader:
     """All rows once, in a fixed order; the last batches are filled with padding, so that all devices take the same number of steps.
 
@@ -69,7 +75,9 @@ class BatchLoader:
     def _from(self, epoch: int, step: int) -> DataLoader:
         self.batches.begin(epoch)  # once, here: forked workers share it
         positions = ((epoch, i) for i in range(step, len(self)))
-        return DataLoader(self.batches, batch_size=None, sampler=positions, num_workers=self.num_workers, pin_memory=self.pin_memory)
+        return DataLoader(
+            self.batches, batch_size=None, sampler=positions, collate_fn=_as_it_is, num_workers=self.num_workers, pin_memory=self.pin_memory
+        )
 
 
 class ResumableLoader(BatchLoader):
