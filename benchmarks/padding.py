@@ -79,11 +79,13 @@ def captured(make: Callable[[Case, Inputs], Pass], operations: tuple[str, ...] =
             raise Unsupported("it waits for the device, which no graph can hold")
         if x.operation == "indices":
             return only_forward(replayed(make(case, x).forward))
+        stream = torch.cuda.Stream()
         runs = [make(case, replace(x, source=x.source.clone())) for _ in range(calls_in_graph(case))]
-        forward = replayed(lambda: [run.forward() for run in runs][-1])
-        for run in runs:
-            run.backward()  # leaves its forward, outside of the graph
-        return Pass(forward, replayed(lambda: [run.backward() for run in runs][-1]), [])
+        forward = replayed(lambda: [run.forward() for run in runs][-1], stream)
+        with torch.cuda.stream(stream):  # autograd runs a backward on the stream of its forward
+            for run in runs:
+                run.backward()  # leaves its forward, outside of the graph
+        return Pass(forward, replayed(lambda: [run.backward() for run in runs][-1], stream), [])
 
     return make_captured
 
@@ -93,15 +95,15 @@ def calls_in_graph(case: Case) -> int:
     return min(16, math.ceil(2**30 / case.restore_bytes))
 
 
-def replayed(call: Callable[[], T]) -> Callable[[], T]:
-    stream = torch.cuda.Stream()
+def replayed(call: Callable[[], T], stream: torch.cuda.Stream | None = None) -> Callable[[], T]:
+    """The call as a CUDA graph captured on `stream`, by default a new one."""
+    stream = stream or torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream):  # around the capture too: one that fails leaves its stream the current one
         call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):  # waits for the device
+            out = call()
 
     def replay() -> T:
         graph.replay()
@@ -145,6 +147,16 @@ def copy_kernel(case: Case, x: Inputs) -> Pass:
         raise Unsupported("the indices are bound by launches, not by bytes")
     there, back = (buffers(n, x.source.device) for n in (moved(x.operation, case), moved(inverse(x.operation), case)))
     return Pass(lambda: torch.bitwise_not(there[0], out=there[1]), lambda: (torch.bitwise_not(back[0], out=back[1]),), [])
+
+
+def zeros(case: Case, x: Inputs) -> Pass:
+    """Zeros in all bytes of the result, by torch's `zero_`: what writing alone takes."""
+    if x.operation == "indices":
+        raise Unsupported("the indices are bound by launches, not by bytes")
+    rows = {"remove": case.tokens, "restore": case.batch * case.seqlen}
+    there, back = (torch.empty(rows[operation] * case.width * case.dtype.itemsize // 4, dtype=torch.int32, device=x.source.device)
+                   for operation in (x.operation, inverse(x.operation)))
+    return Pass(lambda: there.zero_(), lambda: (back.zero_(),), [])
 
 
 def buffers(n_bytes: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -195,6 +207,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("recipe", recipe),
         Backend("copy", copy),
+        Backend("zeros", zeros),
         Backend("attnzoo-graph", captured(attnzoo("triton"))),
         Backend("recipe-graph", captured(recipe, ("remove", "restore"))),
         Backend("copy-graph", captured(copy_kernel)),
@@ -229,7 +242,8 @@ def indices(session: Session) -> Iterator[list[Row]]:
 
 
 def rows(session: Session) -> Iterator[list[Row]]:
-    """TB/s of removing and of restoring padding; the backward of one does the other's work. Held against a copy of as many bytes."""
+    """TB/s of removing and of restoring padding; the backward of one does the other's work. Held against a copy of as many bytes, and
+    against writing the result alone, whose rate counts the same bytes."""
     for case in cases(session):
         for operation in ("remove", "restore"):
             line = Line("padding", "rows", f"{operation} {case.batch} rows w{case.width}", case.seqlen)

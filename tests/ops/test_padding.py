@@ -335,6 +335,38 @@ def test_step_in_a_cuda_graph():
         assert torch.equal(out, rows * 2 * mask[..., None])
 
 
+FIRST_CALL_CAPTURED = """
+import sys, torch
+from attnzoo_kernels import padding
+from attnzoo_kernels.padding.cases import BENCHMARK
+case, operation = BENCHMARK[0], sys.argv[1]
+mask, rows = case.mask("cuda"), case.rows("cuda")
+indices = mask.flatten().nonzero().flatten()
+x, dout = (rows, rows[mask]) if operation == "remove" else (rows[mask], rows)
+x.requires_grad_()
+def step():
+    out = padding.remove_padding(x, indices) if operation == "remove" else padding.pad_input(x, indices, case.batch, case.seqlen)
+    return out, *torch.autograd.grad(out, x, dout)
+stream = torch.cuda.Stream()
+stream.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(stream):
+    expected = step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        found = step()
+graph.replay()
+assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+print("same")
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operation", ["remove", "restore"])
+def test_the_first_differentiable_call_of_a_process_in_a_cuda_graph(operation):
+    done = subprocess.run([sys.executable, "-c", FIRST_CALL_CAPTURED, operation], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "same\n", done.stderr
+
+
 @pytest.mark.skipif(DEVICE == "cuda", reason="values are checked on CPU tensors")
 @pytest.mark.parametrize("impl", IMPLS)
 def test_wrong_values_are_refused(impl):
