@@ -189,12 +189,24 @@ def lengths(session: Session) -> Iterator[list[Row]]:
 
 
 def blocks(session: Session) -> Iterator[list[Row]]:
-    """By block size at one density: what small blocks cost."""
+    """By block size at one density, the diagonal among it, all sizes in one comparison: what small blocks cost. Notes say how each
+    backend's time stands to its own with blocks of `--block`."""
     o = session.options
+    columns = []
     for block in o.block_sizes:
-        case = make_case(session, o.lengths[0], o.block_density, block)
-        line = Line("block_sparse", "blocks", f"n{o.lengths[0]} density {o.block_density:g}", block)
-        yield compare(session, line, entries(session, case), case.kept)
+        diagonal = 2 / (-(-o.lengths[0] // block) + 1)
+        case = make_case(session, o.lengths[0], max(0.0, (o.block_density - diagonal) / (1 - diagonal)), block)
+        columns += [replace(entry, label=f"{block} {entry.label}") for entry in entries(session, case, dense=False)]
+    rows = compare(session, Line("block_sparse", "blocks", f"n{o.lengths[0]} density {o.block_density:g}", 0), columns, o.block_density)
+    ms = {(row.direction, row.label): row.value for row in rows}
+    baseline = session.backends[0].name
+    for n, row in enumerate(rows):
+        block, label = row.label.split(" ", 1)
+        value, ours, usual = (ms.get((row.direction, name)) for name in (row.label, f"{block} {baseline}", f"{o.block} {label}"))
+        note = f"{value / usual:.2f} times blocks of {o.block}" if value and usual else ""
+        rows[n] = replace(row, x=float(block), label=label, baseline=baseline, ratio=value / ours if value and ours else None,
+                          note="; ".join(filter(None, (row.note, note))))
+    yield rows
 
 
 def layouts(session: Session) -> Iterator[list[Row]]:
