@@ -239,7 +239,7 @@ def test_what_is_no_checkpoint(evaluate, tmp_path):
         evaluate(f"ckpt_path={tmp_path / 'letter.txt'}", "evaluation.lengths=null")
 
 
-@pytest.mark.parametrize("lengths", ["[]", "[0]", "[16,x]"])
+@pytest.mark.parametrize("lengths", ["[]", "[0]", "[16,x]", "512", "long"])
 def test_wrong_lengths_are_refused(flash, evaluate, lengths):
     with pytest.raises(UserError, match="evaluation.lengths"):
         evaluate(f"ckpt_path={flash[0]}", f"evaluation.lengths={lengths}")

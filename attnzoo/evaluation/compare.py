@@ -190,8 +190,10 @@ def _plain(node: DictConfig | None) -> dict:
 def _lengths(given: Sequence[int] | None, found: Sequence[Run]) -> list[int]:
     """The same for all runs, because the longest decides which tokens are predicted."""
     if given is not None:
-        if not given or any(not isinstance(length, int) or length < 1 for length in given):
-            raise UserError(f"evaluation.lengths={list(given)} must be a list of positive whole numbers, or null")
+        is_list = isinstance(given, Sequence) and not isinstance(given, str)
+        if not is_list or not given or any(not isinstance(length, int) or length < 1 for length in given):
+            raise UserError(f"evaluation.lengths={list(given) if is_list else given} must be a list of positive whole numbers, such as "
+                            "[512,2048], or null")
         return sorted(set(given))
     contexts = []
     for one in found:
