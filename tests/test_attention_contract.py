@@ -75,15 +75,18 @@ def test_packed_padded_and_single_sequences_agree(variant, kind, positions, toke
     single = torch.cat([model(part[None])[0] for part in ids.split(LENGTHS) if len(part)])
     mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
     rows = torch.zeros(mask.shape, dtype=torch.int64).masked_scatter(mask, ids)
+    if not supports(variant).packed:
+        with pytest.raises(ValueError, match=f"attention={variant} takes no packed sequences"):
+            model(rows, attention_mask=mask)
+        return
     padded = model(rows, attention_mask=mask)
     assert padded.shape == (*mask.shape, SIZES["vocab_size"])
     assert_close(padded[mask], single)
     assert not padded[~mask].any()
-    if supports(variant).packed:
-        packed = model(ids, cu_seqlens=cu_seqlens, max_seqlen=max(LENGTHS))
-        assert_close(packed, single)
-        # a bound above the longest sequence changes nothing
-        assert_close(model(ids, cu_seqlens=cu_seqlens, max_seqlen=16), single)
+    packed = model(ids, cu_seqlens=cu_seqlens, max_seqlen=max(LENGTHS))
+    assert_close(packed, single)
+    # a bound above the longest sequence changes nothing
+    assert_close(model(ids, cu_seqlens=cu_seqlens, max_seqlen=16), single)
 
 
 @each_pair
@@ -102,7 +105,7 @@ def test_gradients_reach_every_parameter(variant, kind, positions, tokens):
     model = build(variant, kind, positions).train()
     ids, cu_seqlens = tokens
     inputs = {"cu_seqlens": cu_seqlens, "max_seqlen": max(LENGTHS)} if supports(variant).packed else {}
-    logits = model(ids if inputs else ids[None], **inputs)
+    logits = model(ids if inputs else ids[None, : SIZES["train_context"]], **inputs)
     logits.logsumexp(-1).sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and parameter.grad.isfinite().all() and parameter.grad.any(), name
