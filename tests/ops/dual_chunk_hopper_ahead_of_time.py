@@ -34,8 +34,8 @@ def forward(hopper, head_dim, value_dim, seqlen, chunk, packed):
     v, out = torch.zeros(2, *rows, 2, value_dim, dtype=torch.bfloat16)
     bounds = torch.zeros(2, dtype=torch.int32) if packed else None
     stats = torch.zeros(2, 2, seqlen)
-    launch, tile, *widths = hopper._plan(v.device, v.dtype, 1 if packed else None, chunk, layout(queries), layout(keys), layout(v),
-                                         layout(out), stats.stride(0), None)
+    launch, tile, *widths = hopper._plan(v.device, v.dtype, 1 if packed else None, chunk, chunk // 3, *map(layout, (queries, keys, v, out)),
+                                         stats.stride(0), None)
     launch.kernel = WarmUp(launch.kernel)
     hopper.run(launch, tile, *widths, queries, keys, v, out, stats[0], stats, bounds, bounds, torch.zeros(1, dtype=torch.int32))
     return launch, tile
@@ -44,13 +44,14 @@ def forward(hopper, head_dim, value_dim, seqlen, chunk, packed):
 def backward(hopper_backward, width, packed, ordered):
     queries, (keys, v) = torch.zeros(3, 4096, 2, width, dtype=torch.bfloat16), torch.zeros(2, 1, 4096, 2, width, dtype=torch.bfloat16)
     v = v[0] if packed else v
-    launch = hopper_backward._walk(v.device, v.dtype, 1 if packed else None, ordered, 3072, *map(layout, (queries, keys, v, keys, v)),
-                                   hopper_backward.backward_tile(width))
+    tile = hopper_backward.pair_tile(width, ordered)
+    launch = hopper_backward._walk(v.device, v.dtype, 1 if packed else None, ordered, 3072, 1023, *map(layout, (queries, keys, v, keys, v)),
+                                   tile)
     launch.kernel = WarmUp(launch.kernel)
     ends = tuple(torch.zeros(2, 128, 2, width, dtype=torch.bfloat16) for _ in range(4)) if packed else (None,) * 4
     counter, turns, bounds = torch.zeros(3, 1, dtype=torch.int32)
-    hopper_backward.run(launch, width, (queries, keys, v, v), torch.zeros(128, 1, 128), ends, keys, v, torch.zeros(1), counter, turns,
-                        bounds if packed else None)
+    hopper_backward.run(launch, tile.rows, width, (queries, keys, v, v), torch.zeros(64, 1, 2 * tile.rows), ends, keys, v,
+                        torch.zeros(1, 128, 1, 32), counter, turns, bounds if packed else None)
     return launch
 
 

@@ -18,7 +18,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 hopper = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
 SHARED_MEMORY = 232448
 PARTIAL = 16  # bytes that the branch for tiles of less than 64 rows puts aside; nothing around the loop over the keys does
-SPILLS = {128: 256}  # the scalars of a tile, outside the loop over its queries, as in flash's backward
+SPILLS = {64: 64, 128: 128}  # the scalars of a tile, outside the loop over its queries, as in flash's backward
 # chunks of 192 (whole tiles of queries, half tiles of keys), of 200 and of 24 tokens (a tile of keys spans many)
 LENGTHS = tuple(Case(seqlen_q=n, heads=2 if n > 1 else 32, head_dim=d, chunk_size=c, local_size=w)
                 for c, w, lengths in ((256, 64, (1, 191, 192, 193, 384, 385, 1025)), (250, 50, (199, 401, 900)), (32, 8, (25, 333)))
@@ -115,7 +115,7 @@ def test_nothing_depends_on_what_lies_beyond_a_sequence(head_dim):
 @hopper
 def test_none_takes_gluon_where_it_holds_and_a_named_path_is_refused_elsewhere():
     inputs = Case(seqlen_q=300, heads=2, head_dim=64, chunk_size=160, local_size=32, dtype=torch.bfloat16).inputs("cuda")
-    by_name, by_itself = run(inputs, "gluon"), run(inputs, None)  # its gradients have an order
+    by_name, by_itself = run(inputs, "gluon", deterministic=True), run(inputs, None, deterministic=True)
     assert all(torch.equal(by_name[name], by_itself[name]) for name in by_name)
     for case, message in ((Case(seqlen_q=40, head_dim=64, causal=False, dtype=torch.bfloat16), "it is causal"),
                           (Case(seqlen_q=40, head_dim=192, dtype=torch.bfloat16), "head_dim and value_dim must be 33 to 128"),
@@ -163,5 +163,5 @@ def test_tiles_fit_and_do_not_spill():
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(kernels) == 6 * 2 + 2 * 2 * 2
     wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]
-             or kernel["stack"] > (SPILLS.get(kernel["head_dim"], 0) if "ordered" in kernel else PARTIAL)]
+             or kernel["stack"] > (SPILLS[kernel["head_dim"]] if "ordered" in kernel else PARTIAL)]
     assert not wrong, "\n".join(map(str, wrong))

@@ -30,21 +30,20 @@ from attnzoo_kernels._gluon.tiles import L2_GROUP, sequence_bounds
 from attnzoo_kernels._gluon.walk import clear_rows, hand_on, keys_seen, store_statistics
 from attnzoo_kernels._gluon.work import forward_barriers, take
 from attnzoo_kernels._triton.launch import Launch, on_device_of
-from attnzoo_kernels.dual_chunk.hopper_tiles import chunk_of, produce, rows_end, stage_keys
+from attnzoo_kernels.dual_chunk.hopper_tiles import Q_SLOTS, chunk_of, is_merged, produce, rows_end, stage_keys
 from attnzoo_kernels.dual_chunk.options import Options
 from attnzoo_kernels.dual_chunk.parts import parts
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
-from attnzoo_kernels.dual_chunk.tiles import hopper_forward_tile
+from attnzoo_kernels.dual_chunk.tiles import HopperTile, hopper_forward_tile
 from attnzoo_kernels.flash.options import Layout, layout
-from attnzoo_kernels.flash.tiles import HopperTile
 
 ROWS = gl.constexpr(64)  # of a consumer: what one matrix instruction takes
 
 
 @gluon.jit
-def _walk(q_tiles, k_tiles, v_tiles, bars, step, q_step, position, own, last, len_k, chunk, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
-          STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ME: gl.constexpr, Q_SLOTS: gl.constexpr, PACKED: gl.constexpr,
-          SEAMS: gl.constexpr, JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr):
+def _walk(q_tiles, k_tiles, v_tiles, bars, step, q_step, position, own, last, len_k, chunk, merged, BLOCK_DV: gl.constexpr,
+          BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ME: gl.constexpr, PACKED: gl.constexpr, SEAMS: gl.constexpr,
+          HOLD: gl.constexpr):
     """As walk.walk_keys over the stages of 64 queries of chunk `own` from `position` on, whose copies follow each other in the ring of
     queries; SEAMS: the first tile of keys of each stage reaches into the next one."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty = bars[0], bars[1], bars[2], bars[3], bars[4], bars[5]
@@ -54,7 +53,7 @@ def _walk(q_tiles, k_tiles, v_tiles, bars, step, q_step, position, own, last, le
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, scores_layout)
-    begin, tiles = stage_keys(0, own, chunk, last, BLOCK_N)
+    begin, tiles = stage_keys(0, own, chunk, last, merged, BLOCK_N)
     q_slot, q_phase = ring(q_step, Q_SLOTS)
     place = q_slot * CONSUMERS + ME
     mbarrier.wait(q_full.index(place), q_phase)
@@ -79,8 +78,8 @@ def _walk(q_tiles, k_tiles, v_tiles, bars, step, q_step, position, own, last, le
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, acc_layout)
 
     successive_step = step + tiles
-    inter_step = successive_step + stage_keys(1, own, chunk, last, BLOCK_N)[1]
-    last_step = inter_step + stage_keys(2, own, chunk, last, BLOCK_N)[1]
+    inter_step = successive_step + stage_keys(1, own, chunk, last, merged, BLOCK_N)[1]
+    last_step = inter_step + stage_keys(2, own, chunk, last, merged, BLOCK_N)[1]
     step += 1
     if HOLD:
         mbarrier.wait(k_full.index(step % STAGES), (step // STAGES) & 1, pred=step < last_step)
@@ -100,21 +99,17 @@ def _walk(q_tiles, k_tiles, v_tiles, bars, step, q_step, position, own, last, le
         mbarrier.wait(v_full.index(before), phase_before)
         acc_pending = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(pending,))
-        if not JOINT_RELEASE:
-            mbarrier.arrive(k_empty.index(slot), count=1)
+        mbarrier.arrive(k_empty.index(slot), count=1)
         if SEAMS:
             if begins:
-                keys = gl.where(s == successive_step, chunk, (own - 1) * chunk)
+                keys = gl.where(s == inter_step, own - 1, gl.where(merged, own, 1)) * chunk
                 j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
                 scores = gl.where((j <= (keys - 1) % BLOCK_N)[None, :], scores, -float("inf"))
         weights, top, norm, rescale = softmax_step(scores, top, norm, 1.0, False)
         if HOLD:  # the spin loop of this wait keeps the exponentials above the wait for the product, where they overlap with it
             mbarrier.wait(k_full.index((s + 1) % STAGES), ((s + 1) // STAGES) & 1, pred=s + 1 < last_step)
         acc = warpgroup_mma_wait(0, deps=(acc_pending,))
-        if JOINT_RELEASE:
-            mbarrier.arrive(k_empty.index(slot), count=1)
-        else:
-            mbarrier.arrive(v_empty.index(before), count=1)
+        mbarrier.arrive(v_empty.index(before), count=1)
         acc = acc * gl.convert_layout(rescale, acc_row)[:, None]
         p = gl.convert_layout(weights.to(dtype), weights_layout)
 
@@ -128,12 +123,11 @@ def _walk(q_tiles, k_tiles, v_tiles, bars, step, q_step, position, own, last, le
 
 @gluon.jit
 def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-             ME: gl.constexpr, Q_SLOTS: gl.constexpr, PACKED: gl.constexpr, SEAMS: gl.constexpr, JOINT_RELEASE: gl.constexpr,
-             HOLD: gl.constexpr):
+             ME: gl.constexpr, PACKED: gl.constexpr, SEAMS: gl.constexpr, HOLD: gl.constexpr):
     """64 rows of each tile."""
     (out_desc, out_ptr, lse_ptr, stats_ptr, q_tiles, k_tiles, v_tiles, out_tiles, work, bars, shape, stride_os, stride_oh,
      stride_stats) = rows
-    cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, _, chunk = shape
+    cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, _, chunk, near = shape
     k_full, k_empty, v_full, v_empty, work_full, work_empty = bars[2], bars[3], bars[4], bars[5], bars[6], bars[7]
     TILE: gl.constexpr = CONSUMERS * ROWS
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -152,11 +146,12 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.
         last = rows_end(position, TILE, len_k, chunk) - 1
         mine = position + ME * ROWS
         my_last = gl.minimum(mine + ROWS - 1, last)
-        unseen = stage_keys(0, own, chunk, last, BLOCK_N)[1] - stage_keys(0, own, chunk, my_last, BLOCK_N)[1]
-        step = hand_on(k_full, k_empty, v_full, v_empty, step, unseen, STAGES, JOINT_RELEASE)
+        merged = is_merged(position, own, chunk, near)
+        unseen = stage_keys(0, own, chunk, last, merged, BLOCK_N)[1] - stage_keys(0, own, chunk, my_last, merged, BLOCK_N)[1]
+        step = hand_on(k_full, k_empty, v_full, v_empty, step, unseen, STAGES, False)
         acc_pending, top, total, step, q_step = _walk(
-            q_tiles, k_tiles, v_tiles, bars, step, q_step, mine, own, my_last, len_k, chunk, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, ME,
-            Q_SLOTS, PACKED, SEAMS, JOINT_RELEASE, HOLD)
+            q_tiles, k_tiles, v_tiles, bars, step, q_step, mine, own, my_last, len_k, chunk, merged, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS,
+            ME, PACKED, SEAMS, HOLD)
         first = mine - (len_k - len_q)  # row of the sequence; those before it, and behind the tile's end, are not there
         begin = gl.maximum(-first, 0)
         end = my_last + 1 - mine
@@ -168,8 +163,7 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.
         inverse = store_statistics(lse_ptr, stats_ptr, stride_stats, rows_before + first + i, (i >= begin) & (i < end), top, total)
         tma.store_wait(0)
         acc = warpgroup_mma_wait(0, deps=(acc_pending,))
-        if not JOINT_RELEASE:
-            mbarrier.arrive(v_empty.index((step - 1) % STAGES), count=1)
+        mbarrier.arrive(v_empty.index((step - 1) % STAGES), count=1)
         out = (acc * gl.convert_layout(inverse, acc_row)[:, None]).to(q_tiles.dtype)
         batch = sequence
         if PACKED:
@@ -190,14 +184,13 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.
 
 
 @gluon.jit(do_not_specialize=["stride_os", "stride_oh", "stride_stats", "n_seqs", "seqlen_q", "seqlen_k", "heads",
-                              "head_group", "chunk", "group", "batches", "n_tiles"],
+                              "head_group", "chunk", "near", "group", "batches", "n_tiles"],
            do_not_specialize_on_alignment=["lse_ptr", "stats_ptr", "cu_seqlens_q", "cu_seqlens_k"])
 def dual_chunk_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, stats_ptr, cu_seqlens_q, cu_seqlens_k, counter,
-                                 stride_os, stride_oh, stride_stats, n_seqs, seqlen_q, seqlen_k, heads, head_group, chunk, group,
+                                 stride_os, stride_oh, stride_stats, n_seqs, seqlen_q, seqlen_k, heads, head_group, chunk, near, group,
                                  batches, n_tiles, VALUE_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-                                 BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, Q_SLOTS: gl.constexpr,
-                                 PACKED: gl.constexpr, SEAMS: gl.constexpr, JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr,
-                                 REGISTERS: gl.constexpr):
+                                 BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PACKED: gl.constexpr,
+                                 SEAMS: gl.constexpr, HOLD: gl.constexpr, REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
     values_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_DV], dtype)
@@ -207,29 +200,29 @@ def dual_chunk_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], keys_layout)
     v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_DV], values_layout)
     work, bars = forward_barriers(Q_SLOTS * CONSUMERS, STAGES, CONSUMERS)
-    shape = (cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, head_group, chunk)
+    shape = (cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, head_group, chunk, near)
     loads = (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, work, bars, counter, shape, group, batches, n_tiles)
     rows = (out_desc, out_ptr, lse_ptr, stats_ptr, q_tiles, k_tiles, v_tiles, out_tiles, work, bars, shape, stride_os, stride_oh,
             stride_stats)
     # partitions get constants only where the tuple is written out
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, Q_SLOTS, PACKED, SEAMS, JOINT_RELEASE, HOLD)),
-            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, Q_SLOTS, PACKED, SEAMS, JOINT_RELEASE, HOLD)),
-            (produce, (loads, BLOCK_N, STAGES, CONSUMERS, ROWS, Q_SLOTS, PACKED, JOINT_RELEASE)),
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, SEAMS, HOLD)),
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, SEAMS, HOLD)),
+            (produce, (loads, BLOCK_N, STAGES, CONSUMERS, ROWS, PACKED)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, Q_SLOTS, PACKED, SEAMS, JOINT_RELEASE, HOLD)),
-            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, Q_SLOTS, PACKED, SEAMS, JOINT_RELEASE, HOLD)),
-            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 2, Q_SLOTS, PACKED, SEAMS, JOINT_RELEASE, HOLD)),
-            (produce, (loads, BLOCK_N, STAGES, CONSUMERS, ROWS, Q_SLOTS, PACKED, JOINT_RELEASE)),
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, SEAMS, HOLD)),
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, SEAMS, HOLD)),
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 2, PACKED, SEAMS, HOLD)),
+            (produce, (loads, BLOCK_N, STAGES, CONSUMERS, ROWS, PACKED)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     invalidate(bars)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, chunk: int, queries: Layout, keys: Layout, v: Layout,
+def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, chunk: int, near: int, queries: Layout, keys: Layout, v: Layout,
           out: Layout, stride_stats: int, tile: HopperTile | None) -> tuple[Launch, HopperTile, int, int]:
     shape, heads, value_dim, group = queries[0], queries[0][-2], v[0][-1], queries[0][-2] // keys[0][-2]
     batches, seqlen_q, seqlen_k = shape[0] // 3, shape[1], keys[0][1]
@@ -240,12 +233,12 @@ def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, chunk: i
     block = ROWS.value * tile.consumers
     n_tiles = heads * (seqlen_q // block + seqlen_q // chunk + 3 * (packed + 1) if packed is not None
                        else batches * dense_tiles(seqlen_q, seqlen_k, chunk, block))
-    scalars = (*out[1][-3:-1], stride_stats, sequences, seqlen_q, seqlen_k, heads, head_group, chunk, group, batches,
+    scalars = (*out[1][-3:-1], stride_stats, sequences, seqlen_q, seqlen_k, heads, head_group, chunk, near, group, batches,
                n_tiles)
     constants = {
         "VALUE_DIM": value_dim, "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": tile.block_n, "STAGES": tile.stages,
-        "CONSUMERS": tile.consumers, "Q_SLOTS": tile.q_slots, "PACKED": packed is not None, "SEAMS": chunk % tile.block_n != 0,
-        "JOINT_RELEASE": tile.joint_release, "HOLD": tile.hold, "REGISTERS": tile.registers,
+        "CONSUMERS": tile.consumers, "PACKED": packed is not None, "SEAMS": chunk % tile.block_n != 0,
+        "HOLD": tile.hold, "REGISTERS": tile.registers,
     }
     launch = Launch(dual_chunk_fwd_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1)
     return launch, tile, width, value_width
@@ -284,11 +277,11 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options, tile: Hopp
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stats: Tensor, options: Options, tile: HopperTile | None) -> None:
     _, seqlen_q, seqlen_k = options.sizes(q, k)
-    queries = rotated_copies(q, options, seqlen_k, 3, queries=True)
+    queries = rotated_copies(q, options, seqlen_k, 3, queries=True, near=options.near)
     keys = rotated_copies(k, options, seqlen_q, 1, queries=False)
     packed = options.cu_seqlens_q.shape[0] - 1 if options.packed else None
-    launch, *tile = _plan(q.device, q.dtype, packed, options.chunk, layout(queries), layout(keys), layout(v), layout(out), stats.stride(0),
-                          tile)
+    launch, *tile = _plan(q.device, q.dtype, packed, options.chunk, options.near, layout(queries), layout(keys), layout(v), layout(out),
+                          stats.stride(0), tile)
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     run(launch, *tile, queries, keys, v, out, lse, stats, options.cu_seqlens_q, options.cu_seqlens_k, counter)
 

@@ -1,6 +1,6 @@
 """Dual Chunk attention's backward on Hopper: flash's walk between kernels that clear dQ and turn the gradients back.
 
-Without an order the sums of dQ differ from run to run by their rounding; dense input up to head dim 64 always has one.
+Without an order the sums of dQ differ from run to run by their rounding.
 """
 
 import functools
@@ -16,13 +16,13 @@ from attnzoo_kernels.dual_chunk.hopper_rows import dual_chunk_bwd_dk_rows_kernel
 from attnzoo_kernels.dual_chunk.options import Options
 from attnzoo_kernels.dual_chunk.parts import parts
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
-from attnzoo_kernels.flash.hopper_backward import L2_GROUP, Tile, backward_tile
-from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS
+from attnzoo_kernels.flash.hopper_backward import L2_GROUP, Tile, pair_tile
+from attnzoo_kernels.flash.hopper_loads import HALF, KEYS
 from attnzoo_kernels.flash.hopper_rows import flash_bwd_tails_kernel
 from attnzoo_kernels.flash.options import Layout, layout
 
 
-def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, deterministic: bool) -> str | None:
+def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Why this path does not take the call; None if it does."""
     width = max(q.shape[-1], v.shape[-1])
     if not 32 < width <= 128:
@@ -32,30 +32,29 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, determini
     if options.packed:
         aligned = options.cu_seqlens_q.data_ptr() == options.cu_seqlens_k.data_ptr()
     else:
-        aligned = (k.shape[1] - q.shape[1]) % ROWS.value == 0
+        aligned = (k.shape[1] - q.shape[1]) % pair_tile(64 if width <= 64 else 128, False).rows == 0
     if options.chunk % KEYS.value or not aligned:
-        return "chunks must be multiples of 128 tokens and queries must begin at a multiple of 64 (packed: one cu_seqlens for both sides)"
-    if deterministic and (width > 64 or options.packed):
-        return "its sums have an order for dense input up to head_dim 64 only; the plain path is deterministic"
+        return ("chunks must be multiples of 128 tokens and queries must begin at a multiple of 64, of 128 up to head_dim 64 (packed: one "
+                "cu_seqlens for both sides)")
     return why_not_tma(v)
 
 
 @functools.lru_cache(maxsize=1024)
-def _walk(device: torch.device, dtype: torch.dtype, packed: int | None, ordered: bool, chunk: int, q: Layout, k: Layout, v: Layout,
-          dk: Layout, dv: Layout, tile: Tile) -> Launch:
+def _walk(device: torch.device, dtype: torch.dtype, packed: int | None, ordered: bool, chunk: int, near: int, q: Layout, k: Layout,
+          v: Layout, dk: Layout, dv: Layout, tile: Tile) -> Launch:
     """The walk over copies of queries q (3 * batches, seqlen, heads, width) and keys k."""
     copies, seqlen_q, heads, dim = q[0]
     (_, seqlen_k, kv_heads, _), value_dim = k[0], v[0][-1]
     batches, width = copies // 3, 64 if max(dim, value_dim) <= 64 else 128
-    group, query_tiles = heads // kv_heads, tiles(packed, batches, heads, seqlen_q, ROWS.value)
+    group, query_tiles = heads // kv_heads, tiles(packed, batches, heads, seqlen_q, tile.rows)
     key_tiles = tiles(packed, batches, kv_heads, seqlen_k, KEYS.value)
     head_group = max(1, L2_GROUP // (seqlen_q * width * 8 * group))
     return Launch(
         dual_chunk_bwd_hopper_kernel, min(key_tiles, multiprocessors(device)),
         (*dk[1][-3:-1], *dv[1][-3:-1], LN2.value, packed if packed is not None else batches, batches, seqlen_q, seqlen_k, kv_heads, group,
-         head_group, query_tiles // (batches * heads), key_tiles, chunk, query_tiles),
-        {"HEAD_DIM": dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed is not None, "ORDERED": ordered, "STAGES": tile.stages,
-         "DQ_GROUP": tile.dq_group, "REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
+         head_group, query_tiles // (batches * heads), key_tiles, chunk, near, query_tiles),
+        {"HEAD_DIM": dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed is not None, "ORDERED": ordered, "ROWS": tile.rows,
+         "STAGES": tile.stages, "WRITER": tile.writer, "REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
 
 
 def tiles(packed: int | None, batches: int, heads: int, seqlen: int, block: int) -> int:
@@ -75,7 +74,7 @@ def _ends(x: Tensor, block: int, width: int, cu_seqlens: Tensor) -> Tensor:
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
-                    options: Options) -> tuple[Tensor, Tensor, Tensor]:
+                    options: Options, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV as the plain path's launch_backward gives them, for what backward_reason lets through."""
     if not tma_takes(grad_out) or grad_out.stride(-1) != 1:
         grad_out = grad_out.clone(memory_format=torch.contiguous_format)  # autograd may hand over an expanded gradient
@@ -84,53 +83,54 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     dq, dk, dv = map(torch.empty_like, (q, k, v))
     with on_device_of(q):
         for part in parts(q, k, options, sums=12):
-            _launch(*map(part.tokens, (grad_out, q, k, v, out, dq, dk, dv)), *map(part.rows, (grad_lse, stats)), part.options)
+            _launch(*map(part.tokens, (grad_out, q, k, v, out, dq, dk, dv)), *map(part.rows, (grad_lse, stats)), part.options,
+                    deterministic)
     return dq, dk, dv
 
 
-def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, options) -> None:
+def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, options, ordered) -> None:
     (sequences, seqlen_q, seqlen_k), heads, kv_heads = options.sizes(q, k), q.shape[-2], k.shape[-2]
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     width = 64 if max(head_dim, value_dim) <= 64 else 128
-    tile, cu_seqlens = backward_tile(width), options.cu_seqlens_q
+    tile, cu_seqlens = pair_tile(width, ordered), options.cu_seqlens_q
     packed = sequences if options.packed else None
-    ordered = tile.dq_group and not options.packed
-    queries = rotated_copies(q, options, seqlen_k, 3, queries=True)
+    queries = rotated_copies(q, options, seqlen_k, 3, queries=True, near=options.near)
     keys = rotated_copies(k, options, seqlen_q, 1, queries=False)
-    n_tiles = tiles(packed, sequences, heads, seqlen_q, ROWS.value)
-    row_stats = stats.new_empty(n_tiles, 1, 2 * ROWS.value)
-    dq_sums = stats.new_empty(3 * n_tiles * ROWS.value * width)
+    n_tiles = tiles(packed, sequences, heads, seqlen_q, tile.rows)
+    row_stats = stats.new_empty(n_tiles, 1, 2 * tile.rows)
+    dq_sums = stats.new_empty(1, 3 * n_tiles * tile.rows * width // 32, 1, 32)
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
-    turns = torch.empty((1 if tile.dq_group else 2) * n_tiles if ordered else 1, dtype=torch.int32, device=q.device)
+    turns = torch.empty(n_tiles if ordered else 0, dtype=torch.int32, device=q.device)
     shift = 0 if options.packed else seqlen_k - seqlen_q
-    of_tiles = {"WIDTH": width, "PACKED": options.packed, "BLOCK": ROWS.value}
+    of_tiles = {"WIDTH": width, "PACKED": options.packed, "BLOCK": tile.rows}
     dual_chunk_bwd_rows_kernel[(n_tiles,)](
         out, grad_out, stats, grad_lse, row_stats, dq_sums, counter, turns, cu_seqlens, *strides(out), *strides(grad_out), stats.stride(0),
-        sequences, seqlen_q, heads, shift, options.chunk, n_tiles, VALUE_DIM=value_dim, TURNS=turns.shape[0] // n_tiles if ordered else 0,
+        sequences, seqlen_q, heads, shift, options.chunk, options.near, n_tiles, VALUE_DIM=value_dim, TURNS=1 if ordered else 0,
         HAS_GRAD_LSE=grad_lse is not None, **of_tiles)
     ends = (None,) * 4
     if options.packed:
-        ends = (_ends(queries, ROWS.value, width, cu_seqlens), _ends(keys, KEYS.value, width, cu_seqlens),
-                _ends(v[None], KEYS.value, width, cu_seqlens), _ends(grad_out[None], ROWS.value, width, cu_seqlens))
+        ends = (_ends(queries, tile.rows, width, cu_seqlens), _ends(keys, KEYS.value, width, cu_seqlens),
+                _ends(v[None], KEYS.value, width, cu_seqlens), _ends(grad_out[None], tile.rows, width, cu_seqlens))
     turned = torch.empty_like(keys)
-    walk = _walk(q.device, q.dtype, packed, ordered, options.chunk, *map(layout, (queries, keys, v, turned, dv)), tile)
-    run(walk, width, (queries, keys, v, grad_out), row_stats, ends, turned, dv, dq_sums, counter, turns, cu_seqlens)
+    walk = _walk(q.device, q.dtype, packed, ordered, options.chunk, options.near, *map(layout, (queries, keys, v, turned, dv)), tile)
+    run(walk, tile.rows, width, (queries, keys, v, grad_out), row_stats, ends, turned, dv, dq_sums, counter, turns, cu_seqlens)
     rotation = {"HEAD_DIM": head_dim, "ROTARY_DIM": 2 * options.cos.shape[1], "INTERLEAVED": options.rope_interleaved}
     dual_chunk_bwd_dq_rows_kernel[(n_tiles,)](
         dq_sums, dq, options.cos, options.sin, options.logit_multiplier, cu_seqlens, *strides(dq), options.multiplier_stride,
-        options.softmax_scale, sequences, seqlen_q, heads, shift, options.chunk, options.top, options.far, n_tiles,
+        options.softmax_scale, sequences, seqlen_q, heads, shift, options.chunk, options.top, options.far, options.near, n_tiles,
         HAS_MULTIPLIER=options.logit_multiplier is not None, **rotation, **of_tiles)
-    dual_chunk_bwd_dk_rows_kernel[(tiles(packed, sequences, kv_heads, seqlen_k, ROWS.value),)](
+    dual_chunk_bwd_dk_rows_kernel[(tiles(packed, sequences, kv_heads, seqlen_k, tile.rows),)](
         turned, dk, options.cos, options.sin, cu_seqlens, *strides(turned), *strides(dk), sequences, seqlen_k, kv_heads, options.chunk,
         **rotation, **of_tiles)
 
 
-def run(walk: Launch, width: int, operands: tuple[Tensor, ...], row_stats: Tensor, ends: tuple, dk: Tensor, dv: Tensor, *rest) -> None:
+def run(walk: Launch, rows: int, width: int, operands: tuple[Tensor, ...], row_stats: Tensor, ends: tuple, dk: Tensor, dv: Tensor,
+        dq_sums: Tensor, *rest) -> None:
     """operands: queries, keys, values and gradients of the output; ends: theirs, of packed sequences."""
-    blocks = ROWS.value, HALF.value, HALF.value, ROWS.value
+    blocks = rows, HALF.value, HALF.value, rows
 
     def described(tensors: tuple) -> list:
         return [x if x is None else descriptor(x, block, width) for x, block in zip(tensors, blocks, strict=True)]
 
-    walk(*described(operands), descriptor(row_stats, 1, 2 * ROWS.value), *described(ends), descriptor(dk, HALF.value, width),
-         descriptor(dv, HALF.value, width), dk, dv, *rest)
+    walk(*described(operands), descriptor(row_stats, 1, 2 * rows), *described(ends), descriptor(dk, HALF.value, width),
+         descriptor(dv, HALF.value, width), dk, dv, descriptor(dq_sums, 128, 32), *rest)

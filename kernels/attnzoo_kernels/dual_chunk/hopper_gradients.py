@@ -1,22 +1,23 @@
-"""The Gluon kernel of the Hopper backward: flash's walk, with the queries of each step as they were rotated for the keys' stage.
+"""The Gluon kernel of the Hopper backward: flash's walk of pairs of products, whose queries are those rotated for the stage of the keys.
 
-A tile of 128 keys lies in one chunk, a step's 64 queries too. dQ of the three stages is added up in three float32 buffers, because it lies
+A tile of 128 keys lies in one chunk, a step's queries too. dQ of the three stages is added up in three float32 buffers, because it lies
 in the frame of its stage; hopper_rows.py turns it back.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import async_load, box, invalidate, mbarrier, ring, tma, warpgroup_mma, warpgroup_mma_wait
-from attnzoo_kernels.flash.hopper_gradients import _add_to, _await_turn, _dq_product, _pass_turn, _pass_unseen, _step, _store_tile
-from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, _load_tile_keys, _query_tiles, _take, await_work, walk_barriers, word
+from attnzoo_kernels._gluon.hopper import async_load, box, invalidate, mbarrier, ring, tma
+from attnzoo_kernels.flash.hopper_gradients import _await_turn, _store_tile
+from attnzoo_kernels.flash.hopper_loads import HALF, WORK, _load_tile_keys, _query_tiles, _take, await_work, walk_barriers, word
+from attnzoo_kernels.flash.hopper_pair import _add_half, _pass_turn, _step
 
 
 @gluon.jit
-def _seams(key, len_q, len_k, chunk):
-    """The first tiles of queries that are one and two chunks behind the keys."""
+def _seams(key, len_q, len_k, chunk, near, ROWS: gl.constexpr):
+    """The first tiles of queries that are one chunk behind the keys, and that stand at the last copy's position to them."""
     first = ((key // chunk + 1) * chunk - (len_k - len_q)) // ROWS
-    return first, first + chunk // ROWS
+    return first, first + (near + ROWS - 1) // ROWS
 
 
 @gluon.jit
@@ -36,8 +37,8 @@ def _load_step(q_desc, do_desc, stats_desc, tiles, bars, slot, q_batch, batch, h
 
 
 @gluon.jit
-def _load(descs, tail_descs, tiles, bars, work, shape, chunk, batches, n_tiles, STAGES: gl.constexpr, PACKED: gl.constexpr,
-          ORDERED: gl.constexpr):
+def _load(descs, tail_descs, tiles, bars, work, shape, chunk, near, batches, n_tiles, STAGES: gl.constexpr, PACKED: gl.constexpr,
+          ORDERED: gl.constexpr, ROWS: gl.constexpr):
     """Takes tiles, tells the others which, and loads what they need; ends of packed sequences come from copies with zeros behind."""
     step_empty, work_full, work_empty = bars[2], bars[6], bars[7]
     n_seqs, group, head_tiles = shape[3], shape[7], shape[9]
@@ -48,14 +49,14 @@ def _load(descs, tail_descs, tiles, bars, work, shape, chunk, batches, n_tiles, 
     while more != 0:
         slot, phase = ring(taken, WORK)
         mbarrier.wait(work_empty.index(slot), phase ^ 1)
-        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, ORDERED)
+        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, ORDERED, ROWS)
         if PACKED:
             while (key >= len_k) & (index < n_tiles):
-                index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, ORDERED)
+                index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, ORDERED, ROWS)
         batch = sequence
         if PACKED:
             batch = 0
-        begin, full_begin, full_end, end = _query_tiles(key, len_q, len_k, 0, 0, False, True)
+        begin, full_begin, full_end, end = _query_tiles(key, len_q, len_k, 0, 0, False, True, ROWS)
         more = (index < n_tiles).to(gl.int32)
         w = gl.arange(0, 16, lane)
         words = gl.where(w == 0, more, gl.where(w == 1, batch, gl.where(w == 2, kv_head, gl.where(w == 3, key, gl.where(
@@ -64,7 +65,7 @@ def _load(descs, tail_descs, tiles, bars, work, shape, chunk, batches, n_tiles, 
         work.index(slot).store(words)
         mbarrier.arrive(work_full.index(slot), count=1)
         if more != 0:
-            seams = _seams(key, len_q, len_k, chunk)
+            seams = _seams(key, len_q, len_k, chunk, near, ROWS)
             stats_tile = dq_tile
             loaded = 0
             for member in range(group):
@@ -93,47 +94,42 @@ def _load(descs, tail_descs, tiles, bars, work, shape, chunk, batches, n_tiles, 
 
 
 @gluon.jit
-def _make_dq(dq_ptr, turns, k_tiles, ds_tiles, work, bars, group, head_tiles, chunk, copy_tiles, WIDTH: gl.constexpr,
-             ORDERED: gl.constexpr):
-    """The warp group of its own: dQ of every step from both consumers' dS."""
-    kv_empty, work_full, work_empty, ds_full, ds_empty = bars[5], bars[6], bars[7], bars[8], bars[9]
+def _add_dq(dq_desc, turns, dq_tiles, work, bars, group, head_tiles, chunk, near, copy_tiles, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+            ORDERED: gl.constexpr):
+    """The warp that has both halves of dQ added to their stage's buffer; the consumers run up to a step ahead of its waiting."""
+    work_full, work_empty, dq_full, dq_empty = bars[6], bars[7], bars[9], bars[10]
     taken = 0
     step = 0
     slot, more = await_work(work, work_full, taken)
     while more != 0:
         key = word(work, slot, 3)
         begin = word(work, slot, 4)
-        tiles = word(work, slot, 7) - begin
+        end = word(work, slot, 7)
         len_q, len_k = word(work, slot, 8), word(work, slot, 9)
-        tile = word(work, slot, 11) + begin
+        tile = word(work, slot, 11)
         mbarrier.arrive(work_empty.index(slot), count=1)
-        seams = _seams(key, len_q, len_k, chunk)
-        dq_tile = dq_ptr + tile.to(gl.int64) * (ROWS * WIDTH)
-        turn = turns + tile
+        seams = _seams(key, len_q, len_k, chunk, near, ROWS)
         for _ in range(group):
-            for j in range(tiles):
-                ds_slot, phase = ring(step, 2)
+            for i in range(begin, end):
                 now = 0
                 if ORDERED:
-                    now = gl.load(turn + j, volatile=True)
-                mbarrier.wait(ds_full.index(ds_slot), phase)
-                pending = _dq_product(k_tiles, ds_tiles, ds_slot, 0, WIDTH)
-                if ORDERED:  # a step late: what was added has arrived by now, and nothing waits for it
-                    _pass_turn(turn + j - 1, j > 0)
-                dq = warpgroup_mma_wait(0, deps=(pending,))
-                mbarrier.arrive(ds_empty.index(ds_slot), count=1)
+                    now = gl.load(turns + tile + i, volatile=True)
+                dq_tile = tile + i + _copy(i, seams) * copy_tiles
+                for c in gl.static_range(2):
+                    mbarrier.wait(dq_full.index(c), step & 1)
+                    if ORDERED and c == 0:
+                        _await_turn(turns + tile + i, now, i, key, len_q, len_k, 0, True, ROWS)
+                    _add_half(dq_desc, dq_tiles, dq_tile, c, ROWS * WIDTH)
+                for c in gl.static_range(2):
+                    tma.store_wait(1 - c)
+                    mbarrier.arrive(dq_empty.index(c), count=1)
                 if ORDERED:
-                    _await_turn(turn + j, now, begin + j, key, len_q, len_k, 0, True)
-                _add_to(dq_tile + _copy(begin + j, seams).to(gl.int64) * copy_tiles * (ROWS * WIDTH), dq)
-                dq_tile += ROWS * WIDTH
+                    _pass_turn(turns + tile + i)
                 step += 1
-            if ORDERED:
-                _pass_turn(turn + tiles - 1, tiles > 0)
-            dq_tile += (head_tiles - tiles) * (ROWS * WIDTH)
-            turn += head_tiles
-        mbarrier.arrive(kv_empty, count=1)
+            tile += head_tiles
         taken += 1
         slot, more = await_work(work, work_full, taken)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -153,62 +149,43 @@ def _store(desc, pointer, stride_row, stride_head, tile, x, batch, kv_head, firs
 
 
 @gluon.jit
-def _consume(outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, dk_scale, group, head_tiles, chunk,
-             copy_tiles, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr,
-             DQ_GROUP: gl.constexpr, PACKED: gl.constexpr, ORDERED: gl.constexpr):
+def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, dk_scale, group, head_tiles, chunk, near,
+             copy_tiles, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+             ME: gl.constexpr, PACKED: gl.constexpr, WRITER: gl.constexpr):
     """dK and dV of 64 keys of each tile, dK in the keys' frame."""
     dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dks, stride_dkh, stride_dvs, stride_dvh = outs
-    q_tiles, k_tiles = tiles[0], tiles[3]
-    q_full, k_full, v_full, kv_empty, work_full, work_empty = bars[0], bars[3], bars[4], bars[5], bars[6], bars[7]
-    dtype: gl.constexpr = q_tiles.dtype
+    k_full, v_full, kv_empty, work_full, work_empty = bars[3], bars[4], bars[5], bars[6], bars[7]
+    dtype: gl.constexpr = tiles[0].dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     taken = 0
-    step = 0
+    at = 0
     slot, more = await_work(work, work_full, taken)
     while more != 0:
         key = word(work, slot, 3)
-        begin, full_begin, full_end, end = word(work, slot, 4), word(work, slot, 5), word(work, slot, 6), word(work, slot, 7)
+        begin, full_begin, end = word(work, slot, 4), word(work, slot, 5), word(work, slot, 7)
         len_q, len_k = word(work, slot, 8), word(work, slot, 9)
-        shift = len_k - len_q
+        seams = _seams(key, len_q, len_k, chunk, near, ROWS)
         j = gl.arange(0, HALF, gl.SliceLayout(1, scores_layout)) + (key + ME * HALF)
-        low = gl.where(j < len_k, j - shift, 1 << 30)  # keys behind the end are seen by no query that there is
+        low = gl.where(j < len_k, j - (len_k - len_q), 1 << 30)  # keys behind the end are seen by no query that there is
         dk = gl.zeros([HALF, WIDTH], gl.float32, acc_layout)
         dv = gl.zeros([HALF, WIDTH], gl.float32, acc_layout)
-        tile = word(work, slot, 11)
-        dq_tile = dq_ptr + tile.to(gl.int64) * (ROWS * WIDTH)
-        turn = turns + tile * 2 + ME
         mbarrier.wait(k_full, taken & 1)
         mbarrier.wait(v_full, taken & 1)
-        if end > begin:
-            for _ in range(group):
-                first = begin
-                if ME > 0 and DQ_GROUP:  # consumers that make dQ wait for each other at every step: slower there
-                    if (end > begin + 1) & (key + ME * HALF - shift >= (begin + 1) * ROWS):
-                        _pass_unseen(ds_tiles, bars, step, STAGES, ME)
-                        first = begin + 1
-                        step += 1
-                stage, phase = ring(step, STAGES)
-                mbarrier.wait(q_full.index(stage), phase)
-                # [HALF, WIDTH] x [WIDTH, ROWS]
-                pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(stage).permute((1, 0)),
-                                        gl.zeros([HALF, ROWS], gl.float32, scores_layout), use_acc=False, is_async=True)
-                scores = warpgroup_mma_wait(0, deps=(pending,))
-                before = step - first
-                # the end of the middle is full_end, for which ptxas could not tell that the last step follows
-                bounds = (first, gl.maximum(gl.minimum(full_begin, end - 1), first), gl.maximum(gl.minimum(full_end, end - 1), first), end)
-                for part in gl.static_range(3):
-                    for i in range(bounds[part] if part < 2 else end - 1, bounds[part + 1]):
-                        place = i
-                        if not DQ_GROUP:
-                            place += _copy(i, _seams(key, len_q, len_k, chunk)) * copy_tiles
-                        scores, dk, dv = _step(
-                            scores, dk, dv, tiles, ds_tiles, columns, bars, dq_tile + place.to(gl.int64) * (ROWS * WIDTH), turn + i * 2,
-                            first, i, key, len_q, len_k, 0, before + i, 1.0, low - i * ROWS, low, WIDTH, STAGES, ME, DQ_GROUP, part != 1,
-                            part == 2, False, True, ORDERED)
-                step = before + end
-                dq_tile += head_tiles * (ROWS * WIDTH)
-                turn += head_tiles * 2
+        dq_tile = word(work, slot, 11)
+        before = at - begin
+        bounds = (begin, full_begin, end)
+        for _ in range(group):
+            for part in gl.static_range(2):
+                for i in range(bounds[part], bounds[part + 1]):
+                    place = dq_tile + i
+                    if not WRITER:
+                        place += _copy(i, seams) * copy_tiles
+                    dk, dv = _step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, place, columns, bars, before + i, 1.0, low - i * ROWS, low,
+                                   ROWS, STAGES, ME, part == 0, False, WRITER)
+            before += end - begin
+            dq_tile += head_tiles
+        at = before + begin
         mbarrier.arrive(kv_empty, count=1)
         batch, kv_head, key = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3)
         first_k, len_k = word(work, slot, 10), word(work, slot, 9)
@@ -225,58 +202,65 @@ def _consume(outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bar
 
 
 @gluon.jit(do_not_specialize=["n_seqs", "batches", "seqlen_q", "seqlen_k",
-                              "kv_heads", "head_group", "head_tiles", "n_tiles", "chunk", "copy_tiles"],
+                              "kv_heads", "head_group", "head_tiles", "n_tiles", "chunk", "near", "copy_tiles"],
            do_not_specialize_on_alignment=["turns", "cu_seqlens"])
 def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc, dk_desc,
-                                 dv_desc, dk_ptr, dv_ptr, dq_ptr, counter, turns, cu_seqlens, stride_dks, stride_dkh, stride_dvs,
+                                 dv_desc, dk_ptr, dv_ptr, dq_desc, counter, turns, cu_seqlens, stride_dks, stride_dkh, stride_dvs,
                                  stride_dvh, dk_scale, n_seqs, batches, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles,
-                                 n_tiles, chunk, copy_tiles, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr,
-                                 PACKED: gl.constexpr, ORDERED: gl.constexpr, STAGES: gl.constexpr, DQ_GROUP: gl.constexpr,
-                                 REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
+                                 n_tiles, chunk, near, copy_tiles, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr,
+                                 PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+                                 WRITER: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
+    keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, WIDTH], dtype)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], rows_layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], rows_layout)
-    out_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], rows_layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
+    out_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
     ds_tiles = gl.allocate_shared_memory(dtype, [4, HALF, ROWS], gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype))
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], gl.NVMMASharedLayout.get_default_for([128, 32], gl.float32))
     stats_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * ROWS],
                                             gl.NVMMASharedLayout.get_default_for([1, 2 * ROWS], gl.float32))
     columns = gl.allocate_shared_memory(gl.int32, [ROWS], flat)
     columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
     work = gl.allocate_shared_memory(gl.int32, [WORK, 16], flat)
-    readers: gl.constexpr = 3 if DQ_GROUP else 2
-    q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, readers, readers)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, 2, 3 if WRITER else 2)
+    first_ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    second_ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for i in gl.static_range(2):
-        mbarrier.init(ds_full.index(i), count=2)
-        mbarrier.init(ds_empty.index(i), count=1)
+        mbarrier.init(first_ds_full.index(i), count=1)
+        mbarrier.init(second_ds_full.index(i), count=1)
+        mbarrier.init(dq_full.index(i), count=1)
+        mbarrier.init(dq_empty.index(i), count=1)
     descs = (q_desc, do_desc, stats_desc, k_desc, v_desc)
     tail_descs = (q_tail_desc, do_tail_desc, k_tail_desc, v_tail_desc)
     outs = (dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dks, stride_dkh, stride_dvs, stride_dvh)
     tiles = (q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
-    bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, ds_empty)
+    bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, (first_ds_full, second_ds_full), dq_full,
+            dq_empty)
     shape = (counter, cu_seqlens, cu_seqlens, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles)
     # partitions get constants only where the tuple is written out
-    if DQ_GROUP:
+    if WRITER:
         gl.warp_specialize([
-            (_make_dq, (dq_ptr, turns, k_tiles, ds_tiles, work, bars, group, head_tiles, chunk, copy_tiles, WIDTH, ORDERED)),
-            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, dk_scale, group, head_tiles, chunk,
-                        copy_tiles, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 0, DQ_GROUP, PACKED, ORDERED)),
-            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, dk_scale, group, head_tiles, chunk,
-                        copy_tiles, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 1, DQ_GROUP, PACKED, ORDERED)),
-            (_load, (descs, tail_descs, tiles, bars, work, shape, chunk, batches, n_tiles, STAGES, PACKED, ORDERED)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])
+            (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, dk_scale, group, head_tiles, chunk,
+                        near, copy_tiles, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 0, PACKED, WRITER)),
+            (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, dk_scale, group, head_tiles, chunk,
+                        near, copy_tiles, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 1, PACKED, WRITER)),
+            (_load, (descs, tail_descs, tiles, bars, work, shape, chunk, near, batches, n_tiles, STAGES, PACKED, ORDERED, ROWS)),
+            (_add_dq, (dq_desc, turns, dq_tiles, work, bars, group, head_tiles, chunk, near, copy_tiles, ROWS, WIDTH, ORDERED)),
+        ], [4, 1, 1], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])
     else:
         gl.warp_specialize([
-            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, dk_scale, group, head_tiles, chunk,
-                        copy_tiles, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 0, DQ_GROUP, PACKED, ORDERED)),
-            (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, dk_scale, group, head_tiles, chunk,
-                        copy_tiles, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 1, DQ_GROUP, PACKED, ORDERED)),
-            (_load, (descs, tail_descs, tiles, bars, work, shape, chunk, batches, n_tiles, STAGES, PACKED, ORDERED)),
+            (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, dk_scale, group, head_tiles, chunk,
+                        near, copy_tiles, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 0, PACKED, WRITER)),
+            (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, dk_scale, group, head_tiles, chunk,
+                        near, copy_tiles, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 1, PACKED, WRITER)),
+            (_load, (descs, tail_descs, tiles, bars, work, shape, chunk, near, batches, n_tiles, STAGES, PACKED, ORDERED, ROWS)),
         ], [4, 1], [REGISTERS, LOAD_REGISTERS])
-    invalidate(bars)
+    invalidate((q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, first_ds_full, second_ds_full, dq_full,
+                dq_empty))

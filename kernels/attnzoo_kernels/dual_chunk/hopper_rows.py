@@ -1,7 +1,7 @@
 """What frames the Hopper backward's walk, in plain Triton: row statistics and empty float32 dQs before it; behind it the sum of the stages'
 dQ, each turned back from its frame, and dK turned back.
 
-A float32 dQ lies in tiles of 64 queries, inside a tile in the order in which the threads of a matrix product hold it.
+A float32 dQ lies in tiles of 64 or 128 queries, each 64 of them in the order in which the threads of a matrix product hold them.
 """
 
 import triton
@@ -11,11 +11,23 @@ from attnzoo_kernels.dual_chunk.rotation import load_angles, query_factor, rotat
 from attnzoo_kernels.flash.hopper_rows import _query_tile
 
 
-@triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "shift", "chunk", "copy_tiles"],
+@triton.jit
+def _has_copy(copy: tl.constexpr, position, chunk, near):
+    """Whether a tile of queries from `position` on adds to this buffer of dQ."""
+    if copy == 0:
+        there = position == position
+    elif copy == 1:
+        there = (position >= chunk) & (position % chunk < near)
+    else:
+        there = (position >= 2 * chunk) | ((position >= chunk) & (position % chunk >= near))
+    return there
+
+
+@triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "shift", "chunk", "near", "copy_tiles"],
             do_not_specialize_on_alignment=["stats_ptr", "grad_lse_ptr", "turns_ptr", "cu_seqlens"])
 def dual_chunk_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, turns_ptr, cu_seqlens,
                                stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen, heads,
-                               shift, chunk, copy_tiles, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
+                               shift, chunk, near, copy_tiles, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
                                TURNS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
     """[2, BLOCK] statistics of each tile: the LSE in base 2 (+inf where a row sees no key, or is none), delta = rowsum(dO * O) - dLSE."""
     batch, head, row, first, length, tile = _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
@@ -38,7 +50,7 @@ def dual_chunk_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_sta
     tl.store(place + BLOCK, delta)
     empty = tl.arange(0, BLOCK * WIDTH)
     for copy in tl.static_range(3):
-        if row + shift >= copy * chunk or copy == 0:
+        if _has_copy(copy, row + shift, chunk, near):
             tl.store(dq_ptr + (tile + copy * copy_tiles) * (BLOCK * WIDTH) + empty, tl.zeros([BLOCK * WIDTH], tl.float32))
     if tl.program_id(0) == 0:
         tl.store(counter_ptr, 0)
@@ -46,10 +58,10 @@ def dual_chunk_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_sta
         tl.store(turns_ptr + tile * TURNS + n, 0)
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seqlen", "heads", "shift", "chunk", "top", "far", "copy_tiles"],
+@triton.jit(do_not_specialize=["n_seqs", "seqlen", "heads", "shift", "chunk", "top", "far", "near", "copy_tiles"],
             do_not_specialize_on_alignment=["multiplier", "cu_seqlens"])
 def dual_chunk_bwd_dq_rows_kernel(sum_ptr, dq_ptr, cos, sin, multiplier, cu_seqlens, stride_dqb, stride_dqs, stride_dqh, stride_mb,
-                                  softmax_scale, n_seqs, seqlen, heads, shift, chunk, top, far, copy_tiles,
+                                  softmax_scale, n_seqs, seqlen, heads, shift, chunk, top, far, near, copy_tiles,
                                   HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr,
                                   PACKED: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr):
     batch, head, row, first_row, length, tile = _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
@@ -58,10 +70,10 @@ def dual_chunk_bwd_dq_rows_kernel(sum_ptr, dq_ptr, cos, sin, multiplier, cu_seql
     second = tl.zeros([BLOCK, WIDTH // 2], tl.float32)
     linear = tl.arange(0, BLOCK * WIDTH)
     for copy in tl.static_range(3):
-        if row + shift >= copy * chunk or copy == 0:
+        if _has_copy(copy, row + shift, chunk, near):
             x = tl.load(sum_ptr + (tile + copy * copy_tiles) * (BLOCK * WIDTH) + linear)
-            # from (c // 8, r // 16, r % 8, c % 8 // 2, r // 8 % 2, c % 2) to [BLOCK, WIDTH / 2, 2]
-            x = x.reshape(WIDTH // 8, BLOCK // 16, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(BLOCK, WIDTH // 2, 2)
+            # from (r // 64, c // 8, r % 64 // 16, r % 8, c % 8 // 2, r // 8 % 2, c % 2) to [BLOCK, WIDTH / 2, 2]
+            x = x.reshape(BLOCK // 64, WIDTH // 8, 4, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6).reshape(BLOCK, WIDTH // 2, 2)
             a, b = tl.split(x)
             c, s = load_angles(cos, sin, stage_position(copy, inside, chunk, top, far), ROTARY_DIM, WIDTH)
             a, b = rotate_pairs(a, b, c, -s)

@@ -7,6 +7,8 @@ from attnzoo_kernels._gluon.hopper import async_load, box, mbarrier, ring
 from attnzoo_kernels._gluon.tiles import sequence_bounds
 from attnzoo_kernels._gluon.work import publish
 
+Q_SLOTS = gl.constexpr(2)  # tiles of queries that fit: the next stage's are loaded while the last one's are read
+
 
 @gluon.jit
 def _find_sequence(cu_seqlens, slot, n_seqs, chunk, BLOCK: gl.constexpr):
@@ -42,7 +44,7 @@ def _sequence_tiles(len_q, len_k, chunk, BLOCK: gl.constexpr):
 def _decode(index, shape, BLOCK: gl.constexpr, PACKED: gl.constexpr):
     """(sequence, head, position of the tile's first row, first_q, len_q, first_k, len_k, whether there is such a tile). The last tiles,
     which walk most keys, come first: dense ones by groups of heads whose keys stay in L2."""
-    cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, head_group, chunk = shape
+    cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, head_group, chunk, _ = shape
     if PACKED:
         slots = seqlen_q // BLOCK + seqlen_q // chunk + 3 * (n_seqs + 1)
         head = index // slots
@@ -75,22 +77,28 @@ def rows_end(position, BLOCK: gl.constexpr, len_k, chunk):
 
 
 @gluon.jit
-def stage_keys(stage, index, chunk, last, BLOCK_N: gl.constexpr):
+def is_merged(position, index, chunk, near):
+    """Whether a tile from `position` on, in chunk `index`, stands at one position to all chunks before its own."""
+    return (index > 0) & (position - index * chunk >= near)
+
+
+@gluon.jit
+def stage_keys(stage, index, chunk, last, merged, BLOCK_N: gl.constexpr):
     """(first key, tiles) of a stage for queries of chunk `index` up to position `last`: 0 the chunk itself, 1 the one before, 2 all before
-    that. Queries without a key walk one tile all the same."""
+    that, or, merged, 1 all before. Queries without a key walk one tile all the same."""
     own = gl.maximum(index, 0) * chunk
-    begin = gl.where(stage == 0, own, gl.where(stage == 1, gl.maximum(own - chunk, 0), 0))
-    end = gl.where(stage == 0, gl.maximum(last, own) + 1, gl.where(stage == 1, own, gl.maximum(own - chunk, 0)))
+    begin = gl.where(stage == 0, own, gl.where((stage == 1) & (merged == 0), gl.maximum(own - chunk, 0), 0))
+    end = gl.where(stage == 0, gl.maximum(last, own) + 1, gl.where(stage == 1, own, gl.where(merged, 0, gl.maximum(own - chunk, 0))))
     return begin, (end - begin + BLOCK_N - 1) // BLOCK_N
 
 
 @gluon.jit
-def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, Q_SLOTS: gl.constexpr,
-            PACKED: gl.constexpr, JOINT_RELEASE: gl.constexpr):
+def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr,
+            PACKED: gl.constexpr):
     """Takes tiles, tells the consumers which (-1 ends), and loads keys stage by stage, with each the queries rotated for it."""
     q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, work, bars, counter, shape, group, batches, n_tiles = loads
     q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
-    heads, chunk = shape[5], shape[7]
+    heads, chunk, near = shape[5], shape[7], shape[8]
     TILE: gl.constexpr = CONSUMERS * ROWS
     step = 0
     taken = 0
@@ -108,8 +116,10 @@ def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.co
             own = chunk_of(position, chunk)
             last = rows_end(position, TILE, len_k, chunk) - 1
             row = first_q + position - (len_k - len_q)
-            for stage in range(gl.minimum(gl.maximum(own, 0), 2) + 1):
-                begin, tiles = stage_keys(stage, own, chunk, last, BLOCK_N)
+            merged = is_merged(position, own, chunk, near)
+            for stage in range(gl.minimum(gl.maximum(own, 0), 2 - merged.to(gl.int32)) + 1):
+                begin, tiles = stage_keys(stage, own, chunk, last, merged, BLOCK_N)
+                copy = stage + (merged & (stage == 1)).to(gl.int32)
                 key = first_k + begin + (tiles - 1) * BLOCK_N
                 for j in range(tiles):
                     slot, phase = ring(step, STAGES)
@@ -122,14 +132,10 @@ def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.co
                             place = q_slot * CONSUMERS + c
                             mbarrier.wait(q_empty.index(place), q_phase ^ 1)
                             mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
-                            async_load(q_desc, [stage * batches + batch, head, row + c * ROWS, 0], q_full.index(place),
+                            async_load(q_desc, [copy * batches + batch, head, row + c * ROWS, 0], q_full.index(place),
                                        box(q_tiles.index(place), q_desc))
                         q_step += 1
-                    if JOINT_RELEASE:  # V of a step is free with K of the next
-                        next_slot, next_phase = ring(step + 1, STAGES)
-                        mbarrier.wait(k_empty.index(next_slot), next_phase ^ 1)
-                    else:
-                        mbarrier.wait(v_empty.index(slot), phase ^ 1)
+                    mbarrier.wait(v_empty.index(slot), phase ^ 1)
                     mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
                     async_load(v_desc, [batch, kv_head, key, 0], v_full.index(slot), box(v_tiles.index(slot), v_desc))
                     if (j == 0) & (stage == 0):  # while the consumers are busy: the counter is far away

@@ -41,10 +41,10 @@ def backward(
 
     options = Options(cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, chunk, top, far, stages, causal, rope_interleaved,
                       softmax_scale)
-    if backward_path(impl, q, k, v, options, deterministic) == "gluon":
+    if backward_path(impl, q, k, v, options) == "gluon":
         from attnzoo_kernels.dual_chunk import hopper_backward
 
-        return hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, options)
+        return hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, options, deterministic)
     return launch_backward(grad_out, grad_lse, q, k, v, out, stats, options)
 
 

@@ -29,6 +29,11 @@ class Options:
         return self.cu_seqlens_q is not None
 
     @property
+    def near(self) -> int:
+        """Queries of a chunk, from its first on, that stand at another position to the chunk before theirs than to those before that."""
+        return min(max(self.top - self.chunk, 0), self.chunk) if self.top == self.far else self.chunk
+
+    @property
     def chunks(self) -> tuple[int, int, int]:
         return self.chunk, self.top, self.far
 

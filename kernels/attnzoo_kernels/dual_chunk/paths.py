@@ -24,10 +24,10 @@ def forward_path(impl: str | None, q: Tensor, k: Tensor, v: Tensor, options: Opt
     return "triton" if reason else "gluon"
 
 
-def backward_path(impl: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options, deterministic: bool) -> str:
+def backward_path(impl: str | None, q: Tensor, k: Tensor, v: Tensor, options: Options) -> str:
     """"gluon" or "triton"; what Gluon's backward does not cover goes to plain Triton's, after either forward."""
     if impl == "triton" or not gluon_loads():
         return "triton"
     from attnzoo_kernels.dual_chunk import hopper_backward
 
-    return "triton" if hopper_backward.backward_reason(q, k, v, options, deterministic) else "gluon"
+    return "triton" if hopper_backward.backward_reason(q, k, v, options) else "gluon"

@@ -15,6 +15,7 @@ from attnzoo_kernels.dual_chunk.options import Options
 
 ROTATE_ROWS = 64  # rows of all heads that a program turns
 ROTATE_HEADS = 8  # of them so many heads by the same angles, if there are
+REACH = tl.constexpr(256)  # queries of a tile, at most
 
 
 @triton.jit
@@ -92,7 +93,7 @@ def _rows(pointer, batch, row, head, stride_batch, stride_row, stride_head, BLOC
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "other_seqlen", "heads", "batches", "chunk", "top", "far"],
             do_not_specialize_on_alignment=["multiplier", "cu_seqlens", "other_cu_seqlens"])
 def rotate_kernel(x_ptr, copies_ptr, cos, sin, multiplier, cu_seqlens, other_cu_seqlens, stride_xb, stride_xs, stride_xh, stride_cb,
-                  stride_cs, stride_ch, stride_mb, scale, n_seqs, seqlen, other_seqlen, heads, batches, chunk, top, far,
+                  stride_cs, stride_ch, stride_mb, scale, n_seqs, seqlen, other_seqlen, heads, batches, chunk, top, far, near,
                   HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_D: tl.constexpr, INTERLEAVED: tl.constexpr,
                   HAS_MULTIPLIER: tl.constexpr, QUERIES: tl.constexpr, PACKED: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
                   HEADS: tl.constexpr, WIDTH: tl.constexpr):
@@ -119,8 +120,14 @@ def rotate_kernel(x_ptr, copies_ptr, cos, sin, multiplier, cu_seqlens, other_cu_
     b = tl.load(rows_x + second_column[None, None, :], mask=kept & has_second[None, None, :], other=0.0).to(tl.float32)
     channel = tl.arange(0, BLOCK_D)[None, None, :]
     for copy in tl.static_range(COPIES):
-        # only queries with so many chunks before theirs are read at this stage; those before the first key at the first one
-        if (copy == 0 or not QUERIES) or last >= copy * chunk:
+        # only queries with so many chunks before theirs are read at this stage, those before the first key at the first one; from the
+        # near ones on the last copy serves for both stages of other chunks
+        needed = copy == 0 or not QUERIES
+        if copy == 1:
+            needed = needed or ((last >= chunk) & (tl.min(inside) < near + REACH))
+        if copy == 2:
+            needed = needed or (last >= 2 * chunk) | ((last >= chunk) & (tl.max(inside) >= near))
+        if needed:
             c, s = load_angles(cos, sin, stage_position(copy, inside, chunk, top, far), ROTARY_DIM, BLOCK_D)
             turned = rotate_pairs(a, b, (c * factor[:, None])[:, None, :], (s * factor[:, None])[:, None, :])
             rows_c = _rows(copies_ptr, copy * batches + batch, first + row, head, stride_cb, stride_cs, stride_ch, BLOCK)
@@ -128,10 +135,11 @@ def rotate_kernel(x_ptr, copies_ptr, cos, sin, multiplier, cu_seqlens, other_cu_
             tl.store(rows_c + channel, tile, mask=kept & (channel < WIDTH))
 
 
-def rotated_copies(x: Tensor, options: Options, other_seqlen: int, copies: int, *, queries: bool) -> Tensor:
+def rotated_copies(x: Tensor, options: Options, other_seqlen: int, copies: int, *, queries: bool, near: int | None = None) -> Tensor:
     """x at the positions of the first `copies` stages, (copies * batch, seqlen, heads, width), batch 1 where packed; channels pair by pair.
 
     The width is padded with zeros to 16 bytes, as TMA wants it.
+    near: queries of a chunk, from its first on, whose second copy is read where it is not the third as well; by default all.
     Queries are also multiplied by their row multiplier and, but in float32, by softmax scale and log2(e).
     """
     batches, seqlen = (1, x.shape[0]) if options.packed else x.shape[:2]
@@ -148,7 +156,8 @@ def rotated_copies(x: Tensor, options: Options, other_seqlen: int, copies: int, 
     tiles = seqlen // block + sequences + 1 if options.packed else sequences * -(-seqlen // block)
     rotate_kernel[(-(-heads // bunch) * tiles,)](
         x, out, options.cos, options.sin, options.logit_multiplier, *cu_seqlens, *strides(x), *strides(out), options.multiplier_stride,
-        options.query_scale(x.dtype), sequences, seqlen, other_seqlen, heads, batches, *options.chunks, **options.rotation_flags(head_dim),
+        options.query_scale(x.dtype), sequences, seqlen, other_seqlen, heads, batches, *options.chunks,
+        options.chunk if near is None else near, **options.rotation_flags(head_dim),
         HAS_MULTIPLIER=queries and options.logit_multiplier is not None, QUERIES=queries, PACKED=options.packed, COPIES=copies,
         BLOCK=block, HEADS=bunch,
         WIDTH=width, num_warps=4)

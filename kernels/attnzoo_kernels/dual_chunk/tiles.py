@@ -71,9 +71,20 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
     return Tile(32, 32, 4, 1)
 
 
-def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, chunk: int) -> flash.HopperTile:
-    """Of the Gluon forward, where two tiles of queries must fit: the next stage's are loaded while the last one's are read."""
+@dataclass(frozen=True)
+class HopperTile:
+    """Of the Gluon forward: tiles of 64 rows a consumer and block_n keys."""
+
+    block_n: int
+    stages: int
+    consumers: int
+    hold: bool  # wait for the next K between the exponentials and the wait for P V
+    registers: int
+
+
+def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, chunk: int) -> HopperTile:
     if max(block_d, block_dv) == 128:
-        return flash.HopperTile(128, 2, 2, 2, False, False, 240)
-    # three consumers gave 483 TFLOP/s instead of 466 at 16384, but nothing proved that form under load
-    return flash.HopperTile(128, 3, 2, 2, False, False, 240)
+        return HopperTile(128, 2, 2, False, 240)
+    if min(seqlen_q, chunk) < 768:
+        return HopperTile(128, 3, 2, False, 240)
+    return HopperTile(128, 3, 3, True, 160)  # 2.29, two consumers 2.35
