@@ -176,7 +176,7 @@ def test_tiles_fit_and_compile_as_written():
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 4 * (5 + 3 * 3)
-    spilled = [kernel for kernel in kernels if kernel["stack"] and kernel["kernel"] != "block_sparse_bwd_hopper_kernel"]
+    assert len(kernels) == 4 * (7 + 3 * 3)
+    spilled = [kernel for kernel in kernels if kernel["stack"] and "_bwd_" not in kernel["kernel"]]
     wrong = spilled + [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]]
     assert not wrong, "\n".join(map(str, wrong))

@@ -13,10 +13,11 @@ from torch import Tensor
 from attnzoo_kernels._gluon.hopper import descriptor, multiprocessors, why_not_tma
 from attnzoo_kernels._triton.launch import Launch, on_device_of, tma_takes_layout
 from attnzoo_kernels.block_sparse.hopper_gradients import block_sparse_bwd_hopper_kernel
+from attnzoo_kernels.block_sparse.hopper_pair import block_sparse_bwd_pair_kernel
 from attnzoo_kernels.block_sparse.lists import Grid
 from attnzoo_kernels.block_sparse.options import Options
 from attnzoo_kernels.block_sparse.tiles import HopperTile
-from attnzoo_kernels.flash.hopper_backward import Tile, backward_tile
+from attnzoo_kernels.flash.hopper_backward import Tile, backward_tile, pair_tile
 from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS
 from attnzoo_kernels.flash.hopper_rows import flash_bwd_dq_rows_kernel, flash_bwd_rows_kernel
 from attnzoo_kernels.flash.options import Layout, layout, strides
@@ -39,6 +40,7 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, determini
 class Plan:
     """The launches for one layout of the arguments."""
 
+    tile: Tile
     width: int
     grid: Grid
     rows: Launch
@@ -52,7 +54,8 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, q: Layou
     sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     heads, kv_heads = q[0][-2], k[0][-2]
     width = 64 if max(q[0][-1], v[0][-1]) <= 64 else 128
-    tile = tile or backward_tile(width)
+    # random 0.26 of 128 at width 64: 0.74 ms, in pairs of products 0.77; at width 128 the other way round 1.47 and 1.29
+    tile = tile or (backward_tile(width) if width == 64 else pair_tile(width, ordered=False))
     grid = options.grid(q[0], k[0], HopperTile(ROWS.value, KEYS.value, tile.stages))
     query_tiles = options.programs(heads, seqlen_q, sequences, ROWS.value)
     key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
@@ -61,14 +64,14 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, q: Layou
         {"VALUE_DIM": v[0][-1], "WIDTH": width, "PACKED": False, "TURNS": 0, "HAS_GRAD_LSE": has_grad_lse, "BLOCK": ROWS.value}, 4, 1)
     stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, *_ = options.scalars(grid, q[0], k[0], by_keys=True)
     walk = Launch(
-        block_sparse_bwd_hopper_kernel, min(key_tiles, multiprocessors(device)),
+        block_sparse_bwd_hopper_kernel if tile.dq_group else block_sparse_bwd_pair_kernel, min(key_tiles, multiprocessors(device)),
         (stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, options.window_left, options.window_right, seqlen_q, seqlen_k,
          kv_heads, heads // kv_heads, query_tiles // (heads * sequences), key_tiles),
         {"WIDTH": width, "HAS_LEFT": options.window_left >= 0, "HAS_RIGHT": options.window_right >= 0, "STAGES": tile.stages,
-         "DQ_GROUP": tile.dq_group, "REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
+         "REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
     dq_rows = Launch(flash_bwd_dq_rows_kernel, query_tiles, (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),
                      {"HEAD_DIM": q[0][-1], "WIDTH": width, "PACKED": False, "BLOCK": ROWS.value}, 4, 1)
-    return Plan(width, grid, rows, walk, dq_rows)
+    return Plan(tile, width, grid, rows, walk, dq_rows)
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, mask: Tensor,
@@ -82,14 +85,14 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     plan = _plan(q.device, q.dtype, grad_lse is not None, *map(layout, (q, k, v, out, grad_out, dq)), options, tile)
     query_tiles, width = plan.rows.programs, plan.width
     row_stats = stats.new_empty(query_tiles, 1, 2 * ROWS.value)
-    dq_sum = stats.new_empty(query_tiles * ROWS.value * width)
+    dq_sum = stats.new_empty(1, query_tiles * ROWS.value * width // 32, 1, 32)
     counter, turns = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (1, 0))
     with on_device_of(q):
         lists = options.lists(mask, plan.grid, q.shape, k.shape, by_keys=True)
         plan.rows(out, grad_out, stats, grad_lse, row_stats, dq_sum, counter, turns, None)
         blocks = (ROWS.value, HALF.value, HALF.value, ROWS.value)
         plan.walk(*(descriptor(x, block, width) for x, block in zip((q, k, v, grad_out), blocks, strict=True)),
-                  descriptor(row_stats, 1, 2 * ROWS.value), descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width), dq_sum,
-                  lists.order, lists.index, lists.count, counter)
+                  descriptor(row_stats, 1, 2 * ROWS.value), descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width),
+                  dq_sum if plan.tile.dq_group else descriptor(dq_sum, 128, 32), lists.order, lists.index, lists.count, counter)
         plan.dq_rows(dq_sum, dq, None)
     return dq, dk, dv

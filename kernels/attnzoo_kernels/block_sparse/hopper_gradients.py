@@ -1,64 +1,15 @@
-"""The Gluon kernel of the Hopper backward: FlashAttention's walk, each tile of 128 keys along its list of tiles of 64 queries.
+"""The Gluon kernel of the Hopper backward up to width 64: FlashAttention's walk, each 128 keys along their list of tiles of 64 queries.
 
-As there one warp loads, two consumers hold dK and dV of 64 keys each, and dQ = dS K is added to a float32 buffer straight from registers,
-by the consumers or, for narrow heads, by a warp group of its own.
+As there one warp loads, two consumers hold dK and dV of 64 keys each, and a warp group of its own adds dQ = dS K to a float32 buffer.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import invalidate, mbarrier, ring, tma, warpgroup_mma, warpgroup_mma_wait
-from attnzoo_kernels.block_sparse.hopper_lists import find_list, list_lengths, listed_tile
+from attnzoo_kernels.block_sparse.hopper_lists import find_list, list_lengths, load
 from attnzoo_kernels.flash.hopper_gradients import _add_to, _dq_product, _step, _store_tile
-from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS, WORK, _load_keys, _load_step, await_work, walk_barriers, word
-
-
-@gluon.jit
-def _load(descs, tiles, bars, work, lists, counter, kv_heads, group, head_tiles, n_tiles, STAGES: gl.constexpr):
-    """Takes tiles, tells the others which, and loads what they need."""
-    q_desc, do_desc, stats_desc = descs[0], descs[1], descs[2]
-    order, entries, count, list_tiles, width, stride_batch, stride_head = lists
-    step_empty, work_full, work_empty = bars[2], bars[6], bars[7]
-    w = gl.arange(0, 8, gl.BlockedLayout([1], [32], [1], [0]))
-    step = 0
-    taken = 0
-    more = 1
-    while more != 0:
-        slot, phase = ring(taken, WORK)
-        mbarrier.wait(work_empty.index(slot), phase ^ 1)
-        index = gl.atomic_add(counter, 1, sem="relaxed")
-        batch, kv_head, tile = listed_tile(index, order, list_tiles, kv_heads, n_tiles)
-        number = batch * stride_batch + kv_head * group * stride_head + tile
-        length, clear = list_lengths(count, number)
-        more = (index < n_tiles).to(gl.int32)
-        words = gl.where(w == 0, more, gl.where(w == 1, batch, gl.where(w == 2, kv_head, gl.where(w == 3, tile * KEYS, gl.where(
-            w == 4, length, gl.where(w == 5, clear, number))))))
-        work.index(slot).store(words)
-        mbarrier.arrive(work_full.index(slot), count=1)
-        if more != 0:
-            loaded = 0
-            for member in range(group):
-                head = kv_head * group + member
-                stats_tile = (batch * kv_heads * group + head) * head_tiles
-                entry = find_list(entries, number, width)
-                listed = gl.load(entry)
-                for _ in range(length):
-                    row_tile = listed
-                    entry += 1
-                    listed = gl.load(entry)  # a step ahead: the loads of queries would wait for it
-                    stage, stage_phase = ring(step, STAGES)
-                    mbarrier.wait(step_empty.index(stage), stage_phase ^ 1)
-                    _load_step(q_desc, do_desc, stats_desc, tiles, bars, stage, batch, head, row_tile * ROWS, stats_tile + row_tile)
-                    if loaded == 0:  # behind the first queries: keys and values have one buffer, which is freed late
-                        _load_keys(descs[3], descs[4], tiles, bars, taken, batch, kv_head, tile * KEYS)
-                        loaded = 1
-                    step += 1
-                if member + 1 < group:
-                    number += stride_head
-                    length, clear = list_lengths(count, number)
-            if loaded == 0:
-                _load_keys(descs[3], descs[4], tiles, bars, taken, batch, kv_head, tile * KEYS)
-        taken += 1
+from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, walk_barriers, word
 
 
 @gluon.jit
@@ -97,8 +48,8 @@ def _make_dq(dq_ptr, k_tiles, ds_tiles, work, bars, lists, kv_heads, group, head
 
 @gluon.jit
 def _consume(dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, dk_scale, kv_heads, group, head_tiles,
-             len_q, len_k, window_left, window_right, WIDTH: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr, DQ_GROUP: gl.constexpr,
-             HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+             len_q, len_k, window_left, window_right, WIDTH: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr, HAS_LEFT: gl.constexpr,
+             HAS_RIGHT: gl.constexpr):
     """dK and dV of 64 keys of each tile."""
     entries, count, width, stride_head = lists[1], lists[2], lists[4], lists[6]
     q_tiles, k_tiles = tiles[0], tiles[3]
@@ -142,7 +93,7 @@ def _consume(dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work
                         scores, dk, dv = _step(
                             scores, dk, dv, tiles, ds_tiles, columns, bars, dq_tile + row_tile.to(gl.int64) * (ROWS * WIDTH), dq_ptr, 0, 0,
                             key, len_q, len_k, window_right, step + i, scale, low - row_tile * ROWS, high - row_tile * ROWS, WIDTH, STAGES,
-                            ME, DQ_GROUP, part > 0, part == 2, HAS_LEFT, HAS_RIGHT, False)
+                            ME, True, part > 0, part == 2, HAS_LEFT, HAS_RIGHT, False)
                 step += length
             if member + 1 < group:
                 number += stride_head
@@ -164,7 +115,7 @@ def _consume(dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work
 def block_sparse_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_ptr, order, index, count, counter,
                                    stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, window_left, window_right, seqlen_q,
                                    seqlen_k, kv_heads, group, head_tiles, n_tiles, WIDTH: gl.constexpr, HAS_LEFT: gl.constexpr,
-                                   HAS_RIGHT: gl.constexpr, STAGES: gl.constexpr, DQ_GROUP: gl.constexpr, REGISTERS: gl.constexpr,
+                                   HAS_RIGHT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
                                    LOAD_REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
@@ -181,8 +132,7 @@ def block_sparse_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, 
     columns = gl.allocate_shared_memory(gl.int32, [ROWS], flat)
     columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
     work = gl.allocate_shared_memory(gl.int32, [WORK, 8], flat)
-    readers: gl.constexpr = 3 if DQ_GROUP else 2
-    q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, readers, readers)
+    q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, 3, 3)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     for i in gl.static_range(2):
@@ -193,21 +143,12 @@ def block_sparse_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, 
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, ds_empty)
     lists = (order, index, count, list_tiles, list_width, stride_lb, stride_lh)
     # partitions get constants only where the tuple is written out
-    if DQ_GROUP:
-        gl.warp_specialize([
-            (_make_dq, (dq_ptr, k_tiles, ds_tiles, work, bars, lists, kv_heads, group, head_tiles, WIDTH)),
-            (_consume, (dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, softmax_scale, kv_heads,
-                        group, head_tiles, seqlen_q, seqlen_k, window_left, window_right, WIDTH, STAGES, 0, DQ_GROUP, HAS_LEFT, HAS_RIGHT)),
-            (_consume, (dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, softmax_scale, kv_heads,
-                        group, head_tiles, seqlen_q, seqlen_k, window_left, window_right, WIDTH, STAGES, 1, DQ_GROUP, HAS_LEFT, HAS_RIGHT)),
-            (_load, (descs, tiles, bars, work, lists, counter, kv_heads, group, head_tiles, n_tiles, STAGES)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])
-    else:
-        gl.warp_specialize([
-            (_consume, (dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, softmax_scale, kv_heads,
-                        group, head_tiles, seqlen_q, seqlen_k, window_left, window_right, WIDTH, STAGES, 0, DQ_GROUP, HAS_LEFT, HAS_RIGHT)),
-            (_consume, (dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, softmax_scale, kv_heads,
-                        group, head_tiles, seqlen_q, seqlen_k, window_left, window_right, WIDTH, STAGES, 1, DQ_GROUP, HAS_LEFT, HAS_RIGHT)),
-            (_load, (descs, tiles, bars, work, lists, counter, kv_heads, group, head_tiles, n_tiles, STAGES)),
-        ], [4, 1], [REGISTERS, LOAD_REGISTERS])
+    gl.warp_specialize([
+        (_make_dq, (dq_ptr, k_tiles, ds_tiles, work, bars, lists, kv_heads, group, head_tiles, WIDTH)),
+        (_consume, (dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, softmax_scale, kv_heads, group,
+                    head_tiles, seqlen_q, seqlen_k, window_left, window_right, WIDTH, STAGES, 0, HAS_LEFT, HAS_RIGHT)),
+        (_consume, (dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, softmax_scale, kv_heads, group,
+                    head_tiles, seqlen_q, seqlen_k, window_left, window_right, WIDTH, STAGES, 1, HAS_LEFT, HAS_RIGHT)),
+        (load, (descs, tiles, None, bars, work, lists, counter, kv_heads, group, head_tiles, n_tiles, STAGES)),
+    ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])
     invalidate(bars)
