@@ -23,17 +23,18 @@ def main() -> None:
     lists = TileLists(*torch.zeros(2, 8, dtype=torch.int32), None, torch.zeros(8, dtype=torch.int32))
     Options.lists = lambda *_, **__: lists
     hopper.multiprocessors = hopper_backward.multiprocessors = lambda device: 132
-    for head_dim, value_dim, block in ((64, 64, 128), (128, 128, 128), (64, 128, 128), (64, 64, 64), (128, 128, 64)):
+    for head_dim, value_dim, *block in ((64, 64, 128, 128), (128, 128, 128, 128), (64, 128, 128, 128), (64, 64, 128, 64),
+                                        (128, 128, 128, 64), (64, 64, 64, 64), (128, 128, 64, 64)):
         for left, right, more in MASKS:
             q, k = (torch.zeros(1, n, 2, head_dim, dtype=torch.bfloat16) for n in (256, 256 + more))
             v = torch.zeros(1, 256 + more, 2, value_dim, dtype=torch.bfloat16)
-            options = Options((1, 1, 2, 4), 128, block, None, head_dim**-0.5, left, right)
+            options = Options((1, 1, 4, 4), *block, None, head_dim**-0.5, left, right)
             launch, tile, *_ = hopper._plan(q.device, q.dtype, layout(q), layout(k), layout(v), options, None)
             launch.kernel = WarmUp(launch.kernel)
             hopper.launch_forward(q, k, v, None, options)
             case = {"head_dim": head_dim, "value_dim": value_dim, "block": block, "mask": (left, right, more)}
             report(launch, **case)
-            if block == 128:
+            if block == [128, 128]:
                 out, dq = torch.zeros(2, 1, 256, 2, value_dim, dtype=torch.bfloat16), torch.zeros_like(q)
                 plan = hopper_backward._plan(q.device, q.dtype, False, *map(layout, (q, k, v, out[0], out[1], dq)), options, None)
                 launches = (plan.rows, plan.walk, plan.dq_rows)

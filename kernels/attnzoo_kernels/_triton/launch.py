@@ -133,7 +133,7 @@ class Launch:
     Triton's own launch looks at every argument again and encodes every tensor descriptor. From the third call on this goes to the compiled
     kernel with addresses for tensors, and with the descriptors' encodings where an address was seen before. `constants` stand in the order
     of the kernel's signature. `blocks`: descriptor()'s arguments for those tensors, by position, that the kernel takes as tensor
-    descriptors and the caller as they are.
+    descriptors and the caller as they are. `options`: further ones of the compiler, as maxnreg.
     """
 
     kernel: Any
@@ -143,6 +143,7 @@ class Launch:
     num_warps: int
     num_stages: int
     blocks: dict[int, tuple] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     compiled: Any = None
     direct: Any = None
 
@@ -153,7 +154,7 @@ class Launch:
         given = [descriptor(x, *self.blocks[n]) if n in self.blocks else x for n, x in enumerate(tensors)]
         if self.compiled is None:  # the interpreter compiles nothing and always comes here
             self.compiled = self.kernel[(self.programs,)](*given, *self.scalars, **self.constants, num_warps=self.num_warps,
-                                                          num_stages=self.num_stages)
+                                                          num_stages=self.num_stages, **self.options)
         else:
             self.compiled[(self.programs, 1, 1)](*given, *self.scalars, *self.constants.values())
             if self.direct is None:

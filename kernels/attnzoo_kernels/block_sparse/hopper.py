@@ -1,6 +1,7 @@
 """Block-sparse forward for Hopper in Gluon: FlashAttention's persistent walk, along lists of kept tiles that a loading warp reads ahead.
 
 Two warp groups of 64 queries each share a tile's list, from its last entry to its first; entries that need a mask are the list's last ones.
+Where blocks have 64 queries, one warp group has a list, and two programs share a multiprocessor.
 """
 
 import functools
@@ -147,8 +148,8 @@ def _consume(rows, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.con
 def block_sparse_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, order, index, count, counter, stride_stats,
                                    stride_lb, stride_lh, list_tiles, list_width, scale, window_left, window_right, seqlen_q, seqlen_k,
                                    heads, group, n_tiles, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
-                                   STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr):
-    CONSUMERS: gl.constexpr = 2
+                                   STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+                                   LOOP_MASK: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BLOCK_D], gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype))
     out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BLOCK_DV], gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], dtype))
@@ -162,11 +163,17 @@ def block_sparse_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
     rows = (out_desc, lse_ptr, stats_ptr, q_tiles, k_tiles, v_tiles, out_tiles, work, bars, index, list_width, heads, seqlen_q, seqlen_k,
             window_left, window_right, scale, stride_stats)
     # partitions get constants only where the tuple is written out
-    gl.warp_specialize([
-        (_consume, (rows, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, HAS_LEFT, HAS_RIGHT, LOOP_MASK)),
-        (_consume, (rows, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, HAS_LEFT, HAS_RIGHT, LOOP_MASK)),
-        (_produce, (loads, BLOCK_N, STAGES, CONSUMERS)),
-    ], [4, 1], [240, 24])
+    if CONSUMERS == 1:
+        gl.warp_specialize([
+            (_consume, (rows, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, HAS_LEFT, HAS_RIGHT, LOOP_MASK)),
+            (_produce, (loads, BLOCK_N, STAGES, CONSUMERS)),
+        ], [1], [24])
+    else:
+        gl.warp_specialize([
+            (_consume, (rows, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, HAS_LEFT, HAS_RIGHT, LOOP_MASK)),
+            (_consume, (rows, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, HAS_LEFT, HAS_RIGHT, LOOP_MASK)),
+            (_produce, (loads, BLOCK_N, STAGES, CONSUMERS)),
+        ], [4, 1], [240, 24])
     invalidate(bars)
 
 
@@ -176,7 +183,7 @@ def _plan(device: torch.device, dtype: torch.dtype, q: Layout, k: Layout, v: Lay
     sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     heads = q[0][-2]
     width, value_width = (64 if x[0][-1] <= 64 else 128 for x in (q, v))
-    tile = tile or hopper_forward_tile(width, value_width, options.block_k)
+    tile = tile or hopper_forward_tile(width, value_width, options.block_q, options.block_k)
     grid = options.grid(q[0], k[0], tile)
     left, right = options.window_left, options.window_right
     # the diagonal crosses two tiles of keys where they are the smaller ones
@@ -184,9 +191,12 @@ def _plan(device: torch.device, dtype: torch.dtype, q: Layout, k: Layout, v: Lay
     n_tiles = options.programs(heads, seqlen_q, sequences, tile.block_m)
     *lists, _, scale, _, _, _, _, _, _, group = options.scalars(grid, q[0], k[0], by_keys=False)
     scalars = (math.prod(q[0][:-1]), *lists, scale, left, right, seqlen_q, seqlen_k, heads, group, n_tiles)
-    constants = {"BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "HAS_LEFT": left >= 0,
-                 "HAS_RIGHT": right >= 0, "LOOP_MASK": loop_mask}
-    launch = Launch(block_sparse_fwd_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1)
+    constants = {"BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": tile.block_n, "STAGES": tile.stages,
+                 "CONSUMERS": tile.block_m // ROWS.value, "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "LOOP_MASK": loop_mask}
+    # two programs share the registers that the compiler would give to one
+    registers = {"maxnreg": 128} if tile.programs == 2 else {}
+    launch = Launch(block_sparse_fwd_hopper_kernel, min(n_tiles, tile.programs * multiprocessors(device)), scalars, constants, 4, 1,
+                    options=registers)
     return launch, tile, grid, width, value_width
 
 

@@ -90,15 +90,19 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, block: int)
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Of the Gluon kernels: a forward's consumers have 64 of block_m rows each."""
+    """Of the Gluon kernels: a forward has a consumer for each 64 of block_m rows."""
 
     block_m: int
     block_n: int
     stages: int
+    programs: int = 1  # of a multiprocessor
 
 
-def hopper_forward_tile(block_d: int, block_dv: int, block: int) -> HopperTile:
-    """`block`: of keys. Random 0.26 of 128 at width 128: 0.45 ms, 64 keys with 3 or 4 stages 0.51 and 0.50."""
-    if block < 128:
+def hopper_forward_tile(block_d: int, block_dv: int, block_q: int, block_k: int) -> HopperTile:
+    """Random 0.26 of 128 at width 128: 0.45 ms, 64 keys with 3 or 4 stages 0.51 and 0.50; of 64 0.50, with one program 0.69."""
+    wide = max(block_d, block_dv) == 128
+    if block_q < 128:
+        return HopperTile(64, 64, 2 if wide else 3, programs=2)
+    if block_k < 128:
         return HopperTile(128, 64, 4)
-    return HopperTile(128, 128, 2 if max(block_d, block_dv) == 128 else 3)
+    return HopperTile(128, 128, 2 if wide else 3)
