@@ -193,8 +193,8 @@ def _plan(device: torch.device, dtype: torch.dtype, q: Layout, k: Layout, v: Lay
     scalars = (math.prod(q[0][:-1]), *lists, scale, left, right, seqlen_q, seqlen_k, heads, group, n_tiles)
     constants = {"BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": tile.block_n, "STAGES": tile.stages,
                  "CONSUMERS": tile.block_m // ROWS.value, "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "LOOP_MASK": loop_mask}
-    # two programs share the registers that the compiler would give to one
-    registers = {"maxnreg": 128} if tile.programs == 2 else {}
+    # several programs share the registers that the compiler would give to one
+    registers = {"maxnreg": 256 // tile.programs // 8 * 8} if tile.programs > 1 else {}
     launch = Launch(block_sparse_fwd_hopper_kernel, min(n_tiles, tile.programs * multiprocessors(device)), scalars, constants, 4, 1,
                     options=registers)
     return launch, tile, grid, width, value_width
