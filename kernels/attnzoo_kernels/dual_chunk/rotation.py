@@ -90,7 +90,7 @@ def _rows(pointer, batch, row, head, stride_batch, stride_row, stride_head, BLOC
     return pointer + start + (tl.arange(0, BLOCK) * stride_row)[:, None, None] + (tl.cast(head, tl.int64) * stride_head)[None, :, None]
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seqlen", "other_seqlen", "heads", "batches", "chunk", "top", "far"],
+@triton.jit(do_not_specialize=["n_seqs", "seqlen", "other_seqlen", "heads", "batches", "chunk", "top", "far", "near"],
             do_not_specialize_on_alignment=["multiplier", "cu_seqlens", "other_cu_seqlens"])
 def rotate_kernel(x_ptr, copies_ptr, cos, sin, multiplier, cu_seqlens, other_cu_seqlens, stride_xb, stride_xs, stride_xh, stride_cb,
                   stride_cs, stride_ch, stride_mb, scale, n_seqs, seqlen, other_seqlen, heads, batches, chunk, top, far, near,
