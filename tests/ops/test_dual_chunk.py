@@ -10,7 +10,9 @@ from attnzoo_kernels import dual_chunk_attention, flash_attention
 from attnzoo_kernels.dual_chunk import backward, forward, parts
 from attnzoo_kernels.dual_chunk.cases import CORRECTNESS, LARGE, Case, rotary_tables
 from attnzoo_kernels.dual_chunk.geometry import geometry
-from attnzoo_kernels.dual_chunk.reference import rotate
+from attnzoo_kernels.dual_chunk.options import Options
+from attnzoo_kernels.dual_chunk.reference import rotate, stage_positions
+from attnzoo_kernels.dual_chunk.rotation import rotated_copies
 from attnzoo_kernels.dual_chunk.tiles import Tile
 from benchmarks.accuracy import error_ratio
 
@@ -80,6 +82,29 @@ def distance(i: int, j: int, chunk_size: int, local_size: int, variant: str) -> 
     if i // chunk == j // chunk + 1:
         return min(i % chunk + chunk, top) - j % chunk
     return (top if variant == "paper" else min(2 * chunk - 1, top)) - j % chunk
+
+
+@pytest.mark.parametrize("case", [
+    Case(batch=2, seqlen_q=1333, heads=1, head_dim=32, chunk_size=480, local_size=64, dtype=torch.float32),
+    Case(seqlen_q=1333, seqlen_k=1397, heads=1, head_dim=32, chunk_size=480, local_size=64, variant="chunkllama", dtype=torch.float32),
+    Case(seqlen_q=200, seqlen_k=170, heads=1, head_dim=32, chunk_size=64, local_size=0, dtype=torch.float32),
+], ids=str)
+def test_one_copy_of_queries_serves_all_chunks_that_they_have_one_position_to(case, device, poisoned):
+    """From options.near of a chunk on the Gluon kernels read the last copy for the chunk before, too."""
+    q, k, _, _, o = case.inputs(device)
+    chunks = geometry(case.chunk_size, case.local_size, case.variant)
+    options = Options(o["cos"], o["sin"], None, None, None, *chunks, 7, True, False, 1.0)
+    near, chunk = options.near, chunks.chunk
+    assert near < chunk
+    position = torch.arange(q.shape[1], device=device) + k.shape[1] - q.shape[1]
+    place = position % chunk
+    intra, successive, inter = rotated_copies(q, options, k.shape[1], 3, queries=True, near=near).unflatten(0, (3, q.shape[0]))
+    for copy, read, stage in ((intra, position == position, 0), (successive, (position >= chunk) & (place < near), 1),
+                              (inter, (position >= chunk) & (place >= near), 1), (inter, position >= 2 * chunk, 2)):
+        places = stage_positions(position[read][None], chunks)[stage][0]
+        # channels lie pair by pair
+        expected = rotate(q[:, read], o["cos"][places], o["sin"][places], False).unflatten(-1, (2, -1)).mT.flatten(-2)
+        torch.testing.assert_close(copy[:, read], expected)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
