@@ -20,8 +20,11 @@ hopper = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
 SHARED_MEMORY = 232448
 LENGTHS = tuple(Case(seqlen_q=n, head_dim=d, block_q=128, causal=causal, masks="head", density=0.6)
                 for n in (1, 97, 128, 129, 384, 1023, 1025) for causal in (False, True) for d in (64, 128))
+SMALL = tuple(Case(seqlen_q=n, seqlen_k=n + more, head_dim=d, block_q=64, causal=True, masks="head", density=0.6)
+              for n in (1, 64, 65, 1023, 4000) for more in (0, 70) for d in (64, 128))
+SIZES = (128, 64), (128, 256), (256, 128), (256, 64), (64, 64), (64, 128), (64, 256)
 BLOCKS = tuple(Case(seqlen_q=700, head_dim=d, block_q=m, block_k=n, causal=causal, masks="head")
-               for m, n in ((128, 64), (128, 256), (256, 128), (256, 64)) for causal in (False, True) for d in (64, 128))
+               for m, n in SIZES for causal in (False, True) for d in (64, 128))
 # the diagonal on the tiles, off them, before the first key
 UNLIKE = tuple(Case(batch=2, seqlen_q=m, seqlen_k=n, heads=4, kv_heads=2, head_dim=d, block_q=128, causal=True, masks="sequence",
                     holes=True) for d in (64, 128) for m, n in ((384, 640), (333, 777), (777, 333), (1, 500)))
@@ -38,7 +41,7 @@ OPTIONS = (
     Case(batch=2, seqlen_q=4000, heads=4, kv_heads=2, head_dim=128, block_q=128, causal=True, masks="sequence", density=0.3, diagonal=True),
     Case(batch=2, seqlen_q=4000, heads=4, head_dim=64, block_q=128, causal=True, masks="head", density=0.3, diagonal=True),
 )
-COVERED = [replace(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float16) for case in LENGTHS + BLOCKS + UNLIKE + OPTIONS]
+COVERED = [replace(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float16) for case in LENGTHS + SMALL + BLOCKS + UNLIKE + OPTIONS]
 
 
 @pytest.mark.gpu
@@ -53,9 +56,10 @@ def test_error_is_at_most_twice_that_of_eager(case, poisoned):
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("block", (64, 128))
 @pytest.mark.parametrize("head_dim", (64, 128))
-def test_repeats_are_bitwise_equal_but_for_dq(head_dim):
-    inputs = Case(seqlen_q=4096, heads=8, kv_heads=4, head_dim=head_dim, block_q=128, causal=True, masks="head").inputs("cuda")
+def test_repeats_are_bitwise_equal_but_for_dq(head_dim, block):
+    inputs = Case(seqlen_q=4096, heads=8, kv_heads=4, head_dim=head_dim, block_q=block, causal=True, masks="head").inputs("cuda")
     first = run(inputs, "gluon")
     for _ in range(100):
         again = run(inputs, "gluon")
@@ -153,7 +157,7 @@ def test_none_takes_gluon_where_it_holds_and_a_named_path_is_refused_elsewhere()
     by_name, by_itself, plain = (run(inputs, impl) for impl in ("gluon", None, "triton"))
     assert all(torch.equal(by_name[name], by_itself[name]) for name in ("out", "lse", "dk", "dv"))
     assert not torch.equal(by_name["out"], plain["out"])
-    for case, message in ((Case(seqlen_q=40, block_q=64), "blocks must be multiples of 128 queries and 64 keys, got 64 x 64"),
+    for case, message in ((Case(seqlen_q=40, block_q=64, block_k=32), "blocks must be multiples of 64 tokens, got 64 x 32"),
                           (Case(seqlen_q=40, head_dim=192, block_q=128), "head_dim and value_dim must be 33 to 128"),
                           (Case(seqlen_q=40, block_q=128, dtype=torch.float32), "dtype must be float16 or bfloat16"),
                           (Case(lengths_q=(40, 3), block_q=128), "it has no packed sequences")):

@@ -57,8 +57,8 @@ def block_sparse_attention(
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: True: repeated runs give the same bits. False: the Gluon backward adds up dQ in no order. None follows
         torch.are_deterministic_algorithms_enabled(). The forward, and the plain Triton path throughout, always repeat bit by bit.
-    impl: "gluon" | "triton" | "reference". "gluon" (Hopper: 16 bits, not packed, head_dim and value_dim 33 to 128, blocks of 128 or 256
-        queries and at least 64 keys; what its backward does not take, as deterministic=True, goes to plain Triton's). None takes gluon
+    impl: "gluon" | "triton" | "reference". "gluon" (Hopper: 16 bits, not packed, head_dim and value_dim 33 to 128, blocks of at least 64
+        tokens; what its backward does not take, as deterministic=True and blocks of 64 keys, goes to plain Triton's). None takes gluon
         where it holds, else triton, on CUDA tensors and the reference on CPU ones. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.

@@ -1,7 +1,7 @@
 """Block-sparse forward for Hopper in Gluon: FlashAttention's persistent walk, along lists of kept tiles that a loading warp reads ahead.
 
 Two warp groups of 64 queries each share a tile's list, from its last entry to its first; entries that need a mask are the list's last ones.
-Where blocks have 64 queries, one warp group has a list, and two programs share a multiprocessor.
+Where blocks have 64 queries, one warp group has a list, and two or three programs share a multiprocessor.
 """
 
 import functools
@@ -206,8 +206,8 @@ def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
         return f"head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
     if options.sequences is not None:
         return "it has no packed sequences"
-    if options.block_q % 128 or options.block_k % 64:
-        return f"blocks must be multiples of 128 queries and 64 keys, got {options.block_q} x {options.block_k}"
+    if options.block_q % 64 or options.block_k % 64:
+        return f"blocks must be multiples of 64 tokens, got {options.block_q} x {options.block_k}"
     return why_not_tma(q, k, v)
 
 

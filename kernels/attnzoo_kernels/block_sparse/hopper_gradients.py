@@ -47,11 +47,14 @@ def _make_dq(dq_ptr, k_tiles, ds_tiles, work, bars, lists, kv_heads, group, head
 
 
 @gluon.jit
-def _consume(dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, dk_scale, kv_heads, group, head_tiles,
-             len_q, len_k, window_left, window_right, WIDTH: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr, HAS_LEFT: gl.constexpr,
-             HAS_RIGHT: gl.constexpr):
+def _consume(outs, tiles, buffers, bars, lists, scales, sizes, WIDTH: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr,
+             HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
     """dK and dV of 64 keys of each tile."""
-    entries, count, width, stride_head = lists[1], lists[2], lists[4], lists[6]
+    dk_desc, dv_desc, dq_ptr = outs
+    numbers, ds_tiles, out_tiles, columns, work = buffers
+    count, stride_head = lists[2], lists[6]
+    scale, dk_scale = scales
+    group, len_q, len_k, window_left, window_right = sizes
     q_tiles, k_tiles = tiles[0], tiles[3]
     q_full, k_full, v_full, kv_empty, work_full, work_empty = bars[0], bars[3], bars[4], bars[5], bars[6], bars[7]
     dtype: gl.constexpr = q_tiles.dtype
@@ -71,14 +74,10 @@ def _consume(dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work
         high = j - shift + window_left
         dk = gl.zeros([HALF, WIDTH], gl.float32, acc_layout)
         dv = gl.zeros([HALF, WIDTH], gl.float32, acc_layout)
-        head = (word(work, slot, 1) * kv_heads + word(work, slot, 2)) * group
         mbarrier.wait(k_full, taken & 1)
         mbarrier.wait(v_full, taken & 1)
         for member in range(group):
             if length > 0:
-                dq_tile = dq_ptr + ((head + member) * head_tiles).to(gl.int64) * (ROWS * WIDTH)
-                entry = find_list(entries, number, width)
-                listed = gl.load(entry)
                 stage, phase = ring(step, STAGES)
                 mbarrier.wait(q_full.index(stage), phase)
                 # [HALF, WIDTH] x [WIDTH, ROWS]
@@ -88,12 +87,11 @@ def _consume(dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work
                 bounds = (0, gl.minimum(clear, length - 1), length - 1, length)
                 for part in gl.static_range(3):
                     for i in range(bounds[part], bounds[part + 1]):
-                        row_tile = listed
-                        listed = gl.load(entry + i + 1)  # a step ahead, as in _load
+                        row_tile = word(numbers, (step + i) % STAGES, 0)
                         scores, dk, dv = _step(
-                            scores, dk, dv, tiles, ds_tiles, columns, bars, dq_tile + row_tile.to(gl.int64) * (ROWS * WIDTH), dq_ptr, 0, 0,
-                            key, len_q, len_k, window_right, step + i, scale, low - row_tile * ROWS, high - row_tile * ROWS, WIDTH, STAGES,
-                            ME, True, part > 0, part == 2, HAS_LEFT, HAS_RIGHT, False)
+                            scores, dk, dv, tiles, ds_tiles, columns, bars, dq_ptr, dq_ptr, 0, 0, key, len_q, len_k, window_right, step + i,
+                            scale, low - row_tile * ROWS, high - row_tile * ROWS, WIDTH, STAGES, ME, True, part > 0, part == 2, HAS_LEFT,
+                            HAS_RIGHT, False)
                 step += length
             if member + 1 < group:
                 number += stride_head
@@ -131,6 +129,7 @@ def block_sparse_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, 
                                             gl.NVMMASharedLayout.get_default_for([1, 2 * ROWS], gl.float32))
     columns = gl.allocate_shared_memory(gl.int32, [ROWS], flat)
     columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
+    numbers = gl.allocate_shared_memory(gl.int32, [STAGES, 1], flat)
     work = gl.allocate_shared_memory(gl.int32, [WORK, 8], flat)
     q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, 3, 3)
     ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
@@ -142,13 +141,15 @@ def block_sparse_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, 
     tiles = (q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, ds_empty)
     lists = (order, index, count, list_tiles, list_width, stride_lb, stride_lh)
+    outs = (dk_desc, dv_desc, dq_ptr)
+    buffers = (numbers, ds_tiles, out_tiles, columns, work)
+    scales = (scale, softmax_scale)
+    sizes = (group, seqlen_q, seqlen_k, window_left, window_right)
     # partitions get constants only where the tuple is written out
     gl.warp_specialize([
         (_make_dq, (dq_ptr, k_tiles, ds_tiles, work, bars, lists, kv_heads, group, head_tiles, WIDTH)),
-        (_consume, (dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, softmax_scale, kv_heads, group,
-                    head_tiles, seqlen_q, seqlen_k, window_left, window_right, WIDTH, STAGES, 0, HAS_LEFT, HAS_RIGHT)),
-        (_consume, (dk_desc, dv_desc, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, lists, scale, softmax_scale, kv_heads, group,
-                    head_tiles, seqlen_q, seqlen_k, window_left, window_right, WIDTH, STAGES, 1, HAS_LEFT, HAS_RIGHT)),
-        (load, (descs, tiles, None, bars, work, lists, counter, kv_heads, group, head_tiles, n_tiles, STAGES)),
+        (_consume, (outs, tiles, buffers, bars, lists, scales, sizes, WIDTH, STAGES, 0, HAS_LEFT, HAS_RIGHT)),
+        (_consume, (outs, tiles, buffers, bars, lists, scales, sizes, WIDTH, STAGES, 1, HAS_LEFT, HAS_RIGHT)),
+        (load, (descs, tiles, numbers, bars, work, lists, counter, kv_heads, group, head_tiles, n_tiles, STAGES)),
     ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])
     invalidate(bars)

@@ -30,7 +30,7 @@ def find_list(entries, number, width):
 def load(descs, tiles, numbers, bars, work, lists, counter, kv_heads, group, head_tiles, n_tiles, STAGES: gl.constexpr):
     """The warp of a backward that takes tiles of keys, tells the others which, and loads what they need.
 
-    numbers: where each stage's tile of queries is written down for the others, or None.
+    numbers: where each stage's tile of queries is written down for the others, who would hold a number from memory in registers.
     """
     q_desc, do_desc, stats_desc = descs[0], descs[1], descs[2]
     order, entries, count, list_tiles, width, stride_batch, stride_head = lists
@@ -65,8 +65,7 @@ def load(descs, tiles, numbers, bars, work, lists, counter, kv_heads, group, hea
                     listed = gl.load(entry)  # a step ahead: the loads of queries would wait for it
                     stage, stage_phase = ring(step, STAGES)
                     mbarrier.wait(step_empty.index(stage), stage_phase ^ 1)
-                    if numbers is not None:
-                        numbers.index(stage).store(gl.full([1], row_tile, gl.int32, lane))
+                    numbers.index(stage).store(gl.full([1], row_tile, gl.int32, lane))
                     _load_step(q_desc, do_desc, stats_desc, tiles, bars, stage, batch, head, row_tile * ROWS, stats_tile + row_tile)
                     if loaded == 0:  # behind the first queries: keys and values have one buffer, which is freed late
                         _load_keys(descs[3], descs[4], tiles, bars, taken, batch, kv_head, tile * KEYS)
