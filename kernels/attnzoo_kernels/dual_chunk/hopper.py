@@ -229,7 +229,8 @@ def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, chunk: i
     sequences = batches if packed is None else packed
     width, value_width = 64 if shape[-1] <= 64 else 128, 64 if value_dim <= 64 else 128
     tile = tile or hopper_forward_tile(width, value_width, seqlen_q // (packed or 1), chunk)
-    head_group = max(1, L2_GROUP // (2 * seqlen_k * (width + value_width))) * group
+    in_l2 = 2 * L2_GROUP  # at 16384 2 % faster than half of it, 48 MiB 1 % slower
+    head_group = max(1, in_l2 // (2 * seqlen_k * (width + value_width))) * group
     block = ROWS.value * tile.consumers
     n_tiles = heads * (seqlen_q // block + seqlen_q // chunk + 3 * (packed + 1) if packed is not None
                        else batches * dense_tiles(seqlen_q, seqlen_k, chunk, block))
