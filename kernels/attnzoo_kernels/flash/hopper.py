@@ -76,7 +76,7 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
                 mbarrier.wait(v_empty.index(slot), phase ^ 1)
             mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
             async_load(v_desc, [batch, kv_head, key, 0], v_full.index(slot), box(v_tiles.index(slot), v_desc))
-            if j == 0:  # while the consumers are busy: the counter is far away
+            if j == end - begin - 1:  # not earlier: the next tile is for the program that is ready for it first
                 index = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
                 index, sequence, head, row, first_q, len_q, first_k, len_k = next_tile(
                     index, counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, head_group, n_tiles, TILE, PACKED,
@@ -203,8 +203,7 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
     tile = tile or hopper_forward_tile(width, value_width, seqlen_q if options.sequences is None else seqlen_q // sequences,
                                        causal=options.window_right >= 0, window=options.window_left >= 0)
     n_tiles = options.programs(heads, seqlen_q, sequences, ROWS.value * tile.consumers)
-    in_l2 = L2_GROUP * (2 if width == 128 else 1)  # causal at 128: twice as much is 2 % faster from 8192 on
-    head_group = max(1, in_l2 // (2 * seqlen_k * (width + value_width))) * group
+    head_group = max(1, L2_GROUP // (2 * seqlen_k * (width + value_width))) * group
     scalars = (heads * value_dim, value_dim, math.prod(q[0][:-1]), options.softmax_scale * math.log2(math.e), options.window_left,
                options.window_right, sequences, seqlen_q, seqlen_k, heads, group, head_group, n_tiles)
     shift = 0 if same_lengths else seqlen_k - seqlen_q if options.sequences is None else None
