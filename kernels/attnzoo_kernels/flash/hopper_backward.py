@@ -1,7 +1,8 @@
 """FlashAttention's backward on Hopper: the float32 dQ that all key tiles add to is cleared with the row statistics and written out last.
 
 Without an order the sums of dQ differ from run to run by their rounding. With one each query tile takes its key tiles from the last one
-down. Two kernels: consumers that make all three gradients; and, for narrow heads in order, with a warp group of its own for dQ.
+down, and nothing is cleared: the first writes. Two kernels: consumers that make all three gradients; and, for narrow heads in order, with
+a warp group of its own for dQ.
 """
 
 import functools
@@ -16,7 +17,12 @@ from attnzoo_kernels._triton.launch import Launch, on_device_of, tma_takes_layou
 from attnzoo_kernels.flash.hopper_gradients import flash_bwd_hopper_kernel
 from attnzoo_kernels.flash.hopper_loads import HALF, KEYS
 from attnzoo_kernels.flash.hopper_pair import flash_bwd_pair_kernel
-from attnzoo_kernels.flash.hopper_rows import flash_bwd_dq_rows_kernel, flash_bwd_rows_kernel, flash_bwd_tails_kernel
+from attnzoo_kernels.flash.hopper_rows import (
+    flash_bwd_dq_rows_kernel,
+    flash_bwd_ordered_dq_rows_kernel,
+    flash_bwd_rows_kernel,
+    flash_bwd_tails_kernel,
+)
 from attnzoo_kernels.flash.options import Layout, Options, layout, strides
 
 L2_GROUP = 16 << 20  # bytes of queries, their gradients and dQ that stay in L2 while key tiles walk them
@@ -100,7 +106,7 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
         (options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right, sequences, seqlen_q,
          seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, key_tiles),
         constants | {"REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
-    dq_rows = Launch(flash_bwd_dq_rows_kernel, query_tiles,
+    dq_rows = Launch(flash_bwd_ordered_dq_rows_kernel if ordered else flash_bwd_dq_rows_kernel, query_tiles,
                      (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),
                      {"HEAD_DIM": head_dim, "WIDTH": width, "PACKED": packed, "BLOCK": tile.rows}, 4, 1)
     return Plan(tile, width, rows, tails, walk, dq_rows)
@@ -145,5 +151,5 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         plan.walk(*(descriptor(x, block, width) for x, block in zip((q, k, v, grad_out), blocks, strict=True)),
                   descriptor(row_stats, 1, 2 * rows), *tails, descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width),
                   dk, dv, dq_sum if plan.tile.dq_group else descriptor(dq_sum, 128, 32), counter, turns, cu_seqlens_q, cu_seqlens_k)
-        plan.dq_rows(dq_sum, dq, cu_seqlens_q)
+        plan.dq_rows(*((dq_sum, turns) if deterministic else (dq_sum,)), dq, cu_seqlens_q)
     return dq, dk, dv, stats.new_empty(0)

@@ -32,15 +32,27 @@ def _row_statistics(stats_tiles, slot, WHICH: gl.constexpr, column: gl.constexpr
 
 
 @gluon.jit
-def _add_to(pointer, x):
-    """x [64, N] in a product's layout, added to memory in the order of registers: four floats a thread, 16 bytes from thread to thread."""
+def _places(pointer, x):
+    """Addresses of x [64, N], a product, in the order of registers: four floats a thread, 16 bytes from thread to thread."""
     product: gl.constexpr = x.type.layout
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, product))
     c = gl.arange(0, x.shape[1], gl.SliceLayout(0, product))
     place = ((c // 8) * 128 + (c % 8) // 2)[None, :] + ((r // 16) * 32 + (r % 8) * 4)[:, None]
-    address = pointer.to(gl.int64, bitcast=True) + (place * 16).to(gl.int64)
+    return pointer.to(gl.int64, bitcast=True) + (place * 16).to(gl.int64)
+
+
+@gluon.jit
+def _add_to(pointer, x):
+    """x [64, N] in a product's layout, added to memory in the order of registers."""
     gl.inline_asm_elementwise("{ red.relaxed.gpu.global.add.v4.f32 [$5], {$1, $2, $3, $4}; mov.b32 $0, 0; }", "=r,f,f,f,f,l,l,l,l",
-                              [x, address], dtype=gl.int8, is_pure=False, pack=4)
+                              [x, _places(pointer, x)], dtype=gl.int8, is_pure=False, pack=4)
+
+
+@gluon.jit
+def _write_to(pointer, x):
+    """As _add_to, over what was there."""
+    gl.inline_asm_elementwise("{ st.relaxed.gpu.global.v4.f32 [$5], {$1, $2, $3, $4}; mov.b32 $0, 0; }", "=r,f,f,f,f,l,l,l,l",
+                              [x, _places(pointer, x)], dtype=gl.int8, is_pure=False, pack=4)
 
 
 @gluon.jit
@@ -55,13 +67,19 @@ def _dq_product(k_tiles, ds_tiles, slot, COLUMN: gl.constexpr, COLUMNS: gl.const
 
 
 @gluon.jit
-def _await_turn(turn, now, query_tile, key, len_q, len_k, window_right, HAS_RIGHT: gl.constexpr,
-                ROWS: gl.constexpr = ROWS):
-    """A query tile is added to by the key tiles that see it one after the other, from the last one down. `now` was read some time ago."""
+def turn_of(query_tile, key, len_q, len_k, window_right, HAS_RIGHT: gl.constexpr, ROWS: gl.constexpr = ROWS):
+    """When a key tile adds to a query tile: one after the other of those that see it, from the last one down."""
     last = (len_k - 1) // KEYS
     if HAS_RIGHT:
         last = gl.minimum(last, ((query_tile + 1) * ROWS - 1 + len_k - len_q + window_right) // KEYS)
-    mine = last - key // KEYS
+    return last - key // KEYS
+
+
+@gluon.jit
+def _await_turn(turn, now, query_tile, key, len_q, len_k, window_right, HAS_RIGHT: gl.constexpr,
+                ROWS: gl.constexpr = ROWS):
+    """`now` was read some time ago."""
+    mine = turn_of(query_tile, key, len_q, len_k, window_right, HAS_RIGHT, ROWS)
     while now != mine:
         now = gl.load(turn, volatile=True)
 
@@ -108,7 +126,12 @@ def _make_dq(dq_ptr, turns, k_tiles, ds_tiles, work, bars, group, head_tiles, wi
                 mbarrier.arrive(ds_empty.index(ds_slot), count=1)
                 if ORDERED:
                     _await_turn(turn + j, now, begin + j, key, len_q, len_k, window_right, HAS_RIGHT)
-                _add_to(dq_tile, dq)
+                    if turn_of(begin + j, key, len_q, len_k, window_right, HAS_RIGHT) == 0:
+                        _write_to(dq_tile, dq)
+                    else:
+                        _add_to(dq_tile, dq)
+                else:
+                    _add_to(dq_tile, dq)
                 dq_tile += ROWS * WIDTH
                 step += 1
             if ORDERED:

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import (
     async_add,
+    async_store,
     barrier,
     box,
     fence_async_shared,
@@ -22,7 +23,7 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels.flash.hopper_gradients import _await_turn, _store_rows
+from attnzoo_kernels.flash.hopper_gradients import _await_turn, _store_rows, turn_of
 from attnzoo_kernels.flash.hopper_loads import HALF, WORK, await_work, load, walk_barriers, word
 
 # [64, 64] in the order of registers, in which dQ lies in memory, as the tile [128, 32] that TMA reads: swizzled by 128 bytes
@@ -66,6 +67,12 @@ def _dq_product(k_tiles, ds_tiles, slot, ROW: gl.constexpr, COLUMN: gl.constexpr
 def _add_half(dq_desc, dq_tiles, dq_tile, HALF_OF: gl.constexpr, SIZE: gl.constexpr):
     """One half of a tile of dQ, SIZE floats, to memory."""
     async_add(dq_desc, [0, 0, dq_tile * (SIZE // 32) + HALF_OF * (SIZE // 64), 0], box(dq_tiles.index(HALF_OF), dq_desc))
+
+
+@gluon.jit
+def write_half(dq_desc, dq_tiles, dq_tile, HALF_OF: gl.constexpr, SIZE: gl.constexpr):
+    """As _add_half, over what was there."""
+    async_store(dq_desc, [0, 0, dq_tile * (SIZE // 32) + HALF_OF * (SIZE // 64), 0], box(dq_tiles.index(HALF_OF), dq_desc))
 
 
 @gluon.jit
@@ -153,13 +160,18 @@ def _add_dq(dq_desc, turns, dq_tiles, work, bars, group, head_tiles, window_righ
         for _ in range(group):
             for j in range(tiles):
                 now = 0
+                mine = 1  # the first in turn writes over what was there
                 if ORDERED:
                     now = gl.load(turns + tile, volatile=True)
+                    mine = turn_of(begin + j, key, len_q, len_k, window_right, HAS_RIGHT, ROWS)
                 for c in gl.static_range(2):
                     mbarrier.wait(dq_full.index(c), step & 1)
                     if ORDERED and c == 0:
                         _await_turn(turns + tile, now, begin + j, key, len_q, len_k, window_right, HAS_RIGHT, ROWS)
-                    _add_half(dq_desc, dq_tiles, tile, c, ROWS * WIDTH)
+                    if mine == 0:
+                        write_half(dq_desc, dq_tiles, tile, c, ROWS * WIDTH)
+                    else:
+                        _add_half(dq_desc, dq_tiles, tile, c, ROWS * WIDTH)
                 for c in gl.static_range(2):
                     tma.store_wait(1 - c)
                     mbarrier.arrive(dq_empty.index(c), count=1)
