@@ -81,6 +81,23 @@ def test_training_in_graphs_gives_the_uncompiled_losses(dtype, head_dim, block, 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cross_documents", ("true", "false"))  # rows of one sequence, or packed ones
+def test_the_trainer_s_graphs_give_the_uncompiled_losses(tmp_path, cross_documents):
+    from tiny_run import column, compose_tiny
+
+    from attnzoo import runner
+
+    losses = []
+    for mode in ("false", "reduce-overhead"):
+        runner.train(compose_tiny(
+            tmp_path / mode, "trainer=gpu", "attention=block_sparse", "attention.pattern=[{name:bigbird,window:0,n_random:1},dense]",
+            "attention.block=16", "data.seq_len=128", f"data.cross_documents={cross_documents}", f"compile={mode}"))
+        losses.append(torch.tensor([float(loss) for loss in column(tmp_path / mode, "train/loss")]))
+    assert len(losses[0]) == 12
+    assert_close(losses[1].bfloat16(), losses[0].bfloat16())
+
+
+@pytest.mark.gpu
 def test_a_graph_of_ones_own_reads_lists_that_were_there_before():
     pattern = patterns.Pattern("longformer", block=64)
     q = torch.randn(1, 600, 2, 64, device="cuda", dtype=torch.bfloat16)
