@@ -121,6 +121,14 @@ def test_a_graph_follows_lengths_and_nothing_waits():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("batch", (1, 40, 160))  # fewer key heads than multiprocessors, more, and more than programs
+def test_few_and_many_sequences(batch):
+    inputs = Case(lengths=tuple(40 + 37 * b % 301 for b in range(batch)), max_len=400, heads=16, kv_heads=4, head_dim=128).inputs("cuda")
+    ours, eager, exact = run(inputs, "triton"), run(inputs, "reference"), run(inputs, "reference", torch.float64)
+    assert max(error_ratio(ours[name], eager[name], exact[name]) for name in exact) <= 1
+
+
+@pytest.mark.gpu
 def test_no_compiling_for_a_new_length_or_batch():
     from triton import knobs
 

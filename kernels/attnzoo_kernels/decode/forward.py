@@ -232,8 +232,9 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
     group, value_dim = heads // kv_heads, v[0][-1]
     block_d, block_dv = block_width(head_dim), block_width(value_dim)
     arch = architecture(device)
-    tile = decode_tile(arch, block_d, block_dv, seqlen_q * group, dtype.itemsize)
-    programs = tile.programs * (_multiprocessors(device.index) if arch else 1)
+    multiprocessors = _multiprocessors(device.index) if arch else 1
+    tile = decode_tile(arch, block_d, block_dv, seqlen_q * group, dtype.itemsize, batch * kv_heads / multiprocessors)
+    programs = tile.programs * multiprocessors
     parts = math.ceil(seqlen_q * group / tile.block_m)
     precision = "ieee" if dtype == torch.float32 else "tf32"
     has_alibi = slopes_stride is not None

@@ -20,8 +20,8 @@ class Tile:
 INTERPRETER_PROGRAMS = 5  # shares of every kind: several pieces in one, one piece in several
 
 
-def decode_tile(arch: int, block_d: int, block_dv: int, rows: int, itemsize: int) -> Tile:
-    """`rows` are the queries of one sequence that read the same key head."""
+def decode_tile(arch: int, block_d: int, block_dv: int, rows: int, itemsize: int, pieces: float) -> Tile:
+    """`rows` are the queries of one sequence that read the same key head, `pieces` such heads of all sequences a multiprocessor."""
     width = max(block_d, block_dv)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     if arch == 0:
@@ -29,8 +29,9 @@ def decode_tile(arch: int, block_d: int, block_dv: int, rows: int, itemsize: int
     if itemsize == 4:
         return Tile(16, 16, 4, 1, 2)
     warps = 8 if block_m == 64 else 4
-    if width == 128 and block_m == 16 and arch // 10 in (9, 10):
-        # against 64 keys, 4 warps, 2 programs, one / 16 / 64 sequences of 64k / 4k / 4k: 1, 4 and -1.5 %; TMA no faster
+    if width == 128 and block_m == 16 and arch // 10 in (9, 10) and pieces < 2:
+        # against 64 keys, 4 warps, 2 programs, one / 16 sequences of 64k / 4k: 1 and 4 % faster; 64 of 4k / 1k, where programs walk many
+        # pieces and one's start is another's middle: 1.5 and 8 % slower; TMA no faster
         return Tile(block_m, 128, 8, 3, 1)
     if width <= 128:
         return Tile(block_m, 64, warps, 3, 2)
