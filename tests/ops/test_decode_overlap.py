@@ -32,8 +32,8 @@ def late_kernel(target, source, n, BLOCK: tl.constexpr):
 @pytest.mark.parametrize("batch", (1, 5, 40))  # of up to 32 sequences the lengths are read before they must be there
 @pytest.mark.parametrize("before, after", [(4096, 4096), (4096, 100), (100, 4096), (0, 4000), (3000, 0), (64, 65)])
 def test_lengths_and_keys_that_are_written_late(batch, before, after):
-    case = Case(lengths=tuple(after + (b % 3) * (4096 - after) // 4 for b in range(batch)), max_len=4096, heads=32, kv_heads=8, head_dim=128)
-    inputs = case.inputs("cuda")
+    lengths = tuple(after + (b % 3) * (4096 - after) // 4 for b in range(batch))
+    inputs = Case(lengths=lengths, max_len=4096, heads=32, kv_heads=8, head_dim=128).inputs("cuda")
     q, k, v = (x.nan_to_num(0.5) for x in inputs[:3])
     lengths = inputs.options["cache_seqlens"]
     expected = decode_attention(q, k, v, cache_seqlens=lengths, return_lse=True)
