@@ -29,7 +29,7 @@ def late_kernel(target, source, n, BLOCK: tl.constexpr):
         tl.store(target + at, tl.load(source + at, mask=at < n), mask=at < n)
 
 
-@pytest.mark.parametrize("batch", (1, 5, 40))  # of up to 32 sequences the lengths are read before they must be there
+@pytest.mark.parametrize("batch", (1, 5, 40))
 @pytest.mark.parametrize("before, after", [(4096, 4096), (4096, 100), (100, 4096), (0, 4000), (3000, 0), (64, 65)])
 def test_lengths_and_keys_that_are_written_late(batch, before, after):
     lengths = tuple(after + (b % 3) * (4096 - after) // 4 for b in range(batch))
