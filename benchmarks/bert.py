@@ -273,7 +273,8 @@ def profile(session: Session) -> Iterator[list[Row]]:
                 run.forward()
             if DEVICE == "cuda":
                 torch.cuda.synchronize()
-        kernels = [e for e in recorded.key_averages() if e.device_type == DeviceType.CUDA and not e.key.startswith("Command Buffer")]
+        kernels = [e for e in recorded.key_averages() if e.device_type == DeviceType.CUDA and not e.key.startswith("Command Buffer")
+                   and not e.is_user_annotation]  # "Optimizer.step" spans the kernels of the optimizer
         kernels.sort(key=lambda e: -e.self_device_time_total)
         by_kind: dict[str, float] = {}
         for e in kernels:
