@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import invalidate, mbarrier, ring, tma, warpgroup_mma, warpgroup_mma_wait
 from attnzoo_kernels.block_sparse.hopper_lists import find_list, list_lengths, load
-from attnzoo_kernels.flash.hopper_gradients import _add_to, _dq_product, _step, _store_tile
+from attnzoo_kernels.flash.hopper_gradients import add_to, dq_product, group_step, store_tile
 from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, walk_barriers, word
 
 
@@ -34,9 +34,9 @@ def _make_dq(dq_ptr, k_tiles, ds_tiles, work, bars, lists, kv_heads, group, head
                 listed = gl.load(entry)
                 ds_slot, phase = ring(step, 2)
                 mbarrier.wait(ds_full.index(ds_slot), phase)
-                dq = warpgroup_mma_wait(0, deps=(_dq_product(k_tiles, ds_tiles, ds_slot, 0, WIDTH),))
+                dq = warpgroup_mma_wait(0, deps=(dq_product(k_tiles, ds_tiles, ds_slot, 0, 0, WIDTH),))
                 mbarrier.arrive(ds_empty.index(ds_slot), count=1)
-                _add_to(first_tile + row_tile.to(gl.int64) * (ROWS * WIDTH), dq)
+                add_to(first_tile + row_tile.to(gl.int64) * (ROWS * WIDTH), dq)
                 step += 1
             if member + 1 < group:
                 number += stride_head
@@ -50,7 +50,7 @@ def _make_dq(dq_ptr, k_tiles, ds_tiles, work, bars, lists, kv_heads, group, head
 def _consume(outs, tiles, buffers, bars, lists, scales, sizes, WIDTH: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr,
              HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
     """dK and dV of 64 keys of each tile."""
-    dk_desc, dv_desc, dq_ptr = outs
+    dk_desc, dv_desc = outs
     numbers, ds_tiles, out_tiles, columns, work = buffers
     count, stride_head = lists[2], lists[6]
     scale, dk_scale = scales
@@ -88,10 +88,9 @@ def _consume(outs, tiles, buffers, bars, lists, scales, sizes, WIDTH: gl.constex
                 for part in gl.static_range(3):
                     for i in range(bounds[part], bounds[part + 1]):
                         row_tile = word(numbers, (step + i) % STAGES, 0)
-                        scores, dk, dv = _step(
-                            scores, dk, dv, tiles, ds_tiles, columns, bars, dq_ptr, dq_ptr, 0, 0, key, len_q, len_k, window_right, step + i,
-                            scale, low - row_tile * ROWS, high - row_tile * ROWS, WIDTH, STAGES, ME, True, part > 0, part == 2, HAS_LEFT,
-                            HAS_RIGHT, False)
+                        scores, dk, dv = group_step(
+                            scores, dk, dv, tiles, ds_tiles, columns, bars, step + i, scale, low - row_tile * ROWS, high - row_tile * ROWS,
+                            WIDTH, STAGES, ME, part > 0, part == 2, HAS_LEFT)
                 step += length
             if member + 1 < group:
                 number += stride_head
@@ -99,9 +98,9 @@ def _consume(outs, tiles, buffers, bars, lists, scales, sizes, WIDTH: gl.constex
         mbarrier.arrive(kv_empty, count=1)
         batch, kv_head, row = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3) + ME * HALF
         mbarrier.arrive(work_empty.index(slot), count=1)
-        _store_tile(dv_desc, out_tiles.index(ME), dv.to(dtype), batch, kv_head, row)
+        store_tile(dv_desc, out_tiles.index(ME), dv.to(dtype), batch, kv_head, row)
         dk = dk * dk_scale
-        _store_tile(dk_desc, out_tiles.index(ME), dk.to(dtype), batch, kv_head, row)
+        store_tile(dk_desc, out_tiles.index(ME), dk.to(dtype), batch, kv_head, row)
         taken += 1
         slot, more = await_work(work, work_full, taken)
     tma.store_wait(0)
@@ -141,7 +140,7 @@ def block_sparse_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, 
     tiles = (q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, ds_empty)
     lists = (order, index, count, list_tiles, list_width, stride_lb, stride_lh)
-    outs = (dk_desc, dv_desc, dq_ptr)
+    outs = (dk_desc, dv_desc)
     buffers = (numbers, ds_tiles, out_tiles, columns, work)
     scales = (scale, softmax_scale)
     sizes = (group, seqlen_q, seqlen_k, window_left, window_right)

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import mbarrier, ring
-from attnzoo_kernels.flash.hopper_loads import KEYS, ROWS, WORK, _load_keys, _load_step
+from attnzoo_kernels.flash.hopper_loads import KEYS, ROWS, WORK, load_keys, load_step
 
 
 @gluon.jit
@@ -66,14 +66,14 @@ def load(descs, tiles, numbers, bars, work, lists, counter, kv_heads, group, hea
                     stage, stage_phase = ring(step, STAGES)
                     mbarrier.wait(step_empty.index(stage), stage_phase ^ 1)
                     numbers.index(stage).store(gl.full([1], row_tile, gl.int32, lane))
-                    _load_step(q_desc, do_desc, stats_desc, tiles, bars, stage, batch, head, row_tile * ROWS, stats_tile + row_tile)
+                    load_step(q_desc, do_desc, stats_desc, tiles, bars, stage, batch, head, row_tile * ROWS, stats_tile + row_tile)
                     if loaded == 0:  # behind the first queries: keys and values have one buffer, which is freed late
-                        _load_keys(descs[3], descs[4], tiles, bars, taken, batch, kv_head, tile * KEYS)
+                        load_keys(descs[3], descs[4], tiles, bars, taken, batch, kv_head, tile * KEYS)
                         loaded = 1
                     step += 1
                 if member + 1 < group:
                     number += stride_head
                     length, clear = list_lengths(count, number)
             if loaded == 0:
-                _load_keys(descs[3], descs[4], tiles, bars, taken, batch, kv_head, tile * KEYS)
+                load_keys(descs[3], descs[4], tiles, bars, taken, batch, kv_head, tile * KEYS)
         taken += 1

@@ -8,9 +8,9 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import invalidate, mbarrier, ring, tma
 from attnzoo_kernels.block_sparse.hopper_lists import list_lengths, load
-from attnzoo_kernels.flash.hopper_gradients import _store_tile
+from attnzoo_kernels.flash.hopper_gradients import store_tile
 from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, walk_barriers, word
-from attnzoo_kernels.flash.hopper_pair import _step
+from attnzoo_kernels.flash.hopper_pair import pair_step
 
 
 @gluon.jit
@@ -50,8 +50,8 @@ def _consume(outs, tiles, buffers, bars, lists, scales, sizes, WIDTH: gl.constex
                     stage, phase = ring(step + i, STAGES)
                     mbarrier.wait(tiles_full.index(stage), phase)
                     row_tile = word(numbers, stage, 0)
-                    dk, dv = _step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile + row_tile, columns, bars, step + i, scale,
-                                   low - row_tile * ROWS, high - row_tile * ROWS, ROWS, STAGES, ME, part == 1, HAS_LEFT, False)
+                    dk, dv = pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile + row_tile, columns, bars, step + i, scale,
+                                       low - row_tile * ROWS, high - row_tile * ROWS, ROWS, STAGES, ME, part == 1, HAS_LEFT, False)
             step += length
             dq_tile += head_tiles
             if member + 1 < group:
@@ -60,9 +60,9 @@ def _consume(outs, tiles, buffers, bars, lists, scales, sizes, WIDTH: gl.constex
         mbarrier.arrive(kv_empty, count=1)
         batch, kv_head, row = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3) + ME * HALF
         mbarrier.arrive(work_empty.index(slot), count=1)
-        _store_tile(dv_desc, out_tiles.index(ME), dv.to(dtype), batch, kv_head, row)
+        store_tile(dv_desc, out_tiles.index(ME), dv.to(dtype), batch, kv_head, row)
         dk = dk * dk_scale
-        _store_tile(dk_desc, out_tiles.index(ME), dk.to(dtype), batch, kv_head, row)
+        store_tile(dk_desc, out_tiles.index(ME), dk.to(dtype), batch, kv_head, row)
         taken += 1
         slot, more = await_work(work, work_full, taken)
     tma.store_wait(0)

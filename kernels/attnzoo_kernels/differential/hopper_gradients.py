@@ -20,7 +20,7 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma_wait,
 )
 from attnzoo_kernels.differential.hopper_loads import STATS, load
-from attnzoo_kernels.flash.hopper_gradients import _add_to
+from attnzoo_kernels.flash.hopper_gradients import add_to
 from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, walk_barriers, word
 
 
@@ -159,7 +159,7 @@ def _step(scores, dk1, dk2, dv, tiles, ds_tiles, columns, bars, dq_tile, step, s
         dv, dk1, dk2, p = warpgroup_mma_wait(1, deps=(dv_pending, dk1_pending, dk2_pending, p))
     mbarrier.arrive(step_empty.index(stage), count=1)
     dq = warpgroup_mma_wait(0, deps=(dq,))
-    _add_to(dq_tile, dq)
+    add_to(dq_tile, dq)
     if not LAST:  # not before dQ is out of the registers
         next_stage, next_phase = ring(step + 1, STAGES)
         mbarrier.wait(q_full.index(next_stage), next_phase)

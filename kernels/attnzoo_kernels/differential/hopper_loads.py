@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import async_load, box, mbarrier, ring
-from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS, WORK, _query_tiles, _take
+from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS, WORK, query_tiles, take_keys
 
 STATS = gl.constexpr(256)  # floats of a box of row statistics; two boxes a step
 
@@ -66,14 +66,14 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
     while more != 0:
         slot, phase = ring(taken, WORK)
         mbarrier.wait(work_empty.index(slot), phase ^ 1)
-        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, False)
+        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, False)
         if PACKED:
             while (key >= len_k) & (index < n_tiles):
-                index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, False)
+                index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, False)
         batch = sequence
         if PACKED:
             batch = 0
-        begin, full_begin, full_end, end = _query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+        begin, full_begin, full_end, end = query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
         more = (index < n_tiles).to(gl.int32)
         w = gl.arange(0, 16, lane)
         words = gl.where(w == 0, more, gl.where(w == 1, batch, gl.where(w == 2, kv_head, gl.where(w == 3, key, gl.where(

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from attnzoo_kernels._triton.tiles import tile_source
-from attnzoo_kernels.flash.hopper_rows import _query_tile
+from attnzoo_kernels.flash.hopper_rows import program_tile_of_queries
 
 
 @triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "stride_lb", "stride_ls", "stride_lh"],
@@ -15,7 +15,7 @@ def differential_bwd_rows_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats_ptr, 
                                  BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr):
     """[2, STATS] of each tile: LSE in base 2 (+inf where a row sees no key, or is none) and delta of the first path, both of the second,
     lambda; out2's rows times dO are also the gradient of -lambda."""
-    batch, head, row, first, length, tile = _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     rows = row + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_DV)
     inside = rows < length

@@ -8,9 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import async_load, box, invalidate, mbarrier, ring, tma
-from attnzoo_kernels.flash.hopper_gradients import _await_turn, _store_tile
-from attnzoo_kernels.flash.hopper_loads import HALF, WORK, _load_tile_keys, _query_tiles, _take, await_work, walk_barriers, word
-from attnzoo_kernels.flash.hopper_pair import _add_half, _pass_turn, _step
+from attnzoo_kernels.flash.hopper_gradients import await_turn, store_tile
+from attnzoo_kernels.flash.hopper_loads import HALF, WORK, await_work, load_tile_keys, query_tiles, take_keys, walk_barriers, word
+from attnzoo_kernels.flash.hopper_pair import add_half, pair_step, pass_turn
 
 
 @gluon.jit
@@ -49,14 +49,14 @@ def _load(descs, tail_descs, tiles, bars, work, shape, chunk, near, batches, n_t
     while more != 0:
         slot, phase = ring(taken, WORK)
         mbarrier.wait(work_empty.index(slot), phase ^ 1)
-        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, ORDERED, ROWS)
+        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, ORDERED, ROWS)
         if PACKED:
             while (key >= len_k) & (index < n_tiles):
-                index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, ORDERED, ROWS)
+                index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, ORDERED, ROWS)
         batch = sequence
         if PACKED:
             batch = 0
-        begin, full_begin, full_end, end = _query_tiles(key, len_q, len_k, 0, 0, False, True, ROWS)
+        begin, full_begin, full_end, end = query_tiles(key, len_q, len_k, 0, 0, False, True, ROWS)
         more = (index < n_tiles).to(gl.int32)
         w = gl.arange(0, 16, lane)
         words = gl.where(w == 0, more, gl.where(w == 1, batch, gl.where(w == 2, kv_head, gl.where(w == 3, key, gl.where(
@@ -84,12 +84,12 @@ def _load(descs, tail_descs, tiles, bars, work, shape, chunk, near, batches, n_t
                         _load_step(descs[0], descs[1], descs[2], tiles, bars, stage, copy * batches + batch, batch, head, j * ROWS,
                                    stats_tile + j)
                     if loaded == 0:  # behind the first queries: keys and values have one buffer, which is freed late
-                        _load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_head, key, first_k, len_k, PACKED)
+                        load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_head, key, first_k, len_k, PACKED)
                         loaded = 1
                     step += 1
                 stats_tile += head_tiles
             if loaded == 0:
-                _load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_head, key, first_k, len_k, PACKED)
+                load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_head, key, first_k, len_k, PACKED)
         taken += 1
 
 
@@ -118,13 +118,13 @@ def _add_dq(dq_desc, turns, dq_tiles, work, bars, group, head_tiles, chunk, near
                 for c in gl.static_range(2):
                     mbarrier.wait(dq_full.index(c), step & 1)
                     if ORDERED and c == 0:
-                        _await_turn(turns + tile + i, now, i, key, len_q, len_k, 0, True, ROWS)
-                    _add_half(dq_desc, dq_tiles, dq_tile, c, ROWS * WIDTH)
+                        await_turn(turns + tile + i, now, i, key, len_q, len_k, 0, True, ROWS)
+                    add_half(dq_desc, dq_tiles, dq_tile, c, ROWS * WIDTH)
                 for c in gl.static_range(2):
                     tma.store_wait(1 - c)
                     mbarrier.arrive(dq_empty.index(c), count=1)
                 if ORDERED:
-                    _pass_turn(turns + tile + i)
+                    pass_turn(turns + tile + i)
                 step += 1
             tile += head_tiles
         taken += 1
@@ -143,9 +143,9 @@ def _store(desc, pointer, stride_row, stride_head, tile, x, batch, kv_head, firs
             at = pointer + ((first_k + rows).to(gl.int64) * stride_row + kv_head * stride_head)[:, None] + columns[None, :]
             gl.store(at, x, mask=(rows < len_k)[:, None] & (columns < DIM)[None, :])
         else:
-            _store_tile(desc, tile, x, 0, kv_head, first_k + row)
+            store_tile(desc, tile, x, 0, kv_head, first_k + row)
     else:
-        _store_tile(desc, tile, x, batch, kv_head, row)
+        store_tile(desc, tile, x, batch, kv_head, row)
 
 
 @gluon.jit
@@ -181,8 +181,8 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
                     place = dq_tile + i
                     if not WRITER:
                         place += _copy(i, seams) * copy_tiles
-                    dk, dv = _step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, place, columns, bars, before + i, 1.0, low - i * ROWS, low,
-                                   ROWS, STAGES, ME, part == 0, False, WRITER)
+                    dk, dv = pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, place, columns, bars, before + i, 1.0,
+                                       low - i * ROWS, low, ROWS, STAGES, ME, part == 0, False, WRITER)
             before += end - begin
             dq_tile += head_tiles
         at = before + begin

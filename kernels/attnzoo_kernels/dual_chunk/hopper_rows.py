@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from attnzoo_kernels.dual_chunk.rotation import load_angles, query_factor, rotate_pairs, stage_position, store_pairs
-from attnzoo_kernels.flash.hopper_rows import _query_tile
+from attnzoo_kernels.flash.hopper_rows import program_tile_of_queries
 
 
 @triton.jit
@@ -30,7 +30,7 @@ def dual_chunk_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_sta
                                shift, chunk, near, copy_tiles, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
                                TURNS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
     """[2, BLOCK] statistics of each tile: the LSE in base 2 (+inf where a row sees no key, or is none), delta = rowsum(dO * O) - dLSE."""
-    batch, head, row, first, length, tile = _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     i = row + tl.arange(0, BLOCK)
     columns = tl.arange(0, WIDTH)
     inside = i < length
@@ -64,7 +64,7 @@ def dual_chunk_bwd_dq_rows_kernel(sum_ptr, dq_ptr, cos, sin, multiplier, cu_seql
                                   softmax_scale, n_seqs, seqlen, heads, shift, chunk, top, far, near, copy_tiles,
                                   HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr,
                                   PACKED: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr):
-    batch, head, row, first_row, length, tile = _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    batch, head, row, first_row, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     inside = ((row + shift) % chunk + chunk) % chunk + tl.arange(0, BLOCK)
     first = tl.zeros([BLOCK, WIDTH // 2], tl.float32)
     second = tl.zeros([BLOCK, WIDTH // 2], tl.float32)
@@ -88,7 +88,7 @@ def dual_chunk_bwd_dq_rows_kernel(sum_ptr, dq_ptr, cos, sin, multiplier, cu_seql
 def dual_chunk_bwd_dk_rows_kernel(turned_ptr, dk_ptr, cos, sin, cu_seqlens, stride_tb, stride_ts, stride_th, stride_dkb, stride_dks,
                                   stride_dkh, n_seqs, seqlen, heads, chunk, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
                                   INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    batch, head, row, first, length, _ = _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    batch, head, row, first, length, _ = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     i = row + tl.arange(0, BLOCK)
     columns = tl.arange(0, WIDTH)
     mask = (i < length)[:, None] & (columns < HEAD_DIM)[None, :]

@@ -2,8 +2,7 @@
 
 A program stays on its multiprocessor and takes tiles of 128 keys from a counter. One warp loads; two consumers hold dK and dV of 64 keys
 each in registers and walk the queries in steps of 64, of all heads of a group; a warp group of its own makes dQ = dS K and adds it to a
-float32 buffer straight from registers. `_step` without that warp group, where the consumers make dQ, half of the columns each, serves
-other operators; flash has `hopper_pair` for it.
+float32 buffer straight from registers.
 """
 
 from triton.experimental import gluon
@@ -25,7 +24,7 @@ from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS, WORK, await_wor
 
 
 @gluon.jit
-def _row_statistics(stats_tiles, slot, WHICH: gl.constexpr, column: gl.constexpr):
+def row_statistics(stats_tiles, slot, WHICH: gl.constexpr, ROWS: gl.constexpr, column: gl.constexpr):
     """Of a step's queries: 0 the LSE in base 2, 1 delta."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return stats_tiles.index(slot)._reinterpret(gl.float32, [2 * ROWS], flat).slice(WHICH * ROWS, ROWS).load(column)
@@ -42,27 +41,27 @@ def _places(pointer, x):
 
 
 @gluon.jit
-def _add_to(pointer, x):
+def add_to(pointer, x):
     """x [64, N] in a product's layout, added to memory in the order of registers."""
     gl.inline_asm_elementwise("{ red.relaxed.gpu.global.add.v4.f32 [$5], {$1, $2, $3, $4}; mov.b32 $0, 0; }", "=r,f,f,f,f,l,l,l,l",
                               [x, _places(pointer, x)], dtype=gl.int8, is_pure=False, pack=4)
 
 
 @gluon.jit
-def _write_to(pointer, x):
-    """As _add_to, over what was there."""
+def write_to(pointer, x):
+    """As add_to, over what was there."""
     gl.inline_asm_elementwise("{ st.relaxed.gpu.global.v4.f32 [$5], {$1, $2, $3, $4}; mov.b32 $0, 0; }", "=r,f,f,f,f,l,l,l,l",
                               [x, _places(pointer, x)], dtype=gl.int8, is_pure=False, pack=4)
 
 
 @gluon.jit
-def _dq_product(k_tiles, ds_tiles, slot, COLUMN: gl.constexpr, COLUMNS: gl.constexpr):
-    """Columns of dQ = dS K over both consumers' keys, in flight."""
-    dq = gl.zeros([ROWS, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+def dq_product(k_tiles, ds_tiles, slot, ROW: gl.constexpr, COLUMN: gl.constexpr, COLUMNS: gl.constexpr):
+    """64 rows and some columns of dQ = dS K over both consumers' keys, in flight."""
+    dq = gl.zeros([64, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
     for c in gl.static_range(2):
-        # [ROWS, HALF] x [HALF, COLUMNS]
-        dq = warpgroup_mma(ds_tiles.index(slot * 2 + c).permute((1, 0)), k_tiles.index(c).slice(COLUMN, COLUMNS, dim=1), dq,
-                           use_acc=c > 0, is_async=True)
+        # [64, HALF] x [HALF, COLUMNS]
+        dq = warpgroup_mma(ds_tiles.index(slot * 2 + c).slice(ROW, 64, dim=1).permute((1, 0)),
+                           k_tiles.index(c).slice(COLUMN, COLUMNS, dim=1), dq, use_acc=c > 0, is_async=True)
     return dq
 
 
@@ -76,7 +75,7 @@ def turn_of(query_tile, key, len_q, len_k, window_right, HAS_RIGHT: gl.constexpr
 
 
 @gluon.jit
-def _await_turn(turn, now, query_tile, key, len_q, len_k, window_right, HAS_RIGHT: gl.constexpr,
+def await_turn(turn, now, query_tile, key, len_q, len_k, window_right, HAS_RIGHT: gl.constexpr,
                 ROWS: gl.constexpr = ROWS):
     """`now` was read some time ago."""
     mine = turn_of(query_tile, key, len_q, len_k, window_right, HAS_RIGHT, ROWS)
@@ -119,19 +118,19 @@ def _make_dq(dq_ptr, turns, k_tiles, ds_tiles, work, bars, group, head_tiles, wi
                 if ORDERED:
                     now = gl.load(turn + j, volatile=True)
                 mbarrier.wait(ds_full.index(ds_slot), phase)
-                pending = _dq_product(k_tiles, ds_tiles, ds_slot, 0, WIDTH)
+                pending = dq_product(k_tiles, ds_tiles, ds_slot, 0, 0, WIDTH)
                 if ORDERED:  # a step late: what was added has arrived by now, and nothing waits for it
                     _pass_turn(turn + j - 1, j > 0)
                 dq = warpgroup_mma_wait(0, deps=(pending,))
                 mbarrier.arrive(ds_empty.index(ds_slot), count=1)
                 if ORDERED:
-                    _await_turn(turn + j, now, begin + j, key, len_q, len_k, window_right, HAS_RIGHT)
+                    await_turn(turn + j, now, begin + j, key, len_q, len_k, window_right, HAS_RIGHT)
                     if turn_of(begin + j, key, len_q, len_k, window_right, HAS_RIGHT) == 0:
-                        _write_to(dq_tile, dq)
+                        write_to(dq_tile, dq)
                     else:
-                        _add_to(dq_tile, dq)
+                        add_to(dq_tile, dq)
                 else:
-                    _add_to(dq_tile, dq)
+                    add_to(dq_tile, dq)
                 dq_tile += ROWS * WIDTH
                 step += 1
             if ORDERED:
@@ -144,9 +143,8 @@ def _make_dq(dq_ptr, turns, k_tiles, ds_tiles, work, bars, group, head_tiles, wi
 
 
 @gluon.jit
-def _step(scores, dk, dv, tiles, ds_tiles, columns, bars, dq_tile, turn, first, query_tile, key, len_q, len_k, window_right, step, scale,
-          low, high, WIDTH: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr, DQ_GROUP: gl.constexpr, MASKED: gl.constexpr,
-          LAST: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr):
+def group_step(scores, dk, dv, tiles, ds_tiles, columns, bars, step, scale, low, high, WIDTH: gl.constexpr, STAGES: gl.constexpr,
+               ME: gl.constexpr, MASKED: gl.constexpr, LAST: gl.constexpr, HAS_LEFT: gl.constexpr):
     """Adds the step's share to dK and dV; takes its scores, and gives those of the next step."""
     q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles = tiles
     q_full, do_full, step_empty, ds_full, ds_empty = bars[0], bars[1], bars[2], bars[8], bars[9]
@@ -156,63 +154,38 @@ def _step(scores, dk, dv, tiles, ds_tiles, columns, bars, dq_tile, turn, first, 
     dtype: gl.constexpr = q_tiles.dtype
     nothing = gl.zeros([HALF, ROWS], gl.float32, scores_layout)
     stage, phase = ring(step, STAGES)
-    if not DQ_GROUP:
-        mbarrier.wait(do_full.index(stage), phase)
-        # [HALF, WIDTH] x [WIDTH, ROWS]
-        pending = warpgroup_mma(v_tiles.index(ME), do_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    x = scores * scale - _row_statistics(stats_tiles, stage, 0, column)[None, :]
+    x = scores * scale - row_statistics(stats_tiles, stage, 0, ROWS, column)[None, :]
     if MASKED:  # the columns' numbers come from memory: in registers they would have to be spilled
         c = columns.load(column)[None, :]
         seen = c >= low[:, None]
         if HAS_LEFT:
             seen = seen & (c <= high[:, None])
         x = gl.where(seen, x, -float("inf"))
-    if DQ_GROUP:  # the statistics are out of the registers by now: faster where nothing else is short
-        mbarrier.wait(do_full.index(stage), phase)
-        pending = warpgroup_mma(v_tiles.index(ME), do_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    # the statistics are out of the registers by now
+    mbarrier.wait(do_full.index(stage), phase)
+    # [HALF, WIDTH] x [WIDTH, ROWS]
+    pending = warpgroup_mma(v_tiles.index(ME), do_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     weights = gl.exp2(x)
     p = gl.convert_layout(weights.to(dtype), weights_layout)
     # [HALF, ROWS] x [ROWS, WIDTH]
     dv_pending = warpgroup_mma(p, do_tiles.index(stage), dv, is_async=True)
     dweights = warpgroup_mma_wait(1, deps=(pending,))
-    dscores = (weights * (dweights - _row_statistics(stats_tiles, stage, 1, column)[None, :])).to(dtype)
+    dscores = (weights * (dweights - row_statistics(stats_tiles, stage, 1, ROWS, column)[None, :])).to(dtype)
     ds_slot, ds_phase = ring(step, 2)
-    if DQ_GROUP:
-        mbarrier.wait(ds_empty.index(ds_slot), ds_phase ^ 1)
+    mbarrier.wait(ds_empty.index(ds_slot), ds_phase ^ 1)
     ds_tiles.index(ds_slot * 2 + ME).store(dscores)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(ds_slot), count=1)
-    now = 0
-    if ORDERED and not DQ_GROUP:
-        _pass_turn(turn - 2, query_tile > first)  # a step late: what was added has arrived by now, and nothing waits for it
-        now = gl.load(turn, volatile=True)
     ds = gl.convert_layout(dscores, weights_layout)
     dk_pending = warpgroup_mma(ds, q_tiles.index(stage), dk, is_async=True)
-    next_stage, next_phase = ring(step + 1, STAGES)
-    if DQ_GROUP:
-        if LAST:
-            dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv_pending, dk_pending, p, ds))
-        else:
-            mbarrier.wait(q_full.index(next_stage), next_phase)
-            pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(next_stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            dv, dk, p, ds = warpgroup_mma_wait(1, deps=(dv_pending, dk_pending, p, ds))
-        mbarrier.arrive(step_empty.index(stage), count=1)
+    if LAST:
+        dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv_pending, dk_pending, p, ds))
     else:
-        mbarrier.wait(ds_full.index(ds_slot), ds_phase)
-        dq_pending = _dq_product(k_tiles, ds_tiles, ds_slot, ME * (WIDTH // 2), WIDTH // 2)
+        next_stage, next_phase = ring(step + 1, STAGES)
+        mbarrier.wait(q_full.index(next_stage), next_phase)
+        pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(next_stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         dv, dk, p, ds = warpgroup_mma_wait(1, deps=(dv_pending, dk_pending, p, ds))
-        mbarrier.arrive(step_empty.index(stage), count=1)
-        if LAST:
-            dq = warpgroup_mma_wait(0, deps=(dq_pending,))
-        else:
-            mbarrier.wait(q_full.index(next_stage), next_phase)
-            pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(next_stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-            dq = warpgroup_mma_wait(1, deps=(dq_pending,))
-        if ORDERED:
-            _await_turn(turn, now, query_tile, key, len_q, len_k, window_right, HAS_RIGHT)
-        _add_to(dq_tile + ME * (ROWS * WIDTH // 2), dq)
-        if ORDERED and LAST:
-            _pass_turn(turn, True)
+    mbarrier.arrive(step_empty.index(stage), count=1)
     if not LAST:
         scores = warpgroup_mma_wait(0, deps=(pending,))
     return scores, dk, dv
@@ -235,7 +208,7 @@ def _pass_unseen(ds_tiles, bars, step, STAGES: gl.constexpr, ME: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(desc, pointer, stride, tile, x, batch, kv_head, first_k, key, len_k, DIM: gl.constexpr, PACKED: gl.constexpr):
+def store_keys(desc, pointer, stride, tile, x, batch, kv_head, first_k, key, len_k, DIM: gl.constexpr, PACKED: gl.constexpr):
     """The rows `key` on of a sequence, of those that it has."""
     if PACKED:
         if key + HALF > len_k:
@@ -244,13 +217,13 @@ def _store_rows(desc, pointer, stride, tile, x, batch, kv_head, first_k, key, le
             at = pointer + ((first_k + rows).to(gl.int64) * stride + kv_head * DIM)[:, None] + columns[None, :]
             gl.store(at, x, mask=(rows < len_k)[:, None] & (columns < DIM)[None, :])
         else:
-            _store_tile(desc, tile, x, 0, kv_head, first_k + key)
+            store_tile(desc, tile, x, 0, kv_head, first_k + key)
     else:
-        _store_tile(desc, tile, x, batch, kv_head, key)
+        store_tile(desc, tile, x, batch, kv_head, key)
 
 
 @gluon.jit
-def _store_tile(desc, tile, x, batch, kv_head, row):
+def store_tile(desc, tile, x, batch, kv_head, row):
     tma.store_wait(0)
     tile.store(x)
     fence_async_shared()
@@ -258,10 +231,9 @@ def _store_tile(desc, tile, x, batch, kv_head, row):
 
 
 @gluon.jit
-def _consume(outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, dk_scale, group, head_tiles,
-             window_left, window_right, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-             ME: gl.constexpr, DQ_GROUP: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-             ORDERED: gl.constexpr):
+def _consume(outs, tiles, ds_tiles, out_tiles, columns, work, bars, scale, dk_scale, group, window_left, window_right,
+             HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, ME: gl.constexpr,
+             PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
     """dK and dV of 64 keys of each tile."""
     dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv = outs
     q_tiles, k_tiles = tiles[0], tiles[3]
@@ -284,15 +256,12 @@ def _consume(outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bar
         high = j - shift + window_left
         dk = gl.zeros([HALF, WIDTH], gl.float32, acc_layout)
         dv = gl.zeros([HALF, WIDTH], gl.float32, acc_layout)
-        tile = word(work, slot, 11)
-        dq_tile = dq_ptr + tile.to(gl.int64) * (ROWS * WIDTH)
-        turn = turns + tile * 2 + ME
         mbarrier.wait(k_full, taken & 1)
         mbarrier.wait(v_full, taken & 1)
         if end > begin:
             for _ in range(group):
                 first = begin
-                if HAS_RIGHT and ME > 0 and DQ_GROUP:  # consumers that make dQ wait for each other at every step: slower there
+                if HAS_RIGHT and ME > 0:
                     if (end > begin + 1) & (key + ME * HALF - shift - window_right >= (begin + 1) * ROWS):
                         _pass_unseen(ds_tiles, bars, step, STAGES, ME)
                         first = begin + 1
@@ -309,21 +278,18 @@ def _consume(outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bar
                 for part in gl.static_range(4):
                     if part != 2 or HAS_LEFT:
                         for i in range(bounds[part], bounds[part + 1]):
-                            scores, dk, dv = _step(
-                                scores, dk, dv, tiles, ds_tiles, columns, bars, dq_tile + i * (ROWS * WIDTH), turn + i * 2, first, i, key,
-                                len_q, len_k, window_right, before + i, scale, low - i * ROWS, high - i * ROWS, WIDTH, STAGES, ME,
-                                DQ_GROUP, part != 1, part == 3, HAS_LEFT, HAS_RIGHT, ORDERED)
+                            scores, dk, dv = group_step(
+                                scores, dk, dv, tiles, ds_tiles, columns, bars, before + i, scale, low - i * ROWS, high - i * ROWS, WIDTH,
+                                STAGES, ME, part != 1, part == 3, HAS_LEFT)
                 step = before + end
-                dq_tile += head_tiles * (ROWS * WIDTH)
-                turn += head_tiles * 2
         mbarrier.arrive(kv_empty, count=1)
         batch, kv_head, key, first_k = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3), word(work, slot, 10)
         len_k = word(work, slot, 9)
         mbarrier.arrive(work_empty.index(slot), count=1)
         row = key + ME * HALF
-        _store_rows(dv_desc, dv_ptr, stride_dv, out_tiles.index(ME), dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM, PACKED)
+        store_keys(dv_desc, dv_ptr, stride_dv, out_tiles.index(ME), dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM, PACKED)
         dk = dk * dk_scale
-        _store_rows(dk_desc, dk_ptr, stride_dk, out_tiles.index(ME), dk.to(dtype), batch, kv_head, first_k, row, len_k, HEAD_DIM, PACKED)
+        store_keys(dk_desc, dk_ptr, stride_dk, out_tiles.index(ME), dk.to(dtype), batch, kv_head, first_k, row, len_k, HEAD_DIM, PACKED)
         taken += 1
         slot, more = await_work(work, work_full, taken)
     tma.store_wait(0)
@@ -369,12 +335,10 @@ def flash_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
     # partitions get constants only where the tuple is written out
     gl.warp_specialize([
         (_make_dq, (dq_ptr, turns, k_tiles, ds_tiles, work, bars, group, head_tiles, window_right, WIDTH, HAS_RIGHT, ORDERED)),
-        (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group,
-                    head_tiles, window_left, window_right, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 0, True, PACKED, HAS_LEFT,
-                    HAS_RIGHT, ORDERED)),
-        (_consume, (outs, dq_ptr, turns, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group,
-                    head_tiles, window_left, window_right, HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 1, True, PACKED, HAS_LEFT,
-                    HAS_RIGHT, ORDERED)),
+        (_consume, (outs, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, window_left, window_right,
+                    HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 0, PACKED, HAS_LEFT, HAS_RIGHT)),
+        (_consume, (outs, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, window_left, window_right,
+                    HEAD_DIM, VALUE_DIM, WIDTH, STAGES, 1, PACKED, HAS_LEFT, HAS_RIGHT)),
         (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
                 ORDERED)),
     ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])

@@ -13,7 +13,7 @@ WORK = gl.constexpr(2)  # tiles that the loading warp may be ahead
 
 
 @gluon.jit
-def _query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+def query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
                  ROWS: gl.constexpr = ROWS):
     """Tiles of queries that see the KEYS keys from `key` on: (begin, full_begin, full_end, end); before full_begin and from full_end on
     they need a mask."""
@@ -40,7 +40,7 @@ def _query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT: gl.cons
 
 @gluon.jit
 def word(work, slot, WHICH: gl.constexpr):
-    """Of the tile in a slot: 0 whether there is one, 1 batch, 2 key head, 3 first key, 4 to 7 the bounds of _query_tiles, 8 queries and 9
+    """Of the tile in a slot: 0 whether there is one, 1 batch, 2 key head, 3 first key, 4 to 7 the bounds of query_tiles, 8 queries and 9
     keys of its sequence, 10 where the sequence's keys begin, 11 where the tiles of dQ of its first head begin."""
     return gl.max(work.index(slot).slice(WHICH, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
@@ -79,7 +79,7 @@ def await_work(work, work_full, taken):
 
 
 @gluon.jit
-def _load_step(q_desc, do_desc, stats_desc, tiles, bars, slot, batch, head, row, stats_tile):
+def load_step(q_desc, do_desc, stats_desc, tiles, bars, slot, batch, head, row, stats_tile):
     q_tiles, do_tiles, stats_tiles = tiles[0], tiles[1], tiles[2]
     q_full, do_full = bars[0], bars[1]
     bar = q_full.index(slot)
@@ -92,7 +92,7 @@ def _load_step(q_desc, do_desc, stats_desc, tiles, bars, slot, batch, head, row,
 
 
 @gluon.jit
-def _load_keys(k_desc, v_desc, tiles, bars, taken, batch, kv_head, key):
+def load_keys(k_desc, v_desc, tiles, bars, taken, batch, kv_head, key):
     k_tiles, v_tiles = tiles[3], tiles[4]
     k_full, v_full, kv_empty = bars[3], bars[4], bars[5]
     mbarrier.wait(kv_empty, (taken & 1) ^ 1)
@@ -105,18 +105,18 @@ def _load_keys(k_desc, v_desc, tiles, bars, taken, batch, kv_head, key):
 
 
 @gluon.jit
-def _load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_head, key, first_k, len_k, PACKED: gl.constexpr):
+def load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_head, key, first_k, len_k, PACKED: gl.constexpr):
     if PACKED:
         if key + KEYS > len_k:
-            _load_keys(tail_descs[2], tail_descs[3], tiles, bars, taken, sequence, kv_head, 0)
+            load_keys(tail_descs[2], tail_descs[3], tiles, bars, taken, sequence, kv_head, 0)
         else:
-            _load_keys(descs[3], descs[4], tiles, bars, taken, 0, kv_head, first_k + key)
+            load_keys(descs[3], descs[4], tiles, bars, taken, 0, kv_head, first_k + key)
     else:
-        _load_keys(descs[3], descs[4], tiles, bars, taken, batch, kv_head, key)
+        load_keys(descs[3], descs[4], tiles, bars, taken, batch, kv_head, key)
 
 
 @gluon.jit
-def _take(shape, PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr = ROWS):
+def take_keys(shape, PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr = ROWS):
     """The next tile from the counter: (its number, sequence, key head, first key, first_q, len_q, first_k, len_k, first tile of dQ)."""
     counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles = shape
     index = gl.atomic_add(counter, 1, sem="relaxed")
@@ -170,14 +170,14 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
     while more != 0:
         slot, phase = ring(taken, WORK)
         mbarrier.wait(work_empty.index(slot), phase ^ 1)
-        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, ORDERED, ROWS)
+        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, ORDERED, ROWS)
         if PACKED:
             while (key >= len_k) & (index < n_tiles):
-                index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _take(shape, PACKED, ORDERED, ROWS)
+                index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, ORDERED, ROWS)
         batch = sequence
         if PACKED:
             batch = 0
-        begin, full_begin, full_end, end = _query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT, ROWS)
+        begin, full_begin, full_end, end = query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT, ROWS)
         more = (index < n_tiles).to(gl.int32)
         w = gl.arange(0, 16, lane)
         words = gl.where(w == 0, more, gl.where(w == 1, batch, gl.where(w == 2, kv_head, gl.where(w == 3, key, gl.where(
@@ -195,16 +195,16 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
                     mbarrier.wait(step_empty.index(stage), stage_phase ^ 1)
                     if PACKED:
                         if (j + 1) * ROWS > len_q:
-                            _load_step(tail_descs[0], tail_descs[1], stats_desc, tiles, bars, stage, sequence, head, 0, stats_tile + j)
+                            load_step(tail_descs[0], tail_descs[1], stats_desc, tiles, bars, stage, sequence, head, 0, stats_tile + j)
                         else:
-                            _load_step(q_desc, do_desc, stats_desc, tiles, bars, stage, 0, head, first_q + j * ROWS, stats_tile + j)
+                            load_step(q_desc, do_desc, stats_desc, tiles, bars, stage, 0, head, first_q + j * ROWS, stats_tile + j)
                     else:
-                        _load_step(q_desc, do_desc, stats_desc, tiles, bars, stage, batch, head, j * ROWS, stats_tile + j)
+                        load_step(q_desc, do_desc, stats_desc, tiles, bars, stage, batch, head, j * ROWS, stats_tile + j)
                     if loaded == 0:  # behind the first queries: keys and values have one buffer, which is freed late
-                        _load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_head, key, first_k, len_k, PACKED)
+                        load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_head, key, first_k, len_k, PACKED)
                         loaded = 1
                     step += 1
                 stats_tile += head_tiles
             if loaded == 0:
-                _load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_head, key, first_k, len_k, PACKED)
+                load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_head, key, first_k, len_k, PACKED)
         taken += 1

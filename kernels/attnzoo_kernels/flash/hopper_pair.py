@@ -23,7 +23,7 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels.flash.hopper_gradients import _await_turn, _store_rows, turn_of
+from attnzoo_kernels.flash.hopper_gradients import await_turn, dq_product, row_statistics, store_keys, turn_of
 from attnzoo_kernels.flash.hopper_loads import HALF, WORK, await_work, load, walk_barriers, word
 
 # [64, 64] in the order of registers, in which dQ lies in memory, as the tile [128, 32] that TMA reads: swizzled by 128 bytes
@@ -32,17 +32,10 @@ AS_REGISTERS = gl.constexpr(gl.SharedLinearLayout(
 
 
 @gluon.jit
-def _row_statistics(stats_tiles, slot, WHICH: gl.constexpr, ROWS: gl.constexpr, column: gl.constexpr):
-    """Of a step's queries: 0 the LSE in base 2, 1 delta."""
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return stats_tiles.index(slot)._reinterpret(gl.float32, [2 * ROWS], flat).slice(WHICH * ROWS, ROWS).load(column)
-
-
-@gluon.jit
 def _weights(scores, stats_tiles, columns, slot, scale, low, high, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr):
     """Scores in base 2 less the LSE; -inf where a query does not see the key."""
     column: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-    x = scores * scale - _row_statistics(stats_tiles, slot, 0, scores.shape[1], column)[None, :]
+    x = scores * scale - row_statistics(stats_tiles, slot, 0, scores.shape[1], column)[None, :]
     if MASKED:  # the columns' numbers come from memory: in registers they would have to be spilled
         c = columns.load(column)[None, :]
         seen = c >= low[:, None]
@@ -53,31 +46,20 @@ def _weights(scores, stats_tiles, columns, slot, scale, low, high, MASKED: gl.co
 
 
 @gluon.jit
-def _dq_product(k_tiles, ds_tiles, slot, ROW: gl.constexpr, COLUMN: gl.constexpr, COLUMNS: gl.constexpr):
-    """64 rows and some columns of dQ = dS K over both consumers' keys, in flight."""
-    dq = gl.zeros([64, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
-    for c in gl.static_range(2):
-        # [64, HALF] x [HALF, COLUMNS]
-        dq = warpgroup_mma(ds_tiles.index(slot * 2 + c).slice(ROW, 64, dim=1).permute((1, 0)),
-                           k_tiles.index(c).slice(COLUMN, COLUMNS, dim=1), dq, use_acc=c > 0, is_async=True)
-    return dq
-
-
-@gluon.jit
-def _add_half(dq_desc, dq_tiles, dq_tile, HALF_OF: gl.constexpr, SIZE: gl.constexpr):
+def add_half(dq_desc, dq_tiles, dq_tile, HALF_OF: gl.constexpr, SIZE: gl.constexpr):
     """One half of a tile of dQ, SIZE floats, to memory."""
     async_add(dq_desc, [0, 0, dq_tile * (SIZE // 32) + HALF_OF * (SIZE // 64), 0], box(dq_tiles.index(HALF_OF), dq_desc))
 
 
 @gluon.jit
 def write_half(dq_desc, dq_tiles, dq_tile, HALF_OF: gl.constexpr, SIZE: gl.constexpr):
-    """As _add_half, over what was there."""
+    """As add_half, over what was there."""
     async_store(dq_desc, [0, 0, dq_tile * (SIZE // 32) + HALF_OF * (SIZE // 64), 0], box(dq_tiles.index(HALF_OF), dq_desc))
 
 
 @gluon.jit
-def _step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile, columns, bars, step, scale, low, high, ROWS: gl.constexpr,
-          STAGES: gl.constexpr, ME: gl.constexpr, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, WRITER: gl.constexpr):
+def pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile, columns, bars, step, scale, low, high, ROWS: gl.constexpr,
+              STAGES: gl.constexpr, ME: gl.constexpr, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, WRITER: gl.constexpr):
     """Adds the step's share to dK and dV, and hands on this consumer's half of dQ.
 
     Scores and dP are in flight together, dQ before dK: it goes its way while the tensor cores are busy with dK.
@@ -99,7 +81,7 @@ def _step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile, columns, bars, st
     weights = gl.exp2(_weights(scores, stats_tiles, columns, stage, scale, low, high, MASKED, HAS_LEFT))
     p = gl.convert_layout(weights.to(dtype), weights_layout)
     dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
-    delta = _row_statistics(stats_tiles, stage, 1, ROWS, gl.SliceLayout(0, scores_layout))
+    delta = row_statistics(stats_tiles, stage, 1, ROWS, gl.SliceLayout(0, scores_layout))
     dscores = (weights * (dweights - delta[None, :])).to(dtype)
     ds_slot, ds_phase = ring(step, 2)
     ds_tiles.index(ds_slot * 2 + ME).store(dscores)
@@ -111,9 +93,9 @@ def _step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile, columns, bars, st
     ds = gl.convert_layout(dscores, weights_layout)
     mbarrier.wait(ds_full[1 - ME].index(ds_slot), ds_phase)
     if ROWS == 64:
-        dq_pending = _dq_product(k_tiles, ds_tiles, ds_slot, 0, ME * (WIDTH // 2), WIDTH // 2)
+        dq_pending = dq_product(k_tiles, ds_tiles, ds_slot, 0, ME * (WIDTH // 2), WIDTH // 2)
     else:
-        dq_pending = _dq_product(k_tiles, ds_tiles, ds_slot, ME * 64, 0, WIDTH)
+        dq_pending = dq_product(k_tiles, ds_tiles, ds_slot, ME * 64, 0, WIDTH)
     dk_pending = warpgroup_mma(ds, q_tiles.index(stage), dk, is_async=True)
     dv, dq, p = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p))
     if WRITER:
@@ -126,14 +108,14 @@ def _step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile, columns, bars, st
         barrier()
         release(dq_full.index(ME))
     else:
-        _add_half(dq_desc, dq_tiles, dq_tile, ME, ROWS * WIDTH)
+        add_half(dq_desc, dq_tiles, dq_tile, ME, ROWS * WIDTH)
     dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
     release(step_empty.index(stage))
     return dk, dv
 
 
 @gluon.jit
-def _pass_turn(turn):
+def pass_turn(turn):
     """Once all that this warp added by TMA is in memory."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, one) + turn.to(gl.int64, bitcast=True)
@@ -167,16 +149,16 @@ def _add_dq(dq_desc, turns, dq_tiles, work, bars, group, head_tiles, window_righ
                 for c in gl.static_range(2):
                     mbarrier.wait(dq_full.index(c), step & 1)
                     if ORDERED and c == 0:
-                        _await_turn(turns + tile, now, begin + j, key, len_q, len_k, window_right, HAS_RIGHT, ROWS)
+                        await_turn(turns + tile, now, begin + j, key, len_q, len_k, window_right, HAS_RIGHT, ROWS)
                     if mine == 0:
                         write_half(dq_desc, dq_tiles, tile, c, ROWS * WIDTH)
                     else:
-                        _add_half(dq_desc, dq_tiles, tile, c, ROWS * WIDTH)
+                        add_half(dq_desc, dq_tiles, tile, c, ROWS * WIDTH)
                 for c in gl.static_range(2):
                     tma.store_wait(1 - c)
                     mbarrier.arrive(dq_empty.index(c), count=1)
                 if ORDERED:
-                    _pass_turn(turns + tile)
+                    pass_turn(turns + tile)
                 tile += 1
                 step += 1
             tile += head_tiles - tiles
@@ -220,8 +202,8 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
             for part in gl.static_range(3):
                 if part != 2 or HAS_LEFT:
                     for i in range(bounds[part], bounds[part + 1]):
-                        dk, dv = _step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile + i, columns, bars, before + i, scale,
-                                       low - i * ROWS, high - i * ROWS, ROWS, STAGES, ME, part != 1, HAS_LEFT, WRITER)
+                        dk, dv = pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile + i, columns, bars, before + i, scale,
+                                           low - i * ROWS, high - i * ROWS, ROWS, STAGES, ME, part != 1, HAS_LEFT, WRITER)
             before += end - begin
             dq_tile += head_tiles
         at = before + begin
@@ -230,9 +212,9 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
         len_k = word(work, slot, 9)
         mbarrier.arrive(work_empty.index(slot), count=1)
         row = key + ME * HALF
-        _store_rows(dv_desc, dv_ptr, stride_dv, out_tiles.index(ME), dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM, PACKED)
+        store_keys(dv_desc, dv_ptr, stride_dv, out_tiles.index(ME), dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM, PACKED)
         dk = dk * dk_scale
-        _store_rows(dk_desc, dk_ptr, stride_dk, out_tiles.index(ME), dk.to(dtype), batch, kv_head, first_k, row, len_k, HEAD_DIM, PACKED)
+        store_keys(dk_desc, dk_ptr, stride_dk, out_tiles.index(ME), dk.to(dtype), batch, kv_head, first_k, row, len_k, HEAD_DIM, PACKED)
         taken += 1
         slot, more = await_work(work, work_full, taken)
     tma.store_wait(0)

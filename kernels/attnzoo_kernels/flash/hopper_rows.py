@@ -11,7 +11,7 @@ from attnzoo_kernels._triton.tiles import find_tile
 
 
 @triton.jit
-def _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+def program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED: tl.constexpr, BLOCK: tl.constexpr):
     """(batch, head, first row, first token and length of its sequence, number of the tile in memory) of this program; programs of all heads
     of the same rows follow each other."""
     head = tl.program_id(0) % heads
@@ -36,7 +36,7 @@ def flash_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_pt
                           VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, TURNS: tl.constexpr,
                           HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
     """[2, BLOCK] statistics of each tile: the LSE in base 2 (+inf where a row sees no key, or is none), delta = rowsum(dO * O) - dLSE."""
-    batch, head, row, first, length, tile = _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     rows = row + tl.arange(0, BLOCK)
     columns = tl.arange(0, WIDTH)
     inside = rows < length
@@ -81,7 +81,7 @@ def _write_dq(sum_ptr, dq_ptr, batch, head, row, first, length, tile, written, s
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "heads"], do_not_specialize_on_alignment=["cu_seqlens"])
 def flash_bwd_dq_rows_kernel(sum_ptr, dq_ptr, cu_seqlens, stride_dqb, stride_dqs, stride_dqh, softmax_scale, n_seqs, seqlen, heads,
                              HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    batch, head, row, first, length, tile = _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     _write_dq(sum_ptr, dq_ptr, batch, head, row, first, length, tile, True, stride_dqb, stride_dqs, stride_dqh, softmax_scale, HEAD_DIM,
               WIDTH, BLOCK)
 
@@ -91,7 +91,7 @@ def flash_bwd_ordered_dq_rows_kernel(sum_ptr, turns_ptr, dq_ptr, cu_seqlens, str
                                      seqlen, heads, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
                                      BLOCK: tl.constexpr):
     """Where no key tile took its turn, the sum was never written."""
-    batch, head, row, first, length, tile = _query_tile(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     written = tl.load(turns_ptr + tile) > 0
     _write_dq(sum_ptr, dq_ptr, batch, head, row, first, length, tile, written, stride_dqb, stride_dqs, stride_dqh, softmax_scale, HEAD_DIM,
               WIDTH, BLOCK)
