@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 SHARED_MEMORY = 232448
-# the sums take 128 of 240 registers there: the scalars of a tile move to memory, before the loops over steps and behind them
-SPILLS = {("differential_bwd_hopper_kernel", 128), ("differential_fwd_hopper_kernel", 256), ("differential_fwd_hopper_kernel", 128)}
+KERNELS = {"differential_fwd_hopper_kernel", "differential_bwd_hopper_kernel", "differential_bwd_shared_kernel", "flash_bwd_pair_kernel",
+           "differential_bwd_rows_kernel", "differential_bwd_parts_rows_kernel", "differential_bwd_dq_rows_kernel",
+           "flash_bwd_dq_rows_kernel", "flash_bwd_tails_kernel"}
+# the sums take most registers there: the scalars of a tile move to memory, before the loops over steps and behind them
+SPILLS = {"differential_fwd_hopper_kernel", "differential_bwd_hopper_kernel", "flash_bwd_pair_kernel"}
 
 
 @pytest.mark.slow
@@ -20,7 +23,7 @@ def test_tiles_fit_and_do_not_spill():
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 4 * 2 + 2 * (3 + 9)
+    assert {kernel["kernel"] for kernel in kernels} == KERNELS
     wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]
-             or kernel["stack"] and (kernel["kernel"], kernel["value_dim"]) not in SPILLS]
+             or kernel["stack"] and kernel["kernel"] not in SPILLS]
     assert not wrong, "\n".join(map(str, wrong))

@@ -15,8 +15,8 @@ WIDTHS = ((64, 128, False), (64, 64, True), (128, 256, False), (128, 128, True))
 EDGES = tuple(Case(batch=2, seqlen_q=m, seqlen_k=n, heads=4, kv_heads=2, head_dim=d, value_dim=dv, window_size=w, shared_keys=shared)
               for d, dv, shared in WIDTHS for m, n in ((192, 384), (333, 777), (777, 333))
               for w in ((-1, -1), (-1, 0), (64, 0), (100, 30)))
-PACKED = tuple(Case(lengths_q=(100, 0, 333, 1, 700), heads=4, kv_heads=2, head_dim=d, value_dim=2 * d, causal=causal)
-               for d in (64, 128) for causal in (False, True))
+PACKED = tuple(Case(lengths_q=(100, 0, 333, 1, 700), heads=4, kv_heads=2, head_dim=d, value_dim=dv, causal=causal, shared_keys=shared)
+               for d, dv, shared in WIDTHS for causal in (False, True))
 COVERED = [replace(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float16) for case in CORRECTNESS + LONG + EDGES + PACKED
            if case.head_dim > 32 and case.head_dim % 8 == 0 and (case.value_dim or 8) % 8 == 0]
 

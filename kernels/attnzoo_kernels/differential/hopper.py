@@ -32,15 +32,15 @@ from attnzoo_kernels._gluon.walk import hand_on, store_rows, store_statistics, w
 from attnzoo_kernels._gluon.work import consumer_tiles, forward_barriers, loaded_tiles, next_tile, publish, take
 from attnzoo_kernels._triton.launch import Launch, block_width, on_device_of
 from attnzoo_kernels.differential.options import Options, lambda_strides
+from attnzoo_kernels.differential.tiles import HopperTile, hopper_forward_tile
 from attnzoo_kernels.flash.options import Layout, layout
 
-ROWS = gl.constexpr(64)
-CONSUMERS = gl.constexpr(2)
-STAGES = gl.constexpr(2)
+ROWS = gl.constexpr(64)  # of a consumer: what one matrix instruction takes
 
 
 @gluon.jit
-def _produce(loads, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
+             HAS_RIGHT: gl.constexpr, JOINT_RELEASE: gl.constexpr):
     """Takes tiles, tells the consumers which (-1 ends), and loads the second path's keys, then the first one's."""
     (q1_desc, q2_desc, k1_desc, k2_desc, v_desc, q_tiles, k_tiles, v_tiles, work, bars, counter, cu_seqlens_q, cu_seqlens_k, n_seqs,
      seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left, window_right) = loads
@@ -79,11 +79,15 @@ def _produce(loads, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.co
                         mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
                         q_row = first_q + row + c * ROWS
                         async_load(q_desc, [batch, head, q_row, 0], q_full.index(place), box(q_tiles.index(place), q_desc))
-                mbarrier.wait(v_empty.index(slot), phase ^ 1)
+                if JOINT_RELEASE:  # V of a step is free with K of the next
+                    next_slot, next_phase = ring(step + 1, STAGES)
+                    mbarrier.wait(k_empty.index(next_slot), next_phase ^ 1)
+                else:
+                    mbarrier.wait(v_empty.index(slot), phase ^ 1)
                 mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
                 async_load(v_desc, [batch, kv_head, key, 0], v_full.index(slot), box(v_tiles.index(slot), v_desc))
                 if part == 1:
-                    if j == 0:  # while the consumers are busy: the counter is far away
+                    if j == end - begin - 1:  # late, so that the program that is ready first gets the next tile
                         index = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
                         index, sequence, head, row, first_q, len_q, first_k, len_k = next_tile(
                             index, counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, head_group, n_tiles, TILE,
@@ -102,8 +106,10 @@ def _places(pointer, x):
 
 
 @gluon.jit
-def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, ME: gl.constexpr, PACKED: gl.constexpr,
-             HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr, SAVE: gl.constexpr, SCRATCH: gl.constexpr):
+def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+             CONSUMERS: gl.constexpr, ME: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+             LOOP_MASK: gl.constexpr, SAVE: gl.constexpr, SCRATCH: gl.constexpr,
+             JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr):
     """64 rows of each tile."""
     (out_desc, out2_desc, out_ptr, out2_ptr, lse_ptr, stats_ptr, lam_ptr, scratch_ptr, q_tiles, k_tiles, v_tiles, out_tiles, second_tiles,
      work, bars, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, window_left, window_right, scale, stride_rows, stride_os,
@@ -133,34 +139,35 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.
             whole = my_row + ROWS <= len_q
             rows_before = head.to(gl.int64) * seqlen_q + first_q
         i = my_row + gl.arange(0, ROWS, score_row)
+        # early, for memory is far away
+        lam = gl.load(lam_ptr + batch.to(gl.int64) * stride_lb + (first_q + i).to(gl.int64) * stride_ls + head * stride_lh, mask=i < len_q,
+                      other=0.0)
         for part in gl.static_range(2):
             place = part * CONSUMERS + ME
-            step = hand_on(k_full, k_empty, v_full, v_empty, step, loaded_end - end, STAGES, False)
+            step = hand_on(k_full, k_empty, v_full, v_empty, step, loaded_end - end, STAGES, JOINT_RELEASE)
             mbarrier.wait(q_full.index(place), taken & 1)
             pending, top, total, step = walk_keys(
                 q_tiles.index(place), k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin, full_begin, full_end, end, my_row,
                 len_q, len_k, window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, STAGES, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                False, False)
+                JOINT_RELEASE, HOLD)
             mbarrier.arrive(q_empty.index(place), count=1)
             inverse = store_statistics(lse_ptr + (1 - part) * stride_rows, stats_ptr + 2 * (1 - part) * stride_rows, stride_rows,
                                        rows_before + i, i < len_q, top, total)
             tma.store_wait(0)
             acc = warpgroup_mma_wait(0, deps=(pending,))
-            mbarrier.arrive(v_empty.index((step - 1) % STAGES), count=1)
+            if not JOINT_RELEASE:
+                mbarrier.arrive(v_empty.index((step - 1) % STAGES), count=1)
             out = acc * gl.convert_layout(inverse, acc_row)[:, None]
             if part == 0:
+                second = out * gl.convert_layout(lam, acc_row)[:, None]
                 if SCRATCH:
-                    gl.store(_places(second_place, out), out)
+                    gl.store(_places(second_place, second), second)
                 else:
-                    second_tiles.index(ME).store(out)
+                    second_tiles.index(ME).store(second)
+            elif SCRATCH:
+                out = out - gl.load(_places(second_place, out))
             else:
-                lam = gl.load(lam_ptr + batch.to(gl.int64) * stride_lb + (first_q + i).to(gl.int64) * stride_ls + head * stride_lh,
-                              mask=i < len_q, other=0.0)
-                if SCRATCH:
-                    second = gl.load(_places(second_place, out))
-                else:
-                    second = second_tiles.index(ME).load(acc_layout)
-                out = out - gl.convert_layout(lam, acc_row)[:, None] * second
+                out = out - second_tiles.index(ME).load(acc_layout)
             if part == 1 or SAVE:
                 rounded = out.to(q_tiles.dtype)
                 if whole:
@@ -175,7 +182,7 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.
                     if part == 0:
                         pointer = out2_ptr
                     store_rows(pointer + first_q.to(gl.int64) * stride_os + head * stride_oh, rounded, my_row, len_q, stride_os, VALUE_DIM)
-            step = hand_on(k_full, k_empty, v_full, v_empty, step, begin - loaded_begin, STAGES, False)
+            step = hand_on(k_full, k_empty, v_full, v_empty, step, begin - loaded_begin, STAGES, JOINT_RELEASE)
         taken += 1
         owner, row = take(work, work_full, work_empty, taken)
     tma.store_wait(0)
@@ -188,8 +195,10 @@ def differential_fwd_hopper_kernel(q1_desc, q2_desc, k1_desc, k2_desc, v_desc, o
                                    lam_ptr, scratch_ptr, cu_seqlens_q, cu_seqlens_k, counter, stride_os, stride_oh, stride_rows, stride_lb,
                                    stride_ls, stride_lh, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group,
                                    head_group, n_tiles, VALUE_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
-                                   BLOCK_N: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-                                   LOOP_MASK: gl.constexpr, SAVE: gl.constexpr, SCRATCH: gl.constexpr, REGISTERS: gl.constexpr):
+                                   BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PACKED: gl.constexpr,
+                                   HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr, SAVE: gl.constexpr,
+                                   SCRATCH: gl.constexpr, JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr,
+                                   REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q1_desc.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
     out_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], dtype)
@@ -209,11 +218,24 @@ def differential_fwd_hopper_kernel(q1_desc, q2_desc, k1_desc, k2_desc, v_desc, o
             second_tiles, work, bars, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, window_left, window_right, scale,
             stride_rows, stride_os, stride_oh, stride_lb, stride_ls, stride_lh)
     # partitions get constants only where the tuple is written out
-    gl.warp_specialize([
-        (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, 0, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, SAVE, SCRATCH)),
-        (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, 1, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, SAVE, SCRATCH)),
-        (_produce, (loads, BLOCK_N, PACKED, HAS_LEFT, HAS_RIGHT)),
-    ], [4, 1], [REGISTERS, 24])
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, SAVE, SCRATCH,
+                        JOINT_RELEASE, HOLD)),
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, SAVE, SCRATCH,
+                        JOINT_RELEASE, HOLD)),
+            (_produce, (loads, BLOCK_N, STAGES, CONSUMERS, PACKED, HAS_LEFT, HAS_RIGHT, JOINT_RELEASE)),
+        ], [4, 1], [REGISTERS, 24])
+    else:
+        gl.warp_specialize([
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, SAVE, SCRATCH,
+                        JOINT_RELEASE, HOLD)),
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, SAVE, SCRATCH,
+                        JOINT_RELEASE, HOLD)),
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 2, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, SAVE, SCRATCH,
+                        JOINT_RELEASE, HOLD)),
+            (_produce, (loads, BLOCK_N, STAGES, CONSUMERS, PACKED, HAS_LEFT, HAS_RIGHT, JOINT_RELEASE)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     invalidate(bars)
 
 
@@ -226,28 +248,33 @@ def forward_reason(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Ten
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, same_lengths: bool, save: bool, q: Layout, k: Layout, v: Layout,
-          lam: tuple[int, int, int], softmax_scale: float, left: int, right: int) -> Launch:
+def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, same_lengths: bool, save: bool, shared: bool, q: Layout, k: Layout,
+          v: Layout, lam: tuple[int, int, int], softmax_scale: float, left: int, right: int,
+          tile: HopperTile | None = None) -> Launch:
     heads, value_dim, group = q[0][-2], v[0][-1], q[0][-2] // k[0][-2]
     sequences, seqlen_q, seqlen_k = (q[0][0], q[0][1], k[0][1]) if packed is None else (packed, q[0][0], k[0][0])
     width, value_width = max(64, block_width(q[0][-1])), max(64, block_width(value_dim))
-    # as many keys as the registers of a consumer leave room for
-    block_n = 64 if value_width > 128 else 128
-    block = ROWS.value * CONSUMERS.value
+    tile = tile or hopper_forward_tile(width, value_width)
+    block = ROWS.value * tile.consumers
     n_tiles = heads * (sequences * -(-seqlen_q // block) if packed is None else seqlen_q // block + sequences + 1)
-    head_group = max(1, L2_GROUP // (2 * seqlen_k * (2 * width + value_width))) * group
+    # groups of heads whose keys stay in L2, alike in size: the last one's longest tiles would else end late
+    most = max(1, L2_GROUP // (2 * seqlen_k * ((1 if shared else 2) * width + value_width)))
+    kv_heads = k[0][-2] * (1 if packed is not None else sequences)
+    head_group = -(-kv_heads // -(-kv_heads // most)) * group
     shift = 0 if same_lengths else seqlen_k - seqlen_q if packed is None else None
     scalars = (heads * value_dim, value_dim, math.prod(q[0][:-1]), *lam, softmax_scale * math.log2(math.e), left, right, sequences,
                seqlen_q, seqlen_k, heads, group, head_group, n_tiles)
-    constants = {"VALUE_DIM": value_dim, "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": block_n,
+    constants = {"VALUE_DIM": value_dim, "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": tile.block_n,
+                 "STAGES": tile.stages, "CONSUMERS": tile.consumers,
                  "PACKED": packed is not None, "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
                  "LOOP_MASK": masks_in_loop(left, right, shift, ROWS.value), "SAVE": save,
-                 "SCRATCH": width > 64, "REGISTERS": 240}
+                 "SCRATCH": width > 64,
+                 "JOINT_RELEASE": tile.joint_release, "HOLD": tile.hold, "REGISTERS": tile.registers}
     return Launch(differential_fwd_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1)
 
 
 def launch_forward(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, save: bool,
-                   options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                   options: Options, tile: HopperTile | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the plain path's launch_forward gives, for what forward_reason lets through."""
     cu_seqlens_q, cu_seqlens_k = options.tensors
     out = q1.new_empty(*q1.shape[:-1], v.shape[-1])
@@ -256,13 +283,13 @@ def launch_forward(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Ten
     lse = torch.empty(2, *rows, dtype=torch.float32, device=q1.device)
     stats = lse.new_empty(4, *rows)
     launch = _plan(q1.device, q1.dtype, cu_seqlens_q.shape[0] - 1 if options.packed else None,
-                   options.packed and cu_seqlens_q is cu_seqlens_k, save, layout(q1), layout(k1), layout(v),
-                   lambda_strides(lam, options.packed), options.softmax_scale, options.window_left, options.window_right)
+                   options.packed and cu_seqlens_q is cu_seqlens_k, save, k2 is None, layout(q1), layout(k1), layout(v),
+                   lambda_strides(lam, options.packed), options.softmax_scale, options.window_left, options.window_right, tile)
     counter = torch.zeros(1, dtype=torch.int32, device=q1.device)
-    width, value_width, block_n = (launch.constants[name] for name in ("BLOCK_D", "BLOCK_DV", "BLOCK_N"))
+    width, value_width, block_n, consumers = (launch.constants[name] for name in ("BLOCK_D", "BLOCK_DV", "BLOCK_N", "CONSUMERS"))
     scratch = None
     if launch.constants["SCRATCH"]:  # small enough to stay in L2
-        scratch = torch.empty(launch.programs * CONSUMERS.value * ROWS.value * value_width, dtype=torch.float32, device=q1.device)
+        scratch = torch.empty(launch.programs * consumers * ROWS.value * value_width, dtype=torch.float32, device=q1.device)
     with on_device_of(q1):
         launch(descriptor(q1, ROWS.value, width), descriptor(q2, ROWS.value, width), descriptor(k1, block_n, width),
                descriptor(k1 if k2 is None else k2, block_n, width), descriptor(v, block_n, value_width),

@@ -25,7 +25,7 @@ from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, wal
 
 
 @gluon.jit
-def _halves(x):
+def halves(x):
     """The left and the right columns of x [M, N]: in a product's layout a thread holds some of both."""
     width: gl.constexpr = x.shape[1] // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
@@ -34,27 +34,28 @@ def _halves(x):
 
 
 @gluon.jit
-def _whole(left, right, layout: gl.constexpr):
+def whole(left, right, layout: gl.constexpr):
     x = gl.reshape(gl.permute(gl.join(left, right), (0, 2, 1)), [left.shape[0], 2 * left.shape[1]])
     return gl.convert_layout(x, layout)
 
 
 @gluon.jit
-def _statistics(stats_tiles, stage, WHICH: gl.constexpr, SIDE: gl.constexpr, column: gl.constexpr):
-    """Of half a step's queries: 0 the first path's LSE in base 2, 1 its delta, 2 the second path's LSE, 3 its delta, 4 lambda."""
+def statistics(stats_tiles, stage, WHICH: gl.constexpr, SIDE: gl.constexpr, column: gl.constexpr, COUNT: gl.constexpr = ROWS // 2):
+    """Of COUNT of a step's queries: 0 the first path's LSE in base 2, 1 its delta, 2 the second path's LSE, 3 its delta, 4 lambda."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     part: gl.constexpr = STATS // ROWS
     tile = stats_tiles.index(stage * 2 + WHICH // part)._reinterpret(gl.float32, [STATS], flat)
-    return tile.slice(WHICH % part * ROWS + SIDE * (ROWS // 2), ROWS // 2).load(column)[None, :]
+    return tile.slice(WHICH % part * ROWS + SIDE * COUNT, COUNT).load(column)[None, :]
 
 
 @gluon.jit
-def _weights(scores, stats_tiles, stage, WHICH: gl.constexpr, SIDE: gl.constexpr, columns, low, high, scale, MASKED: gl.constexpr,
+def weights_of(scores, stats_tiles, stage, WHICH: gl.constexpr, SIDE: gl.constexpr, columns, low, high, scale, MASKED: gl.constexpr,
              HAS_LEFT: gl.constexpr):
     column: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-    x = scores * scale - _statistics(stats_tiles, stage, WHICH, SIDE, column)
+    count: gl.constexpr = scores.shape[1]
+    x = scores * scale - statistics(stats_tiles, stage, WHICH, SIDE, column, count)
     if MASKED:  # the columns' numbers come from memory: in registers they would have to be spilled
-        c = columns.slice(SIDE * (ROWS // 2), ROWS // 2).load(column)[None, :]
+        c = columns.slice(SIDE * count, count).load(column)[None, :]
         seen = c >= low[:, None]
         if HAS_LEFT:
             seen = seen & (c <= high[:, None])
@@ -68,9 +69,9 @@ def _second_half(scores, p, dweights, stats_tiles, stage, SIDE: gl.constexpr, co
     """Of half a step: dS of the second path, and the combined weights, rounded once more."""
     layout: gl.constexpr = scores.type.layout
     column: gl.constexpr = gl.SliceLayout(0, layout)
-    weights = _weights(scores, stats_tiles, stage, 2, SIDE, columns, low, high, scale, MASKED, HAS_LEFT)
-    weights = weights * _statistics(stats_tiles, stage, 4, SIDE, column)
-    ds = (weights * (_statistics(stats_tiles, stage, 3, SIDE, column) - dweights)).to(dtype)
+    weights = weights_of(scores, stats_tiles, stage, 2, SIDE, columns, low, high, scale, MASKED, HAS_LEFT)
+    weights = weights * statistics(stats_tiles, stage, 4, SIDE, column)
+    ds = (weights * (statistics(stats_tiles, stage, 3, SIDE, column) - dweights)).to(dtype)
     return ds, (_unpacked(p, dtype, layout) - weights).to(dtype)
 
 
@@ -100,11 +101,11 @@ def _unpacked(x, dtype: gl.constexpr, layout: gl.constexpr):
 def _step(scores, dk1, dk2, dv, tiles, ds_tiles, columns, bars, dq_tile, step, scale, low, high, STAGES: gl.constexpr, ME: gl.constexpr,
           SHARED_K: gl.constexpr, MASKED: gl.constexpr, LAST: gl.constexpr, HAS_LEFT: gl.constexpr):
     """Adds the step's share to dK1, dK2 and dV; takes its first path's scores, and gives those of the next step."""
-    q1_tiles, q2_tiles, do_tiles, stats_tiles, k_tiles, v_tiles = tiles
+    q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles = tiles
     q_full, do_full, step_empty, ds_full = bars[0], bars[1], bars[2], bars[8]
     scores_layout: gl.constexpr = scores.type.layout
     dv_operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
-    dtype: gl.constexpr = q1_tiles.dtype
+    dtype: gl.constexpr = q_tiles.dtype
     second: gl.constexpr = 0 if SHARED_K else 2  # where the second path's keys lie
     nothing = gl.zeros([HALF, ROWS], gl.float32, scores_layout)
     stage, phase = ring(step, STAGES)
@@ -112,40 +113,40 @@ def _step(scores, dk1, dk2, dv, tiles, ds_tiles, columns, bars, dq_tile, step, s
     mbarrier.wait(do_full.index(stage), phase)
     # [HALF, BLOCK_DV] x [BLOCK_DV, ROWS], for both paths
     pending = warpgroup_mma(v_tiles.index(ME), do_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    left, right = _halves(scores)
+    left, right = halves(scores)
     column: gl.constexpr = gl.SliceLayout(0, left.type.layout)
     row: gl.constexpr = gl.SliceLayout(1, left.type.layout)
     low = gl.convert_layout(low, row)
     high = gl.convert_layout(high, row)
-    left = _weights(left, stats_tiles, stage, 0, 0, columns, low, high, scale, MASKED, HAS_LEFT)
-    right = _weights(right, stats_tiles, stage, 0, 1, columns, low, high, scale, MASKED, HAS_LEFT)
-    dleft, dright = _halves(warpgroup_mma_wait(0, deps=(pending,)))
-    ds1 = _whole((left * (dleft - _statistics(stats_tiles, stage, 1, 0, column))).to(dtype),
-                 (right * (dright - _statistics(stats_tiles, stage, 1, 1, column))).to(dtype), scores_layout)
+    left = weights_of(left, stats_tiles, stage, 0, 0, columns, low, high, scale, MASKED, HAS_LEFT)
+    right = weights_of(right, stats_tiles, stage, 0, 1, columns, low, high, scale, MASKED, HAS_LEFT)
+    dleft, dright = halves(warpgroup_mma_wait(0, deps=(pending,)))
+    ds1 = whole((left * (dleft - statistics(stats_tiles, stage, 1, 0, column))).to(dtype),
+               (right * (dright - statistics(stats_tiles, stage, 1, 1, column))).to(dtype), scores_layout)
     pleft = _packed(left, dtype)
     pright = _packed(right, dtype)
     ds_tiles.index(slot * 4 + ME).store(ds1)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(slot * 2), count=1)
     # [HALF, BLOCK_D] x [BLOCK_D, ROWS]
-    pending = warpgroup_mma(k_tiles.index(second + ME), q2_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    pending = warpgroup_mma(k_tiles.index(second + ME), q_tiles.index(stage * 2 + 1).permute((1, 0)), nothing, use_acc=False, is_async=True)
     # [HALF, ROWS] x [ROWS, BLOCK_D]; dS from shared memory, where it lies for dQ: as operands in registers there would be no room
-    dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + ME), q1_tiles.index(stage), dk1, is_async=True)
+    dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + ME), q_tiles.index(stage * 2), dk1, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(pending,))
-    left, right = _halves(scores)
+    left, right = halves(scores)
     ds_left, p_left = _second_half(left, pleft, dleft, stats_tiles, stage, 0, columns, low, high, scale, MASKED, HAS_LEFT, dtype)
     ds_right, p_right = _second_half(right, pright, dright, stats_tiles, stage, 1, columns, low, high, scale, MASKED, HAS_LEFT, dtype)
-    ds2 = _whole(ds_left, ds_right, scores_layout)
-    p = _whole(p_left, p_right, dv_operand)
+    ds2 = whole(ds_left, ds_right, scores_layout)
+    p = whole(p_left, p_right, dv_operand)
     # [HALF, ROWS] x [ROWS, BLOCK_DV]
     dv_pending = warpgroup_mma(p, do_tiles.index(stage), dv, is_async=True)
     ds_tiles.index(slot * 4 + 2 + ME).store(ds2)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(slot * 2 + 1), count=1)
     if SHARED_K:
-        dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + 2 + ME), q2_tiles.index(stage), dk1_pending, is_async=True)
+        dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + 2 + ME), q_tiles.index(stage * 2 + 1), dk1_pending, is_async=True)
     else:
-        dk2_pending = warpgroup_mma(ds_tiles.index(slot * 4 + 2 + ME), q2_tiles.index(stage), dk2, is_async=True)
+        dk2_pending = warpgroup_mma(ds_tiles.index(slot * 4 + 2 + ME), q_tiles.index(stage * 2 + 1), dk2, is_async=True)
     mbarrier.wait(ds_full.index(slot * 2 + ME), slot_phase)
     width: gl.constexpr = dk1.shape[1]
     dq = gl.zeros([ROWS, width], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16]))
@@ -163,13 +164,13 @@ def _step(scores, dk1, dk2, dv, tiles, ds_tiles, columns, bars, dq_tile, step, s
     if not LAST:  # not before dQ is out of the registers
         next_stage, next_phase = ring(step + 1, STAGES)
         mbarrier.wait(q_full.index(next_stage), next_phase)
-        pending = warpgroup_mma(k_tiles.index(ME), q1_tiles.index(next_stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(next_stage * 2).permute((1, 0)), nothing, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(pending,))
     return scores, dk1, dk2, dv
 
 
 @gluon.jit
-def _store_rows(desc, pointer, tile, x, batch, kv_head, first_k, key, len_k, kv_heads, DIM: gl.constexpr, PACKED: gl.constexpr):
+def store_rows(desc, pointer, tile, x, batch, kv_head, first_k, key, len_k, kv_heads, DIM: gl.constexpr, PACKED: gl.constexpr):
     """The rows `key` on of a sequence, of those that it has, in columns of 64."""
     if PACKED:
         if key + HALF > len_k:
@@ -208,9 +209,9 @@ def _consume(outs, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, scal
              HAS_RIGHT: gl.constexpr):
     """dK1, dK2 and dV of 64 keys of each tile, and the dQ of path ME."""
     dk1_desc, dk2_desc, dv_desc, dk1_ptr, dk2_ptr, dv_ptr = outs
-    q1_tiles, k_tiles = tiles[0], tiles[4]
+    q_tiles, k_tiles = tiles[0], tiles[3]
     q_full, k_full, v_full, kv_empty, work_full, work_empty = bars[0], bars[3], bars[4], bars[5], bars[6], bars[7]
-    dtype: gl.constexpr = q1_tiles.dtype
+    dtype: gl.constexpr = q_tiles.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -240,7 +241,7 @@ def _consume(outs, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, scal
                 stage, phase = ring(step, STAGES)
                 mbarrier.wait(q_full.index(stage), phase)
                 # [HALF, BLOCK_D] x [BLOCK_D, ROWS]
-                pending = warpgroup_mma(k_tiles.index(ME), q1_tiles.index(stage).permute((1, 0)),
+                pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(stage * 2).permute((1, 0)),
                                         gl.zeros([HALF, ROWS], gl.float32, scores_layout), use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(0, deps=(pending,))
                 before = step - begin
@@ -260,12 +261,12 @@ def _consume(outs, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, scal
         mbarrier.arrive(work_empty.index(slot), count=1)
         row = key + ME * HALF
         tile = out_tiles.index(ME)
-        _store_rows(dv_desc, dv_ptr, tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, kv_heads, VALUE_DIM, PACKED)
+        store_rows(dv_desc, dv_ptr, tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, kv_heads, VALUE_DIM, PACKED)
         dk1 = (dk1 * dk_scale).to(dtype)
-        _store_rows(dk1_desc, dk1_ptr, tile, dk1, batch, kv_head, first_k, row, len_k, kv_heads, HEAD_DIM, PACKED)
+        store_rows(dk1_desc, dk1_ptr, tile, dk1, batch, kv_head, first_k, row, len_k, kv_heads, HEAD_DIM, PACKED)
         if not SHARED_K:
             dk2 = (dk2 * dk_scale).to(dtype)
-            _store_rows(dk2_desc, dk2_ptr, tile, dk2, batch, kv_head, first_k, row, len_k, kv_heads, HEAD_DIM, PACKED)
+            store_rows(dk2_desc, dk2_ptr, tile, dk2, batch, kv_head, first_k, row, len_k, kv_heads, HEAD_DIM, PACKED)
         taken += 1
         slot, more = await_work(work, work_full, taken)
     tma.store_wait(0)
@@ -288,8 +289,7 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q1_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_D], d_layout)
-    q2_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_D], d_layout)
+    q_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_D], d_layout)  # of both paths in turn
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_DV], dv_layout)
     k_tiles = gl.allocate_shared_memory(dtype, [2 * paths, HALF, BLOCK_D], d_layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_DV], dv_layout)
@@ -307,7 +307,7 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
     descs = (q1_desc, q2_desc, do_desc, k1_desc, k2_desc, v_desc, stats_desc)
     tail_descs = (q1_tail_desc, q2_tail_desc, do_tail_desc, k1_tail_desc, k2_tail_desc, v_tail_desc)
     outs = (dk1_desc, dk2_desc, dv_desc, dk1_ptr, dk2_ptr, dv_ptr)
-    tiles = (q1_tiles, q2_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
+    tiles = (q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full)
     shape = (counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles)
     # partitions get constants only where the tuple is written out

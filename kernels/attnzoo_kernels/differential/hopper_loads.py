@@ -11,14 +11,14 @@ STATS = gl.constexpr(256)  # floats of a box of row statistics; two boxes a step
 
 @gluon.jit
 def _load_step(q1_desc, q2_desc, do_desc, stats_desc, tiles, bars, slot, batch, head, row, stats_tile):
-    q1_tiles, q2_tiles, do_tiles, stats_tiles = tiles[0], tiles[1], tiles[2], tiles[3]
+    q_tiles, do_tiles, stats_tiles = tiles[0], tiles[1], tiles[2]
     q_full, do_full = bars[0], bars[1]
     bar = q_full.index(slot)
     mbarrier.expect(bar, 2 * q1_desc.block_type.nbytes + 2 * stats_desc.block_type.nbytes)
-    async_load(q1_desc, [batch, head, row, 0], bar, box(q1_tiles.index(slot), q1_desc))
+    async_load(q1_desc, [batch, head, row, 0], bar, box(q_tiles.index(slot * 2), q1_desc))
     for n in gl.static_range(2):
         async_load(stats_desc, [0, 0, stats_tile * 2 + n, 0], bar, box(stats_tiles.index(slot * 2 + n), stats_desc))
-    async_load(q2_desc, [batch, head, row, 0], bar, box(q2_tiles.index(slot), q2_desc))
+    async_load(q2_desc, [batch, head, row, 0], bar, box(q_tiles.index(slot * 2 + 1), q2_desc))
     bar = do_full.index(slot)
     mbarrier.expect(bar, do_desc.block_type.nbytes)
     async_load(do_desc, [batch, head, row, 0], bar, box(do_tiles.index(slot), do_desc))
@@ -26,7 +26,7 @@ def _load_step(q1_desc, q2_desc, do_desc, stats_desc, tiles, bars, slot, batch, 
 
 @gluon.jit
 def _load_keys(k1_desc, k2_desc, v_desc, tiles, bars, taken, batch, kv_head, key, SHARED_K: gl.constexpr):
-    k_tiles, v_tiles = tiles[4], tiles[5]
+    k_tiles, v_tiles = tiles[3], tiles[4]
     k_full, v_full, kv_empty = bars[3], bars[4], bars[5]
     paths: gl.constexpr = 1 if SHARED_K else 2
     mbarrier.wait(kv_empty, (taken & 1) ^ 1)

@@ -1,51 +1,134 @@
-"""Differential attention's backward on Hopper above head_dim 64, of FlashAttention's walks: one for each path and 128 columns of values.
+"""Differential attention's backward on Hopper above head_dim 64: of FlashAttention's walks one for each path and 128 columns of values.
 
 dK1, dK2 and dV of one tile of keys do not fit the registers together there. Scores' gradients are linear in dO Vᵀ, so that a walk over some
-columns of v, dO and the outputs gives its share of dQ and dK; the shares, in 16 bits, are added.
+columns of v, dO and the outputs gives its share of dQ, which all walks of a path add to one float32 sum, and of dK.
 """
+
+import functools
+import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import block_width, on_device_of, strides
+from attnzoo_kernels._gluon.hopper import descriptor, multiprocessors
+from attnzoo_kernels._triton.launch import Launch, on_device_of
 from attnzoo_kernels.differential.backward import reduce_like
-from attnzoo_kernels.differential.hopper_rows import differential_bwd_paths_kernel
+from attnzoo_kernels.differential.hopper_rows import differential_bwd_parts_rows_kernel
 from attnzoo_kernels.differential.options import Options, lambda_strides
-from attnzoo_kernels.flash import hopper_backward
-from attnzoo_kernels.flash.options import Options as FlashOptions
+from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS
+from attnzoo_kernels.flash.hopper_pair import flash_bwd_pair_kernel
+from attnzoo_kernels.flash.hopper_rows import flash_bwd_dq_rows_kernel, flash_bwd_tails_kernel
+from attnzoo_kernels.flash.options import Layout, layout, strides
 
-COLUMNS = 128  # the widest values of one walk
-BLOCK = 16
+L2_GROUP = 16 << 20  # bytes of queries, their gradients and dQ that stay in L2 while key tiles walk them
+WIDTH = 128  # of heads, and the widest values of one walk
 
 
-def _paths(grad_out: Tensor, lam: Tensor, out: Tensor, out2: Tensor, packed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The first path's output, the gradient of the second path's, and r (..., heads)."""
-    if grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()
-    first, gradient = torch.empty_like(out), torch.empty_like(out)
-    r = torch.empty(out.shape[:-1], dtype=torch.float32, device=out.device)
-    with on_device_of(out):
-        differential_bwd_paths_kernel[(-(-r.numel() // BLOCK),)](
-            out, out2, grad_out, lam, first, gradient, r, *strides(grad_out), *lambda_strides(lam, packed), r.numel(), out.shape[-3],
-            out.shape[-2], VALUE_DIM=out.shape[-1], BLOCK_DV=block_width(out.shape[-1]), BLOCK=BLOCK)
-    return first, gradient, r
+@dataclass
+class Plan:
+    """The launches for one layout of the arguments."""
+
+    rows: Launch
+    walks: tuple[tuple[Launch, ...], ...]  # of each path, for each part of the values
+    dq_rows: Launch
+    packed: bool
+    sequences: int
+
+
+def _rows_of(x: Layout) -> tuple[int, int, int]:
+    return strides((x[0], tuple(math.prod(x[0][n + 1:]) for n in range(len(x[0])))))
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, q: Layout, q2: Layout, k: Layout, k2: Layout | None, v: Layout,
+          out: Layout, grad_out: Layout, lam: tuple[int, int, int], softmax_scale: float, left: int, right: int) -> Plan:
+    heads, head_dim, kv_heads, value_dim = *q[0][-2:], *v[0][-2:]
+    sequences, seqlen_q, seqlen_k = (q[0][0], q[0][1], k[0][1]) if packed is None else (packed, q[0][0], k[0][0])
+    group = heads // kv_heads
+
+    def tiles_of(heads: int, seqlen: int, block: int) -> int:
+        return heads * (sequences * -(-seqlen // block) if packed is None else seqlen // block + sequences + 1)
+
+    query_tiles, key_tiles = tiles_of(heads, seqlen_q, ROWS.value), tiles_of(kv_heads, seqlen_k, KEYS.value)
+    head_tiles = query_tiles // heads if packed is not None else query_tiles // (heads * sequences)
+    rows = Launch(
+        differential_bwd_parts_rows_kernel, query_tiles,
+        (*strides(out), *strides(grad_out), *lam, math.prod(q[0][:-1]), sequences, seqlen_q, heads, query_tiles),
+        {"VALUE_DIM": value_dim, "WIDTH": WIDTH, "PARTS": -(-value_dim // WIDTH), "PACKED": packed is not None, "BLOCK": ROWS.value}, 8, 1)
+    head_group = max(1, L2_GROUP // (seqlen_q * WIDTH * 8 * group))
+    scalars = (softmax_scale, softmax_scale * math.log2(math.e), left, right, sequences, seqlen_q, seqlen_k, kv_heads)
+    widths = [min(WIDTH, value_dim - first) for first in range(0, value_dim, WIDTH)]
+    walks = tuple(tuple(Launch(
+        flash_bwd_pair_kernel, min(key_tiles, multiprocessors(device)),
+        (*scalars, kv_heads * head_dim, kv_heads * width, group, head_group, head_tiles, key_tiles),
+        {"HEAD_DIM": head_dim, "VALUE_DIM": width, "WIDTH": WIDTH, "PACKED": packed is not None, "HAS_LEFT": left >= 0,
+         "HAS_RIGHT": right >= 0, "ORDERED": False, "ROWS": ROWS.value, "STAGES": 2, "WRITER": False, "REGISTERS": 240,
+         "LOAD_REGISTERS": 24}, 4, 1) for width in widths) for _ in range(2))
+    dq_rows = Launch(flash_bwd_dq_rows_kernel, query_tiles, (*_rows_of(q), softmax_scale, sequences, seqlen_q, heads),
+                     {"HEAD_DIM": head_dim, "WIDTH": WIDTH, "PACKED": packed is not None, "BLOCK": ROWS.value}, 4, 1)
+    return Plan(rows, walks, dq_rows, packed is not None, sequences)
+
+
+@functools.lru_cache(maxsize=1024)
+def _tails(x: Layout, sequences: int, block: int) -> Launch:
+    return Launch(flash_bwd_tails_kernel, (sequences + 1) * x[0][-2], (*strides(x)[1:], sequences, x[0][0], x[0][-2]),
+                  {"DIM": x[0][-1], "WIDTH": WIDTH, "BLOCK": block}, 4, 1)
+
+
+def _read(plan: Plan, x: Tensor, rows: int, block: int, cu_seqlens: Tensor | None) -> tuple:
+    """Descriptors of x and of the ends of its packed sequences, in boxes of `rows`."""
+    tails = None
+    if plan.packed:
+        copies = x.new_empty(plan.sequences + 1, block, x.shape[-2], WIDTH)
+        _tails(layout(x), plan.sequences, block)(x, copies, cu_seqlens)
+        tails = descriptor(copies, rows, WIDTH)
+    return descriptor(x, rows, WIDTH), tails
 
 
 def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, out: Tensor,
                     out2: Tensor, stats: Tensor, needs_dlam: bool, options: Options) -> tuple[Tensor, ...]:
-    """What the plain path's launch_backward gives."""
-    first, gradient, r = _paths(grad_out, lam, out, out2, options.packed)
-    flash = FlashOptions.of(options.cu_seqlens_q, None, options.softmax_scale, options.window_left, options.window_right, 0.0, 0.0)
-    paths = (q1, k1, first, grad_out, stats[:2]), (q2, k1 if k2 is None else k2, out2, gradient, stats[2:])
-    shares = []
-    for q, k, result, dout, its_stats in paths:
-        columns = zip(*(x.split(COLUMNS, -1) for x in (dout, v, result)), strict=True)
-        dq, dk, dv, _ = zip(*(hopper_backward.launch_backward(part, None, q, k, values, of_path, its_stats, *options.tensors, None, None,
-                                                              False, flash, False) for part, values, of_path in columns), strict=True)
-        shares.append((sum(dq[1:], dq[0]), sum(dk[1:], dk[0]), dv))
-    (dq1, dk1, dv1), (dq2, dk2, dv2) = shares
-    dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    for to, one, two in zip(dv.split(COLUMNS, -1), dv1, dv2, strict=True):
-        torch.add(one, two, out=to)
-    dlam = reduce_like(-r.transpose(-1, -2), lam, options.packed) if needs_dlam else lam.new_empty(0)
-    return (dq1, dq2, dk1 + dk2, k1.new_empty(0), dv, dlam) if k2 is None else (dq1, dq2, dk1, dk2, dv, dlam)
+    """What the plain path's launch_backward gives; grad_out as TMA reads it."""
+    cu_seqlens_q, cu_seqlens_k = options.tensors
+    plan = _plan(q1.device, q1.dtype, cu_seqlens_q.shape[0] - 1 if options.packed else None, layout(q1), layout(q2), layout(k1),
+                 None if k2 is None else layout(k2), layout(v), layout(out), layout(grad_out), lambda_strides(lam, options.packed),
+                 options.softmax_scale, options.window_left, options.window_right)
+    parts, query_tiles, rows = len(plan.walks[0]), plan.rows.programs, ROWS.value
+    row_stats = stats.new_empty(2, parts, query_tiles, 1, 2 * rows)
+    dq_sum = stats.new_empty(1, query_tiles * rows * WIDTH // 32, 1, 32)
+    counters = torch.empty(2, parts, 4, dtype=torch.int32, device=q1.device)
+    r, gradient = torch.empty_like(stats[0]), torch.empty_like(out)
+    dv = v.new_empty(v.shape)
+    values = v.split(WIDTH, -1), dv.split(WIDTH, -1)
+
+    def walk(path: int, q: Tensor, k: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+        """dQ and dK of a path; dV is the second path's first, to which the first path's is added."""
+        queries, keys = _read(plan, q, rows, rows, cu_seqlens_q), _read(plan, k, HALF.value, KEYS.value, cu_seqlens_k)
+        dk = None
+        for part, (columns, of_part, to) in enumerate(zip(dout.split(WIDTH, -1), *values, strict=True)):
+            dk_part = k.new_empty(k.shape)
+            # the ends of packed sequences are not written through TMA, and heads must lie side by side
+            dv_part = to if path == 1 and not plan.packed else to.new_empty(to.shape)
+            read = queries, keys, _read(plan, of_part, HALF.value, KEYS.value, cu_seqlens_k), _read(plan, columns, rows, rows, cu_seqlens_q)
+            tensors, tails = zip(*read, strict=True)
+            plan.walks[path][part](
+                *tensors, descriptor(row_stats[path, part], 1, 2 * rows), *tails, descriptor(dk_part, HALF.value, WIDTH),
+                descriptor(dv_part, HALF.value, WIDTH), dk_part, dv_part, descriptor(dq_sum, 128, 32), counters[path, part],
+                counters[path, part], cu_seqlens_q, cu_seqlens_k)
+            dk = dk_part if dk is None else dk.add_(dk_part)
+            if path == 0:
+                to.add_(dv_part)
+            elif plan.packed:
+                to.copy_(dv_part)
+        dq = q.new_empty(q.shape)
+        plan.dq_rows(dq_sum, dq, cu_seqlens_q)
+        return dq, dk
+
+    with on_device_of(q1):
+        plan.rows(out, out2, grad_out, lam, stats, gradient, row_stats, dq_sum, r, counters, cu_seqlens_q)
+        dq2, dk2 = walk(1, q2, k1 if k2 is None else k2, gradient)
+        del gradient  # before the rest is there
+        dq_sum.zero_()
+        dq1, dk1 = walk(0, q1, k1, grad_out)
+    dlam = reduce_like(-r, lam, options.packed) if needs_dlam else lam.new_empty(0)
+    return (dq1, dq2, dk1.add_(dk2), k1.new_empty(0), dv, dlam) if k2 is None else (dq1, dq2, dk1, dk2, dv, dlam)
