@@ -4,6 +4,7 @@
     python -m benchmarks.differential speed shared memory
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -75,15 +76,26 @@ def calls(attend: Callable[..., Tensor], halves: bool = False, scope: Callable =
     return make
 
 
-def one_call(attend: Callable[[Tensor, Tensor, Tensor, bool], Tensor]) -> Callable[[Case, Inputs], Pass]:
-    """One call with twice the query heads, where the keys are shared."""
+def pair_difference(out: Tensor, lam: Tensor) -> Tensor:
+    """The subtraction behind one call with interleaved heads (batch, seqlen, 2 heads, width)."""
+    return combined(out[..., 0::2, :], out[..., 1::2, :], lam)
+
+
+@functools.cache
+def compiled_pair_difference() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(pair_difference, dynamic=False)
+
+
+def one_call(attend: Callable[[Tensor, Tensor, Tensor, bool], Tensor], compiled: bool = False) -> Callable[[Case, Inputs], Pass]:
+    """One call with twice the query heads, where the keys are shared, and the subtraction, in eager PyTorch or compiled."""
 
     def make(case: Case, x: Inputs) -> Pass:
         refuse(case, "packed input", "window", "unlike causal lengths", "keys of their own")
 
+        subtract = compiled_pair_difference() if compiled else pair_difference
+
         def difference(q, k, v, lam):
-            out = attend(q, k, v, case.causal)
-            return combined(out[..., 0::2, :], out[..., 1::2, :], lam)
+            return subtract(attend(q, k, v, case.causal), lam)
 
         q = torch.stack((x.q1, x.q2), dim=-2).flatten(-3, -2)
         run = differentiable(difference, (q, x.k1, x.v, x.lam), x.dout)
@@ -161,6 +173,8 @@ BACKENDS: dict[str, Backend] = {
         Backend("attnzoo-gluon", attnzoo("gluon"), lambda: offered("gluon")),
         Backend("attnzoo-triton", attnzoo("triton"), lambda: offered("triton")),
         _peer("flash-1-call", one_call(ours_plain)),
+        _peer("flash-1-call-compiled", one_call(ours_plain, True)),
+        _peer("fa3-1-call-compiled", one_call(_FA3.apply, True), peers.fa3_missing),
         _peer("flash-2-calls", calls(ours_plain)),
         _peer("flash-4-calls", calls(ours_plain, True)),
         _peer("fa2-2-calls", calls(sdpa, scope=lambda: sdpa_kernel(SDPBackend.FLASH_ATTENTION))),
