@@ -129,7 +129,7 @@ def main():
         with open(args.csv, "w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["kernel", "head_dim", "causal", "block_m", "block_n", "num_warps", "num_stages", "tma", "q_registers",
-                             "one_loop", "from_stats", "raw_tflops", "error"])
+                             "one_loop", "from_stats", "q_select", "raw_tflops", "error"])
             for kernel, tile, d, causal, rate, error in rows:
                 writer.writerow([kernel, d, causal, *astuple(tile), f"{rate:.1f}", error])
 

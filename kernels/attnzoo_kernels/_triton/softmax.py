@@ -123,11 +123,11 @@ def softmax_step(scores, top, norm, scale, MASKED: tl.constexpr, EXACT: tl.const
 @triton.jit
 def log_sum_exp(top, norm, EXACT: tl.constexpr):
     """Natural log-sum-exp from the maximum and sum; -inf for a row without a key."""
-    log_norm = tl.log(tl.where(norm > 0, norm, 1.0))
+    positive = tl.where(norm > 0, norm, 1.0)
     if EXACT:
-        lse = top + log_norm
+        lse = top + tl.log(positive)
     else:
-        lse = top * LN2_HIGH + (top * LN2_LOW + log_norm)
+        lse = top * LN2_HIGH + (top * LN2_LOW + tl.log2(positive) * LN2)  # the logarithm that softmax_stats takes, too
     return tl.where(norm > 0, lse, -float("inf"))
 
 

@@ -18,7 +18,7 @@ from attnzoo_kernels._triton.dropout import keep_tile
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.masks import key_ranges, keys_seen, queries_seeing, query_ranges
 from attnzoo_kernels._triton.softmax import add_dot, repeat_weights, score_dot
-from attnzoo_kernels._triton.tiles import first_lse, load_rows, program_tile, store_rows, tile_source
+from attnzoo_kernels._triton.tiles import first_lse, in_registers, load_rows, program_tile, store_rows, tile_source
 from attnzoo_kernels.flash.options import Layout, Options, layout, strides, tma_kind
 from attnzoo_kernels.flash.scores import alibi, score_unit, scores_in_unit
 from attnzoo_kernels.flash.tiles import Tile, dkdv_tile, dq_tile
@@ -99,8 +99,8 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
     do_rows = tile_source(do_source, batch, head, first_q, stride_dob, stride_dos, stride_doh, TMA)
     out_rows = tile_source(out_ptr, batch, head, first_q, stride_ob, stride_os, stride_oh, False)
     GUARD_TAIL: tl.constexpr = not TMA
-    # [BLOCK_M, BLOCK_DV]; the guard passes dO through registers, where it stays: the shared memory saved lets a second program in
-    do = load_rows(do_rows, batch, head, first_q, row, len_q, stride_dos, VALUE_DIM, BLOCK_M, BLOCK_DV, True, TMA)
+    # [BLOCK_M, BLOCK_DV]
+    do = load_rows(do_rows, batch, head, first_q, row, len_q, stride_dos, VALUE_DIM, BLOCK_M, BLOCK_DV, not TMA, TMA)
     out = load_rows(out_rows, batch, head, first_q, row, len_q, stride_os, VALUE_DIM, BLOCK_M, BLOCK_DV, True, False)
     delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
     grad_lse = tl.zeros([BLOCK_M], tl.float32)
@@ -117,6 +117,8 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
     tl.store(row_stats, top)
     # [BLOCK_M, BLOCK_D]
     q = load_rows(q_rows, batch, head, first_q, row, len_q, stride_qs, HEAD_DIM, BLOCK_M, BLOCK_D, not TMA, TMA)
+    if TMA:
+        do = in_registers(do)  # the shared memory saved lets a second program in
 
     slope = 0.0
     if HAS_ALIBI:
@@ -269,7 +271,7 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
     dk_rows = tile_source(dk_ptr, batch, kv_head, first_k, stride_dkb, stride_dks, stride_dkh, False)
     dv_rows = tile_source(dv_ptr, batch, kv_head, first_k, stride_dvb, stride_dvs, stride_dvh, False)
     store_rows(dk_rows, dk * softmax_scale, column, len_k, stride_dks, HEAD_DIM, BLOCK_N, BLOCK_D)
-    store_rows(dv_rows, dv / keep_prob, column, len_k, stride_dvs, VALUE_DIM, BLOCK_N, BLOCK_DV)
+    store_rows(dv_rows, dv / keep_prob if HAS_DROPOUT else dv, column, len_k, stride_dvs, VALUE_DIM, BLOCK_N, BLOCK_DV)
 
 
 def _blocks(tile: Tile, constants: dict, grad_out: int) -> dict[int, tuple]:
@@ -305,7 +307,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
     sequences, _, seqlen_k = options.sizes(q[0], k[0])
     constants = options.constants(q[0], v[0], dtype, device)
     tile = dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0,
-                     packed=options.sequences is not None)
+                     packed=options.sequences is not None, heavy=options.softcap > 0 or options.dropout_p > 0)
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.sequences is not None)
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK, "TMA": tma, "ONE_LOOP": tile.one_loop,
                   "FROM_STATS": tile.from_stats and dtype != torch.float32 and not any(constants[name] for name in _BETWEEN)}

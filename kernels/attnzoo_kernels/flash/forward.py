@@ -12,7 +12,7 @@ from attnzoo_kernels._triton.dropout import drop_pairs, keep_tile
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.masks import key_ranges, keys_seen
 from attnzoo_kernels._triton.softmax import add_dot, in_units, log_sum_exp, score_dot, softmax_stats, softmax_step
-from attnzoo_kernels._triton.tiles import first_lse, load_rows, program_tile, store_rows, tile_source
+from attnzoo_kernels._triton.tiles import first_lse, in_registers, load_rows, program_tile, store_rows, tile_source
 from attnzoo_kernels.dropout import drop_threshold
 from attnzoo_kernels.flash.options import Layout, Options, layout, strides, tma_kind
 from attnzoo_kernels.flash.scores import alibi, score_unit, scores_in_unit
@@ -69,7 +69,7 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                      PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr,
                      HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, DROP_PAIRS: tl.constexpr,
                      HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr,
-                     ONE_LOOP: tl.constexpr):
+                     Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr):
     seq, batch, head, row, first_q, len_q, first_k, len_k = program_tile(
         cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT)
     if row >= len_q:
@@ -82,7 +82,9 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
     k_rows = tile_source(k_source, batch, kv_head, first_k, stride_kb, stride_ks, stride_kh, TMA)
     v_rows = tile_source(v_source, batch, kv_head, first_k, stride_vb, stride_vs, stride_vh, TMA)
     # [BLOCK_M, BLOCK_D]
-    q = load_rows(q_rows, batch, head, first_q, row, len_q, stride_qs, HEAD_DIM, BLOCK_M, BLOCK_D, not TMA or Q_REGISTERS, TMA)
+    q = load_rows(q_rows, batch, head, first_q, row, len_q, stride_qs, HEAD_DIM, BLOCK_M, BLOCK_D, not TMA or Q_SELECT, TMA)
+    if TMA and Q_REGISTERS and not Q_SELECT:
+        q = in_registers(q)
 
     # a sink is a first key of weight one that has no value
     sink = -float("inf")
@@ -104,10 +106,9 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     GUARD_TAIL: tl.constexpr = not TMA
     bounds = key_ranges(row, len_q, len_k, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, GUARD_TAIL)
-    # a second loop, empty where nothing needs a guard, keeps Triton from loading the queries' registers again in each step of a single one
     for part in tl.static_range(4):
         if part == 0 and (HAS_LEFT or ONE_LOOP) or part == 1 and not ONE_LOOP \
-                or part == 2 and not ONE_LOOP and (HAS_RIGHT or not GUARD_TAIL) or part == 3 and (GUARD_TAIL or ONE_LOOP and Q_REGISTERS):
+                or part == 2 and not ONE_LOOP and (HAS_RIGHT or not GUARD_TAIL) or part == 3 and GUARD_TAIL:
             acc, top, norm = _attend(
                 acc, top, norm, q, k_rows, v_rows, bounds[part], bounds[3 if ONE_LOOP and part == 0 else part + 1], bounds[1], bounds[2],
                 batch, kv_head, first_k, row, len_q, len_k, stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, seed,
@@ -116,7 +117,7 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                 HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH, HAS_DROPOUT, DROP_PAIRS, PRECISION, TMA)
 
     divisor = (tl.where(norm > 0, norm, 1.0) * keep_prob)[:, None]
-    acc = tl.div_rn(acc, tl.broadcast_to(divisor, acc.shape)) if PRECISION == "ieee" else acc / divisor
+    acc = tl.div_rn(acc, tl.broadcast_to(divisor, acc.shape)) if PRECISION == "ieee" else acc * (1.0 / divisor)
     out_rows = tile_source(out_ptr, batch, head, first_q, stride_ob, stride_os, stride_oh, False)
     store_rows(out_rows, acc, row, len_q, stride_os, VALUE_DIM, BLOCK_M, BLOCK_DV)
     i = row + tl.arange(0, BLOCK_M)
@@ -139,14 +140,15 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
     sequences, seqlen_q, _ = options.sizes(q[0], k[0])
     constants = options.constants(q[0], v[0], dtype, device)
     tile = forward_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0,
-                        window=options.window_left >= 0, packed=options.sequences is not None)
+                        window=options.window_left >= 0, packed=options.sequences is not None,
+                        heavy=options.softcap > 0 or options.dropout_p > 0)
     tma = tma_kind(tile.tma and aligned, (q, k, v), dtype.itemsize, options.sequences is not None)
     rows = math.prod(q[0][:-1])
     heads, value_dim = q[0][-2], v[0][-1]
     stride_out = (0 if len(q[0]) == 3 else seqlen_q * heads * value_dim, heads * value_dim, value_dim)
     constants |= {"DROP_PAIRS": drop_pairs_hold(options.dropout_p, dtype, device), "HAS_SINKS": has_sinks,
                   "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma, "Q_REGISTERS": tile.q_registers,
-                  "ONE_LOOP": tile.one_loop}
+                  "Q_SELECT": tile.q_select, "ONE_LOOP": tile.one_loop}
     scalars = (*strides(q), *strides(k), *strides(v), *stride_out, rows, *options.scalars(q[0], k[0]))
     programs = options.programs(heads, seqlen_q, sequences, tile.block_m)
     width, value_width = constants["BLOCK_D"], constants["BLOCK_DV"]

@@ -18,6 +18,7 @@ class Tile:
     q_registers: bool = False  # forward: the queries are an operand in registers, not in shared memory
     one_loop: bool = False  # forward, dK/dV: tiles that need a mask are a branch in the loop, not loops of their own
     from_stats: bool = False  # dK/dV: its products begin with minus the row statistics, which then need no registers
+    q_select: bool = False  # forward: queries pass a select on their way to registers, and ptxas orders the loop otherwise
 
 
 def _hopper_like(arch: int) -> bool:
@@ -28,21 +29,25 @@ def _hopper_like(arch: int) -> bool:
 INTERPRETER = Tile(32, 32, 4, 1)  # arch 0: nothing is measured there, small tiles visit every path
 
 
-def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool, window: bool, packed: bool = False) -> Tile:
+def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool, window: bool, packed: bool = False,
+                 heavy: bool = False) -> Tile:
+    """heavy: softcap or dropout, which take as many instructions again."""
     width = max(block_d, block_dv)
     if arch == 0:
-        return INTERPRETER
+        return replace(INTERPRETER, one_loop=causal)
     if itemsize == 4:
         return Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     if _hopper_like(arch):
-        if width <= 64 and not causal:
-            return Tile(64, 128, 4, 2, tma=True)
-        if 64 < width <= 128 and (window or packed and causal):
-            # window 1024: 424 TFLOP/s by visible pairs, else 406; packed, 2048: 384, else 368; dense causal: 512 267, else 243, but 8192
-            # 518, else 537
-            return Tile(64, 64, 4, 3, tma=True, one_loop=True)
+        if width <= 64:
+            # full, 512 361, 2048 454, 8192 481; 64x128 with queries in shared memory 326, 444, 494
+            return Tile(64, 64, 4, 3, tma=True, q_registers=True)
+        if width <= 128 and (causal or window or packed) and not heavy:
+            # causal, 512 274, 2048 463, 8192 548, window 450, packed 395; loops of their own 254, 441, 527, 408, 379; but full 557 for 584,
+            # softcap 429 for 498. At narrower widths ptxas 12.8 gives the queries' registers to the operand of P V, too
+            return Tile(64, 64, 4, 3, tma=True, q_registers=min(block_d, block_dv) > 64, one_loop=True)
         if width <= 128:
-            return Tile(64, 64, 4, 3, tma=True, q_registers=True)  # 588 TFLOP/s at 128 full; 128x64 without q_registers 540
+            # q_select at 8192 584, else 551
+            return Tile(64, 64, 4, 3, tma=True, q_registers=True, q_select=not heavy)  # 128x64 without q_registers 540
         return Tile(128, 64, 8, 2, tma=True, q_registers=True)
     if width <= 64:
         return Tile(64, 64, 4, 3)
@@ -59,9 +64,9 @@ def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bo
         return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 16, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     if _hopper_like(arch):
         if width <= 64:
-            return Tile(64, 64, 4, 3, tma=True) if causal else Tile(64, 128, 4, 3, tma=True)  # 643 at 16384, with 4 stages 623
+            return Tile(64, 64, 4, 3, tma=True)  # full, 512 435, 8192 661; 64x128 367 and 707; causal 16384 631, with masks in one loop 620
         if width <= 128:
-            return Tile(64, 64, 4, 3, tma=True)
+            return Tile(64, 64, 4, 3, tma=True)  # masks in one loop: 319 for 311 at 512 causal, but 729 for 752 at 16384
         return Tile(64, 64, 8, 2, tma=True)
     if width <= 64:
         return Tile(64, 32, 4, 3)
@@ -70,7 +75,7 @@ def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bo
     return Tile(64, 32, 8, 1)
 
 
-def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool, packed: bool = False) -> Tile:
+def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool, packed: bool = False, heavy: bool = False) -> Tile:
     width = max(block_d, block_dv)
     if arch == 0:
         return replace(INTERPRETER, from_stats=True)
@@ -82,7 +87,7 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: 
             return Tile(64, 64, 4, 3, tma=True, one_loop=True, from_stats=causal or not packed)
         if width <= 128:
             # 689 / 643; 64x128 with 8 warps 531 / 521; packed causal 481, in one loop 464
-            return Tile(64, 64, 4, 2, tma=True, one_loop=not (packed and causal), from_stats=packed and causal)
+            return Tile(64, 64, 4, 2, tma=True, one_loop=not (packed and causal or heavy), from_stats=packed and causal)
         return Tile(16, 32, 4, 2) if causal else Tile(32, 64, 8, 1, tma=True)
     if width <= 64:
         return Tile(64, 128, 8, 2)
