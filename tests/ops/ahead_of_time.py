@@ -32,15 +32,41 @@ class Driver:
         return 0
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """(registers a thread, bytes of stack: what was spilled)."""
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/cuobjdump")
+def listing(cubin: bytes, tool: str, *options: str) -> str:
+    """What one of Triton's own tools prints about a binary."""
+    path = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin", tool)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        listing = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", listing).groups()
+        return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """(registers a thread, bytes of stack: what was spilled)."""
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", listing(cubin, "cuobjdump", "--dump-resource-usage")).groups()
     return int(registers), int(stack)
+
+
+def operands_clash(cubin: bytes) -> bool:
+    """Whether two products of one loop have their first operands in the same registers on Hopper: ptxas 12.8 was seen to do that to queries
+    that stay in registers and to weights, which then overwrite them.
+    """
+    lines = listing(cubin, "nvdisasm").splitlines()
+    labels = {match[1]: n for n, line in enumerate(lines) if (match := re.match(r"(\.L_x?_?\w+):", line.strip()))}
+    ends = ((labels.get(match[1], n), n) for n, line in enumerate(lines) if (match := re.search(r"BRA\b.*?(\.L_x?_?\w+)", line)))
+    loops = [(begin, end) for begin, end in ends if begin < end and any("HGMMA" in line for line in lines[begin:end])]
+    for begin, end in loops:
+        if any((begin, end) != (b, e) and begin <= b and e <= end for b, e in loops):
+            continue
+        products = [set()]
+        for line in lines[begin:end]:
+            if "WARPGROUP" in line:
+                products.append(set())
+            elif match := re.search(r"HGMMA\S*\s+R\d+, R(\d+)", line):
+                products[-1] |= set(range(int(match[1]), int(match[1]) + 4))
+        if any(a & b for n, a in enumerate(products) for b in products[:n]):
+            return True
+    return False
 
 
 def main() -> None:
@@ -68,7 +94,8 @@ def main() -> None:
     for name, constants, kernel in compiled:
         registers, stack = resources(kernel.asm["cubin"])
         shown = {key: constants[key] for key in ("HEAD_DIM", "VALUE_DIM", "HAS_RIGHT", "PRECISION", "BLOCK_M", "BLOCK_N", "TMA")}
-        print(json.dumps({"kernel": name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared, **shown}))
+        print(json.dumps({"kernel": name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
+                          "clash": operands_clash(kernel.asm["cubin"]), **shown}))
 
 
 if __name__ == "__main__":
