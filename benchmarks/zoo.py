@@ -100,7 +100,7 @@ def _training(record: dict, config, metrics: list[dict]) -> tuple:
         config.tags[0], variant(record), config.seed, record["parameters"], steps, round(steps * step_tokens),
         round(statistics.median(rates)) if rates else "", round(statistics.mean(losses[-4:]), 5) if losses else "", last("val/accuracy"),
         last("val/loss"), config.optimizer.lr, config.data.seq_len, record["device"], record["versions"]["torch"],
-        record["versions"].get("triton", ""), record["git"]["commit"][:12],
+        record["versions"].get("triton", ""), (record["git"] or {}).get("commit", "")[:12],
     )
 
 
