@@ -152,6 +152,19 @@ def test_a_path_named_runs_or_raises():
         flash_attention(x, x, x, impl="gluon")
 
 
+def test_sums_are_in_order_where_that_is_faster():
+    from attnzoo_kernels.flash.hopper_backward import faster_in_order
+    from attnzoo_kernels.flash.options import Options
+
+    def ordered(head_dim, seqlen, left, right, sequences=None):
+        x = torch.empty(1, seqlen, 2, head_dim) if sequences is None else torch.empty(seqlen, 2, head_dim)
+        return faster_in_order(x, x, x, Options(sequences, None, 1.0, left, right, 0.0, 0.0))
+
+    assert ordered(64, 2048, -1, 0) and ordered(40, 512, -1, 0)
+    assert not any((ordered(64, 2049, -1, 0), ordered(128, 512, -1, 0), ordered(64, 512, -1, -1), ordered(64, 512, 64, 0),
+                    ordered(64, 512, -1, 0, sequences=3)))
+
+
 def test_paths_that_were_taken_are_written_down():
     from attnzoo_kernels.flash import paths
 

@@ -50,6 +50,13 @@ def pair_tile(width: int, ordered: bool) -> Tile:
     return Tile(2, False, 240, 24, rows=8192 // width, writer=ordered or width == 64)
 
 
+def faster_in_order(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
+    """Whether sums in order, which need no cleared dQ, take less time than those in any order. TFLOP/s at head dim 64, causal, lengths 512,
+    2048, 8192: 235, 436, 548 for 209, 423, 556; full 8192 529 for 565; head dim 128 causal 2048 469 for 484."""
+    causal = options.window_right >= 0 and options.window_left < 0
+    return causal and options.sequences is None and max(q.shape[-1], v.shape[-1]) <= 64 and k.shape[1] <= 2048
+
+
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, exact_delta: bool = False) -> str | None:
     """Why this path does not take the call; None if it does."""
     if not 32 < max(q.shape[-1], v.shape[-1]) <= 128:
