@@ -117,8 +117,7 @@ def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.co
             last = rows_end(position, TILE, len_k, chunk) - 1
             row = first_q + position - (len_k - len_q)
             merged = is_merged(position, own, chunk, near)
-            stages = gl.minimum(gl.maximum(own, 0), 2 - merged.to(gl.int32)) + 1
-            for stage in range(stages):
+            for stage in range(gl.minimum(gl.maximum(own, 0), 2 - merged.to(gl.int32)) + 1):
                 begin, tiles = stage_keys(stage, own, chunk, last, merged, BLOCK_N)
                 copy = stage + (merged & (stage == 1)).to(gl.int32)
                 key = first_k + begin + (tiles - 1) * BLOCK_N
@@ -139,7 +138,7 @@ def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.co
                     mbarrier.wait(v_empty.index(slot), phase ^ 1)
                     mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
                     async_load(v_desc, [batch, kv_head, key, 0], v_full.index(slot), box(v_tiles.index(slot), v_desc))
-                    if (j == tiles - 1) & (stage == stages - 1):  # not earlier: the next tile is for the program that is ready first
+                    if (j == 0) & (stage == 0):  # while the consumers are busy: a tile asked for late begins late
                         upcoming = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
                     key -= BLOCK_N
                     step += 1
