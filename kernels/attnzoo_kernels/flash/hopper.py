@@ -201,7 +201,8 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
     value_dim, group = v[0][-1], heads // k[0][-2]
     width, value_width = 64 if head_dim <= 64 else 128, 64 if value_dim <= 64 else 128
     tile = tile or hopper_forward_tile(width, value_width, seqlen_q if options.sequences is None else seqlen_q // sequences,
-                                       causal=options.window_right >= 0, window=options.window_left >= 0)
+                                       causal=options.window_right >= 0, window=options.window_left >= 0,
+                                       packed=options.sequences is not None)
     n_tiles = options.programs(heads, seqlen_q, sequences, ROWS.value * tile.consumers)
     head_group = max(1, L2_GROUP // (2 * seqlen_k * (width + value_width))) * group
     scalars = (heads * value_dim, value_dim, math.prod(q[0][:-1]), options.softmax_scale * math.log2(math.e), options.window_left,
