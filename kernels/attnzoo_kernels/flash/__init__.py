@@ -57,7 +57,8 @@ def flash_attention(
     softmax_scale: default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: True: repeated runs give the same bits in the backward too; False: Gluon's backward adds up dQ in any order where that is
-        faster; None follows torch.are_deterministic_algorithms_enabled(). The forward repeats bit by bit always, and so does plain Triton's backward.
+        faster; None follows torch.are_deterministic_algorithms_enabled(). The forward repeats bit by bit always, and so does plain
+        Triton's backward.
     impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, no softcap, ALiBi, sinks or dropout; what its backward does not take,
         plain Triton's does) | "triton" | "reference"; None takes gluon where it holds (`why_not_gluon`), else triton on CUDA tensors and
         the reference on CPU ones. A path named runs or raises.
