@@ -2,11 +2,13 @@
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 from attnzoo_kernels._triton import launch
 
 BY_SEQUENCE = tl.constexpr(2)
 SEQUENCE_END = tl.constexpr(launch.SEQUENCE_END)
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as @triton.jit sees it, when this module is imported
 
 
 @triton.jit
@@ -126,7 +128,9 @@ def in_registers(tile):
     The assembler's text is empty: without it Triton sees a load, and reads the operand from shared memory. Look at what ptxas 12.8 makes of
     one loop with two such operands: at 64x64 and head dim 64 it gave both the same registers.
     """
-    return tl.inline_asm_elementwise("", "=r,0", [tile], dtype=tile.dtype, is_pure=True, pack=2)
+    if not INTERPRETED:
+        tile = tl.inline_asm_elementwise("", "=r,0", [tile], dtype=tile.dtype, is_pure=True, pack=2)
+    return tile
 
 
 @triton.jit
