@@ -117,8 +117,11 @@ def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Te
     query_tiles, width, value_width = plan.rows.programs, plan.block_d, plan.block_dv
     row_stats = stats.new_empty(2 * query_tiles, 1, STATS.value)
     tile = ROWS.value * width
-    dq_sums = stats.new_empty(1, 2 * query_tiles * tile // 32, 1, 32)
-    of_path = dq_sums.view(-1), dq_sums.view(-1)[tile if plan.shared else query_tiles * tile :]
+    if plan.shared:  # a tile of the first path, and one of the second
+        dq_sums = stats.new_empty(1, 2 * query_tiles * tile // 32, 1, 32)
+        of_path = dq_sums, dq_sums.view(-1)[tile:]
+    else:
+        of_path = stats.new_empty(query_tiles * tile), stats.new_empty(query_tiles * tile)
     counter = torch.empty(1, dtype=torch.int32, device=q1.device)
     r = torch.empty_like(stats[0])
     # where one kernel reads the keys for both paths, it takes them once

@@ -101,11 +101,11 @@ def _unpacked(x, dtype: gl.constexpr, layout: gl.constexpr):
 def _step(scores, dk1, dk2, dv, tiles, ds_tiles, columns, bars, dq_tile, step, scale, low, high, STAGES: gl.constexpr, ME: gl.constexpr,
           SHARED_K: gl.constexpr, MASKED: gl.constexpr, LAST: gl.constexpr, HAS_LEFT: gl.constexpr):
     """Adds the step's share to dK1, dK2 and dV; takes its first path's scores, and gives those of the next step."""
-    q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles = tiles
+    q1_tiles, q2_tiles, do_tiles, stats_tiles, k_tiles, v_tiles = tiles
     q_full, do_full, step_empty, ds_full = bars[0], bars[1], bars[2], bars[8]
     scores_layout: gl.constexpr = scores.type.layout
     dv_operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
-    dtype: gl.constexpr = q_tiles.dtype
+    dtype: gl.constexpr = q1_tiles.dtype
     second: gl.constexpr = 0 if SHARED_K else 2  # where the second path's keys lie
     nothing = gl.zeros([HALF, ROWS], gl.float32, scores_layout)
     stage, phase = ring(step, STAGES)
@@ -122,16 +122,16 @@ def _step(scores, dk1, dk2, dv, tiles, ds_tiles, columns, bars, dq_tile, step, s
     right = weights_of(right, stats_tiles, stage, 0, 1, columns, low, high, scale, MASKED, HAS_LEFT)
     dleft, dright = halves(warpgroup_mma_wait(0, deps=(pending,)))
     ds1 = whole((left * (dleft - statistics(stats_tiles, stage, 1, 0, column))).to(dtype),
-               (right * (dright - statistics(stats_tiles, stage, 1, 1, column))).to(dtype), scores_layout)
+                (right * (dright - statistics(stats_tiles, stage, 1, 1, column))).to(dtype), scores_layout)
     pleft = _packed(left, dtype)
     pright = _packed(right, dtype)
     ds_tiles.index(slot * 4 + ME).store(ds1)
     fence_async_shared()
     mbarrier.arrive(ds_full.index(slot * 2), count=1)
     # [HALF, BLOCK_D] x [BLOCK_D, ROWS]
-    pending = warpgroup_mma(k_tiles.index(second + ME), q_tiles.index(stage * 2 + 1).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    pending = warpgroup_mma(k_tiles.index(second + ME), q2_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     # [HALF, ROWS] x [ROWS, BLOCK_D]; dS from shared memory, where it lies for dQ: as operands in registers there would be no room
-    dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + ME), q_tiles.index(stage * 2), dk1, is_async=True)
+    dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + ME), q1_tiles.index(stage), dk1, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(pending,))
     left, right = halves(scores)
     ds_left, p_left = _second_half(left, pleft, dleft, stats_tiles, stage, 0, columns, low, high, scale, MASKED, HAS_LEFT, dtype)
@@ -144,9 +144,9 @@ def _step(scores, dk1, dk2, dv, tiles, ds_tiles, columns, bars, dq_tile, step, s
     fence_async_shared()
     mbarrier.arrive(ds_full.index(slot * 2 + 1), count=1)
     if SHARED_K:
-        dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + 2 + ME), q_tiles.index(stage * 2 + 1), dk1_pending, is_async=True)
+        dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + 2 + ME), q2_tiles.index(stage), dk1_pending, is_async=True)
     else:
-        dk2_pending = warpgroup_mma(ds_tiles.index(slot * 4 + 2 + ME), q_tiles.index(stage * 2 + 1), dk2, is_async=True)
+        dk2_pending = warpgroup_mma(ds_tiles.index(slot * 4 + 2 + ME), q2_tiles.index(stage), dk2, is_async=True)
     mbarrier.wait(ds_full.index(slot * 2 + ME), slot_phase)
     width: gl.constexpr = dk1.shape[1]
     dq = gl.zeros([ROWS, width], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16]))
@@ -164,7 +164,7 @@ def _step(scores, dk1, dk2, dv, tiles, ds_tiles, columns, bars, dq_tile, step, s
     if not LAST:  # not before dQ is out of the registers
         next_stage, next_phase = ring(step + 1, STAGES)
         mbarrier.wait(q_full.index(next_stage), next_phase)
-        pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(next_stage * 2).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        pending = warpgroup_mma(k_tiles.index(ME), q1_tiles.index(next_stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(pending,))
     return scores, dk1, dk2, dv
 
@@ -209,9 +209,9 @@ def _consume(outs, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, scal
              HAS_RIGHT: gl.constexpr):
     """dK1, dK2 and dV of 64 keys of each tile, and the dQ of path ME."""
     dk1_desc, dk2_desc, dv_desc, dk1_ptr, dk2_ptr, dv_ptr = outs
-    q_tiles, k_tiles = tiles[0], tiles[3]
+    q1_tiles, k_tiles = tiles[0], tiles[4]
     q_full, k_full, v_full, kv_empty, work_full, work_empty = bars[0], bars[3], bars[4], bars[5], bars[6], bars[7]
-    dtype: gl.constexpr = q_tiles.dtype
+    dtype: gl.constexpr = q1_tiles.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     dv_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
@@ -241,7 +241,7 @@ def _consume(outs, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, scal
                 stage, phase = ring(step, STAGES)
                 mbarrier.wait(q_full.index(stage), phase)
                 # [HALF, BLOCK_D] x [BLOCK_D, ROWS]
-                pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(stage * 2).permute((1, 0)),
+                pending = warpgroup_mma(k_tiles.index(ME), q1_tiles.index(stage).permute((1, 0)),
                                         gl.zeros([HALF, ROWS], gl.float32, scores_layout), use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(0, deps=(pending,))
                 before = step - begin
@@ -289,7 +289,8 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     bar: gl.constexpr = mbarrier.MBarrierLayout()
-    q_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_D], d_layout)  # of both paths in turn
+    q1_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_D], d_layout)
+    q2_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_D], d_layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_DV], dv_layout)
     k_tiles = gl.allocate_shared_memory(dtype, [2 * paths, HALF, BLOCK_D], d_layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_DV], dv_layout)
@@ -307,7 +308,7 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
     descs = (q1_desc, q2_desc, do_desc, k1_desc, k2_desc, v_desc, stats_desc)
     tail_descs = (q1_tail_desc, q2_tail_desc, do_tail_desc, k1_tail_desc, k2_tail_desc, v_tail_desc)
     outs = (dk1_desc, dk2_desc, dv_desc, dk1_ptr, dk2_ptr, dv_ptr)
-    tiles = (q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
+    tiles = (q1_tiles, q2_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full)
     shape = (counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles)
     # partitions get constants only where the tuple is written out
@@ -317,6 +318,6 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
         (_consume, (outs, dq2_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, scale, softmax_scale, kv_heads, group, head_tiles,
                     window_left, window_right, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, STAGES, 1, SHARED_K, PACKED, HAS_LEFT, HAS_RIGHT)),
         (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
-                SHARED_K)),
+                SHARED_K, False)),
     ], [4, 1], [REGISTERS, 24])
     invalidate(bars)

@@ -10,15 +10,17 @@ STATS = gl.constexpr(256)  # floats of a box of row statistics; two boxes a step
 
 
 @gluon.jit
-def _load_step(q1_desc, q2_desc, do_desc, stats_desc, tiles, bars, slot, batch, head, row, stats_tile):
-    q_tiles, do_tiles, stats_tiles = tiles[0], tiles[1], tiles[2]
+def _load_step(q1_desc, q2_desc, do_desc, stats_desc, tiles, bars, slot, batch, head, row, stats_tile,
+               PAIRED: gl.constexpr):
+    q1_tiles, q2_tiles, do_tiles, stats_tiles = tiles[0], tiles[1], tiles[2], tiles[3]
     q_full, do_full = bars[0], bars[1]
     bar = q_full.index(slot)
     mbarrier.expect(bar, 2 * q1_desc.block_type.nbytes + 2 * stats_desc.block_type.nbytes)
-    async_load(q1_desc, [batch, head, row, 0], bar, box(q_tiles.index(slot * 2), q1_desc))
+    STRIDE: gl.constexpr = 2 if PAIRED else 1
+    async_load(q1_desc, [batch, head, row, 0], bar, box(q1_tiles.index(slot * STRIDE), q1_desc))
     for n in gl.static_range(2):
         async_load(stats_desc, [0, 0, stats_tile * 2 + n, 0], bar, box(stats_tiles.index(slot * 2 + n), stats_desc))
-    async_load(q2_desc, [batch, head, row, 0], bar, box(q_tiles.index(slot * 2 + 1), q2_desc))
+    async_load(q2_desc, [batch, head, row, 0], bar, box(q2_tiles.index(slot * STRIDE + STRIDE - 1), q2_desc))
     bar = do_full.index(slot)
     mbarrier.expect(bar, do_desc.block_type.nbytes)
     async_load(do_desc, [batch, head, row, 0], bar, box(do_tiles.index(slot), do_desc))
@@ -26,7 +28,7 @@ def _load_step(q1_desc, q2_desc, do_desc, stats_desc, tiles, bars, slot, batch, 
 
 @gluon.jit
 def _load_keys(k1_desc, k2_desc, v_desc, tiles, bars, taken, batch, kv_head, key, SHARED_K: gl.constexpr):
-    k_tiles, v_tiles = tiles[3], tiles[4]
+    k_tiles, v_tiles = tiles[4], tiles[5]
     k_full, v_full, kv_empty = bars[3], bars[4], bars[5]
     paths: gl.constexpr = 1 if SHARED_K else 2
     mbarrier.wait(kv_empty, (taken & 1) ^ 1)
@@ -54,8 +56,9 @@ def _load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_h
 
 @gluon.jit
 def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES: gl.constexpr, PACKED: gl.constexpr,
-         HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SHARED_K: gl.constexpr):
-    """Takes tiles, tells the others which, and loads what they need; descs and tail_descs: of q1, q2, dO, k1, k2 and v."""
+         HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SHARED_K: gl.constexpr, PAIRED: gl.constexpr):
+    """Takes tiles, tells the others which, and loads what they need; descs and tail_descs: of q1, q2, dO, k1, k2 and v. PAIRED: both paths'
+    queries go to one buffer in turn."""
     stats_desc = descs[6]
     step_empty, work_full, work_empty = bars[2], bars[6], bars[7]
     group, head_tiles = shape[7], shape[9]
@@ -92,12 +95,13 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
                     if PACKED:
                         if (j + 1) * ROWS > len_q:
                             _load_step(tail_descs[0], tail_descs[1], tail_descs[2], stats_desc, tiles, bars, stage, sequence, head, 0,
-                                       stats_tile + j)
+                                       stats_tile + j, PAIRED)
                         else:
                             _load_step(descs[0], descs[1], descs[2], stats_desc, tiles, bars, stage, 0, head, first_q + j * ROWS,
-                                       stats_tile + j)
+                                       stats_tile + j, PAIRED)
                     else:
-                        _load_step(descs[0], descs[1], descs[2], stats_desc, tiles, bars, stage, batch, head, j * ROWS, stats_tile + j)
+                        _load_step(descs[0], descs[1], descs[2], stats_desc, tiles, bars, stage, batch, head, j * ROWS, stats_tile + j,
+                                   PAIRED)
                     if loaded == 0:  # behind the first queries: keys and values have one buffer, which is freed late
                         _load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_head, key, first_k, len_k, PACKED,
                                         SHARED_K)

@@ -196,7 +196,7 @@ def differential_bwd_shared_kernel(q1_desc, q2_desc, do_desc, k_desc, v_desc, st
     descs = (q1_desc, q2_desc, do_desc, k_desc, k_desc, v_desc, stats_desc)
     tail_descs = (q1_tail_desc, q2_tail_desc, do_tail_desc, k_tail_desc, k_tail_desc, v_tail_desc)
     outs = (dk_desc, dv_desc, dk_ptr, dv_ptr)
-    loaded = (q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
+    loaded = (q_tiles, q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
     tiles = (q_pairs, do_tiles, stats_tiles, k_tiles, v_tiles)
     ds_full, ds_empty = (first_ds_full, second_ds_full), (first_ds_empty, second_ds_empty)
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, dq_full, dq_empty, ds_empty)
@@ -208,7 +208,7 @@ def differential_bwd_shared_kernel(q1_desc, q2_desc, do_desc, k_desc, v_desc, st
         (_consume, (outs, tiles, ds_tiles, dq_tiles, out_tiles, columns, work, bars, scale, softmax_scale, kv_heads, group, window_left,
                     window_right, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, STAGES, 1, PACKED, HAS_LEFT, HAS_RIGHT)),
         (load, (descs, tail_descs, loaded, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
-                True)),
+                True, True)),
         (_add_dq, (dq_desc, counter, dq_tiles, work, bars, group, head_tiles, window_right, BOTH, BLOCK_D, HAS_RIGHT, False)),
     ], [4, 1, 1], [REGISTERS, 24, 24])
     invalidate((q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, first_ds_full, second_ds_full,
