@@ -105,7 +105,7 @@ def replayed(call: Callable[[], T], stream: torch.cuda.Stream | None = None) -> 
         with torch.cuda.graph(graph, stream=stream):  # waits for the device
             out = call()
 
-    def replay() -> T:
+    def replay(held: Callable[[], T] = call) -> T:  # the graph reads what the call holds, which must not be freed
         graph.replay()
         return out
 
