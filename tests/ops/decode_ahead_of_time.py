@@ -1,5 +1,6 @@
 """Compile decoding's kernels for a GPU that is not here: `python decode_ahead_of_time.py 90` prints a JSON line per kernel."""
 
+import itertools
 import json
 
 import torch
@@ -23,11 +24,11 @@ def main() -> None:
     from attnzoo_kernels.decode import forward
 
     forward.architecture, forward._multiprocessors = lambda device: ARCH, lambda index: 108
-    for dtype in (torch.bfloat16, torch.float32):
-        for width in WIDTHS:
-            for queries in QUERIES:
-                q, cache = torch.zeros(2, queries, 8, width, dtype=dtype), torch.zeros(2, 256, 2, width, dtype=dtype)
-                forward.launch_forward(q, cache, cache, torch.zeros(2, dtype=torch.int32), None, None, width**-0.5, -1, 0, 0.0)
+    shapes = [(2, *shape) for shape in itertools.product((torch.bfloat16, torch.float32), WIDTHS, QUERIES)]
+    shapes.append((108, torch.bfloat16, 128, 1))  # two key heads a multiprocessor: another tile
+    for batch, dtype, width, queries in shapes:
+        q, cache = torch.zeros(batch, queries, 8, width, dtype=dtype), torch.zeros(batch, 16, 2, width, dtype=dtype)
+        forward.launch_forward(q, cache, cache, torch.zeros(batch, dtype=torch.int32), None, None, width**-0.5, -1, 0, 0.0)
     for name, constants, kernel in compiled:
         registers, stack = resources(kernel.asm["cubin"])
         shown = {key: constants[key] for key in ("VALUE_DIM", "PRECISION", "BLOCK_M")}
