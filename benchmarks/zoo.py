@@ -267,23 +267,25 @@ def _cell(values: Sequence[float], digits: int) -> str:
 
 
 def draw(table: Table, path: Path) -> None:
-    """Loss, passkeys and time by length, and loss at the training context against training speed. Read in grey by markers and lines."""
+    """Loss, passkeys and (where measured) time by length, and loss at the training context against training speed. Read in grey, too."""
     from matplotlib.figure import Figure
 
     lines = [line for line in dict.fromkeys(table.lines() + table.lines("cost")) if not line[1].endswith(OMITTED)]
-    figure = Figure(figsize=(12, 9.5), layout="constrained")
-    panels = figure.subplots(2, 2).flatten()
+    has_cost = bool(table.lines("cost"))
+    figure = Figure(figsize=(12, 9.5) if has_cost else (14, 5.5), layout="constrained")
+    panels = figure.subplots(2, 2).flatten() if has_cost else figure.subplots(1, 3)
+    tasks = ("perplexity_windows", "passkey", "cost") if has_cost else ("perplexity_windows", "passkey")
     for i, line in enumerate(lines):
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i % len(LINES)]}
-        for panel, task in zip(panels, ("perplexity_windows", "passkey", "cost"), strict=False):
+        for panel, task in zip(panels, tasks, strict=False):
             metric = "prefill_seconds" if task == "cost" else ""
             at = [n for n in table.lengths(line, task) if table.values(line, task, n, metric)]
             means = [statistics.mean(table.values(line, task, n, metric)) for n in at]
             panel.plot(at, means, markersize=5, label=label(line), **style)
         if not line[1] and (rate := table.rate(line[0])) and (losses := table.values(line, "perplexity_windows", 1024)):
-            panels[3].plot([rate / 1e6] * len(losses), losses, markersize=8, **{**style, "linestyle": ""})
-            panels[3].annotate(line[0], (rate / 1e6, max(losses)), textcoords="offset points", xytext=(0, 8), fontsize=8, ha="center")
-    for panel in panels[:3]:
+            panels[-1].plot([rate / 1e6] * len(losses), losses, markersize=8, **{**style, "linestyle": ""})
+            panels[-1].annotate(line[0], (rate / 1e6, max(losses)), textcoords="offset points", xytext=(0, 8), fontsize=8, ha="center")
+    for panel in panels[:-1]:
         panel.axvline(1024, color="0.4", linestyle=":", linewidth=1)
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter("{x:.0f}")
@@ -292,9 +294,10 @@ def draw(table: Table, path: Path) -> None:
     panels[0].yaxis.set_major_formatter("{x:.1f}")
     panels[0].yaxis.set_minor_formatter("{x:.1f}")
     panels[1].set(ylim=(-0.05, 1.05), ylabel="exact match", title="passkey")
-    panels[2].set(yscale="log" if table.lines("cost") else "linear", ylabel="seconds to read one sequence (H200)", title="cost of reading")
-    panels[3].set(xlabel="training, million tokens a second (H200)", ylabel="loss at 1024 (nats per byte)", title="quality and training")
-    panels[3].margins(0.2)
+    if has_cost:
+        panels[2].set(yscale="log", ylabel="seconds to read one sequence (H200)", title="cost of reading")
+    panels[-1].set(xlabel="training, million tokens a second (H200)", ylabel="loss at 1024 (nats per byte)", title="quality and training")
+    panels[-1].margins(0.2)
     for panel in panels:
         panel.grid(alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
