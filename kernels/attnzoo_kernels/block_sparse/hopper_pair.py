@@ -10,7 +10,7 @@ from attnzoo_kernels._gluon.hopper import invalidate, mbarrier, ring, tma
 from attnzoo_kernels.block_sparse.hopper_lists import list_lengths, load
 from attnzoo_kernels.flash.hopper_gradients import store_tile
 from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, walk_barriers, word
-from attnzoo_kernels.flash.hopper_pair import pair_step
+from attnzoo_kernels.flash.hopper_pair import pair_step, pair_tiles
 
 
 @gluon.jit
@@ -76,21 +76,9 @@ def block_sparse_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dk
                                  seqlen_k, kv_heads, group, head_tiles, n_tiles, WIDTH: gl.constexpr, HAS_LEFT: gl.constexpr,
                                  HAS_RIGHT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
-    keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, WIDTH], dtype)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
-    out_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
-    ds_tiles = gl.allocate_shared_memory(dtype, [4, HALF, ROWS], gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype))
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], gl.NVMMASharedLayout.get_default_for([128, 32], gl.float32))
-    stats_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * ROWS],
-                                            gl.NVMMASharedLayout.get_default_for([1, 2 * ROWS], gl.float32))
-    columns = gl.allocate_shared_memory(gl.int32, [ROWS], flat)
-    columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
+    tiles, ds_tiles, dq_tiles, out_tiles, columns = pair_tiles(dtype, ROWS, WIDTH, STAGES)
     numbers = gl.allocate_shared_memory(gl.int32, [STAGES, 1], flat)
     work = gl.allocate_shared_memory(gl.int32, [WORK, 8], flat)
     q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, 2, 2)
@@ -100,7 +88,6 @@ def block_sparse_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dk
         mbarrier.init(first_ds_full.index(i), count=1)
         mbarrier.init(second_ds_full.index(i), count=1)
     descs = (q_desc, do_desc, stats_desc, k_desc, v_desc)
-    tiles = (q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
     ds_full = (first_ds_full, second_ds_full)
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, None, None)
     lists = (order, index, count, list_tiles, list_width, stride_lb, stride_lh)

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.hopper import async_load, box, invalidate, mbarrier, ring, tma
 from attnzoo_kernels.flash.hopper_gradients import await_turn, store_tile
 from attnzoo_kernels.flash.hopper_loads import HALF, WORK, await_work, load_tile_keys, query_tiles, take_keys, walk_barriers, word
-from attnzoo_kernels.flash.hopper_pair import add_half, pair_step, pass_turn
+from attnzoo_kernels.flash.hopper_pair import add_half, pair_step, pair_tiles, pass_turn
 
 
 @gluon.jit
@@ -211,21 +211,9 @@ def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_
                                  PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
                                  WRITER: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
-    keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, WIDTH], dtype)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
-    out_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
-    ds_tiles = gl.allocate_shared_memory(dtype, [4, HALF, ROWS], gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype))
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], gl.NVMMASharedLayout.get_default_for([128, 32], gl.float32))
-    stats_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * ROWS],
-                                            gl.NVMMASharedLayout.get_default_for([1, 2 * ROWS], gl.float32))
-    columns = gl.allocate_shared_memory(gl.int32, [ROWS], flat)
-    columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
+    tiles, ds_tiles, dq_tiles, out_tiles, columns = pair_tiles(dtype, ROWS, WIDTH, STAGES)
     work = gl.allocate_shared_memory(gl.int32, [WORK, 16], flat)
     q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, 2, 3 if WRITER else 2)
     first_ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
@@ -240,7 +228,6 @@ def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_
     descs = (q_desc, do_desc, stats_desc, k_desc, v_desc)
     tail_descs = (q_tail_desc, do_tail_desc, k_tail_desc, v_tail_desc)
     outs = (dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dks, stride_dkh, stride_dvs, stride_dvh)
-    tiles = (q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, (first_ds_full, second_ds_full), dq_full,
             dq_empty)
     shape = (counter, cu_seqlens, cu_seqlens, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles)

@@ -168,6 +168,26 @@ def _add_dq(dq_desc, turns, dq_tiles, work, bars, group, head_tiles, window_righ
 
 
 @gluon.jit
+def pair_tiles(dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr):
+    """((q, dO, statistics, K, V), dS, dQ, dK or dV on the way out, the numbers of a tile's rows) in shared memory, of a walk by pairs."""
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
+    keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, WIDTH], dtype)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
+    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
+    k_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
+    v_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
+    out_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
+    ds_tiles = gl.allocate_shared_memory(dtype, [4, HALF, ROWS], gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype))
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], gl.NVMMASharedLayout.get_default_for([128, 32], gl.float32))
+    stats_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * ROWS],
+                                            gl.NVMMASharedLayout.get_default_for([1, 2 * ROWS], gl.float32))
+    columns = gl.allocate_shared_memory(gl.int32, [ROWS], flat)
+    columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
+    return (q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles), ds_tiles, dq_tiles, out_tiles, columns
+
+
+@gluon.jit
 def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, dk_scale, group, head_tiles, window_left,
              window_right, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
              STAGES: gl.constexpr, ME: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
@@ -230,21 +250,9 @@ def flash_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_de
                           HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr,
                           STAGES: gl.constexpr, WRITER: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
-    keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, WIDTH], dtype)
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
-    out_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
-    ds_tiles = gl.allocate_shared_memory(dtype, [4, HALF, ROWS], gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype))
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], gl.NVMMASharedLayout.get_default_for([128, 32], gl.float32))
-    stats_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * ROWS],
-                                            gl.NVMMASharedLayout.get_default_for([1, 2 * ROWS], gl.float32))
-    columns = gl.allocate_shared_memory(gl.int32, [ROWS], flat)
-    columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
+    tiles, ds_tiles, dq_tiles, out_tiles, columns = pair_tiles(dtype, ROWS, WIDTH, STAGES)
     work = gl.allocate_shared_memory(gl.int32, [WORK, 16], flat)
     q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, 2, 3 if WRITER else 2)
     first_ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
@@ -259,7 +267,6 @@ def flash_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_de
     descs = (q_desc, do_desc, stats_desc, k_desc, v_desc)
     tail_descs = (q_tail_desc, do_tail_desc, k_tail_desc, v_tail_desc)
     outs = (dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv)
-    tiles = (q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
     ds_full = (first_ds_full, second_ds_full)
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, dq_full, dq_empty)
     shape = (counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles)
