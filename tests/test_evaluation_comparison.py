@@ -283,6 +283,13 @@ def test_everything_at_once(runs, evaluate, tmp_path):
     assert {"passkey.png", "needle.png", "answers_by_length.png", "cost_by_length.png", "quality_against_cost.png"} <= plots
 
 
+def test_cost_of_training_in_the_runs_precision(runs, evaluate):
+    short = ["accelerator=cpu", "precision=bf16-mixed", "evaluation=cost", "evaluation.lengths=[16]", "evaluation.tasks.cost.repeats=1"]
+    rows = evaluate(f"runs={runs / '1'}", "evaluation.tasks.cost.training_tokens=64", quick=short)
+    (trained,) = [row for row in rows if row["metric"] == "training_tokens_per_second"]
+    assert float(trained["value"]) > 0 and trained["note"] == "steps of 4 rows"
+
+
 def test_the_bar_covers_all_runs_and_ends_full():
     with _Progress(3) as progress:
         progress.begin_reading("first")

@@ -277,6 +277,7 @@ def test_references_are_found_in_any_case_and_counted():
         (passkey, {"examples": 0}, "examples=0"),
         (recall, {"examples": 0}, "examples=0"),
         (cost, {"repeats": 0}, "repeats=0"),
+        (cost, {"training_tokens": 0}, "training_tokens=0"),
     ],
 )
 def test_wrong_options_are_named(task, options, message):
@@ -302,6 +303,23 @@ def test_cost_of_each_length(gpt):
         assert values[length, "tokens_per_second"] == pytest.approx(2 * length / values[length, "prefill_seconds"])
         assert values[length, "decode_tokens_per_second"] > 0
     assert sum(read) == sum(one.tokens for one in plan.measurements)
+
+
+def test_cost_of_training_leaves_the_model_as_it_was(gpt):
+    before = {name: value.clone() for name, value in gpt.state_dict().items()}
+    read, seen = [], []
+    watch = gpt.register_forward_hook(lambda module, inputs, output: seen.append((tuple(inputs[0].shape), output.requires_grad)))
+    plan = cost(gpt, text(), lengths=[8, 64], repeats=2, training_tokens=32)
+    assert [len(one.settings) for one in plan.measurements] == [3, 2, 3, 2]
+    with torch.inference_mode():  # as evaluations run
+        rows = [row for one in plan.measurements[1::2] for row in one.measure(read.append)]
+    watch.remove()
+    rates = [(row.length, row.value) for row in rows if row.metric == "training_tokens_per_second"]
+    assert [length for length, _ in rates] == [8, 64] and all(rate > 0 for _, rate in rates)
+    assert seen == [((4, 8), True)] * 3 + [((1, 64), True)] * 3
+    assert sum(read) == sum(one.tokens for one in plan.measurements[1::2])
+    assert not gpt.training and all(parameter.grad is None for parameter in gpt.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in gpt.state_dict().items())
 
 
 def test_cost_where_there_is_no_decoding():

@@ -1,4 +1,4 @@
-"""What a context length costs: seconds to read it, tokens a second, memory, and the speed of the tokens that follow."""
+"""What a context length costs: seconds to read it, tokens a second, memory, the speed of the tokens that follow, and that of training."""
 
 import statistics
 import time
@@ -9,6 +9,7 @@ import torch
 
 from attnzoo.evaluation.measurement import Measurement, Plan, refusal
 from attnzoo.evaluation.results import Row
+from attnzoo.training.module import summed_loss
 
 
 def cost(
@@ -20,23 +21,32 @@ def cost(
     batch_size: int = 1,
     repeats: int = 5,
     new_tokens: int = 16,
+    training_tokens: int | None = None,
 ) -> Plan:
     """The model reads `batch_size` rows of random tokens and predicts the next one: medians of `repeats`, after one that is not counted.
 
     Rows: tokens_per_second and prefill_seconds; on a GPU peak_memory_gb (weights included); decode_tokens_per_second, of `new_tokens`
     tokens behind a context of that length, all rows together, for models with a KV cache.
+    training_tokens: of a step of training, in rows of the length, at least one: forward, loss at every position, backward, without an
+    optimizer and not compiled. Rows: training_tokens_per_second; on a GPU training_memory_gb (weights included). None: not measured.
     """
-    for name, value in {"batch_size": batch_size, "repeats": repeats, "new_tokens": new_tokens}.items():
-        if value < 1:
+    for name, value in {"batch_size": batch_size, "repeats": repeats, "new_tokens": new_tokens, "training_tokens": training_tokens}.items():
+        if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if data.objective not in ("lm", "mlm"):
         return refusal("cost", "is measured for language models only")
     settings = {"batch_size": batch_size, "repeats": repeats, "new_tokens": new_tokens}
     tokens = batch_size * (1 + repeats)
-    return Plan([
-        Measurement("cost", partial(_measure, model, data, length, batch_size, repeats, new_tokens), settings, tokens * length, length)
-        for length in sorted(lengths)
-    ])
+    measurements = []
+    for length in sorted(lengths):
+        measure = partial(_measure, model, data, length, batch_size, repeats, new_tokens)
+        measurements.append(Measurement("cost", measure, settings, tokens * length, length))
+        if training_tokens:
+            n_rows = max(1, training_tokens // length)
+            measure = partial(_training, model, length, n_rows, repeats)
+            again = {"training_rows": n_rows, "repeats": repeats}
+            measurements.append(Measurement("cost", measure, again, n_rows * length * (1 + repeats), length))
+    return Plan(measurements)
 
 
 def _measure(
@@ -83,6 +93,38 @@ def _decoding(model: torch.nn.Module, input_ids: torch.Tensor, new_tokens: int, 
     except ValueError as error:  # learned positions end here
         return Row(metric="decode_tokens_per_second", **{**common, "count": 0, "note": str(error)})
     return Row(metric="decode_tokens_per_second", value=batch_size * new_tokens / statistics.median(seconds), **common)
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def _training(model: torch.nn.Module, length: int, n_rows: int, repeats: int, advance: Callable[[int], None]) -> list[Row]:
+    """Steps of training without an optimizer."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(model.vocab_size, (n_rows, length), generator=generator).to(device)
+
+    backward = getattr(model, "backward", torch.Tensor.backward)  # where a precision has one of its own
+
+    def step() -> None:
+        backward(summed_loss(model, {"input_ids": tokens, "labels": tokens})[0])
+        model.zero_grad()
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds, was_training = [], model.training
+    model.train()
+    try:
+        for _ in range(1 + repeats):
+            seconds.append(_seconds(step, device))
+            advance(tokens.numel())
+    finally:
+        model.zero_grad()
+        model.train(was_training)
+    common = {"task": "cost", "length": length, "count": repeats, "note": f"steps of {n_rows} rows"}
+    rows = [Row(metric="training_tokens_per_second", value=tokens.numel() / statistics.median(seconds[1:]), **common)]
+    if device.type == "cuda":
+        rows.append(Row(metric="training_memory_gb", value=torch.cuda.max_memory_allocated(device) / 1e9, **common))
+    return rows
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -92,6 +92,7 @@ def _place(model: torch.nn.Module, accelerator: str, precision: str | int) -> to
     except (ValueError, RuntimeError) as error:
         raise UserError(f"accelerator={accelerator}, precision={precision}: {error}") from error
     placed = fabric.setup_module(model).eval()
+    placed.backward = fabric.backward  # which alone may start a backward pass
     if hasattr(model, "generate"):
         placed.mark_forward_method("generate")
     return placed
