@@ -1,11 +1,13 @@
 """Argument checks that every operator shares: an error names the argument, what it was and what it must be."""
 
+import math
 import os
 
 import torch
 from torch import Tensor
 
 MAX_HEAD_DIM = 256
+UNLIMITED = 2**30  # a window from here on: kernels add positions to it in 32 bits
 
 
 def choice(name: str, value, choices: tuple) -> None:
@@ -19,15 +21,15 @@ def probability(name: str, value: float) -> None:
 
 
 def non_negative(name: str, value: float) -> None:
-    if not value >= 0:
-        raise ValueError(f"{name}: must be at least 0 (0 is off), got {value}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}: must be at least 0 (0 is off) and finite, got {value}")
 
 
 def window(window_size, causal: bool) -> tuple[int, int]:
     """(left, right) with causality folded in; -1 is unlimited."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or any(not isinstance(w, int) or w < -1 for w in window_size):
         raise ValueError(f"window_size: must be two ints (left, right), each at least -1 (unlimited), got {window_size!r}")
-    left, right = window_size
+    left, right = (-1 if w >= UNLIMITED else w for w in window_size)
     return left, 0 if causal else right
 
 
@@ -39,6 +41,8 @@ def per_head(name: str, value: Tensor, q: Tensor, heads: int, batch: int | None 
         raise TypeError(f"{name}: must be float32, got {value.dtype}")
     if value.device != q.device:
         raise ValueError(f"{name}: must be on q's device {q.device}, got {value.device}")
+    if heads > 1 and value.stride(-1) != 1:
+        raise ValueError(f"{name}: last dimension must be contiguous, got stride {value.stride(-1)}; call .contiguous()")
 
 
 def cu_seqlens(name: str, value: Tensor, q: Tensor) -> None:

@@ -84,6 +84,14 @@ def test_causal_picture_of_the_docstring(device):
             assert " ".join("".join(str(int(x)) for x in row) for row in seen) == picture
 
 
+def test_a_window_beyond_32_bits_is_no_window(device):
+    q, k, v = (torch.randn(1, 40, 2, 16, device=device) for _ in range(3))
+    for impl in ("triton", "reference"):
+        for window, causal in (((2**31 - 1, 2**31 - 1), False), ((2**40, 5), True), ((-1, 2**30), False)):
+            expected = flash_attention(q, k, v, causal=causal, impl=impl)
+            assert torch.equal(flash_attention(q, k, v, causal=causal, window_size=window, impl=impl), expected)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))  # on Hopper by pointers and by descriptors
 @pytest.mark.parametrize("causal", (False, True))
 def test_nothing_depends_on_what_lies_beyond_a_sequence(device, causal, dtype):
@@ -153,6 +161,9 @@ def test_reference_gradients_by_gradcheck():
     ({"softcap": -1.0}, ValueError, "softcap: must be at least 0"),
     ({"sinks": torch.zeros(3)}, ValueError, r"sinks: must have shape \(4,\), got \(3,\)"),
     ({"alibi_slopes": torch.zeros(4, dtype=torch.float16)}, TypeError, "alibi_slopes: must be float32"),
+    ({"alibi_slopes": torch.zeros(8)[::2]}, ValueError, "alibi_slopes: last dimension must be contiguous, got stride 2"),
+    ({"sinks": torch.zeros(()).expand(4)}, ValueError, "sinks: last dimension must be contiguous, got stride 0"),
+    ({"softcap": float("inf")}, ValueError, "softcap: must be at least 0 .0 is off. and finite, got inf"),
     ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'reference', got 'cuda'"),
     ({"cu_seqlens_q": torch.tensor([0, 8])}, ValueError, r"q: must be \(total, heads, head_dim\)"),
     ({"impl": "triton", "alibi_slopes": torch.zeros(4, requires_grad=True)}, NotImplementedError,
