@@ -3,7 +3,14 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-L2_GROUP = 16 << 20  # bytes of keys and values that stay in L2 while a group of heads reads them
+L2_GROUP = 16 << 20  # bytes that stay in L2 while a group of heads reads them: keys and values, or in a backward queries, gradients and dQ
+
+
+def heads_together(heads: int, head_bytes: int, tiles: int, programs: int) -> int:
+    """Of how many heads a backward takes the tiles in turn: of as many as L2 holds, but of 1.5 tiles a program at least: else the longest
+    tiles of the last heads end late (by simulation 6 to 23 % of all time with few key heads). Groups are alike in size."""
+    least = max(1, L2_GROUP // head_bytes, -(-3 * programs // (2 * tiles)))
+    return -(-heads // max(1, heads // least))
 
 
 def masks_in_loop(window_left: int, window_right: int, shift: int | None, rows: int) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._gluon.hopper import descriptor, multiprocessors, why_not_tma
+from attnzoo_kernels._gluon.tiles import heads_together
 from attnzoo_kernels._triton.launch import Launch, block_width, on_device_of, tma_takes_layout
 from attnzoo_kernels.differential import hopper_parts
 from attnzoo_kernels.differential.backward import reduce_like
@@ -20,8 +21,6 @@ from attnzoo_kernels.differential.options import Options, lambda_strides
 from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS
 from attnzoo_kernels.flash.hopper_rows import flash_bwd_dq_rows_kernel, flash_bwd_tails_kernel
 from attnzoo_kernels.flash.options import Layout, layout, strides
-
-L2_GROUP = 16 << 20  # bytes of queries, their gradients and dQ that stay in L2 while key tiles walk them
 
 
 def backward_reason(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, deterministic: bool) -> str | None:
@@ -72,10 +71,12 @@ def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, q1: Layo
                              {"DIM": x[0][-1], "WIDTH": width, "BLOCK": block}, 4, 1)
                       for x, width, block in ((q1, block_d, ROWS.value), (q2, block_d, ROWS.value), (grad_out, block_dv, ROWS.value),
                                               *((x, block_d, KEYS.value) for x in keys), (v, block_dv, KEYS.value)))
-    head_group = max(1, L2_GROUP // (seqlen_q * (12 * block_d + 2 * block_dv) * group))
+    programs = min(key_tiles, multiprocessors(device))
+    head_bytes = seqlen_q * (12 * block_d + 2 * block_dv) * group
+    head_group = heads_together(sequences * kv_heads, head_bytes, -(-seqlen_k // KEYS.value), programs)
     of_walk = {} if shared else {"SHARED_K": k2 is None}
     walk = Launch(
-        differential_bwd_shared_kernel if shared else differential_bwd_hopper_kernel, min(key_tiles, multiprocessors(device)),
+        differential_bwd_shared_kernel if shared else differential_bwd_hopper_kernel, programs,
         (softmax_scale, softmax_scale * math.log2(math.e), left, right, sequences, seqlen_q, seqlen_k, kv_heads, group, head_group,
          head_tiles, key_tiles),
         {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "BLOCK_D": block_d, "BLOCK_DV": block_dv, **of_walk,

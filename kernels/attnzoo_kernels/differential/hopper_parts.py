@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._gluon.hopper import descriptor, multiprocessors
+from attnzoo_kernels._gluon.tiles import heads_together
 from attnzoo_kernels._triton.launch import Launch, on_device_of
 from attnzoo_kernels.differential.backward import reduce_like
 from attnzoo_kernels.differential.hopper_rows import differential_bwd_parts_rows_kernel
@@ -21,7 +22,6 @@ from attnzoo_kernels.flash.hopper_pair import flash_bwd_pair_kernel
 from attnzoo_kernels.flash.hopper_rows import flash_bwd_dq_rows_kernel, flash_bwd_tails_kernel
 from attnzoo_kernels.flash.options import Layout, layout, strides
 
-L2_GROUP = 16 << 20  # bytes of queries, their gradients and dQ that stay in L2 while key tiles walk them
 WIDTH = 128  # of heads, and the widest values of one walk
 
 
@@ -56,11 +56,12 @@ def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, q: Layou
         differential_bwd_parts_rows_kernel, query_tiles,
         (*strides(out), *strides(grad_out), *lam, math.prod(q[0][:-1]), sequences, seqlen_q, heads, query_tiles),
         {"VALUE_DIM": value_dim, "WIDTH": WIDTH, "PARTS": -(-value_dim // WIDTH), "PACKED": packed is not None, "BLOCK": ROWS.value}, 8, 1)
-    head_group = max(1, L2_GROUP // (seqlen_q * WIDTH * 8 * group))
+    programs = min(key_tiles, multiprocessors(device))
+    head_group = heads_together(sequences * kv_heads, seqlen_q * WIDTH * 8 * group, -(-seqlen_k // KEYS.value), programs)
     scalars = (softmax_scale, softmax_scale * math.log2(math.e), left, right, sequences, seqlen_q, seqlen_k, kv_heads)
     widths = [min(WIDTH, value_dim - first) for first in range(0, value_dim, WIDTH)]
     walks = tuple(tuple(Launch(
-        flash_bwd_pair_kernel, min(key_tiles, multiprocessors(device)),
+        flash_bwd_pair_kernel, programs,
         (*scalars, kv_heads * head_dim, kv_heads * width, group, head_group, head_tiles, key_tiles),
         {"HEAD_DIM": head_dim, "VALUE_DIM": width, "WIDTH": WIDTH, "PACKED": packed is not None, "HAS_LEFT": left >= 0,
          "HAS_RIGHT": right >= 0, "ORDERED": False, "ROWS": ROWS.value, "STAGES": 2, "WRITER": False, "REGISTERS": 240,

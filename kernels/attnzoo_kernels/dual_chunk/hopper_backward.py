@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._gluon.hopper import descriptor, multiprocessors, why_not_tma
+from attnzoo_kernels._gluon.tiles import heads_together
 from attnzoo_kernels._triton.launch import Launch, on_device_of, strides, tma_takes
 from attnzoo_kernels._triton.softmax import LN2
 from attnzoo_kernels.dual_chunk.hopper_gradients import dual_chunk_bwd_hopper_kernel
@@ -16,7 +17,7 @@ from attnzoo_kernels.dual_chunk.hopper_rows import dual_chunk_bwd_dk_rows_kernel
 from attnzoo_kernels.dual_chunk.options import Options
 from attnzoo_kernels.dual_chunk.parts import parts
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
-from attnzoo_kernels.flash.hopper_backward import L2_GROUP, Tile, pair_tile
+from attnzoo_kernels.flash.hopper_backward import Tile, pair_tile
 from attnzoo_kernels.flash.hopper_loads import HALF, KEYS
 from attnzoo_kernels.flash.hopper_rows import flash_bwd_tails_kernel
 from attnzoo_kernels.flash.options import Layout, layout
@@ -48,9 +49,10 @@ def _walk(device: torch.device, dtype: torch.dtype, packed: int | None, ordered:
     batches, width = copies // 3, 64 if max(dim, value_dim) <= 64 else 128
     group, query_tiles = heads // kv_heads, tiles(packed, batches, heads, seqlen_q, tile.rows)
     key_tiles = tiles(packed, batches, kv_heads, seqlen_k, KEYS.value)
-    head_group = max(1, L2_GROUP // (seqlen_q * width * 8 * group))
+    programs = min(key_tiles, multiprocessors(device))
+    head_group = heads_together(batches * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs)
     return Launch(
-        dual_chunk_bwd_hopper_kernel, min(key_tiles, multiprocessors(device)),
+        dual_chunk_bwd_hopper_kernel, programs,
         (*dk[1][-3:-1], *dv[1][-3:-1], LN2.value, packed if packed is not None else batches, batches, seqlen_q, seqlen_k, kv_heads, group,
          head_group, query_tiles // (batches * heads), key_tiles, chunk, near, query_tiles),
         {"HEAD_DIM": dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed is not None, "ORDERED": ordered, "ROWS": tile.rows,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._gluon.hopper import descriptor, multiprocessors, why_not_tma
+from attnzoo_kernels._gluon.tiles import heads_together
 from attnzoo_kernels._triton.launch import Launch, on_device_of, tma_takes_layout
 from attnzoo_kernels.flash.hopper_gradients import flash_bwd_hopper_kernel
 from attnzoo_kernels.flash.hopper_loads import HALF, KEYS
@@ -24,8 +25,6 @@ from attnzoo_kernels.flash.hopper_rows import (
     flash_bwd_tails_kernel,
 )
 from attnzoo_kernels.flash.options import Layout, Options, layout, strides
-
-L2_GROUP = 16 << 20  # bytes of queries, their gradients and dQ that stay in L2 while key tiles walk them
 
 
 @dataclass(frozen=True)
@@ -104,12 +103,13 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
         tails = tuple(Launch(flash_bwd_tails_kernel, (sequences + 1) * x[0][-2], (*strides(x)[1:], sequences, x[0][0], x[0][-2]),
                              {"DIM": x[0][-1], "WIDTH": width, "BLOCK": block}, 4, 1)
                       for x, block in ((q, tile.rows), (grad_out, tile.rows), (k, KEYS.value), (v, KEYS.value)))
-    head_group = max(1, L2_GROUP // (seqlen_q * width * 8 * group))
+    programs = min(key_tiles, multiprocessors(device))
+    head_group = heads_together(sequences * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs)
     constants = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
                  "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered}
     constants |= {"STAGES": tile.stages} if tile.dq_group else {"ROWS": tile.rows, "STAGES": tile.stages, "WRITER": tile.writer}
     walk = Launch(
-        flash_bwd_hopper_kernel if tile.dq_group else flash_bwd_pair_kernel, min(key_tiles, multiprocessors(device)),
+        flash_bwd_hopper_kernel if tile.dq_group else flash_bwd_pair_kernel, programs,
         (options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right, sequences, seqlen_q,
          seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, key_tiles),
         constants | {"REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
