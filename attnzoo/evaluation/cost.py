@@ -25,10 +25,11 @@ def cost(
 ) -> Plan:
     """The model reads `batch_size` rows of random tokens and predicts the next one: medians of `repeats`, after one that is not counted.
 
-    Rows: tokens_per_second and prefill_seconds; on a GPU peak_memory_gb (weights included); decode_tokens_per_second, of `new_tokens`
-    tokens behind a context of that length, all rows together, for models with a KV cache.
+    Rows: tokens_per_second and prefill_seconds; on a GPU peak_memory_gb, with the weights, without what was there before (layouts that
+    operators keep, other models); decode_tokens_per_second, of `new_tokens` tokens behind a context of that length, all rows together,
+    for models with a KV cache.
     training_tokens: of a step of training, in rows of the length, at least one: forward, loss at every position, backward, without an
-    optimizer and not compiled. Rows: training_tokens_per_second; on a GPU training_memory_gb (weights included). None: not measured.
+    optimizer and not compiled. Rows: training_tokens_per_second; on a GPU training_memory_gb. None: not measured.
     """
     for name, value in {"batch_size": batch_size, "repeats": repeats, "new_tokens": new_tokens, "training_tokens": training_tokens}.items():
         if value is not None and value < 1:
@@ -53,11 +54,10 @@ def _measure(
     model: torch.nn.Module, data, length: int, batch_size: int, repeats: int, new_tokens: int, advance: Callable[[int], None]
 ) -> list[Row]:
     device = next(model.parameters()).device
+    before = _watch_memory(device)
     generator = torch.Generator().manual_seed(length)
     input_ids = torch.randint(model.vocab_size, (batch_size, length), generator=generator).to(device)
     last = (torch.arange(1, batch_size + 1, device=device) * length) - 1
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     seconds = []
     for _ in range(1 + repeats):
         seconds.append(_seconds(lambda: model(input_ids, logits_at=last), device))
@@ -69,7 +69,7 @@ def _measure(
         Row(metric="prefill_seconds", value=prefill, **common),
     ]
     if device.type == "cuda":
-        rows.append(Row(metric="peak_memory_gb", value=torch.cuda.max_memory_allocated(device) / 1e9, **common))
+        rows.append(Row(metric="peak_memory_gb", value=_peak_gb(model, before), **common))
     if data.objective == "lm" and model.supports.cache:
         rows.append(_decoding(model, input_ids, new_tokens, repeats, common))
     return rows
@@ -100,6 +100,7 @@ def _decoding(model: torch.nn.Module, input_ids: torch.Tensor, new_tokens: int, 
 def _training(model: torch.nn.Module, length: int, n_rows: int, repeats: int, advance: Callable[[int], None]) -> list[Row]:
     """Steps of training without an optimizer."""
     device = next(model.parameters()).device
+    before = _watch_memory(device)
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(model.vocab_size, (n_rows, length), generator=generator).to(device)
 
@@ -109,8 +110,6 @@ def _training(model: torch.nn.Module, length: int, n_rows: int, repeats: int, ad
         backward(summed_loss(model, {"input_ids": tokens, "labels": tokens})[0])
         model.zero_grad()
 
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
     seconds, was_training = [], model.training
     model.train()
     try:
@@ -123,8 +122,23 @@ def _training(model: torch.nn.Module, length: int, n_rows: int, repeats: int, ad
     common = {"task": "cost", "length": length, "count": repeats, "note": f"steps of {n_rows} rows"}
     rows = [Row(metric="training_tokens_per_second", value=tokens.numel() / statistics.median(seconds[1:]), **common)]
     if device.type == "cuda":
-        rows.append(Row(metric="training_memory_gb", value=torch.cuda.max_memory_allocated(device) / 1e9, **common))
+        rows.append(Row(metric="training_memory_gb", value=_peak_gb(model, before), **common))
     return rows
+
+
+def _watch_memory(device: torch.device) -> int:
+    """Bytes in use on a GPU, from where its peak is counted."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak_gb(model: torch.nn.Module, before: int) -> float:
+    """The most in use since, and the model itself, which `before` holds."""
+    tensors = [*model.parameters(), *model.buffers()]
+    weights = sum(tensor.nbytes for tensor in tensors)
+    return (torch.cuda.max_memory_allocated(tensors[0].device) - before + weights) / 1e9
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
