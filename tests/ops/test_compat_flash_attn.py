@@ -67,6 +67,8 @@ SETTINGS = [
     ({"softmax_scale": 0.3}, {"scale": 0.3}),
     ({"window_size": (3, 2)}, {"window": (3, 2)}),
     ({"window_size": (4, -1), "causal": True}, {"window": (4, 0)}),
+    ({"window_size": torch.tensor([3, 2])}, {"window": (3, 2)}),
+    ({"window_size": [-2, 2]}, {"window": (-1, 2)}),
     ({"softcap": 2.0}, {"softcap": 2.0}),
     ({"softcap": -1.0}, {}),
     ({"alibi_slopes": SLOPES, "causal": True}, {"slopes": SLOPES, "causal": True}),

@@ -34,6 +34,7 @@ def _attend(
 ) -> Result:
     if return_attn_probs and dropout_p > 0:
         raise NotImplementedError("return_attn_probs: S_dmask with dropout_p > 0 is not kept; use return_attn_probs=False or dropout_p=0.0")
+    window_size = tuple(max(int(side), -1) for side in window_size)  # flash-attn also takes a tensor, and anything negative for -1
     out = flash_attention(
         q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=max(softcap, 0.0), alibi_slopes=alibi_slopes,
         dropout_p=dropout_p, return_lse=return_attn_probs, deterministic=deterministic or None, **packing)
