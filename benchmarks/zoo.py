@@ -1,21 +1,25 @@
 """The zoo's own results: what runs of experiment=extrapolation, recall_zoology and listops and their evaluations measured, in three
-CSV files, one figure and the tables of README.md and docs/results.md.
+CSV files, two figures and the tables of README.md and docs/results.md.
 
     python -m benchmarks.zoo collect runs/zoo outputs/zoo_eval    # folders of runs (train.py) and of evaluations (eval.py)
     python -m benchmarks.zoo show                                 # from the CSV files alone
 
-`collect` names each run after its attention and positions; the folder's name, which must differ, joins the evaluations to it.
+`collect` names each run after its attention and positions; the folder's name, which must differ, joins the evaluations to it. Runs of
+ListOps with tags=[listops_speed] say how fast, those without how well.
 """
 
 import argparse
 import csv
 import json
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from omegaconf import OmegaConf
 
+from attnzoo.errors import UserError
 from attnzoo.evaluation.plots import COLOURS, LINES, MARKERS
 
 RESULTS = Path(__file__).parent / "results"
@@ -23,13 +27,15 @@ TRAINING = ("experiment", "variant", "seed", "parameters", "steps", "tokens", "t
             "learning_rate", "context", "device", "torch", "triton", "commit")
 EVALUATION = ("variant", "reading", "impl", "seed", "task", "length", "depth", "metric", "value", "count", "stderr", "note")
 CURVES = ("experiment", "variant", "seed", "learning_rate", "length", "pairs", "step", "accuracy")
-METRICS = {"loss", "exact_match", "accuracy", "prefill_seconds", "peak_memory_gb", "decode_tokens_per_second"}
+SPEED = "listops_speed"
 OMITTED = ("rope_factor=4", "rope_factor=32", "attention=sdpa", "local_size=128")  # in the figure and README.md, for room
 SHOWN = {"passkey": "exact_match", "perplexity_windows": "loss"}
 COSTS = (
     ("Seconds to read one sequence", "prefill_seconds", 4), ("GB of memory at most", "peak_memory_gb", 2),
-    ("Tokens a second behind it", "decode_tokens_per_second", 0),
+    ("Tokens a second behind it", "decode_tokens_per_second", 0), ("Training, tokens a second", "training_tokens_per_second", 0),
+    ("Training, GB of memory at most", "training_memory_gb", 1),
 )  # fmt: skip
+METRICS = {"loss", "exact_match", "accuracy", *(metric for _, metric, _ in COSTS)}
 
 
 def variant(record: dict) -> str:
@@ -45,7 +51,10 @@ def variant(record: dict) -> str:
 
 def collect(folders: Sequence[str], into: Path) -> None:
     """Writes zoo-training.csv, zoo-curves.csv and zoo-evaluations.csv from everything below these folders."""
-    runs = {path.parent.name: path.parent for folder in folders for path in sorted(Path(folder).rglob("record.json"))}
+    runs = {}
+    for path in (path for folder in folders for path in sorted(Path(folder).rglob("record.json"))):
+        if runs.setdefault(path.parent.name, path.parent).resolve() != path.parent.resolve():
+            raise UserError(f"{runs[path.parent.name]} and {path.parent} have the same name; evaluations are joined by it: rename one")
     records = {name: json.loads((folder / "record.json").read_text()) for name, folder in runs.items()}
     training, curves = [], []
     for name, folder in runs.items():
@@ -56,7 +65,7 @@ def collect(folders: Sequence[str], into: Path) -> None:
         curves += [
             (config.tags[0], variant(records[name]), config.seed, config.optimizer.lr, config.data.seq_len, config.data.get("n_pairs", ""),
              int(row["step"]) + 1, row["val/accuracy"])
-            for row in metrics if row.get("val/accuracy") and config.tags[0] != "extrapolation"
+            for row in metrics if row.get("val/accuracy") and config.tags[0] not in ("extrapolation", SPEED)
         ]
     rows = {}
     for path in sorted(path for folder in folders for path in Path(folder).rglob("results.csv")):
@@ -162,9 +171,12 @@ def label(line: tuple[str, str]) -> str:
 
 
 def markdown(table: Table, lengths: Sequence[int] = (1024, 4096, 32768)) -> str:
-    """A line a variant and reading: losses by length, passkeys, six keys, rate; means over seeds."""
+    """A line a variant and reading: losses by length, passkeys, six keys, rates and (where measured) reading; means over seeds."""
     head = ["variant", "seeds", *(f"loss at {n}" for n in lengths), *(f"passkey at {n}" for n in (1024, 2048))]
     head += ["one of 6 keys", "training tokens/s"]
+    longest = max((n for line in table.lines("cost") for n in table.lengths(line, "cost")), default=None)
+    if longest:
+        head += [f"s to read {longest}", "GB"]
     parts = []
     for line in table.lines():
         if line[1].endswith(OMITTED):
@@ -173,6 +185,8 @@ def markdown(table: Table, lengths: Sequence[int] = (1024, 4096, 32768)) -> str:
         cells = [_cell(table.values(line, "perplexity_windows", n), 3) for n in lengths]
         cells += [_cell(table.values(line, "passkey", n), 2) for n in (1024, 2048)]
         cells += [_cell(table.values(line, "needle_6_keys", 1024), 3), "" if rate is None else f"{rate / 1e6:.2f} M"]
+        if longest:
+            cells += [_cell(table.values(line, "cost", longest, metric), 2) for metric in ("prefill_seconds", "peak_memory_gb")]
         parts.append([label(line), str(len(table.values(line, "perplexity_windows", lengths[0]))), *cells])
     return _grid(head, parts)
 
@@ -193,8 +207,8 @@ def tables(table: Table) -> dict[str, str]:
 
 
 def _by_length(table: Table, task: str, digits: int, metric: str = "") -> str:
-    lines = table.lines(task)
-    lengths = sorted({n for line in lines for n in table.lengths(line, task)})
+    lines = [line for line in table.lines(task) if table.values(line, task, metric=metric)]
+    lengths = sorted({n for line in lines for n in table.lengths(line, task) if table.values(line, task, n, metric)})
     cells = ([label(line), *(_cell(table.values(line, task, n, metric), digits) for n in lengths)] for line in lines)
     return _grid(["", *map(str, lengths)], cells)
 
@@ -219,14 +233,18 @@ def _within(table: Table) -> str:
 
 
 def _listops(table: Table) -> str:
+    """Accuracies of the long runs; speed of those that were timed in turn, if there are any, else of the long ones."""
+    timed = SPEED if any(row["experiment"] == SPEED for row in table.training) else "listops"
     parts = []
-    for name in dict.fromkeys(row["variant"] for row in table.training if row["experiment"] == "listops"):
-        runs, rate = table.runs(name, "listops"), table.rate(name, "listops")
+    for name in dict.fromkeys(row["variant"] for row in table.training if row["experiment"] in ("listops", SPEED)):
+        runs, speeds = table.runs(name, "listops"), table.runs(name, timed)
         best = [max(float(row["accuracy"]) for row in table.curves if _is_of(row, run)) for run in runs]
         test = table.values((name, ""), "classification", metric="accuracy")
-        steps = rate * int(runs[0]["steps"]) / int(runs[0]["tokens"])
-        parts.append([name, runs[0]["steps"], _percent(test), _percent(best), f"{rate / 1e6:.2f} M", f"{steps:.1f}", str(len(runs))])
-    return _grid(["", "steps", "test accuracy", "best on validation", "tokens/s", "steps/s", "seeds"], parts)
+        rates = [float(run["tokens_per_second"]) for run in speeds]
+        steps = [rate * int(run["steps"]) / int(run["tokens"]) for rate, run in zip(rates, speeds, strict=True)]
+        rate = _cell([rate / 1e6 for rate in rates], 2) + " M" if rates else ""
+        parts.append([name, runs[0]["steps"] if runs else "", _percent(test), _percent(best), str(len(runs)), rate, _cell(steps, 1)])
+    return _grid(["", "steps", "test accuracy", "best on validation", "seeds", "tokens/s", "steps/s"], parts)
 
 
 def _is_of(row: dict, run: dict) -> bool:
@@ -267,41 +285,85 @@ def _cell(values: Sequence[float], digits: int) -> str:
 
 
 def draw(table: Table, path: Path) -> None:
-    """Loss, passkeys and (where measured) time by length, and loss at the training context against training speed. Read in grey, too."""
-    from matplotlib.figure import Figure
-
-    lines = [line for line in dict.fromkeys(table.lines() + table.lines("cost")) if not line[1].endswith(OMITTED)]
+    """Loss and passkeys by length, loss against the speed of training and (where measured) of reading. Read in grey, too."""
+    lines = _drawn(table)
     has_cost = bool(table.lines("cost"))
     figure = Figure(figsize=(12, 9.5) if has_cost else (14, 5.5), layout="constrained")
     panels = figure.subplots(2, 2).flatten() if has_cost else figure.subplots(1, 3)
-    tasks = ("perplexity_windows", "passkey", "cost") if has_cost else ("perplexity_windows", "passkey")
-    for i, line in enumerate(lines):
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i % len(LINES)]}
-        for panel, task in zip(panels, tasks, strict=False):
-            metric = "prefill_seconds" if task == "cost" else ""
-            at = [n for n in table.lengths(line, task) if table.values(line, task, n, metric)]
-            means = [statistics.mean(table.values(line, task, n, metric)) for n in at]
-            panel.plot(at, means, markersize=5, label=label(line), **style)
-        if not line[1] and (rate := table.rate(line[0])) and (losses := table.values(line, "perplexity_windows", 1024)):
-            panels[-1].plot([rate / 1e6] * len(losses), losses, markersize=8, **{**style, "linestyle": ""})
-            panels[-1].annotate(line[0], (rate / 1e6, max(losses)), textcoords="offset points", xytext=(0, 8), fontsize=8, ha="center")
-    for panel in panels[:-1]:
-        panel.axvline(1024, color="0.4", linestyle=":", linewidth=1)
-        panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter("{x:.0f}")
-        panel.set_xlabel("context length (bytes); trained at 1024")
+    for panel, task in zip(panels, ("perplexity_windows", "passkey"), strict=False):
+        _curves(panel, table, lines, task)
     panels[0].set(yscale="log", ylabel="loss (nats per byte), the same 400 k bytes", title="loss by length")
-    panels[0].yaxis.set_major_formatter("{x:.1f}")
-    panels[0].yaxis.set_minor_formatter("{x:.1f}")
     panels[1].set(ylim=(-0.05, 1.05), ylabel="exact match", title="passkey")
+    trained = {line: rate / 1e6 for line in lines if not line[1] and (rate := table.rate(line[0]))}
+    _points(panels[2], table, lines, trained, 1024)
+    panels[2].set(xlabel="training, million tokens a second (H200)", ylabel="loss at 1024 (nats per byte)", title="quality and training")
     if has_cost:
-        panels[2].set(yscale="log", ylabel="seconds to read one sequence (H200)", title="cost of reading")
-    panels[-1].set(xlabel="training, million tokens a second (H200)", ylabel="loss at 1024 (nats per byte)", title="quality and training")
-    panels[-1].margins(0.2)
+        read = {line: 1e3 * statistics.mean(found) for line in lines if (found := table.values(line, "cost", 32768, "prefill_seconds"))}
+        panels[3].set(yscale="log", xlabel="milliseconds to read 32768 bytes (H200)", ylabel="loss at 32768 (nats per byte)")
+        _points(panels[3], table, lines, read, 32768)
+        panels[3].set_title("quality and reading")
+    _finish(figure, panels, path)
+
+
+def draw_costs(table: Table, path: Path) -> None:
+    """What a length costs, a panel for each thing that was measured."""
+    wanted = {"prefill_seconds": "seconds to read one sequence", "peak_memory_gb": "GB of memory at most, reading it",
+              "training_tokens_per_second": "tokens a second in training (not compiled)"}  # fmt: skip
+    titles = {metric: title for metric, title in wanted.items() if any(table.values(line, "cost", metric=metric) for line in _drawn(table))}
+    figure = Figure(figsize=(5 * len(titles), 5.5), layout="constrained")
+    panels = figure.subplots(1, len(titles), squeeze=False)[0]
+    for panel, (metric, title) in zip(panels, titles.items(), strict=True):
+        _curves(panel, table, _drawn(table), "cost", metric)
+        panel.set(yscale="log", title=title)
+    _finish(figure, panels, path)
+
+
+def _finish(figure: Figure, panels, path: Path) -> None:
     for panel in panels:
         panel.grid(alpha=0.3)
+        if panel.get_yscale() == "log":
+            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+            panel.yaxis.set_major_formatter("{x:g}")
+            panel.yaxis.set_minor_formatter("")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=130)
+
+
+def _drawn(table: Table) -> list[tuple[str, str]]:
+    """In this order in every figure, so that a line looks the same in all."""
+    return [line for line in dict.fromkeys(table.lines() + table.lines("cost")) if not line[1].endswith(OMITTED)]
+
+
+def _style(lines: Sequence[tuple[str, str]], line: tuple[str, str]) -> dict:
+    i = lines.index(line)
+    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i % len(LINES)]}
+
+
+def _curves(panel, table: Table, lines: Sequence[tuple[str, str]], task: str, metric: str = "") -> None:
+    for line in lines:
+        if at := [n for n in table.lengths(line, task) if table.values(line, task, n, metric)]:
+            means = [statistics.mean(table.values(line, task, n, metric)) for n in at]
+            panel.plot(at, means, markersize=5, label=label(line), **_style(lines, line))
+    panel.axvline(1024, color="0.4", linestyle=":", linewidth=1)
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter("{x:.0f}")
+    panel.set_xlabel("context length (bytes); trained at 1024")
+
+
+def _points(panel, table: Table, lines: Sequence[tuple[str, str]], places: Mapping[tuple[str, str], float], length: int) -> None:
+    """Losses at a length, each seed's, over these places on the x axis. Names stand above, or below where a neighbour is close above."""
+    points = [(line, place, losses) for line, place in places.items() if (losses := table.values(line, "perplexity_windows", length))]
+    for line, place, losses in points:
+        panel.plot([place] * len(losses), losses, markersize=8, **{**_style(lines, line), "linestyle": ""})
+    panel.margins(0.2, 0.15)
+    panel.autoscale_view()
+    to_axes = panel.transData + panel.transAxes.inverted()
+    middles = [to_axes.transform((place, statistics.mean(losses))) for _, place, losses in points]
+    for (line, place, losses), (x, y) in zip(points, middles, strict=True):
+        is_below = any(abs(x - other_x) < 0.2 and 0 < other_y - y < 0.1 for other_x, other_y in middles)
+        end, offset, side = (min(losses), -8, "top") if is_below else (max(losses), 8, "bottom")
+        text = label(line).replace("flash, read with ", "")
+        panel.annotate(text, (place, end), textcoords="offset points", xytext=(0, offset), fontsize=8, ha="center", va=side)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -319,6 +381,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for title, text in tables(table).items():
         print(f"\n{title}\n\n{text or 'not measured'}")
     draw(table, given.output / "zoo.png")
+    if table.lines("cost"):
+        draw_costs(table, given.output / "zoo-cost.png")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from attnzoo.errors import UserError
 from attnzoo.evaluation.results import Row, write_csv
 from benchmarks import zoo
 
@@ -21,10 +22,10 @@ optimizer: {{lr: 0.01}}
 METRICS = "step,perf/tokens_per_second,train/loss,val/accuracy,val/loss\n4,100,3.0,,\n9,300,1.0,0.5,2.0\n"
 
 
-def write_run(folder, seed, experiment="extrapolation", data="passkey", **record):
+def write_run(folder, seed, experiment="extrapolation", kind="passkey", **record):
     folder.mkdir(parents=True)
     (folder / "record.json").write_text(json.dumps({**RECORD, **record}))
-    (folder / "config.yaml").write_text(CONFIG.format(seed=seed, experiment=experiment, data=data))
+    (folder / "config.yaml").write_text(CONFIG.format(seed=seed, experiment=experiment, data=kind))
     (folder / "metrics.csv").write_text(METRICS)
 
 
@@ -84,6 +85,13 @@ def test_variants_are_named_by_what_is_not_the_default(attention, positions, nam
     assert zoo.variant({"attention": attention, "model": {"positions": positions}}) == name
 
 
+def test_two_runs_of_one_name_are_refused(tmp_path):
+    for sweep in ("a", "b"):
+        write_run(tmp_path / sweep / "flash_1", 1)
+    with pytest.raises(UserError, match=r"a.flash_1 and \S*b.flash_1 have the same name"):
+        zoo.collect([str(tmp_path)], tmp_path)
+
+
 def test_collect_asks_for_folders(capsys):
     with pytest.raises(SystemExit):
         zoo.main(["collect"])
@@ -129,6 +137,35 @@ def test_the_other_tables(results):
     assert made["Seconds to read one sequence"].endswith("| flash | 0.5000 |") and made["GB of memory at most"].endswith("| flash | 7.00 |")
     assert made["Loss by position, in windows of 32768"].endswith("| flash |  | 1.500 |  |  |  |  |  |  |  |")
     # 200 tokens a second, 2 sequences of 1000 tokens a step
-    assert made["ListOps"].endswith("| flash | 10 | 25.0 % | 50.0 % | 0.00 M | 0.1 | 1 |")
+    assert made["ListOps"].endswith("| flash | 10 | 25.0 % | 50.0 % | 1 | 0.00 M | 0.1 |")
     assert made["Associative recall"].endswith("| flash | 1 | 0.01 | 50.0 % of 10 |")
     assert made["Losses and keys within the training context"].endswith("| flash | 0.7500 |  |  |  |  |  |  | 2.0000 ± 0.0000 | 2 |")
+
+
+def test_speed_of_listops_is_that_of_runs_in_turn(results):
+    texts = {"data": {"classes": ["0", "1"], "splits": {"train": {"tokens": 4000, "documents": 4}}}}
+    write_run(results.parent / "in/long", 1, "listops", "listops", **texts)
+    for name, attention in (("short_a", "flash.FlashAttention"), ("short_b", "flash.FlashAttention"), ("short_c", "sdpa.SDPAttention")):
+        write_run(results.parent / "in" / name, 1, zoo.SPEED, "listops", **texts, attention={"_target_": f"attnzoo.attention.{attention}"})
+    metrics = results.parent / "in/short_a/metrics.csv"
+    metrics.write_text(metrics.read_text().replace("100", "2000000").replace("300", "2000000"))
+    zoo.main(["collect", str(results.parent / "in"), "--output", str(results)])
+    *_, flash, sdpa = zoo.tables(zoo.Table(results))["ListOps"].splitlines()
+    assert flash == "| flash | 10 |  | 50.0 % | 1 | 1.00 ± 1.00 M | 500.1 ± 499.9 |"
+    assert sdpa == "| sdpa |  |  |  | 0 | 0.00 M | 0.1 |"
+    assert len(read(results / "zoo-curves.csv")) == 2  # the long run's and that of recall
+
+
+def test_cost_beside_quality_and_in_a_figure_of_its_own(results, capsys):
+    (results.parent / "in/cost").mkdir()
+    values = {"prefill_seconds": 0.5, "peak_memory_gb": 7.0, "training_tokens_per_second": 300.0}
+    rows = [
+        Row(run="flash_1", seed=1, task="cost", length=length, metric=metric, value=value * length / 1024)
+        for length in (1024, 32768) for metric, value in values.items()
+    ]  # fmt: skip
+    write_csv(rows, results.parent / "in/cost/results.csv")
+    zoo.main(["collect", str(results.parent / "in"), "--output", str(results)])
+    head, _, flash = capsys.readouterr().out.splitlines()[:3]
+    assert head.endswith("| training tokens/s | s to read 32768 | GB |") and flash.endswith("| 16.00 | 224.00 |")
+    assert zoo.tables(zoo.Table(results))["Training, tokens a second"].endswith("| flash | 300 | 9600 |")
+    assert (results / "zoo-cost.png").read_bytes()[:4] == b"\x89PNG"

@@ -29,6 +29,8 @@ UNITS = {
     "prefill_seconds": "prefill (s)",
     "peak_memory_gb": "peak memory (GB)",
     "decode_tokens_per_second": "decoded tokens per second",
+    "training_tokens_per_second": "trained tokens per second",
+    "training_memory_gb": "peak memory in training (GB)",
 }
 SHARES = ("exact_match", "accuracy", "string_match")  # from 0 to 1
 COST = "prefill_seconds"
