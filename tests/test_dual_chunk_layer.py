@@ -54,6 +54,11 @@ def test_the_temperature_acts_beyond_the_training_context_only():
     assert not torch.isclose(plain[:, 16:], scaled[:, 16:]).all(-1).any()
 
 
+def test_positions_of_the_caller_are_not_looked_at():
+    gpt, ids = model(temperature="yarn"), torch.randint(53, (2, 40), generator=torch.Generator().manual_seed(5))
+    assert torch.equal(gpt(ids), gpt(ids, position_ids=torch.arange(100, 140)[None]))
+
+
 def test_packed_documents_have_their_own_chunks_and_temperature():
     gpt = model(temperature="yarn")
     ids, lengths = torch.randint(53, (75,), generator=torch.Generator().manual_seed(4)), [33, 2, 40]

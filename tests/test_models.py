@@ -170,8 +170,15 @@ def test_logits_at_chosen_tokens(cls):
     everywhere = model(tokens).flatten(0, 1)[at]
     assert_close(model(tokens, logits_at=at), everywhere)
     assert_close(model(tokens.flatten(), cu_seqlens=torch.tensor([0, 8, 16], dtype=torch.int32), max_seqlen=8, logits_at=at), everywhere)
-    mask[0, 5:7] = False
+    mask[0, 5:7] = mask[1, 7:] = False
+    at = torch.tensor([3, 0, 9, 6, 15, 9])  # two of them padding
     assert_close(model(tokens, attention_mask=mask, logits_at=at), model(tokens, attention_mask=mask).flatten(0, 1)[at])
+
+
+@pytest.mark.parametrize("cls", [GPT, BERT])
+@pytest.mark.parametrize("shape", [(0, 8), (2, 8), (2, 0)])
+def test_a_batch_without_a_token(cls, shape):
+    assert_close(build(cls)(ids(*shape), attention_mask=torch.zeros(shape)), torch.zeros(*shape, SIZES["vocab_size"], dtype=torch.float64))
 
 
 def test_position_ids_are_used():

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnzoo.attention.base import Attention, AttentionSpec, SequenceInfo, Supports
 from attnzoo.attention.positions import rotary_tables
-from attnzoo_kernels import dual_chunk_attention
+from attnzoo_kernels import dual_chunk_attention, padding
 from attnzoo_kernels.dual_chunk.geometry import STAGES, geometry, stage_bits
 
 TEMPERATURES = ("none", "yarn")
@@ -56,7 +56,7 @@ class DualChunkAttention(Attention):
         return dual_chunk_attention(
             q, k, v, cos=cos, sin=sin, chunk_size=self.chunk_size, local_size=self.local_size, variant=self.variant,
             causal=self.spec.causal, stages=self.stages,
-            logit_multiplier=self._multiplier(seq), cu_seqlens_q=seq.cu_seqlens,
+            logit_multiplier=self._multiplier(q, k, seq), cu_seqlens_q=seq.cu_seqlens,
             cu_seqlens_k=seq.cu_seqlens, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen, impl=self.impl)
 
     def _tables(self, seq: SequenceInfo, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,12 +65,18 @@ class DualChunkAttention(Attention):
         positions = self.geometry.positions
         return seq.once(("dual_chunk", positions, *options), lambda: rotary_tables(torch.arange(positions, device=q.device), *options))
 
-    def _multiplier(self, seq: SequenceInfo) -> Tensor | None:
+    def _multiplier(self, q: Tensor, k: Tensor, seq: SequenceInfo) -> Tensor | None:
         """What the logits of each token are multiplied by, float32, from the token's own position, which further tokens do not change."""
         if self.temperature == "none":
             return None
         context = self.spec.train_context
-        return seq.once(("dual_chunk temperature", context), lambda: _yarn_temperature(seq.position_ids, context))
+
+        def make() -> Tensor:
+            if seq.cu_seqlens is not None:
+                return _yarn_temperature(padding.position_ids(seq.cu_seqlens, q.shape[0]), context)
+            return _yarn_temperature(torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device), context)
+
+        return seq.once(("dual_chunk temperature", context), make)
 
     def visible_pairs(self, length: int) -> int:
         chunk = self.geometry.chunk
@@ -84,8 +90,7 @@ class DualChunkAttention(Attention):
         return sum(pairs[stage] for stage in set(self.stages))
 
 
-def _yarn_temperature(position_ids: Tensor, train_context: int) -> Tensor:
-    """YaRN's temperature (Peng et al. 2023, arXiv:2309.00071) for the context that ends with each token, float32 like position_ids."""
-    ratio = ((position_ids + 1) / train_context).clamp(min=1)
-    multiplier = ((0.1 * ratio.double().log() + 1) ** 2).float()
-    return multiplier[0].contiguous() if multiplier.dim() == 2 and multiplier.shape[0] == 1 else multiplier
+def _yarn_temperature(positions: Tensor, train_context: int) -> Tensor:
+    """YaRN's temperature (Peng et al. 2023, arXiv:2309.00071) for the context that ends with each token, float32 like positions."""
+    ratio = ((positions + 1) / train_context).clamp(min=1)
+    return ((0.1 * ratio.double().log() + 1) ** 2).float()

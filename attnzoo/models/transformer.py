@@ -137,11 +137,13 @@ class Transformer(nn.Module):
         tokens, indices, cu_seqlens, max_seqlen, _ = padding.unpad_input(input_ids, attention_mask, max_tokens=max_tokens)
         position_ids, token_type_ids = (
             None if ids is None else padding.remove_padding(ids.expand(batch, seqlen), indices) for ids in (position_ids, token_type_ids))
-        if logits_at is not None:
-            logits_at = torch.searchsorted(indices, logits_at.contiguous())
-        logits = self.forward(tokens, position_ids=position_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
-                              token_type_ids=token_type_ids, logits_at=logits_at)
-        return logits if logits_at is not None else padding.pad_input(logits, indices, batch, seqlen)
+        if batch == 0:
+            cu_seqlens = cu_seqlens.new_zeros(2)  # attention wants a sequence, if an empty one
+        packed = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "token_type_ids": token_type_ids}
+        if logits_at is None:
+            return padding.pad_input(self.forward(tokens, **packed), indices, batch, seqlen)
+        at = torch.searchsorted(indices, logits_at.contiguous()).clamp(max=indices.shape[0] - 1)
+        return torch.where((indices[at] == logits_at)[:, None], self.forward(tokens, **packed, logits_at=at), 0)
 
     def _check_layout(self, input_ids, cu_seqlens, max_seqlen, attention_mask, cache) -> None:
         if input_ids.dim() not in (1, 2):
