@@ -95,13 +95,14 @@ def backward_op(
     k_blocks: int, block_q: int, block_k: int, softmax_scale: float, window_left: int, window_right: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with made_apart():
-        return _gradients(grad_out, grad_lse, q, k, v, out, stats, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks,
-                          k_blocks, block_q, block_k, softmax_scale, window_left, window_right)
+        gradients = _gradients(grad_out, grad_lse, q, k, v, out, stats, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic,
+                               q_blocks, k_blocks, block_q, block_k, softmax_scale, window_left, window_right)
+    return tuple(x.contiguous() for x in gradients)  # as the fake says, on either path
 
 
 @backward_op.register_fake
 def _(grad_out, grad_lse, q, k, v, *_):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _setup_context(ctx, inputs, output):

@@ -103,15 +103,17 @@ def backward_op(
     stats: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dlam: bool, impl: str | None, deterministic: bool,
     softmax_scale: float, window_left: int, window_right: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _gradients(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam, impl, deterministic,
-                      softmax_scale, window_left, window_right)
+    gradients = _gradients(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam, impl, deterministic,
+                           softmax_scale, window_left, window_right)
+    return tuple(x.contiguous() for x in gradients)  # as the fake says, on either path
 
 
 @backward_op.register_fake
 def _(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam, *_):
-    dk2 = k1.new_empty(0) if k2 is None else torch.empty_like(k2)
+    dk2 = k1.new_empty(0) if k2 is None else k2.new_empty(k2.shape)
     dlam = lam.new_empty(lam.shape if needs_dlam else 0)
-    return torch.empty_like(q1), torch.empty_like(q2), torch.empty_like(k1), dk2, torch.empty_like(v), dlam
+    dq1, dq2, dk1, dv = (x.new_empty(x.shape) for x in (q1, q2, k1, v))
+    return dq1, dq2, dk1, dk2, dv, dlam
 
 
 def _setup_context(ctx, inputs, output):

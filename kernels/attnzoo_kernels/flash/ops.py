@@ -70,14 +70,15 @@ def backward_op(
     cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool, impl: str | None,
     deterministic: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    apart = tuple(x.new_empty(x.shape) for x in (q, k, v))  # as the fake says, on either path
     return _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl,
-                      deterministic, softmax_scale, window_left, window_right, softcap, dropout_p)
+                      deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=apart)
 
 
 @backward_op.register_fake
 def _(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *_):
     delta = stats.new_empty(stats.shape[1:] if exact_delta else 0)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), delta
+    return *(x.new_empty(x.shape) for x in (q, k, v)), delta
 
 
 @torch.library.custom_op("attnzoo::flash_backward_joint", mutates_args=())
