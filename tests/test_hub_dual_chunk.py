@@ -126,6 +126,28 @@ def test_models_without_fixed_rotary_positions_are_refused(make, message):
         use_dual_chunk(make())
 
 
+@pytest.mark.parametrize("kind, options, message", [
+    ("Falcon", {}, "must call transformers' attention interface.* FalconForCausalLM does not"),
+    ("GptOss", {"num_local_experts": 4}, "GptOssForCausalLM's layers do not take tables as Llama's do"),
+    ("SmolLM3", {"num_hidden_layers": 4, "pad_token_id": 0}, "must rotate queries and keys.* layer 3 of"),  # one layer without positions
+    ("HunYuanDenseV1", {"head_dim": 16, "pad_token_id": 0}, "must rotate queries and keys.* layer 0 of"),  # norms behind the rotation
+])
+def test_models_that_rotate_otherwise_are_refused_and_left_as_they_were(kind, options, message, tokens):
+    model = llama(kind, **options).train()
+    before = copy.deepcopy(model).eval()(tokens).logits
+    with pytest.raises(ValueError, match=message):
+        use_dual_chunk(model)
+    assert model.training
+    assert torch.equal(model.eval()(tokens).logits, before)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@torch.no_grad()
+def test_models_in_16_bits_are_taken(dtype, tokens):
+    model = use_dual_chunk(llama(rope_parameters=YARN).to(dtype))
+    assert model(tokens).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("options, message", [
     ({"chunk_size": 0}, "chunk_size: must be an int of at least 1"), ({"local_size": 16}, "local_size: must be less than chunk_size=16"),
     ({"variant": "qwen"}, "variant: must be one of"), ({"stages": ["near"]}, "stages: must name"),

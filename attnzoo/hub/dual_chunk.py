@@ -2,7 +2,7 @@
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,11 @@ def use_dual_chunk(model: nn.Module, *, chunk_size: int | None = None, local_siz
     distances to the chunk before, None for a quarter. variant, stages, impl: see `attnzoo_kernels.dual_chunk_attention`.
 
     Prefill, decoding with a cache that holds exactly the tokens read (DynamicCache, transformers' default) and training work; rows of a
-    batch have one length. ValueError here for models without one rotary embedding, with frequencies that change with the length, or where
-    no rotary style fits; at the forward pass for padding, packed rows, other positions, sliding windows, softcap, sinks and dropout.
+    batch have one length. ValueError here for models without one rotary embedding, with frequencies that change with the length, where
+    no rotary style fits, or with layers that rotate otherwise or not at all (each is tried on a few tokens); at the forward pass for
+    padding, packed rows, other positions, sliding windows, softcap, sinks and dropout.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"model: must be a transformers model, got {type(model).__name__}")
@@ -38,12 +39,49 @@ def use_dual_chunk(model: nn.Module, *, chunk_size: int | None = None, local_siz
     if local_size is None and isinstance(chunk_size, int):
         local_size = chunk_size // 4
     attention = _DualChunk(rotary, chunk_size, local_size, variant, tuple(stages), impl)
-    implementation = f"attnzoo_dual_chunk_{next(_numbers)}"  # one for each model: transformers finds an attention's options by its name
-    AttentionInterface.register(implementation, attention)
-    AttentionMaskInterface.register(implementation, _no_mask)
-    model.set_attn_implementation(implementation)
-    model.set_submodule(name, _Identity(2 * len(attention.frequencies)))
+    before, own = model.config._attn_implementation, model.get_submodule(name)
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        turned = _queries_and_keys(model)
+        model.set_submodule(name, _Identity(2 * len(attention.frequencies)))
+        try:
+            plain = _queries_and_keys(model)
+        except RuntimeError as error:  # of shapes
+            raise ValueError(f"model: {type(model).__name__}'s layers do not take tables as Llama's do: {error}") from error
+        attention.check(type(model).__name__, plain, turned)
+    except BaseException:
+        model.set_submodule(name, own)
+        model.set_attn_implementation(before)
+        raise
+    finally:
+        for module, training in modes:
+            module.training = training
+    # one for each model: transformers finds an attention's options by its name
+    _install(model, f"attnzoo_dual_chunk_{next(_numbers)}", attention, _no_mask)
     return model
+
+
+def _install(model: nn.Module, implementation: str, attention: Callable, mask: Callable) -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(implementation, attention)
+    AttentionMaskInterface.register(implementation, mask)
+    model.set_attn_implementation(implementation)
+
+
+@torch.no_grad()
+def _queries_and_keys(model: nn.Module, tokens: int = 5) -> list[tuple[Tensor, Tensor]]:
+    """What each layer hands to attention, (batch, heads, tokens, width). Attention gives zeros: no layer depends on those before it."""
+    seen = []
+
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_, **__) -> tuple[Tensor, None]:
+        seen.append((query, key))
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    _install(model, "attnzoo_trial", attention, lambda **_: None)
+    model(torch.arange(tokens, device=model.device)[None], use_cache=False)
+    return seen
 
 
 class _Identity(nn.Module):
@@ -76,6 +114,22 @@ class _DualChunk:
             angles = torch.arange(self.positions, dtype=torch.float64)[:, None] * self.frequencies
             self._tables[device] = angles.cos().float().to(device), angles.sin().float().to(device)
         return self._tables[device]
+
+    def check(self, model: str, plain: list[tuple[Tensor, Tensor]], turned: list[tuple[Tensor, Tensor]]) -> None:
+        """Refuse models whose attention does not get `plain` queries and keys turned by this rotation and nothing else."""
+        if not plain:
+            raise ValueError(f"model: must call transformers' attention interface, as Llama, Mistral and Qwen do; {model} does not")
+        for layer, pairs in enumerate(zip(plain, turned, strict=True)):
+            for x, expected in zip(*pairs, strict=True):
+                found = x
+                if x.shape[-1] >= 2 * len(self.frequencies):
+                    angles = torch.arange(x.shape[2], device=x.device)[None, :, None] * self.frequencies.to(x.device)
+                    found = rotate(x.transpose(1, 2), angles.cos(), angles.sin(), self.interleaved).transpose(1, 2) * self.query_scale**0.5
+                # as a share of what the rotation changes, above which no rounding gets
+                allowed = 16 * max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps) * (expected - x).abs().max()
+                if not (found - expected).abs().max() < allowed:
+                    raise ValueError(f"model: each layer must rotate queries and keys, and hand them to attention as they are then; layer "
+                                     f"{layer} of {model} does otherwise")
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
                  scaling: float | None = None, dropout: float = 0.0, position_ids: Tensor | None = None, **options) -> tuple[Tensor, None]:
