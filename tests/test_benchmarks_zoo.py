@@ -7,7 +7,7 @@ import pytest
 
 from attnzoo.errors import UserError
 from attnzoo.evaluation.results import Row, write_csv
-from benchmarks import zoo
+from benchmarks import zoo, zoo_tables
 
 RECORD = {
     "attention": {"_target_": "attnzoo.attention.flash.FlashAttention"}, "model": {"positions": "rotary"}, "parameters": 12,
@@ -85,11 +85,26 @@ def test_variants_are_named_by_what_is_not_the_default(attention, positions, nam
     assert zoo.variant({"attention": attention, "model": {"positions": positions}}) == name
 
 
-def test_two_runs_of_one_name_are_refused(tmp_path):
+def test_runs_of_two_sweeps_are_told_apart_by_their_folders(tmp_path, capsys):
+    """As eval.py names them, with all sweeps, and with one alone."""
     for sweep in ("a", "b"):
-        write_run(tmp_path / sweep / "flash_1", 1)
-    with pytest.raises(UserError, match=r"a.flash_1 and \S*b.flash_1 have the same name"):
+        write_run(tmp_path / sweep / "0_gpt", 1, model={"positions": "alibi" if sweep == "b" else "rotary"})
+    rows = [Row(run=f"{sweep}/0_gpt", seed=1, task="passkey", length=64, value=float(sweep == "b"), count=2) for sweep in ("a", "b", "c")]
+    (tmp_path / "eval").mkdir()
+    write_csv(rows, tmp_path / "eval/results.csv")
+    zoo.collect([str(tmp_path)], tmp_path)
+    assert [(row["variant"], row["value"]) for row in read(tmp_path / "zoo-evaluations.csv")] == [("flash", "0.0"), ("flash ALiBi", "1.0")]
+    assert "left out, no run of that name is below these folders: c/0_gpt in" in capsys.readouterr().err
+    write_csv([Row(run="0_gpt", seed=1, task="passkey", length=64, value=0.5, count=2)], tmp_path / "eval/results.csv")
+    with pytest.raises(UserError, match=r"run='0_gpt' can be that of \S*a.0_gpt and of \S*b.0_gpt"):
         zoo.collect([str(tmp_path)], tmp_path)
+
+
+def test_a_second_tag_is_a_name(tmp_path):
+    write_run(tmp_path / "run", 1, "extrapolation, learning rate 1e-3")
+    zoo.collect([str(tmp_path)], tmp_path)
+    (row,) = read(tmp_path / "zoo-training.csv")
+    assert (row["experiment"], row["variant"]) == ("extrapolation", "flash learning rate 1e-3")
 
 
 def test_collect_asks_for_folders(capsys):
@@ -115,7 +130,7 @@ def test_a_cell_that_broke_gives_no_number(results):
     path = results / "zoo-evaluations.csv"
     line = "flash,,,{seed},perplexity_windows,8192,,loss,{value},9,,\n"
     path.write_text(path.read_text() + line.format(seed=1, value="nan") + line.format(seed=2, value=7.0))
-    assert zoo.Table(results).values(("flash", ""), "perplexity_windows", 8192) == [7.0]
+    assert zoo_tables.Table(results).values(("flash", ""), "perplexity_windows", 8192) == [7.0]
 
 
 def test_the_other_tables(results):
@@ -133,7 +148,7 @@ def test_the_other_tables(results):
     ]
     write_csv(rows, results.parent / "in/more/results.csv")
     zoo.main(["collect", str(results.parent / "in"), "--output", str(results)])
-    made = zoo.tables(zoo.Table(results))
+    made = zoo_tables.tables(zoo_tables.Table(results))
     assert made["Seconds to read one sequence"].endswith("| flash | 0.5000 |") and made["GB of memory at most"].endswith("| flash | 7.00 |")
     assert made["Loss by position, in windows of 32768"].endswith("| flash |  | 1.500 |  |  |  |  |  |  |  |")
     # 200 tokens a second, 2 sequences of 1000 tokens a step
@@ -146,11 +161,12 @@ def test_speed_of_listops_is_that_of_runs_in_turn(results):
     texts = {"data": {"classes": ["0", "1"], "splits": {"train": {"tokens": 4000, "documents": 4}}}}
     write_run(results.parent / "in/long", 1, "listops", "listops", **texts)
     for name, attention in (("short_a", "flash.FlashAttention"), ("short_b", "flash.FlashAttention"), ("short_c", "sdpa.SDPAttention")):
-        write_run(results.parent / "in" / name, 1, zoo.SPEED, "listops", **texts, attention={"_target_": f"attnzoo.attention.{attention}"})
+        target = {"_target_": f"attnzoo.attention.{attention}"}
+        write_run(results.parent / "in" / name, 1, zoo_tables.SPEED, "listops", **texts, attention=target)
     metrics = results.parent / "in/short_a/metrics.csv"
     metrics.write_text(metrics.read_text().replace("100", "2000000").replace("300", "2000000"))
     zoo.main(["collect", str(results.parent / "in"), "--output", str(results)])
-    *_, flash, sdpa = zoo.tables(zoo.Table(results))["ListOps"].splitlines()
+    *_, flash, sdpa = zoo_tables.tables(zoo_tables.Table(results))["ListOps"].splitlines()
     assert flash == "| flash | 10 |  | 50.0 % | 1 | 1.00 ± 1.00 M | 500.1 ± 499.9 |"
     assert sdpa == "| sdpa |  |  |  | 0 | 0.00 M | 0.1 |"
     assert len(read(results / "zoo-curves.csv")) == 2  # the long run's and that of recall
@@ -167,5 +183,5 @@ def test_cost_beside_quality_and_in_a_figure_of_its_own(results, capsys):
     zoo.main(["collect", str(results.parent / "in"), "--output", str(results)])
     head, _, flash = capsys.readouterr().out.splitlines()[:3]
     assert head.endswith("| training tokens/s | s to read 32768 | GB |") and flash.endswith("| 16.00 | 224.00 |")
-    assert zoo.tables(zoo.Table(results))["Training, tokens a second"].endswith("| flash | 300 | 9600 |")
+    assert zoo_tables.tables(zoo_tables.Table(results))["Training, tokens a second"].endswith("| flash | 300 | 9600 |")
     assert (results / "zoo-cost.png").read_bytes()[:4] == b"\x89PNG"
