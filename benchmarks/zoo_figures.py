@@ -19,7 +19,8 @@ def draw(table: Table, path: Path) -> None:
     panels = figure.subplots(2, 2).flatten() if has_cost else figure.subplots(1, 3)
     for panel, task in zip(panels, ("perplexity_windows", "passkey"), strict=False):
         _curves(panel, table, lines, task)
-    panels[0].set(yscale="log", ylabel="loss (nats per byte), the same 400 k bytes", title="loss by length")
+    counted = max((int(row["count"]) for row in table.rows if row["task"] == "perplexity_windows" and row["count"]), default=0)
+    panels[0].set(yscale="log", ylabel=f"loss (nats per byte), the same {counted / 1e3:.0f} k bytes", title="loss by length")
     panels[1].set(ylim=(-0.05, 1.05), ylabel="exact match", title="passkey")
     trained = {line: rate / 1e6 for line in lines if not line[1] and (rate := table.rate(line[0]))}
     _points(panels[2], table, lines, trained, 1024)
