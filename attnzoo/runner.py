@@ -27,13 +27,12 @@ from omegaconf.errors import MissingMandatoryValue
 
 from attnzoo import checkpoint
 from attnzoo.errors import UserError
+from attnzoo.signatures import KINDS, check_kinds
 from attnzoo.training import report
 from attnzoo.training.checkpointing import AtomicCheckpointIO
 from attnzoo.training.record import versions
 
 log = logging.getLogger(__name__)
-
-TYPES = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def train(cfg: DictConfig) -> dict[str, float]:
@@ -178,6 +177,9 @@ def _check(cfg: DictConfig) -> None:
         raise UserError(f"matmul_precision={cfg.matmul_precision} must be highest, high or medium")
     if cfg.resume not in (None, "auto"):
         raise UserError(f"resume={cfg.resume} must be null or auto; to go on from a file set ckpt_path")
+    for group in ("attention", "model", "optimizer"):
+        options = {key: value for key, value in _plain(cfg[group]).items() if (key, value) != ("vocab_size", None)}
+        check_kinds(group, get_class(options["_target_"]), options)
 
 
 def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:
@@ -236,7 +238,7 @@ def _check_types(trainer: DictConfig) -> None:
     for key, value in trainer.items():
         kinds = {kind for kind in typing.get_args(parameters.get(key)) or (parameters.get(key),) if isinstance(kind, type)} - {type(None)}
         if kinds and kinds <= {int, float, bool} and isinstance(value, str):
-            wanted = " or ".join(name for kind, name in TYPES.items() if kind in kinds and not (kind is int and float in kinds))
+            wanted = " or ".join(name for kind, name in KINDS.items() if kind in kinds and not (kind is int and float in kinds))
             raise UserError(f"trainer.{key}={value} must be {wanted}, or null for Lightning's default")
 
 

@@ -1,0 +1,49 @@
+"""A wrong kind of option is refused by its name, and by the names of those that a class inherits."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from attnzoo.signatures import check_kinds
+
+
+class Trunk:
+    def __init__(self, *, width: int, rate: float = 0.0, gated: bool = False, unknown=None, made: type[int] | None = None):
+        pass
+
+
+class Model(Trunk):
+    def __init__(self, *, window: Sequence[int] = (), betas: tuple[float, float] = (0.9, 0.99),
+                 pattern: str | Mapping[str, Any] | Sequence = "",
+                 heads: int | None = None, **trunk):
+        super().__init__(**trunk)
+
+
+@pytest.mark.parametrize("options", [
+    {"width": 3, "rate": 1, "gated": True, "unknown": "anything"}, {"rate": 0.5}, {"window": [1, -1]}, {"window": ()}, {"betas": [0, 0.9]},
+    {"pattern": "name"}, {"pattern": {"name": "a"}}, {"pattern": ["a", {"name": "b"}]}, {"heads": None}, {"heads": 2}, {"another": 1},
+])
+def test_what_fits_passes(options):
+    check_kinds("model", Model, options)
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"width": "3"}, "model.width='3': must be a whole number"), ({"width": True}, "model.width=True: must be a whole number"),
+    ({"width": 3.0}, "must be a whole number"), ({"rate": "fast"}, "model.rate='fast': must be a number"),
+    ({"gated": 1}, "must be true or false"), ({"window": 5}, "model.window=5: must be a list of whole numbers"),
+    ({"window": [1, "a"]}, "must be a list of whole numbers"), ({"betas": [0.9, None]}, "must be a list of numbers"),
+    ({"pattern": 3}, "must be a text or a mapping or a list"), ({"heads": "all"}, "must be a whole number or null"),
+])
+def test_what_does_not_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        check_kinds("model", Model, options)
+
+
+def test_functions_have_annotations_too():
+    def make(path: str, count: int = 1):
+        pass
+
+    check_kinds("data", make, {"path": "a"})
+    with pytest.raises(ValueError, match="data.count='b': must be a whole number"):
+        check_kinds("data", make, {"count": "b"})
