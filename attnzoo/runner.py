@@ -171,12 +171,21 @@ def _is_sweep() -> bool:
 
 def _check(cfg: DictConfig) -> None:
     """What Lightning and PyTorch would refuse late, or not at all."""
-    if not isinstance(cfg.seed, int) or not 0 <= cfg.seed < 2**32:
+    if isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int) or not 0 <= cfg.seed < 2**32:
         raise UserError(f"seed={cfg.seed} must be a whole number from 0 to {2**32 - 1}")
     if cfg.matmul_precision not in ("highest", "high", "medium"):
         raise UserError(f"matmul_precision={cfg.matmul_precision} must be highest, high or medium")
     if cfg.resume not in (None, "auto"):
         raise UserError(f"resume={cfg.resume} must be null or auto; to go on from a file set ckpt_path")
+    if isinstance(cfg.batch_tokens, bool) or not isinstance(cfg.batch_tokens, int | None):
+        raise UserError(f"batch_tokens={cfg.batch_tokens} must be a whole number, or null for no gradient accumulation")
+    if not isinstance(cfg.ckpt_path, str | None):
+        raise UserError(f"ckpt_path={cfg.ckpt_path} must be a file, or null")
+    if not isinstance(cfg.compile, bool):
+        from torch._inductor import list_mode_options  # takes a second to import
+
+        if cfg.compile not in list_mode_options():
+            raise UserError(f"compile={cfg.compile} must be false, true, or a mode of torch.compile: {', '.join(list_mode_options())}")
     for group in ("attention", "model", "optimizer"):
         options = {key: value for key, value in _plain(cfg[group]).items() if (key, value) != ("vocab_size", None)}
         check_kinds(group, get_class(options["_target_"]), options)

@@ -32,6 +32,8 @@ def _is_list(hint: Any) -> bool:
 
 
 def _fits(value: Any, hint: Any) -> bool:
+    if not isinstance(value, bool | int | float | str | None | list | tuple | Mapping):
+        return True
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, kind) for kind in inner)

@@ -13,6 +13,7 @@ from attnzoo.data.masking import MaskedRows
 from attnzoo.data.packing import CausalRows
 from attnzoo.data.rows import RowsDataModule
 from attnzoo.data.tokenized import SPLITS, TokenStore, prepare
+from attnzoo.signatures import check_kinds
 
 OBJECTIVES = ("lm", "mlm")
 
@@ -199,4 +200,7 @@ def hf(**options) -> TextDataModule:
 
 def _over(make_source, options: dict) -> TextDataModule:
     keys = inspect.signature(make_source).parameters.keys() & options.keys()
-    return TextDataModule(make_source(**{key: options.pop(key) for key in keys}), **options)
+    of_source = {key: options.pop(key) for key in keys}
+    check_kinds("data", make_source, of_source)
+    check_kinds("data", TextDataModule, options)
+    return TextDataModule(make_source(**of_source), **options)
