@@ -99,12 +99,13 @@ def test_an_exact_match_is_what_greedy_decoding_writes(gpt):
         examples.append((row, labels))
     answers = answer(gpt, examples, batch_tokens=60)
     assert [one.exact_match for one in answers] == [1.0, 0.0] * 3
-    assert [one.reciprocal_rank == 1.0 for one in answers] == [True, False, True, True, True, True]
+    # not of the first token alone, which is the blank before every key where tokens are bytes
+    assert [one.reciprocal_rank == 1.0 for one in answers] == [True, False] * 3
     logits = gpt(torch.from_numpy(examples[1][0])[None])[0, 19:24].float()
     targets = torch.from_numpy(examples[1][1][19:24])
     assert answers[1].loss == pytest.approx(F.cross_entropy(logits, targets).item())
-    rank = 1 + (logits[0] > logits[0, targets[0]]).sum().item()
-    assert rank > 1 and answers[1].reciprocal_rank == pytest.approx(1 / rank)
+    ranks = [1 + (row > row[target]).sum().item() for row, target in zip(logits, targets, strict=True)]
+    assert max(ranks) > 1 and answers[1].reciprocal_rank == pytest.approx(sum(1 / rank for rank in ranks) / 5)
 
 
 @pytest.mark.parametrize("task", [passkey, needle])

@@ -18,8 +18,8 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Answer:
-    """One example's: whether all asked tokens are the likeliest, the share of them that are, 1 / rank of the first one in the vocabulary
-    (1 for the likeliest), and the mean negative log-likelihood in nats."""
+    """One example's: whether all asked tokens are the likeliest, the share of them that are, the mean of 1 / rank in the vocabulary (1 for
+    the likeliest) and of the negative log-likelihood in nats over them."""
 
     exact_match: float
     accuracy: float
@@ -53,7 +53,7 @@ def answer(
         loss = F.cross_entropy(logits, targets, reduction="none")
         sizes = (labels != IGNORED).sum(1).tolist()
         for hits, ranks, losses in zip(*(values.cpu().double().split(sizes) for values in (right, rank, loss)), strict=True):
-            answers.append(Answer(float(hits.all()), hits.mean().item(), 1 / ranks[0].item(), losses.mean().item()))
+            answers.append(Answer(float(hits.all()), hits.mean().item(), (1 / ranks).mean().item(), losses.mean().item()))
         advance(input_ids.numel())
     return answers
 
