@@ -211,7 +211,18 @@ def test_wrong_ways_are_one_line(runs, variants, message):
     assert "\n" not in str(error.value)
 
 
-def test_seeds_are_averaged(runs, evaluate, tmp_path):
+def test_seeds_are_averaged(runs, evaluate, tmp_path, monkeypatch):
+    drawn, tables = [], {}
+
+    class Recorder:
+        def log_table(self, key, columns, data):
+            tables[key] = [dict(zip(columns, line, strict=True)) for line in data]
+
+        log_metrics = log_image = save = log_hyperparams = lambda *_, **__: None
+
+    draw = compare.draw
+    monkeypatch.setattr(compare, "draw", lambda rows, folder: drawn.extend(rows) or draw(rows, folder))
+    monkeypatch.setattr(runner, "build_loggers", lambda *_: [Recorder()])
     rows = evaluate(f"runs={runs}")
     averages = table(tmp_path / "result" / "averages.csv")
     for average in averages:
@@ -222,6 +233,10 @@ def test_seeds_are_averaged(runs, evaluate, tmp_path):
     assert {row["settings"] for row in rows if row["run"] in "12"} == {averages[0]["run"]}
     text = (tmp_path / "result" / "summary.md").read_text()
     assert text.index("# Averages over seeds") < text.index("# Runs")
+    # the plots show the averages, and runs that have no second seed themselves
+    assert {row.run for row in drawn} == {averages[0]["run"], "other/learned"}
+    told = [line for key, lines in tables.items() if key.startswith("eval_averages/") for line in lines]
+    assert sorted((line["task"], line["value"]) for line in told) == sorted((row["task"], float(row["value"])) for row in averages)
 
 
 def test_unlike_tokenizers_are_compared_by_bits_per_byte(trained, runs, evaluate, tmp_path):

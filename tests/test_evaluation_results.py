@@ -20,7 +20,7 @@ from attnzoo.evaluation.results import (
     shown_metrics,
     write_csv,
 )
-from attnzoo.evaluation.seeds import average, name_settings
+from attnzoo.evaluation.seeds import average, name_settings, shown
 from attnzoo.evaluation.summary import summary
 
 RUN = {"run": "0_flash", "attention": "flash", "tokenizer": "bytes", "data": "text@12345678", "context": 64}
@@ -99,6 +99,7 @@ def test_runs_with_unlike_seeds_are_averaged_with_their_spread():
     text = summary(rows, average(rows))
     assert "| flash | flash |" in text and "standard deviation" in text
     assert average(lone) == []
+    assert shown(rows, average(rows)) == [*average(rows), *lone]
     assert averages[8].data == RUN["data"]
     assert average([*run(1, 1.0), *run(2, 2.0, data="text@87654321")])[0].data == "text of each seed"
     assert average([replace(row, settings="") for row in rows]) == []

@@ -21,7 +21,7 @@ from attnzoo.evaluation.perplexity import default_lengths
 from attnzoo.evaluation.plots import draw
 from attnzoo.evaluation.results import COLUMNS, Row, shown_metrics, write_csv
 from attnzoo.evaluation.runs import Run, find
-from attnzoo.evaluation.seeds import average, name_settings
+from attnzoo.evaluation.seeds import average, name_settings, shown
 from attnzoo.evaluation.subject import Subject, prepare
 from attnzoo.evaluation.summary import summary
 
@@ -95,8 +95,8 @@ def _finish(rows: list[Row], loggers: Iterable, folder: Path) -> list[Row]:
         written.append("averages.csv")
     text = summary(rows, averages)
     (folder / "summary.md").write_text(text, encoding="utf-8")
-    plots = draw(averages or rows, folder)
-    _tell(loggers, rows, plots)
+    plots = draw(shown(rows, averages), folder)
+    _tell(loggers, rows, averages, plots)
     log.info(f"{text}\n{folder}: {', '.join([*written, *(path.name for path in plots)])}")
     if all(row.value is None for row in rows):
         raise UserError(f"nothing could be evaluated: {folder / 'summary.md'} says why")
@@ -267,21 +267,22 @@ def _reason(error: Exception) -> str:
     return kind + (" ".join(str(error).split()) if isinstance(error, UserError) else first)
 
 
-def _tell(loggers: Iterable, rows: Sequence[Row], plots: Sequence[Path]) -> None:
-    """Metrics eval/<task>/<length> (with several runs /<run> behind it) for every logger; W&B gets a table a task and the plots too,
-    under keys of their own, because the last thing logged under a key replaces what was there."""
-    several, shown = len({row.line for row in rows}) > 1, shown_metrics(rows)
+def _tell(loggers: Iterable, rows: Sequence[Row], averages: Sequence[Row], plots: Sequence[Path]) -> None:
+    """Metrics eval/<task>/<length> (with several runs /<run> behind it) for every logger; W&B gets a table a task, one of its averages and
+    the plots too, under keys of their own, because the last thing logged under a key replaces what was there."""
+    several, of_task = len({row.line for row in rows}) > 1, shown_metrics(rows)
     metrics = {
         "/".join(["eval", row.task, *([str(row.length)] if row.length else []), *(filter(None, row.line) if several else [])]): row.value
         for row in rows
-        if row.value is not None and row.depth is None and row.metric == shown[row.task]
+        if row.value is not None and row.depth is None and row.metric == of_task[row.task]
     }
     for logger in loggers:
         logger.log_metrics(metrics)
         if hasattr(logger, "log_table"):
-            for task in dict.fromkeys(row.task for row in rows if row.task):
-                lines = [list(astuple(row)) for row in rows if row.task == task]
-                logger.log_table(f"eval_tables/{task}", columns=list(COLUMNS), data=lines)
+            for kind, table in (("eval_tables", rows), ("eval_averages", averages)):
+                for task in dict.fromkeys(row.task for row in table if row.task):
+                    lines = [list(astuple(row)) for row in table if row.task == task]
+                    logger.log_table(f"{kind}/{task}", columns=list(COLUMNS), data=lines)
             for path in plots:
                 logger.log_image(f"eval_plots/{path.stem}", images=[str(path)])
         logger.save()

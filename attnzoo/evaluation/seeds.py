@@ -27,6 +27,12 @@ def average(rows: Sequence[Row]) -> list[Row]:
     return [_mean(found) for found in groups.values() if len({row.seed for row in found}) > 1]
 
 
+def shown(rows: Sequence[Row], averages: Sequence[Row]) -> list[Row]:
+    """What stands for all runs in one plot: the averages, and the rows of the runs that are in none."""
+    averaged = {(row.settings, row.overrides) for row in averages}
+    return [*averages, *(row for row in rows if (row.settings, row.overrides) not in averaged)]
+
+
 def _mean(rows: Sequence[Row]) -> Row:
     values = [row.value for row in rows]
     mean = math.fsum(values) / len(values)
