@@ -286,6 +286,8 @@ SPEC = {
         ({"rope_scaling": "yarn"}, "none, linear, ntk"),
         ({"rope_factor": 4.0}, "no effect with rope_scaling=none"),
         ({"rope_scaling": "linear", "rope_factor": 0.0}, "must be positive"),
+        ({"rope_scaling": "linear"}, "no effect with rope_factor=1"),
+        ({"positions": "alibi", "rope_scaling": "ntk", "rope_factor": 2.0}, "no effect with positions=alibi"),
         ({"dropout": 1.0}, "attention_dropout=1.0"),
         ({"train_context": None}, "train_context: must be a positive integer, got None"),
     ],

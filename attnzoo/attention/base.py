@@ -52,6 +52,9 @@ class AttentionSpec:
             raise ValueError(f"attention_dropout={self.dropout}: must lie in [0, 1)")
         if self.positions == "rotary":
             self._check_rotary()
+        elif self.rope_scaling != "none":
+            raise ValueError(f"rope_scaling={self.rope_scaling}: has no effect with positions={self.positions}; set model.positions=rotary "
+                             "or model.rope_scaling=none")
 
     def _check_rotary(self):
         if self.head_dim % 2:
@@ -62,6 +65,9 @@ class AttentionSpec:
             raise ValueError(f"rope_factor={self.rope_factor}, rope_base={self.rope_base}: must be positive")
         if self.rope_scaling == "none" and self.rope_factor != 1:
             raise ValueError(f"rope_factor={self.rope_factor}: has no effect with rope_scaling=none; set model.rope_scaling=linear or ntk")
+        if self.rope_scaling != "none" and self.rope_factor == 1:
+            raise ValueError(f"rope_scaling={self.rope_scaling}: has no effect with rope_factor=1; set model.rope_factor, or "
+                             "model.rope_scaling=none")
         if self.rope_scaling == "ntk" and self.head_dim < 4:
             raise ValueError(f"head_dim={self.head_dim}: rope_scaling=ntk needs at least 4; set model.rope_scaling=linear")
 
