@@ -73,7 +73,7 @@ def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, q1: Layo
                                               *((x, block_d, KEYS.value) for x in keys), (v, block_dv, KEYS.value)))
     programs = min(key_tiles, multiprocessors(device))
     head_bytes = seqlen_q * (12 * block_d + 2 * block_dv) * group
-    head_group = heads_together(sequences * kv_heads, head_bytes, -(-seqlen_k // KEYS.value), programs)
+    head_group = heads_together(sequences * kv_heads, head_bytes, -(-seqlen_k // KEYS.value), programs, False)
     of_walk = {} if shared else {"SHARED_K": k2 is None}
     walk = Launch(
         differential_bwd_shared_kernel if shared else differential_bwd_hopper_kernel, programs,

@@ -57,7 +57,7 @@ def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, q: Layou
         (*strides(out), *strides(grad_out), *lam, math.prod(q[0][:-1]), sequences, seqlen_q, heads, query_tiles),
         {"VALUE_DIM": value_dim, "WIDTH": WIDTH, "PARTS": -(-value_dim // WIDTH), "PACKED": packed is not None, "BLOCK": ROWS.value}, 8, 1)
     programs = min(key_tiles, multiprocessors(device))
-    head_group = heads_together(sequences * kv_heads, seqlen_q * WIDTH * 8 * group, -(-seqlen_k // KEYS.value), programs)
+    head_group = heads_together(sequences * kv_heads, seqlen_q * WIDTH * 8 * group, -(-seqlen_k // KEYS.value), programs, False)
     scalars = (softmax_scale, softmax_scale * math.log2(math.e), left, right, sequences, seqlen_q, seqlen_k, kv_heads)
     widths = [min(WIDTH, value_dim - first) for first in range(0, value_dim, WIDTH)]
     walks = tuple(tuple(Launch(

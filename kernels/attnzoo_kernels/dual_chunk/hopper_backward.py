@@ -50,7 +50,7 @@ def _walk(device: torch.device, dtype: torch.dtype, packed: int | None, ordered:
     group, query_tiles = heads // kv_heads, tiles(packed, batches, heads, seqlen_q, tile.rows)
     key_tiles = tiles(packed, batches, kv_heads, seqlen_k, KEYS.value)
     programs = min(key_tiles, multiprocessors(device))
-    head_group = heads_together(batches * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs)
+    head_group = heads_together(batches * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs, ordered)
     return Launch(
         dual_chunk_bwd_hopper_kernel, programs,
         (*dk[1][-3:-1], *dv[1][-3:-1], LN2.value, packed if packed is not None else batches, batches, seqlen_q, seqlen_k, kv_heads, group,

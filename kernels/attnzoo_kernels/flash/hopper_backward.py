@@ -104,7 +104,7 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
                              {"DIM": x[0][-1], "WIDTH": width, "BLOCK": block}, 4, 1)
                       for x, block in ((q, tile.rows), (grad_out, tile.rows), (k, KEYS.value), (v, KEYS.value)))
     programs = min(key_tiles, multiprocessors(device))
-    head_group = heads_together(sequences * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs)
+    head_group = heads_together(sequences * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs, ordered)
     constants = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
                  "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered}
     constants |= {"STAGES": tile.stages} if tile.dq_group else {"ROWS": tile.rows, "STAGES": tile.stages, "WRITER": tile.writer}
