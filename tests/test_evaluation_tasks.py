@@ -13,6 +13,7 @@ from torch import nn
 from attnzoo.attention.sdpa import SDPAttention
 from attnzoo.data.synthetic import copying as copying_task
 from attnzoo.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
+from attnzoo.evaluation import ruler_tasks
 from attnzoo.evaluation.answers import IGNORED, answer
 from attnzoo.evaluation.cost import cost
 from attnzoo.evaluation.results import Row
@@ -263,6 +264,19 @@ def test_prompts_are_of_the_published_form_and_of_the_asked_length(name):
         expected = task.n_keys * task.n_values
         assert len(needles) == expected if task.haystack != "needles" else len(needles) > 5
         assert len({value for _, value in needles}) == len(needles)
+
+
+def test_only_one_needle_has_the_key_that_is_asked_for(monkeypatch):
+    monkeypatch.setattr(ruler_tasks, "ADJECTIVES", ["red", "green"])
+    monkeypatch.setattr(ruler_tasks, "NOUNS", ["owl", "moon"])
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        asked = ask("niah_multikey_2", rng)
+        written = BYTES.decode(prompt("niah_multikey_2", asked, 2500, 100, encode=BYTES.encode, text=np.arange(9), rng=rng))
+        hidden = written.split(asked.introduction)[1].removesuffix(asked.question)
+        keys = re.findall(r"for ([\w-]+) is", hidden)
+        (key,) = re.findall(r"for ([\w-]+) is", asked.sentences[0])
+        assert keys.count(key) == 1 and len(keys) > 20
 
 
 def test_references_are_found_in_any_case_and_counted():

@@ -2,7 +2,8 @@
 
 Sentences, numbers of keys, values and queries, places (40 depths, drawn without replacement) and metric are as published. Unlike there:
 the natural text is the run's validation text in place of Paul Graham's essays; keys are of a shorter list of words; needles stand between
-any two tokens of the filler, not only between its sentences; variable tracking has no worked example before it.
+any two tokens of the filler, not only between its sentences; the noise has no line breaks; variable tracking has no worked example
+before it.
 """
 
 import uuid
@@ -104,7 +105,7 @@ def prompt(
     if (room := length - n_new - needed) < 0:
         raise ValueError(f"needs a length of at least {needed + n_new}: {needed} tokens of needles and question, {n_new} of answer")
     if kind == "needles":
-        needles, depths = _among_others(needles, NIAH[name], room, encode, rng)
+        needles, depths = _among_others(needles, asked.question, NIAH[name], room, encode, rng)
     else:
         depths = rng.choice(DEPTHS, len(needles), replace=False)
         depths = np.sort(depths) if asked.ordered else depths
@@ -118,11 +119,17 @@ def score(references: Sequence[str], text: str) -> float:
     return sum(reference.lower() in text.lower() for reference in references) / len(references)
 
 
-def _among_others(needles: list, task: Needles, room: int, encode: Callable, rng: np.random.Generator) -> tuple[list, list[float]]:
-    """The needles at random places among as many others as there is room for; the rest of the filler comes behind them."""
+def _among_others(
+    needles: list, question: str, task: Needles, room: int, encode: Callable, rng: np.random.Generator
+) -> tuple[list, list[float]]:
+    """The needles at random places among as many others as there is room for, none with a key that is asked for; the rest of the filler
+    comes behind them."""
     others = []
     while True:
-        other = encode(f"\n{_needle(task, _draw(task.key, rng), _draw(task.value, rng))}\n")
+        key, value = _draw(task.key, rng), _draw(task.value, rng)
+        if f" {key} " in question:  # two answers: among thousands of needles a pair of words comes again
+            continue
+        other = encode(f"\n{_needle(task, key, value)}\n")
         room -= len(other)
         if room < 0:
             break
