@@ -194,7 +194,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None = None) -> Tensor:
         """x (batch, seqlen, dim) or packed (total, dim), with `cache` the new tokens only; returns x's shape."""
         if seq.cu_seqlens is not None and not self.supports.packed:
-            raise ValueError(f"attention={self.name} takes no packed sequences; set data.packed=false and data.cross_documents=true")
+            way_out = ("set data.packed=false and data.cross_documents=true" if self.spec.causal else
+                       "a bidirectional model packs what is padded: give it rows of one length, or take another variant")
+            raise ValueError(f"attention={self.name} takes no packed sequences; {way_out}")
         q, k, v, *rest = self.project(x)
         q, k = self.apply_positions(q, k, seq)
         if cache is None:
