@@ -1,5 +1,6 @@
 """Options against the annotations of what takes them: one of a wrong kind is refused by its name, before something compares or adds it."""
 
+import contextlib
 import inspect
 import types
 import typing
@@ -21,10 +22,16 @@ def check_kinds(where: str, target: Callable, options: Mapping[str, Any]) -> Non
 
 
 def _hints(target: Callable) -> dict[str, Any]:
-    if not isinstance(target, type):
-        return typing.get_type_hints(target)
-    initialisers = [vars(owner)["__init__"] for owner in reversed(target.__mro__) if inspect.isfunction(vars(owner).get("__init__"))]
-    return {name: hint for initialiser in initialisers for name, hint in typing.get_type_hints(initialiser).items()}
+    """By argument; without those annotations that cannot be read, as names that are imported for type checkers only."""
+    functions = [target]
+    if isinstance(target, type):
+        functions = [vars(owner)["__init__"] for owner in reversed(target.__mro__) if inspect.isfunction(vars(owner).get("__init__"))]
+    hints = {}
+    for function in functions:
+        for name, hint in inspect.get_annotations(function).items():
+            with contextlib.suppress(Exception):
+                hints[name] = eval(hint, function.__globals__) if isinstance(hint, str) else hint
+    return hints
 
 
 def _is_list(hint: Any) -> bool:

@@ -40,6 +40,15 @@ def test_what_does_not_is_named(options, message):
         check_kinds("model", Model, options)
 
 
+def test_annotations_that_cannot_be_read_are_left_out():
+    def make(path: "Unknown.Path", count: "int | None", other: "Sequence[Nowhere]"):  # noqa: F821
+        pass
+
+    check_kinds("data", make, {"path": 3, "other": 3, "count": 1})
+    with pytest.raises(ValueError, match="data.count='b': must be a whole number or null"):
+        check_kinds("data", make, {"count": "b"})
+
+
 def test_functions_have_annotations_too():
     def make(path: str, count: int = 1):
         pass
