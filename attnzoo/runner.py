@@ -19,7 +19,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException, InstantiationException
 from hydra.types import RunMode
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class, get_object, instantiate
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -188,7 +188,7 @@ def _check(cfg: DictConfig) -> None:
             raise UserError(f"compile={cfg.compile} must be false, true, or a mode of torch.compile: {', '.join(list_mode_options())}")
     for group in ("attention", "model", "optimizer"):
         options = {key: value for key, value in _plain(cfg[group]).items() if (key, value) != ("vocab_size", None)}
-        check_kinds(group, get_class(options["_target_"]), options)
+        check_kinds(group, get_object(options["_target_"]), options)
 
 
 def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:

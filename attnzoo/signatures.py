@@ -23,7 +23,7 @@ def check_kinds(where: str, target: Callable, options: Mapping[str, Any]) -> Non
 
 def _hints(target: Callable) -> dict[str, Any]:
     """By argument; without those annotations that cannot be read, as names that are imported for type checkers only."""
-    functions = [target]
+    functions = [target] if inspect.isfunction(target) else []
     if isinstance(target, type):
         functions = [vars(owner)["__init__"] for owner in reversed(target.__mro__) if inspect.isfunction(vars(owner).get("__init__"))]
     hints = {}
