@@ -13,6 +13,7 @@ import csv
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -60,9 +61,11 @@ def collect(folders: Sequence[str], into: Path) -> None:
         ]
     rows, lost = {}, set()
     for path in sorted(path for folder in folders for path in Path(folder).rglob("results.csv")):
-        for row in read(path):
+        found = read(path)
+        base = _base({row["run"] for row in found}, runs, path)
+        for row in found:
             if row["value"] and row["metric"] in METRICS and _wanted(row):
-                if (folder := _evaluated(row["run"], runs)) is None:
+                if base is None or (folder := base / row["run"]) not in runs:
                     lost.add(f"{row['run']} in {path}")
                     continue
                 reading, impl = _reading(row["overrides"], runs[folder]["attention"].get("impl"))
@@ -75,13 +78,17 @@ def collect(folders: Sequence[str], into: Path) -> None:
     _write(into / "zoo-evaluations.csv", EVALUATION, rows.values())
 
 
-def _evaluated(run: str, folders: Iterable[Path]) -> Path | None:
-    """The run's folder, by the end of its path: all that an evaluation keeps of it."""
-    parts = Path(run).parts
-    found = [folder for folder in folders if folder.parts[-len(parts) :] == parts]
-    if len(found) > 1:
-        raise UserError(f"an evaluation of run={run!r} can be that of {found[0]} and of {found[1]}: give runs names of their own")
-    return found[0] if found else None
+def _base(names: set[str], runs: Iterable[Path], path: Path) -> Path | None:
+    """The folder that an evaluation names its runs from: that with the most of them below it."""
+    held = Counter(base for folder in runs for name in names if (base := _above(folder, Path(name).parts)))
+    best = [base for base, n in held.items() if n == max(held.values())]
+    if len(best) > 1:
+        raise UserError(f"{path} can be an evaluation of the runs in {best[0]} and of those in {best[1]}: give runs names of their own")
+    return best[0] if best else None
+
+
+def _above(folder: Path, parts: Sequence[str]) -> Path | None:
+    return folder.parents[len(parts) - 1] if folder.parts[-len(parts) :] == parts else None
 
 
 def _reading(overrides: str, trained: str | None) -> tuple[str, str]:
@@ -133,7 +140,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if (given.what == "collect") != bool(given.folders):
         parser.error("collect needs the folders of runs and evaluations, show takes none")
     if given.what == "collect":
-        collect(given.folders, given.output)
+        try:
+            collect(given.folders, given.output)
+        except UserError as error:
+            parser.error(str(error))
     table = Table(given.output)
     print(markdown(table))
     for title, text in tables(table).items():

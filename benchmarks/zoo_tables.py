@@ -132,7 +132,7 @@ def _listops(table: Table) -> str:
     timed = SPEED if any(row["experiment"] == SPEED for row in table.training) else "listops"
     parts = []
     for name in dict.fromkeys(row["variant"] for row in table.training if row["experiment"] in ("listops", SPEED)):
-        runs, speeds = table.runs(name, "listops"), table.runs(name, timed)
+        runs, speeds = table.runs(name, "listops"), [run for run in table.runs(name, timed) if run["tokens_per_second"]]
         best = [max(float(row["accuracy"]) for row in table.curves if _is_of(row, run)) for run in runs]
         test = table.values((name, ""), "classification", metric="accuracy")
         rates = [float(run["tokens_per_second"]) for run in speeds]

@@ -96,8 +96,13 @@ def test_runs_of_two_sweeps_are_told_apart_by_their_folders(tmp_path, capsys):
     assert [(row["variant"], row["value"]) for row in read(tmp_path / "zoo-evaluations.csv")] == [("flash", "0.0"), ("flash ALiBi", "1.0")]
     assert "left out, no run of that name is below these folders: c/0_gpt in" in capsys.readouterr().err
     write_csv([Row(run="0_gpt", seed=1, task="passkey", length=64, value=0.5, count=2)], tmp_path / "eval/results.csv")
-    with pytest.raises(UserError, match=r"run='0_gpt' can be that of \S*a.0_gpt and of \S*b.0_gpt"):
+    with pytest.raises(UserError, match=r"eval.results.csv can be an evaluation of the runs in \S*a and of those in \S*b: give"):
         zoo.collect([str(tmp_path)], tmp_path)
+    write_run(tmp_path / "b/1_gpt", 2)
+    rows = [Row(run=f"{i}_gpt", seed=1 + i, task="passkey", length=64, value=0.5, count=2) for i in (0, 1)]
+    write_csv(rows, tmp_path / "eval/results.csv")
+    zoo.collect([str(tmp_path)], tmp_path)
+    assert [row["variant"] for row in read(tmp_path / "zoo-evaluations.csv")] == ["flash ALiBi", "flash"]  # both below b
 
 
 def test_a_second_tag_is_a_name(tmp_path):
