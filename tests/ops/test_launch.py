@@ -6,8 +6,10 @@ import pytest
 import torch
 from triton.backends.nvidia import driver
 
+from attnzoo_kernels import flash_attention
 from attnzoo_kernels._triton import launch
 from attnzoo_kernels._triton.launch import Launch, descriptor
+from benchmarks.accuracy import error_ratio
 
 METAS = [{"number": n} for n in range(3)]
 POSITIONS = (0, 1, 3)  # of the descriptors among the arguments
@@ -65,3 +67,37 @@ def test_later_launches_pass_what_the_first_passed(caller_describes, monkeypatch
         assert seen == [[*expected, 5, 0.5, 64]] * launches
         seen.clear()
     assert made.direct
+
+
+@pytest.mark.parametrize("widths, copied", [((40, 16), True), ((64, 32), True), ((64, 40), False), ((33, 64), True)])
+def test_rows_that_tma_cannot_read_are_copied_for_narrow_values_and_odd_widths(widths, copied, monkeypatch):
+    monkeypatch.setattr(launch, "architecture", lambda where: 90)
+    q, k, v = (torch.randn(2, 8, 2, width + 3).half()[..., 1 : 1 + width] for width in (widths[0], *widths))
+    readable = launch.readable(q, k, v)
+    assert (readable is not None) == copied
+    for x, copy in zip((q, k, v), readable or (), strict=False):
+        assert launch.tma_takes(copy) and torch.equal(copy[..., : x.shape[-1]], x)
+    expanded = torch.randn(2, 8, 1, widths[1]).half().expand(-1, -1, 2, -1)
+    assert (launch.readable(q.contiguous(), k.contiguous(), expanded) is not None) == copied
+
+
+@pytest.mark.parametrize("value_dim", (16, 32))
+@pytest.mark.parametrize("packed", (False, True))
+def test_narrow_values_that_tma_cannot_read(value_dim, packed, device):
+    """By pointers they were wrong on Hopper, and read elsewhere."""
+    q, k = (torch.randn(2, 300, heads, 40, device=device).half() for heads in (4, 2))
+    values = torch.randn(2, 300, 1, value_dim, device=device).half().expand(-1, -1, 2, -1)
+    bounds = torch.tensor([0, 300, 600], dtype=torch.int32, device=device)
+    packing = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 300, "max_seqlen_k": 300} if packed else {}
+    results = []
+    for v in (values, values.contiguous()):
+        tensors = [x.flatten(0, 1) if packed else x for x in (q, k)] + [v.reshape(600, 2, value_dim) if packed else v]
+        if packed and v is values:
+            tensors[2] = v[:, :, :1].reshape(600, 1, value_dim).expand(-1, 2, -1)
+        tensors = [x.detach().requires_grad_() for x in tensors]
+        out = flash_attention(*tensors, causal=True, impl="triton", **packing)
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    eager = flash_attention(*tensors, causal=True, impl="reference", **packing)
+    exact = flash_attention(*(x.double() for x in tensors), causal=True, impl="reference", **packing)
+    assert error_ratio(out.detach(), eager.detach(), exact.detach()) <= 1

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 SEQUENCE_END = 2**30  # in load_rows' coordinates
 LONGEST = 2**31 - 2**16
+WRONG_BY_POINTERS = 32  # values up to this width, see tma_readable; from 40 on tried right in all four masks, dense and packed
 
 
 def next_power_of_2(n: int) -> int:
@@ -60,8 +61,8 @@ def padded(width: int, itemsize: int) -> int:
 def tma_readable(x: Tensor) -> Tensor:
     """x itself, or a copy of 16-bit x for TMA where its strides or address are none of whole 16 bytes.
 
-    Without TMA such tiles would go through pointers, and for some widths (33 with values of 17) ptxas 12.8 then gives the matrix products
-    wrong addresses.
+    Without TMA such tiles would go through pointers, and for some widths (33 with values of 17, 40 and more with values of 16) ptxas 12.8
+    then gives the matrix products wrong addresses.
     """
     if x.element_size() == 4 or architecture(x) < 90 or tma_takes(x) or 0 in x.shape:
         return x
@@ -69,8 +70,9 @@ def tma_readable(x: Tensor) -> Tensor:
 
 
 def readable(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
-    """The tensors with copies of what TMA cannot read, where a width is no multiple of 8 and one needs a copy; else None."""
-    if q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0:
+    """The tensors with copies of what TMA cannot read, where values are narrow or a width is no multiple of 8 and one needs a copy; else
+    None."""
+    if q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0 and v.shape[-1] > WRONG_BY_POINTERS:
         return None
     tensors = (q, k, v, *others)
     copies = tuple(map(tma_readable, tensors))
@@ -146,6 +148,12 @@ class Launch:
     options: dict[str, Any] = field(default_factory=dict)
     compiled: Any = None
     direct: Any = None
+
+    def compile(self, *tensors) -> Any:
+        """The kernel for such tensors, launched or not."""
+        given = [descriptor(x, *self.blocks[n]) if n in self.blocks else x for n, x in enumerate(tensors)]
+        return self.kernel.warmup(*given, *self.scalars, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages,
+                                  **self.options, grid=(self.programs,))
 
     def __call__(self, *tensors):
         if self.direct and not _hooks_are_set():
