@@ -17,8 +17,8 @@ def pad_packed(tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
     start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     index = start[:, None] + position
     real = (index < end[:, None]).view(*index.shape, *(1,) * (tokens.dim() - 1))
-    if tokens.shape[0] == 0:
-        return tokens.new_zeros(*index.shape, *tokens.shape[1:])
+    if tokens.shape[0] == 0:  # one to point at, so that what comes out hangs on the tokens
+        tokens = torch.cat([tokens, tokens.new_zeros(1, *tokens.shape[1:])])
     return tokens[index.clamp(max=tokens.shape[0] - 1)].masked_fill(~real, 0)
 
 
@@ -29,7 +29,7 @@ def unpad_packed(rows: Tensor, cu_seqlens: Tensor, total: int, fill: float = 0.0
     sequence = torch.searchsorted(end, token, right=True)
     inside = (sequence < end.numel()).view(-1, *(1,) * (rows.dim() - 2))
     if rows.shape[0] * rows.shape[1] == 0:
-        return rows.new_full((total, *rows.shape[2:]), fill)
+        return torch.cat([rows.flatten(0, 1), rows.new_full((total, *rows.shape[2:]), fill)])
     sequence = sequence.clamp(max=end.numel() - 1)
     position = (token - cu_seqlens[:-1].long()[sequence]).clamp(max=rows.shape[1] - 1)
     return rows[sequence, position].masked_fill(~inside, fill)
