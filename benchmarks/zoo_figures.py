@@ -51,7 +51,7 @@ def _finish(figure: Figure, panels, path: Path) -> None:
         panel.grid(alpha=0.3)
         if panel.get_yscale() == "log":
             panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
-            panel.yaxis.set_major_formatter("{x:g}")
+            panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}")
             panel.yaxis.set_minor_formatter("")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     figure.savefig(path, dpi=130)
