@@ -71,6 +71,13 @@ def evaluate(cfg: DictConfig) -> None:
     """Evaluate checkpoints as configs/eval.yaml describes it; tables and plots go into the run folder."""
     from attnzoo.evaluation import compare
 
+    for name, task in (cfg.evaluation.tasks or {}).items():
+        if task:
+            _check_kinds(f"evaluation.tasks.{name}", task)
+    if not isinstance(cfg.store, str | None):
+        raise UserError(f"store={cfg.store} must be a folder, or null")
+    if not OmegaConf.is_list(cfg.trust):
+        raise UserError(f"trust={cfg.trust} must be a list of modules")
     run_dir = Path(cfg.run_dir).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     report.quiet()
@@ -187,8 +194,13 @@ def _check(cfg: DictConfig) -> None:
         if cfg.compile not in list_mode_options():
             raise UserError(f"compile={cfg.compile} must be false, true, or a mode of torch.compile: {', '.join(list_mode_options())}")
     for group in ("attention", "model", "optimizer"):
-        options = {key: value for key, value in _plain(cfg[group]).items() if (key, value) != ("vocab_size", None)}
-        check_kinds(group, get_object(options["_target_"]), options)
+        _check_kinds(group, cfg[group])
+
+
+def _check_kinds(where: str, config: DictConfig) -> None:
+    """check_kinds for what will be built. Missing values are for Hydra to ask for, and the size of the vocabulary for the tokenizer."""
+    given = {key: value for key, value in _plain(config).items() if value != "???" and (key, value) != ("vocab_size", None)}
+    check_kinds(where, get_object(config._target_), given)
 
 
 def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:

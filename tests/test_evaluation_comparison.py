@@ -267,6 +267,20 @@ def test_an_evaluation_without_tasks_is_refused(runs, evaluate):
             evaluate(f"ckpt_path={runs / '1'}", *empty, quick=[])
 
 
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("evaluation.tasks.perplexity.stride=half", "evaluation.tasks.perplexity.stride='half': must be"),
+        ("evaluation.tasks.perplexity.protocols=3", "evaluation.tasks.perplexity.protocols=3: must be a list"),
+        ("store=3", "store=3 must be a folder"),
+        ("trust=mine", "trust=mine must be a list"),
+    ],
+)
+def test_options_of_a_wrong_kind_are_refused_by_name(runs, evaluate, override, says):
+    with pytest.raises((UserError, ValueError), match=says):
+        evaluate(f"ckpt_path={runs / '1'}", override)
+
+
 def test_results_that_cannot_be_kept_are_an_error_at_once(runs, evaluate, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="store="):
