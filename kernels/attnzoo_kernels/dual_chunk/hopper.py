@@ -1,7 +1,7 @@
 """Dual Chunk attention's forward for Hopper in Gluon: flash's persistent programs, with the queries exchanged where a stage begins.
 
-A tile of queries lies in one chunk. It walks its own chunk's keys, those of the chunk before and all others, each from the last one down,
-in one loop: tiles of keys begin at seams, so that only the first tile of a stage can need a mask.
+A tile of queries lies in one chunk. It walks its own chunk's keys, those of the chunk before and all others, each from the last one down:
+tiles of keys begin at seams, so that only the first tile of a stage can need a mask.
 """
 
 import functools
@@ -68,7 +68,9 @@ def _walk(q_tiles, k_tiles, v_tiles, bars, step, q_step, position, own, last, le
             clear_rows(v_tiles.index(slot), len_k - column, BLOCK_N, BLOCK_DV)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     mbarrier.arrive(k_empty.index(slot), count=1)
-    scores = keys_seen(scores, position, column, len_k, len_k, 0, 0, False, True)
+    # counted from the chunk's first key: columns that are no multiples of BLOCK_N cost registers, for which ptxas has the loop below take
+    # a thread's two rows in turn
+    scores = keys_seen(scores, position - begin, (tiles - 1) * BLOCK_N, len_k - begin, len_k - begin, 0, 0, False, True)
     top = gl.max(scores, 1)
     base = gl.where(top == -float("inf"), 0.0, top)
     weights = gl.exp2(scores - base[:, None])
@@ -83,35 +85,37 @@ def _walk(q_tiles, k_tiles, v_tiles, bars, step, q_step, position, own, last, le
     step += 1
     if HOLD:
         mbarrier.wait(k_full.index(step % STAGES), (step // STAGES) & 1, pred=step < last_step)
-    for s in range(step, last_step):
-        slot, phase = ring(s, STAGES)
-        before, phase_before = ring(s - 1, STAGES)
-        begins = (s == successive_step) | (s == inter_step)
-        if begins:
+    for n in range(3):
+        stop = gl.where(n == 0, successive_step, gl.where(n == 1, inter_step, last_step))
+        if (n > 0) & (stop > step):
             mbarrier.arrive(q_empty.index(place), count=1)
             q_step += 1
             q_slot, q_phase = ring(q_step, Q_SLOTS)
             place = q_slot * CONSUMERS + ME
             mbarrier.wait(q_full.index(place), q_phase)
-        if not HOLD:
-            mbarrier.wait(k_full.index(slot), phase)
-        pending = warpgroup_mma(q_tiles.index(place), k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(before), phase_before)
-        acc_pending = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=(pending,))
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        if SEAMS:
-            if begins:
-                keys = gl.where(s == inter_step, own - 1, gl.where(merged, own, 1)) * chunk
-                j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
-                scores = gl.where((j <= (keys - 1) % BLOCK_N)[None, :], scores, -float("inf"))
-        weights, top, norm, rescale = softmax_step(scores, top, norm, 1.0, False)
-        if HOLD:  # the spin loop of this wait keeps the exponentials above the wait for the product, where they overlap with it
-            mbarrier.wait(k_full.index((s + 1) % STAGES), ((s + 1) // STAGES) & 1, pred=s + 1 < last_step)
-        acc = warpgroup_mma_wait(0, deps=(acc_pending,))
-        mbarrier.arrive(v_empty.index(before), count=1)
-        acc = acc * gl.convert_layout(rescale, acc_row)[:, None]
-        p = gl.convert_layout(weights.to(dtype), weights_layout)
+        for s in range(step, stop):
+            slot, phase = ring(s, STAGES)
+            before, phase_before = ring(s - 1, STAGES)
+            if not HOLD:
+                mbarrier.wait(k_full.index(slot), phase)
+            pending = warpgroup_mma(q_tiles.index(place), k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(before), phase_before)
+            acc_pending = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(pending,))
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            if SEAMS:
+                if (n > 0) & (s == step):
+                    keys = gl.where(n == 2, own - 1, gl.where(merged, own, 1)) * chunk
+                    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
+                    scores = gl.where((j <= (keys - 1) % BLOCK_N)[None, :], scores, -float("inf"))
+            weights, top, norm, rescale = softmax_step(scores, top, norm, 1.0, False)
+            if HOLD:  # the spin loop of this wait keeps the exponentials above the wait for the product, where they overlap with it
+                mbarrier.wait(k_full.index((s + 1) % STAGES), ((s + 1) // STAGES) & 1, pred=s + 1 < last_step)
+            acc = warpgroup_mma_wait(0, deps=(acc_pending,))
+            mbarrier.arrive(v_empty.index(before), count=1)
+            acc = acc * gl.convert_layout(rescale, acc_row)[:, None]
+            p = gl.convert_layout(weights.to(dtype), weights_layout)
+        step = gl.maximum(step, stop)
 
     mbarrier.arrive(q_empty.index(place), count=1)
     before, phase_before = ring(last_step - 1, STAGES)
@@ -123,7 +127,7 @@ def _walk(q_tiles, k_tiles, v_tiles, bars, step, q_step, position, own, last, le
 
 @gluon.jit
 def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-             ME: gl.constexpr, PACKED: gl.constexpr, SEAMS: gl.constexpr, HOLD: gl.constexpr):
+             ME: gl.constexpr, PACKED: gl.constexpr, SEAMS: gl.constexpr, HOLD: gl.constexpr, PARTIAL: gl.constexpr):
     """64 rows of each tile."""
     (out_desc, out_ptr, lse_ptr, stats_ptr, q_tiles, k_tiles, v_tiles, out_tiles, work, bars, shape, stride_os, stride_oh,
      stride_stats) = rows
@@ -168,11 +172,14 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.
         batch = sequence
         if PACKED:
             batch = 0
-        if (begin == 0) & (end == ROWS):
+        whole = begin < end
+        if PARTIAL:
+            whole = (begin == 0) & (end == ROWS)
+        if whole:
             out_tiles.index(ME).store(out)
             fence_async_shared()
             async_store(out_desc, [batch, head, first_q + first, 0], box(out_tiles.index(ME), out_desc))
-        else:
+        elif PARTIAL:
             r = gl.arange(0, ROWS, acc_row)
             columns = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, acc_layout))
             rows_ptr = out_ptr + (batch.to(gl.int64) * seqlen_q + (first_q + first)) * stride_os + head.to(gl.int64) * stride_oh
@@ -190,7 +197,7 @@ def dual_chunk_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_
                                  stride_os, stride_oh, stride_stats, n_seqs, seqlen_q, seqlen_k, heads, head_group, chunk, near, group,
                                  batches, n_tiles, VALUE_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
                                  BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PACKED: gl.constexpr,
-                                 SEAMS: gl.constexpr, HOLD: gl.constexpr, REGISTERS: gl.constexpr):
+                                 SEAMS: gl.constexpr, HOLD: gl.constexpr, PARTIAL: gl.constexpr, REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
     values_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_DV], dtype)
@@ -207,15 +214,15 @@ def dual_chunk_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_
     # partitions get constants only where the tuple is written out
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, SEAMS, HOLD)),
-            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, SEAMS, HOLD)),
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, SEAMS, HOLD, PARTIAL)),
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, SEAMS, HOLD, PARTIAL)),
             (produce, (loads, BLOCK_N, STAGES, CONSUMERS, ROWS, PACKED)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, SEAMS, HOLD)),
-            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, SEAMS, HOLD)),
-            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 2, PACKED, SEAMS, HOLD)),
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, SEAMS, HOLD, PARTIAL)),
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, SEAMS, HOLD, PARTIAL)),
+            (_consume, (rows, VALUE_DIM, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 2, PACKED, SEAMS, HOLD, PARTIAL)),
             (produce, (loads, BLOCK_N, STAGES, CONSUMERS, ROWS, PACKED)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     invalidate(bars)
@@ -239,6 +246,9 @@ def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, chunk: i
     constants = {
         "VALUE_DIM": value_dim, "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": tile.block_n, "STAGES": tile.stages,
         "CONSUMERS": tile.consumers, "PACKED": packed is not None, "SEAMS": chunk % tile.block_n != 0,
+        # tiles that TMA cannot store: behind their end lie others' rows, or they begin before row 0, which it traps on; only compiled where
+        # there are any, as the offsets of plain stores would take a dozen registers all through the walk
+        "PARTIAL": packed is not None or chunk % block != 0 or (seqlen_k - seqlen_q) % block != 0,
         "HOLD": tile.hold, "REGISTERS": tile.registers,
     }
     launch = Launch(dual_chunk_fwd_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1)
