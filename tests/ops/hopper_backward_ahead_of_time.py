@@ -1,5 +1,6 @@
 """Compile the Gluon backward for Hopper without one: `python hopper_backward_ahead_of_time.py 90` prints a JSON line per tile and mask."""
 
+import itertools
 import json
 from dataclasses import asdict
 
@@ -15,25 +16,26 @@ def main() -> None:
     from attnzoo_kernels.flash.options import Options, layout
 
     hopper_backward.multiprocessors = lambda device: 132
-    for head_dim in (64, 128):
+    for head_dim, length in itertools.product((64, 128), (256, 4160)):  # long: dQ a step late, the last tiles in shares
         for packed in (False, True):
             for left, right in ((-1, -1), (-1, 0), (64, 0)):
                 for deterministic in (False, True):
-                    rows = (256,) if packed else (1, 256)
-                    q, k, v, out, grad_out = torch.zeros(5, *rows, 2, head_dim, dtype=torch.bfloat16)
+                    rows = (length,) if packed else (1, length)
+                    q, k, v, out, grad_out = torch.zeros(5, *rows, 5, head_dim, dtype=torch.bfloat16)
                     bounds = torch.zeros(2, dtype=torch.int32) if packed else None
                     options = Options(1 if packed else None, None, head_dim**-0.5, left, right, 0.0, 0.0)
                     layouts = map(layout, (q, k, v, out, grad_out, q, k, v))
                     plan = hopper_backward._plan(q.device, q.dtype, False, deterministic, *layouts, options, None)
-                    launches = (plan.rows, *plan.tails, plan.walk, plan.dq_rows)
+                    launches = (plan.rows, *plan.tails, plan.walk, plan.dq_rows, *filter(None, [plan.shares]))
                     for launch in launches:
                         launch.kernel = WarmUp(launch.kernel)
-                    hopper_backward.launch_backward(grad_out, None, q, k, v, out, torch.zeros(2, *rows[:-1], 2, 256), bounds, bounds, None,
-                                                    None, False, options, deterministic)
+                    stats = torch.zeros(2, *rows[:-1], 5, length)
+                    hopper_backward.launch_backward(grad_out, None, q, k, v, out, stats, bounds, bounds, None, None, False, options,
+                                                    deterministic)
                     for launch in launches:
                         registers, stack = resources(launch.compiled.asm["cubin"])
-                        print(json.dumps({"kernel": launch.kernel.kernel.__name__, "head_dim": head_dim, "packed": packed,
-                                          "window": (left, right), "deterministic": deterministic,
+                        print(json.dumps({"kernel": launch.kernel.kernel.__name__, "head_dim": head_dim, "length": length,
+                                          "packed": packed, "window": (left, right), "deterministic": deterministic,
                                           "tile": asdict(plan.tile), "registers": registers, "stack": stack,
                                           "shared": launch.compiled.metadata.shared,
                                           "complaints": complaints(launch.compiled.asm["ptx"])}), flush=True)

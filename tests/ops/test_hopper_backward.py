@@ -27,6 +27,8 @@ EXTRA = (
     Case(lengths_q=(500, 300), head_dim=96, window_size=(100, 30)),
     Case(lengths_q=(400, 700, 130), heads=2, head_dim=64, strided=True, causal=True),
     Case(batch=5, seqlen_q=1024, heads=8, head_dim=64, causal=True),  # more tiles than multiprocessors
+    *(Case(seqlen_q=4160, seqlen_k=4200, heads=5, head_dim=d) for d in (64, 128)),  # the last tiles are handed out in shares
+    Case(seqlen_q=4090, seqlen_k=3500, heads=10, kv_heads=5, head_dim=64),
 )
 CASES = [replace(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float16) for case in (*COVERED, *EXTRA)]
 
@@ -71,9 +73,23 @@ def test_error_is_at_most_twice_that_of_eager(case, deterministic, poisoned):
     assert max(ratios.values()) <= 1, {name: round(ratio, 2) for name, ratio in ratios.items()}
 
 
+@pytest.mark.parametrize("case", [replace(case, dtype=torch.bfloat16) for case in EXTRA], ids=str)
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_error_with_dq_a_step_late(case, deterministic, poisoned):
+    from attnzoo_kernels.flash.hopper_backward import launch_backward, pair_tile
+
+    arguments, inputs = prepared(case)
+    tile = replace(pair_tile(64 if max(case.head_dim, case.value_dim or 0) <= 64 else 128, deterministic), late=True)
+    ours = dict(zip(("dq", "dk", "dv"), launch_backward(*arguments, deterministic, tile), strict=False))
+    eager, exact = (reference(case, inputs, arguments[1], dtype) for dtype in (case.dtype, torch.float64))
+    ratios = {name: error_ratio(ours[name], eager[name], exact[name]) for name in exact}
+    assert max(ratios.values()) <= 1, {name: round(ratio, 2) for name, ratio in ratios.items()}
+
+
 @pytest.mark.parametrize("case", [
     *(Case(batch=3, seqlen_q=1500, heads=16, kv_heads=8, head_dim=d, causal=causal) for d in (64, 128) for causal in (False, True)),
-    *(Case(lengths_q=(1000, 0, 3000, 77, 400), heads=8, head_dim=d, causal=True) for d in (64, 128))], ids=str)
+    *(Case(lengths_q=(1000, 0, 3000, 77, 400), heads=8, head_dim=d, causal=True) for d in (64, 128)),
+    Case(seqlen_q=4500, heads=8, head_dim=64, causal=True)], ids=str)
 def test_ordered_gradients_repeat_bit_by_bit(case):
     from attnzoo_kernels.flash.hopper_backward import launch_backward
 

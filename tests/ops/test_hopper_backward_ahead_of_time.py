@@ -11,7 +11,7 @@ import pytest
 SHARED_MEMORY = 232448
 # bytes: where the consumers make dQ, the sums take 128 of 240 registers at head dim 128, scores and their gradients as many at 64, and the
 # scalars of a tile move to memory before the loop over its queries and behind it; measured faster than every form that keeps them
-SPILLS = {"flash_bwd_pair_kernel": 160}
+SPILLS = {"flash_bwd_pair_kernel": 192}
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_tiles_fit_and_do_not_spill():
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 2 * 3 * 2 * (3 + 7)
+    assert len(kernels) == 2 * 2 * 3 * 2 * (3 + 7) + 1  # and the sums of shares
     wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]
              or kernel["stack"] > SPILLS.get(kernel["kernel"], 0)]
     assert not wrong, "\n".join(map(str, wrong))

@@ -10,7 +10,8 @@ from attnzoo_kernels._gluon.hopper import invalidate, mbarrier, ring, tma
 from attnzoo_kernels.block_sparse.hopper_lists import list_lengths, load
 from attnzoo_kernels.flash.hopper_gradients import store_tile
 from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, walk_barriers, word
-from attnzoo_kernels.flash.hopper_pair import pair_step, pair_tiles
+from attnzoo_kernels.flash.hopper_pair import pair_tiles
+from attnzoo_kernels.flash.hopper_steps import pair_step
 
 
 @gluon.jit

@@ -23,7 +23,8 @@ from attnzoo_kernels.differential.hopper_gradients import halves, statistics, st
 from attnzoo_kernels.differential.hopper_loads import STATS, load
 from attnzoo_kernels.flash.hopper_gradients import dq_product
 from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, walk_barriers, word
-from attnzoo_kernels.flash.hopper_pair import AS_REGISTERS, _add_dq
+from attnzoo_kernels.flash.hopper_pair import _add_dq
+from attnzoo_kernels.flash.hopper_steps import AS_REGISTERS
 
 BOTH = gl.constexpr(128)  # queries of both paths in a step
 

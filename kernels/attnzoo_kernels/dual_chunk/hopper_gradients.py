@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.hopper import async_load, box, invalidate, mbarrier, ring, tma
 from attnzoo_kernels.flash.hopper_gradients import await_turn, store_tile
 from attnzoo_kernels.flash.hopper_loads import HALF, WORK, await_work, load_tile_keys, query_tiles, take_keys, walk_barriers, word
-from attnzoo_kernels.flash.hopper_pair import add_half, pair_step, pair_tiles, pass_turn
+from attnzoo_kernels.flash.hopper_pair import pair_tiles, pass_turn
+from attnzoo_kernels.flash.hopper_steps import add_half, pair_step
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ a warp group of its own for dQ.
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from attnzoo_kernels.flash.hopper_rows import (
     flash_bwd_dq_rows_kernel,
     flash_bwd_ordered_dq_rows_kernel,
     flash_bwd_rows_kernel,
+    flash_bwd_shares_kernel,
     flash_bwd_tails_kernel,
 )
 from attnzoo_kernels.flash.options import Layout, Options, layout, strides
@@ -35,6 +36,7 @@ class Tile:
     load_registers: int
     rows: int = 64  # queries of a step
     writer: bool = False  # a warp of its own has dQ added to memory
+    late: bool = False  # dQ is made a step late, so that the consumers need not keep step with each other
 
 
 def backward_tile(width: int) -> Tile:
@@ -49,10 +51,25 @@ def pair_tile(width: int, ordered: bool) -> Tile:
     return Tile(2, False, 240, 24, rows=8192 // width, writer=ordered or width == 64)
 
 
+def late(tile: Tile, width: int, ordered: bool, full: bool, queries: float) -> Tile:
+    """The tile with dQ a step late where that is faster, by how many queries a key tile sees: TFLOP/s at head dim 64 full 2048 522 for 501,
+    causal 8192 576 for 551, 2048 418 for 421, 512 190 for 208; at 128 in order full 8192 635 for 608, causal 565 for 572."""
+    return replace(tile, late=queries >= 2048 if width == 64 else ordered and full)
+
+
+def shared_tiles(tiles: int, steps: int, programs: int) -> tuple[int, int]:
+    """(how many tiles of `steps` steps go to one program each, in runs of how many steps the others are handed out), so that all programs
+    end together: at head dim 64 full 4096 and 8192 587 and 605 TFLOP/s for 577 and 589, at 128 8192 629 for 638, so not there. The run is 0
+    where none are left over or little is gained: a share has keys to load, and gradients to write in float32."""
+    left = tiles % programs
+    run = max(8, -(-left * steps // programs))
+    return (tiles - left, run) if left and steps - run >= 24 else (tiles, 0)
+
+
 def faster_in_order(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     """Whether sums in order, which need no cleared dQ, take less time than those in any order. TFLOP/s at head dim 64, causal, lengths 512,
-    2048, 8192: 235, 436, 548 for 209, 423, 556; full 8192 529 for 565; head dim 128 causal 2048 469 for 484."""
-    causal = options.window_right >= 0 and options.window_left < 0
+    2048, 8192: 235, 436, 567 for 209, 423, 576; with four heads to a key head 2048 394 for 418; head dim 128 causal 2048 469 for 484."""
+    causal = options.window_right >= 0 and options.window_left < 0 and q.shape[-2] == k.shape[-2]
     return causal and options.sequences is None and max(q.shape[-1], v.shape[-1]) <= 64 and k.shape[1] <= 2048
 
 
@@ -77,6 +94,8 @@ class Plan:
     tails: tuple[Launch, ...]  # of q, dO, k and v; none for dense input
     walk: Launch
     dq_rows: Launch
+    shares: Launch | None  # adds up what several programs made of a tile
+    n_shares: int
 
 
 @functools.lru_cache(maxsize=1024)
@@ -86,10 +105,12 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     packed = options.sequences is not None
     (heads, head_dim), (kv_heads, value_dim) = q[0][-2:], v[0][-2:]
     width = 64 if max(head_dim, value_dim) <= 64 else 128
-    # at width 64 windows' masks spill beside the scores of 128 queries, and in order full attention gains 3 % by the warp group
-    helped = width == 64 and (options.window_left >= 0 or ordered and options.window_right < 0)
-    tile = tile or (backward_tile(width) if helped else pair_tile(width, ordered))
-    group = heads // kv_heads
+    full, group = options.window_left < 0 and options.window_right < 0, heads // kv_heads
+    queries = group * seqlen_q / (sequences if packed else 1) / (1 if full else 2)
+    # at width 64 windows' masks spill beside the scores of 128 queries; in order full attention gains 3 % by the warp group where dQ is not
+    # made late (591 TFLOP/s at 8192, by the warp group 556)
+    helped = width == 64 and (options.window_left >= 0 or ordered and full and queries < 2048)
+    tile = tile or (backward_tile(width) if helped else late(pair_tile(width, ordered), width, ordered, full, queries))
     query_tiles = options.programs(heads, seqlen_q, sequences, tile.rows)
     key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
     head_tiles = query_tiles // heads if packed else query_tiles // (heads * sequences)
@@ -103,20 +124,34 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
         tails = tuple(Launch(flash_bwd_tails_kernel, (sequences + 1) * x[0][-2], (*strides(x)[1:], sequences, x[0][0], x[0][-2]),
                              {"DIM": x[0][-1], "WIDTH": width, "BLOCK": block}, 4, 1)
                       for x, block in ((q, tile.rows), (grad_out, tile.rows), (k, KEYS.value), (v, KEYS.value)))
-    programs = min(key_tiles, multiprocessors(device))
+    programs, head_steps, whole, run = multiprocessors(device), -(-seqlen_q // tile.rows), key_tiles, 0
+    if full and width == 64 and not (packed or ordered or tile.dq_group):
+        whole, run = shared_tiles(key_tiles, head_steps, programs)
+    left = key_tiles - whole
+    runs = -(-left * head_steps // run) if run else 0
     head_group = heads_together(sequences * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs, ordered)
     constants = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
                  "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered}
-    constants |= {"STAGES": tile.stages} if tile.dq_group else {"ROWS": tile.rows, "STAGES": tile.stages, "WRITER": tile.writer}
+    if not tile.dq_group:
+        constants["ROWS"] = tile.rows
+    constants["STAGES"] = tile.stages
+    if not tile.dq_group:
+        constants |= {"WRITER": tile.writer, "LATE": tile.late, "SHARED": run > 0}
     walk = Launch(
-        flash_bwd_hopper_kernel if tile.dq_group else flash_bwd_pair_kernel, programs,
+        flash_bwd_hopper_kernel if tile.dq_group else flash_bwd_pair_kernel, min(whole + runs, programs),
         (options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right, sequences, seqlen_q,
-         seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, key_tiles),
+         seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, whole + runs,
+         *(() if tile.dq_group else (whole, run))),
         constants | {"REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
     dq_rows = Launch(flash_bwd_ordered_dq_rows_kernel if ordered else flash_bwd_dq_rows_kernel, query_tiles,
                      (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),
                      {"HEAD_DIM": head_dim, "WIDTH": width, "PACKED": packed, "BLOCK": tile.rows}, 4, 1)
-    return Plan(tile, width, rows, tails, walk, dq_rows)
+    shares = None
+    if run:
+        shares = Launch(flash_bwd_shares_kernel, 4 * left,
+                        (*strides(dk), *strides(dv), seqlen_k, kv_heads, sequences * kv_heads, head_group, whole, head_steps, run),
+                        {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width}, 4, 1)
+    return Plan(tile, width, rows, tails, walk, dq_rows, shares, left + runs)
 
 
 def _tails(plan: Plan, tensors: tuple[Tensor, ...], blocks: tuple[int, ...], cu_seqlens: tuple[Tensor, ...]) -> list[Tensor]:
@@ -147,6 +182,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     dq_sum = stats.new_empty(1, query_tiles * rows * width // 32, 1, 32)
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     turns = torch.empty(query_tiles * plan.rows.constants["TURNS"], dtype=torch.int32, device=q.device)
+    shares = stats.new_empty(plan.n_shares * 2 * KEYS.value * width)
     blocks = (rows, HALF.value, HALF.value, rows)
     with on_device_of(q):
         plan.rows(out, grad_out, stats, grad_lse, row_stats, dq_sum, counter, turns, cu_seqlens_q)
@@ -157,6 +193,9 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
             tails = [descriptor(x, block, width) for x, block in zip((q_tails, k_tails, v_tails, do_tails), blocks, strict=True)]
         plan.walk(*(descriptor(x, block, width) for x, block in zip((q, k, v, grad_out), blocks, strict=True)),
                   descriptor(row_stats, 1, 2 * rows), *tails, descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width),
-                  dk, dv, dq_sum if plan.tile.dq_group else descriptor(dq_sum, 128, 32), counter, turns, cu_seqlens_q, cu_seqlens_k)
+                  dk, dv, *((dq_sum,) if plan.tile.dq_group else (descriptor(dq_sum, 128, 32), shares)), counter, turns, cu_seqlens_q,
+                  cu_seqlens_k)
+        if plan.shares:
+            plan.shares(shares, dk, dv)
         plan.dq_rows(*((dq_sum, turns) if deterministic else (dq_sum,)), dq, cu_seqlens_q)
     return dq, dk, dv, stats.new_empty(0)

@@ -41,7 +41,8 @@ def query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT: gl.const
 @gluon.jit
 def word(work, slot, WHICH: gl.constexpr):
     """Of the tile in a slot: 0 whether there is one, 1 batch, 2 key head, 3 first key, 4 to 7 the bounds of query_tiles, 8 queries and 9
-    keys of its sequence, 10 where the sequence's keys begin, 11 where the tiles of dQ of its first head begin."""
+    keys of its sequence, 10 where the sequence's keys begin, 11 where the tiles of dQ of its first head begin, 12 the number of the share,
+    from 1 on, if only some queries are meant."""
     return gl.max(work.index(slot).slice(WHICH, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
@@ -118,8 +119,15 @@ def load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_he
 @gluon.jit
 def take_keys(shape, PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr = ROWS):
     """The next tile from the counter: (its number, sequence, key head, first key, first_q, len_q, first_k, len_k, first tile of dQ)."""
-    counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles = shape
-    index = gl.atomic_add(counter, 1, sem="relaxed")
+    index = gl.atomic_add(shape[0], 1, sem="relaxed")
+    sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(index, shape, PACKED, ORDERED, ROWS)
+    return index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile
+
+
+@gluon.jit
+def decode_keys(index, shape, PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr):
+    """Of the index-th tile what take_keys gives behind its number."""
+    _, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles = shape
     if PACKED:
         slots = seqlen_k // KEYS + n_seqs + 1
         kv_head = index // slots
@@ -148,17 +156,19 @@ def take_keys(shape, PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.const
         sequence, kv_head = owner // kv_heads, owner % kv_heads
         first_q, first_k, len_q, len_k = 0, 0, seqlen_q, seqlen_k
         dq_tile = owner * group * head_tiles
-    return index, sequence, kv_head, tile * KEYS, first_q, len_q, first_k, len_k, dq_tile
+    return sequence, kv_head, tile * KEYS, first_q, len_q, first_k, len_k, dq_tile
 
 
 @gluon.jit
 def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES: gl.constexpr, PACKED: gl.constexpr,
-         HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr = ROWS):
+         HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr = ROWS, SHARED: gl.constexpr = False,
+         whole=0, run=1):
     """Takes tiles, tells the others which, and loads what they need.
 
     Dense tiles go by groups of `head_group` heads, whose queries stay in L2, inside a group by first key; ORDERED from the last one down,
     so that a tile only ever waits for those that were taken before it. What a tile at the end of a packed sequence would read of the next
-    one comes from copies with zeros behind the end (`tail_descs`).
+    one comes from copies with zeros behind the end (`tail_descs`). SHARED (dense, full): the steps of the tiles from `whole` on, one
+    after the other, are handed out in runs of `run`, which may end one tile and begin the next, so that all programs end together.
     """
     q_desc, do_desc, stats_desc = descs[0], descs[1], descs[2]
     step_empty, work_full, work_empty = bars[2], bars[6], bars[7]
@@ -167,10 +177,23 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
     step = 0
     taken = 0
     more = 1
+    index = 0
+    at = 0
+    left = 0  # of a run
     while more != 0:
         slot, phase = ring(taken, WORK)
         mbarrier.wait(work_empty.index(slot), phase ^ 1)
-        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, ORDERED, ROWS)
+        if SHARED:
+            steps = (shape[4] + ROWS - 1) // ROWS
+            if left == 0:
+                index = gl.atomic_add(shape[0], 1, sem="relaxed")
+                if index >= whole:
+                    at = (index - whole) * run
+                    left = gl.minimum(run, (shape[3] * shape[6] * ((shape[5] + KEYS - 1) // KEYS) - whole) * steps - at)
+            sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(
+                gl.minimum(index, whole + at // steps), shape, PACKED, ORDERED, ROWS)
+        else:
+            index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, ORDERED, ROWS)
         if PACKED:
             while (key >= len_k) & (index < n_tiles):
                 index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, ORDERED, ROWS)
@@ -178,11 +201,23 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
         if PACKED:
             batch = 0
         begin, full_begin, full_end, end = query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT, ROWS)
+        share = 0
+        if SHARED:
+            if index >= whole:
+                share = index - whole + at // steps + 1  # runs and tiles that begin before it
+                begin = at % steps
+                end = gl.minimum(begin + left, steps)
+                at += end - begin
+                left -= end - begin
+                full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
+                full_end = gl.maximum(gl.minimum(full_end, end), full_begin)
         more = (index < n_tiles).to(gl.int32)
         w = gl.arange(0, 16, lane)
         words = gl.where(w == 0, more, gl.where(w == 1, batch, gl.where(w == 2, kv_head, gl.where(w == 3, key, gl.where(
             w == 4, begin, gl.where(w == 5, full_begin, gl.where(w == 6, full_end, end)))))))
         words = gl.where(w == 8, len_q, gl.where(w == 9, len_k, gl.where(w == 10, first_k, gl.where(w == 11, dq_tile, words))))
+        if SHARED:
+            words = gl.where(w == 12, share, words)
         work.index(slot).store(words)
         mbarrier.arrive(work_full.index(slot), count=1)
         if more != 0:

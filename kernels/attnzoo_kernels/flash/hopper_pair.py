@@ -9,109 +9,10 @@ waits for its turn where the sums are to come in order.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import (
-    async_add,
-    async_store,
-    barrier,
-    box,
-    fence_async_shared,
-    invalidate,
-    mbarrier,
-    release,
-    ring,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from attnzoo_kernels.flash.hopper_gradients import await_turn, dq_product, row_statistics, store_keys, turn_of
+from attnzoo_kernels._gluon.hopper import invalidate, mbarrier, tma, warpgroup_mma_wait
+from attnzoo_kernels.flash.hopper_gradients import await_turn, store_keys, turn_of, write_to
 from attnzoo_kernels.flash.hopper_loads import HALF, WORK, await_work, load, walk_barriers, word
-
-# [64, 64] in the order of registers, in which dQ lies in memory, as the tile [128, 32] that TMA reads: swizzled by 128 bytes
-AS_REGISTERS = gl.constexpr(gl.SharedLinearLayout(
-    [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 2], [4, 4], [17, 0], [32, 0], [0, 8], [0, 16], [0, 32]], [], 1024))
-
-
-@gluon.jit
-def _weights(scores, stats_tiles, columns, slot, scale, low, high, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr):
-    """Scores in base 2 less the LSE; -inf where a query does not see the key."""
-    column: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-    x = scores * scale - row_statistics(stats_tiles, slot, 0, scores.shape[1], column)[None, :]
-    if MASKED:  # the columns' numbers come from memory: in registers they would have to be spilled
-        c = columns.load(column)[None, :]
-        seen = c >= low[:, None]
-        if HAS_LEFT:
-            seen = seen & (c <= high[:, None])
-        x = gl.where(seen, x, -float("inf"))
-    return x
-
-
-@gluon.jit
-def add_half(dq_desc, dq_tiles, dq_tile, HALF_OF: gl.constexpr, SIZE: gl.constexpr):
-    """One half of a tile of dQ, SIZE floats, to memory."""
-    async_add(dq_desc, [0, 0, dq_tile * (SIZE // 32) + HALF_OF * (SIZE // 64), 0], box(dq_tiles.index(HALF_OF), dq_desc))
-
-
-@gluon.jit
-def write_half(dq_desc, dq_tiles, dq_tile, HALF_OF: gl.constexpr, SIZE: gl.constexpr):
-    """As add_half, over what was there."""
-    async_store(dq_desc, [0, 0, dq_tile * (SIZE // 32) + HALF_OF * (SIZE // 64), 0], box(dq_tiles.index(HALF_OF), dq_desc))
-
-
-@gluon.jit
-def pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile, columns, bars, step, scale, low, high, ROWS: gl.constexpr,
-              STAGES: gl.constexpr, ME: gl.constexpr, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, WRITER: gl.constexpr):
-    """Adds the step's share to dK and dV, and hands on this consumer's half of dQ.
-
-    Scores and dP are in flight together, dQ before dK: it goes its way while the tensor cores are busy with dK.
-    """
-    q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles = tiles
-    q_full, do_full, step_empty, ds_full, dq_full, dq_empty = bars[0], bars[1], bars[2], bars[8], bars[9], bars[10]
-    WIDTH: gl.constexpr = dk.shape[1]
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    weights_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    dtype: gl.constexpr = q_tiles.dtype
-    nothing = gl.zeros([HALF, ROWS], gl.float32, scores_layout)
-    stage, phase = ring(step, STAGES)
-    mbarrier.wait(q_full.index(stage), phase)
-    # [HALF, WIDTH] x [WIDTH, ROWS]
-    pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    mbarrier.wait(do_full.index(stage), phase)
-    dweights_pending = warpgroup_mma(v_tiles.index(ME), do_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=(pending,))
-    weights = gl.exp2(_weights(scores, stats_tiles, columns, stage, scale, low, high, MASKED, HAS_LEFT))
-    p = gl.convert_layout(weights.to(dtype), weights_layout)
-    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
-    delta = row_statistics(stats_tiles, stage, 1, ROWS, gl.SliceLayout(0, scores_layout))
-    dscores = (weights * (dweights - delta[None, :])).to(dtype)
-    ds_slot, ds_phase = ring(step, 2)
-    ds_tiles.index(ds_slot * 2 + ME).store(dscores)
-    # [HALF, ROWS] x [ROWS, WIDTH]
-    dv_pending = warpgroup_mma(p, do_tiles.index(stage), dv, is_async=True)
-    fence_async_shared()
-    barrier()
-    release(ds_full[ME].index(ds_slot))
-    ds = gl.convert_layout(dscores, weights_layout)
-    mbarrier.wait(ds_full[1 - ME].index(ds_slot), ds_phase)
-    if ROWS == 64:
-        dq_pending = dq_product(k_tiles, ds_tiles, ds_slot, 0, ME * (WIDTH // 2), WIDTH // 2)
-    else:
-        dq_pending = dq_product(k_tiles, ds_tiles, ds_slot, ME * 64, 0, WIDTH)
-    dk_pending = warpgroup_mma(ds, q_tiles.index(stage), dk, is_async=True)
-    dv, dq, p = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p))
-    if WRITER:
-        mbarrier.wait(dq_empty.index(ME), (step & 1) ^ 1)
-    else:
-        tma.store_wait(0)
-    dq_tiles.index(ME)._reinterpret(gl.float32, [64, 64], AS_REGISTERS).store(dq)
-    fence_async_shared()
-    if WRITER:
-        barrier()
-        release(dq_full.index(ME))
-    else:
-        add_half(dq_desc, dq_tiles, dq_tile, ME, ROWS * WIDTH)
-    dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
-    release(step_empty.index(stage))
-    return dk, dv
+from attnzoo_kernels.flash.hopper_steps import add_half, dq_before, hand_on_dq, late_step, pair_step, write_half
 
 
 @gluon.jit
@@ -191,9 +92,9 @@ def pair_tiles(dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STA
 def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, dk_scale, group, head_tiles, window_left,
              window_right, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
              STAGES: gl.constexpr, ME: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-             WRITER: gl.constexpr):
-    """dK and dV of 64 keys of each tile."""
-    dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv = outs
+             WRITER: gl.constexpr, LATE: gl.constexpr, SHARED: gl.constexpr):
+    """dK and dV of 64 keys of each tile, or of a share of its queries."""
+    dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, shares_ptr = outs
     k_full, v_full, kv_empty, work_full, work_empty = bars[3], bars[4], bars[5], bars[6], bars[7]
     dtype: gl.constexpr = tiles[0].dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -217,38 +118,62 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
         mbarrier.wait(v_full, taken & 1)
         dq_tile = word(work, slot, 11)
         before = at - begin
+        dq_end = dq_tile  # behind the last one that was made
         bounds = (begin, full_begin, full_end, end)
         for _ in range(group):
             for part in gl.static_range(3):
                 if part != 2 or HAS_LEFT:
                     for i in range(bounds[part], bounds[part + 1]):
-                        dk, dv = pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile + i, columns, bars, before + i, scale,
-                                           low - i * ROWS, high - i * ROWS, ROWS, STAGES, ME, part != 1, HAS_LEFT, WRITER)
+                        if LATE:
+                            dk, dv = late_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, gl.where(i > begin, dq_tile + i, dq_end) - 1,
+                                               columns, bars, before + i, before + i > at, scale, low - i * ROWS, high - i * ROWS, ROWS,
+                                               STAGES, ME, part != 1, HAS_LEFT, WRITER)
+                        else:
+                            dk, dv = pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile + i, columns, bars, before + i, scale,
+                                               low - i * ROWS, high - i * ROWS, ROWS, STAGES, ME, part != 1, HAS_LEFT, WRITER)
             before += end - begin
+            dq_end = dq_tile + end
             dq_tile += head_tiles
+        if LATE:
+            if before + begin > at:
+                dq_pending = dq_before(tiles[3], ds_tiles, bars[8], before + begin, True, ROWS, ME)
+                dq = warpgroup_mma_wait(0, deps=(dq_pending,))
+                hand_on_dq(dq, dq_desc, dq_tiles, dq_end - 1, bars, before + begin, ROWS, ME, WRITER)
         at = before + begin
         mbarrier.arrive(kv_empty, count=1)
         batch, kv_head, key, first_k = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3), word(work, slot, 10)
         len_k = word(work, slot, 9)
+        share = 0
+        if SHARED:
+            share = word(work, slot, 12)
         mbarrier.arrive(work_empty.index(slot), count=1)
         row = key + ME * HALF
-        store_keys(dv_desc, dv_ptr, stride_dv, out_tiles.index(ME), dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM, PACKED)
-        dk = dk * dk_scale
-        store_keys(dk_desc, dk_ptr, stride_dk, out_tiles.index(ME), dk.to(dtype), batch, kv_head, first_k, row, len_k, HEAD_DIM, PACKED)
+        out_tile = out_tiles.index(ME)
+        if SHARED:
+            if share > 0:
+                to = shares_ptr + (share - 1) * (4 * HALF * WIDTH)
+                write_to(to + ME * HALF * WIDTH, dv)
+                write_to(to + (2 + ME) * HALF * WIDTH, dk * dk_scale)
+        if share == 0:
+            store_keys(dv_desc, dv_ptr, stride_dv, out_tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM, PACKED)
+            dk = dk * dk_scale
+            store_keys(dk_desc, dk_ptr, stride_dk, out_tile, dk.to(dtype), batch, kv_head, first_k, row, len_k, HEAD_DIM, PACKED)
         taken += 1
         slot, more = await_work(work, work_full, taken)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group", "head_tiles",
-                              "n_tiles"],
+                              "n_tiles", "whole", "run"],
            do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "turns"])
 def flash_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc, dk_desc,
-                          dv_desc, dk_ptr, dv_ptr, dq_desc, counter, turns, cu_seqlens_q, cu_seqlens_k, softmax_scale, scale, window_left,
-                          window_right, n_seqs, seqlen_q, seqlen_k, kv_heads, stride_dk, stride_dv, group, head_group, head_tiles, n_tiles,
-                          HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, PACKED: gl.constexpr,
-                          HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr,
-                          STAGES: gl.constexpr, WRITER: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
+                          dv_desc, dk_ptr, dv_ptr, dq_desc, shares_ptr, counter, turns, cu_seqlens_q, cu_seqlens_k, softmax_scale, scale,
+                          window_left, window_right, n_seqs, seqlen_q, seqlen_k, kv_heads, stride_dk, stride_dv, group, head_group,
+                          head_tiles, n_tiles, whole, run, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr,
+                          PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr,
+                          ROWS: gl.constexpr, STAGES: gl.constexpr, WRITER: gl.constexpr, LATE: gl.constexpr, SHARED: gl.constexpr,
+                          REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
+    """SHARED: the tiles from `whole` on are handed out in runs of `run` steps, whose shares of dK and dV go to shares_ptr."""
     dtype: gl.constexpr = q_desc.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -259,6 +184,14 @@ def flash_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_de
     second_ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+    ds_empty = ()
+    if LATE:
+        first_ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+        second_ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
+        for i in gl.static_range(2):
+            mbarrier.init(first_ds_empty.index(i), count=1)
+            mbarrier.init(second_ds_empty.index(i), count=1)
+        ds_empty = (first_ds_empty, second_ds_empty)
     for i in gl.static_range(2):
         mbarrier.init(first_ds_full.index(i), count=1)
         mbarrier.init(second_ds_full.index(i), count=1)
@@ -266,29 +199,35 @@ def flash_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_de
         mbarrier.init(dq_empty.index(i), count=1)
     descs = (q_desc, do_desc, stats_desc, k_desc, v_desc)
     tail_descs = (q_tail_desc, do_tail_desc, k_tail_desc, v_tail_desc)
-    outs = (dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv)
+    outs = (dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, shares_ptr)
     ds_full = (first_ds_full, second_ds_full)
-    bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, dq_full, dq_empty)
+    bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, dq_full, dq_empty, ds_empty)
     shape = (counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles)
     # partitions get constants only where the tuple is written out
     if WRITER:
         gl.warp_specialize([
             (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, head_tiles,
-                        window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 0, PACKED, HAS_LEFT, HAS_RIGHT, WRITER)),
+                        window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 0, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
+                        LATE, SHARED)),
             (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, head_tiles,
-                        window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 1, PACKED, HAS_LEFT, HAS_RIGHT, WRITER)),
+                        window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 1, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
+                        LATE, SHARED)),
             (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
-                    ORDERED, ROWS)),
+                    ORDERED, ROWS, SHARED, whole, run)),
             (_add_dq, (dq_desc, turns, dq_tiles, work, bars, group, head_tiles, window_right, ROWS, WIDTH, HAS_RIGHT, ORDERED)),
         ], [4, 1, 1], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])
     else:
         gl.warp_specialize([
             (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, head_tiles,
-                        window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 0, PACKED, HAS_LEFT, HAS_RIGHT, WRITER)),
+                        window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 0, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
+                        LATE, SHARED)),
             (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, head_tiles,
-                        window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 1, PACKED, HAS_LEFT, HAS_RIGHT, WRITER)),
+                        window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 1, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
+                        LATE, SHARED)),
             (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
-                    ORDERED, ROWS)),
+                    ORDERED, ROWS, SHARED, whole, run)),
         ], [4, 1], [REGISTERS, LOAD_REGISTERS])
     invalidate((q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, first_ds_full, second_ds_full, dq_full,
                 dq_empty))
+    if LATE:
+        invalidate(ds_empty)

@@ -1,0 +1,180 @@
+"""Steps of the Hopper backward's walk by pairs of consumers: what one does with some queries, and how dQ leaves for memory."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.hopper import (
+    async_add,
+    async_store,
+    barrier,
+    box,
+    fence_async_shared,
+    mbarrier,
+    release,
+    ring,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from attnzoo_kernels.flash.hopper_gradients import dq_product, row_statistics
+from attnzoo_kernels.flash.hopper_loads import HALF
+
+# [64, 64] in the order of registers, in which dQ lies in memory, as the tile [128, 32] that TMA reads: swizzled by 128 bytes
+AS_REGISTERS = gl.constexpr(gl.SharedLinearLayout(
+    [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 2], [4, 4], [17, 0], [32, 0], [0, 8], [0, 16], [0, 32]], [], 1024))
+
+
+@gluon.jit
+def _weights(scores, stats_tiles, columns, slot, scale, low, high, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr):
+    """Scores in base 2 less the LSE; -inf where a query does not see the key."""
+    column: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    x = scores * scale - row_statistics(stats_tiles, slot, 0, scores.shape[1], column)[None, :]
+    if MASKED:  # the columns' numbers come from memory: in registers they would have to be spilled
+        c = columns.load(column)[None, :]
+        seen = c >= low[:, None]
+        if HAS_LEFT:
+            seen = seen & (c <= high[:, None])
+        x = gl.where(seen, x, -float("inf"))
+    return x
+
+
+@gluon.jit
+def add_half(dq_desc, dq_tiles, dq_tile, HALF_OF: gl.constexpr, SIZE: gl.constexpr):
+    """One half of a tile of dQ, SIZE floats, to memory."""
+    async_add(dq_desc, [0, 0, dq_tile * (SIZE // 32) + HALF_OF * (SIZE // 64), 0], box(dq_tiles.index(HALF_OF), dq_desc))
+
+
+@gluon.jit
+def write_half(dq_desc, dq_tiles, dq_tile, HALF_OF: gl.constexpr, SIZE: gl.constexpr):
+    """As add_half, over what was there."""
+    async_store(dq_desc, [0, 0, dq_tile * (SIZE // 32) + HALF_OF * (SIZE // 64), 0], box(dq_tiles.index(HALF_OF), dq_desc))
+
+
+@gluon.jit
+def pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile, columns, bars, step, scale, low, high, ROWS: gl.constexpr,
+              STAGES: gl.constexpr, ME: gl.constexpr, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, WRITER: gl.constexpr):
+    """Adds the step's share to dK and dV, and hands on this consumer's half of dQ.
+
+    Scores and dP are in flight together, dQ before dK: it goes its way while the tensor cores are busy with dK.
+    """
+    q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles = tiles
+    q_full, do_full, step_empty, ds_full, dq_full, dq_empty = bars[0], bars[1], bars[2], bars[8], bars[9], bars[10]
+    WIDTH: gl.constexpr = dk.shape[1]
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    dtype: gl.constexpr = q_tiles.dtype
+    nothing = gl.zeros([HALF, ROWS], gl.float32, scores_layout)
+    stage, phase = ring(step, STAGES)
+    mbarrier.wait(q_full.index(stage), phase)
+    # [HALF, WIDTH] x [WIDTH, ROWS]
+    pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(stage), phase)
+    dweights_pending = warpgroup_mma(v_tiles.index(ME), do_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(pending,))
+    weights = gl.exp2(_weights(scores, stats_tiles, columns, stage, scale, low, high, MASKED, HAS_LEFT))
+    p = gl.convert_layout(weights.to(dtype), weights_layout)
+    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
+    delta = row_statistics(stats_tiles, stage, 1, ROWS, gl.SliceLayout(0, scores_layout))
+    dscores = (weights * (dweights - delta[None, :])).to(dtype)
+    ds_slot, ds_phase = ring(step, 2)
+    ds_tiles.index(ds_slot * 2 + ME).store(dscores)
+    # [HALF, ROWS] x [ROWS, WIDTH]
+    dv_pending = warpgroup_mma(p, do_tiles.index(stage), dv, is_async=True)
+    fence_async_shared()
+    barrier()
+    release(ds_full[ME].index(ds_slot))
+    ds = gl.convert_layout(dscores, weights_layout)
+    mbarrier.wait(ds_full[1 - ME].index(ds_slot), ds_phase)
+    if ROWS == 64:
+        dq_pending = dq_product(k_tiles, ds_tiles, ds_slot, 0, ME * (WIDTH // 2), WIDTH // 2)
+    else:
+        dq_pending = dq_product(k_tiles, ds_tiles, ds_slot, ME * 64, 0, WIDTH)
+    dk_pending = warpgroup_mma(ds, q_tiles.index(stage), dk, is_async=True)
+    dv, dq, p = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p))
+    if WRITER:
+        mbarrier.wait(dq_empty.index(ME), (step & 1) ^ 1)
+    else:
+        tma.store_wait(0)
+    dq_tiles.index(ME)._reinterpret(gl.float32, [64, 64], AS_REGISTERS).store(dq)
+    fence_async_shared()
+    if WRITER:
+        barrier()
+        release(dq_full.index(ME))
+    else:
+        add_half(dq_desc, dq_tiles, dq_tile, ME, ROWS * WIDTH)
+    dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
+    release(step_empty.index(stage))
+    return dk, dv
+
+
+@gluon.jit
+def dq_before(k_tiles, ds_tiles, ds_full, step, some, ROWS: gl.constexpr, ME: gl.constexpr):
+    """This consumer's half of dQ of the step before `step`, in flight once the other's dS is there; of no use unless there was `some`."""
+    WIDTH: gl.constexpr = k_tiles.shape[2]
+    slot, phase = ring(step + 1, 2)
+    mbarrier.wait(ds_full[1 - ME].index(slot), phase ^ 1, pred=some)
+    if ROWS == 64:
+        dq = dq_product(k_tiles, ds_tiles, slot, 0, ME * (WIDTH // 2), WIDTH // 2)
+    else:
+        dq = dq_product(k_tiles, ds_tiles, slot, ME * 64, 0, WIDTH)
+    return dq
+
+
+@gluon.jit
+def hand_on_dq(dq, dq_desc, dq_tiles, dq_tile, bars, step, ROWS: gl.constexpr, ME: gl.constexpr, WRITER: gl.constexpr):
+    """dQ of the step before `step` on its way to memory, and the other consumer's dS of that step back to it."""
+    dq_full, dq_empty, ds_empty = bars[9], bars[10], bars[11]
+    WIDTH: gl.constexpr = 8192 // ROWS
+    if WRITER:
+        mbarrier.wait(dq_empty.index(ME), step & 1)
+    else:
+        tma.store_wait(0)
+    dq_tiles.index(ME)._reinterpret(gl.float32, [64, 64], AS_REGISTERS).store(dq)
+    fence_async_shared()
+    barrier()
+    release(ds_empty[1 - ME].index((step + 1) % 2))
+    if WRITER:
+        release(dq_full.index(ME))
+    else:
+        add_half(dq_desc, dq_tiles, dq_tile, ME, ROWS * WIDTH)
+
+
+@gluon.jit
+def late_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile, columns, bars, step, some, scale, low, high, ROWS: gl.constexpr,
+              STAGES: gl.constexpr, ME: gl.constexpr, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, WRITER: gl.constexpr):
+    """As pair_step, but hands on its half of dQ of the step before (dq_tile), if there was `some`: so the consumers need not keep step."""
+    q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles = tiles
+    q_full, do_full, step_empty, ds_full, ds_empty = bars[0], bars[1], bars[2], bars[8], bars[11]
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    dtype: gl.constexpr = q_tiles.dtype
+    nothing = gl.zeros([HALF, ROWS], gl.float32, scores_layout)
+    stage, phase = ring(step, STAGES)
+    mbarrier.wait(q_full.index(stage), phase)
+    # [HALF, WIDTH] x [WIDTH, ROWS]
+    pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(do_full.index(stage), phase)
+    dweights_pending = warpgroup_mma(v_tiles.index(ME), do_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(pending,))
+    weights = gl.exp2(_weights(scores, stats_tiles, columns, stage, scale, low, high, MASKED, HAS_LEFT))
+    p = gl.convert_layout(weights.to(dtype), weights_layout)
+    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
+    delta = row_statistics(stats_tiles, stage, 1, ROWS, gl.SliceLayout(0, scores_layout))
+    dscores = (weights * (dweights - delta[None, :])).to(dtype)
+    ds_slot, ds_phase = ring(step, 2)
+    mbarrier.wait(ds_empty[ME].index(ds_slot), ds_phase ^ 1)
+    ds_tiles.index(ds_slot * 2 + ME).store(dscores)
+    # [HALF, ROWS] x [ROWS, WIDTH]
+    dv_pending = warpgroup_mma(p, do_tiles.index(stage), dv, is_async=True)
+    fence_async_shared()
+    barrier()
+    release(ds_full[ME].index(ds_slot))
+    ds = gl.convert_layout(dscores, weights_layout)
+    dq_pending = dq_before(k_tiles, ds_tiles, ds_full, step, some, ROWS, ME)
+    dk_pending = warpgroup_mma(ds, q_tiles.index(stage), dk, is_async=True)
+    dv, dq, p = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p))
+    if some:
+        hand_on_dq(dq, dq_desc, dq_tiles, dq_tile, bars, step, ROWS, ME, WRITER)
+    dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
+    release(step_empty.index(stage))
+    return dk, dv
