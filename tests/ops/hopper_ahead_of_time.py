@@ -43,7 +43,7 @@ def main() -> None:
     from attnzoo_kernels.flash import hopper
     from attnzoo_kernels.flash.options import Options, layout
 
-    hopper.multiprocessors = lambda device: 132
+    hopper.multiprocessors, hopper.tile_counter = lambda device: 132, lambda device: torch.zeros(1, dtype=torch.int32)
     for head_dim, value_dim, seqlen in ((64, 64, 512), (64, 64, 4096), (128, 128, 4096), (64, 128, 4096)):
         for packed, (left, right) in itertools.product((False, True), BOUNDS):
             rows = (seqlen,) if packed else (1, seqlen)

@@ -137,6 +137,38 @@ def test_no_launch_waits_for_the_host_and_a_graph_replays_it():
 
 @pytest.mark.gpu
 @hopper
+def test_streams_and_graphs_count_their_own_tiles():
+    q, k, v = torch.randn(3, 2, 2000, 12, 64, device="cuda", dtype=torch.bfloat16)
+    expected = flash_attention(q, k, v, causal=True, impl="gluon")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flash_attention(q, k, v, causal=True, impl="gluon")
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    outs = []
+    for _ in range(30):  # more tiles than fit at once, so that kernels of the streams overlap
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs.append(flash_attention(q, k, v, causal=True, impl="gluon"))
+        graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for out in (captured, *outs))
+
+
+@pytest.mark.gpu
+@hopper
+def test_a_compiled_graph_keeps_its_memory_to_itself():
+    q, k, v = torch.randn(3, 2, 2000, 12, 64, device="cuda", dtype=torch.bfloat16)
+
+    def twice(q, k, v):
+        return flash_attention(flash_attention(q, k, v, causal=True, impl="gluon"), k, v, impl="gluon")
+
+    compiled, expected = torch.compile(twice, mode="reduce-overhead"), twice(q, k, v)
+    assert all(torch.equal(compiled(q, k, v), expected) for _ in range(5))
+
+
+@pytest.mark.gpu
+@hopper
 def test_the_path_is_taken_by_itself_where_it_holds():
     x = Case(seqlen_q=300, head_dim=64).inputs("cuda")
     assert why_not_gluon(x.q, x.k, x.v) is None
@@ -156,13 +188,27 @@ def test_sums_are_in_order_where_that_is_faster():
     from attnzoo_kernels.flash.hopper_backward import faster_in_order
     from attnzoo_kernels.flash.options import Options
 
-    def ordered(head_dim, seqlen, left, right, sequences=None):
+    def ordered(head_dim, seqlen, left, right, sequences=None, group=1):
         x = torch.empty(1, seqlen, 2, head_dim) if sequences is None else torch.empty(seqlen, 2, head_dim)
-        return faster_in_order(x, x, x, Options(sequences, None, 1.0, left, right, 0.0, 0.0))
+        return faster_in_order(x.repeat_interleave(group, -2), x, x, Options(sequences, None, 1.0, left, right, 0.0, 0.0))
 
     assert ordered(64, 2048, -1, 0) and ordered(40, 512, -1, 0)
     assert not any((ordered(64, 2049, -1, 0), ordered(128, 512, -1, 0), ordered(64, 512, -1, -1), ordered(64, 512, 64, 0),
-                    ordered(64, 512, -1, 0, sequences=3)))
+                    ordered(64, 512, -1, 0, sequences=3), ordered(64, 512, -1, 0, group=2)))
+
+
+def test_heads_are_joined_where_one_does_not_fill_the_gpu():
+    from attnzoo_kernels._gluon.tiles import L2_GROUP, heads_together
+    from attnzoo_kernels.flash.hopper_backward import shared_tiles
+
+    def joined(heads, tiles, ordered=False, in_l2=1):
+        return heads_together(heads, L2_GROUP // in_l2, tiles, 132, ordered)
+
+    assert joined(16, 64) == 4 and joined(9, 64) == 5 and joined(3, 16) == 3  # groups alike in size, of 1.5 tiles a program
+    assert joined(16, 128) == 1 and joined(64, 16, in_l2=8) == 8  # what L2 holds is enough
+    assert joined(16, 64, ordered=True) == 1
+    assert shared_tiles(2048, 256, 132) == (1980, 132) and shared_tiles(4096, 64, 132) == (4092, 8)
+    assert shared_tiles(2048, 32, 132)[1] == shared_tiles(264, 256, 132)[1] == 0
 
 
 def test_paths_that_were_taken_are_written_down():

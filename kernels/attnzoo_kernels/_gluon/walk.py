@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, mbarrier, ring, warpgroup_mma, warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, mbarrier, release, ring, warpgroup_mma, warpgroup_mma_wait
 from attnzoo_kernels._gluon.softmax import partial_row_sums, softmax_step
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -53,12 +53,45 @@ def hand_on(k_full, k_empty, v_full, v_empty, step, count, STAGES: gl.constexpr,
 
 
 @gluon.jit
+def first_weights(q, keys, values, k_empty, v_full, phase, valid, masked, row, column, len_q, len_k, window_left, window_right, scale,
+                  ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
+                  HAS_RIGHT: gl.constexpr, norm_layout: gl.constexpr, weights_layout: gl.constexpr):
+    """(maximum, partial sums, weights) of the first tile; `keys` are its BLOCK_N keys, or half of them where no query sees the others."""
+    KEYS: gl.constexpr = keys.shape[0]
+    dtype: gl.constexpr = keys.dtype
+    tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    if isinstance(q, gl.tensor):  # it carries the layout of a whole tile's product
+        q = gl.convert_layout(q, gl.DotOperandLayout(0, scores_layout, 2))
+    # [ROWS, KEYS]
+    pending = warpgroup_mma(q, keys.permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, scores_layout), use_acc=False, is_async=True)
+    if PACKED:
+        if valid < BLOCK_N:
+            mbarrier.wait(v_full, phase)
+            clear_rows(values, valid, BLOCK_N, BLOCK_DV)
+    scores = warpgroup_mma_wait(0, deps=(pending,))
+    release(k_empty)
+    if masked:
+        scores = keys_seen(scores, row, column, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+    top = gl.max(scores, 1)
+    base = gl.where(top == -float("inf"), 0.0, top)
+    weights = gl.exp2(scores * scale - (base * scale)[:, None])
+    norm = gl.convert_layout(partial_row_sums(weights), norm_layout)
+    weights = weights.to(dtype)
+    if KEYS < BLOCK_N:
+        weights = gl.join(weights, gl.zeros([ROWS, KEYS], dtype, scores_layout))
+        weights = gl.convert_layout(gl.reshape(gl.permute(weights, (0, 2, 1)), [ROWS, BLOCK_N]), tile_layout)
+    return gl.convert_layout(top, gl.SliceLayout(1, tile_layout)), norm, gl.convert_layout(weights, weights_layout)
+
+
+@gluon.jit
 def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin, full_begin, full_end, end, row, len_q, len_k,
               window_left, window_right, scale, ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
               PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr,
-              JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr, listed=None):
+              JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr, listed=None, HALVED: gl.constexpr = False):
     """Key tiles end - 1 down to begin, which need a mask from full_end on and before full_begin; LOOP_MASK: not the first one only.
-    listed: (entries, first column) where these are positions of a list of tiles; the column is that of its last tile.
+    listed: (entries, first column) where these are positions of a list of tiles; the column is that of its last tile. HALVED: half of the
+    first tile is left out where no query sees it.
 
     Returns the accumulator with the last product still in flight, the maximum in base 2, the sum and the next step. The caller waits for
     the product and, unless JOINT_RELEASE, gives back the last V.
@@ -73,23 +106,20 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
     first_column = (end - 1) * BLOCK_N
     if listed is not None:
         first_column = listed[1]
+    norm_layout: gl.constexpr = partial_row_sums(no_scores).type.layout
     slot, phase = ring(step, STAGES)
     mbarrier.wait(k_full.index(slot), phase)
-    # [ROWS, BLOCK_N]
-    pending = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    if PACKED:
-        if end * BLOCK_N > len_k:
-            mbarrier.wait(v_full.index(slot), phase)
-            clear_rows(v_tiles.index(slot), len_k - (end - 1) * BLOCK_N, BLOCK_N, BLOCK_DV)
-    scores = warpgroup_mma_wait(0, deps=(pending,))
-    mbarrier.arrive(k_empty.index(slot), count=1)
-    if end > full_end or (HAS_LEFT and end <= full_begin):
-        scores = keys_seen(scores, row, first_column, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-    top = gl.max(scores, 1)
-    base = gl.where(top == -float("inf"), 0.0, top)
-    weights = gl.exp2(scores * scale - (base * scale)[:, None])
-    norm = partial_row_sums(weights)
-    p = gl.convert_layout(weights.to(dtype), weights_layout)
+    masked = end > full_end or (HAS_LEFT and end <= full_begin)
+    if HALVED and row + ROWS + (len_k - len_q + window_right) <= first_column + BLOCK_N // 2:
+        top, norm, p = first_weights(q, k_tiles.index(slot).slice(0, BLOCK_N // 2), v_tiles.index(slot), k_empty.index(slot),
+                                     v_full.index(slot), phase, len_k - (end - 1) * BLOCK_N, masked, row, first_column, len_q, len_k,
+                                     window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, PACKED, HAS_LEFT, HAS_RIGHT, norm_layout,
+                                     weights_layout)
+    else:
+        top, norm, p = first_weights(q, k_tiles.index(slot), v_tiles.index(slot), k_empty.index(slot),
+                                     v_full.index(slot), phase, len_k - (end - 1) * BLOCK_N, masked, row, first_column, len_q, len_k,
+                                     window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, PACKED, HAS_LEFT, HAS_RIGHT, norm_layout,
+                                     weights_layout)
     # [ROWS, BLOCK_DV]
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, acc_layout)
     step += 1
@@ -107,7 +137,7 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
         acc_pending = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(pending,))
         if not JOINT_RELEASE:
-            mbarrier.arrive(k_empty.index(slot), count=1)
+            release(k_empty.index(slot))
         if LOOP_MASK:
             tile = begin + last_step - 1 - s
             if (tile >= full_end) | (tile < full_begin):
@@ -119,9 +149,9 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
             mbarrier.wait(k_full.index((s + 1) % STAGES), ((s + 1) // STAGES) & 1, pred=s + 1 < last_step)
         acc = warpgroup_mma_wait(0, deps=(acc_pending,))
         if JOINT_RELEASE:
-            mbarrier.arrive(k_empty.index(slot), count=1)
+            release(k_empty.index(slot))
         else:
-            mbarrier.arrive(v_empty.index(before), count=1)
+            release(v_empty.index(before))
         acc = acc * gl.convert_layout(rescale, acc_row)[:, None]
         p = gl.convert_layout(weights.to(dtype), weights_layout)
 

@@ -18,7 +18,7 @@ def loaded_tiles(row, ROWS: gl.constexpr, len_q, len_k, window_left, window_righ
 
 
 @gluon.jit
-def consumer_tiles(row, ME: gl.constexpr, ROWS: gl.constexpr, CONSUMERS: gl.constexpr, len_q, len_k, window_left, window_right,
+def consumer_tiles(row, ME, ROWS: gl.constexpr, CONSUMERS: gl.constexpr, len_q, len_k, window_left, window_right,
                    BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
     """First row and tiles of keys, at least one, of one of the program's consumers: (my_row, loaded_begin, loaded_end, begin, full_begin,
     full_end, end). It walks end - 1 down to begin, and those loaded on either side are for others."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.hopper import (
     async_load,
     async_store,
@@ -37,8 +38,17 @@ ROWS = gl.constexpr(64)  # of a consumer: what one matrix instruction takes
 
 
 @gluon.jit
+def part_of(consumer: gl.constexpr, taken, CONSUMERS: gl.constexpr, HALVED: gl.constexpr):
+    """Which part of a tile's rows is a consumer's. Of two each gets the first one in turn, half of whose last tile of keys no row sees."""
+    part = consumer
+    if HALVED and CONSUMERS == 2:
+        part = consumer ^ (taken & 1)
+    return part
+
+
+@gluon.jit
 def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
-             HAS_RIGHT: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr):
+             HAS_RIGHT: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, HALVED: gl.constexpr):
     """Takes tiles, tells the consumers which (-1 ends), and loads what they need."""
     (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, work, bars, counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads,
      group, head_group, n_tiles, window_left, window_right) = loads
@@ -68,7 +78,8 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
                     place = q_slot * CONSUMERS + c
                     mbarrier.wait(q_empty.index(place), q_phase ^ 1)
                     mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
-                    async_load(q_desc, [batch, head, first_q + row + c * ROWS, 0], q_full.index(place), box(q_tiles.index(place), q_desc))
+                    q_row = first_q + row + part_of(c, taken, CONSUMERS, HALVED) * ROWS
+                    async_load(q_desc, [batch, head, q_row, 0], q_full.index(place), box(q_tiles.index(place), q_desc))
             if JOINT_RELEASE:  # V of a step is free with K of the next
                 next_slot, next_phase = ring(step + 1, STAGES)
                 mbarrier.wait(k_empty.index(next_slot), next_phase ^ 1)
@@ -84,13 +95,15 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
             key -= BLOCK_N
             step += 1
         taken += 1
+    if index == n_tiles + gl.num_programs(0) - 1:  # each program asks once in vain, and this was the last time
+        gl.store(counter, 0)
     publish(work, work_full, work_empty, taken, -1, 0)
 
 
 @gluon.jit
 def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
              CONSUMERS: gl.constexpr, ME: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-             LOOP_MASK: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr):
+             LOOP_MASK: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr, HALVED: gl.constexpr):
     """64 rows of each tile."""
     (out_desc, out_ptr, lse_ptr, stats_ptr, q_tiles, k_tiles, v_tiles, out_tiles, work, bars, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q,
      seqlen_k, heads, window_left, window_right, scale, stride_stats, stride_os, stride_oh) = rows
@@ -105,8 +118,9 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.
         head = owner % heads
         first_q, len_q = sequence_bounds(cu_seqlens_q, sequence, n_seqs, seqlen_q, PACKED, True)
         first_k, len_k = sequence_bounds(cu_seqlens_k, sequence, n_seqs, seqlen_k, PACKED, False)
+        part = part_of(ME, taken, CONSUMERS, HALVED)
         my_row, loaded_begin, loaded_end, begin, full_begin, full_end, end = consumer_tiles(
-            row, ME, ROWS, CONSUMERS, len_q, len_k, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
+            row, part, ROWS, CONSUMERS, len_q, len_k, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
         step = hand_on(k_full, k_empty, v_full, v_empty, step, loaded_end - end, STAGES, JOINT_RELEASE)
         q_slot, q_phase = ring(taken, Q_SLOTS)
         q_place = q_slot * CONSUMERS + ME
@@ -119,7 +133,8 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.
             q = q_tiles.index(q_place)
         acc_pending, top, total, step = walk_keys(
             q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin, full_begin, full_end, end, my_row, len_q, len_k,
-            window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, STAGES, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, JOINT_RELEASE, HOLD)
+            window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, STAGES, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK, JOINT_RELEASE, HOLD,
+            HALVED=HALVED)
         if Q_SLOTS > 1:
             mbarrier.arrive(q_empty.index(q_place), count=1)
         i = my_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
@@ -158,7 +173,7 @@ def flash_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, 
                             head_group, n_tiles, VALUE_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
                             BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PACKED: gl.constexpr,
                             HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr, Q_SLOTS: gl.constexpr,
-                            JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr, REGISTERS: gl.constexpr):
+                            JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr, HALVED: gl.constexpr, REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [Q_SLOTS * CONSUMERS, ROWS, BLOCK_D],
                                         gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype))
@@ -175,20 +190,20 @@ def flash_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, 
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (rows, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD)),
+                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED)),
             (_consume, (rows, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD)),
-            (_produce, (loads, BLOCK_N, STAGES, CONSUMERS, PACKED, HAS_LEFT, HAS_RIGHT, Q_SLOTS, JOINT_RELEASE)),
+                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED)),
+            (_produce, (loads, BLOCK_N, STAGES, CONSUMERS, PACKED, HAS_LEFT, HAS_RIGHT, Q_SLOTS, JOINT_RELEASE, HALVED)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
             (_consume, (rows, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD)),
+                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED)),
             (_consume, (rows, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD)),
+                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED)),
             (_consume, (rows, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 2, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD)),
-            (_produce, (loads, BLOCK_N, STAGES, CONSUMERS, PACKED, HAS_LEFT, HAS_RIGHT, Q_SLOTS, JOINT_RELEASE)),
+                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED)),
+            (_produce, (loads, BLOCK_N, STAGES, CONSUMERS, PACKED, HAS_LEFT, HAS_RIGHT, Q_SLOTS, JOINT_RELEASE, HALVED)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     invalidate(bars)
 
@@ -200,8 +215,8 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
     heads, head_dim = q[0][-2:]
     value_dim, group = v[0][-1], heads // k[0][-2]
     width, value_width = 64 if head_dim <= 64 else 128, 64 if value_dim <= 64 else 128
-    tile = tile or hopper_forward_tile(width, value_width, seqlen_q if options.sequences is None else seqlen_q // sequences,
-                                       causal=options.window_right >= 0, window=options.window_left >= 0,
+    mean = seqlen_q if options.sequences is None else seqlen_q // sequences
+    tile = tile or hopper_forward_tile(width, value_width, mean, causal=options.window_right >= 0, window=options.window_left >= 0,
                                        packed=options.sequences is not None)
     n_tiles = options.programs(heads, seqlen_q, sequences, ROWS.value * tile.consumers)
     head_group = max(1, L2_GROUP // (2 * seqlen_k * (width + value_width))) * group
@@ -209,11 +224,14 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
                options.window_right, sequences, seqlen_q, seqlen_k, heads, group, head_group, n_tiles)
     shift = 0 if same_lengths else seqlen_k - seqlen_q if options.sequences is None else None
     loop_mask = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
+    # half of the first tile left out: 64 causal 512, 2048, 8192 257, 436, 557 TFLOP/s for 247, 430, 550; at 128 351, 590, 712 for 347, 601,
+    # 730; three consumers whose loop masks would spill
+    halved = options.window_right >= 0 and (width == value_width == 64 or mean <= 512) and not (tile.consumers == 3 and loop_mask)
     constants = {
         "VALUE_DIM": value_dim, "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": tile.block_n, "STAGES": tile.stages,
         "CONSUMERS": tile.consumers, "PACKED": options.sequences is not None, "HAS_LEFT": options.window_left >= 0,
         "HAS_RIGHT": options.window_right >= 0, "LOOP_MASK": loop_mask, "Q_SLOTS": tile.q_slots, "JOINT_RELEASE": tile.joint_release,
-        "HOLD": tile.hold, "REGISTERS": tile.registers,
+        "HOLD": tile.hold, "HALVED": halved, "REGISTERS": tile.registers,
     }
     launch = Launch(flash_fwd_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1)
     return launch, tile, width, value_width
@@ -239,8 +257,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
     stats = torch.empty(2, *lse_shape, dtype=torch.float32, device=q.device)
     same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
     launch, tile, width, value_width = _plan(q.device, q.dtype, same_lengths, layout(q), layout(k), layout(v), options, tile)
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     with on_device_of(q):
         launch(descriptor(q, ROWS.value, width), descriptor(k, tile.block_n, width), descriptor(v, tile.block_n, value_width),
-               descriptor(out, ROWS.value, value_width), out, lse, stats, cu_seqlens_q, cu_seqlens_k, counter)
+               descriptor(out, ROWS.value, value_width), out, lse, stats, cu_seqlens_q, cu_seqlens_k, tile_counter(q.device))
     return out, lse, stats
