@@ -28,6 +28,13 @@ def block_width(width: int) -> int:
     return max(16, next_power_of_2(width))
 
 
+def value_block(head_dim: int, value_dim: int, guarded: bool) -> int:
+    """block_width of values. Guarded tiles pass a select on their way to P V, and where they were narrower than the keys' (16 for 64, 32
+    for 128) what came out on Hopper was wrong, as by pointers; so they are as wide as the keys', up to 64.
+    """
+    return max(block_width(value_dim), min(block_width(head_dim), 64)) if guarded else block_width(value_dim)
+
+
 @functools.cache
 def _capability(index: int) -> int:
     major, minor = torch.cuda.get_device_capability(index)
@@ -135,7 +142,8 @@ class Launch:
     Triton's own launch looks at every argument again and encodes every tensor descriptor. From the third call on this goes to the compiled
     kernel with addresses for tensors, and with the descriptors' encodings where an address was seen before. `constants` stand in the order
     of the kernel's signature. `blocks`: descriptor()'s arguments for those tensors, by position, that the kernel takes as tensor
-    descriptors and the caller as they are. `options`: further ones of the compiler, as maxnreg.
+    descriptors and the caller as they are. `options`: further ones of the compiler, as maxnreg. `other`: what is launched at other lengths,
+    compiled with this one's first call, so that no later length waits for the compiler.
     """
 
     kernel: Any
@@ -146,6 +154,7 @@ class Launch:
     num_stages: int
     blocks: dict[int, tuple] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
+    other: "Launch | None" = None
     compiled: Any = None
     direct: Any = None
 
@@ -163,6 +172,8 @@ class Launch:
         if self.compiled is None:  # the interpreter compiles nothing and always comes here
             self.compiled = self.kernel[(self.programs,)](*given, *self.scalars, **self.constants, num_warps=self.num_warps,
                                                           num_stages=self.num_stages, **self.options)
+            if self.other is not None:
+                self.other.compile(*tensors)
         else:
             self.compiled[(self.programs, 1, 1)](*given, *self.scalars, *self.constants.values())
             if self.direct is None:

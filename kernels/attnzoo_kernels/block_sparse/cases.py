@@ -181,6 +181,7 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(seqlen_q=113, heads=1, head_dim=40, value_dim=111, block_q=16, causal=True),
     *(Case(lengths_q=(1, 0, 97, 17, 130, 0), block_q=16, causal=causal, masks="head") for causal in (False, True)),
     *(Case(lengths_q=(97, 130), block_q=64, density=0.7, causal=causal) for causal in (False, True)),
+    *(Case(lengths_q=(97, 130), heads=4, kv_heads=2, head_dim=64, value_dim=dv, block_q=64, density=0.7, causal=True) for dv in (16, 32)),
     Case(lengths_q=(17, 0, 113, 5), lengths_k=(97, 33, 17, 0), heads=4, kv_heads=2, block_q=32, block_k=16, masks="sequence", causal=True),
     Case(lengths_q=(97, 113), lengths_k=(130, 70), heads=4, kv_heads=2, block_q=16, window_size=(48, 24), strided=True),
 )

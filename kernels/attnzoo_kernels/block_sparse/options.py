@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import block_width
+from attnzoo_kernels._triton.launch import block_width, value_block
 from attnzoo_kernels.block_sparse.lists import Grid, TileLists, tile_lists
 from attnzoo_kernels.block_sparse.tiles import Tile
 
@@ -54,7 +54,7 @@ class Options:
 
     def widths(self, q: torch.Size, v: torch.Size) -> tuple[int, int]:
         """(BLOCK_D, BLOCK_DV)."""
-        return block_width(q[-1]), block_width(v[-1])
+        return block_width(q[-1]), value_block(q[-1], v[-1], self.sequences is not None)
 
     def constants(self, grid: Grid, q: torch.Size, v: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
         block_d, block_dv = self.widths(q, v)

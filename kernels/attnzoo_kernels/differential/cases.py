@@ -76,6 +76,7 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(lengths_q=(17, 0, 40, 5), lengths_k=(40, 33, 17, 0), heads=4, kv_heads=2, head_dim=32, causal=True),
     Case(lengths_q=(17, 0, 70, 5), lengths_k=(70, 33, 17, 0), head_dim=32, window_size=(16, 16), shared_keys=True),
     Case(lengths_q=(70, 33), heads=4, kv_heads=2, head_dim=32, value_dim=64, causal=True, strided=True),
+    *(Case(lengths_q=(97, 0, 70), heads=4, kv_heads=2, head_dim=64, value_dim=dv, causal=True) for dv in (16, 32)),
 )
 
 LONG: tuple[Case, ...] = (

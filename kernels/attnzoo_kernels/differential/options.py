@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import block_width
+from attnzoo_kernels._triton.launch import block_width, value_block
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Options:
             "HEAD_DIM": q.shape[-1],
             "VALUE_DIM": v.shape[-1],
             "BLOCK_D": block_width(q.shape[-1]),
-            "BLOCK_DV": block_width(v.shape[-1]),
+            "BLOCK_DV": value_block(q.shape[-1], v.shape[-1], self.packed),
             "SHARED_K": k2 is None,
             "PACKED": self.packed,
             "HAS_LEFT": self.window_left >= 0,

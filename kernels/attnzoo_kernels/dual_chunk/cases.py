@@ -96,6 +96,7 @@ CORRECTNESS: tuple[Case, ...] = (
     *(Case(seqlen_q=130, heads=1, head_dim=32, chunk_size=48, local_size=16, causal=causal) for causal in (True, False)),
     *(Case(seqlen_q=m, seqlen_k=n, heads=1, head_dim=32, chunk_size=40) for m, n in ((40, 136), (130, 34))),
     Case(lengths_q=(1, 0, 130, 33), heads=2, kv_heads=1, head_dim=32, chunk_size=40),
+    *(Case(lengths_q=(97, 0, 130), heads=2, kv_heads=1, head_dim=64, value_dim=dv, chunk_size=40) for dv in (16, 32)),
     Case(seqlen_q=61, heads=1, head_dim=40, rotary_dim=16),
     Case(seqlen_q=61, heads=1, head_dim=33, value_dim=17, rotary_dim=20, rope_interleaved=True),
     Case(seqlen_q=61, heads=1, head_dim=64, value_dim=128, rope_interleaved=True, causal=False),
