@@ -13,7 +13,9 @@ from attnzoo_kernels.taken import paths_taken
 
 CASES = [Case(seqlen_q=200, seqlen_k=333, heads=2, kv_heads=1, head_dim=64, causal=True), Case(seqlen_q=300, heads=2, head_dim=128),
          Case(seqlen_q=300, heads=2, head_dim=128, window_size=(100, 0)), Case(lengths_q=(100, 0, 200), heads=2, head_dim=64, causal=True),
-         Case(lengths_q=(100, 0, 200), heads=2, head_dim=128, causal=True)]
+         Case(lengths_q=(100, 0, 200), heads=2, head_dim=128, causal=True),
+         Case(seqlen_q=2100, heads=2, kv_heads=1, head_dim=64, causal=True),  # dQ a step late
+         Case(seqlen_q=4160, seqlen_k=4200, heads=5, head_dim=64)]  # and the last tiles in shares
 
 
 def main() -> None:
