@@ -23,7 +23,7 @@ def test_kernels_fit_and_do_not_spill(arch):
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 2 * 4 * 2 * 3
+    assert len(kernels) == 2 * 4 * 2 * 3 + (arch == 90)  # head dim 64 has a tile for long sequences
     too_large = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[arch]]
     spilling = [kernel for kernel in kernels if kernel["stack"] and kernel["PRECISION"] == "tf32"]
     clashing = [kernel for kernel in kernels if kernel["clash"]]

@@ -52,6 +52,21 @@ def test_repeated_runs_are_bitwise_equal(case, device):
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.parametrize("case", (Case(batch=2, seqlen_q=70, heads=3, causal=True, dtype=torch.float16),
+                                  Case(lengths_q=(40, 0, 25), heads=6, causal=True, dtype=torch.float16)), ids=str)
+def test_how_many_heads_take_turns_changes_no_bit(case, device, monkeypatch):
+    from attnzoo_kernels.flash import backward, forward
+    from attnzoo_kernels.flash.options import Options
+
+    inputs, results = case.inputs(device), []
+    for together in (1, 2, 3, 6):
+        monkeypatch.setattr(Options, "heads_together", lambda *_, together=together: together)
+        for plan in (forward._plan, backward._dq_plan, backward._dkdv_plan):
+            plan.cache_clear()
+        results.append(run(case, inputs, "triton"))
+    assert all(torch.equal(results[0][name], other[name]) for other in results[1:] for name in other)
+
+
 @pytest.mark.parametrize("case", (Case(seqlen_q=50, head_dim=33, value_dim=17, causal=True, dtype=torch.float16),
                                   Case(lengths_q=(17, 0, 40), head_dim=40, value_dim=33, strided=True, dtype=torch.float16)), ids=str)
 def test_widths_that_tma_cannot_read_are_copied_to_wider_ones(case, device, monkeypatch):

@@ -41,27 +41,36 @@ def find_tile(cu_seqlens, other_cu_seqlens, slot, n_seqs, total, BLOCK: tl.const
 
 @triton.jit
 def program_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, BLOCK: tl.constexpr, PACKED: tl.constexpr,
-                 LAST_FIRST: tl.constexpr):
+                 LAST_FIRST: tl.constexpr, together=None):
     """The tile of this program: (sequence, batch, head, row, first, length, other_first, other_length).
 
     Tiles run over rows of one side (queries, or keys), `other` is the side that the kernel walks. Tiles of one head follow each other,
-    so that
-    the heads of a group share what they walk in L2; LAST_FIRST starts with the last one (causal: the heaviest). `row` counts from the
-    sequence's first token; a program with row >= length has no tile. batch is 0 and `first` the offset where packed, the other way round
-    where dense; sequence numbers both.
+    so that they share what they walk in L2; LAST_FIRST starts with the last one (causal: the heaviest). together: so many heads take
+    turns, and the heavy tiles of all come before the light ones; it divides their number (where dense, in all sequences). `row` counts
+    from the sequence's first token; a program with row >= length has no tile. batch is 0 and `first` the offset where packed, the other
+    way round where dense; sequence numbers both.
     """
     if PACKED:
         slots = seqlen // BLOCK + n_seqs + 1
+    else:
+        slots = tl.cdiv(seqlen, BLOCK)
+    if together is None:
+        slot = tl.program_id(0) % slots
         head = tl.program_id(0) // slots
-        seq, tile, first, length, other_first, other_length = find_tile(
-            cu_seqlens, other_cu_seqlens, tl.program_id(0) % slots, n_seqs, seqlen, BLOCK)
+    else:
+        # unsigned: a division takes fewer instructions and registers
+        program, turns = tl.program_id(0).to(tl.uint32), tl.cast(together, tl.uint32)
+        slot = (program // turns % tl.cast(slots, tl.uint32)).to(tl.int32)
+        head = (program // tl.cast(together * slots, tl.uint32)).to(tl.int32) * together + (program % turns).to(tl.int32)
+    if PACKED:
+        seq, tile, first, length, other_first, other_length = find_tile(cu_seqlens, other_cu_seqlens, slot, n_seqs, seqlen, BLOCK)
         batch = 0
         tiles = tl.cdiv(length, BLOCK)
     else:
-        tiles = tl.cdiv(seqlen, BLOCK)
-        tile = tl.program_id(0) % tiles
-        head = tl.program_id(0) // tiles % heads
-        batch = tl.program_id(0) // tiles // heads
+        tiles = slots
+        tile = slot
+        batch = head // heads
+        head = head % heads
         seq, first, length, other_first, other_length = batch, 0, seqlen, 0, other_seqlen
     row = tile * BLOCK
     if LAST_FIRST:

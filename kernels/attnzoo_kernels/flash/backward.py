@@ -70,21 +70,22 @@ def _add_dq(dq, exact_delta, q, do, top, norm_stat, delta, k_rows, v_rows, begin
     return dq, exact_delta
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads",
+@triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together",
                                 "stride_stats"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "stats_ptr", "grad_lse_ptr"])
 def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_lse_ptr, stats_ptr, delta_ptr, row_stats_ptr, dq_ptr,
                         cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks,
                         stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
                         stride_dqb, stride_dqs, stride_dqh, stride_stats, stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob,
-                        window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, HEAD_DIM: tl.constexpr,
-                        VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
-                        HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                        HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-                        PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr, BLOCK_M: tl.constexpr,
-                        BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
+                        window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, together,
+                        HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                        PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
+                        HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
+                        HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr,
+                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
     seq, batch, head, row, first_q, len_q, first_k, len_k = program_tile(
-        cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT)
+        cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
+        together if HAS_RIGHT and not HAS_LEFT else None)
     if row >= len_q:
         return
     kv_head = head // group
@@ -215,21 +216,22 @@ def _add_dkdv(dk, dv, k, v, q_rows, do_rows, row_stats, stride_rows, begin, end,
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads"],
+@triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state"])
 def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
                           rng_state, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
                           stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
                           stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left, window_right, drop_below, n_seqs,
-                          seqlen_q, seqlen_k, heads, group, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                          BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-                          PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr,
-                          HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                          BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr, ONE_LOOP: tl.constexpr,
-                          FROM_STATS: tl.constexpr):
+                          seqlen_q, seqlen_k, heads, group, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+                          BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
+                          HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+                          ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr,
+                          ONE_LOOP: tl.constexpr, FROM_STATS: tl.constexpr):
     kv_heads = heads // group
     seq, batch, kv_head, column, first_k, len_k, first_q, len_q = program_tile(
-        cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, kv_heads, BLOCK_N, PACKED, False)
+        cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, kv_heads, BLOCK_N, PACKED, False,
+        together if HAS_RIGHT and not HAS_LEFT else None)
     if column >= len_k:
         return
     if PRECISION == "ieee":
@@ -292,7 +294,8 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
     constants |= {"HAS_GRAD_LSE": has_grad_lse, "EXACT_DELTA": exact_delta, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
                   "STATS_BLOCK": STATS_BLOCK, "TMA": tma}
     scalars = (*(stride for x in (q, k, v, out, grad_out, dq) for stride in strides(x)), math.prod(q[0][:-1]), stats_stride,
-               *options.scalars(q[0], k[0]))
+               *options.scalars(q[0], k[0]),
+               options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))
     programs = options.programs(q[0][-2], seqlen_q, sequences, tile.block_m)
     return Launch(flash_bwd_dq_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, _blocks(tile, constants, 4))
 
@@ -311,7 +314,9 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.sequences is not None)
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK, "TMA": tma, "ONE_LOOP": tile.one_loop,
                   "FROM_STATS": tile.from_stats and dtype != torch.float32 and not any(constants[name] for name in _BETWEEN)}
-    scalars = (*(stride for x in (q, k, v, grad_out, dk, dv) for stride in strides(x)), stats_stride, *options.scalars(q[0], k[0]))
+    scalars = (*(stride for x in (q, k, v, grad_out, dk, dv) for stride in strides(x)), stats_stride, *options.scalars(q[0], k[0]),
+               1 if options.sequences is not None  # where the rule of dQ is 1 to 5 % slower
+               else options.heads_together(k[0], q[0], (q[0][-1] + v[0][-1]) * (q[0][-2] // k[0][-2]), tile.block_n, device, dtype))
     programs = options.programs(k[0][-2], seqlen_k, sequences, tile.block_n)
     return Launch(flash_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, _blocks(tile, constants, 3))
 

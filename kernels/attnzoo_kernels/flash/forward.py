@@ -14,9 +14,10 @@ from attnzoo_kernels._triton.masks import key_ranges, keys_seen
 from attnzoo_kernels._triton.softmax import add_dot, in_units, log_sum_exp, score_dot, softmax_stats, softmax_step
 from attnzoo_kernels._triton.tiles import first_lse, in_registers, load_rows, program_tile, store_rows, tile_source
 from attnzoo_kernels.dropout import drop_threshold
+from attnzoo_kernels.flash import forward_specialised
 from attnzoo_kernels.flash.options import Layout, Options, layout, strides, tma_kind
 from attnzoo_kernels.flash.scores import alibi, score_unit, scores_in_unit
-from attnzoo_kernels.flash.tiles import forward_tile
+from attnzoo_kernels.flash.tiles import Tile, forward_tile, specialised_tile
 
 
 @triton.jit
@@ -59,19 +60,21 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, full_begin, full_end,
     return acc, top, norm
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "stride_stats"],
+@triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together",
+                                "stride_stats"],
             do_not_specialize_on_alignment=["sinks", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state"])
 def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
                      stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob,
                      stride_os, stride_oh, stride_stats, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left, window_right,
-                     drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+                     drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
                      BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                      PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr,
                      HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, DROP_PAIRS: tl.constexpr,
                      HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr,
                      Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr):
     seq, batch, head, row, first_q, len_q, first_k, len_k = program_tile(
-        cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT)
+        cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
+        together if HAS_RIGHT and not HAS_LEFT else None)
     if row >= len_q:
         return
     kv_head = head // group
@@ -137,11 +140,25 @@ def drop_pairs_hold(dropout_p: float, dtype: torch.dtype, device: torch.device) 
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bool, q: Layout, k: Layout, v: Layout,
           options: Options) -> Launch:
+    constants = options.constants(q[0], v[0], dtype, device)
+    arch, width, value_width = architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"]
+    short, long = (forward_tile(arch, width, value_width, dtype.itemsize, causal=options.window_right >= 0, window=options.window_left >= 0,
+                                packed=options.sequences is not None, heavy=options.softcap > 0 or options.dropout_p > 0, long=long)
+                   for long in (False, options.sequences is None))
+    tile, other = (long, short) if options.sequences is None and k[0][1] > 4096 else (short, long)
+    launch = _launch(device, dtype, aligned, has_sinks, q, k, v, options, tile)
+    if other != tile:
+        launch.other = _launch(device, dtype, aligned, has_sinks, q, k, v, options, other)
+    specialised = specialised_tile(arch, width, value_width)
+    if forward_specialised.takes(specialised, dtype, aligned, q, k, v, options):
+        return forward_specialised.plan(device, dtype, has_sinks, q, k, v, specialised, options, launch)
+    return launch
+
+
+def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bool, q: Layout, k: Layout, v: Layout, options: Options,
+            tile: Tile) -> Launch:
     sequences, seqlen_q, _ = options.sizes(q[0], k[0])
     constants = options.constants(q[0], v[0], dtype, device)
-    tile = forward_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0,
-                        window=options.window_left >= 0, packed=options.sequences is not None,
-                        heavy=options.softcap > 0 or options.dropout_p > 0)
     tma = tma_kind(tile.tma and aligned, (q, k, v), dtype.itemsize, options.sequences is not None)
     rows = math.prod(q[0][:-1])
     heads, value_dim = q[0][-2], v[0][-1]
@@ -149,7 +166,8 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
     constants |= {"DROP_PAIRS": drop_pairs_hold(options.dropout_p, dtype, device), "HAS_SINKS": has_sinks,
                   "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma, "Q_REGISTERS": tile.q_registers,
                   "Q_SELECT": tile.q_select, "ONE_LOOP": tile.one_loop}
-    scalars = (*strides(q), *strides(k), *strides(v), *stride_out, rows, *options.scalars(q[0], k[0]))
+    scalars = (*strides(q), *strides(k), *strides(v), *stride_out, rows, *options.scalars(q[0], k[0]),
+               options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))
     programs = options.programs(heads, seqlen_q, sequences, tile.block_m)
     width, value_width = constants["BLOCK_D"], constants["BLOCK_DV"]
     packed = options.sequences is not None

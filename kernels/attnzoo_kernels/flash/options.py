@@ -1,5 +1,6 @@
 """The options of one call as FlashAttention's launches need them: hashable, so that a launch is planned once for each layout."""
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from torch import Tensor
 from attnzoo_kernels._triton.launch import architecture, block_width, tma_takes_layout
 from attnzoo_kernels._triton.tiles import BY_SEQUENCE
 from attnzoo_kernels.dropout import drop_threshold
+
+L2_GROUP = 16 << 20  # bytes that stay in L2 while a group of heads reads them
 
 Layout = tuple[torch.Size, tuple[int, ...]]
 
@@ -28,6 +31,11 @@ def tma_kind(wanted: bool, tensors: tuple[Layout, ...], itemsize: int, packed: b
     if not wanted or not all(tma_takes_layout(*x, itemsize) for x in tensors):
         return 0
     return BY_SEQUENCE.value if packed else 1
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,22 @@ class Options:
     def programs(self, heads: int, seqlen: int, sequences: int, block: int) -> int:
         """Tiles of all heads; for packed sequences find_tile's slots."""
         return heads * (sequences * -(-seqlen // block) if self.sequences is None else seqlen // block + sequences + 1)
+
+    def heads_together(self, own: torch.Size, other: torch.Size, width: int, block: int, device: torch.device, dtype: torch.dtype) -> int:
+        """Of how many heads causal programs take the tiles in turn, heavy ones first: of as many as L2 holds of the `width` columns that
+        each walks, but of three tiles a multiprocessor (two programs run there), else the last heads' heavy tiles end late. Divides
+        their number. Short sequences have no heavy tiles, and are 3 to 5 % faster head by head."""
+        sequences, seqlen, other_seqlen = self.sizes(own, other)
+        heads = own[-2]
+        if self.sequences is None:
+            heads *= sequences
+        else:
+            seqlen, other_seqlen = seqlen // max(sequences, 1), other_seqlen // max(sequences, 1)
+        tiles = -(-seqlen // block)
+        if tiles < 16:
+            return 1
+        least = max(1, L2_GROUP // max(other_seqlen * width * dtype.itemsize, 1), -(-3 * multiprocessors(device) // tiles))
+        return next(n for n in range(min(least, heads), heads + 1) if heads % n == 0)
 
     def scalars(self, q: torch.Size, k: torch.Size) -> tuple:
         drop_below = drop_threshold(self.dropout_p)

@@ -30,8 +30,8 @@ INTERPRETER = Tile(32, 32, 4, 1)  # arch 0: nothing is measured there, small til
 
 
 def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool, window: bool, packed: bool = False,
-                 heavy: bool = False) -> Tile:
-    """heavy: softcap or dropout, which take as many instructions again."""
+                 heavy: bool = False, long: bool = False) -> Tile:
+    """heavy: softcap or dropout, which take as many instructions again. long: dense sequences of more than 4096 keys."""
     width = max(block_d, block_dv)
     if arch == 0:
         return replace(INTERPRETER, one_loop=causal)
@@ -39,7 +39,9 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causa
         return Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     if _hopper_like(arch):
         if width <= 64:
-            # full, 512 361, 2048 454, 8192 481; 64x128 with queries in shared memory 326, 444, 494
+            # full, 512 358, 2048 454, 4096 476, 8192 480, 16384 487; 64x128 with queries in shared memory 320, 438, 478, 497, 494
+            if long and not (causal or window or heavy):
+                return Tile(64, 128, 4, 2, tma=True)
             return Tile(64, 64, 4, 3, tma=True, q_registers=True)
         if width <= 128 and (causal or window or packed) and not heavy:
             # causal, 512 274, 2048 463, 8192 548, window 450, packed 395; loops of their own 254, 441, 527, 408, 379; but full 557 for 584,
@@ -54,6 +56,20 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causa
     if width <= 128:
         return Tile(128, 32, 8, 3)
     return Tile(64, 64, 8, 1)
+
+
+@dataclass(frozen=True)
+class SpecialisedTile:
+    """Of the forward whose warps Triton's compiler specialises."""
+
+    block_m: int
+    block_n: int
+    stages: int  # three came out wrong
+
+
+def specialised_tile(arch: int, block_d: int, block_dv: int) -> SpecialisedTile | None:
+    # full, 512 502, 2048 610, 8192 641; two loops of 64x64 375, 534, 585; head dim 64 418 for 479, causal 439 for 568 (masks in each step)
+    return SpecialisedTile(128, 128, 2) if arch == 90 and block_d == block_dv == 128 else None
 
 
 def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:

@@ -1,0 +1,108 @@
+"""The plain forward whose warps Triton's compiler specialises: compiled ahead of time, and on a Hopper GPU under the 2x rule."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from test_flash import run
+from test_flash_hopper import BUSY
+
+from attnzoo_kernels import flash_attention
+from attnzoo_kernels.flash.cases import Case
+from benchmarks.accuracy import error_ratio
+
+pytestmark = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="only Triton 3.6 takes descriptors of halved tiles")
+hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
+PLAIN = Case(batch=2, seqlen_q=300, seqlen_k=256, heads=4, head_dim=128)
+CASES = [replace(PLAIN, dtype=dtype, **changes) for dtype in (torch.bfloat16, torch.float16) for changes in (
+    {}, {"seqlen_q": 1025, "seqlen_k": 1024, "kv_heads": 1}, {"seqlen_q": 1, "seqlen_k": 128}, {"seqlen_k": 512, "value_dim": 96},
+    {"batch": 5, "sinks": True}, {"seqlen_k": 1152, "q_scale": 20.0}, {"seqlen_q": 1023, "seqlen_k": 2048, "kv_heads": 2})]
+
+
+def is_specialised(case: Case, x) -> bool:
+    """Whether this path computes the case."""
+    from attnzoo_kernels.flash import forward, forward_specialised
+    from attnzoo_kernels.flash.options import Options, layout
+
+    options = Options.of(None, None, case.head_dim**-0.5, -1, -1, 0.0, 0.0)
+    launch = forward._plan(x.q.device, x.q.dtype, True, case.sinks, layout(x.q), layout(x.k), layout(x.v), options)
+    return isinstance(launch, forward_specialised.HalvedLaunch)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_is_at_most_twice_that_of_eager(case, poisoned):
+    inputs = case.inputs("cuda")
+    assert is_specialised(case, inputs)
+    ours, eager, exact = run(case, inputs, "triton"), run(case, inputs, "reference"), run(case, inputs, "reference", torch.float64)
+    ratios = {name: error_ratio(ours[name].detach(), eager[name].detach(), exact[name].detach()) for name in exact}
+    assert max(ratios.values()) <= 1, {name: round(ratio, 2) for name, ratio in ratios.items()}
+
+
+@pytest.mark.gpu
+@hopper
+def test_nothing_depends_on_what_lies_beyond_a_sequence():
+    """Queries, keys and values of one sequence as parts of a larger tensor, which is NaN elsewhere."""
+    results = []
+    for filling in (0.0, torch.nan):
+        everything = torch.full((3, 384, 4, 5, 128), filling, device="cuda", dtype=torch.bfloat16)
+        torch.manual_seed(3)
+        everything[1, :, :, 1:4] = torch.randn(384, 4, 3, 128)
+        q, k, v = (everything[1:2, :, :, n] for n in (1, 2, 3))
+        results.append(flash_attention(q[:, :333], k, v, return_lse=True, impl="triton"))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+@hopper
+def test_no_compiling_for_a_new_length():
+    from triton import knobs
+
+    compiled = []
+    knobs.runtime.jit_post_compile_hook = lambda **event: compiled.append(event["fn"].name)
+    try:
+        for index, seqlen in enumerate((128, 64, 640, 999, 1)):
+            x = Case(batch=index + 1, seqlen_q=seqlen, heads=3, head_dim=128).inputs("cuda")
+            flash_attention(x.q, x.k, x.v, impl="triton")
+            if index == 0:
+                before = len(compiled)
+        assert len(compiled) == before, compiled[before:]
+    finally:
+        knobs.runtime.jit_post_compile_hook = None
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@hopper
+def test_no_tile_is_lost_where_another_process_shares_the_gpu():
+    """A program that is stopped and resumed finds its shared memory as it left it, also what lies in place of barriers."""
+    x = Case(batch=16, seqlen_q=4096, heads=8, head_dim=128).inputs("cuda")
+    first = flash_attention(x.q, x.k, x.v, impl="triton")
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout.readline() == "busy\n"
+            for _ in range(300):
+                torch.full_like(first, torch.nan)  # the next output lies where this was
+                assert torch.equal(flash_attention(x.q, x.k, x.v, impl="triton"), first)
+        finally:
+            other.kill()
+
+
+@pytest.mark.slow
+def test_the_compiler_specialises_the_warps_and_leaves_no_barrier_under_data():
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, Path(__file__).with_name("specialised_ahead_of_time.py"), "90"], env=environment,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(kernels) == 4
+    for kernel in kernels:
+        assert kernel["specialised"] and not kernel["stack"] and kernel["shared"] <= 232448, kernel
+        assert kernel["unused_barriers"] == kernel["invalidated"] == [0, 8], kernel
