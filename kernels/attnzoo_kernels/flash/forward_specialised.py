@@ -28,11 +28,11 @@ def takes(tile: SpecialisedTile | None, dtype: torch.dtype, aligned: bool, q: La
     """Whether this kernel computes the call."""
     if tile is None or options.sequences is not None or not triton.__version__.startswith("3.6."):
         return False
-    (batch, seqlen, _, head_dim), (by_batch, by_row, _) = q[0], strides(q)
+    (batch, seqlen, heads, head_dim), (by_batch, by_row, by_head) = q[0], strides(q)
     return (dtype.itemsize == 2 and aligned and options.softmax_scale > 0 and options.slopes_stride is None
             and options.softcap == options.dropout_p == 0 and options.window_left < 0 and options.window_right < 0
             and k[0][1] % tile.block_n == 0 and head_dim == 128 and all(tma_takes_layout(*x, 2) for x in (q, k, v))
-            and (batch == 1 or by_batch == seqlen * by_row))
+            and (batch == 1 or by_batch == seqlen * by_row) and by_row >= heads * by_head)
 
 
 @triton.jit
