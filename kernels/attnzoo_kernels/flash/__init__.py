@@ -37,7 +37,8 @@ def flash_attention(
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
     value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence).
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
-    head_dim and value_dim up to 256; from sm_90 on, 16-bit tensors of widths that are no multiple of 8 are copied to the next.
+    head_dim and value_dim up to 256; from sm_90 on, 16-bit tensors of widths that are no multiple of 8 are copied to the next, and so are
+    those with value_dim up to 32 whose rows do not lie at whole 16 bytes.
     kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
     Scores are scaled, then capped (softcap * tanh(score / softcap), 0 is off), then biased, then masked:
