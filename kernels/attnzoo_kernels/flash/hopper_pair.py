@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.hopper import invalidate, mbarrier, tma, warpgroup_mma_wait
 from attnzoo_kernels.flash.hopper_gradients import await_turn, store_keys, turn_of, write_to
 from attnzoo_kernels.flash.hopper_loads import HALF, WORK, await_work, load, walk_barriers, word
-from attnzoo_kernels.flash.hopper_steps import add_half, dq_before, hand_on_dq, late_step, pair_step, write_half
+from attnzoo_kernels.flash.hopper_steps import add_half, dq_before, hand_on_dq, pair_step, write_half
 
 
 @gluon.jit
@@ -124,13 +124,12 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
             for part in gl.static_range(3):
                 if part != 2 or HAS_LEFT:
                     for i in range(bounds[part], bounds[part + 1]):
+                        made = dq_tile + i
                         if LATE:
-                            dk, dv = late_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, gl.where(i > begin, dq_tile + i, dq_end) - 1,
-                                               columns, bars, before + i, before + i > at, scale, low - i * ROWS, high - i * ROWS, ROWS,
-                                               STAGES, ME, part != 1, HAS_LEFT, WRITER)
-                        else:
-                            dk, dv = pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile + i, columns, bars, before + i, scale,
-                                               low - i * ROWS, high - i * ROWS, ROWS, STAGES, ME, part != 1, HAS_LEFT, WRITER)
+                            made = gl.where(i > begin, dq_tile + i, dq_end) - 1
+                        dk, dv = pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, made, columns, bars, before + i, scale,
+                                           low - i * ROWS, high - i * ROWS, ROWS, STAGES, ME, part != 1, HAS_LEFT, WRITER, LATE,
+                                           before + i > at)
             before += end - begin
             dq_end = dq_tile + end
             dq_tile += head_tiles
@@ -138,7 +137,7 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
             if before + begin > at:
                 dq_pending = dq_before(tiles[3], ds_tiles, bars[8], before + begin, True, ROWS, ME)
                 dq = warpgroup_mma_wait(0, deps=(dq_pending,))
-                hand_on_dq(dq, dq_desc, dq_tiles, dq_end - 1, bars, before + begin, ROWS, ME, WRITER)
+                hand_on_dq(dq, dq_desc, dq_tiles, dq_end - 1, bars, before + begin, ROWS, ME, WRITER, LATE)
         at = before + begin
         mbarrier.arrive(kv_empty, count=1)
         batch, kv_head, key, first_k = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3), word(work, slot, 10)
