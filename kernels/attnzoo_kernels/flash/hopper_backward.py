@@ -1,8 +1,8 @@
 """FlashAttention's backward on Hopper: the float32 dQ that all key tiles add to is cleared with the row statistics and written out last.
 
 Without an order the sums of dQ differ from run to run by their rounding. With one each query tile takes its key tiles from the last one
-down, and nothing is cleared: the first writes. Two kernels: consumers that make all three gradients; and, for narrow heads in order, with
-a warp group of its own for dQ.
+down, and nothing is cleared: the first writes. Two kernels: consumers that make all three gradients; and, for narrow heads with windows or
+with few queries in order, with a warp group of its own for dQ.
 """
 
 import functools
