@@ -1,0 +1,65 @@
+"""What torch.compile is told of the operators is what they do: schema, shapes and strides of the results, for inputs with heads first."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from attnzoo_kernels import (
+    BlockLayout,
+    block_sparse_attention,
+    decode_attention,
+    differential_attention,
+    dual_chunk_attention,
+    flash_attention,
+)
+
+GPU = torch.cuda.is_available()
+WIDTH, KEYS, BLOCK = (64, 128, 64) if GPU else (16, 32, 16)  # on a GPU what Gluon takes
+
+
+class Calls(TorchDispatchMode):
+    """Writes down the first call of each of our operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace == "attnzoo":
+            self.first.setdefault(operator, args)
+        return operator(*args, **(kwargs or {}))
+
+
+def heads_first(seqlen: int, heads: int, device: str) -> torch.Tensor:
+    x = torch.randn(2, heads, seqlen, WIDTH, device=device, dtype=torch.bfloat16 if GPU else torch.float32)
+    return x.transpose(1, 2).requires_grad_()
+
+
+def call(operator: str, queries: int, device: str, impl: str | None):
+    q, q2, k, k2, v = (heads_first(*shape, device) for shape in ((queries, 4), (queries, 4), (KEYS, 2), (KEYS, 2), (KEYS, 2)))
+    table = torch.linspace(0, 1, 64 * WIDTH // 2, device=device).view(64, -1)
+    layout = BlockLayout.from_mask(torch.ones(-(-queries // BLOCK), 2, dtype=torch.bool, device=device), BLOCK)
+    if operator == "decode":
+        lengths = torch.full((2,), KEYS - 9, dtype=torch.int32, device=device)
+        return decode_attention(*(x.detach() for x in (q, k, v)), cache_seqlens=lengths, impl=impl)
+    out = {
+        "flash": lambda: flash_attention(q, k, v, causal=True, impl=impl),
+        "block_sparse": lambda: block_sparse_attention(q, k, v, layout, causal=True, impl=impl),
+        "differential": lambda: differential_attention(q, q2, k, k2, v, torch.rand(4, device=device), causal=True, impl=impl),
+        "dual_chunk": lambda: dual_chunk_attention(q, k, v, cos=table.cos(), sin=table.sin(), chunk_size=24, local_size=8, impl=impl),
+    }[operator]()
+    return torch.autograd.grad(out.float().sum(), (q, k, v))
+
+
+@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "decode"))
+@pytest.mark.parametrize("queries", (KEYS, KEYS - 9))
+@pytest.mark.parametrize("impl", (None, "triton") if GPU else ("triton",))
+def test_fakes_tell_what_operators_give(operator, queries, impl, device, monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with Calls() as calls:
+        call(operator, queries, device, impl)
+    monkeypatch.undo()
+    assert len(calls.first) == (1 if operator == "decode" else 2)
+    for custom, args in calls.first.items():
+        args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
+        torch.library.opcheck(custom, args, test_utils=("test_schema", "test_faketensor"))
