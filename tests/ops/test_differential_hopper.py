@@ -18,7 +18,7 @@ EDGES = tuple(Case(batch=2, seqlen_q=m, seqlen_k=n, heads=4, kv_heads=2, head_di
 PACKED = tuple(Case(lengths_q=(100, 0, 333, 1, 700), heads=4, kv_heads=2, head_dim=d, value_dim=dv, causal=causal, shared_keys=shared)
                for d, dv, shared in WIDTHS for causal in (False, True))
 COVERED = [replace(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float16) for case in CORRECTNESS + LONG + EDGES + PACKED
-           if case.head_dim > 32 and case.head_dim % 8 == 0 and (case.value_dim or 8) % 8 == 0]
+           if case.head_dim > 32 and (case.value_dim or 64) > 32 and case.head_dim % 8 == 0 and (case.value_dim or 8) % 8 == 0]
 
 
 def run(case: Case, impl: str, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
