@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, tma_takes_layout
 
 __all__ = ["TRIED", "async_add", "async_load", "async_store", "barrier", "box", "descriptor", "fence_async_shared", "invalidate",
-           "mbarrier", "multiprocessors", "release", "ring", "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait",
+           "mbarrier", "release", "ring", "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait",
            "why_not_tma"]
 
 TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to the plain kernels
@@ -34,11 +34,6 @@ def async_add(desc, coordinates, tile, _semantic=None):
 
 def version_is_tried() -> bool:
     return tuple(int(n) for n in triton.__version__.split(".")[:2]) in TRIED
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def why_not_tma(*tensors: Tensor) -> str | None:

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-L2_GROUP = 16 << 20  # bytes that stay in L2 while a group of heads reads them: keys and values, or in a backward queries, gradients and dQ
+from attnzoo_kernels._triton.launch import L2_GROUP
 
 
 def heads_together(heads: int, head_bytes: int, tiles: int, programs: int, ordered: bool) -> int:

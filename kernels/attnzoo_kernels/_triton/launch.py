@@ -14,6 +14,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+L2_GROUP = 16 << 20  # bytes that stay in L2 while a group of heads reads them: keys and values, or in a backward queries, gradients and dQ
 SEQUENCE_END = 2**30  # in load_rows' coordinates
 LONGEST = 2**31 - 2**16
 WRONG_BY_POINTERS = 32  # values up to this width, see tma_readable; from 40 on tried right in all four masks, dense and packed
@@ -39,6 +40,11 @@ def value_block(head_dim: int, value_dim: int, guarded: bool) -> int:
 def _capability(index: int) -> int:
     major, minor = torch.cuda.get_device_capability(index)
     return major * 10 + minor
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def architecture(where: Tensor | torch.device) -> int:

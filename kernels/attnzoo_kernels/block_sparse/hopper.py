@@ -20,7 +20,6 @@ from attnzoo_kernels._gluon.hopper import (
     fence_async_shared,
     invalidate,
     mbarrier,
-    multiprocessors,
     ring,
     tma,
     warpgroup_mma_wait,
@@ -29,7 +28,7 @@ from attnzoo_kernels._gluon.hopper import (
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._gluon.walk import store_statistics, walk_keys
 from attnzoo_kernels._gluon.work import WORK, forward_barriers
-from attnzoo_kernels._triton.launch import Launch, on_device_of
+from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of
 from attnzoo_kernels.block_sparse.hopper_lists import find_list, list_lengths, listed_tile
 from attnzoo_kernels.block_sparse.lists import Grid
 from attnzoo_kernels.block_sparse.options import Options

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._gluon.hopper import descriptor, multiprocessors, why_not_tma
-from attnzoo_kernels._triton.launch import Launch, on_device_of, tma_takes_layout
+from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
+from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, tma_takes_layout
 from attnzoo_kernels.block_sparse.hopper_gradients import block_sparse_bwd_hopper_kernel
 from attnzoo_kernels.block_sparse.hopper_pair import block_sparse_bwd_pair_kernel
 from attnzoo_kernels.block_sparse.lists import Grid

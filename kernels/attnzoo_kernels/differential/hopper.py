@@ -21,16 +21,15 @@ from attnzoo_kernels._gluon.hopper import (
     fence_async_shared,
     invalidate,
     mbarrier,
-    multiprocessors,
     ring,
     tma,
     warpgroup_mma_wait,
     why_not_tma,
 )
-from attnzoo_kernels._gluon.tiles import L2_GROUP, masks_in_loop, sequence_bounds
+from attnzoo_kernels._gluon.tiles import masks_in_loop, sequence_bounds
 from attnzoo_kernels._gluon.walk import hand_on, store_rows, store_statistics, walk_keys
 from attnzoo_kernels._gluon.work import consumer_tiles, forward_barriers, loaded_tiles, next_tile, publish, take
-from attnzoo_kernels._triton.launch import Launch, block_width, on_device_of
+from attnzoo_kernels._triton.launch import L2_GROUP, Launch, block_width, multiprocessors, on_device_of
 from attnzoo_kernels.differential.options import Options, lambda_strides
 from attnzoo_kernels.differential.tiles import HopperTile, hopper_forward_tile
 from attnzoo_kernels.flash.options import Layout, layout

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._gluon.hopper import descriptor, multiprocessors, why_not_tma
+from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
-from attnzoo_kernels._triton.launch import Launch, block_width, on_device_of, tma_takes_layout
+from attnzoo_kernels._triton.launch import Launch, block_width, multiprocessors, on_device_of, tma_takes_layout
 from attnzoo_kernels.differential import hopper_parts
 from attnzoo_kernels.differential.backward import reduce_like
 from attnzoo_kernels.differential.hopper_gradients import differential_bwd_hopper_kernel

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._gluon.hopper import descriptor, multiprocessors
+from attnzoo_kernels._gluon.hopper import descriptor
 from attnzoo_kernels._gluon.tiles import heads_together
-from attnzoo_kernels._triton.launch import Launch, on_device_of
+from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of
 from attnzoo_kernels.differential.backward import reduce_like
 from attnzoo_kernels.differential.hopper_rows import differential_bwd_parts_rows_kernel
 from attnzoo_kernels.differential.options import Options, lambda_strides

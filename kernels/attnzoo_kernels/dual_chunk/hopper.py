@@ -18,7 +18,6 @@ from attnzoo_kernels._gluon.hopper import (
     fence_async_shared,
     invalidate,
     mbarrier,
-    multiprocessors,
     ring,
     tma,
     warpgroup_mma,
@@ -26,10 +25,10 @@ from attnzoo_kernels._gluon.hopper import (
     why_not_tma,
 )
 from attnzoo_kernels._gluon.softmax import partial_row_sums, softmax_step
-from attnzoo_kernels._gluon.tiles import L2_GROUP, sequence_bounds
+from attnzoo_kernels._gluon.tiles import sequence_bounds
 from attnzoo_kernels._gluon.walk import clear_rows, hand_on, keys_seen, store_statistics
 from attnzoo_kernels._gluon.work import forward_barriers, take
-from attnzoo_kernels._triton.launch import Launch, on_device_of
+from attnzoo_kernels._triton.launch import L2_GROUP, Launch, multiprocessors, on_device_of
 from attnzoo_kernels.dual_chunk.hopper_tiles import Q_SLOTS, chunk_of, is_merged, produce, rows_end, stage_keys
 from attnzoo_kernels.dual_chunk.options import Options
 from attnzoo_kernels.dual_chunk.parts import parts

@@ -8,9 +8,9 @@ import functools
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._gluon.hopper import descriptor, multiprocessors, why_not_tma
+from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
-from attnzoo_kernels._triton.launch import Launch, on_device_of, strides, tma_takes
+from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, strides, tma_takes
 from attnzoo_kernels._triton.softmax import LN2
 from attnzoo_kernels.dual_chunk.hopper_gradients import dual_chunk_bwd_hopper_kernel
 from attnzoo_kernels.dual_chunk.hopper_rows import dual_chunk_bwd_dk_rows_kernel, dual_chunk_bwd_dq_rows_kernel, dual_chunk_bwd_rows_kernel

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnzoo_kernels._triton.launch import Launch, block_width, descriptor_like, tma_takes_layout
+from attnzoo_kernels._triton.launch import Launch, block_width, descriptor_like, multiprocessors, tma_takes_layout
 from attnzoo_kernels._triton.softmax import in_units, log_sum_exp, softmax_stats, softmax_step
 from attnzoo_kernels._triton.tiles import first_lse, load_rows, store_rows
-from attnzoo_kernels.flash.options import Layout, Options, multiprocessors, strides
+from attnzoo_kernels.flash.options import Layout, Options, strides
 from attnzoo_kernels.flash.tiles import SpecialisedTile
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._gluon.hopper import descriptor, multiprocessors, why_not_tma
+from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
-from attnzoo_kernels._triton.launch import Launch, on_device_of, tma_takes_layout
+from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, tma_takes_layout
 from attnzoo_kernels.flash.hopper_gradients import flash_bwd_hopper_kernel
 from attnzoo_kernels.flash.hopper_loads import HALF, KEYS
 from attnzoo_kernels.flash.hopper_pair import flash_bwd_pair_kernel
@@ -132,11 +132,8 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     head_group = heads_together(sequences * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs, ordered)
     constants = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
                  "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered}
-    if not tile.dq_group:
-        constants["ROWS"] = tile.rows
-    constants["STAGES"] = tile.stages
-    if not tile.dq_group:
-        constants |= {"WRITER": tile.writer, "LATE": tile.late, "SHARED": run > 0}
+    constants |= {"STAGES": tile.stages} if tile.dq_group else {
+        "ROWS": tile.rows, "STAGES": tile.stages, "WRITER": tile.writer, "LATE": tile.late, "SHARED": run > 0}
     walk = Launch(
         flash_bwd_hopper_kernel if tile.dq_group else flash_bwd_pair_kernel, min(whole + runs, programs),
         (options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right, sequences, seqlen_q,

@@ -1,6 +1,5 @@
 """The options of one call as FlashAttention's launches need them: hashable, so that a launch is planned once for each layout."""
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import architecture, block_width, tma_takes_layout
+from attnzoo_kernels._triton.launch import L2_GROUP, architecture, block_width, multiprocessors, tma_takes_layout
 from attnzoo_kernels._triton.tiles import BY_SEQUENCE
 from attnzoo_kernels.dropout import drop_threshold
-
-L2_GROUP = 16 << 20  # bytes that stay in L2 while a group of heads reads them
 
 Layout = tuple[torch.Size, tuple[int, ...]]
 
@@ -31,11 +28,6 @@ def tma_kind(wanted: bool, tensors: tuple[Layout, ...], itemsize: int, packed: b
     if not wanted or not all(tma_takes_layout(*x, itemsize) for x in tensors):
         return 0
     return BY_SEQUENCE.value if packed else 1
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @dataclass(frozen=True)
