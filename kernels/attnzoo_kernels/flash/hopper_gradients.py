@@ -143,6 +143,20 @@ def _make_dq(dq_ptr, turns, k_tiles, ds_tiles, work, bars, group, head_tiles, wi
 
 
 @gluon.jit
+def base_2_scores(scores, stats_tiles, columns, slot, scale, low, high, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr):
+    """Scores in base 2 less the LSE; -inf where a query does not see the key."""
+    column: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+    x = scores * scale - row_statistics(stats_tiles, slot, 0, scores.shape[1], column)[None, :]
+    if MASKED:  # the columns' numbers come from memory: in registers they would have to be spilled
+        c = columns.load(column)[None, :]
+        seen = c >= low[:, None]
+        if HAS_LEFT:
+            seen = seen & (c <= high[:, None])
+        x = gl.where(seen, x, -float("inf"))
+    return x
+
+
+@gluon.jit
 def group_step(scores, dk, dv, tiles, ds_tiles, columns, bars, step, scale, low, high, WIDTH: gl.constexpr, STAGES: gl.constexpr,
                ME: gl.constexpr, MASKED: gl.constexpr, LAST: gl.constexpr, HAS_LEFT: gl.constexpr):
     """Adds the step's share to dK and dV; takes its scores, and gives those of the next step."""
@@ -154,13 +168,7 @@ def group_step(scores, dk, dv, tiles, ds_tiles, columns, bars, step, scale, low,
     dtype: gl.constexpr = q_tiles.dtype
     nothing = gl.zeros([HALF, ROWS], gl.float32, scores_layout)
     stage, phase = ring(step, STAGES)
-    x = scores * scale - row_statistics(stats_tiles, stage, 0, ROWS, column)[None, :]
-    if MASKED:  # the columns' numbers come from memory: in registers they would have to be spilled
-        c = columns.load(column)[None, :]
-        seen = c >= low[:, None]
-        if HAS_LEFT:
-            seen = seen & (c <= high[:, None])
-        x = gl.where(seen, x, -float("inf"))
+    x = base_2_scores(scores, stats_tiles, columns, stage, scale, low, high, MASKED, HAS_LEFT)
     # the statistics are out of the registers by now
     mbarrier.wait(do_full.index(stage), phase)
     # [HALF, WIDTH] x [WIDTH, ROWS]

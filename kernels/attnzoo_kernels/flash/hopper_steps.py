@@ -16,26 +16,12 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels.flash.hopper_gradients import dq_product, row_statistics
+from attnzoo_kernels.flash.hopper_gradients import base_2_scores, dq_product, row_statistics
 from attnzoo_kernels.flash.hopper_loads import HALF
 
 # [64, 64] in the order of registers, in which dQ lies in memory, as the tile [128, 32] that TMA reads: swizzled by 128 bytes
 AS_REGISTERS = gl.constexpr(gl.SharedLinearLayout(
     [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 2], [4, 4], [17, 0], [32, 0], [0, 8], [0, 16], [0, 32]], [], 1024))
-
-
-@gluon.jit
-def _weights(scores, stats_tiles, columns, slot, scale, low, high, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr):
-    """Scores in base 2 less the LSE; -inf where a query does not see the key."""
-    column: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-    x = scores * scale - row_statistics(stats_tiles, slot, 0, scores.shape[1], column)[None, :]
-    if MASKED:  # the columns' numbers come from memory: in registers they would have to be spilled
-        c = columns.load(column)[None, :]
-        seen = c >= low[:, None]
-        if HAS_LEFT:
-            seen = seen & (c <= high[:, None])
-        x = gl.where(seen, x, -float("inf"))
-    return x
 
 
 @gluon.jit
@@ -115,7 +101,7 @@ def pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile, columns, bars
     mbarrier.wait(do_full.index(stage), phase)
     dweights_pending = warpgroup_mma(v_tiles.index(ME), do_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(pending,))
-    weights = gl.exp2(_weights(scores, stats_tiles, columns, stage, scale, low, high, MASKED, HAS_LEFT))
+    weights = gl.exp2(base_2_scores(scores, stats_tiles, columns, stage, scale, low, high, MASKED, HAS_LEFT))
     p = gl.convert_layout(weights.to(dtype), weights_layout)
     dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
     delta = row_statistics(stats_tiles, stage, 1, ROWS, gl.SliceLayout(0, scores_layout))
