@@ -60,6 +60,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
         with _ranks_of_this_job(run_dir):
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        if ckpt_path is not None and not metrics:
+            log.info(f"nothing left to train: {ckpt_path} is at the last step, {trainer.global_step}; raise trainer.max_steps")
         if trainer.is_global_zero and not trainer.fast_dev_run:
             log.info(report.end(run_dir, metrics))
         return metrics

@@ -95,6 +95,13 @@ def test_a_finished_run_can_be_made_longer(tmp_path, uninterrupted):
     assert column(tmp_path / "other", "train/loss") == column(whole, "train/loss")[7:]
 
 
+def test_a_finished_run_says_that_nothing_is_left(tmp_path, caplog):
+    runner.train(config(tmp_path, "trainer.max_steps=2"))
+    with caplog.at_level("INFO", logger="attnzoo.runner"):
+        assert runner.train(config(tmp_path, "trainer.max_steps=2", "resume=auto")) == {}
+    assert "nothing left to train" in caplog.text and "is at the last step, 2; raise trainer.max_steps" in caplog.text
+
+
 def test_the_best_checkpoint_can_be_resumed_too(tmp_path, uninterrupted):
     length, whole = uninterrupted
     with pytest.raises(RuntimeError):
