@@ -8,7 +8,6 @@ import shlex
 import shutil
 import sys
 import traceback
-import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from omegaconf.errors import MissingMandatoryValue
 
 from attnzoo import checkpoint
 from attnzoo.errors import UserError
-from attnzoo.signatures import KINDS, check_kinds
+from attnzoo.signatures import check_kinds
 from attnzoo.training import report
 from attnzoo.training.checkpointing import AtomicCheckpointIO
 from attnzoo.training.record import versions
@@ -195,7 +194,7 @@ def _check(cfg: DictConfig) -> None:
 
         if cfg.compile not in list_mode_options():
             raise UserError(f"compile={cfg.compile} must be false, true, or a mode of torch.compile: {', '.join(list_mode_options())}")
-    for group in ("attention", "model", "optimizer"):
+    for group in ("attention", "model", "optimizer", "trainer"):
         _check_kinds(group, cfg[group])
 
 
@@ -230,7 +229,6 @@ def _has_time_stamp(run_dir: Path) -> bool:
 
 def _build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:
     callbacks = [instantiate(callback, _convert_="all") for callback in (cfg.callbacks or {}).values() if callback]
-    _check_types(cfg.trainer)
     build = instantiate(cfg.trainer, _partial_=True, _convert_="all")
     # where one is switched off Lightning must not bring its own
     enable = {
@@ -253,16 +251,6 @@ def _build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:
         name = torch.cuda.get_device_name(device)
         raise UserError(f"trainer.precision={precision}, but {name} has no bfloat16; take trainer.precision=16-mixed")
     return trainer
-
-
-def _check_types(trainer: DictConfig) -> None:
-    """Lightning compares some of its arguments before it looks what they are."""
-    parameters = typing.get_type_hints(lightning.Trainer.__init__)
-    for key, value in trainer.items():
-        kinds = {kind for kind in typing.get_args(parameters.get(key)) or (parameters.get(key),) if isinstance(kind, type)} - {type(None)}
-        if kinds and kinds <= {int, float, bool} and isinstance(value, str):
-            wanted = " or ".join(name for kind, name in KINDS.items() if kind in kinds and not (kind is int and float in kinds))
-            raise UserError(f"trainer.{key}={value} must be {wanted}, or null for Lightning's default")
 
 
 def _set_accumulation(trainer: lightning.Trainer, batch_tokens: int | None, data: Any) -> None:

@@ -42,6 +42,8 @@ def _fits(value: Any, hint: Any) -> bool:
     if not isinstance(value, bool | int | float | str | None | list | tuple | Mapping):
         return True
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return value in inner
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, kind) for kind in inner)
     if _is_list(hint):
@@ -54,8 +56,11 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _words(hint: Any) -> str:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(map(_words, typing.get_args(hint)))
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(map(str, inner))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_words(kind) for kind in inner if kind is not int or float not in inner)
     if _is_list(hint):
         return " of ".join(["a list", *{f"{KINDS[kind].removeprefix('a ')}s": None for kind in typing.get_args(hint) if kind in KINDS}])
     return KINDS.get(hint, "a mapping")

@@ -1,7 +1,7 @@
 """A wrong kind of option is refused by its name, and by the names of those that a class inherits."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -16,13 +16,14 @@ class Trunk:
 class Model(Trunk):
     def __init__(self, *, window: Sequence[int] = (), betas: tuple[float, float] = (0.9, 0.99),
                  pattern: str | Mapping[str, Any] | Sequence = "",
-                 heads: int | None = None, **trunk):
+                 heads: int | None = None, share: int | float = 1.0, precision: Literal[16, 32] | Literal["bf16"] | None = None, **trunk):
         super().__init__(**trunk)
 
 
 @pytest.mark.parametrize("options", [
     {"width": 3, "rate": 1, "gated": True, "unknown": "anything"}, {"rate": 0.5}, {"window": [1, -1]}, {"window": ()}, {"betas": [0, 0.9]},
     {"pattern": "name"}, {"pattern": {"name": "a"}}, {"pattern": ["a", {"name": "b"}]}, {"heads": None}, {"heads": 2}, {"another": 1},
+    {"share": 1, "precision": 32}, {"share": 0.5, "precision": "bf16"}, {"precision": None},
 ])
 def test_what_fits_passes(options):
     check_kinds("model", Model, options)
@@ -34,6 +35,7 @@ def test_what_fits_passes(options):
     ({"gated": 1}, "must be true or false"), ({"window": 5}, "model.window=5: must be a list of whole numbers"),
     ({"window": [1, "a"]}, "must be a list of whole numbers"), ({"betas": [0.9, None]}, "must be a list of numbers"),
     ({"pattern": 3}, "must be a text or a mapping or a list"), ({"heads": "all"}, "must be a whole number or null"),
+    ({"share": "x"}, "must be a number$"), ({"precision": "16"}, "must be 16 or 32 or bf16 or null"),
 ])
 def test_what_does_not_is_named(options, message):
     with pytest.raises(ValueError, match=message):

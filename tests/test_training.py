@@ -191,7 +191,7 @@ def test_a_compiled_step_trains_and_names_no_wrapper(tmp_path, monkeypatch):
         (["optimizer.lr=fast"], "optimizer.lr='fast': must be a number"),
         (["data.tokenizer=3"], "data.tokenizer=3: must be a text"),
         (["data.val_fraction=half"], "data.val_fraction='half': must be a number"),
-        (["trainer.precision=17"], "Precision 17"),
+        (["trainer.precision=17"], "trainer.precision=17: must be 64 or 32"),
         (["ckpt_path=nothing.ckpt"], "nothing.ckpt does not exist"),
         (["model.dim=33"], "not divisible by model.n_heads"),
         (["data.paths=[/does/not/exist]"], "/does/not/exist"),
