@@ -1,7 +1,7 @@
 """`flash_attention` against its peers, its features against plain attention, memory, host time and first call.
 
     python -m benchmarks.flash                              # the main table
-    python -m benchmarks.flash speed deterministic features packed memory host first_call
+    python -m benchmarks.flash speed graph deterministic features packed memory host first_call
 """
 
 import json
@@ -21,11 +21,12 @@ from attnzoo_kernels import flash_attention
 from attnzoo_kernels.flash.cases import Case, Inputs, benchmark_case, feature_cases, packed_benchmark_case
 from benchmarks import harness
 from benchmarks.accuracy import error_ratio
-from benchmarks.harness import Entry, Line, Pass, Session
+from benchmarks.harness import Entry, Line, Pass, Session, replayed
 from benchmarks.peers import BACKENDS, DETERMINISTIC
 from benchmarks.report import Row
 
 SEED = 1
+CALLS_IN_GRAPH = 10
 EXACT_IN_DOUBLE = 2**28  # scores of a slice; the reference of a larger one is float32
 
 
@@ -107,6 +108,36 @@ def speed(session: Session) -> Iterator[list[Row]]:
     """Forward and backward by length, head dim and mask."""
     for panel, length, case in main_cases(session):
         yield harness.compare(Line("flash", "speed", panel, length), entries(session, case), session.options.directions, session.timing)
+
+
+def graph(session: Session) -> Iterator[list[Row]]:
+    """The forward by itself and in a CUDA graph of calls, which leaves out the host and what clearing the cache leaves to be written."""
+    for panel, length, case in main_cases(session):
+        x = case.inputs(session.device)
+        check = Check(case, x, ["forward"])
+        columns = []
+        for backend in session.backends:
+            in_graph = replace(backend, name=f"{backend.name} in a graph", make=captured(backend.make))
+            columns.append(Entry(backend.name, backend, case, x, {"forward": case.flops()}, check))
+            columns.append(Entry(in_graph.name, in_graph, case, x, {"forward": CALLS_IN_GRAPH * case.flops()}, check))
+        yield harness.compare(Line("flash", "graph", panel, length), columns, ["forward"], session.timing)
+
+
+def captured(make: Callable[[Case, Inputs], Pass]) -> Callable[[Case, Inputs], Pass]:
+    """A backend's forward CALLS_IN_GRAPH times in a CUDA graph; on a CPU one after the other."""
+
+    def make_captured(case: Case, x: Inputs) -> Pass:
+        run = make(case, x)
+
+        def forward() -> Tensor:
+            return [run.forward() for _ in range(CALLS_IN_GRAPH)][-1]
+
+        if not x.q.is_cuda:
+            return replace(run, forward=forward)
+        with run.scope():
+            return replace(run, forward=replayed(forward))
+
+    return make_captured
 
 
 def deterministic(session: Session) -> Iterator[list[Row]]:
@@ -211,7 +242,7 @@ def first_call(session: Session) -> Iterator[list[Row]]:
             yield [Row(direction=step, value=value, **common) for step, value in seconds.items()]
 
 
-TABLES = {f.__name__: f for f in (speed, deterministic, features, packed, memory, host, first_call)}
+TABLES = {f.__name__: f for f in (speed, graph, deterministic, features, packed, memory, host, first_call)}
 
 
 def main(arguments: list[str] | None = None) -> int:

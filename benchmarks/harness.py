@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from benchmarks.timing import Candidate, Timing, host_bench
 
 RESULTS = Path(__file__).parent / "results"
 DIRECTIONS = ("forward", "backward")
+T = TypeVar("T")
 
 
 class Unsupported(Exception):
@@ -57,6 +58,23 @@ def differentiable(
         return torch.autograd.grad(saved[0], leaves, dout, retain_graph=True)
 
     return Pass(lambda: attend(*leaves), backward, saved, restore, scope)
+
+
+def replayed(call: Callable[[], T], stream: torch.cuda.Stream | None = None) -> Callable[[], T]:
+    """The call as a CUDA graph captured on `stream`, by default a new one."""
+    stream = stream or torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # around the capture too: one that fails leaves its stream the current one
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):  # waits for the device
+            out = call()
+
+    def replay(held: Callable[[], T] = call) -> T:  # the graph reads what the call holds, which must not be freed
+        graph.replay()
+        return out
+
+    return replay
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TypeVar
 from unittest.mock import patch
 
 import torch
@@ -23,11 +22,10 @@ from attnzoo_kernels.padding.tiles import Tile, remove_tile, restore_tile
 from benchmarks import harness
 from benchmarks.accuracy import error_ratio
 from benchmarks.flash import host_microseconds
-from benchmarks.harness import Backend, Entry, Line, Pass, Session, Unsupported, differentiable
+from benchmarks.harness import Backend, Entry, Line, Pass, Session, Unsupported, differentiable, replayed
 from benchmarks.report import Row
 from benchmarks.timing import Candidate
 
-T = TypeVar("T")
 OPERATIONS = ("indices", "remove", "restore")
 
 
@@ -93,23 +91,6 @@ def captured(make: Callable[[Case, Inputs], Pass], operations: tuple[str, ...] =
 def calls_in_graph(case: Case) -> int:
     """So many that they move a gigabyte."""
     return min(16, math.ceil(2**30 / case.restore_bytes))
-
-
-def replayed(call: Callable[[], T], stream: torch.cuda.Stream | None = None) -> Callable[[], T]:
-    """The call as a CUDA graph captured on `stream`, by default a new one."""
-    stream = stream or torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # around the capture too: one that fails leaves its stream the current one
-        call()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):  # waits for the device
-            out = call()
-
-    def replay(held: Callable[[], T] = call) -> T:  # the graph reads what the call holds, which must not be freed
-        graph.replay()
-        return out
-
-    return replay
 
 
 def recipe(case: Case, x: Inputs) -> Pass:
