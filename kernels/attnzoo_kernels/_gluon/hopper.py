@@ -14,9 +14,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, tma_takes_layout
 
-__all__ = ["TRIED", "async_add", "async_load", "async_store", "barrier", "box", "descriptor", "fence_async_shared", "invalidate",
-           "mbarrier", "release", "ring", "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait",
-           "why_not_tma"]
+__all__ = ["TRIED", "async_add", "async_load", "async_store", "barrier", "barriers", "box", "descriptor", "fence_async_shared",
+           "invalidate", "mbarrier", "release", "ring", "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
 
 TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to the plain kernels
 
@@ -63,6 +62,15 @@ def ring(step, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def barriers(SLOTS: gl.constexpr, COUNT: gl.constexpr):
+    """A ring of barriers, each for COUNT arrivals."""
+    made = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(made.index(slot), count=COUNT)
+    return made
+
+
+@gluon.jit
 def release(bar):
     """Arrives by one thread, without the two barriers of the warp group that mbarrier.arrive brings along: for tiles that only matrix
     instructions read, behind the wait for them, or behind a barrier of the caller's own."""
@@ -70,22 +78,26 @@ def release(bar):
 
 
 @gluon.jit
-def _invalidate_ring(barriers):
-    SLOTS: gl.constexpr = barriers.shape[0]
-    if len(barriers.shape) == 1:
-        mbarrier.invalidate(barriers)
+def _invalidate_ring(made):
+    SLOTS: gl.constexpr = made.shape[0]
+    if len(made.shape) == 1:
+        mbarrier.invalidate(made)
     else:
         for slot in gl.static_range(SLOTS):
-            mbarrier.invalidate(barriers.index(slot))
+            mbarrier.invalidate(made.index(slot))
 
 
 @gluon.jit
 def invalidate(rings):
-    """Ends the barriers of a tuple, behind all that uses them. One that a configuration never waits for would else be dead after its
-    start, and Triton lays other data into its place: with an atomic's result there, tiles were lost where processes shared the GPU."""
+    """Ends the barriers of a tuple, and of tuples in it, behind all that uses them. One that a configuration never waits for would else be
+    dead after its start, and Triton lays other data into its place: with an atomic's result there, tiles were lost where processes shared
+    the GPU."""
     RINGS: gl.constexpr = len(rings)
     for n in gl.static_range(RINGS):
-        _invalidate_ring(rings[n])
+        if isinstance(rings[n], gl.tuple):
+            invalidate(rings[n])
+        else:
+            _invalidate_ring(rings[n])
 
 
 def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:

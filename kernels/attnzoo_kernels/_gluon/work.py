@@ -76,6 +76,14 @@ def next_tile(index, counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seql
 
 
 @gluon.jit
+def leave_at_zero(counter, index, n_tiles):
+    """Behind a program's last tile, for the next kernel: each program asks once in vain, and the last one to do so gets the highest
+    `index`."""
+    if index == n_tiles + gl.num_programs(0) - 1:
+        gl.store(counter, 0)
+
+
+@gluon.jit
 def publish(work, work_full, work_empty, taken, owner, row):
     """Tell the consumers of the next tile: `owner` is sequence * heads + head, -1 ends."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])

@@ -80,6 +80,40 @@ def await_work(work, work_full, taken):
 
 
 @gluon.jit
+def announce(work, work_full, slot, words):
+    """Tells the others of a tile by what `word` reads."""
+    n = gl.arange(0, work.shape[1], gl.BlockedLayout([1], [32], [1], [0]))
+    written = n * 0
+    for i in gl.static_range(len(words)):
+        written = gl.where(n == i, words[i], written)
+    work.index(slot).store(written)
+    mbarrier.arrive(work_full.index(slot), count=1)
+
+
+@gluon.jit
+def end_tile(work, slot, bars):
+    """Gives K, V and the slot back; what writing the tile out still needs: (batch, key head, first key, where the sequence's keys begin,
+    how many it has)."""
+    kv_empty, work_empty = bars[5], bars[7]
+    mbarrier.arrive(kv_empty, count=1)
+    batch, kv_head, key, first_k = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3), word(work, slot, 10)
+    len_k = word(work, slot, 9)
+    mbarrier.arrive(work_empty.index(slot), count=1)
+    return batch, kv_head, key, first_k, len_k
+
+
+@gluon.jit
+def queries_seeing(key, len_q, len_k, window_left, window_right, HAS_RIGHT: gl.constexpr, layout: gl.constexpr):
+    """(first, last) query that sees each of the HALF keys from `key` on; the last one counts under a window only."""
+    shift = len_k - len_q
+    j = gl.arange(0, HALF, gl.SliceLayout(1, layout)) + key
+    low = gl.where(j < len_k, 0, 1 << 30)
+    if HAS_RIGHT:  # keys behind the end are seen by no query that there is
+        low = gl.where(j < len_k, j - shift - window_right, 1 << 30)
+    return low, j - shift + window_left
+
+
+@gluon.jit
 def load_step(q_desc, do_desc, stats_desc, tiles, bars, slot, batch, head, row, stats_tile):
     q_tiles, do_tiles, stats_tiles = tiles[0], tiles[1], tiles[2]
     q_full, do_full = bars[0], bars[1]
