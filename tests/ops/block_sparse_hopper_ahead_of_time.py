@@ -10,7 +10,8 @@ import triton
 from ahead_of_time import Driver, resources
 from hopper_ahead_of_time import WarmUp, complaints
 
-MASKS = ((-1, -1, 0), (-1, 0, 0), (-1, 0, 3), (64, 0, 0))  # full, causal, causal with the diagonal off the tiles, window; more keys
+# full, causal, causal with the diagonal off the tiles and grouped heads, window; more keys
+MASKS = ((-1, -1, 0), (-1, 0, 0), (-1, 0, 3), (64, 0, 0))
 
 
 def main() -> None:
@@ -23,11 +24,13 @@ def main() -> None:
     lists = TileLists(*torch.zeros(2, 8, dtype=torch.int32), None, torch.zeros(8, dtype=torch.int32))
     Options.lists = lambda *_, **__: lists
     hopper.multiprocessors = hopper_backward.multiprocessors = lambda device: 132
+    hopper.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
     for head_dim, value_dim, *block in ((64, 64, 128, 128), (128, 128, 128, 128), (64, 128, 128, 128), (64, 64, 128, 64),
                                         (128, 128, 128, 64), (64, 64, 64, 64), (128, 128, 64, 64)):
         for left, right, more in MASKS:
-            q, k = (torch.zeros(1, n, 2, head_dim, dtype=torch.bfloat16) for n in (256, 256 + more))
-            v = torch.zeros(1, 256 + more, 2, value_dim, dtype=torch.bfloat16)
+            kv_heads = 1 if more else 2
+            q, k = (torch.zeros(1, n, heads, head_dim, dtype=torch.bfloat16) for n, heads in ((256, 2), (256 + more, kv_heads)))
+            v = torch.zeros(1, 256 + more, kv_heads, value_dim, dtype=torch.bfloat16)
             options = Options((1, 1, 4, 4), *block, None, head_dim**-0.5, left, right)
             launch, tile, *_ = hopper._plan(q.device, q.dtype, layout(q), layout(k), layout(v), options, None)
             launch.kernel = WarmUp(launch.kernel)

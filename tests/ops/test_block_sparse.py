@@ -20,10 +20,10 @@ CASES = [replace(case, dtype=dtype) for dtype in DTYPES for n, case in enumerate
          if GPU or (max(max(pair) for pair in case.lengths) <= 300 and (dtype == torch.float32 or n % 9 == 0))]
 
 
-def run(inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def run(inputs, impl: str, dtype: torch.dtype | None = None, deterministic: bool | None = None) -> dict[str, torch.Tensor]:
     """Output, LSE and all gradients, of a loss on output and LSE; rows without a key have their LSE replaced by a number."""
     q, k, v = tensors = [(x.to(dtype) if dtype else x.detach()).requires_grad_() for x in inputs[:3]]
-    out, lse = block_sparse_attention(q, k, v, inputs.layout, **inputs.options, return_lse=True, impl=impl)
+    out, lse = block_sparse_attention(q, k, v, inputs.layout, **inputs.options, return_lse=True, impl=impl, deterministic=deterministic)
     dlse = torch.randn(lse.shape, generator=torch.Generator(lse.device).manual_seed(6), device=lse.device)
     grads = torch.autograd.grad([out, lse], tensors, [inputs.dout.to(out.dtype), dlse.to(lse.dtype)])
     out, lse = out.detach(), lse.detach()

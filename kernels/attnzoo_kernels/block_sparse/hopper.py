@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.hopper import (
     async_load,
     async_store,
@@ -27,13 +28,13 @@ from attnzoo_kernels._gluon.hopper import (
 )
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._gluon.walk import store_statistics, walk_keys
-from attnzoo_kernels._gluon.work import WORK, forward_barriers
+from attnzoo_kernels._gluon.work import WORK, forward_barriers, leave_at_zero
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of
 from attnzoo_kernels.block_sparse.hopper_lists import find_list, list_lengths, listed_tile
 from attnzoo_kernels.block_sparse.lists import Grid
 from attnzoo_kernels.block_sparse.options import Options
 from attnzoo_kernels.block_sparse.tiles import HopperTile, hopper_forward_tile
-from attnzoo_kernels.flash.hopper_loads import await_work, word
+from attnzoo_kernels.flash.hopper_loads import announce, await_work, word
 from attnzoo_kernels.flash.options import Layout, layout
 
 ROWS = gl.constexpr(64)  # of a consumer: what one matrix instruction takes
@@ -56,8 +57,6 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
     (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, work, bars, counter, order, entries, count, tiles, width, stride_batch, stride_head,
      heads, group, n_tiles) = loads
     q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    w = gl.arange(0, 8, lane)
     step = 0
     taken = 0
     index = gl.program_id(0)
@@ -66,10 +65,7 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
     while index < n_tiles:
         slot, phase = ring(taken, WORK)
         mbarrier.wait(work_empty.index(slot), phase ^ 1)
-        words = gl.where(w == 0, 1, gl.where(w == 1, batch, gl.where(w == 2, head, gl.where(w == 3, tile, gl.where(w == 4, length, gl.where(
-            w == 5, clear, gl.where(w == 6, listed * BLOCK_N, number)))))))
-        work.index(slot).store(words)
-        mbarrier.arrive(work_full.index(slot), count=1)
+        announce(work, work_full, slot, (1, batch, head, tile, length, clear, listed * BLOCK_N, number))
         kv_head = head // group
         row = tile * (CONSUMERS * ROWS)
         steps = gl.maximum(length, 1)
@@ -93,10 +89,10 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
         batch, head, tile, number, length, clear, begin, listed = _find(index, order, count, entries, tiles, heads, n_tiles, width,
                                                                         stride_batch, stride_head)
         taken += 1
+    leave_at_zero(counter, index, n_tiles)
     slot, phase = ring(taken, WORK)
     mbarrier.wait(work_empty.index(slot), phase ^ 1)
-    work.index(slot).store(w * 0)
-    mbarrier.arrive(work_full.index(slot), count=1)
+    announce(work, work_full, slot, (0,))
 
 
 @gluon.jit
@@ -218,9 +214,9 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Optio
     lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
     stats = torch.empty(2, *lse_shape, dtype=torch.float32, device=q.device)
     launch, tile, grid, width, value_width = _plan(q.device, q.dtype, layout(q), layout(k), layout(v), options, tile)
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     with on_device_of(q):
         lists = options.lists(mask, grid, q.shape, k.shape, by_keys=False)
         launch(descriptor(q, ROWS.value, width), descriptor(k, tile.block_n, width), descriptor(v, tile.block_n, value_width),
-               descriptor(out, ROWS.value, value_width), lse, stats, lists.order, lists.index, lists.count, counter)
+               descriptor(out, ROWS.value, value_width), lse, stats, lists.order, lists.index, lists.count,
+               tile_counter(q.device))
     return out, lse, stats

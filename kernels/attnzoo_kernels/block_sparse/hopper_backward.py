@@ -67,8 +67,8 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, q: Layou
         block_sparse_bwd_hopper_kernel if tile.dq_group else block_sparse_bwd_pair_kernel, min(key_tiles, multiprocessors(device)),
         (stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, options.window_left, options.window_right, seqlen_q, seqlen_k,
          kv_heads, heads // kv_heads, query_tiles // (heads * sequences), key_tiles),
-        {"WIDTH": width, "HAS_LEFT": options.window_left >= 0, "HAS_RIGHT": options.window_right >= 0, "STAGES": tile.stages,
-         "REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
+        {"WIDTH": width, "GROUPED": heads > kv_heads, "HAS_LEFT": options.window_left >= 0, "HAS_RIGHT": options.window_right >= 0,
+         "STAGES": tile.stages, "REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
     dq_rows = Launch(flash_bwd_dq_rows_kernel, query_tiles, (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),
                      {"HEAD_DIM": q[0][-1], "WIDTH": width, "PACKED": False, "BLOCK": ROWS.value}, 4, 1)
     return Plan(tile, width, grid, rows, walk, dq_rows)
