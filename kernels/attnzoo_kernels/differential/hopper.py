@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.hopper import (
     async_load,
     async_store,
@@ -28,7 +29,7 @@ from attnzoo_kernels._gluon.hopper import (
 )
 from attnzoo_kernels._gluon.tiles import masks_in_loop, sequence_bounds
 from attnzoo_kernels._gluon.walk import hand_on, store_rows, store_statistics, walk_keys
-from attnzoo_kernels._gluon.work import consumer_tiles, forward_barriers, loaded_tiles, next_tile, publish, take
+from attnzoo_kernels._gluon.work import consumer_tiles, forward_barriers, leave_at_zero, loaded_tiles, next_tile, publish, take
 from attnzoo_kernels._triton.launch import L2_GROUP, Launch, block_width, multiprocessors, on_device_of
 from attnzoo_kernels.differential.options import Options, lambda_strides
 from attnzoo_kernels.differential.tiles import HopperTile, hopper_forward_tile
@@ -93,6 +94,7 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
                             PACKED, HAS_RIGHT)
                 step += 1
         taken += 1
+    leave_at_zero(counter, index, n_tiles)
     publish(work, work_full, work_empty, taken, -1, 0)
 
 
@@ -284,7 +286,6 @@ def launch_forward(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Ten
     launch = _plan(q1.device, q1.dtype, cu_seqlens_q.shape[0] - 1 if options.packed else None,
                    options.packed and cu_seqlens_q is cu_seqlens_k, save, k2 is None, layout(q1), layout(k1), layout(v),
                    lambda_strides(lam, options.packed), options.softmax_scale, options.window_left, options.window_right, tile)
-    counter = torch.zeros(1, dtype=torch.int32, device=q1.device)
     width, value_width, block_n, consumers = (launch.constants[name] for name in ("BLOCK_D", "BLOCK_DV", "BLOCK_N", "CONSUMERS"))
     scratch = None
     if launch.constants["SCRATCH"]:  # small enough to stay in L2
@@ -293,5 +294,5 @@ def launch_forward(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Ten
         launch(descriptor(q1, ROWS.value, width), descriptor(q2, ROWS.value, width), descriptor(k1, block_n, width),
                descriptor(k1 if k2 is None else k2, block_n, width), descriptor(v, block_n, value_width),
                descriptor(out, ROWS.value, value_width), descriptor(out2, ROWS.value, value_width), out, out2, lse, stats, lam,
-               scratch, cu_seqlens_q, cu_seqlens_k, counter)
+               scratch, cu_seqlens_q, cu_seqlens_k, tile_counter(q1.device))
     return (out, lse, out2, stats) if save else (out, lse, out.new_empty(0), lse.new_empty(0))

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import (
     async_store,
+    barriers,
     box,
     fence_async_shared,
     invalidate,
@@ -21,7 +22,7 @@ from attnzoo_kernels._gluon.hopper import (
 )
 from attnzoo_kernels.differential.hopper_loads import STATS, load
 from attnzoo_kernels.flash.hopper_gradients import add_to
-from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, walk_barriers, word
+from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, end_tile, queries_seeing, walk_barriers, word
 
 
 @gluon.jit
@@ -210,7 +211,7 @@ def _consume(outs, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, scal
     """dK1, dK2 and dV of 64 keys of each tile, and the dQ of path ME."""
     dk1_desc, dk2_desc, dv_desc, dk1_ptr, dk2_ptr, dv_ptr = outs
     q1_tiles, k_tiles = tiles[0], tiles[4]
-    q_full, k_full, v_full, kv_empty, work_full, work_empty = bars[0], bars[3], bars[4], bars[5], bars[6], bars[7]
+    q_full, k_full, v_full, work_full = bars[0], bars[3], bars[4], bars[6]
     dtype: gl.constexpr = q1_tiles.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     dk_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
@@ -222,12 +223,7 @@ def _consume(outs, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, scal
         key = word(work, slot, 3)
         begin, full_begin, full_end, end = word(work, slot, 4), word(work, slot, 5), word(work, slot, 6), word(work, slot, 7)
         len_q, len_k = word(work, slot, 8), word(work, slot, 9)
-        shift = len_k - len_q
-        j = gl.arange(0, HALF, gl.SliceLayout(1, scores_layout)) + (key + ME * HALF)
-        low = gl.where(j < len_k, 0, 1 << 30)
-        if HAS_RIGHT:  # keys behind the end are seen by no query that there is
-            low = gl.where(j < len_k, j - shift - window_right, 1 << 30)
-        high = j - shift + window_left
+        low, high = queries_seeing(key + ME * HALF, len_q, len_k, window_left, window_right, HAS_RIGHT, scores_layout)
         dk1 = gl.zeros([HALF, BLOCK_D], gl.float32, dk_layout)
         dk2 = 0
         if not SHARED_K:
@@ -255,10 +251,7 @@ def _consume(outs, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, scal
                                 low - i * ROWS, high - i * ROWS, STAGES, ME, SHARED_K, part != 1, part == 3, HAS_LEFT)
                 step = before + end
                 dq_tile += head_tiles * (ROWS * BLOCK_D)
-        mbarrier.arrive(kv_empty, count=1)
-        batch, kv_head, key, first_k = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3), word(work, slot, 10)
-        len_k = word(work, slot, 9)
-        mbarrier.arrive(work_empty.index(slot), count=1)
+        batch, kv_head, key, first_k, len_k = end_tile(work, slot, bars)
         row = key + ME * HALF
         tile = out_tiles.index(ME)
         store_rows(dv_desc, dv_ptr, tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, kv_heads, VALUE_DIM, PACKED)
@@ -288,7 +281,6 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
     dv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], dtype)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
     q1_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_D], d_layout)
     q2_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_D], d_layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_DV], dv_layout)
@@ -302,9 +294,7 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
     columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
     work = gl.allocate_shared_memory(gl.int32, [WORK, 16], flat)
     q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, 2, 2)
-    ds_full = gl.allocate_shared_memory(gl.int64, [4, 1], bar)
-    for i in gl.static_range(4):
-        mbarrier.init(ds_full.index(i), count=2)
+    ds_full = barriers(4, 2)
     descs = (q1_desc, q2_desc, do_desc, k1_desc, k2_desc, v_desc, stats_desc)
     tail_descs = (q1_tail_desc, q2_tail_desc, do_tail_desc, k1_tail_desc, k2_tail_desc, v_tail_desc)
     outs = (dk1_desc, dk2_desc, dv_desc, dk1_ptr, dk2_ptr, dv_ptr)

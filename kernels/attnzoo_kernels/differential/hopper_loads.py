@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import async_load, box, mbarrier, ring
-from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS, WORK, query_tiles, take_keys
+from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS, WORK, announce, query_tiles, take_keys
 
 STATS = gl.constexpr(256)  # floats of a box of row statistics; two boxes a step
 
@@ -62,7 +62,6 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
     stats_desc = descs[6]
     step_empty, work_full, work_empty = bars[2], bars[6], bars[7]
     group, head_tiles = shape[7], shape[9]
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
     taken = 0
     more = 1
@@ -78,12 +77,7 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
             batch = 0
         begin, full_begin, full_end, end = query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
         more = (index < n_tiles).to(gl.int32)
-        w = gl.arange(0, 16, lane)
-        words = gl.where(w == 0, more, gl.where(w == 1, batch, gl.where(w == 2, kv_head, gl.where(w == 3, key, gl.where(
-            w == 4, begin, gl.where(w == 5, full_begin, gl.where(w == 6, full_end, end)))))))
-        words = gl.where(w == 8, len_q, gl.where(w == 9, len_k, gl.where(w == 10, first_k, gl.where(w == 11, dq_tile, words))))
-        work.index(slot).store(words)
-        mbarrier.arrive(work_full.index(slot), count=1)
+        announce(work, work_full, slot, (more, batch, kv_head, key, begin, full_begin, full_end, end, len_q, len_k, first_k, dq_tile))
         if more != 0:
             stats_tile = dq_tile
             loaded = 0

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import (
     barrier,
+    barriers,
     fence_async_shared,
     invalidate,
     mbarrier,
@@ -22,7 +23,7 @@ from attnzoo_kernels._gluon.hopper import (
 from attnzoo_kernels.differential.hopper_gradients import halves, statistics, store_rows, weights_of, whole
 from attnzoo_kernels.differential.hopper_loads import STATS, load
 from attnzoo_kernels.flash.hopper_gradients import dq_product
-from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, walk_barriers, word
+from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, end_tile, queries_seeing, walk_barriers, word
 from attnzoo_kernels.flash.hopper_pair import _add_dq
 from attnzoo_kernels.flash.hopper_steps import AS_REGISTERS
 
@@ -105,7 +106,7 @@ def _consume(outs, tiles, ds_tiles, dq_tiles, out_tiles, columns, work, bars, sc
              ME: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
     """dK and dV of 64 keys of each tile, and path ME's dQ."""
     dk_desc, dv_desc, dk_ptr, dv_ptr = outs
-    k_full, v_full, kv_empty, work_full, work_empty = bars[3], bars[4], bars[5], bars[6], bars[7]
+    k_full, v_full, work_full = bars[3], bars[4], bars[6]
     dtype: gl.constexpr = tiles[0].dtype
     half_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     taken = 0
@@ -115,12 +116,7 @@ def _consume(outs, tiles, ds_tiles, dq_tiles, out_tiles, columns, work, bars, sc
         key = word(work, slot, 3)
         begin, full_begin, full_end, end = word(work, slot, 4), word(work, slot, 5), word(work, slot, 6), word(work, slot, 7)
         len_q, len_k = word(work, slot, 8), word(work, slot, 9)
-        shift = len_k - len_q
-        j = gl.arange(0, HALF, gl.SliceLayout(1, half_layout)) + (key + ME * HALF)
-        low = gl.where(j < len_k, 0, 1 << 30)
-        if HAS_RIGHT:  # keys behind the end are seen by no query that there is
-            low = gl.where(j < len_k, j - shift - window_right, 1 << 30)
-        high = j - shift + window_left
+        low, high = queries_seeing(key + ME * HALF, len_q, len_k, window_left, window_right, HAS_RIGHT, half_layout)
         dk = gl.zeros([HALF, BLOCK_D], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16]))
         dv = gl.zeros([HALF, BLOCK_DV], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16]))
         mbarrier.wait(k_full, taken & 1)
@@ -138,10 +134,7 @@ def _consume(outs, tiles, ds_tiles, dq_tiles, out_tiles, columns, work, bars, sc
         if step > first:
             dq_pending = _dq_of(tiles[3], ds_tiles, bars[8], step, True, ME)
             _hand_on(warpgroup_mma_wait(0, deps=(dq_pending,)), dq_tiles, bars, step, ME)
-        mbarrier.arrive(kv_empty, count=1)
-        batch, kv_head, key, first_k = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3), word(work, slot, 10)
-        len_k = word(work, slot, 9)
-        mbarrier.arrive(work_empty.index(slot), count=1)
+        batch, kv_head, key, first_k, len_k = end_tile(work, slot, bars)
         row = key + ME * HALF
         tile = out_tiles.index(ME)
         store_rows(dv_desc, dv_ptr, tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, kv_heads, VALUE_DIM, PACKED)
@@ -166,7 +159,6 @@ def differential_bwd_shared_kernel(q1_desc, q2_desc, do_desc, k_desc, v_desc, st
     dv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], dtype)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_D], d_layout)  # of both paths in turn
     q_pairs = q_tiles._reinterpret(dtype, [STAGES, BOTH, BLOCK_D], d_layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_DV], dv_layout)
@@ -181,25 +173,13 @@ def differential_bwd_shared_kernel(q1_desc, q2_desc, do_desc, k_desc, v_desc, st
     columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
     work = gl.allocate_shared_memory(gl.int32, [WORK, 16], flat)
     q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, 2, 3)
-    first_ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    second_ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    first_ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    second_ds_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    for i in gl.static_range(2):
-        mbarrier.init(first_ds_full.index(i), count=1)
-        mbarrier.init(second_ds_full.index(i), count=1)
-        mbarrier.init(first_ds_empty.index(i), count=1)
-        mbarrier.init(second_ds_empty.index(i), count=1)
-        mbarrier.init(dq_full.index(i), count=1)
-        mbarrier.init(dq_empty.index(i), count=1)
+    ds_full, ds_empty = (barriers(2, 1), barriers(2, 1)), (barriers(2, 1), barriers(2, 1))
+    dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
     descs = (q1_desc, q2_desc, do_desc, k_desc, k_desc, v_desc, stats_desc)
     tail_descs = (q1_tail_desc, q2_tail_desc, do_tail_desc, k_tail_desc, k_tail_desc, v_tail_desc)
     outs = (dk_desc, dv_desc, dk_ptr, dv_ptr)
     loaded = (q_tiles, q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles)
     tiles = (q_pairs, do_tiles, stats_tiles, k_tiles, v_tiles)
-    ds_full, ds_empty = (first_ds_full, second_ds_full), (first_ds_empty, second_ds_empty)
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, dq_full, dq_empty, ds_empty)
     shape = (counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles)
     # partitions get constants only where the tuple is written out
@@ -212,5 +192,4 @@ def differential_bwd_shared_kernel(q1_desc, q2_desc, do_desc, k_desc, v_desc, st
                 True, True)),
         (_add_dq, (dq_desc, counter, dq_tiles, work, bars, group, head_tiles, window_right, BOTH, BLOCK_D, HAS_RIGHT, False)),
     ], [4, 1, 1], [REGISTERS, 24, 24])
-    invalidate((q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, first_ds_full, second_ds_full,
-                first_ds_empty, second_ds_empty, dq_full, dq_empty))
+    invalidate(bars)

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.hopper import (
     async_store,
     box,
@@ -292,8 +293,7 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stats: Te
     packed = options.cu_seqlens_q.shape[0] - 1 if options.packed else None
     launch, *tile = _plan(q.device, q.dtype, packed, options.chunk, options.near, layout(queries), layout(keys), layout(v), layout(out),
                           stats.stride(0), tile)
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    run(launch, *tile, queries, keys, v, out, lse, stats, options.cu_seqlens_q, options.cu_seqlens_k, counter)
+    run(launch, *tile, queries, keys, v, out, lse, stats, options.cu_seqlens_q, options.cu_seqlens_k, tile_counter(q.device))
 
 
 def run(launch: Launch, tile: HopperTile, width: int, value_width: int, queries: Tensor, keys: Tensor, v: Tensor, out: Tensor,

@@ -7,9 +7,20 @@ in the frame of its stage; hopper_rows.py turns it back.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import async_load, box, invalidate, mbarrier, ring, tma
+from attnzoo_kernels._gluon.hopper import async_load, barriers, box, invalidate, mbarrier, ring, tma
 from attnzoo_kernels.flash.hopper_gradients import await_turn, store_tile
-from attnzoo_kernels.flash.hopper_loads import HALF, WORK, await_work, load_tile_keys, query_tiles, take_keys, walk_barriers, word
+from attnzoo_kernels.flash.hopper_loads import (
+    HALF,
+    WORK,
+    announce,
+    await_work,
+    end_tile,
+    load_tile_keys,
+    query_tiles,
+    take_keys,
+    walk_barriers,
+    word,
+)
 from attnzoo_kernels.flash.hopper_pair import pair_tiles, pass_turn
 from attnzoo_kernels.flash.hopper_steps import add_half, pair_step
 
@@ -43,7 +54,6 @@ def _load(descs, tail_descs, tiles, bars, work, shape, chunk, near, batches, n_t
     """Takes tiles, tells the others which, and loads what they need; ends of packed sequences come from copies with zeros behind."""
     step_empty, work_full, work_empty = bars[2], bars[6], bars[7]
     n_seqs, group, head_tiles = shape[3], shape[7], shape[9]
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
     taken = 0
     more = 1
@@ -59,12 +69,7 @@ def _load(descs, tail_descs, tiles, bars, work, shape, chunk, near, batches, n_t
             batch = 0
         begin, full_begin, full_end, end = query_tiles(key, len_q, len_k, 0, 0, False, True, ROWS)
         more = (index < n_tiles).to(gl.int32)
-        w = gl.arange(0, 16, lane)
-        words = gl.where(w == 0, more, gl.where(w == 1, batch, gl.where(w == 2, kv_head, gl.where(w == 3, key, gl.where(
-            w == 4, begin, gl.where(w == 5, full_begin, gl.where(w == 6, full_end, end)))))))
-        words = gl.where(w == 8, len_q, gl.where(w == 9, len_k, gl.where(w == 10, first_k, gl.where(w == 11, dq_tile, words))))
-        work.index(slot).store(words)
-        mbarrier.arrive(work_full.index(slot), count=1)
+        announce(work, work_full, slot, (more, batch, kv_head, key, begin, full_begin, full_end, end, len_q, len_k, first_k, dq_tile))
         if more != 0:
             seams = _seams(key, len_q, len_k, chunk, near, ROWS)
             stats_tile = dq_tile
@@ -155,7 +160,7 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
              ME: gl.constexpr, PACKED: gl.constexpr, WRITER: gl.constexpr):
     """dK and dV of 64 keys of each tile, dK in the keys' frame."""
     dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dks, stride_dkh, stride_dvs, stride_dvh = outs
-    k_full, v_full, kv_empty, work_full, work_empty = bars[3], bars[4], bars[5], bars[6], bars[7]
+    k_full, v_full, work_full = bars[3], bars[4], bars[6]
     dtype: gl.constexpr = tiles[0].dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -187,10 +192,7 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
             before += end - begin
             dq_tile += head_tiles
         at = before + begin
-        mbarrier.arrive(kv_empty, count=1)
-        batch, kv_head, key = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3)
-        first_k, len_k = word(work, slot, 10), word(work, slot, 9)
-        mbarrier.arrive(work_empty.index(slot), count=1)
+        batch, kv_head, key, first_k, len_k = end_tile(work, slot, bars)
         row = key + ME * HALF
         _store(dv_desc, dv_ptr, stride_dvs, stride_dvh, out_tiles.index(ME), dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM,
                PACKED)
@@ -212,25 +214,16 @@ def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_
                                  PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
                                  WRITER: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
-    bar: gl.constexpr = mbarrier.MBarrierLayout()
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles, ds_tiles, dq_tiles, out_tiles, columns = pair_tiles(dtype, ROWS, WIDTH, STAGES)
     work = gl.allocate_shared_memory(gl.int32, [WORK, 16], flat)
     q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = walk_barriers(STAGES, 2, 3 if WRITER else 2)
-    first_ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    second_ds_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    dq_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    dq_empty = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
-    for i in gl.static_range(2):
-        mbarrier.init(first_ds_full.index(i), count=1)
-        mbarrier.init(second_ds_full.index(i), count=1)
-        mbarrier.init(dq_full.index(i), count=1)
-        mbarrier.init(dq_empty.index(i), count=1)
+    ds_full = (barriers(2, 1), barriers(2, 1))
+    dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
     descs = (q_desc, do_desc, stats_desc, k_desc, v_desc)
     tail_descs = (q_tail_desc, do_tail_desc, k_tail_desc, v_tail_desc)
     outs = (dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dks, stride_dkh, stride_dvs, stride_dvh)
-    bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, (first_ds_full, second_ds_full), dq_full,
-            dq_empty)
+    bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, dq_full, dq_empty)
     shape = (counter, cu_seqlens, cu_seqlens, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles)
     # partitions get constants only where the tuple is written out
     if WRITER:
@@ -250,5 +243,4 @@ def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_
                         near, copy_tiles, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 1, PACKED, WRITER)),
             (_load, (descs, tail_descs, tiles, bars, work, shape, chunk, near, batches, n_tiles, STAGES, PACKED, ORDERED, ROWS)),
         ], [4, 1], [REGISTERS, LOAD_REGISTERS])
-    invalidate((q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, first_ds_full, second_ds_full, dq_full,
-                dq_empty))
+    invalidate(bars)

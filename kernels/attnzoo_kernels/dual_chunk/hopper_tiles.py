@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import async_load, box, mbarrier, ring
 from attnzoo_kernels._gluon.tiles import sequence_bounds
-from attnzoo_kernels._gluon.work import publish
+from attnzoo_kernels._gluon.work import leave_at_zero, publish
 
 Q_SLOTS = gl.constexpr(2)  # tiles of queries that fit: the next stage's are loaded while the last one's are read
 
@@ -146,4 +146,5 @@ def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.co
         else:
             upcoming = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
         index = upcoming
+    leave_at_zero(counter, index, n_tiles)
     publish(work, work_full, work_empty, taken, -1, 0)
