@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from attnzoo_kernels._triton.tiles import tile_source
-from attnzoo_kernels.flash.hopper_rows import program_tile_of_queries
+from attnzoo_kernels.flash.hopper_rows import by_rows, program_tile_of_queries
 
 
 @triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "stride_lb", "stride_ls", "stride_lh"],
@@ -61,10 +61,7 @@ def differential_bwd_dq_rows_kernel(sums_ptr, dq1_ptr, dq2_ptr, cu_seqlens, stri
     sums = sums_ptr + tile * (2 * BLOCK * BLOCK_D) + tl.arange(0, BLOCK * BLOCK_D)
     for path in tl.static_range(2):
         held = tl.load(sums + path * (BLOCK * BLOCK_D)) * softmax_scale
-        # 8 columns, 16 rows, row of 8, pair of columns, half of 16 rows, column of a pair
-        held = tl.reshape(held.to(dq1_ptr.dtype.element_ty), [BLOCK_D // 8, 4, 8, 4, 2, 2])
-        # [BLOCK, BLOCK_D]
-        dq = tl.reshape(tl.permute(held, [1, 4, 2, 0, 3, 5]), [BLOCK, BLOCK_D])
+        dq = by_rows(held.to(dq1_ptr.dtype.element_ty), BLOCK, BLOCK_D)
         if path == 0:
             tl.store(dq1_ptr + place, dq, mask=mask)
         else:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from attnzoo_kernels.dual_chunk.rotation import load_angles, query_factor, rotate_pairs, stage_position, store_pairs
-from attnzoo_kernels.flash.hopper_rows import program_tile_of_queries
+from attnzoo_kernels.flash.hopper_rows import by_rows, program_tile_of_queries, write_statistics
 
 
 @triton.jit
@@ -29,25 +29,10 @@ def dual_chunk_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_sta
                                stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen, heads,
                                shift, chunk, near, copy_tiles, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
                                TURNS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
-    """[2, BLOCK] statistics of each tile: the LSE in base 2 (+inf where a row sees no key, or is none), delta = rowsum(dO * O) - dLSE."""
+    """As flash_bwd_rows_kernel; cleared is what a tile's stages add to."""
     batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
-    i = row + tl.arange(0, BLOCK)
-    columns = tl.arange(0, WIDTH)
-    inside = i < length
-    mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
-    rows = (first + i).to(tl.int64)[:, None]
-    # [BLOCK, WIDTH]
-    out = tl.load(out_ptr + batch * stride_ob + head * stride_oh + rows * stride_os + columns, mask=mask, other=0.0).to(tl.float32)
-    do = tl.load(do_ptr + batch * stride_dob + head * stride_doh + rows * stride_dos + columns, mask=mask, other=0.0).to(tl.float32)
-    delta = tl.sum(out * do, 1)
-    lse_index = (batch * heads + head) * seqlen + first + i
-    if HAS_GRAD_LSE:
-        delta -= tl.load(grad_lse_ptr + lse_index, mask=inside, other=0.0)
-    top = tl.load(stats_ptr + lse_index, mask=inside, other=float("inf"))
-    log_norm = tl.load(stats_ptr + stride_stats + lse_index, mask=inside, other=0.0)
-    place = row_stats_ptr + tile * (2 * BLOCK) + tl.arange(0, BLOCK)
-    tl.store(place, tl.where(top == float("inf"), top, top + log_norm))
-    tl.store(place + BLOCK, delta)
+    write_statistics(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, batch, head, row, first, length, tile, stride_ob, stride_os,
+                     stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, seqlen, heads, VALUE_DIM, WIDTH, HAS_GRAD_LSE, BLOCK)
     empty = tl.arange(0, BLOCK * WIDTH)
     for copy in tl.static_range(3):
         if _has_copy(copy, row + shift, chunk, near):
@@ -72,9 +57,7 @@ def dual_chunk_bwd_dq_rows_kernel(sum_ptr, dq_ptr, cos, sin, multiplier, cu_seql
     for copy in tl.static_range(3):
         if _has_copy(copy, row + shift, chunk, near):
             x = tl.load(sum_ptr + (tile + copy * copy_tiles) * (BLOCK * WIDTH) + linear)
-            # from (r // 64, c // 8, r % 64 // 16, r % 8, c % 8 // 2, r // 8 % 2, c % 2) to [BLOCK, WIDTH / 2, 2]
-            x = x.reshape(BLOCK // 64, WIDTH // 8, 4, 8, 4, 2, 2).permute(0, 2, 5, 3, 1, 4, 6).reshape(BLOCK, WIDTH // 2, 2)
-            a, b = tl.split(x)
+            a, b = tl.split(by_rows(x, BLOCK, WIDTH).reshape(BLOCK, WIDTH // 2, 2))
             c, s = load_angles(cos, sin, stage_position(copy, inside, chunk, top, far), ROTARY_DIM, WIDTH)
             a, b = rotate_pairs(a, b, c, -s)
             first += a

@@ -29,14 +29,11 @@ def program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED: tl.conste
     return batch, head, tile * BLOCK, first, length, place
 
 
-@triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads"],
-            do_not_specialize_on_alignment=["stats_ptr", "grad_lse_ptr", "turns_ptr", "cu_seqlens"])
-def flash_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, turns_ptr, cu_seqlens, stride_ob,
-                          stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen, heads,
-                          VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, TURNS: tl.constexpr,
-                          HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
-    """[2, BLOCK] statistics of each tile: the LSE in base 2 (+inf where a row sees no key, or is none), delta = rowsum(dO * O) - dLSE."""
-    batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+@triton.jit
+def write_statistics(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, batch, head, row, first, length, tile, stride_ob, stride_os,
+                     stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, seqlen, heads, VALUE_DIM: tl.constexpr,
+                     WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
+    """[2, BLOCK] of a tile: the LSE in base 2 (+inf where a row sees no key, or is none), delta = rowsum(dO * O) - dLSE."""
     rows = row + tl.arange(0, BLOCK)
     columns = tl.arange(0, WIDTH)
     inside = rows < length
@@ -54,6 +51,17 @@ def flash_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_pt
     place = row_stats_ptr + tile * (2 * BLOCK) + tl.arange(0, BLOCK)
     tl.store(place, tl.where(top == float("inf"), top, top + log_norm))
     tl.store(place + BLOCK, delta)
+
+
+@triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads"],
+            do_not_specialize_on_alignment=["stats_ptr", "grad_lse_ptr", "turns_ptr", "cu_seqlens"])
+def flash_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, turns_ptr, cu_seqlens, stride_ob,
+                          stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen, heads,
+                          VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, TURNS: tl.constexpr,
+                          HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
+    batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    write_statistics(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, batch, head, row, first, length, tile, stride_ob, stride_os,
+                     stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, seqlen, heads, VALUE_DIM, WIDTH, HAS_GRAD_LSE, BLOCK)
     if TURNS == 0:  # else the first key tile in turn writes
         empty = tl.arange(0, BLOCK * WIDTH)
         tl.store(dq_ptr + tile * (BLOCK * WIDTH) + empty, tl.zeros([BLOCK * WIDTH], tl.float32))
