@@ -15,7 +15,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, tma_takes_layout
 
 __all__ = ["TRIED", "async_add", "async_load", "async_store", "barrier", "barriers", "box", "descriptor", "fence_async_shared",
-           "invalidate", "mbarrier", "release", "ring", "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
+           "invalidate", "load_tile", "mbarrier", "release", "ring", "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait",
+           "why_not_tma"]
 
 TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to the plain kernels
 
@@ -68,6 +69,14 @@ def barriers(SLOTS: gl.constexpr, COUNT: gl.constexpr):
     for slot in gl.static_range(SLOTS):
         mbarrier.init(made.index(slot), count=COUNT)
     return made
+
+
+@gluon.jit
+def load_tile(desc, tiles, full, slot, batch, head, row):
+    """The box from [batch, head, row] on into a slot of a ring, whose barrier in `full` waits for it."""
+    bar = full.index(slot)
+    mbarrier.expect(bar, desc.block_type.nbytes)
+    async_load(desc, [batch, head, row, 0], bar, box(tiles.index(slot), desc))
 
 
 @gluon.jit

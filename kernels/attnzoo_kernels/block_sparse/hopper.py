@@ -14,12 +14,12 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.hopper import (
-    async_load,
     async_store,
     box,
     descriptor,
     fence_async_shared,
     invalidate,
+    load_tile,
     mbarrier,
     ring,
     tma,
@@ -74,16 +74,13 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
             listed = gl.load(begin + gl.maximum(length - 2 - j, 0))  # a step ahead: the load of keys would wait for it
             slot, phase = ring(step, STAGES)
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
-            mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-            async_load(k_desc, [batch, kv_head, key, 0], k_full.index(slot), box(k_tiles.index(slot), k_desc))
+            load_tile(k_desc, k_tiles, k_full, slot, batch, kv_head, key)
             if j == 0:
                 for c in gl.static_range(CONSUMERS):
                     mbarrier.wait(q_empty.index(c), (taken & 1) ^ 1)
-                    mbarrier.expect(q_full.index(c), q_desc.block_type.nbytes)
-                    async_load(q_desc, [batch, head, row + c * ROWS, 0], q_full.index(c), box(q_tiles.index(c), q_desc))
+                    load_tile(q_desc, q_tiles, q_full, c, batch, head, row + c * ROWS)
             mbarrier.wait(v_empty.index(slot), phase ^ 1)
-            mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-            async_load(v_desc, [batch, kv_head, key, 0], v_full.index(slot), box(v_tiles.index(slot), v_desc))
+            load_tile(v_desc, v_tiles, v_full, slot, batch, kv_head, key)
             step += 1
         index = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
         batch, head, tile, number, length, clear, begin, listed = _find(index, order, count, entries, tiles, heads, n_tiles, width,

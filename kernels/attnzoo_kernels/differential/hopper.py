@@ -15,12 +15,12 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.hopper import (
-    async_load,
     async_store,
     box,
     descriptor,
     fence_async_shared,
     invalidate,
+    load_tile,
     mbarrier,
     ring,
     tma,
@@ -70,22 +70,18 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
                 key = last_key - j * BLOCK_N
                 slot, phase = ring(step, STAGES)
                 mbarrier.wait(k_empty.index(slot), phase ^ 1)
-                mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-                async_load(k_desc, [batch, kv_head, key, 0], k_full.index(slot), box(k_tiles.index(slot), k_desc))
+                load_tile(k_desc, k_tiles, k_full, slot, batch, kv_head, key)
                 if j == 0:
                     for c in gl.static_range(CONSUMERS):
                         place = part * CONSUMERS + c
                         mbarrier.wait(q_empty.index(place), (taken & 1) ^ 1)
-                        mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
-                        q_row = first_q + row + c * ROWS
-                        async_load(q_desc, [batch, head, q_row, 0], q_full.index(place), box(q_tiles.index(place), q_desc))
+                        load_tile(q_desc, q_tiles, q_full, place, batch, head, first_q + row + c * ROWS)
                 if JOINT_RELEASE:  # V of a step is free with K of the next
                     next_slot, next_phase = ring(step + 1, STAGES)
                     mbarrier.wait(k_empty.index(next_slot), next_phase ^ 1)
                 else:
                     mbarrier.wait(v_empty.index(slot), phase ^ 1)
-                mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-                async_load(v_desc, [batch, kv_head, key, 0], v_full.index(slot), box(v_tiles.index(slot), v_desc))
+                load_tile(v_desc, v_tiles, v_full, slot, batch, kv_head, key)
                 if part == 1:
                     if j == end - begin - 1:  # late, so that the program that is ready first gets the next tile
                         index = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)

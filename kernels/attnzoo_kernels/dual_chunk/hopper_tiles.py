@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import async_load, box, mbarrier, ring
+from attnzoo_kernels._gluon.hopper import load_tile, mbarrier, ring
 from attnzoo_kernels._gluon.tiles import sequence_bounds
 from attnzoo_kernels._gluon.work import leave_at_zero, publish
 
@@ -124,20 +124,16 @@ def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.co
                 for j in range(tiles):
                     slot, phase = ring(step, STAGES)
                     mbarrier.wait(k_empty.index(slot), phase ^ 1)
-                    mbarrier.expect(k_full.index(slot), k_desc.block_type.nbytes)
-                    async_load(k_desc, [batch, kv_head, key, 0], k_full.index(slot), box(k_tiles.index(slot), k_desc))
+                    load_tile(k_desc, k_tiles, k_full, slot, batch, kv_head, key)
                     if j == 0:
                         q_slot, q_phase = ring(q_step, Q_SLOTS)
                         for c in gl.static_range(CONSUMERS):
                             place = q_slot * CONSUMERS + c
                             mbarrier.wait(q_empty.index(place), q_phase ^ 1)
-                            mbarrier.expect(q_full.index(place), q_desc.block_type.nbytes)
-                            async_load(q_desc, [copy * batches + batch, head, row + c * ROWS, 0], q_full.index(place),
-                                       box(q_tiles.index(place), q_desc))
+                            load_tile(q_desc, q_tiles, q_full, place, copy * batches + batch, head, row + c * ROWS)
                         q_step += 1
                     mbarrier.wait(v_empty.index(slot), phase ^ 1)
-                    mbarrier.expect(v_full.index(slot), v_desc.block_type.nbytes)
-                    async_load(v_desc, [batch, kv_head, key, 0], v_full.index(slot), box(v_tiles.index(slot), v_desc))
+                    load_tile(v_desc, v_tiles, v_full, slot, batch, kv_head, key)
                     if (j == 0) & (stage == 0):  # while the consumers are busy: a tile asked for late begins late
                         upcoming = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
                     key -= BLOCK_N
