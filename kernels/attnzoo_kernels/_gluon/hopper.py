@@ -12,12 +12,14 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, tma_takes_layout
+from attnzoo_kernels._triton import launch
+from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, descriptor_template, tma_takes_layout
 
 __all__ = ["TRIED", "async_add", "async_load", "async_store", "barrier", "barriers", "box", "descriptor", "fence_async_shared",
-           "invalidate", "load_tile", "mbarrier", "release", "ring", "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait",
-           "why_not_tma"]
+           "invalidate", "load_box", "load_tile", "mbarrier", "place", "release", "ring", "tma", "version_is_tried", "warpgroup_mma",
+           "warpgroup_mma_wait", "why_not_tma"]
 
+SEQUENCE_END = gl.constexpr(launch.SEQUENCE_END)
 TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to the plain kernels
 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -72,11 +74,17 @@ def barriers(SLOTS: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(desc, tiles, full, slot, batch, head, row):
-    """The box from [batch, head, row] on into a slot of a ring, whose barrier in `full` waits for it."""
+def load_box(desc, tiles, full, slot, at):
+    """The box from the coordinates `at` on into a slot of a ring, whose barrier in `full` waits for it."""
     bar = full.index(slot)
     mbarrier.expect(bar, desc.block_type.nbytes)
-    async_load(desc, [batch, head, row, 0], bar, box(tiles.index(slot), desc))
+    async_load(desc, at, bar, box(tiles.index(slot), desc))
+
+
+@gluon.jit
+def load_tile(desc, tiles, full, slot, batch, head, row):
+    """load_box from [batch, head, row] on."""
+    load_box(desc, tiles, full, slot, [batch, head, row, 0])
 
 
 @gluon.jit
@@ -109,20 +117,26 @@ def invalidate(rings):
             _invalidate_ring(rings[n])
 
 
-def descriptor(x: Tensor, rows: int, width: int) -> TensorDescriptor:
+def descriptor(x: Tensor, rows: int, width: int, by_sequence: bool = False) -> TensorDescriptor:
     """Host descriptor of (batch, seqlen, heads, width) or (total, heads, width), read and written in boxes [1, 1, rows, width] of
-    (batch, heads, seqlen, width); what lies outside reads as zero and is not written."""
-    return descriptor_like(_template(x.dtype, x.shape, x.stride(), rows, width), x)
+    (batch, heads, seqlen, width); what lies outside reads as zero and is not written. by_sequence: of (total, heads, width), whose boxes
+    end where a sequence ends; `place` makes the coordinates of both."""
+    return descriptor_like(_template(x.dtype, x.shape, x.stride(), rows, width, by_sequence), x)
 
 
 @functools.lru_cache(maxsize=1024)
-def _template(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int) -> TensorDescriptor:
-    aligned = 16 // dtype.itemsize
-    if len(shape) == 3:
-        shape, strides = (1, *shape), (aligned, *strides)
-    order = (0, 2, 1, 3)
-    strides = [strides[d] if shape[d] > 1 or d == 3 else aligned for d in order]
-    block = [1, 1, rows, width]
+def _template(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int,
+              by_sequence: bool) -> TensorDescriptor:
+    plain = descriptor_template(shape, strides, 16 // dtype.itemsize, rows, width, by_sequence)
     element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(block, element)
-    return TensorDescriptor(torch.empty(0, dtype=dtype), [shape[d] for d in order], strides, block, layout)
+    layout = gl.NVMMASharedLayout.get_default_for(plain.block_shape, element)
+    return TensorDescriptor(torch.empty(0, dtype=dtype), plain.shape, plain.strides, plain.block_shape, layout)
+
+
+@gluon.jit
+def place(batch, head, first, row, length, BY_SEQUENCE: gl.constexpr):
+    """Coordinates of a box of `descriptor` from `row` on of a sequence, which begins at `first` where they are BY_SEQUENCE."""
+    at = (batch, head, row, 0)
+    if BY_SEQUENCE:  # its last row is the last one that the descriptor has
+        at = (SEQUENCE_END, first + length, head, SEQUENCE_END - length + row, 0)
+    return at

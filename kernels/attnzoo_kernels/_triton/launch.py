@@ -82,6 +82,11 @@ def tma_readable(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, padded(x.shape[-1], x.element_size()) - x.shape[-1]))
 
 
+def tma_gradient(x: Tensor) -> Tensor:
+    """x itself, or a contiguous copy where TMA cannot read it: autograd may hand over an expanded gradient."""
+    return x if tma_takes(x) and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+
+
 def readable(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
     """The tensors with copies of what TMA cannot read, where values are narrow or a width is no multiple of 8 and one needs a copy; else
     None."""
@@ -101,11 +106,11 @@ def descriptor(x: Tensor, rows: int, width: int, by_sequence: bool = False) -> T
     """Host descriptor of (batch, seqlen, heads, width) or (total, heads, width), read in tiles [1, 1, rows, width] of (batch, heads,
     seqlen, width). by_sequence: of (total, heads, width), for `_triton.tiles.load_rows`, which ends such tiles where a sequence ends.
     """
-    return descriptor_like(_descriptor_template(x.shape, x.stride(), 16 // x.element_size(), rows, width, by_sequence), x)
+    return descriptor_like(descriptor_template(x.shape, x.stride(), 16 // x.element_size(), rows, width, by_sequence), x)
 
 
 @functools.lru_cache(maxsize=1024)
-def _descriptor_template(shape: tuple[int, ...], strides: tuple[int, ...], aligned: int, rows: int, width: int,
+def descriptor_template(shape: tuple[int, ...], strides: tuple[int, ...], aligned: int, rows: int, width: int,
                          by_sequence: bool) -> TensorDescriptor:
     if len(shape) == 3:
         shape, strides = (1, *shape), (aligned, *strides)
