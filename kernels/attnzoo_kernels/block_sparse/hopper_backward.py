@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
-from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, tma_takes_layout
+from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, tma_gradient
 from attnzoo_kernels.block_sparse.hopper_gradients import block_sparse_bwd_hopper_kernel
 from attnzoo_kernels.block_sparse.hopper_pair import block_sparse_bwd_pair_kernel
 from attnzoo_kernels.block_sparse.lists import Grid
@@ -77,8 +77,7 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, q: Layou
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, mask: Tensor,
                     options: Options, tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV as the plain path's launch_backward gives them, for what backward_reason lets through."""
-    if grad_out.data_ptr() % 16 or grad_out.stride(-1) != 1 or not tma_takes_layout(grad_out.shape, grad_out.stride(), 2):
-        grad_out = grad_out.clone(memory_format=torch.contiguous_format)  # autograd may hand over an expanded gradient
+    grad_out = tma_gradient(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))

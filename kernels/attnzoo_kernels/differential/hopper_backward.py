@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
-from attnzoo_kernels._triton.launch import Launch, block_width, multiprocessors, on_device_of, tma_takes_layout
+from attnzoo_kernels._triton.launch import Launch, block_width, multiprocessors, on_device_of, tma_gradient
 from attnzoo_kernels.differential import hopper_parts
 from attnzoo_kernels.differential.backward import reduce_like
 from attnzoo_kernels.differential.hopper_gradients import differential_bwd_hopper_kernel
@@ -105,8 +105,7 @@ def _tails(plan: Plan, tensors: tuple[Tensor, ...], cu_seqlens_q: Tensor, cu_seq
 def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, out: Tensor,
                     out2: Tensor, stats: Tensor, needs_dlam: bool, options: Options) -> tuple[Tensor, ...]:
     """What the plain path's launch_backward gives, for what backward_reason lets through."""
-    if grad_out.data_ptr() % 16 or grad_out.stride(-1) != 1 or not tma_takes_layout(grad_out.shape, grad_out.stride(), 2):
-        grad_out = grad_out.clone(memory_format=torch.contiguous_format)  # autograd may hand over an expanded gradient
+    grad_out = tma_gradient(grad_out)
     if q1.shape[-1] > 64:
         return hopper_parts.launch_backward(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, needs_dlam, options)
     cu_seqlens_q, cu_seqlens_k = options.tensors

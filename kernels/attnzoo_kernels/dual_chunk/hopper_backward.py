@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
-from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, strides, tma_takes
+from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, strides, tma_gradient
 from attnzoo_kernels._triton.softmax import LN2
 from attnzoo_kernels.dual_chunk.hopper_gradients import dual_chunk_bwd_hopper_kernel
 from attnzoo_kernels.dual_chunk.hopper_rows import dual_chunk_bwd_dk_rows_kernel, dual_chunk_bwd_dq_rows_kernel, dual_chunk_bwd_rows_kernel
@@ -78,8 +78,7 @@ def _ends(x: Tensor, block: int, width: int, cu_seqlens: Tensor) -> Tensor:
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
                     options: Options, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV as the plain path's launch_backward gives them, for what backward_reason lets through."""
-    if not tma_takes(grad_out) or grad_out.stride(-1) != 1:
-        grad_out = grad_out.clone(memory_format=torch.contiguous_format)  # autograd may hand over an expanded gradient
+    grad_out = tma_gradient(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     dq, dk, dv = map(torch.empty_like, (q, k, v))
