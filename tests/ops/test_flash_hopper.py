@@ -231,7 +231,5 @@ def test_every_tile_compiles_fits_and_keeps_its_products_in_flight():
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(kernels) == 4 * 2 * 4
-    # three consumers spill up to ten registers outside the loop and are the fastest measured all the same
-    wrong = [kernel for kernel in kernels
-             if kernel["shared"] > 232448 or kernel["complaints"] or kernel["stack"] > (40 if kernel["consumers"] == 3 else 0)]
+    wrong = [kernel for kernel in kernels if kernel["shared"] > 232448 or kernel["complaints"] or kernel["stack"]]
     assert not wrong, "\n".join(map(str, wrong))
