@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from attnzoo_kernels import BlockLayout, block_sparse_attention, differential_attention, dual_chunk_attention, flash_attention
+from attnzoo_kernels._triton.tiles import find_tile
 from attnzoo_kernels.packing import pad_packed, unpad_packed
 
 
@@ -38,3 +41,28 @@ def test_padding_and_back():
     rows = pad_packed(tokens, bounds, 3)
     assert rows.squeeze(-1).tolist() == [[1, 2, 0], [0, 0, 0], [3, 4, 5], [0, 0, 0]]
     assert unpad_packed(rows, bounds, 7, fill=-1.0).squeeze(-1).tolist() == [1, 2, 3, 4, 5, -1, -1]
+
+
+@triton.jit
+def _places_kernel(places, cu_seqlens, other_cu_seqlens, n_seqs, total, BLOCK: tl.constexpr):
+    place = find_tile(cu_seqlens, other_cu_seqlens, tl.program_id(0), n_seqs, total, BLOCK)
+    for field in tl.static_range(6):
+        tl.store(places + tl.program_id(0) * 6 + field, place[field])
+
+
+@pytest.mark.parametrize("lengths, others", (
+    ((0,), (3,)), ((70,), (0,)), ((1, 0, 97, 17, 130, 0), (5, 0, 0, 64, 1, 2)), (tuple(n * 37 % 90 for n in range(150)), (4,) * 150)))
+def test_every_row_has_one_tile(lengths, others, device):
+    block, behind = 32, 40  # rows behind the last sequence
+    bounds, other_bounds = ([sum(x[:n]) for n in range(len(x) + 1)] for x in (lengths, others))
+    total = bounds[-1] + behind
+    slots = total // block + len(lengths) + 1
+    places = torch.empty(slots, 6, dtype=torch.int32, device=device)
+    cu_seqlens, other_cu_seqlens = (torch.tensor(x, dtype=torch.int32, device=device) for x in (bounds, other_bounds))
+    _places_kernel[(slots,)](places, cu_seqlens, other_cu_seqlens, len(lengths), total, BLOCK=block)
+    seen = []
+    for sequence, tile, first, length, other_first, other_length in places.tolist():
+        assert (first, length) == ((*bounds, total)[sequence], (*lengths, behind)[sequence])
+        assert (other_first, other_length) == (other_bounds[sequence], (*others, 0)[sequence])
+        seen += [first + row for row in range(tile * block, min((tile + 1) * block, length))]
+    assert sorted(seen) == list(range(total))

@@ -19,23 +19,20 @@ def find_tile(cu_seqlens, other_cu_seqlens, slot, n_seqs, total, BLOCK: tl.const
     Sequence b owns the slots from cu_seqlens[b] // BLOCK + b on: at least as many as it has tiles, found without a prefix sum over tiles.
     Sequence n_seqs is what lies behind the last one. Slots in total: total // BLOCK + n_seqs + 1; a tile beyond the length is no tile.
     """
-    lanes = tl.arange(0, 128)
-    sequence = -1
-    # both sides' bounds never fall, so that one maximum and one minimum of pairs find them, without a load that waits for another
-    begin = tl.zeros([], tl.int64)
-    end = begin + 0x7FFFFFFFFFFFFFFF
+    # 32 lanes are one warp's, which needs no other to add them up; four loads at a time do not wait for each other
+    lanes = tl.arange(0, 32)
+    before = tl.zeros([32], tl.int32)
     for start in range(0, n_seqs + 1, 128):
-        b = start + lanes
-        first = tl.load(cu_seqlens + b, mask=b <= n_seqs, other=0x7FFFFFFF)
-        bounds = (first.to(tl.int64) << 32) + tl.load(other_cu_seqlens + b, mask=b <= n_seqs, other=0)
-        before = (b <= n_seqs) & (first // BLOCK + b <= slot)
-        sequence += tl.sum(before.to(tl.int32), 0)
-        begin = tl.maximum(begin, tl.max(tl.where(before, bounds, 0), 0))
-        end = tl.minimum(end, tl.min(tl.where(before, 0x7FFFFFFFFFFFFFFF, bounds), 0))
-    first, other_first = (begin >> 32).to(tl.int32), begin.to(tl.int32)
-    behind = sequence == n_seqs
-    length = tl.where(behind, total, (end >> 32).to(tl.int32)) - first
-    other_length = tl.where(behind, other_first, end.to(tl.int32)) - other_first
+        for part in tl.static_range(4):
+            b = start + part * 32 + lanes
+            bound = tl.load(cu_seqlens + b, mask=b <= n_seqs, other=0)
+            before += ((b <= n_seqs) & (bound // BLOCK + b <= slot)).to(tl.int32)
+    sequence = tl.sum(before, 0) - 1
+    after = tl.minimum(sequence + 1, n_seqs)
+    first = tl.load(cu_seqlens + sequence)
+    other_first = tl.load(other_cu_seqlens + sequence)
+    length = tl.where(sequence == n_seqs, total, tl.load(cu_seqlens + after)) - first
+    other_length = tl.load(other_cu_seqlens + after) - other_first
     return sequence, slot - (first // BLOCK + sequence), first, length, other_first, other_length
 
 
