@@ -19,9 +19,10 @@ from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on
 from attnzoo_kernels._triton.masks import key_ranges, keys_seen, queries_seeing, query_ranges
 from attnzoo_kernels._triton.softmax import add_dot, repeat_weights, score_dot
 from attnzoo_kernels._triton.tiles import first_lse, in_registers, load_rows, program_tile, store_rows, tile_source
+from attnzoo_kernels.flash import backward_specialised
 from attnzoo_kernels.flash.options import Layout, Options, layout, strides, tma_kind
 from attnzoo_kernels.flash.scores import alibi, score_unit, scores_in_unit
-from attnzoo_kernels.flash.tiles import Tile, dkdv_tile, dq_tile
+from attnzoo_kernels.flash.tiles import Tile, dkdv_tile, dq_tile, specialised_dkdv_tile
 
 
 @triton.jit
@@ -309,6 +310,9 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
                dv: Layout, stats_stride: int, options: Options) -> Launch:
     sequences, _, seqlen_k = options.sizes(q[0], k[0])
     constants = options.constants(q[0], v[0], dtype, device)
+    specialised = specialised_dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"])
+    if backward_specialised.takes(specialised, dtype, aligned, q, k, v, grad_out, options):
+        return backward_specialised.dkdv_plan(device, q, k, v, grad_out, dk, dv, stats_stride, specialised, options)
     tile = dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0,
                      packed=options.sequences is not None, heavy=options.softcap > 0 or options.dropout_p > 0)
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.sequences is not None)

@@ -60,7 +60,7 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causa
 
 @dataclass(frozen=True)
 class SpecialisedTile:
-    """Of the forward whose warps Triton's compiler specialises."""
+    """Of kernels whose warps Triton's compiler specialises."""
 
     block_m: int
     block_n: int
@@ -110,6 +110,11 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: 
     if width <= 128:
         return Tile(64, 64, 8, 2) if block_d == block_dv else Tile(32, 64, 8, 1)
     return Tile(32, 32, 8, 1)
+
+
+def specialised_dkdv_tile(arch: int, block_d: int, block_dv: int) -> SpecialisedTile | None:
+    # full, 512 542, 2048 691, 8192 726, 16384 737; loops of 64x64 459, 641, 694, 659; causal (masks in each step) 8192 659 for 662
+    return SpecialisedTile(64, 128, 2) if arch == 90 and block_d == block_dv == 128 else None
 
 
 @dataclass(frozen=True)
