@@ -54,7 +54,7 @@ def hand_on(k_full, k_empty, v_full, v_empty, step, count, STAGES: gl.constexpr,
 
 @gluon.jit
 def first_weights(q, keys, values, k_empty, v_full, phase, valid, masked, row, column, len_q, len_k, window_left, window_right, scale,
-                  ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
+                  ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, CLEAR: gl.constexpr, HAS_LEFT: gl.constexpr,
                   HAS_RIGHT: gl.constexpr, norm_layout: gl.constexpr, weights_layout: gl.constexpr):
     """(maximum, partial sums, weights) of the first tile; `keys` are its BLOCK_N keys, or half of them where no query sees the others."""
     KEYS: gl.constexpr = keys.shape[0]
@@ -65,7 +65,7 @@ def first_weights(q, keys, values, k_empty, v_full, phase, valid, masked, row, c
         q = gl.convert_layout(q, gl.DotOperandLayout(0, scores_layout, 2))
     # [ROWS, KEYS]
     pending = warpgroup_mma(q, keys.permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, scores_layout), use_acc=False, is_async=True)
-    if PACKED:
+    if CLEAR:
         if valid < BLOCK_N:
             mbarrier.wait(v_full, phase)
             clear_rows(values, valid, BLOCK_N, BLOCK_DV)
@@ -87,11 +87,11 @@ def first_weights(q, keys, values, k_empty, v_full, phase, valid, masked, row, c
 @gluon.jit
 def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin, full_begin, full_end, end, row, len_q, len_k,
               window_left, window_right, scale, ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-              PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr,
-              JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr, listed=None, HALVED: gl.constexpr = False):
+              CLEAR: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr, JOINT_RELEASE: gl.constexpr,
+              HOLD: gl.constexpr, listed=None, HALVED: gl.constexpr = False):
     """Key tiles end - 1 down to begin, which need a mask from full_end on and before full_begin; LOOP_MASK: not the first one only.
-    listed: (entries, first column) where these are positions of a list of tiles; the column is that of its last tile. HALVED: half of the
-    first tile is left out where no query sees it.
+    CLEAR: values behind len_k are another sequence's, whatever they hold. listed: (entries, first column) where these are positions of a
+    list of tiles; the column is that of its last tile. HALVED: half of the first tile is left out where no query sees it.
 
     Returns the accumulator with the last product still in flight, the maximum in base 2, the sum and the next step. The caller waits for
     the product and, unless JOINT_RELEASE, gives back the last V.
@@ -113,12 +113,12 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
     if HALVED and row + ROWS + (len_k - len_q + window_right) <= first_column + BLOCK_N // 2:
         top, norm, p = first_weights(q, k_tiles.index(slot).slice(0, BLOCK_N // 2), v_tiles.index(slot), k_empty.index(slot),
                                      v_full.index(slot), phase, len_k - (end - 1) * BLOCK_N, masked, row, first_column, len_q, len_k,
-                                     window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, PACKED, HAS_LEFT, HAS_RIGHT, norm_layout,
+                                     window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, CLEAR, HAS_LEFT, HAS_RIGHT, norm_layout,
                                      weights_layout)
     else:
         top, norm, p = first_weights(q, k_tiles.index(slot), v_tiles.index(slot), k_empty.index(slot),
                                      v_full.index(slot), phase, len_k - (end - 1) * BLOCK_N, masked, row, first_column, len_q, len_k,
-                                     window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, PACKED, HAS_LEFT, HAS_RIGHT, norm_layout,
+                                     window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, CLEAR, HAS_LEFT, HAS_RIGHT, norm_layout,
                                      weights_layout)
     # [ROWS, BLOCK_DV]
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, acc_layout)

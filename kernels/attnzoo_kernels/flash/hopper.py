@@ -86,7 +86,7 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
             slot, phase = ring(step, STAGES)
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             load_box(k_desc, k_tiles, k_full, slot, place(batch, kv_head, first, key, length, PACKED))
-            if j == end - begin - 1:  # not earlier: the next tile is for the program that is ready for it first
+            if j == end - begin - 1:  # before V, which waits for its place; not earlier: a tile is for the program that is ready first
                 index = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
                 index, sequence, head, row, first_q, len_q, first_k, len_k = next_tile(
                     index, counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, head_group, n_tiles, TILE, PACKED,
