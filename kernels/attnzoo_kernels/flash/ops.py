@@ -41,7 +41,7 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
     if paths.backward_path(impl, q, k, v, options, exact_delta) == "gluon":
         from attnzoo_kernels.flash import hopper_backward
 
-        ordered = deterministic or hopper_backward.faster_in_order(q, k, v, options)
+        ordered = deterministic or hopper_backward.in_order_anyway(q, k, v, options)
         return hopper_backward.launch_backward(*arguments, ordered, into=into)
     return backward.launch_backward(*arguments, into)
 
