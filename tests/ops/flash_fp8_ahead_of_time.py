@@ -1,0 +1,39 @@
+"""Compile the FP8 forward for Hopper without one: `python flash_fp8_ahead_of_time.py 90` prints a JSON line per tile.
+
+A process of its own, as ahead_of_time.py, whose driver it takes.
+"""
+
+import itertools
+import json
+
+import torch
+import triton
+from ahead_of_time import Driver, listing, resources
+from hopper_ahead_of_time import WarmUp, complaints
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    from attnzoo_kernels.flash_fp8 import forward
+    from attnzoo_kernels.flash_fp8.layout import BLOCK, quantized_like
+
+    forward.multiprocessors, forward.tile_counter = lambda device: 132, lambda device: torch.zeros(1, dtype=torch.int32)
+    masks = ((False, 0), (True, 0), (True, 3))  # full, causal, causal with the diagonal off the steps
+    for head_dim, (causal, shift), by_block in itertools.product((64, 128), masks, (False, True)):
+        q, k = torch.zeros(1, 4096, 2, head_dim), torch.zeros(1, 4096 + shift, 2, head_dim)
+        scales = [torch.ones(1, 2, -(-x.shape[1] // BLOCK)) if by_block else torch.ones(1, 2) for x in (q, k, k)]
+        q, k, v = quantized_like(q, False), quantized_like(k, False), quantized_like(k, True)
+        blocks = tuple(x.shape[2] if by_block else 0 for x in scales[:2])
+        launch, *_ = forward._plan(q.device, q.shape, k.shape, blocks, causal, 1.0, torch.bfloat16)
+        launch.kernel = WarmUp(launch.kernel)
+        forward.launch_forward(q, k, v, *scales, causal, 1.0, torch.bfloat16)
+        kernel = launch.compiled
+        registers, stack = resources(kernel.asm["cubin"])
+        print(json.dumps({"head_dim": head_dim, "causal": causal, "shift": shift, "by_block": by_block, "registers": registers,
+                          "stack": stack, "consumers": launch.constants["CONSUMERS"], "shared": kernel.metadata.shared,
+                          "complaints": complaints(kernel.asm["ptx"]), "shuffled": listing(kernel.asm["cubin"], "nvdisasm").count("PRMT")}),
+              flush=True)
+
+
+if __name__ == "__main__":
+    main()
