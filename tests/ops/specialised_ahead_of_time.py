@@ -1,5 +1,5 @@
 """Compile the plain forward with specialised warps for Hopper without one: `python specialised_ahead_of_time.py 90` prints a JSON line per
-width. A process of its own, as ahead_of_time.py, whose driver it takes.
+kernel. A process of its own, as ahead_of_time.py, whose driver it takes.
 """
 
 import json
@@ -8,9 +8,7 @@ from collections import Counter
 
 import torch
 import triton
-from ahead_of_time import ARCH, Driver, resources
-
-from attnzoo_kernels._triton.launch import descriptor_like
+from ahead_of_time import ARCH, Driver, operands_clash, resources
 
 
 def unused_barriers(ptx: str) -> list[int]:
@@ -29,17 +27,19 @@ def main() -> None:
 
     for module in (forward, options):
         module.architecture = lambda device: ARCH
-    choice = options.Options(None, None, 128**-0.5, -1, -1, 0.0, 0.0)
-    for value_dim in (96, 128):
+    for head_dim, value_dim, right in ((128, 96, -1), (128, 128, -1), (128, 96, 0), (128, 128, 0), (64, 40, 0), (64, 64, 0)):
         for sinks in (None, torch.zeros(4)):
-            q, k, v = (torch.zeros(1, 256, heads, dim, dtype=torch.bfloat16) for heads, dim in ((4, 128), (2, 128), (2, value_dim)))
+            choice = options.Options(None, None, head_dim**-0.5, -1, right, 0.0, 0.0)
+            shapes = ((4, head_dim), (2, head_dim), (2, value_dim))
+            q, k, v = (torch.zeros(1, 256, heads, dim, dtype=torch.bfloat16) for heads, dim in shapes)
             layouts = (options.layout(x) for x in (q, k, v))
             launch = forward._plan(q.device, q.dtype, True, sinks is not None, *layouts, choice)
-            kernel = launch.compile(descriptor_like(launch.queries, q), k, v, q, torch.zeros(4, 256), torch.zeros(2, 4, 256), sinks)
+            kernel = launch.compile(q, k, v, q, torch.zeros(4, 256), torch.zeros(2, 4, 256), sinks)
             ptx = kernel.asm["ptx"]
             invalidated = [int(offset or 0) for offset in re.findall(r"mbarrier\.inval\S+ \[global_smem\+?(\d*)\]", ptx)]
-            print(json.dumps({"value_dim": value_dim, "sinks": sinks is not None, "shared": kernel.metadata.shared,
-                              "specialised": "ttg.warp_specialize(" in kernel.asm["ttgir"], "stack": resources(kernel.asm["cubin"])[1],
+            print(json.dumps({"head_dim": head_dim, "value_dim": value_dim, "sinks": sinks is not None, "causal": right == 0,
+                              "shared": kernel.metadata.shared, "specialised": "ttg.warp_specialize(" in kernel.asm["ttgir"],
+                              "stack": resources(kernel.asm["cubin"])[1], "clash": operands_clash(kernel.asm["cubin"]),
                               "unused_barriers": unused_barriers(ptx), "invalidated": invalidated}))
 
 

@@ -20,9 +20,17 @@ from benchmarks.accuracy import error_ratio
 pytestmark = pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="only Triton 3.6 takes descriptors of halved tiles")
 hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU")
 PLAIN = Case(batch=2, seqlen_q=300, seqlen_k=256, heads=4, head_dim=128)
-CASES = [replace(PLAIN, dtype=dtype, **changes) for dtype in (torch.bfloat16, torch.float16) for changes in (
-    {}, {"seqlen_q": 1025, "seqlen_k": 1024, "kv_heads": 1}, {"seqlen_q": 1, "seqlen_k": 128}, {"seqlen_k": 512, "value_dim": 96},
-    {"batch": 5, "sinks": True}, {"seqlen_k": 1152, "q_scale": 20.0}, {"seqlen_q": 1023, "seqlen_k": 2048, "kv_heads": 2})]
+CAUSAL = Case(batch=2, seqlen_q=512, heads=4, head_dim=128, causal=True)
+NARROW = replace(CAUSAL, head_dim=64)
+CASES = [replace(case, dtype=dtype, **changes) for dtype in (torch.bfloat16, torch.float16) for case, changes in (
+    (PLAIN, {}), (PLAIN, {"seqlen_q": 1025, "seqlen_k": 1024, "kv_heads": 1}), (PLAIN, {"seqlen_q": 1, "seqlen_k": 128}),
+    (PLAIN, {"seqlen_k": 512, "value_dim": 96}), (PLAIN, {"batch": 5, "sinks": True}), (PLAIN, {"seqlen_k": 1152, "q_scale": 20.0}),
+    (PLAIN, {"seqlen_q": 1023, "seqlen_k": 2048, "kv_heads": 2}),
+    (CAUSAL, {}), (CAUSAL, {"seqlen_q": 1000, "seqlen_k": 1024, "kv_heads": 1}), (CAUSAL, {"seqlen_q": 1, "seqlen_k": 384}),
+    (CAUSAL, {"seqlen_q": 200, "seqlen_k": 1152}), (CAUSAL, {"batch": 7, "sinks": True, "seqlen_q": 384}), (CAUSAL, {"value_dim": 96}),
+    (CAUSAL, {"q_scale": 20.0, "seqlen_q": 2048, "heads": 40, "batch": 3}),
+    (NARROW, {}), (NARROW, {"seqlen_q": 128, "seqlen_k": 640, "kv_heads": 1}), (NARROW, {"seqlen_q": 1024, "heads": 80, "batch": 3}),
+    (NARROW, {"batch": 7, "sinks": True, "seqlen_q": 384, "q_scale": 20.0}), (NARROW, {"value_dim": 40}))]
 
 
 def is_specialised(case: Case, x) -> bool:
@@ -30,7 +38,7 @@ def is_specialised(case: Case, x) -> bool:
     from attnzoo_kernels.flash import forward, forward_specialised
     from attnzoo_kernels.flash.options import Options, layout
 
-    options = Options.of(None, None, case.head_dim**-0.5, -1, -1, 0.0, 0.0)
+    options = Options.of(None, None, case.head_dim**-0.5, -1, 0 if case.causal else -1, 0.0, 0.0)
     launch = forward._plan(x.q.device, x.q.dtype, True, case.sinks, layout(x.q), layout(x.k), layout(x.v), options)
     return isinstance(launch, forward_specialised.HalvedLaunch)
 
@@ -62,15 +70,17 @@ def test_nothing_depends_on_what_lies_beyond_a_sequence():
 
 @pytest.mark.gpu
 @hopper
-def test_no_compiling_for_a_new_length():
+@pytest.mark.parametrize("case", (PLAIN, CAUSAL, NARROW), ids=str)
+def test_no_compiling_for_a_new_length(case):
+    """The first call compiles what other lengths take, too."""
     from triton import knobs
 
     compiled = []
     knobs.runtime.jit_post_compile_hook = lambda **event: compiled.append(event["fn"].name)
     try:
-        for index, seqlen in enumerate((128, 64, 640, 999, 1)):
-            x = Case(batch=index + 1, seqlen_q=seqlen, heads=3, head_dim=128).inputs("cuda")
-            flash_attention(x.q, x.k, x.v, impl="triton")
+        for index, seqlen in enumerate((64, 128, 640, 999, 1, 8192)):
+            x = replace(case, batch=index % 3 + 1, seqlen_q=seqlen, seqlen_k=seqlen, heads=3).inputs("cuda")
+            flash_attention(x.q, x.k, x.v, causal=case.causal, impl="triton")
             if index == 0:
                 before = len(compiled)
         assert len(compiled) == before, compiled[before:]
@@ -81,16 +91,20 @@ def test_no_compiling_for_a_new_length():
 @pytest.mark.gpu
 @pytest.mark.slow
 @hopper
-def test_no_tile_is_lost_where_another_process_shares_the_gpu():
+@pytest.mark.parametrize("case", (replace(PLAIN, seqlen_q=4096, seqlen_k=4096), replace(CAUSAL, seqlen_q=4096),
+                                  replace(NARROW, seqlen_q=1024)), ids=str)
+def test_no_tile_is_lost_where_another_process_shares_the_gpu(case):
     """A program that is stopped and resumed finds its shared memory as it left it, also what lies in place of barriers."""
-    x = Case(batch=16, seqlen_q=4096, heads=8, head_dim=128).inputs("cuda")
-    first = flash_attention(x.q, x.k, x.v, impl="triton")
+    case = replace(case, batch=65536 // case.seqlen_q, heads=8)
+    x = case.inputs("cuda")
+    assert is_specialised(case, x)
+    first = flash_attention(x.q, x.k, x.v, causal=case.causal, impl="triton")
     with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as other:
         try:
             assert other.stdout.readline() == "busy\n"
             for _ in range(300):
                 torch.full_like(first, torch.nan)  # the next output lies where this was
-                assert torch.equal(flash_attention(x.q, x.k, x.v, impl="triton"), first)
+                assert torch.equal(flash_attention(x.q, x.k, x.v, causal=case.causal, impl="triton"), first)
         finally:
             other.kill()
 
@@ -102,7 +116,7 @@ def test_the_compiler_specialises_the_warps_and_leaves_no_barrier_under_data():
                           capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(kernels) == 4
+    assert len(kernels) == 12
     for kernel in kernels:
-        assert kernel["specialised"] and not kernel["stack"] and kernel["shared"] <= 232448, kernel
+        assert kernel["specialised"] and not kernel["stack"] and not kernel["clash"] and kernel["shared"] <= 232448, kernel
         assert kernel["unused_barriers"] == kernel["invalidated"] == [0, 8], kernel

@@ -21,13 +21,14 @@ def find_tile(cu_seqlens, other_cu_seqlens, slot, n_seqs, total, BLOCK: tl.const
     """
     # 32 lanes are one warp's, which needs no other to add them up; four loads at a time do not wait for each other
     lanes = tl.arange(0, 32)
-    before = tl.zeros([32], tl.int32)
+    sequence = -1
     for start in range(0, n_seqs + 1, 128):
+        before = tl.zeros([32], tl.int32)  # carried by the loop, it would keep Triton 3.7 from overlapping loads in the loops behind
         for part in tl.static_range(4):
             b = start + part * 32 + lanes
             bound = tl.load(cu_seqlens + b, mask=b <= n_seqs, other=0)
             before += ((b <= n_seqs) & (bound // BLOCK + b <= slot)).to(tl.int32)
-    sequence = tl.sum(before, 0) - 1
+        sequence += tl.sum(before, 0)
     after = tl.minimum(sequence + 1, n_seqs)
     first = tl.load(cu_seqlens + sequence)
     other_first = tl.load(other_cu_seqlens + sequence)
@@ -51,23 +52,25 @@ def program_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, hea
         slots = seqlen // BLOCK + n_seqs + 1
     else:
         slots = tl.cdiv(seqlen, BLOCK)
+    # unsigned: a division takes fewer instructions and registers
+    program, all_slots = tl.program_id(0).to(tl.uint32), tl.cast(slots, tl.uint32)
     if together is None:
-        slot = tl.program_id(0) % slots
-        head = tl.program_id(0) // slots
+        slot = (program % all_slots).to(tl.int32)
+        head = program // all_slots
     else:
-        # unsigned: a division takes fewer instructions and registers
-        program, turns = tl.program_id(0).to(tl.uint32), tl.cast(together, tl.uint32)
-        slot = (program // turns % tl.cast(slots, tl.uint32)).to(tl.int32)
-        head = (program // tl.cast(together * slots, tl.uint32)).to(tl.int32) * together + (program % turns).to(tl.int32)
+        turns = tl.cast(together, tl.uint32)
+        slot = (program // turns % all_slots).to(tl.int32)
+        head = program // (turns * all_slots) * turns + program % turns
     if PACKED:
         seq, tile, first, length, other_first, other_length = find_tile(cu_seqlens, other_cu_seqlens, slot, n_seqs, seqlen, BLOCK)
         batch = 0
+        head = head.to(tl.int32)
         tiles = tl.cdiv(length, BLOCK)
     else:
         tiles = slots
         tile = slot
-        batch = head // heads
-        head = head % heads
+        batch = (head // tl.cast(heads, tl.uint32)).to(tl.int32)
+        head = (head % tl.cast(heads, tl.uint32)).to(tl.int32)
         seq, first, length, other_first, other_length = batch, 0, seqlen, 0, other_seqlen
     row = tile * BLOCK
     if LAST_FIRST:

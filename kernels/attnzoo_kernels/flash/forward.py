@@ -30,7 +30,7 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, full_begin, full_end,
     """Walk the keys begin .. end. MASK: "none", "all", or "edges": tiles outside full_begin .. full_end."""
     i = row + tl.arange(0, BLOCK_M)[:, None]
     unit = score_unit(scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee")
-    for column in tl.range(begin, end, BLOCK_N, num_stages=1 if GUARD else None):
+    for column in tl.range(begin, end, BLOCK_N, num_stages=1 if GUARD or MASK == "all" and not (HAS_LEFT or HAS_RIGHT) else None):
         # [BLOCK_N, BLOCK_D]
         k = load_rows(k_rows, batch, kv_head, first_k, column, len_k, stride_ks, HEAD_DIM, BLOCK_N, BLOCK_D, GUARD and not TMA, TMA)
         # [BLOCK_M, BLOCK_N]
@@ -50,13 +50,14 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, full_begin, full_end,
                                                    by_query.reshape(BLOCK_M) if HAS_ALIBI and ONE_SIDED else None)
         if HAS_DROPOUT and not DROP_PAIRS:
             weights = tl.where(keep_tile(seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N), weights, 0.0)
+        acc *= rescale[:, None]  # before the wait for the values
         # [BLOCK_N, BLOCK_DV]
         v = load_rows(v_rows, batch, kv_head, first_k, column, len_k, stride_vs, VALUE_DIM, BLOCK_N, BLOCK_DV, GUARD, TMA)
         weights = weights.to(v.dtype)
         if HAS_DROPOUT and DROP_PAIRS:
             weights = drop_pairs(weights, seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N)
         # [BLOCK_M, BLOCK_DV]
-        acc = add_dot(weights, v, acc * rescale[:, None], PRECISION)
+        acc = add_dot(weights, v, acc, PRECISION)
     return acc, top, norm
 
 
@@ -75,8 +76,9 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
     seq, batch, head, row, first_q, len_q, first_k, len_k = program_tile(
         cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
         together if HAS_RIGHT and not HAS_LEFT else None)
-    if row >= len_q:
-        return
+    if PACKED:
+        if row >= len_q:
+            return
     kv_head = head // group
     if PRECISION == "ieee":
         scale = softmax_scale
@@ -149,10 +151,13 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
     launch = _launch(device, dtype, aligned, has_sinks, q, k, v, options, tile)
     if other != tile:
         launch.other = _launch(device, dtype, aligned, has_sinks, q, k, v, options, other)
-    specialised = specialised_tile(arch, width, value_width)
-    if forward_specialised.takes(specialised, dtype, aligned, q, k, v, options):
-        return forward_specialised.plan(device, dtype, has_sinks, q, k, v, specialised, options, launch)
-    return launch
+    tile = specialised_tile(arch, width, value_width, causal=options.window_right >= 0)
+    if not forward_specialised.takes(tile, dtype, aligned, q, k, v, options):
+        return launch
+    specialised = forward_specialised.plan(device, dtype, has_sinks, q, k, v, tile, options)
+    first, other = (specialised, launch) if forward_specialised.takes_lengths(tile, q, k, options) else (launch, specialised)
+    first.other = other
+    return first
 
 
 def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bool, q: Layout, k: Layout, v: Layout, options: Options,

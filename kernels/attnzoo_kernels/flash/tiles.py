@@ -65,11 +65,20 @@ class SpecialisedTile:
     block_m: int
     block_n: int
     stages: int  # three came out wrong
+    q_registers: bool = False  # forward: the queries are an operand in registers
+    diagonal_first: bool = False  # causal forward: the tile that needs a mask is a step before the loop, not a mask in each step
+    sums_last: bool = False  # forward: the softmax's sums stand behind the load of values
+    longest_causal: int = 0
 
 
-def specialised_tile(arch: int, block_d: int, block_dv: int) -> SpecialisedTile | None:
-    # full, 512 502, 2048 610, 8192 641; two loops of 64x64 375, 534, 585; head dim 64 418 for 479, causal 439 for 568 (masks in each step)
-    return SpecialisedTile(128, 128, 2) if arch == 90 and block_d == block_dv == 128 else None
+def specialised_tile(arch: int, block_d: int, block_dv: int, *, causal: bool) -> SpecialisedTile | None:
+    # full, 8192 681, without sums_last 613; two loops of 64x64 583; causal 512 319, 2048 487, 8192 558, one loop of 64x64 274, 473, 564
+    if arch == 90 and block_d == block_dv == 128:
+        return SpecialisedTile(128, 128, 2, sums_last=not causal, longest_causal=4096)
+    # causal 512 256, 2048 384, two loops of 64x64 243, 402; full 418 for 479 at 8192
+    if arch == 90 and block_d == block_dv == 64 and causal:
+        return SpecialisedTile(128, 128, 2, q_registers=True, diagonal_first=True, longest_causal=1024)
+    return None
 
 
 def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:
