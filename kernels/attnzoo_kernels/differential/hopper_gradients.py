@@ -251,7 +251,7 @@ def _consume(outs, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, scal
                                 low - i * ROWS, high - i * ROWS, STAGES, ME, SHARED_K, part != 1, part == 3, HAS_LEFT)
                 step = before + end
                 dq_tile += head_tiles * (ROWS * BLOCK_D)
-        batch, kv_head, key, first_k, len_k = end_tile(work, slot, bars)
+        batch, kv_head, key, first_k, len_k, _ = end_tile(work, slot, bars)
         row = key + ME * HALF
         tile = out_tiles.index(ME)
         store_rows(dv_desc, dv_ptr, tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, kv_heads, VALUE_DIM, PACKED)

@@ -68,10 +68,7 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
     while more != 0:
         slot, phase = ring(taken, WORK)
         mbarrier.wait(work_empty.index(slot), phase ^ 1)
-        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, False)
-        if PACKED:
-            while (key >= len_k) & (index < n_tiles):
-                index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, False)
+        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, n_tiles, PACKED, False)
         batch = sequence
         if PACKED:
             batch = 0

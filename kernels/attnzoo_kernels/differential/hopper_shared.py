@@ -134,7 +134,7 @@ def _consume(outs, tiles, ds_tiles, dq_tiles, out_tiles, columns, work, bars, sc
         if step > first:
             dq_pending = _dq_of(tiles[3], ds_tiles, bars[8], step, True, ME)
             _hand_on(warpgroup_mma_wait(0, deps=(dq_pending,)), dq_tiles, bars, step, ME)
-        batch, kv_head, key, first_k, len_k = end_tile(work, slot, bars)
+        batch, kv_head, key, first_k, len_k, _ = end_tile(work, slot, bars)
         row = key + ME * HALF
         tile = out_tiles.index(ME)
         store_rows(dv_desc, dv_ptr, tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, kv_heads, VALUE_DIM, PACKED)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import async_load, barriers, box, invalidate, mbarrier, ring, tma
-from attnzoo_kernels.flash.hopper_gradients import await_turn, store_tile
+from attnzoo_kernels.flash.hopper_gradients import await_turn, store_keys
 from attnzoo_kernels.flash.hopper_loads import (
     HALF,
     WORK,
@@ -60,10 +60,7 @@ def _load(descs, tail_descs, tiles, bars, work, shape, chunk, near, batches, n_t
     while more != 0:
         slot, phase = ring(taken, WORK)
         mbarrier.wait(work_empty.index(slot), phase ^ 1)
-        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, ORDERED, ROWS)
-        if PACKED:
-            while (key >= len_k) & (index < n_tiles):
-                index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, ORDERED, ROWS)
+        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, n_tiles, PACKED, ORDERED, ROWS)
         batch = sequence
         if PACKED:
             batch = 0
@@ -139,22 +136,6 @@ def _add_dq(dq_desc, turns, dq_tiles, work, bars, group, head_tiles, chunk, near
 
 
 @gluon.jit
-def _store(desc, pointer, stride_row, stride_head, tile, x, batch, kv_head, first_k, row, len_k, DIM: gl.constexpr,
-           PACKED: gl.constexpr):
-    """64 rows of a sequence, of those that it has."""
-    if PACKED:
-        if row + HALF > len_k:
-            rows = row + gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout))
-            columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-            at = pointer + ((first_k + rows).to(gl.int64) * stride_row + kv_head * stride_head)[:, None] + columns[None, :]
-            gl.store(at, x, mask=(rows < len_k)[:, None] & (columns < DIM)[None, :])
-        else:
-            store_tile(desc, tile, x, 0, kv_head, first_k + row)
-    else:
-        store_tile(desc, tile, x, batch, kv_head, row)
-
-
-@gluon.jit
 def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, dk_scale, group, head_tiles, chunk, near,
              copy_tiles, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr,
              ME: gl.constexpr, PACKED: gl.constexpr, WRITER: gl.constexpr):
@@ -192,13 +173,13 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
             before += end - begin
             dq_tile += head_tiles
         at = before + begin
-        batch, kv_head, key, first_k, len_k = end_tile(work, slot, bars)
+        batch, kv_head, key, first_k, len_k, _ = end_tile(work, slot, bars)
         row = key + ME * HALF
-        _store(dv_desc, dv_ptr, stride_dvs, stride_dvh, out_tiles.index(ME), dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM,
-               PACKED)
+        store_keys(dv_desc, dv_ptr, stride_dvs, stride_dvh, out_tiles.index(ME), dv.to(dtype), batch, kv_head, first_k, row, len_k,
+                   VALUE_DIM, PACKED)
         dk = dk * dk_scale
-        _store(dk_desc, dk_ptr, stride_dks, stride_dkh, out_tiles.index(ME), dk.to(dtype), batch, kv_head, first_k, row, len_k, HEAD_DIM,
-               PACKED)
+        store_keys(dk_desc, dk_ptr, stride_dks, stride_dkh, out_tiles.index(ME), dk.to(dtype), batch, kv_head, first_k, row, len_k,
+                   HEAD_DIM, PACKED)
         taken += 1
         slot, more = await_work(work, work_full, taken)
     tma.store_wait(0)

@@ -20,7 +20,7 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS, WORK, await_work, load, walk_barriers, word
+from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS, WORK, await_work, end_tile, load, queries_seeing, walk_barriers, word
 
 
 @gluon.jit
@@ -216,13 +216,14 @@ def _pass_unseen(ds_tiles, bars, step, STAGES: gl.constexpr, ME: gl.constexpr):
 
 
 @gluon.jit
-def store_keys(desc, pointer, stride, tile, x, batch, kv_head, first_k, key, len_k, DIM: gl.constexpr, PACKED: gl.constexpr):
+def store_keys(desc, pointer, stride_row, stride_head, tile, x, batch, kv_head, first_k, key, len_k, DIM: gl.constexpr,
+               PACKED: gl.constexpr):
     """The rows `key` on of a sequence, of those that it has."""
     if PACKED:
         if key + HALF > len_k:
             rows = key + gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout))
             columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-            at = pointer + ((first_k + rows).to(gl.int64) * stride + kv_head * DIM)[:, None] + columns[None, :]
+            at = pointer + ((first_k + rows).to(gl.int64) * stride_row + kv_head * stride_head)[:, None] + columns[None, :]
             gl.store(at, x, mask=(rows < len_k)[:, None] & (columns < DIM)[None, :])
         else:
             store_tile(desc, tile, x, 0, kv_head, first_k + key)
@@ -245,7 +246,7 @@ def _consume(outs, tiles, ds_tiles, out_tiles, columns, work, bars, scale, dk_sc
     """dK and dV of 64 keys of each tile."""
     dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv = outs
     q_tiles, k_tiles = tiles[0], tiles[3]
-    q_full, k_full, v_full, kv_empty, work_full, work_empty = bars[0], bars[3], bars[4], bars[5], bars[6], bars[7]
+    q_full, k_full, v_full, work_full = bars[0], bars[3], bars[4], bars[6]
     dtype: gl.constexpr = q_tiles.dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -257,11 +258,7 @@ def _consume(outs, tiles, ds_tiles, out_tiles, columns, work, bars, scale, dk_sc
         begin, full_begin, full_end, end = word(work, slot, 4), word(work, slot, 5), word(work, slot, 6), word(work, slot, 7)
         len_q, len_k = word(work, slot, 8), word(work, slot, 9)
         shift = len_k - len_q
-        j = gl.arange(0, HALF, gl.SliceLayout(1, scores_layout)) + (key + ME * HALF)
-        low = gl.where(j < len_k, 0, 1 << 30)
-        if HAS_RIGHT:  # keys behind the end are seen by no query that there is
-            low = gl.where(j < len_k, j - shift - window_right, 1 << 30)
-        high = j - shift + window_left
+        low, high = queries_seeing(key + ME * HALF, len_q, len_k, window_left, window_right, HAS_RIGHT, scores_layout)
         dk = gl.zeros([HALF, WIDTH], gl.float32, acc_layout)
         dv = gl.zeros([HALF, WIDTH], gl.float32, acc_layout)
         mbarrier.wait(k_full, taken & 1)
@@ -290,14 +287,13 @@ def _consume(outs, tiles, ds_tiles, out_tiles, columns, work, bars, scale, dk_sc
                                 scores, dk, dv, tiles, ds_tiles, columns, bars, before + i, scale, low - i * ROWS, high - i * ROWS, WIDTH,
                                 STAGES, ME, part != 1, part == 3, HAS_LEFT)
                 step = before + end
-        mbarrier.arrive(kv_empty, count=1)
-        batch, kv_head, key, first_k = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3), word(work, slot, 10)
-        len_k = word(work, slot, 9)
-        mbarrier.arrive(work_empty.index(slot), count=1)
+        batch, kv_head, key, first_k, len_k, _ = end_tile(work, slot, bars)
         row = key + ME * HALF
-        store_keys(dv_desc, dv_ptr, stride_dv, out_tiles.index(ME), dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM, PACKED)
+        store_keys(dv_desc, dv_ptr, stride_dv, VALUE_DIM, out_tiles.index(ME), dv.to(dtype), batch, kv_head, first_k, row, len_k,
+                   VALUE_DIM, PACKED)
         dk = dk * dk_scale
-        store_keys(dk_desc, dk_ptr, stride_dk, out_tiles.index(ME), dk.to(dtype), batch, kv_head, first_k, row, len_k, HEAD_DIM, PACKED)
+        store_keys(dk_desc, dk_ptr, stride_dk, HEAD_DIM, out_tiles.index(ME), dk.to(dtype), batch, kv_head, first_k, row, len_k,
+                   HEAD_DIM, PACKED)
         taken += 1
         slot, more = await_work(work, work_full, taken)
     tma.store_wait(0)

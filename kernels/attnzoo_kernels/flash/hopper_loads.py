@@ -91,15 +91,18 @@ def announce(work, work_full, slot, words):
 
 
 @gluon.jit
-def end_tile(work, slot, bars):
+def end_tile(work, slot, bars, SHARED: gl.constexpr = False):
     """Gives K, V and the slot back; what writing the tile out still needs: (batch, key head, first key, where the sequence's keys begin,
-    how many it has)."""
+    how many it has, number of the share if SHARED)."""
     kv_empty, work_empty = bars[5], bars[7]
     mbarrier.arrive(kv_empty, count=1)
     batch, kv_head, key, first_k = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3), word(work, slot, 10)
     len_k = word(work, slot, 9)
+    share = 0
+    if SHARED:
+        share = word(work, slot, 12)
     mbarrier.arrive(work_empty.index(slot), count=1)
-    return batch, kv_head, key, first_k, len_k
+    return batch, kv_head, key, first_k, len_k, share
 
 
 @gluon.jit
@@ -151,10 +154,15 @@ def load_tile_keys(descs, tail_descs, tiles, bars, taken, sequence, batch, kv_he
 
 
 @gluon.jit
-def take_keys(shape, PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr = ROWS):
-    """The next tile from the counter: (its number, sequence, key head, first key, first_q, len_q, first_k, len_k, first tile of dQ)."""
+def take_keys(shape, n_tiles, PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr = ROWS):
+    """The next tile from the counter that has keys: (its number, sequence, key head, first key, first_q, len_q, first_k, len_k, first tile
+    of dQ)."""
     index = gl.atomic_add(shape[0], 1, sem="relaxed")
     sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(index, shape, PACKED, ORDERED, ROWS)
+    if PACKED:
+        while (key >= len_k) & (index < n_tiles):
+            index = gl.atomic_add(shape[0], 1, sem="relaxed")
+            sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(index, shape, PACKED, ORDERED, ROWS)
     return index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile
 
 
@@ -227,10 +235,7 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
             sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(
                 gl.minimum(index, whole + at // steps), shape, PACKED, ORDERED, ROWS)
         else:
-            index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, ORDERED, ROWS)
-        if PACKED:
-            while (key >= len_k) & (index < n_tiles):
-                index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, PACKED, ORDERED, ROWS)
+            index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, n_tiles, PACKED, ORDERED, ROWS)
         batch = sequence
         if PACKED:
             batch = 0

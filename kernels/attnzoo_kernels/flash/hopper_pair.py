@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import invalidate, mbarrier, tma, warpgroup_mma_wait
 from attnzoo_kernels.flash.hopper_gradients import await_turn, store_keys, turn_of, write_to
-from attnzoo_kernels.flash.hopper_loads import HALF, WORK, await_work, load, walk_barriers, word
+from attnzoo_kernels.flash.hopper_loads import HALF, WORK, await_work, end_tile, load, walk_barriers, word
 from attnzoo_kernels.flash.hopper_steps import add_half, dq_before, hand_on_dq, pair_step, write_half
 
 
@@ -95,7 +95,7 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
              WRITER: gl.constexpr, LATE: gl.constexpr, SHARED: gl.constexpr):
     """dK and dV of 64 keys of each tile, or of a share of its queries."""
     dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, shares_ptr = outs
-    k_full, v_full, kv_empty, work_full, work_empty = bars[3], bars[4], bars[5], bars[6], bars[7]
+    k_full, v_full, work_full = bars[3], bars[4], bars[6]
     dtype: gl.constexpr = tiles[0].dtype
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -139,13 +139,7 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
                 dq = warpgroup_mma_wait(0, deps=(dq_pending,))
                 hand_on_dq(dq, dq_desc, dq_tiles, dq_end - 1, bars, before + begin, ROWS, ME, WRITER, LATE)
         at = before + begin
-        mbarrier.arrive(kv_empty, count=1)
-        batch, kv_head, key, first_k = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3), word(work, slot, 10)
-        len_k = word(work, slot, 9)
-        share = 0
-        if SHARED:
-            share = word(work, slot, 12)
-        mbarrier.arrive(work_empty.index(slot), count=1)
+        batch, kv_head, key, first_k, len_k, share = end_tile(work, slot, bars, SHARED)
         row = key + ME * HALF
         out_tile = out_tiles.index(ME)
         if SHARED:
@@ -154,9 +148,11 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
                 write_to(to + ME * HALF * WIDTH, dv)
                 write_to(to + (2 + ME) * HALF * WIDTH, dk * dk_scale)
         if share == 0:
-            store_keys(dv_desc, dv_ptr, stride_dv, out_tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM, PACKED)
+            store_keys(dv_desc, dv_ptr, stride_dv, VALUE_DIM, out_tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM,
+                       PACKED)
             dk = dk * dk_scale
-            store_keys(dk_desc, dk_ptr, stride_dk, out_tile, dk.to(dtype), batch, kv_head, first_k, row, len_k, HEAD_DIM, PACKED)
+            store_keys(dk_desc, dk_ptr, stride_dk, HEAD_DIM, out_tile, dk.to(dtype), batch, kv_head, first_k, row, len_k, HEAD_DIM,
+                       PACKED)
         taken += 1
         slot, more = await_work(work, work_full, taken)
     tma.store_wait(0)
