@@ -1,13 +1,9 @@
 """Every entry of FlashAttention's tile tables compiles for sm_80 and sm_90 and fits their shared memory; the 16-bit ones do not spill,
 and no two products of a loop have operands in the same registers."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels._triton.backward import STATS_BLOCK
 from attnzoo_kernels.flash.tiles import dkdv_tile, dq_tile
@@ -18,11 +14,7 @@ SHARED_MEMORY = {80: 101376, 90: 232448}  # for sm_80 what sm_86, 89 and 120 hav
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_kernels_fit_and_do_not_spill(arch):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, Path(__file__).with_name("ahead_of_time.py"), str(arch)], env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = compiled_kernels("ahead_of_time.py", arch)
     assert len(kernels) == 2 * 4 * 2 * 3 + (arch == 90)  # head dim 64 has a tile for long sequences
     too_large = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[arch]]
     spilling = [kernel for kernel in kernels if kernel["stack"] and kernel["PRECISION"] == "tf32"]

@@ -1,14 +1,10 @@
 """Block-sparse attention's Gluon path: its numbers under the 2x rule, and what its launches promise."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from compiled_kernels import compiled_kernels
 from test_block_sparse import run
 
 from attnzoo_kernels import BlockLayout, block_sparse_attention, taken
@@ -183,11 +179,7 @@ def test_a_cpu_tensor_is_refused():
 
 @pytest.mark.slow
 def test_tiles_fit_and_compile_as_written():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, Path(__file__).with_name("block_sparse_hopper_ahead_of_time.py"), "90"], env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = compiled_kernels("block_sparse_hopper_ahead_of_time.py")
     assert len(kernels) == 4 * (7 + 3 * 3)
     spilled = [kernel for kernel in kernels if kernel["stack"] and "_bwd_" not in kernel["kernel"]]
     wrong = spilled + [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]]

@@ -1,14 +1,10 @@
 """decode_attention's kernels against the reference in float64, under the 2x rule; in the interpreter where there is no GPU."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from compiled_kernels import compiled_kernels
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from attnzoo_kernels import decode_attention, flash_attention
@@ -162,11 +158,7 @@ def test_beyond_two_to_the_31_elements():
 @pytest.mark.slow
 @pytest.mark.parametrize("arch, shared_memory", ((80, 101376), (90, 232448)))  # for sm_80 what sm_86, 89 and 120 have
 def test_tiles_fit_and_those_of_16_bits_do_not_spill(arch, shared_memory):
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, Path(__file__).with_name("decode_ahead_of_time.py"), str(arch)], env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = compiled_kernels("decode_ahead_of_time.py", arch)
     assert len(kernels) == 2 * (2 * 3 * 3 + 1)
     wrong = [k for k in kernels if k["shared"] > shared_memory or (k["stack"] and k["PRECISION"] == "tf32")]
     assert not wrong, "\n".join(map(str, wrong))

@@ -1,14 +1,10 @@
 """Dual Chunk attention's Gluon path: its numbers under the 2x rule, and what its launches promise."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels import dual_chunk_attention
 from attnzoo_kernels.dual_chunk.cases import CORRECTNESS, LARGE, Case, rotary_tables
@@ -159,11 +155,7 @@ def test_a_cpu_tensor_is_refused():
 
 @pytest.mark.slow
 def test_tiles_fit_and_do_not_spill():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, Path(__file__).with_name("dual_chunk_hopper_ahead_of_time.py"), "90"], env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = compiled_kernels("dual_chunk_hopper_ahead_of_time.py")
     assert len(kernels) == 6 * 2 + 2 * 2 * 2
     wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]
              or kernel["stack"] > (SPILLS[kernel["head_dim"]] if "ordered" in kernel else PARTIAL)]

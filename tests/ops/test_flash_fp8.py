@@ -1,14 +1,10 @@
 """FP8 attention: its quantisation, its numbers under the 2x rule, and what its launches promise."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels import flash_attention, flash_attention_fp8, quantize_fp8
 from attnzoo_kernels.flash.cases import Case
@@ -235,11 +231,7 @@ def test_what_is_wrong_is_named():
 
 @pytest.mark.slow
 def test_every_tile_compiles_fits_and_keeps_its_products_in_flight():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, Path(__file__).with_name("flash_fp8_ahead_of_time.py"), "90"], env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = compiled_kernels("flash_fp8_ahead_of_time.py")
     assert len(kernels) == 2 * 3 * 2
     # three consumers spill up to eight registers outside the loop
     wrong = [kernel for kernel in kernels if kernel["shared"] > 232448 or kernel["complaints"] or kernel["shuffled"]

@@ -1,14 +1,12 @@
 """FlashAttention's Gluon path: what it takes, its numbers under the 2x rule, and what its launches promise."""
 
-import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels import flash_attention, taken
 from attnzoo_kernels.flash import why_not_gluon
@@ -229,11 +227,7 @@ def test_paths_that_were_taken_are_written_down():
 
 @pytest.mark.slow
 def test_every_tile_compiles_fits_and_keeps_its_products_in_flight():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, Path(__file__).with_name("hopper_ahead_of_time.py"), "90"], env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = compiled_kernels("hopper_ahead_of_time.py")
     assert len(kernels) == 4 * 2 * 4
     wrong = [kernel for kernel in kernels if kernel["shared"] > 232448 or kernel["complaints"] or kernel["stack"]]
     assert not wrong, "\n".join(map(str, wrong))

@@ -1,15 +1,13 @@
 """The plain forward whose warps Triton's compiler specialises: compiled ahead of time, and on a Hopper GPU under the 2x rule."""
 
-import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import triton
+from compiled_kernels import compiled_kernels
 from test_flash import run
 from test_flash_hopper import BUSY
 
@@ -111,11 +109,7 @@ def test_no_tile_is_lost_where_another_process_shares_the_gpu(case):
 
 @pytest.mark.slow
 def test_the_compiler_specialises_the_warps_and_leaves_no_barrier_under_data():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, Path(__file__).with_name("specialised_ahead_of_time.py"), "90"], env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = compiled_kernels("specialised_ahead_of_time.py")
     assert len(kernels) == 12
     for kernel in kernels:
         assert kernel["specialised"] and not kernel["stack"] and not kernel["clash"] and kernel["shared"] <= 232448, kernel

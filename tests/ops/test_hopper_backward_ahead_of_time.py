@@ -1,12 +1,8 @@
 """Every tile of the Gluon backward compiles for sm_90, fits its shared memory and keeps its matrix instructions in flight."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from compiled_kernels import compiled_kernels
 
 SHARED_MEMORY = 232448
 # bytes: where the consumers make dQ, the sums take 128 of 240 registers at head dim 128, scores and their gradients as many at 64, and the
@@ -16,11 +12,7 @@ SPILLS = {"flash_bwd_pair_kernel": 192}
 
 @pytest.mark.slow
 def test_tiles_fit_and_do_not_spill():
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, Path(__file__).with_name("hopper_backward_ahead_of_time.py"), "90"], env=environment,
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    kernels = compiled_kernels("hopper_backward_ahead_of_time.py")
     assert len(kernels) == 2 * 2 * 3 * 2 * (3 + 7) + 1  # and the sums of shares
     wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]
              or kernel["stack"] > SPILLS.get(kernel["kernel"], 0)]
