@@ -117,7 +117,7 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: 
     if width <= 64:
         return Tile(64, 128, 8, 2)
     if width <= 128:
-        return Tile(64, 64, 8, 2) if block_d == block_dv else Tile(32, 64, 8, 1)
+        return Tile(64, 64, 8, 2) if block_d == block_dv else Tile(64, 32, 8, 1)
     return Tile(32, 32, 8, 1)
 
 
