@@ -50,12 +50,15 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, full_begin, full_end,
                                                    by_query.reshape(BLOCK_M) if HAS_ALIBI and ONE_SIDED else None)
         if HAS_DROPOUT and not DROP_PAIRS:
             weights = tl.where(keep_tile(seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N), weights, 0.0)
-        acc *= rescale[:, None]  # before the wait for the values
+        if not HAS_DROPOUT:
+            acc *= rescale[:, None]  # before the wait for the values
         # [BLOCK_N, BLOCK_DV]
         v = load_rows(v_rows, batch, kv_head, first_k, column, len_k, stride_vs, VALUE_DIM, BLOCK_N, BLOCK_DV, GUARD, TMA)
         weights = weights.to(v.dtype)
         if HAS_DROPOUT and DROP_PAIRS:
             weights = drop_pairs(weights, seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N)
+        if HAS_DROPOUT:
+            acc *= rescale[:, None]  # not earlier: 128 causal 8192 434, else 418
         # [BLOCK_M, BLOCK_DV]
         acc = add_dot(weights, v, acc, PRECISION)
     return acc, top, norm
