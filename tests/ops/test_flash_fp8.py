@@ -208,6 +208,7 @@ def test_what_is_wrong_is_named():
         (ValueError, r"k: must have q's batch and head_dim \(2, 64\), got \(1, 64\)", {"k": x.k[:1]}),
         (ValueError, r"v: must have k's batch, seqlen and heads \(2, 300, 2\), got \(2, 200, 2\)", {"v": x.v[:, :200]}),
         (ValueError, "k: its 2 heads must divide q's 3", {"q": x.q[:, :, :3]}),
+        (NotImplementedError, r"k: FP8 has no packed sequences .* got shape \(300, 2, 64\)", {"k": x.k[0]}),
         (ValueError, r"q: must have no empty dimension, got shape \(2, 0, 4, 64\)", {"q": x.q[:, :0]}),
         (ValueError, r"q_descale: must have shape \(2, 2\) or \(2, 2, 3\), got \(2, 4\)", {"q_descale": torch.ones(2, 4)}),
         (TypeError, "v_descale: must be a float32 tensor, got torch.float64", {"v_descale": torch.ones(2, 2).double()}),
@@ -218,6 +219,8 @@ def test_what_is_wrong_is_named():
     ):
         with pytest.raises(error, match=message):
             flash_attention_fp8(**options | change)
+    with pytest.raises(NotImplementedError, match="q: FP8 has no packed sequences"):
+        quantize_fp8(q[0], k[0], v[0])
     with pytest.raises(NotImplementedError, match="block: must be None .* or 128 tokens, got 64"):
         quantize_fp8(q, k, v, block=64)
     with pytest.raises(NotImplementedError, match="hadamard: needs a head_dim that is a power of two of 16 to 256, got 48"):

@@ -18,7 +18,7 @@ NAMES = ("q", "k", "v")
 
 
 class Fp8Inputs(NamedTuple):
-    """What `flash_attention_fp8(**inputs._asdict())` takes."""
+    """What `quantize_fp8` makes, and `flash_attention_fp8(**inputs._asdict())` takes."""
 
     q: Tensor
     k: Tensor
@@ -39,13 +39,14 @@ def quantize_fp8(q: Tensor, k: Tensor, v: Tensor, *, block: int | None = None, h
     hadamard: rotate q and k by one orthonormal matrix, a Hadamard matrix with random but fixed signs, which leaves q kᵀ as it is and
         spreads outliers over all columns; head_dim must be a power of two.
 
-    Returns q, k, v with their shapes, and q_descale, k_descale, v_descale: what stands for x is x's e4m3 value times its scale. Values lie
-    token by token in memory (stride 1 along seqlen), as Hopper's matrix instructions read them, keys and values in room for a multiple of
-    16 tokens. Not finite inputs give anything. Without gradients.
+    Returns Fp8Inputs, for `flash_attention_fp8(**inputs._asdict())`: q, k, v with their shapes, and q_descale, k_descale, v_descale: what
+    stands for x is x's e4m3 value times its scale. Values lie token by token in memory (stride 1 along seqlen), as Hopper's matrix
+    instructions read them, keys and values in room for a multiple of 16 tokens. Not finite inputs give anything. Without gradients.
     impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what is not there.
     """
+    _refuse_packed(q, k, v)
     checks.attention_inputs(q, k, v, None, None, None, None)
     checks.choice("impl", impl, ("triton", "reference"))
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
@@ -101,6 +102,7 @@ def flash_attention_fp8(
     sequences, windows, softcap, ALiBi, sinks, dropout and gradients are not there at all.
     """
     checks.choice("impl", impl, IMPLEMENTATIONS)
+    _refuse_packed(q, k, v)
     _check_shapes(q, k, v)
     descales = dict(zip(NAMES, (q_descale, k_descale, v_descale), strict=True))
     _check_descales(descales, dict(zip(NAMES, (q, k, v), strict=True)))
@@ -165,6 +167,13 @@ def _check_descales(descales: dict[str, Tensor | None], tensors: dict[str, Tenso
         if descale.device != tensors["q"].device or not descale.is_contiguous():
             raise ValueError(f"{name}_descale: must be contiguous and on q's device {tensors['q'].device}, got strides {descale.stride()} "
                              f"on {descale.device}")
+
+
+def _refuse_packed(*tensors: Tensor) -> None:
+    for name, x in zip(NAMES, tensors, strict=True):
+        if isinstance(x, Tensor) and x.dim() == 3:
+            raise NotImplementedError(f"{name}: FP8 has no packed sequences (total, heads, head_dim), got shape {tuple(x.shape)}; "
+                                      "it must be (batch, seqlen, heads, head_dim)")
 
 
 def _refuse_empty(*tensors: Tensor) -> None:
