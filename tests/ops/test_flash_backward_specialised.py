@@ -1,15 +1,13 @@
 """The plain dK/dV whose warps Triton's compiler specialises: compiled ahead of time, and on a Hopper GPU under the 2x rule."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import triton
+from busy_gpu import busy_gpu
 from compiled_kernels import compiled_kernels
 from test_flash import run
-from test_flash_hopper import BUSY
 
 from attnzoo_kernels import flash_attention
 from attnzoo_kernels.flash.cases import Case
@@ -100,13 +98,9 @@ def test_no_tile_is_lost_where_another_process_shares_the_gpu():
     """A program that is stopped and resumed finds its shared memory as it left it, also what lies in place of barriers."""
     x = Case(batch=8, seqlen_q=4096, heads=8, head_dim=128).inputs("cuda")
     first = gradients(x.q, x.k, x.v, x.dout)
-    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout.readline() == "busy\n"
-            for _ in range(200):
-                assert all(torch.equal(a, b) for a, b in zip(gradients(x.q, x.k, x.v, x.dout), first, strict=True))
-        finally:
-            other.kill()
+    with busy_gpu():
+        for _ in range(200):
+            assert all(torch.equal(a, b) for a, b in zip(gradients(x.q, x.k, x.v, x.dout), first, strict=True))
 
 
 @pytest.mark.slow

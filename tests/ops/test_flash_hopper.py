@@ -1,11 +1,10 @@
 """FlashAttention's Gluon path: what it takes, its numbers under the 2x rule, and what its launches promise."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
+from busy_gpu import busy_gpu
 from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels import flash_attention, taken
@@ -55,17 +54,6 @@ def test_250_repeats_are_bitwise_equal(case):
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-BUSY = """
-import torch
-a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-print("busy", flush=True)
-while True:
-    for _ in range(8):
-        a @ a
-    torch.cuda.synchronize()
-"""
-
-
 @pytest.mark.gpu
 @pytest.mark.slow
 @hopper
@@ -74,15 +62,11 @@ def test_no_tile_is_lost_where_another_process_shares_the_gpu(head_dim):
     """A program that is stopped and resumed finds its shared memory as it left it, also what lies in place of barriers."""
     x = Case(batch=16, seqlen_q=8192, heads=8, head_dim=head_dim, causal=True).inputs("cuda")
     first = flash_attention(x.q, x.k, x.v, **x.options, impl="gluon")
-    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout.readline() == "busy\n"
-            for _ in range(300):
-                torch.full_like(first, torch.nan)  # the next output lies where this was
-                again = flash_attention(x.q, x.k, x.v, **x.options, impl="gluon")
-                assert torch.equal(again, first)
-        finally:
-            other.kill()
+    with busy_gpu():
+        for _ in range(300):
+            torch.full_like(first, torch.nan)  # the next output lies where this was
+            again = flash_attention(x.q, x.k, x.v, **x.options, impl="gluon")
+            assert torch.equal(again, first)
 
 
 @pytest.mark.gpu

@@ -1,15 +1,13 @@
 """The plain forward whose warps Triton's compiler specialises: compiled ahead of time, and on a Hopper GPU under the 2x rule."""
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import triton
+from busy_gpu import busy_gpu
 from compiled_kernels import compiled_kernels
 from test_flash import run
-from test_flash_hopper import BUSY
 
 from attnzoo_kernels import flash_attention
 from attnzoo_kernels.flash.cases import Case
@@ -97,14 +95,10 @@ def test_no_tile_is_lost_where_another_process_shares_the_gpu(case):
     x = case.inputs("cuda")
     assert is_specialised(case, x)
     first = flash_attention(x.q, x.k, x.v, causal=case.causal, impl="triton")
-    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout.readline() == "busy\n"
-            for _ in range(300):
-                torch.full_like(first, torch.nan)  # the next output lies where this was
-                assert torch.equal(flash_attention(x.q, x.k, x.v, causal=case.causal, impl="triton"), first)
-        finally:
-            other.kill()
+    with busy_gpu():
+        for _ in range(300):
+            torch.full_like(first, torch.nan)  # the next output lies where this was
+            assert torch.equal(flash_attention(x.q, x.k, x.v, causal=case.causal, impl="triton"), first)
 
 
 @pytest.mark.slow
