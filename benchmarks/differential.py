@@ -293,11 +293,8 @@ TABLES = {f.__name__: f for f in (speed, shared, memory)}
 
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("differential", list(TABLES), list(BACKENDS))
-    command.add_argument("--lengths", nargs="+", type=harness.positive, default=[2048, 8192, 16384])
-    command.add_argument("--head-dims", nargs="+", type=harness.positive, default=[64, 128])
+    harness.add_sizes(command, [2048, 8192, 16384], hidden="heads * value width")
     command.add_argument("--masks", nargs="+", choices=("full", "causal"), default=["causal"])
-    command.add_argument("--tokens", type=harness.positive, default=16384, help="batch * seqlen (default: 16384)")
-    command.add_argument("--hidden", type=harness.positive, default=2048, help="heads * value width (default: 2048)")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
         command.set_defaults(lengths=[32, 64], head_dims=[16], tokens=128, hidden=64)
     plots = {"speed": "sequence length", "shared": "sequence length", "memory": "sequence length"}

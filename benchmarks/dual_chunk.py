@@ -265,11 +265,8 @@ TABLES = {f.__name__: f for f in (speed, memory, long)}
 
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("dual_chunk", list(TABLES), list(BACKENDS))
-    command.add_argument("--lengths", nargs="+", type=harness.positive, default=[8192, 16384, 32768])
-    command.add_argument("--head-dims", nargs="+", type=harness.positive, default=[64, 128])
+    harness.add_sizes(command, [8192, 16384, 32768])
     command.add_argument("--chunk-sizes", nargs="+", type=harness.positive, default=[4096], help="local_size is a quarter of it")
-    command.add_argument("--tokens", type=harness.positive, default=16384, help="batch * seqlen (default: 16384)")
-    command.add_argument("--hidden", type=harness.positive, default=2048, help="heads * head_dim (default: 2048)")
     command.add_argument("--long-length", type=harness.positive, default=2**20, help="tokens of the long table (default: 1048576)")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
         command.set_defaults(lengths=[32, 60], head_dims=[16], chunk_sizes=[16], tokens=120, hidden=32, long_length=64)

@@ -247,11 +247,8 @@ TABLES = {f.__name__: f for f in (speed, graph, deterministic, features, packed,
 
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("flash", list(TABLES), list(BACKENDS))
-    command.add_argument("--lengths", nargs="+", type=harness.positive, default=[512, 2048, 8192, 16384])
-    command.add_argument("--head-dims", nargs="+", type=harness.positive, default=[64, 128])
+    harness.add_sizes(command, [512, 2048, 8192, 16384])
     command.add_argument("--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"])
-    command.add_argument("--tokens", type=harness.positive, default=16384, help="batch * seqlen (default: 16384)")
-    command.add_argument("--hidden", type=harness.positive, default=2048, help="heads * head_dim (default: 2048)")
     command.add_argument("--feature-length", type=harness.positive, default=8192, help="length of the features table (default: 8192)")
     command.add_argument("--packed-lengths", nargs="+", type=harness.positive, default=[2048, 8192], help="longest sequence of a batch")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):

@@ -168,11 +168,8 @@ TABLES = {f.__name__: f for f in (speed, quantized, accuracy)}
 
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("flash_fp8", list(TABLES), list(BACKENDS))
-    command.add_argument("--lengths", nargs="+", type=harness.positive, default=[512, 2048, 8192, 16384])
-    command.add_argument("--head-dims", nargs="+", type=harness.positive, default=[64, 128])
+    harness.add_sizes(command, [512, 2048, 8192, 16384])
     command.add_argument("--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"])
-    command.add_argument("--tokens", type=harness.positive, default=16384, help="batch * seqlen (default: 16384)")
-    command.add_argument("--hidden", type=harness.positive, default=2048, help="heads * head_dim (default: 2048)")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
         command.set_defaults(lengths=[32, 64], head_dims=[16], tokens=128, hidden=64)
     return harness.main(command, TABLES, BACKENDS, [], {"speed": "sequence length"}, arguments)

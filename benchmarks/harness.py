@@ -204,6 +204,14 @@ def parser(operator: str, tables: list[str], backends: list[str]) -> argparse.Ar
     return result
 
 
+def add_sizes(command: argparse.ArgumentParser, lengths: list[int], hidden: str = "heads * head_dim") -> None:
+    """The options of an operator that is measured by length and head dim, at one number of tokens and one hidden size."""
+    command.add_argument("--lengths", nargs="+", type=positive, default=lengths)
+    command.add_argument("--head-dims", nargs="+", type=positive, default=[64, 128])
+    command.add_argument("--tokens", type=positive, default=16384, help="batch * seqlen (default: 16384)")
+    command.add_argument("--hidden", type=positive, default=2048, help=f"{hidden} (default: 2048)")
+
+
 @dataclass
 class Session:
     """The parsed options, and what they mean for the run."""
