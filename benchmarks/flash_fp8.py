@@ -37,12 +37,12 @@ def impl_for(x: Inputs) -> str | None:
     return "gluon" if x.q.is_cuda else None
 
 
-def fp8(scales: dict) -> Callable[[Case, Inputs], Pass]:
+def fp8(scales: dict, impl: str | None = None) -> Callable[[Case, Inputs], Pass]:
     """The attention alone."""
 
     def make(case: Case, x: Inputs) -> Pass:
         inputs = quantize_fp8(x.q, x.k, x.v, **scales)._asdict()
-        return only_forward(lambda: flash_attention_fp8(**inputs, causal=case.causal, out_dtype=case.dtype, impl=impl_for(x)))
+        return only_forward(lambda: flash_attention_fp8(**inputs, causal=case.causal, out_dtype=case.dtype, impl=impl or impl_for(x)))
 
     return make
 
@@ -108,12 +108,14 @@ class FromQuantized:
         return flash_fp8_reference(**options, product=product)[0].to(self.case.dtype), exact
 
 
-FP8_SCALES = {"attnzoo-fp8": {}, "attnzoo-fp8-block": SCALES["by block"], "fa3-fp8": {}} | {
+FP8_SCALES = {"attnzoo-fp8": {}, "attnzoo-fp8-block": SCALES["by block"], "fa3-fp8": {},
+              "attnzoo-reference": {}} | {
     f"quantize, {name}": scales for name, scales in SCALES.items()}
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("attnzoo-fp8", fp8({})),
+        Backend("attnzoo-reference", fp8({}, "reference")),
         Backend("attnzoo-fp8-block", fp8(SCALES["by block"])),
         Backend("attnzoo-bf16", bfloat16),
         Backend("fa3-fp8", fa3_fp8, fa3_missing, limit=PEER_LIMIT),
@@ -172,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"])
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
         command.set_defaults(lengths=[32, 64], head_dims=[16], tokens=128, hidden=64)
-    return harness.main(command, TABLES, BACKENDS, [], {"speed": "sequence length"}, arguments)
+    return harness.main(command, TABLES, BACKENDS, ["attnzoo-reference"], {"speed": "sequence length"}, arguments)
 
 
 if __name__ == "__main__":

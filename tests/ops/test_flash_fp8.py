@@ -11,6 +11,7 @@ from attnzoo_kernels.flash.cases import Case
 from attnzoo_kernels.flash_fp8 import BLOCK, Fp8Inputs, why_not_gluon
 from attnzoo_kernels.flash_fp8.cases import CORRECTNESS, with_outliers
 from attnzoo_kernels.flash_fp8.reference import LARGEST, flash_fp8_reference, rotation, spread
+from benchmarks import flash_fp8
 from benchmarks.accuracy import error_ratio
 from benchmarks.flash_fp8 import tensor_cores
 
@@ -230,6 +231,12 @@ def test_what_is_wrong_is_named():
     with torch.no_grad():
         quantize_fp8(q, k, v)
     assert "CUDA" in why_not_gluon(*x[:3])
+
+
+def test_dry_run_covers_every_table(tmp_path):
+    assert flash_fp8.main(["--dry-run", *flash_fp8.TABLES, "--rounds", "1", "--pause", "0", "--rep", "1", "--warmup", "1",
+                           "--output", str(tmp_path)]) == 0
+    assert {path.name for path in tmp_path.glob("*.csv")} == {f"flash_fp8-{table}.csv" for table in flash_fp8.TABLES}
 
 
 @pytest.mark.slow
