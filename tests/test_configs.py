@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import hydra
@@ -102,20 +101,18 @@ def test_a_key_of_another_variant_is_refused_in_one_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("script", ["train.py", "eval.py"])
-def test_help_is_quick_and_lists_the_groups(script):
+def test_help_lists_the_groups_and_imports_nothing_slow(script):
     code = f"""
 import runpy, sys
 sys.argv = [{script!r}, "--help"]
 try:
     runpy.run_path({script!r}, run_name="__main__")
 finally:
-    print("torch" in sys.modules)
+    print({{"torch", "lightning", "datasets", "transformers"}} & sys.modules.keys())
 """
-    begin = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert time.perf_counter() - begin < 3
     assert "attention: " + ", ".join(options("attention")) in done.stdout
-    assert done.stdout.strip().endswith("False"), "torch was imported before the command line was read"
+    assert done.stdout.strip().endswith("set()"), "a library was imported before the command line was read"
 
 
 def test_a_job_of_a_sweep_that_fails_does_not_stop_the_others(tmp_path):

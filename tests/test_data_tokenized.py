@@ -3,6 +3,8 @@
 import json
 import multiprocessing
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -52,6 +54,18 @@ def test_tokens_are_written_once(source, cache, monkeypatch):
     folder = prepare(source, ByteTokenizer(), cache)
     monkeypatch.setattr(type(source), "documents", lambda self: pytest.fail("read again"))
     assert prepare(source, ByteTokenizer(), cache) == folder
+
+
+def test_the_bar_counts_reading_and_not_the_loading_of_the_library(source, cache, tmp_path):
+    code = f"""
+import sys
+from attnzoo.data import sources, tokenized, tokenizers
+read = sources.FileSource.documents
+sources.FileSource.documents = lambda self: print("datasets" in sys.modules) or read(self)
+tokenized.prepare(sources.text_files({str(tmp_path / "val.txt")!r}), tokenizers.ByteTokenizer(), {str(cache)!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
 
 
 def test_changed_text_or_tokenizer_is_tokenised_again(source, cache, tmp_path):
