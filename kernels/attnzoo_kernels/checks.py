@@ -7,12 +7,18 @@ import torch
 from torch import Tensor
 
 MAX_HEAD_DIM = 256
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 UNLIMITED = 2**30  # a window from here on: kernels add positions to it in 32 bits
 
 
 def choice(name: str, value, choices: tuple) -> None:
     if value is not None and value not in choices:
         raise ValueError(f"{name}: must be None or one of {', '.join(map(repr, choices))}, got {value!r}")
+
+
+def tensor(name: str, value, what: str = "a tensor", way_out: str = "") -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: must be {what}, got {type(value).__name__}{way_out}")
 
 
 def probability(name: str, value: float) -> None:
@@ -35,6 +41,7 @@ def window(window_size, causal: bool) -> tuple[int, int]:
 
 def per_head(name: str, value: Tensor, q: Tensor, heads: int, batch: int | None = None) -> None:
     shapes = [(heads,)] if batch is None else [(heads,), (batch, heads)]
+    tensor(name, value, "a float32 tensor")
     if tuple(value.shape) not in shapes:
         raise ValueError(f"{name}: must have shape {' or '.join(map(str, shapes))}, got {tuple(value.shape)}")
     if value.dtype not in (torch.float32, torch.float64):
@@ -46,6 +53,7 @@ def per_head(name: str, value: Tensor, q: Tensor, heads: int, batch: int | None 
 
 
 def cu_seqlens(name: str, value: Tensor, q: Tensor) -> None:
+    tensor(name, value, "an int32 tensor of shape (sequences + 1,)", "; torch.tensor(..., dtype=torch.int32, device=q.device) makes one")
     if value.dim() != 1 or value.shape[0] < 2:
         raise ValueError(f"{name}: must have shape (sequences + 1,), got {tuple(value.shape)}")
     if value.dtype != torch.int32:
@@ -59,7 +67,7 @@ def cu_seqlens(name: str, value: Tensor, q: Tensor) -> None:
 def max_seqlen(name: str, value) -> None:
     if isinstance(value, Tensor):
         raise TypeError(f"{name}: must be a Python int, got a tensor (reading it would wait for the device)")
-    if value is None or value < 0:
+    if not isinstance(value, int | torch.SymInt) or value < 0:
         raise ValueError(f"{name}: packed input needs the longest sequence as an int, got {value!r}")
 
 
@@ -81,13 +89,13 @@ def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     layout = "(total, heads, head_dim)" if packed else "(batch, seqlen, heads, head_dim)"
     for name, x in zip(names, (q, k, v), strict=True):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: must be a tensor, got {type(x).__name__}")
+        tensor(name, x)
         if x.dim() != (3 if packed else 4):
             hint = "" if packed or x.dim() != 3 else "; packed input needs cu_seqlens_q and cu_seqlens_k"
             raise ValueError(f"{name}: must be {layout}, got shape {tuple(x.shape)}{hint}")
-        if not x.is_floating_point():
-            raise TypeError(f"{name}: must be a floating point tensor, got {x.dtype}")
+        if x.dtype not in DTYPES:
+            hint = "; flash_attention_fp8 takes float8_e4m3fn" if x.is_floating_point() else ""
+            raise TypeError(f"{name}: must be float16, bfloat16, float32 or (by the reference) float64, got {x.dtype}{hint}")
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: must have {q_name}'s dtype {q.dtype}, got {x.dtype}")
         if x.device != q.device:
@@ -123,8 +131,7 @@ def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
 
 def alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """x must be a tensor like `other`: its shape, dtype and device, last dimension contiguous."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: must be a tensor, got {type(x).__name__}")
+    tensor(name, x)
     if x.shape != other.shape:
         raise ValueError(f"{name}: must have {other_name}'s shape {tuple(other.shape)}, got {tuple(x.shape)}")
     if x.dtype != other.dtype:

@@ -169,11 +169,15 @@ def test_reference_gradients_by_gradcheck():
     ({"v": torch.zeros(2, 9, 2, 16)}, ValueError, r"v: must have k's leading shape \(2, 8\), got \(2, 9\)"),
     ({"v": torch.zeros(2, 8, 2, 16, dtype=torch.float16)}, TypeError, "v: must have q's dtype torch.float32, got torch.float16"),
     ({"q": torch.zeros(2, 8, 16, 4).transpose(2, 3)}, ValueError, "q: last dimension must be contiguous, got stride 4"),
+    ({"q": torch.zeros(2, 8, 4, 16, dtype=torch.float8_e4m3fn)}, TypeError, "q: must be float16, bfloat16, float32 or .by the reference. "
+     "float64, got torch.float8_e4m3fn; flash_attention_fp8 takes float8_e4m3fn"),
+    ({"q": torch.zeros(2, 8, 4, 16, dtype=torch.int32)}, TypeError, "q: must be float16.*got torch.int32$"),
     ({"q": torch.zeros(8, 4, 16)}, ValueError, "q: must be .batch, seqlen, heads, head_dim., got shape"),
     ({"q": torch.zeros(2, 8, 4, 300), "k": torch.zeros(2, 8, 2, 300)}, ValueError, "q: width must be 1 to 256, got 300"),
     ({"dropout_p": 1.0}, ValueError, r"dropout_p: must lie in \[0, 1\), got 1.0"),
     ({"window_size": (4,)}, ValueError, "window_size: must be two ints"),
     ({"softcap": -1.0}, ValueError, "softcap: must be at least 0"),
+    ({"sinks": [0.0] * 4}, TypeError, "sinks: must be a float32 tensor, got list"),
     ({"sinks": torch.zeros(3)}, ValueError, r"sinks: must have shape \(4,\), got \(3,\)"),
     ({"alibi_slopes": torch.zeros(4, dtype=torch.float16)}, TypeError, "alibi_slopes: must be float32"),
     ({"alibi_slopes": torch.zeros(8)[::2]}, ValueError, "alibi_slopes: last dimension must be contiguous, got stride 2"),
@@ -197,9 +201,11 @@ def test_errors_name_the_argument(changes, error, message):
 
 @pytest.mark.parametrize("change, error, message", [
     ({"cu_seqlens_k": None}, ValueError, "cu_seqlens_k: packed input needs cu_seqlens_q and cu_seqlens_k both"),
+    ({"cu_seqlens_q": [0, 4, 8]}, TypeError, r"cu_seqlens_q: must be an int32 tensor of shape \(sequences \+ 1,\), got list; torch.tensor"),
     ({"cu_seqlens_q": torch.tensor([0, 4, 8])}, TypeError, "cu_seqlens_q: must be int32, got torch.int64"),
     ({"cu_seqlens_q": torch.tensor([0, 8], dtype=torch.int32)}, ValueError, "cu_seqlens_k: must have cu_seqlens_q's shape"),
     ({"max_seqlen_q": None}, ValueError, "max_seqlen_q: packed input needs the longest sequence"),
+    ({"max_seqlen_q": "4"}, ValueError, "max_seqlen_q: packed input needs the longest sequence as an int, got '4'"),
     ({"max_seqlen_k": torch.tensor(4)}, TypeError, "max_seqlen_k: must be a Python int"),
     ({"max_seqlen_k": 3}, ValueError, "max_seqlen_k: must be at least the longest sequence's 4, got 3"),
     ({"cu_seqlens_q": torch.tensor([0, 4, 9], dtype=torch.int32)}, ValueError, "cu_seqlens_q: must rise from 0 to at most the 8 tokens"),

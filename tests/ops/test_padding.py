@@ -431,6 +431,7 @@ def test_wrong_arguments_are_refused():
         (ValueError, "residual: must be .tokens, width.", lambda: padding.add_norm_pad_input(rows[0], rows[0, :2], *norm, indices, 2, 3)),
         (ValueError, "weight: must be floating point of shape", lambda: padding.add_norm_pad_input(rows[0], rows[0], *norm, indices, 2, 3)),
         (ValueError, "must be given both", lambda: padding.unpad_input_for_concatenated_sequences(rows, lengths, max_tokens=3)),
+        (TypeError, "cu_seqlens: must be an int32 tensor of shape .sequences . 1,., got list", lambda: padding.position_ids([0, 3], 3)),
         (TypeError, "cu_seqlens: must be int32", lambda: padding.position_ids(indices, 3)),
     ):
         with pytest.raises(error, match=words):

@@ -81,8 +81,7 @@ def decode_attention(
 
 
 def _check_lengths(cache_seqlens: Tensor, q: Tensor, max_len: int) -> None:
-    if not isinstance(cache_seqlens, Tensor):
-        raise TypeError(f"cache_seqlens: must be a tensor, got {type(cache_seqlens).__name__}; torch.full((batch,), length) makes one")
+    checks.tensor("cache_seqlens", cache_seqlens, way_out="; torch.full((batch,), length, dtype=torch.int32, device=q.device) makes one")
     if tuple(cache_seqlens.shape) != (q.shape[0],):
         raise ValueError(f"cache_seqlens: must have shape (batch,) = ({q.shape[0]},), got {tuple(cache_seqlens.shape)}")
     if cache_seqlens.dtype != torch.int32:

@@ -105,8 +105,7 @@ def differential_attention(
 
 
 def _check_lambda(lam: Tensor, q: Tensor) -> None:
-    if not isinstance(lam, Tensor):
-        raise TypeError(f"lam: must be a tensor, got {type(lam).__name__}; a number goes in as torch.tensor(number)")
+    checks.tensor("lam", lam, way_out="; a number goes in as torch.tensor(number)")
     *tokens, heads, _ = q.shape
     shapes = [(), (heads,), (*tokens, heads)]
     if tuple(lam.shape) not in shapes:

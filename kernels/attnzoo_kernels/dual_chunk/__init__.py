@@ -105,6 +105,7 @@ def dual_chunk_attention(
 
 def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, chunks: Geometry) -> None:
     for name, table in (("cos", cos), ("sin", sin)):
+        checks.tensor(name, table)
         shape = tuple(table.shape)
         if len(shape) != 2 or not 1 <= shape[1] <= q.shape[-1] // 2:
             raise ValueError(f"{name}: must be (positions, rotary_dim / 2) with rotary_dim up to q's {q.shape[-1]}, got {shape}")
@@ -121,6 +122,7 @@ def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, chunks: Geometry) -> None
 
 
 def _check_multiplier(q: Tensor, multiplier: Tensor, packed: bool) -> None:
+    checks.tensor("logit_multiplier", multiplier, "a float32 tensor")
     shapes = [(q.shape[0],)] if packed else [(q.shape[1],), tuple(q.shape[:2])]
     if tuple(multiplier.shape) not in shapes:
         raise ValueError(f"logit_multiplier: must have shape {' or '.join(map(str, shapes))}, got {tuple(multiplier.shape)}")

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attnzoo_kernels import checks
+
 
 def mask(name: str, value: Tensor, like: Tensor | None = None) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: must be a tensor, got {type(value).__name__}")
+    checks.tensor(name, value)
     if value.dim() != 2:
         raise ValueError(f"{name}: must have shape (batch, seqlen), got {tuple(value.shape)}")
     if value.is_complex():
@@ -45,8 +46,7 @@ def bound(name: str, value: int | None, most: int) -> int:
 
 
 def lengths(name: str, value: Tensor, dim: int, seqlen: int) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: must be a tensor, got {type(value).__name__}")
+    checks.tensor(name, value)
     if value.dim() != dim:
         raise ValueError(f"{name}: must have shape {'(batch,)' if dim == 1 else '(batch, seqlen)'}, got {tuple(value.shape)}")
     if value.dtype not in (torch.int32, torch.int64):
@@ -73,8 +73,7 @@ def to_device(value: list[int], device: torch.device | str | None) -> Tensor:
 
 def rows(name: str, x: Tensor, leading: int) -> None:
     """x (*leading, ...) whose trailing dimensions lie together in memory."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: must be a tensor, got {type(x).__name__}")
+    checks.tensor(name, x)
     if x.dim() < leading:
         raise ValueError(f"{name}: must be {'(batch, seqlen, ...)' if leading == 2 else '(tokens, ...)'}, got shape {tuple(x.shape)}")
     if x.element_size() not in (1, 2, 4, 8):
@@ -94,6 +93,7 @@ def contiguous_rows(x: Tensor, leading: int) -> bool:
 
 
 def cu_seqlens(value: Tensor) -> None:
+    checks.tensor("cu_seqlens", value, "an int32 tensor of shape (sequences + 1,)")
     if value.dim() != 1 or value.shape[0] < 1:
         raise ValueError(f"cu_seqlens: must have shape (sequences + 1,), got {tuple(value.shape)}")
     if value.dtype != torch.int32:
@@ -103,8 +103,7 @@ def cu_seqlens(value: Tensor) -> None:
 
 
 def indices(value: Tensor, x: Tensor, n_slots: int) -> None:
-    if not isinstance(value, Tensor):
-        raise TypeError(f"indices: must be a tensor, got {type(value).__name__}")
+    checks.tensor("indices", value)
     if value.dim() != 1:
         raise ValueError(f"indices: must have shape (tokens,), got {tuple(value.shape)}")
     if value.dtype != torch.int64:
