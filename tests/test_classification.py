@@ -15,11 +15,8 @@ from attnzoo.models import BERTClassifier, from_config
 from attnzoo.training.loggers import read_metrics
 
 CONFIGS = ROOT / "configs"
-VARIANTS = [
-    path.stem
-    for path in sorted((CONFIGS / "attention").glob("*.yaml"))
-    if get_class(OmegaConf.load(path)["_target_"]).supports.bidirectional
-]
+SUPPORTS = {path.stem: get_class(OmegaConf.load(path)["_target_"]).supports for path in sorted((CONFIGS / "attention").glob("*.yaml"))}
+VARIANTS = [name for name, can in SUPPORTS.items() if can.bidirectional and can.packed]
 SIZES = {"vocab_size": 53, "dim": 32, "n_layers": 2, "n_heads": 4, "train_context": 16, "n_classes": 3}
 LENGTHS = [7, 1, 12, 16]
 
