@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from busy_gpu import busy_gpu
 from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels import flash_attention, flash_attention_fp8, quantize_fp8
@@ -187,6 +188,19 @@ def test_100_repeats_are_bitwise_equal_and_a_graph_replays_them(head_dim, block)
         out.zero_()
         graph.replay()
         assert torch.equal(out, first)
+
+
+@pytest.mark.gpu
+@hopper
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_no_tile_is_lost_where_another_process_shares_the_gpu(head_dim):
+    """A program that is stopped and resumed finds its shared memory as it left it, also what lies in place of barriers."""
+    inputs = quantize_fp8(*Case(batch=16, seqlen_q=8192, heads=8, head_dim=head_dim, causal=True).inputs("cuda")[:3])._asdict()
+    first = flash_attention_fp8(**inputs, causal=True)
+    with busy_gpu():
+        for _ in range(300):
+            torch.full_like(first, torch.nan)  # the next output lies where this was
+            assert torch.equal(flash_attention_fp8(**inputs, causal=True), first)
 
 
 @pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0, or the reference on a CPU")
