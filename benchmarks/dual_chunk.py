@@ -18,7 +18,7 @@ from attnzoo_kernels.dual_chunk.geometry import geometry
 from attnzoo_kernels.dual_chunk.reference import rotate, stage_positions
 from benchmarks import flash, harness
 from benchmarks.accuracy import error_ratio
-from benchmarks.harness import Backend, Entry, Line, Pass, Session, Unsupported, differentiable
+from benchmarks.harness import Backend, Entry, Line, Pass, Session, Unsupported, differentiable, replayed
 from benchmarks.peers import PEER_LIMIT, heads_first, offered
 from benchmarks.report import Row
 
@@ -161,6 +161,21 @@ def composition(engine: str, compiled: bool = False) -> Callable[[Case, Inputs],
     return make
 
 
+def captured(make: Callable[[Case, Inputs], Pass]) -> Callable[[Case, Inputs], Pass]:
+    """A backend's passes as CUDA graphs: the host is left out, which launches many calls where chunks are small."""
+
+    def make_captured(case: Case, x: Inputs) -> Pass:
+        if not x.q.is_cuda:
+            raise Unsupported("a CUDA graph needs a GPU")
+        run, stream = make(case, x), torch.cuda.Stream()
+        forward = replayed(run.forward, stream)
+        with torch.cuda.stream(stream):  # autograd runs a backward on the stream of its forward
+            run.backward()  # leaves its forward, outside of the graph
+        return replace(run, forward=forward, backward=replayed(run.backward, stream))
+
+    return make_captured
+
+
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
@@ -171,6 +186,8 @@ BACKENDS: dict[str, Backend] = {
         Backend("three-calls-fa2", composition("flash"), limit=PEER_LIMIT),
         Backend("three-calls-cudnn", composition("cudnn"), limit=PEER_LIMIT),
         Backend("three-calls-cudnn-compiled", composition("cudnn", compiled=True), limit=PEER_LIMIT),
+        Backend("three-calls-cudnn-graph", captured(composition("cudnn")), limit=PEER_LIMIT),
+        Backend("three-calls-cudnn-compiled-graph", captured(composition("cudnn", compiled=True)), limit=PEER_LIMIT),
         Backend("attnzoo-reference", attnzoo("reference")),
         Backend("plain-reference", plain("reference")),
         Backend("three-calls-eager", composition("eager"), limit=PEER_LIMIT),
@@ -206,7 +223,7 @@ def speed(session: Session) -> Iterator[list[Row]]:
 def memory(session: Session) -> Iterator[list[Row]]:
     """Peak of one forward and backward beyond inputs and output gradient (outputs, gradients and scratch), as the allocator counts it."""
     for panel, length, case in main_cases(session):
-        columns = entries(session, case)
+        columns = [entry for entry in entries(session, case) if not entry.label.endswith("-graph")]  # a graph keeps what it uses
         ready = harness.prepare(columns)
         for run in ready.passes.values():
             run.saved.clear()
