@@ -194,6 +194,9 @@ def _check(cfg: DictConfig) -> None:
 
         if cfg.compile not in list_mode_options():
             raise UserError(f"compile={cfg.compile} must be false, true, or a mode of torch.compile: {', '.join(list_mode_options())}")
+    if "_target_" not in cfg.attention or cfg.attention.get("_partial_") is not True:
+        raise UserError("attention: its file must say _target_, the layer's class, and `_partial_: true`, because the model describes each "
+                        f"layer to it, got the keys {', '.join(cfg.attention)}")
     for group in ("attention", "model", "optimizer", "trainer"):
         _check_kinds(group, cfg[group])
 

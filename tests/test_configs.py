@@ -100,6 +100,14 @@ def test_a_key_of_another_variant_is_refused_in_one_line(tmp_path, capsys):
     assert "window_size" in line
 
 
+@pytest.mark.parametrize("override", ["attention._partial_=false", "~attention._partial_", "~attention._target_"])
+def test_an_attention_that_a_model_cannot_build_is_refused_in_one_line(tmp_path, capsys, override):
+    with pytest.raises(SystemExit), runner.one_line_errors():
+        runner.train(compose_tiny(tmp_path, override))
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert "must say _target_, the layer's class, and `_partial_: true`" in line
+
+
 @pytest.mark.parametrize("script", ["train.py", "eval.py"])
 def test_help_lists_the_groups_and_imports_nothing_slow(script):
     code = f"""
