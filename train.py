@@ -19,4 +19,5 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    main()
+    with options.near_keys():
+        main()

@@ -47,6 +47,24 @@ def test_a_refused_command_says_one_line_and_leaves_nothing(tmp_path, script, ar
     assert left(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("script", "argument", "near"),
+    [
+        ("train.py", "model.n_head=2", "n_heads, n_kv_heads"),
+        ("train.py", "atention=sdpa", "attention"),
+        ("eval.py", "ckpt_pth=x", "ckpt_path"),
+    ],
+)
+def test_a_misspelt_key_names_those_like_it(tmp_path, script, argument, near):
+    done = command(tmp_path, script, argument)
+    assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"Keys like it: {near}; --help lists all."
+
+
+def test_a_key_unlike_all_others_names_none(tmp_path):
+    done = command(tmp_path, "train.py", "zzz=1")
+    assert done.returncode == 1 and "Key 'zzz' is not in struct" in done.stderr and "Keys like it" not in done.stderr
+
+
 def test_a_refused_command_leaves_alone_what_was_there(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
