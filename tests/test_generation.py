@@ -1,4 +1,4 @@
-"""generate() of every variant in configs/attention: what the cache gives is what reading the whole prefix at every step gives."""
+"""generate() of every variant in configs/attention: with a cache or without, it is what reading the whole prefix at every step gives."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 from torch.testing import assert_close
 
-from attnzoo.attention.base import POSITIONS
+from attnzoo.attention.base import POSITIONS, Supports
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.models import GPT, from_config
 from attnzoo.models.gpt import draw
@@ -23,7 +23,7 @@ MODES = {"greedy": {"temperature": 0}, "temperature": {"temperature": 0.7}, "top
 def build(variant, positions, device):
     attention = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{variant}.yaml"))
     can = get_class(attention["_target_"]).supports
-    if not (can.causal and can.cache and positions in can.positions):
+    if not (can.causal and positions in can.positions):
         pytest.skip("refused pairing")
     torch.manual_seed(0)
     model = from_config({"_target_": "attnzoo.models.GPT", "positions": positions, **SIZES}, attention).eval().to(device)
@@ -52,6 +52,17 @@ def test_generation_equals_reading_the_whole_prefix_again(variant, positions, se
     generated = model.generate(prompt, count, generator=seeded[0], **options)
     assert torch.equal(generated, read_again(model, prompt, count, seeded[1], options))
     assert generated.shape == (2, seqlen + count) and torch.equal(generated[:, :seqlen], prompt)
+
+
+def test_a_variant_without_a_cache_writes_the_same():
+    class Forgetful(FlashAttention):
+        supports = Supports(cache=False)
+
+    texts = []
+    for attention in (FlashAttention, Forgetful):
+        torch.manual_seed(0)
+        texts.append(GPT(**SIZES, attention=attention).generate(torch.arange(10).view(2, 5), 20, temperature=0))
+    assert torch.equal(*texts)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,8 @@ class GPT(Transformer):
     @torch.no_grad()
     def generate(self, input_ids: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
                  top_p: float | None = None, generator: torch.Generator | None = None) -> Tensor:
-        """Continue each row: (batch, seqlen) to (batch, seqlen + max_new_tokens), in eval mode and with the KV cache.
+        """Continue each row: (batch, seqlen) to (batch, seqlen + max_new_tokens), in eval mode and with the KV cache. A variant without one
+        reads everything again for each token.
 
         temperature: logits are divided by it; 0 takes the likeliest token. top_k: draw among the k likeliest. top_p: draw among the
         likeliest whose probabilities, after temperature and top_k, sum to p or more (Holtzman et al. 2020).
@@ -33,13 +34,13 @@ class GPT(Transformer):
         batch, seqlen = input_ids.shape
         # the last token drawn is never read
         self._check_length(seqlen + max_new_tokens - 1)
-        cache = self.new_cache(batch, seqlen + max_new_tokens)
+        cache = self.new_cache(batch, seqlen + max_new_tokens) if self.supports.cache else None
         training = self.training
         self.eval()
         try:
             tokens = [input_ids]
             for _ in range(max_new_tokens):
-                step = tokens[-1]
+                step = tokens[-1] if cache else torch.cat(tokens, dim=1)
                 last = torch.arange(1, batch + 1, device=step.device) * step.shape[1] - 1
                 logits = self(step, cache=cache, logits_at=last).float()
                 tokens.append(draw(logits, temperature, top_k, top_p, generator))
