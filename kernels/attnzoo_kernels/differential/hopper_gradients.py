@@ -9,9 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import (
-    async_store,
     barriers,
-    box,
     fence_async_shared,
     invalidate,
     mbarrier,
@@ -21,7 +19,7 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma_wait,
 )
 from attnzoo_kernels.differential.hopper_loads import STATS, load
-from attnzoo_kernels.flash.hopper_gradients import add_to
+from attnzoo_kernels.flash.hopper_gradients import add_to, store_keys
 from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, end_tile, queries_seeing, walk_barriers, word
 
 
@@ -171,39 +169,6 @@ def _step(scores, dk1, dk2, dv, tiles, ds_tiles, columns, bars, dq_tile, step, s
 
 
 @gluon.jit
-def store_rows(desc, pointer, tile, x, batch, kv_head, first_k, key, len_k, kv_heads, DIM: gl.constexpr, PACKED: gl.constexpr):
-    """The rows `key` on of a sequence, of those that it has, in columns of 64."""
-    if PACKED:
-        if key + HALF > len_k:
-            rows = key + gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout))
-            columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-            at = pointer + ((first_k + rows).to(gl.int64) * kv_heads + kv_head)[:, None] * DIM + columns[None, :]
-            gl.store(at, x, mask=(rows < len_k)[:, None] & (columns < DIM)[None, :])
-        else:
-            _store_tile(desc, tile, x, 0, kv_head, first_k + key)
-    else:
-        _store_tile(desc, tile, x, batch, kv_head, key)
-
-
-@gluon.jit
-def _store_tile(desc, tile, x, batch, kv_head, row):
-    if x.shape[1] == 64:
-        _store_columns(desc, tile, x, batch, kv_head, row, 0)
-    else:
-        left, right = gl.split(gl.permute(gl.reshape(x, [HALF, 2, 64]), (0, 2, 1)))
-        _store_columns(desc, tile, left, batch, kv_head, row, 0)
-        _store_columns(desc, tile, right, batch, kv_head, row, 64)
-
-
-@gluon.jit
-def _store_columns(desc, tile, x, batch, kv_head, row, column):
-    tma.store_wait(0)
-    tile.store(x)
-    fence_async_shared()
-    async_store(desc, [batch, kv_head, row, column], box(tile, desc))
-
-
-@gluon.jit
 def _consume(outs, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, scale, dk_scale, kv_heads, group, head_tiles, window_left,
              window_right, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
              STAGES: gl.constexpr, ME: gl.constexpr, SHARED_K: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
@@ -254,12 +219,13 @@ def _consume(outs, dq_ptr, tiles, ds_tiles, out_tiles, columns, work, bars, scal
         batch, kv_head, key, first_k, len_k, _ = end_tile(work, slot, bars)
         row = key + ME * HALF
         tile = out_tiles.index(ME)
-        store_rows(dv_desc, dv_ptr, tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, kv_heads, VALUE_DIM, PACKED)
+        store_keys(dv_desc, dv_ptr, kv_heads * VALUE_DIM, VALUE_DIM, tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM,
+                   PACKED)
         dk1 = (dk1 * dk_scale).to(dtype)
-        store_rows(dk1_desc, dk1_ptr, tile, dk1, batch, kv_head, first_k, row, len_k, kv_heads, HEAD_DIM, PACKED)
+        store_keys(dk1_desc, dk1_ptr, kv_heads * HEAD_DIM, HEAD_DIM, tile, dk1, batch, kv_head, first_k, row, len_k, HEAD_DIM, PACKED)
         if not SHARED_K:
             dk2 = (dk2 * dk_scale).to(dtype)
-            store_rows(dk2_desc, dk2_ptr, tile, dk2, batch, kv_head, first_k, row, len_k, kv_heads, HEAD_DIM, PACKED)
+            store_keys(dk2_desc, dk2_ptr, kv_heads * HEAD_DIM, HEAD_DIM, tile, dk2, batch, kv_head, first_k, row, len_k, HEAD_DIM, PACKED)
         taken += 1
         slot, more = await_work(work, work_full, taken)
     tma.store_wait(0)

@@ -20,9 +20,9 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels.differential.hopper_gradients import halves, statistics, store_rows, weights_of, whole
+from attnzoo_kernels.differential.hopper_gradients import halves, statistics, weights_of, whole
 from attnzoo_kernels.differential.hopper_loads import STATS, load
-from attnzoo_kernels.flash.hopper_gradients import dq_product
+from attnzoo_kernels.flash.hopper_gradients import dq_product, store_keys
 from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, end_tile, queries_seeing, walk_barriers, word
 from attnzoo_kernels.flash.hopper_pair import _add_dq
 from attnzoo_kernels.flash.hopper_steps import AS_REGISTERS
@@ -137,9 +137,10 @@ def _consume(outs, tiles, ds_tiles, dq_tiles, out_tiles, columns, work, bars, sc
         batch, kv_head, key, first_k, len_k, _ = end_tile(work, slot, bars)
         row = key + ME * HALF
         tile = out_tiles.index(ME)
-        store_rows(dv_desc, dv_ptr, tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, kv_heads, VALUE_DIM, PACKED)
+        store_keys(dv_desc, dv_ptr, kv_heads * VALUE_DIM, VALUE_DIM, tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM,
+                   PACKED)
         dk = (dk * dk_scale).to(dtype)
-        store_rows(dk_desc, dk_ptr, tile, dk, batch, kv_head, first_k, row, len_k, kv_heads, HEAD_DIM, PACKED)
+        store_keys(dk_desc, dk_ptr, kv_heads * HEAD_DIM, HEAD_DIM, tile, dk, batch, kv_head, first_k, row, len_k, HEAD_DIM, PACKED)
         taken += 1
         slot, more = await_work(work, work_full, taken)
     tma.store_wait(0)

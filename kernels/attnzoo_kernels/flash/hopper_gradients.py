@@ -232,11 +232,18 @@ def store_keys(desc, pointer, stride_row, stride_head, tile, x, batch, kv_head, 
 
 
 @gluon.jit
-def store_tile(desc, tile, x, batch, kv_head, row):
-    tma.store_wait(0)
-    tile.store(x)
-    fence_async_shared()
-    async_store(desc, [batch, kv_head, row, 0], box(tile, desc))
+def store_tile(desc, tile, x, batch, kv_head, row, column=0):
+    """Through a shared tile that is as wide as x, or half as wide."""
+    WIDTH: gl.constexpr = tile.shape[1]
+    if x.shape[1] > WIDTH:
+        left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, WIDTH]), (0, 2, 1)))
+        store_tile(desc, tile, left, batch, kv_head, row, column)
+        store_tile(desc, tile, right, batch, kv_head, row, column + WIDTH)
+    else:
+        tma.store_wait(0)
+        tile.store(x)
+        fence_async_shared()
+        async_store(desc, [batch, kv_head, row, column], box(tile, desc))
 
 
 @gluon.jit

@@ -215,7 +215,6 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
     q_desc, do_desc, stats_desc = descs[0], descs[1], descs[2]
     step_empty, work_full, work_empty = bars[2], bars[6], bars[7]
     group, head_tiles = shape[7], shape[9]
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
     taken = 0
     more = 1
@@ -251,14 +250,8 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
                 full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
                 full_end = gl.maximum(gl.minimum(full_end, end), full_begin)
         more = (index < n_tiles).to(gl.int32)
-        w = gl.arange(0, 16, lane)
-        words = gl.where(w == 0, more, gl.where(w == 1, batch, gl.where(w == 2, kv_head, gl.where(w == 3, key, gl.where(
-            w == 4, begin, gl.where(w == 5, full_begin, gl.where(w == 6, full_end, end)))))))
-        words = gl.where(w == 8, len_q, gl.where(w == 9, len_k, gl.where(w == 10, first_k, gl.where(w == 11, dq_tile, words))))
-        if SHARED:
-            words = gl.where(w == 12, share, words)
-        work.index(slot).store(words)
-        mbarrier.arrive(work_full.index(slot), count=1)
+        words = (more, batch, kv_head, key, begin, full_begin, full_end, end, len_q, len_k, first_k, dq_tile, share)
+        announce(work, work_full, slot, words)
         if more != 0:
             stats_tile = dq_tile
             loaded = 0
