@@ -19,8 +19,11 @@ import torch
 import triton
 from triton import knobs
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.experimental import gluon
 
 import attnzoo_kernels
+from attnzoo_kernels._gluon import hopper
+from attnzoo_kernels._gluon.hopper import mbarrier
 from attnzoo_kernels._triton import launch
 from attnzoo_kernels.block_sparse.cases import Case as Sparse
 from attnzoo_kernels.differential.cases import Case as Differential
@@ -75,17 +78,25 @@ def gradients(operator: str, case: Case, deterministic: bool) -> None:
     torch.autograd.grad(out, list(leaves.values()), dout)
 
 
+@gluon.jit
+def _arrive(bar):
+    mbarrier.arrive(bar, count=1)
+
+
 def watch() -> None:
-    """ConSan's bookkeeping needs more registers than a warp that only loads gives itself: all keep what a kernel starts with."""
+    """For ConSan. Its bookkeeping needs more registers than a warp that only loads gives itself: all keep what a kernel starts with. And it
+    does not see an arrival in what `release` is."""
     make_ptx = CUDABackend.make_ptx
     CUDABackend.make_ptx = lambda *args: re.sub(r"setmaxnreg\.[^;]*;", "", make_ptx(*args))
     triton.set_allocator(lambda size, alignment, stream: torch.zeros(size, dtype=torch.int8, device="cuda"))
+    hopper.release = _arrive
 
 
 def main(operator: str, *chosen: str) -> None:
     kernels = set()
     knobs.runtime.launch_enter_hook.add(lambda metadata: kernels.add(metadata.get()["name"]))
-    launch.multiprocessors = lambda device: PROGRAMS  # before the operators' modules, which are loaded at first use, take it from there
+    # before the operators' modules, which are loaded at first use, take from there what is put into other modules here
+    launch.multiprocessors = lambda device: PROGRAMS
     if "consan" in os.environ.get("TRITON_INSTRUMENTATION_MODE", ""):
         watch()
     for n, case in enumerate(CASES[operator]):

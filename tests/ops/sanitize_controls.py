@@ -5,7 +5,8 @@
 
 start: a partition that uses no shared memory; what is said of it is Triton's own. word: one warp tells the others a number, as the loading
 warp names tiles. tile: it loads by TMA, they read by loads; product: they read by matrix instructions. early_read: they wait behind their
-read; early_release: they give the place back before their read has ended. Both keep all counts, so that nothing hangs.
+read; early_release: they give the place back before their read, or while it is in flight, and wait until it was written again. Both keep
+all counts, so that nothing hangs.
 """
 
 import os
@@ -61,6 +62,7 @@ def _read(out, tiles, words, full, empty, steps, KIND: gl.constexpr, MODE: gl.co
             pending = warpgroup_mma(tile, tile, total, is_async=True)
         if MODE == "early_release":
             mbarrier.arrive(empty.index(slot), count=1)
+            mbarrier.wait(full.index(slot), phase ^ 1, pred=step + SLOTS < steps)
         if KIND == "product":
             total = warpgroup_mma_wait(0, deps=(pending,))
         elif KIND == "tile":
