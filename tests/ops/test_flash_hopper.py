@@ -176,11 +176,12 @@ def test_sums_are_in_order_where_that_costs_little(monkeypatch):
         x = torch.empty(batch, seqlen, 2, head_dim, device="meta") if sequences is None else torch.empty(seqlen, 2, head_dim, device="meta")
         return hopper_backward.in_order_anyway(x.repeat_interleave(group, -2), x, x, Options(sequences, None, 1.0, left, right, 0.0, 0.0))
 
-    assert ordered(64, 2048, -1, 0) and ordered(40, 512, -1, 0)
-    assert ordered(64, 8192, -1, 0, batch=16) and ordered(64, 16384, -1, -1, batch=16) and ordered(128, 2048, -1, -1, batch=64)
-    assert not any((ordered(64, 8192, -1, 0), ordered(64, 8192, -1, -1), ordered(64, 16384, -1, 0, batch=16), ordered(128, 512, -1, 0),
-                    ordered(64, 512, -1, -1, batch=512), ordered(128, 16384, -1, -1, batch=16), ordered(64, 512, 64, 0),
-                    ordered(64, 512, -1, 9), ordered(64, 512, -1, 0, sequences=3), ordered(64, 512, -1, 0, group=2)))
+    assert ordered(40, 512, -1, 0) and ordered(64, 2048, -1, 0, batch=64) and ordered(64, 512, -1, -1, batch=256)
+    assert ordered(64, 16384, -1, -1, batch=16) and ordered(128, 2048, -1, -1, batch=64) and ordered(96, 512, -1, 0, batch=256)
+    assert not any((ordered(64, 2048, -1, 0), ordered(64, 8192, -1, 0, batch=16), ordered(64, 8192, -1, -1, batch=8),
+                    ordered(128, 512, -1, 0), ordered(128, 2048, -1, 0, batch=64), ordered(128, 8192, -1, -1, batch=64),
+                    ordered(64, 512, 64, 0), ordered(64, 512, -1, 9), ordered(64, 512, -1, 0, sequences=3),
+                    ordered(64, 512, -1, 0, group=2)))
 
 
 def test_heads_are_joined_where_one_does_not_fill_the_gpu():
