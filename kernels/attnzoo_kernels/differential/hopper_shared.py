@@ -24,7 +24,7 @@ from attnzoo_kernels.differential.hopper_gradients import halves, statistics, we
 from attnzoo_kernels.differential.hopper_loads import STATS, load
 from attnzoo_kernels.flash.hopper_gradients import dq_product, store_keys
 from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, end_tile, queries_seeing, walk_barriers, word
-from attnzoo_kernels.flash.hopper_pair import _add_dq
+from attnzoo_kernels.flash.hopper_pair import add_dq
 from attnzoo_kernels.flash.hopper_steps import AS_REGISTERS
 
 BOTH = gl.constexpr(128)  # queries of both paths in a step
@@ -191,6 +191,6 @@ def differential_bwd_shared_kernel(q1_desc, q2_desc, do_desc, k_desc, v_desc, st
                     window_right, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, STAGES, 1, PACKED, HAS_LEFT, HAS_RIGHT)),
         (load, (descs, tail_descs, loaded, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
                 True, True)),
-        (_add_dq, (dq_desc, counter, dq_tiles, work, bars, group, head_tiles, window_right, BOTH, BLOCK_D, HAS_RIGHT, False)),
+        (add_dq, (dq_desc, counter, dq_tiles, work, bars, group, head_tiles, window_right, BOTH, BLOCK_D, HAS_RIGHT, False)),
     ], [4, 1, 1], [REGISTERS, 24, 24])
     invalidate(bars)
