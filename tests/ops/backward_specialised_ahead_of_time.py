@@ -30,18 +30,18 @@ def main() -> None:
 
     for module in (backward, options):
         module.architecture = lambda device: ARCH
-    choice = options.Options(None, None, 128**-0.5, -1, -1, 0.0, 0.0)
     for dtype in (torch.bfloat16, torch.float16):
-        for kv_heads in (2, 4):
-            q, k = torch.zeros(1, 256, 4, 128, dtype=dtype), torch.zeros(1, 256, kv_heads, 128, dtype=dtype)
-            row_stats, of_queries, of_keys = torch.zeros(2, 1024), options.layout(q), options.layout(k)
-            launch = backward._dkdv_plan(q.device, dtype, True, of_queries, of_keys, of_keys, of_queries, of_keys, of_keys, 1024, choice)
+        for kv_heads, right in ((2, -1), (4, -1), (4, 0)):
+            q, k = torch.zeros(1, 8192, 4, 128, dtype=dtype), torch.zeros(1, 8192, kv_heads, 128, dtype=dtype)
+            row_stats, of_queries, of_keys = torch.zeros(2, 32768), options.layout(q), options.layout(k)
+            choice = options.Options(None, None, 128**-0.5, -1, right, 0.0, 0.0)
+            launch = backward._dkdv_plan(q.device, dtype, True, of_queries, of_keys, of_keys, of_queries, of_keys, of_keys, 32768, choice)
             kernel = launch.compile(q, k, k, q, row_stats, k, k)
             ptx, cubin = kernel.asm["ptx"], kernel.asm["cubin"]
             invalidated = [int(offset or 0) for offset in re.findall(r"mbarrier\.inval\S+ \[global_smem\+?(\d*)\]", ptx)]
-            print(json.dumps({"dtype": str(dtype), "kv_heads": kv_heads, "shared": kernel.metadata.shared, "spills": spills(cubin),
-                              "specialised": "ttg.warp_specialize(" in kernel.asm["ttgir"], "clash": operands_clash(cubin),
-                              "unused_barriers": unused_barriers(ptx), "invalidated": invalidated}))
+            print(json.dumps({"dtype": str(dtype), "kv_heads": kv_heads, "causal": right == 0, "shared": kernel.metadata.shared,
+                              "spills": spills(cubin), "specialised": "ttg.warp_specialize(" in kernel.asm["ttgir"],
+                              "clash": operands_clash(cubin), "unused_barriers": unused_barriers(ptx), "invalidated": invalidated}))
 
 
 if __name__ == "__main__":

@@ -27,9 +27,10 @@ def main() -> None:
 
     for module in (forward, options):
         module.architecture = lambda device: ARCH
-    for head_dim, value_dim, right in ((128, 96, -1), (128, 128, -1), (128, 96, 0), (128, 128, 0), (64, 40, 0), (64, 64, 0)):
+    for head_dim, value_dim, right, softcap in ((128, 96, -1, 0.0), (128, 128, -1, 0.0), (128, 96, 0, 0.0), (128, 128, 0, 0.0),
+                                                (64, 40, 0, 0.0), (64, 64, 0, 0.0), (128, 128, -1, 30.0), (128, 128, 0, 30.0)):
         for sinks in (None, torch.zeros(4)):
-            choice = options.Options(None, None, head_dim**-0.5, -1, right, 0.0, 0.0)
+            choice = options.Options(None, None, head_dim**-0.5, -1, right, softcap, 0.0)
             shapes = ((4, head_dim), (2, head_dim), (2, value_dim))
             q, k, v = (torch.zeros(1, 256, heads, dim, dtype=torch.bfloat16) for heads, dim in shapes)
             layouts = (options.layout(x) for x in (q, k, v))
@@ -38,9 +39,10 @@ def main() -> None:
             ptx = kernel.asm["ptx"]
             invalidated = [int(offset or 0) for offset in re.findall(r"mbarrier\.inval\S+ \[global_smem\+?(\d*)\]", ptx)]
             print(json.dumps({"head_dim": head_dim, "value_dim": value_dim, "sinks": sinks is not None, "causal": right == 0,
-                              "shared": kernel.metadata.shared, "specialised": "ttg.warp_specialize(" in kernel.asm["ttgir"],
-                              "stack": resources(kernel.asm["cubin"])[1], "clash": operands_clash(kernel.asm["cubin"]),
-                              "unused_barriers": unused_barriers(ptx), "invalidated": invalidated}))
+                              "softcap": softcap, "shared": kernel.metadata.shared,
+                              "specialised": "ttg.warp_specialize(" in kernel.asm["ttgir"], "stack": resources(kernel.asm["cubin"])[1],
+                              "clash": operands_clash(kernel.asm["cubin"]), "unused_barriers": unused_barriers(ptx),
+                              "invalidated": invalidated}))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,26 @@ last bit: another base would cost each score one more rounding.
 
 import triton
 import triton.language as tl
+from triton import knobs
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LN2_HIGH = tl.constexpr(0.693145751953125)  # 15 bits: a product with an exponent is exact
 LN2_LOW = tl.constexpr(1.4286068202862268e-06)
+LAG = tl.constexpr(8.0)  # how far a row's maximum may stay behind, in base 2: its weights are then up to 256, which 16 bits hold as well
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as @triton.jit sees it, when this module is imported
+
+
+def _skipped_product(count: int) -> tuple[tl.constexpr, tl.constexpr]:
+    """Inline assembly and constraints that multiply `count` registers by as many factors, if a further operand is not zero."""
+    products = "".join(f"mul.f32 ${n}, ${n}, ${2 * count + n}; " for n in range(count))
+    text = "{ .reg .pred moved; setp.ne.s32 moved, $" + str(3 * count) + ", 0; @!moved bra over; " + products + "over: }"
+    constraints = ["=f"] * count + [str(n) for n in range(count)] + ["f"] * count + ["r"] * count
+    return tl.constexpr(text), tl.constexpr(",".join(constraints))
+
+
+PRODUCT_32, REGISTERS_32 = _skipped_product(32)
+PRODUCT_8, REGISTERS_8 = _skipped_product(8)
 
 
 @triton.jit
@@ -98,17 +113,21 @@ def add_dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(scores, top, norm, scale, MASKED: tl.constexpr, EXACT: tl.constexpr, less=None):
-    """One step of the online softmax over scores [M, N] (-inf where masked), which `scale` brings to its units.
+def softmax_weights(scores, top, scale, MASKED: tl.constexpr, EXACT: tl.constexpr, LAGS: tl.constexpr, less=None):
+    """A step of the online softmax over scores [M, N] (-inf where masked), which `scale` brings to its units, but for the sum.
 
+    LAGS, but for EXACT: the maximum stays where it is at most LAG behind, so that what was accumulated seldom needs a factor.
     less: [M], what every score of a row is less by, in the softmax's units.
 
-    Returns the weights relative to the new maximum, the new maximum and sum, and the factor for what was accumulated before.
+    Returns the weights relative to the new maximum, the new maximum, and the factor for what was accumulated before.
     """
     row_top = tl.max(scores, 1) * scale
     if less is not None:
         row_top -= less
-    new_top = tl.maximum(top, row_top)
+    if LAGS and not EXACT:
+        new_top = tl.where(row_top > top + LAG, row_top, top)
+    else:
+        new_top = tl.maximum(top, row_top)
     base = new_top
     if MASKED:
         # a row that saw no key yet must not make inf - inf
@@ -116,8 +135,32 @@ def softmax_step(scores, top, norm, scale, MASKED: tl.constexpr, EXACT: tl.const
     rescale = _exp(top - base, EXACT)
     if less is not None:
         base += less
-    weights = _exp(scores * scale - base[:, None], EXACT)
+    return _exp(scores * scale - base[:, None], EXACT), new_top, rescale
+
+
+@triton.jit
+def softmax_step(scores, top, norm, scale, MASKED: tl.constexpr, EXACT: tl.constexpr):
+    """softmax_weights with the sum: the weights, the new maximum and sum, and the factor for what was accumulated before."""
+    weights, new_top, rescale = softmax_weights(scores, top, scale, MASKED, EXACT, False)
     return weights, new_top, norm * rescale + tl.sum(weights, 1), rescale
+
+
+@triton.jit
+def rescaled(acc, rescale, top, old_top, BY_WARP: tl.constexpr):
+    """acc [M, N] times rescale [M], in float32. BY_WARP (NVIDIA): where no maximum of a warp's rows moved, it leaves them as they are."""
+    if BY_WARP and not INTERPRETED:
+        moved = tl.inline_asm_elementwise(
+            "{ .reg .pred moved, other; setp.neu.f32 moved, $2, $4; setp.neu.f32 other, $3, $5; or.pred moved, moved, other;"
+            " vote.sync.any.pred moved, moved, 0xffffffff; selp.s32 $0, 1, 0, moved; mov.s32 $1, $0; }",
+            "=&r,=&r,f,f,f,f", [top, old_top], dtype=tl.int32, is_pure=True, pack=2)
+        operands = [acc, rescale[:, None], moved[:, None]]
+        if acc.shape[1] >= 64:
+            acc = tl.inline_asm_elementwise(PRODUCT_32, REGISTERS_32, operands, dtype=tl.float32, is_pure=True, pack=32)
+        else:
+            acc = tl.inline_asm_elementwise(PRODUCT_8, REGISTERS_8, operands, dtype=tl.float32, is_pure=True, pack=8)
+    else:
+        acc *= rescale[:, None]
+    return acc
 
 
 @triton.jit

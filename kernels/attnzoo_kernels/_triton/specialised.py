@@ -33,6 +33,12 @@ def invalidated(x):
         " fence.proxy.async.shared::cta; mov.b32 $0, $1; }", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
 
 
+@triton.jit
+def passed(x):
+    """A float32 tile as it is: what a product hands to one elsewhere must pass an operation, or the compiler would send it to all warps."""
+    return tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=True, pack=1)
+
+
 def lies_side_by_side(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Whether side_by_side takes (batch, seqlen, heads, width) in 16 bits with these strides."""
     batch, seqlen, heads, _ = shape

@@ -310,9 +310,6 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
                dv: Layout, stats_stride: int, options: Options) -> Launch:
     sequences, _, seqlen_k = options.sizes(q[0], k[0])
     constants = options.constants(q[0], v[0], dtype, device)
-    specialised = specialised_dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"])
-    if backward_specialised.takes(specialised, dtype, aligned, q, k, v, grad_out, options):
-        return backward_specialised.dkdv_plan(device, q, k, v, grad_out, dk, dv, stats_stride, specialised, options)
     tile = dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0,
                      packed=options.sequences is not None, heavy=options.softcap > 0 or options.dropout_p > 0)
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.sequences is not None)
@@ -322,7 +319,16 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
                1 if options.sequences is not None  # where the rule of dQ is 1 to 5 % slower
                else options.heads_together(k[0], q[0], (q[0][-1] + v[0][-1]) * (q[0][-2] // k[0][-2]), tile.block_n, device, dtype))
     programs = options.programs(k[0][-2], seqlen_k, sequences, tile.block_n)
-    return Launch(flash_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, _blocks(tile, constants, 3))
+    launch = Launch(flash_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, _blocks(tile, constants, 3))
+    tile = specialised_dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"])
+    if not backward_specialised.takes(tile, dtype, aligned, q, k, v, grad_out, options):
+        return launch
+    specialised = backward_specialised.dkdv_plan(device, dtype, q, k, v, grad_out, dk, dv, stats_stride, tile, options)
+    if options.window_right < 0:  # of any length
+        return specialised
+    first, other = (specialised, launch) if backward_specialised.takes_causal_lengths(tile, q, k) else (launch, specialised)
+    first.other = other
+    return first
 
 
 def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,

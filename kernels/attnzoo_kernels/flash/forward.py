@@ -11,7 +11,7 @@ from torch import Tensor
 from attnzoo_kernels._triton.dropout import drop_pairs, keep_tile
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.masks import key_ranges, keys_seen
-from attnzoo_kernels._triton.softmax import add_dot, in_units, log_sum_exp, score_dot, softmax_stats, softmax_step
+from attnzoo_kernels._triton.softmax import add_dot, in_units, log_sum_exp, rescaled, score_dot, softmax_stats, softmax_weights
 from attnzoo_kernels._triton.tiles import first_lse, in_registers, load_rows, program_tile, store_rows, tile_source
 from attnzoo_kernels.dropout import drop_threshold
 from attnzoo_kernels.flash import forward_specialised
@@ -30,6 +30,7 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, full_begin, full_end,
     """Walk the keys begin .. end. MASK: "none", "all", or "edges": tiles outside full_begin .. full_end."""
     i = row + tl.arange(0, BLOCK_M)[:, None]
     unit = score_unit(scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee")
+    SUMS_LAST: tl.constexpr = HAS_DROPOUT and BLOCK_DV > 64  # 128 causal 8192 459 for 445, but 64 321 for 331
     for column in tl.range(begin, end, BLOCK_N, num_stages=1 if GUARD or MASK == "all" and not (HAS_LEFT or HAS_RIGHT) else None):
         # [BLOCK_N, BLOCK_D]
         k = load_rows(k_rows, batch, kv_head, first_k, column, len_k, stride_ks, HEAD_DIM, BLOCK_N, BLOCK_D, GUARD and not TMA, TMA)
@@ -46,21 +47,25 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, full_begin, full_end,
         elif MASK == "edges":
             if (column < full_begin) | (column >= full_end):
                 scores = tl.where(keys_seen(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), scores, -float("inf"))
-        weights, top, norm, rescale = softmax_step(scores, top, norm, unit, MASK != "none", PRECISION == "ieee",
-                                                   by_query.reshape(BLOCK_M) if HAS_ALIBI and ONE_SIDED else None)
-        if HAS_DROPOUT and not DROP_PAIRS:
-            weights = tl.where(keep_tile(seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N), weights, 0.0)
-        if not HAS_DROPOUT:
-            acc *= rescale[:, None]  # before the wait for the values
+        weights, new_top, rescale = softmax_weights(scores, top, unit, MASK != "none", PRECISION == "ieee", True,
+                                                    by_query.reshape(BLOCK_M) if HAS_ALIBI and ONE_SIDED else None)
+        if not SUMS_LAST:
+            norm = norm * rescale + tl.sum(weights, 1)
+        kept = weights
+        if HAS_DROPOUT:
+            if DROP_PAIRS:
+                kept = drop_pairs(kept.to(q.dtype), seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N)
+            else:
+                kept = tl.where(keep_tile(seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N), kept, 0.0)
+        # before the wait for the values; ALiBi and dropout lose by a branch here
+        acc = rescaled(acc, rescale, new_top, top, TMA and not (HAS_ALIBI or HAS_DROPOUT))
+        top = new_top
         # [BLOCK_N, BLOCK_DV]
         v = load_rows(v_rows, batch, kv_head, first_k, column, len_k, stride_vs, VALUE_DIM, BLOCK_N, BLOCK_DV, GUARD, TMA)
-        weights = weights.to(v.dtype)
-        if HAS_DROPOUT and DROP_PAIRS:
-            weights = drop_pairs(weights, seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N)
-        if HAS_DROPOUT:
-            acc *= rescale[:, None]  # not earlier: 128 causal 8192 434, else 418
+        if SUMS_LAST:
+            norm = norm * rescale + tl.sum(weights, 1)
         # [BLOCK_M, BLOCK_DV]
-        acc = add_dot(weights, v, acc, PRECISION)
+        acc = add_dot(kept.to(v.dtype), v, acc, PRECISION)
     return acc, top, norm
 
 

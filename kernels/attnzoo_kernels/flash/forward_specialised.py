@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 
 from attnzoo_kernels._triton.launch import block_width, multiprocessors, tma_takes_layout
-from attnzoo_kernels._triton.softmax import in_units, log_sum_exp, softmax_stats, softmax_step
-from attnzoo_kernels._triton.specialised import COMPILES, HalvedLaunch, invalidated, lies_side_by_side, side_by_side
+from attnzoo_kernels._triton.softmax import in_units, log_sum_exp, rescaled, softmax_stats, softmax_weights
+from attnzoo_kernels._triton.specialised import COMPILES, HalvedLaunch, invalidated, lies_side_by_side, passed, side_by_side
 from attnzoo_kernels._triton.tiles import first_lse, in_registers, load_rows, store_rows
 from attnzoo_kernels.flash.options import Layout, Options, strides
+from attnzoo_kernels.flash.scores import score_unit, scores_in_unit
 from attnzoo_kernels.flash.tiles import SpecialisedTile
 
 
@@ -22,7 +23,7 @@ def takes(tile: SpecialisedTile | None, dtype: torch.dtype, aligned: bool, q: La
     if tile is None or options.sequences is not None or not COMPILES:
         return False
     return (dtype.itemsize == 2 and aligned and options.softmax_scale > 0 and options.slopes_stride is None
-            and options.softcap == options.dropout_p == 0 and options.window_left < 0 and options.window_right <= 0
+            and (options.softcap == 0 or tile.softcap) and options.dropout_p == 0 and options.window_left < 0 and options.window_right <= 0
             and q[0][-1] == block_width(q[0][-1]) and all(tma_takes_layout(*x, 2) for x in (k, v)) and lies_side_by_side(*q))
 
 
@@ -37,50 +38,37 @@ def takes_lengths(tile: SpecialisedTile, q: Layout, k: Layout, options: Options)
 
 
 @triton.jit
-def _step(acc, top, norm, q, k_source, v_source, batch, kv_head, zero, column, row, ahead, seqlen_k, scale, HEAD_DIM: tl.constexpr,
-          VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-          MASKED: tl.constexpr, SUMS_LAST: tl.constexpr):
+def _step(acc, top, norm, q, k_source, v_source, batch, kv_head, zero, column, row, ahead, seqlen_k, scale, softcap,
+          HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+          BLOCK_N: tl.constexpr, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     # [BLOCK_N, BLOCK_D]
     k = load_rows(k_source, batch, kv_head, zero, column, seqlen_k, 0, HEAD_DIM, BLOCK_N, BLOCK_D, False, 1)
     # [BLOCK_M, BLOCK_N]
     scores = tl.dot(q, tl.trans(k))
+    unit = score_unit(scale, softcap, False, HAS_SOFTCAP, False)
+    if HAS_SOFTCAP:
+        scores, _ = scores_in_unit(scores, 0.0, scale, softcap, False, True, False, True)
     if MASKED:
         # a thread's columns lie 8 apart: in this form each is compared as a constant
         last, j = row + tl.arange(0, BLOCK_M) + (ahead - column), tl.arange(0, BLOCK_N)
         scores = tl.where(last[:, None] - (j % 8)[None, :] >= (j // 8 * 8)[None, :], scores, -float("inf"))
-    if SUMS_LAST:
-        # keys are given back before the values' load, and the sums run during P V
-        new_top = tl.maximum(top, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - new_top[:, None])
-        weights_16 = weights.to(v_source.dtype)
-        # [BLOCK_N, BLOCK_DV]
-        v = load_rows(v_source, batch, kv_head, 0, column, seqlen_k, 0, VALUE_DIM, BLOCK_N, BLOCK_DV, False, 1)
-        rescale = tl.exp2(top - new_top)
-        acc *= rescale[:, None]
-        norm = norm * rescale + tl.sum(weights, 1)
-        top = new_top
-    else:
-        weights, top, norm, rescale = softmax_step(scores, top, norm, scale, False, False)
-        acc *= rescale[:, None]
-        # [BLOCK_N, BLOCK_DV]
-        v = load_rows(v_source, batch, kv_head, 0, column, seqlen_k, 0, VALUE_DIM, BLOCK_N, BLOCK_DV, False, 1)
-        weights_16 = weights.to(v.dtype)
+    weights, new_top, rescale = softmax_weights(scores, top, unit, False, False, True)
+    # products wait for each other: in this order keys are given back before the values' load, and the sums run during P V
+    weights_16 = weights.to(v_source.dtype)
+    acc = rescaled(acc, rescale, new_top, top, True)
+    # [BLOCK_N, BLOCK_DV]
+    v = load_rows(v_source, batch, kv_head, 0, column, seqlen_k, 0, VALUE_DIM, BLOCK_N, BLOCK_DV, False, 1)
+    norm = norm * rescale + tl.sum(weights, 1)
     # [BLOCK_M, BLOCK_DV]
-    return tl.dot(weights_16, v, acc), top, norm
-
-
-@triton.jit
-def _passed(x):
-    """A float32 tile as it is: what a product hands to one elsewhere must pass an operation, or the compiler would send it to all warps."""
-    return tl.inline_asm_elementwise("", "=r,0", [x], dtype=x.dtype, is_pure=True, pack=1)
+    return tl.dot(weights_16, v, acc), new_top, norm
 
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k", "heads", "items", "stride_stats"], do_not_specialize_on_alignment=["sinks"])
 def flash_fwd_specialised_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, sinks, stride_qh, stride_ob, stride_os,
-                                 stride_oh, stride_stats, scale, seqlen_q, seqlen_k, heads, group, items, HEAD_DIM: tl.constexpr,
+                                 stride_oh, stride_stats, scale, softcap, seqlen_q, seqlen_k, heads, group, items, HEAD_DIM: tl.constexpr,
                                  VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, CAUSAL: tl.constexpr,
-                                 HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-                                 Q_REGISTERS: tl.constexpr, DIAGONAL_FIRST: tl.constexpr, SUMS_LAST: tl.constexpr):
+                                 HAS_SINKS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                                 STAGES: tl.constexpr, Q_REGISTERS: tl.constexpr, DIAGONAL_FIRST: tl.constexpr):
     tiles = tl.cdiv(seqlen_q, BLOCK_M)
     first, programs = tl.program_id(0), tl.num_programs(0)
     zero = invalidated(items - items)
@@ -116,12 +104,12 @@ def flash_fwd_specialised_kernel(q_source, k_source, v_source, out_ptr, lse_ptr,
         if CAUSAL and DIAGONAL_FIRST:
             keys = row + ahead
             acc, top, norm = _step(acc, top, norm, q, k_source, v_source, batch, head // group, zero, keys, row, ahead, seqlen_k, scale,
-                                   HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, True, SUMS_LAST)
-            acc = _passed(acc)
+                                   softcap, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, True, HAS_SOFTCAP)
+            acc = passed(acc)
         for column in tl.range(0, keys, BLOCK_N, num_stages=STAGES):
             acc, top, norm = _step(acc, top, norm, q, k_source, v_source, batch, head // group, zero, column, row, ahead, seqlen_k, scale,
-                                   HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, CAUSAL and not DIAGONAL_FIRST,
-                                   SUMS_LAST)
+                                   softcap, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, CAUSAL and not DIAGONAL_FIRST,
+                                   HAS_SOFTCAP)
         acc *= (1.0 / norm)[:, None]
         out = out_ptr + tl.cast(batch, tl.int64) * stride_ob + tl.cast(head, tl.int64) * stride_oh
         store_rows(out, acc, row, seqlen_q, stride_os, VALUE_DIM, BLOCK_M, BLOCK_DV)
@@ -138,10 +126,10 @@ def plan(device: torch.device, dtype: torch.dtype, has_sinks: bool, q: Layout, k
     causal = options.window_right >= 0
     items = options.programs(heads, seqlen_q, batch, tile.block_m)
     scalars = (strides(q)[2], seqlen_q * heads * value_dim, heads * value_dim, value_dim, math.prod(q[0][:-1]),
-               options.softmax_scale * math.log2(math.e), seqlen_q, k[0][1], heads, heads // k[0][2], items)
+               options.softmax_scale * math.log2(math.e), options.softcap, seqlen_q, k[0][1], heads, heads // k[0][2], items)
     constants = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "BLOCK_D": block_width(head_dim), "BLOCK_DV": block_width(value_dim),
-                 "CAUSAL": causal, "HAS_SINKS": has_sinks, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STAGES": tile.stages,
-                 "Q_REGISTERS": tile.q_registers, "DIAGONAL_FIRST": tile.diagonal_first, "SUMS_LAST": tile.sums_last}
+                 "CAUSAL": causal, "HAS_SINKS": has_sinks, "HAS_SOFTCAP": options.softcap > 0, "BLOCK_M": tile.block_m,
+                 "BLOCK_N": tile.block_n, "STAGES": tile.stages, "Q_REGISTERS": tile.q_registers, "DIAGONAL_FIRST": tile.diagonal_first}
     blocks = {1: (tile.block_n, constants["BLOCK_D"]), 2: (tile.block_n, constants["BLOCK_DV"])}
     programs = max(1, min(items // 2 if causal else items, multiprocessors(device)))
     return HalvedLaunch(flash_fwd_specialised_kernel, programs, scalars, constants, 4, tile.stages, blocks,

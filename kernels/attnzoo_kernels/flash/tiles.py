@@ -67,17 +67,18 @@ class SpecialisedTile:
     stages: int  # three came out wrong
     q_registers: bool = False  # forward: the queries are an operand in registers
     diagonal_first: bool = False  # causal forward: the tile that needs a mask is a step before the loop, not a mask in each step
-    sums_last: bool = False  # forward: the softmax's sums stand behind the load of values
-    longest_causal: int = 0
+    softcap: bool = False  # forward: takes it, too
+    longest_causal: int = 2**31 - 1
+    shortest_causal: int = 0
 
 
 def specialised_tile(arch: int, block_d: int, block_dv: int, *, causal: bool) -> SpecialisedTile | None:
-    # full, 8192 681, without sums_last 613; two loops of 64x64 583; causal 512 319, 2048 487, 8192 558, one loop of 64x64 274, 473, 564
+    # full, 512 522, 2048 652, 8192 688, two loops of 64x64 390, 531, 579; causal 324, 519, 611, one loop of 64x64 281, 484, 580
     if arch == 90 and block_d == block_dv == 128:
-        return SpecialisedTile(128, 128, 2, sums_last=not causal, longest_causal=4096)
-    # causal 512 256, 2048 384, two loops of 64x64 243, 402; full 418 for 479 at 8192
+        return SpecialisedTile(128, 128, 2, softcap=True)  # causal 8192 544, loops 523; with ALiBi 512, loops 528
+    # causal 512 255, 1024 323, two loops of 64x64 248, 333; full 8192 456 for 498
     if arch == 90 and block_d == block_dv == 64 and causal:
-        return SpecialisedTile(128, 128, 2, q_registers=True, diagonal_first=True, longest_causal=1024)
+        return SpecialisedTile(128, 128, 2, q_registers=True, diagonal_first=True, longest_causal=512)
     return None
 
 
@@ -122,8 +123,9 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: 
 
 
 def specialised_dkdv_tile(arch: int, block_d: int, block_dv: int) -> SpecialisedTile | None:
-    # full, 512 542, 2048 691, 8192 726, 16384 737; loops of 64x64 459, 641, 694, 659; causal (masks in each step) 8192 659 for 662
-    return SpecialisedTile(64, 128, 2) if arch == 90 and block_d == block_dv == 128 else None
+    # full, 512 542, 2048 691, 8192 726, 16384 737; loops of 64x64 459, 641, 694, 659; causal 4096 603 for 623,
+    # 8192 677 for 656, 16384 711 for 666
+    return SpecialisedTile(64, 128, 2, shortest_causal=8192) if arch == 90 and block_d == block_dv == 128 else None
 
 
 @dataclass(frozen=True)
