@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, mbarrier, release, ring, warpgroup_mma, warpgroup_mma_wait
-from attnzoo_kernels._gluon.softmax import partial_row_sums, softmax_step
+from attnzoo_kernels._gluon.softmax import log2, partial_row_sums, softmax_step
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -39,10 +39,20 @@ def keys_seen(scores, row, column, len_q, len_k, window_left, window_right, HAS_
 
 
 @gluon.jit
+def stage_of(step, STAGES: gl.constexpr):
+    """hopper.ring; of 2 or 4 stages by masks, for what a signed division takes delays a step's first product."""
+    slot, phase = ring(step, STAGES)
+    if STAGES == 2 or STAGES == 4:
+        slot = step & (STAGES - 1)
+        phase = (step >> (STAGES // 2)) & 1
+    return slot, phase
+
+
+@gluon.jit
 def hand_on(k_full, k_empty, v_full, v_empty, step, count, STAGES: gl.constexpr, JOINT_RELEASE: gl.constexpr):
     """Give back `count` tiles unread, which only other warp groups see; returns the next step."""
     for _ in range(count):
-        slot, phase = ring(step, STAGES)
+        slot, phase = stage_of(step, STAGES)
         mbarrier.wait(k_full.index(slot), phase)
         mbarrier.arrive(k_empty.index(slot), count=1)
         mbarrier.wait(v_full.index(slot), phase)
@@ -107,7 +117,7 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
     if listed is not None:
         first_column = listed[1]
     norm_layout: gl.constexpr = partial_row_sums(no_scores).type.layout
-    slot, phase = ring(step, STAGES)
+    slot, phase = stage_of(step, STAGES)
     mbarrier.wait(k_full.index(slot), phase)
     masked = end > full_end or (HAS_LEFT and end <= full_begin)
     if HALVED and row + ROWS + (len_k - len_q + window_right) <= first_column + BLOCK_N // 2:
@@ -126,10 +136,11 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
 
     last_step = step + end - 1 - begin
     if HOLD:
-        mbarrier.wait(k_full.index(step % STAGES), (step // STAGES) & 1, pred=step < last_step)
+        slot, phase = stage_of(step, STAGES)
+        mbarrier.wait(k_full.index(slot), phase, pred=step < last_step)
     for s in range(step, last_step):
-        slot, phase = ring(s, STAGES)
-        before, phase_before = ring(s - 1, STAGES)
+        slot, phase = stage_of(s, STAGES)
+        before, phase_before = stage_of(s - 1, STAGES)
         if not HOLD:
             mbarrier.wait(k_full.index(slot), phase)
         pending = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -146,7 +157,8 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
                 scores = keys_seen(scores, row, tile * BLOCK_N, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
         weights, top, norm, rescale = softmax_step(scores, top, norm, scale, LOOP_MASK)
         if HOLD:  # the spin loop of this wait keeps the exponentials above the wait for the product, where they overlap with it
-            mbarrier.wait(k_full.index((s + 1) % STAGES), ((s + 1) // STAGES) & 1, pred=s + 1 < last_step)
+            after, phase_after = stage_of(s + 1, STAGES)
+            mbarrier.wait(k_full.index(after), phase_after, pred=s + 1 < last_step)
         acc = warpgroup_mma_wait(0, deps=(acc_pending,))
         if JOINT_RELEASE:
             release(k_empty.index(slot))
@@ -155,7 +167,7 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
         acc = acc * gl.convert_layout(rescale, acc_row)[:, None]
         p = gl.convert_layout(weights.to(dtype), weights_layout)
 
-    before, phase_before = ring(last_step - 1, STAGES)
+    before, phase_before = stage_of(last_step - 1, STAGES)
     mbarrier.wait(v_full.index(before), phase_before)
     acc_pending = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
     return acc_pending, top * scale, gl.convert_layout(gl.sum(norm, 1), score_row), last_step
@@ -166,7 +178,7 @@ def store_statistics(lse_ptr, stats_ptr, stride_stats, place, inside, top, total
     """LSE, and for the backward the maximum (+inf for a row without a key) and log2 of the sum; returns the sum's inverse."""
     some = total > 0
     divisor = gl.where(some, total, 1.0)
-    log_norm = gl.log2(divisor)
+    log_norm = log2(divisor)
     gl.store(lse_ptr + place, gl.where(some, (top + log_norm) * LN2, -float("inf")), mask=inside)
     gl.store(stats_ptr + place, gl.where(some, top, float("inf")), mask=inside)
     gl.store(stats_ptr + stride_stats + place, log_norm, mask=inside)

@@ -33,7 +33,7 @@ def consumer_tiles(row, ME, ROWS: gl.constexpr, CONSUMERS: gl.constexpr, len_q, 
 @gluon.jit
 def forward_barriers(Q_PLACES: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """Where the next tile is written, and the barriers (q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty)."""
-    work = gl.allocate_shared_memory(gl.int32, [2 * WORK, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    work = gl.allocate_shared_memory(gl.int32, [3 * WORK, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -84,23 +84,25 @@ def leave_at_zero(counter, index, n_tiles):
 
 
 @gluon.jit
-def publish(work, work_full, work_empty, taken, owner, row):
-    """Tell the consumers of the next tile: `owner` is sequence * heads + head, -1 ends."""
+def publish(work, work_full, work_empty, taken, sequence, head, row):
+    """Tell the consumers of the next tile; a sequence of -1 ends. They get what they would else have to divide for."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot, phase = ring(taken, WORK)
     mbarrier.wait(work_empty.index(slot), phase ^ 1)
-    work.index(slot).store(gl.full([1], owner, gl.int32, lane))
-    work.index(WORK + slot).store(gl.full([1], row, gl.int32, lane))
+    work.index(slot).store(gl.full([1], sequence, gl.int32, lane))
+    work.index(WORK + slot).store(gl.full([1], head, gl.int32, lane))
+    work.index(2 * WORK + slot).store(gl.full([1], row, gl.int32, lane))
     mbarrier.arrive(work_full.index(slot), count=1)
 
 
 @gluon.jit
 def take(work, work_full, work_empty, taken):
-    """The next tile, once the producer names it: (sequence * heads + head or -1, row)."""
+    """The next tile, once the producer names it: (sequence or -1, head, row)."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot, phase = ring(taken, WORK)
     mbarrier.wait(work_full.index(slot), phase)
-    owner = gl.max(work.index(slot).load(lane), 0)
-    row = gl.max(work.index(WORK + slot).load(lane), 0)
+    sequence = gl.max(work.index(slot).load(lane), 0)
+    head = gl.max(work.index(WORK + slot).load(lane), 0)
+    row = gl.max(work.index(2 * WORK + slot).load(lane), 0)
     mbarrier.arrive(work_empty.index(slot), count=1)
-    return owner, row
+    return sequence, head, row

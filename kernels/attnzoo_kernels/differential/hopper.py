@@ -52,7 +52,7 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
         gl.program_id(0), counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, head_group, n_tiles, TILE, PACKED,
         HAS_RIGHT)
     while index < n_tiles:
-        publish(work, work_full, work_empty, taken, (sequence * heads + head).to(gl.int32), row.to(gl.int32))
+        publish(work, work_full, work_empty, taken, sequence, head, row)
         begin, end = loaded_tiles(row, TILE, len_q, len_k, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
         batch = sequence
         if PACKED:
@@ -91,7 +91,7 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
                 step += 1
         taken += 1
     leave_at_zero(counter, index, n_tiles)
-    publish(work, work_full, work_empty, taken, -1, 0)
+    publish(work, work_full, work_empty, taken, -1, 0, 0)
 
 
 @gluon.jit
@@ -120,17 +120,15 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.
     score_row: gl.constexpr = gl.SliceLayout(1, scores_layout)
     step = 0
     taken = 0
-    owner, row = take(work, work_full, work_empty, taken)
-    while owner >= 0:
-        sequence = owner // heads
-        head = owner % heads
+    sequence, head, row = take(work, work_full, work_empty, taken)
+    while sequence >= 0:
         first_q, len_q = sequence_bounds(cu_seqlens_q, sequence, n_seqs, seqlen_q, PACKED, True)
         _, len_k = sequence_bounds(cu_seqlens_k, sequence, n_seqs, seqlen_k, PACKED, False)
         my_row, loaded_begin, loaded_end, begin, full_begin, full_end, end = consumer_tiles(
             row, ME, ROWS, CONSUMERS, len_q, len_k, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
         batch = sequence
         whole = my_row < len_q
-        rows_before = owner.to(gl.int64) * seqlen_q
+        rows_before = (sequence * heads + head).to(gl.int64) * seqlen_q
         if PACKED:
             batch = 0
             whole = my_row + ROWS <= len_q
@@ -181,7 +179,7 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.
                     store_rows(pointer + first_q.to(gl.int64) * stride_os + head * stride_oh, rounded, my_row, len_q, stride_os, VALUE_DIM)
             step = hand_on(k_full, k_empty, v_full, v_empty, step, begin - loaded_begin, STAGES, JOINT_RELEASE)
         taken += 1
-        owner, row = take(work, work_full, work_empty, taken)
+        sequence, head, row = take(work, work_full, work_empty, taken)
     tma.store_wait(0)
 
 

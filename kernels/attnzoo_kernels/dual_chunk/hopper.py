@@ -140,10 +140,8 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.
     step = 0
     taken = 0
     q_step = 0
-    owner, position = take(work, work_full, work_empty, taken)
-    while owner >= 0:
-        sequence = owner // heads
-        head = owner % heads
+    sequence, head, position = take(work, work_full, work_empty, taken)
+    while sequence >= 0:
         first_q, len_q = sequence_bounds(cu_seqlens_q, sequence, n_seqs, seqlen_q, PACKED, True)
         first_k, len_k = sequence_bounds(cu_seqlens_k, sequence, n_seqs, seqlen_k, PACKED, False)
         own = chunk_of(position, chunk)
@@ -163,7 +161,7 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.
         if PACKED:
             rows_before = head.to(gl.int64) * seqlen_q + first_q
         else:
-            rows_before = owner.to(gl.int64) * seqlen_q
+            rows_before = (sequence * heads + head).to(gl.int64) * seqlen_q
         inverse = store_statistics(lse_ptr, stats_ptr, stride_stats, rows_before + first + i, (i >= begin) & (i < end), top, total)
         tma.store_wait(0)
         acc = warpgroup_mma_wait(0, deps=(acc_pending,))
@@ -186,7 +184,7 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.
             gl.store(rows_ptr + (r * stride_os)[:, None] + columns[None, :], out,
                      mask=((r >= begin) & (r < end))[:, None] & (columns < VALUE_DIM)[None, :])
         taken += 1
-        owner, position = take(work, work_full, work_empty, taken)
+        sequence, head, position = take(work, work_full, work_empty, taken)
     tma.store_wait(0)
 
 

@@ -98,7 +98,7 @@ def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.co
     """Takes tiles, tells the consumers which (-1 ends), and loads keys stage by stage, with each the queries rotated for it."""
     q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, work, bars, counter, shape, group, batches, n_tiles = loads
     q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
-    heads, chunk, near = shape[5], shape[7], shape[8]
+    chunk, near = shape[7], shape[8]
     TILE: gl.constexpr = CONSUMERS * ROWS
     step = 0
     taken = 0
@@ -108,7 +108,7 @@ def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.co
         sequence, head, position, first_q, len_q, first_k, len_k, there = _decode(index, shape, TILE, PACKED)
         upcoming = index
         if there:
-            publish(work, work_full, work_empty, taken, (sequence * heads + head).to(gl.int32), position.to(gl.int32))
+            publish(work, work_full, work_empty, taken, sequence, head, position)
             batch = sequence
             if PACKED:
                 batch = 0
@@ -143,4 +143,4 @@ def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.co
             upcoming = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
         index = upcoming
     leave_at_zero(counter, index, n_tiles)
-    publish(work, work_full, work_empty, taken, -1, 0)
+    publish(work, work_full, work_empty, taken, -1, 0, 0)

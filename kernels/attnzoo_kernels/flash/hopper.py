@@ -48,12 +48,12 @@ def part_of(consumer: gl.constexpr, taken, CONSUMERS: gl.constexpr, HALVED: gl.c
 
 
 @gluon.jit
-def _announce(queries, taken, owner, head, sequence, row, first_q, len_q, CONSUMERS: gl.constexpr, PACKED: gl.constexpr,
+def _announce(queries, taken, sequence, head, row, first_q, len_q, CONSUMERS: gl.constexpr, PACKED: gl.constexpr,
               Q_SLOTS: gl.constexpr, HALVED: gl.constexpr):
     """Tells the consumers of a tile and loads its queries."""
     q_desc, q_tiles, work, bars = queries
     q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
-    publish(work, work_full, work_empty, taken, owner.to(gl.int32), row.to(gl.int32))
+    publish(work, work_full, work_empty, taken, sequence, head, row)
     slot, phase = ring(taken, Q_SLOTS)
     for c in gl.static_range(CONSUMERS):
         at = slot * CONSUMERS + c
@@ -77,7 +77,7 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
         gl.program_id(0), counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, head_group, n_tiles, TILE, PACKED,
         HAS_RIGHT)
     if index < n_tiles:
-        _announce(queries, taken, sequence * heads + head, head, sequence, row, first_q, len_q, CONSUMERS, PACKED, Q_SLOTS, HALVED)
+        _announce(queries, taken, sequence, head, row, first_q, len_q, CONSUMERS, PACKED, Q_SLOTS, HALVED)
     while index < n_tiles:
         begin, end = loaded_tiles(row, TILE, len_q, len_k, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
         batch, kv_head, first, length = sequence, head // group, first_k, len_k
@@ -93,8 +93,7 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
                     HAS_RIGHT)
                 taken += 1
                 if index < n_tiles:
-                    _announce(queries, taken, sequence * heads + head, head, sequence, row, first_q, len_q, CONSUMERS, PACKED, Q_SLOTS,
-                              HALVED)
+                    _announce(queries, taken, sequence, head, row, first_q, len_q, CONSUMERS, PACKED, Q_SLOTS, HALVED)
             if JOINT_RELEASE:  # V of a step is free with K of the next
                 next_slot, next_phase = ring(step + 1, STAGES)
                 mbarrier.wait(k_empty.index(next_slot), next_phase ^ 1)
@@ -104,18 +103,18 @@ def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.c
             key -= BLOCK_N
             step += 1
     leave_at_zero(counter, index, n_tiles)
-    publish(work, work_full, work_empty, taken, -1, 0)
+    publish(work, work_full, work_empty, taken, -1, 0, 0)
 
 
 @gluon.jit
-def _taken_tile(work, bars, taken, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, PACKED: gl.constexpr):
-    """The next tile: (sequence * heads + head or -1, row, sequence, head, first_q, len_q, len_k)."""
+def _taken_tile(work, bars, taken, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, PACKED: gl.constexpr):
+    """The next tile: (sequence or -1, head, row, first_q, len_q, len_k)."""
     q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
-    owner, row = take(work, work_full, work_empty, taken)
-    sequence = gl.maximum(owner, 0) // heads
-    first_q, len_q = sequence_bounds(cu_seqlens_q, sequence, n_seqs, seqlen_q, PACKED, True)
-    first_k, len_k = sequence_bounds(cu_seqlens_k, sequence, n_seqs, seqlen_k, PACKED, False)
-    return owner, row, sequence, owner - sequence * heads, first_q, len_q, len_k
+    sequence, head, row = take(work, work_full, work_empty, taken)
+    some = gl.maximum(sequence, 0)
+    first_q, len_q = sequence_bounds(cu_seqlens_q, some, n_seqs, seqlen_q, PACKED, True)
+    first_k, len_k = sequence_bounds(cu_seqlens_k, some, n_seqs, seqlen_k, PACKED, False)
+    return sequence, head, row, first_q, len_q, len_k
 
 
 @gluon.jit
@@ -123,7 +122,6 @@ def _queries_in_registers(tile, full, empty, taken, some, scores_layout: gl.cons
     """A consumer's queries of its next tile, if there is `some`."""
     mbarrier.wait(full, taken & 1, pred=some)
     q = tile.load(gl.DotOperandLayout(0, scores_layout, 2))
-    fence_async_shared()
     mbarrier.arrive(empty, count=1)
     return q
 
@@ -140,11 +138,11 @@ def _consume(rows, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.co
     acc_row: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16]))
     step = 0
     taken = 0
-    owner, row, sequence, head, first_q, len_q, len_k = _taken_tile(
-        work, bars, taken, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, PACKED)
+    sequence, head, row, first_q, len_q, len_k = _taken_tile(
+        work, bars, taken, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, PACKED)
     if Q_SLOTS == 1:
-        q = _queries_in_registers(q_tiles.index(ME), q_full.index(ME), q_empty.index(ME), taken, owner >= 0, scores_layout)
-    while owner >= 0:
+        q = _queries_in_registers(q_tiles.index(ME), q_full.index(ME), q_empty.index(ME), taken, sequence >= 0, scores_layout)
+    while sequence >= 0:
         part = part_of(ME, taken, CONSUMERS, HALVED)
         my_row, loaded_begin, loaded_end, begin, full_begin, full_end, end = consumer_tiles(
             row, part, ROWS, CONSUMERS, len_q, len_k, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
@@ -167,16 +165,16 @@ def _consume(rows, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.co
         if PACKED:
             rows_before = head.to(gl.int64) * seqlen_q + first_q
         else:
-            rows_before = owner.to(gl.int64) * seqlen_q
+            rows_before = (sequence * heads + head).to(gl.int64) * seqlen_q
         inverse = store_statistics(lse_ptr, stats_ptr, stride_stats, rows_before + i, i < len_q, top, total)
         out_place = place(sequence, head, first_q, my_row, len_q, PACKED)
         some = my_row < len_q
         taken += 1
         if AHEAD:
-            owner, row, sequence, head, first_q, len_q, len_k = _taken_tile(
-                work, bars, taken, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, PACKED)
+            sequence, head, row, first_q, len_q, len_k = _taken_tile(
+                work, bars, taken, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, PACKED)
             if Q_SLOTS == 1:
-                q = _queries_in_registers(q_tiles.index(ME), q_full.index(ME), q_empty.index(ME), taken, owner >= 0, scores_layout)
+                q = _queries_in_registers(q_tiles.index(ME), q_full.index(ME), q_empty.index(ME), taken, sequence >= 0, scores_layout)
         tma.store_wait(0)
         acc = warpgroup_mma_wait(0, deps=(acc_pending,))
         if not JOINT_RELEASE:
@@ -187,10 +185,10 @@ def _consume(rows, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.co
             async_store(out_desc, out_place, box(out_tiles.index(ME), out_desc))
         if not AHEAD:
             step = hand_on(k_full, k_empty, v_full, v_empty, step, begin - loaded_begin, STAGES, JOINT_RELEASE)
-            owner, row, sequence, head, first_q, len_q, len_k = _taken_tile(
-                work, bars, taken, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, PACKED)
+            sequence, head, row, first_q, len_q, len_k = _taken_tile(
+                work, bars, taken, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, PACKED)
             if Q_SLOTS == 1:
-                q = _queries_in_registers(q_tiles.index(ME), q_full.index(ME), q_empty.index(ME), taken, owner >= 0, scores_layout)
+                q = _queries_in_registers(q_tiles.index(ME), q_full.index(ME), q_empty.index(ME), taken, sequence >= 0, scores_layout)
     tma.store_wait(0)
 
 
@@ -255,13 +253,11 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
     # half of the first tile left out: 64 causal 512, 2048, 8192 257, 436, 557 TFLOP/s for 247, 430, 550; at 128 351, 590, 712 for 347, 601,
     # 730; three consumers whose loop masks would spill
     halved = options.window_right >= 0 and (width == value_width == 64 or mean <= 512) and not (tile.consumers == 3 and loop_mask)
-    # 64 full 512, 2048 403, 542 TFLOP/s for 387, 531; 128 full 8192 735 for 738; under a window tiles are handed on behind the walk
-    ahead = tile.stages == 3 and options.window_left < 0
     constants = {
         "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": tile.block_n, "STAGES": tile.stages,
         "CONSUMERS": tile.consumers, "PACKED": options.sequences is not None, "HAS_LEFT": options.window_left >= 0,
         "HAS_RIGHT": options.window_right >= 0, "LOOP_MASK": loop_mask, "Q_SLOTS": tile.q_slots, "JOINT_RELEASE": tile.joint_release,
-        "HOLD": tile.hold, "HALVED": halved, "AHEAD": ahead, "REGISTERS": tile.registers,
+        "HOLD": tile.hold, "HALVED": halved, "AHEAD": tile.ahead, "REGISTERS": tile.registers,
     }
     launch = Launch(flash_fwd_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1)
     return launch, tile, width, value_width

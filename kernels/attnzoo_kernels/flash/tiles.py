@@ -138,15 +138,19 @@ class HopperTile:
     q_slots: int  # 1: the queries move on to registers
     joint_release: bool  # K of a step and V of the one before go back to the producer together
     hold: bool  # wait for the next K between the exponentials and the wait for P V
+    ahead: bool  # take the next tile while the last P V runs
     registers: int
 
 
 def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, *, causal: bool, window: bool, packed: bool) -> HopperTile:
     """seqlen_q: of packed sequences the mean."""
     if max(block_d, block_dv) == 128:
-        return HopperTile(128, 2, 2, 1, False, False, 240)
+        # ahead: causal 512, 2048 in a graph 388, 614 TFLOP/s for 381, 606; full 8192 735 for 738
+        return HopperTile(128, 2, 2, 1, False, False, causal and not window, 240)
     # the third loop spills at 160 registers; 192 rows would leave a short sequence's last tile mostly empty (packed causal, means of 1229
     # and 4915: 273 and 472 TFLOP/s, two consumers 329 and 455)
     if window or seqlen_q <= (2048 if packed else 1024 if causal else 512):
-        return HopperTile(128, 3, 2, 1, False, False, 240)
-    return HopperTile(128, 3, 3, 2, True, True, 160)  # 16 x 8192 causal, 8 heads: 2.67 ms, two consumers 2.90
+        # ahead: full 512, 2048 403, 542 for 387, 531
+        return HopperTile(128, 3, 2, 1, False, False, not window, 240)
+    # 16 x 8192 causal, 8 heads: 2.67 ms, two consumers 2.90; 8192 full, causal 593, 562 TFLOP/s, three stages 585, 558
+    return HopperTile(128, 4, 3, 2, True, True, True, 160)
