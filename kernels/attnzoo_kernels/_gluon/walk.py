@@ -11,8 +11,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def clear_rows(tile, valid, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Zeros in the rows of a shared tile from `valid` on: they are another sequence's, whatever they hold. Each warp group writes them, without
-    waiting for the others, which write the same."""
+    """Zeros in the rows of a shared tile from `valid` on: they are another sequence's, whatever they hold. Each warp group writes
+    them without waiting for the others, which write the same."""
     PART: gl.constexpr = 32
     blocked: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     for part in gl.static_range(ROWS // PART):
