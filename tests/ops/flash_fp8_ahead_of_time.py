@@ -5,11 +5,23 @@ A process of its own, as ahead_of_time.py, whose driver it takes.
 
 import itertools
 import json
+import re
 
 import torch
 import triton
 from ahead_of_time import Driver, listing, resources
 from hopper_ahead_of_time import WarmUp, complaints
+
+
+def spilled_in_steps(sass: str) -> int:
+    """Loads and stores of spilled registers in the innermost loops around matrix instructions."""
+    lines = sass.splitlines()
+    labels = {match[1]: n for n, line in enumerate(lines) if (match := re.match(r"(\.L_x?_?\w+):", line.strip()))}
+    ends = ((labels.get(match[1], n), n) for n, line in enumerate(lines) if (match := re.search(r"BRA\b.*?(\.L_x?_?\w+)", line)))
+    loops = [(begin, end) for begin, end in ends if begin < end and any("QGMMA" in line for line in lines[begin:end])]
+    inner = [loop for loop in loops if not any(loop[0] <= b and e <= loop[1] for b, e in loops if (b, e) != loop)]
+    assert inner
+    return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for begin, end in inner for line in lines[begin:end])
 
 
 def main() -> None:
@@ -28,10 +40,11 @@ def main() -> None:
         launch.kernel = WarmUp(launch.kernel)
         forward.launch_forward(q, k, v, *scales, causal, 1.0, torch.bfloat16)
         kernel = launch.compiled
-        registers, stack = resources(kernel.asm["cubin"])
+        registers, _ = resources(kernel.asm["cubin"])
+        sass = listing(kernel.asm["cubin"], "nvdisasm")
         print(json.dumps({"head_dim": head_dim, "causal": causal, "shift": shift, "by_block": by_block, "registers": registers,
-                          "stack": stack, "consumers": launch.constants["CONSUMERS"], "shared": kernel.metadata.shared,
-                          "complaints": complaints(kernel.asm["ptx"]), "shuffled": listing(kernel.asm["cubin"], "nvdisasm").count("PRMT")}),
+                          "spilled": spilled_in_steps(sass), "shared": kernel.metadata.shared, "complaints": complaints(kernel.asm["ptx"]),
+                          "shuffled": sass.count("PRMT")}),
               flush=True)
 
 

@@ -135,6 +135,22 @@ def test_long_sums_keep_their_small_bits(head_dim):
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("block", (None, BLOCK))
+@pytest.mark.parametrize("causal", (False, True))
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_rows_without_a_positive_score(head_dim, causal, block):
+    """Scores of most rows are negative, with all keys or with the last ones, where a walk begins: other steps take maxima there."""
+    x = Case(batch=2, seqlen_q=640, heads=4, kv_heads=2, head_dim=head_dim).inputs("cuda")
+    q, k = x.q + 1, x.k - 2
+    k[1, :512] += 4
+    q[:, 64:128] -= 1
+    inputs = quantize_fp8(q, k, x.v, block=block)
+    found = ratios(inputs._asdict(), causal)
+    assert max(found.values()) <= 1, found
+
+
+@pytest.mark.gpu
+@hopper
 @pytest.mark.parametrize("causal", (False, True))
 def test_layouts_and_scales_that_others_bring(causal):
     """No scales, some, values column by column, keys that end with their memory, heads first, another output dtype."""
@@ -151,6 +167,20 @@ def test_layouts_and_scales_that_others_bring(causal):
     for some in ({}, {"v_descale": inputs["v_descale"]}):
         assert max(ratios(tensors | some, causal).values()) <= 1
     assert max(ratios(inputs, causal, torch.float16).values()) <= 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0, or the reference on a CPU")
+@pytest.mark.parametrize("block", (None, BLOCK))
+@pytest.mark.parametrize("name", ("q_descale", "k_descale", "v_descale"))
+@pytest.mark.parametrize("wrong", (-1.0, 0.0, torch.inf, torch.nan))
+def test_a_scale_that_is_not_positive_and_finite_gives_nan(block, name, wrong, device):
+    inputs = quantize_fp8(*replace(SMALL, dtype=torch.float32).inputs(device)[:3], block=block)._asdict()
+    right = flash_attention_fp8(**inputs, return_lse=True)
+    inputs[name][1, 0] *= wrong  # of the second sequence's first key head, or of all of its blocks
+    out, lse = flash_attention_fp8(**inputs, return_lse=True)
+    assert out[1, :, :2].isnan().all() and (name == "v_descale" or lse[1, :2].isnan().all())
+    out[1, :, :2], lse[1, :2] = right[0][1, :, :2], right[1][1, :2]
+    assert torch.equal(out, right[0]) and torch.equal(lse, right[1])
 
 
 @pytest.mark.gpu
@@ -257,7 +287,5 @@ def test_dry_run_covers_every_table(tmp_path):
 def test_every_tile_compiles_fits_and_keeps_its_products_in_flight():
     kernels = compiled_kernels("flash_fp8_ahead_of_time.py")
     assert len(kernels) == 2 * 3 * 2
-    # three consumers spill up to eight registers outside the loop
-    wrong = [kernel for kernel in kernels if kernel["shared"] > 232448 or kernel["complaints"] or kernel["shuffled"]
-             or kernel["stack"] > (32 if kernel["consumers"] == 3 else 0)]
+    wrong = [kernel for kernel in kernels if kernel["shared"] > 232448 or kernel["complaints"] or kernel["shuffled"] or kernel["spilled"]]
     assert not wrong, "\n".join(map(str, wrong))

@@ -85,8 +85,8 @@ def flash_attention_fp8(
 
     q: (batch, seqlen_q, heads, head_dim), k: (batch, seqlen_k, kv_heads, head_dim), v: (batch, seqlen_k, kv_heads, value_dim), as
     `quantize_fp8` makes them; kv_heads divides heads, and query head h reads key head h // (heads // kv_heads).
-    q_descale, k_descale, v_descale: float32 and positive, None for 1: (batch, kv_heads), or by blocks of 128 tokens (batch, kv_heads,
-        ceil(seqlen / 128)); all of one kind.
+    q_descale, k_descale, v_descale: float32, None for 1: (batch, kv_heads), or by blocks of 128 tokens (batch, kv_heads,
+        ceil(seqlen / 128)); all of one kind. What a scale that is not positive and finite stands for is NaN.
     causal: key j is seen by query i if j <= i + seqlen_k - seqlen_q (bottom right). A query that sees no key gives zeros and LSE -inf.
     softmax_scale: default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q).

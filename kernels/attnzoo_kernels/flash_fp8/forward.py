@@ -1,7 +1,8 @@
 """FP8 attention on Hopper in Gluon: the bfloat16 forward's structure (`flash/hopper.py`), with a walk of its own and other loads.
 
 FP8's matrix instructions read both operands along the dimension that they sum over. Values therefore lie token by token, and of every four
-keys TMA brings two and two into the halves of a tile, which gives weights the order that `walk.py` needs.
+keys TMA brings two and two into the halves of a tile, which gives weights the order that `walk.py` needs. A step of the walk waits once:
+its keys share a barrier with the values of the tile before.
 """
 
 import functools
@@ -21,7 +22,6 @@ from attnzoo_kernels._gluon.hopper import (
     descriptor,
     fence_async_shared,
     invalidate,
-    load_box,
     load_tile,
     mbarrier,
     ring,
@@ -29,19 +29,19 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma_wait,
 )
 from attnzoo_kernels._gluon.tiles import masks_in_loop
-from attnzoo_kernels._gluon.walk import LN2, hand_on
+from attnzoo_kernels._gluon.walk import LN2
 from attnzoo_kernels._gluon.work import consumer_tiles, forward_barriers, leave_at_zero, loaded_tiles, next_tile, publish, take
 from attnzoo_kernels._triton.launch import L2_GROUP, Launch, architecture, descriptor_like, multiprocessors, on_device_of, tma_takes
 from attnzoo_kernels.flash_fp8.layout import BLOCK, quantized_like
 from attnzoo_kernels.flash_fp8.tiles import forward_tile
-from attnzoo_kernels.flash_fp8.walk import KEYS, WEIGHT_BITS, walk_keys
+from attnzoo_kernels.flash_fp8.walk import KEYS, STAGES, WEIGHT_BITS, place_of, usable, walk_keys
 
 ROWS = gl.constexpr(64)  # of a consumer: what one matrix instruction takes
 Q_SLOTS = gl.constexpr(2)
 
 
 @gluon.jit
-def _produce(loads, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr):
+def _produce(loads, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr):
     """Takes tiles, tells the consumers which (-1 ends), and loads what they need."""
     (q_desc, k_desc, v_desc, q_tiles, k_halves, v_tiles, work, bars, counter, batch, seqlen_q, seqlen_k, heads, group, head_group,
      n_tiles) = loads
@@ -52,14 +52,17 @@ def _produce(loads, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.co
     index, sequence, head, row, _, _, _, _ = next_tile(
         gl.program_id(0), counter, counter, counter, batch, seqlen_q, seqlen_k, heads, head_group, n_tiles, TILE, False, CAUSAL)
     while index < n_tiles:
-        publish(work, work_full, work_empty, taken, (sequence * heads + head).to(gl.int32), row.to(gl.int32))
+        publish(work, work_full, work_empty, taken, sequence, head, row)
         begin, end = loaded_tiles(row, TILE, seqlen_q, seqlen_k, -1, 0, KEYS, False, CAUSAL)
         kv_head = head // group
         key = (end - 1) * KEYS
         for j in range(end - begin):
-            slot, phase = ring(step, STAGES)
+            slot, phase = place_of(step)
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
-            mbarrier.expect(k_full.index(slot), 2 * k_desc.block_type.nbytes)
+            if j == 0:
+                mbarrier.expect(k_full.index(slot), 2 * k_desc.block_type.nbytes)
+            else:
+                mbarrier.expect(k_full.index(slot), 2 * k_desc.block_type.nbytes + v_desc.block_type.nbytes)
             for half in gl.static_range(2):
                 async_load(k_desc, [sequence, kv_head, key // 4, 2 * half, 0], k_full.index(slot),
                            box(k_halves.index(2 * slot + half), k_desc))
@@ -69,9 +72,16 @@ def _produce(loads, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.co
                     place = q_slot * CONSUMERS + c
                     mbarrier.wait(q_empty.index(place), q_phase ^ 1)
                     load_tile(q_desc, q_tiles, q_full, place, sequence, head, row + c * ROWS)
-            mbarrier.wait(v_empty.index(slot), phase ^ 1)
-            load_box(v_desc, v_tiles, v_full, slot, [sequence, kv_head, 0, key])
-            if j == end - begin - 1:  # not earlier: the next tile is for the program that is ready for it first
+            else:  # values of the tile before
+                before, phase_before = place_of(step - 1)
+                mbarrier.wait(v_empty.index(before), phase_before ^ 1)
+                async_load(v_desc, [sequence, kv_head, 0, key + KEYS], k_full.index(slot), box(v_tiles.index(before), v_desc))
+            if j == end - begin - 1:
+                mbarrier.wait(v_empty.index(slot), phase ^ 1)
+                last_full = v_full.index(taken % STAGES)
+                mbarrier.expect(last_full, v_desc.block_type.nbytes)
+                async_load(v_desc, [sequence, kv_head, 0, key], last_full, box(v_tiles.index(slot), v_desc))
+                # not earlier: the next tile is for the program that is ready for it first
                 index = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
                 index, sequence, head, row, _, _, _, _ = next_tile(
                     index, counter, counter, counter, batch, seqlen_q, seqlen_k, heads, head_group, n_tiles, TILE, False, CAUSAL)
@@ -79,12 +89,12 @@ def _produce(loads, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.co
             step += 1
         taken += 1
     leave_at_zero(counter, index, n_tiles)
-    publish(work, work_full, work_empty, taken, -1, 0)
+    publish(work, work_full, work_empty, taken, -1, 0, 0)
 
 
 @gluon.jit
-def _consume(rows, WIDTH: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ME: gl.constexpr, CAUSAL: gl.constexpr,
-             LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr, SPREAD: gl.constexpr):
+def _consume(rows, WIDTH: gl.constexpr, CONSUMERS: gl.constexpr, ME: gl.constexpr, CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr,
+             BY_BLOCK: gl.constexpr):
     """64 rows of each tile."""
     (out_desc, lse_ptr, q_scales, k_scales, v_scales, q_tiles, k_tiles, v_tiles, out_tiles, work, bars, seqlen_q, seqlen_k, heads, group,
      q_blocks, k_blocks, scale) = rows
@@ -93,51 +103,59 @@ def _consume(rows, WIDTH: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.cons
     acc_row: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32]))
     step = 0
     taken = 0
-    owner, row = take(work, work_full, work_empty, taken)
-    while owner >= 0:
+    sequence, head, row = take(work, work_full, work_empty, taken)
+    while sequence >= 0:
+        owner = sequence * heads + head
         kv_owner = owner // group
-        my_row, loaded_begin, loaded_end, begin, _, full_end, end = consumer_tiles(
+        my_row, begin, loaded_end, _, _, full_end, end = consumer_tiles(
             row, ME, ROWS, CONSUMERS, seqlen_q, seqlen_k, -1, 0, KEYS, False, CAUSAL)
-        step = hand_on(k_full, k_empty, v_full, v_empty, step, loaded_end - end, STAGES, False)
+        skipped = loaded_end - end  # what only other warp groups see
+        for n in range(skipped):
+            slot, phase = place_of(step)
+            mbarrier.wait(k_full.index(slot), phase)
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            if n > 0:
+                before, _ = place_of(step - 1)
+                mbarrier.arrive(v_empty.index(before), count=1)
+            step += 1
         if BY_BLOCK:
-            q_scale = gl.load(q_scales + kv_owner * q_blocks + gl.minimum(my_row // KEYS, q_blocks - 1))
+            q_scale = usable(gl.load(q_scales + kv_owner * q_blocks + gl.minimum(my_row // KEYS, q_blocks - 1)))
         else:
-            q_scale = gl.load(q_scales + kv_owner) * gl.load(k_scales + kv_owner)
+            q_scale = usable(gl.load(q_scales + kv_owner)) * usable(gl.load(k_scales + kv_owner))
         q_slot, q_phase = ring(taken, Q_SLOTS)
         q_place = q_slot * CONSUMERS + ME
         mbarrier.wait(q_full.index(q_place), q_phase)
         acc, pending, top, total, v_scale, step = walk_keys(
-            q_tiles.index(q_place), k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin, full_end, end, my_row, seqlen_q,
-            seqlen_k, scale * q_scale, k_scales + kv_owner * k_blocks, v_scales + kv_owner * k_blocks, ROWS, WIDTH, STAGES, CAUSAL,
-            LOOP_MASK, BY_BLOCK, SPREAD)
+            q_tiles.index(q_place), k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, skipped, taken, begin, full_end, end,
+            my_row, seqlen_q, seqlen_k, scale * q_scale, k_scales + kv_owner * k_blocks, v_scales + kv_owner * k_blocks, ROWS, WIDTH,
+            CAUSAL, LOOP_MASK, BY_BLOCK)
         if not BY_BLOCK:
-            v_scale = gl.load(v_scales + kv_owner)
+            v_scale = usable(gl.load(v_scales + kv_owner))
         mbarrier.arrive(q_empty.index(q_place), count=1)
         i = my_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
-        some = total > 0
+        some = total != 0  # NaN too
         divisor = gl.where(some, total, 1.0)
         lse = gl.where(some, (top - WEIGHT_BITS + gl.log2(divisor)) * LN2, -float("inf"))
         gl.store(lse_ptr + owner.to(gl.int64) * seqlen_q + i, lse, mask=i < seqlen_q)
         tma.store_wait(0)
         acc += warpgroup_mma_wait(0, deps=(pending,))
-        mbarrier.arrive(v_empty.index((step - 1) % STAGES), count=1)
+        before, _ = place_of(step - 1)
+        mbarrier.arrive(v_empty.index(before), count=1)
         out = (acc * gl.convert_layout(v_scale / divisor, acc_row)[:, None]).to(out_tiles.dtype)
         if my_row < seqlen_q:
             out_tiles.index(ME).store(out)
             fence_async_shared()
-            async_store(out_desc, [owner // heads, owner % heads, my_row, 0], box(out_tiles.index(ME), out_desc))
-        step = hand_on(k_full, k_empty, v_full, v_empty, step, begin - loaded_begin, STAGES, False)
+            async_store(out_desc, [sequence, head, my_row, 0], box(out_tiles.index(ME), out_desc))
         taken += 1
-        owner, row = take(work, work_full, work_empty, taken)
+        sequence, head, row = take(work, work_full, work_empty, taken)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["batch", "seqlen_q", "seqlen_k", "heads", "group", "head_group", "n_tiles", "q_blocks", "k_blocks"],
            do_not_specialize_on_alignment=["q_scales", "k_scales", "v_scales"])
 def flash_fp8_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, q_scales, k_scales, v_scales, counter, scale, batch, seqlen_q,
-                            seqlen_k, heads, group, head_group, n_tiles, q_blocks, k_blocks, WIDTH: gl.constexpr, STAGES: gl.constexpr,
-                            CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr,
-                            SPREAD: gl.constexpr, REGISTERS: gl.constexpr):
+                            seqlen_k, heads, group, head_group, n_tiles, q_blocks, k_blocks, WIDTH: gl.constexpr, CONSUMERS: gl.constexpr,
+                            CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr, REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     out_dtype: gl.constexpr = out_desc.dtype
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, WIDTH], dtype)
@@ -156,16 +174,16 @@ def flash_fp8_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, q_scales,
     # partitions get constants only where the tuple is written out
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_consume, (rows, WIDTH, STAGES, CONSUMERS, 0, CAUSAL, LOOP_MASK, BY_BLOCK, SPREAD)),
-            (_consume, (rows, WIDTH, STAGES, CONSUMERS, 1, CAUSAL, LOOP_MASK, BY_BLOCK, SPREAD)),
-            (_produce, (loads, STAGES, CONSUMERS, CAUSAL)),
+            (_consume, (rows, WIDTH, CONSUMERS, 0, CAUSAL, LOOP_MASK, BY_BLOCK)),
+            (_consume, (rows, WIDTH, CONSUMERS, 1, CAUSAL, LOOP_MASK, BY_BLOCK)),
+            (_produce, (loads, CONSUMERS, CAUSAL)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
-            (_consume, (rows, WIDTH, STAGES, CONSUMERS, 0, CAUSAL, LOOP_MASK, BY_BLOCK, SPREAD)),
-            (_consume, (rows, WIDTH, STAGES, CONSUMERS, 1, CAUSAL, LOOP_MASK, BY_BLOCK, SPREAD)),
-            (_consume, (rows, WIDTH, STAGES, CONSUMERS, 2, CAUSAL, LOOP_MASK, BY_BLOCK, SPREAD)),
-            (_produce, (loads, STAGES, CONSUMERS, CAUSAL)),
+            (_consume, (rows, WIDTH, CONSUMERS, 0, CAUSAL, LOOP_MASK, BY_BLOCK)),
+            (_consume, (rows, WIDTH, CONSUMERS, 1, CAUSAL, LOOP_MASK, BY_BLOCK)),
+            (_consume, (rows, WIDTH, CONSUMERS, 2, CAUSAL, LOOP_MASK, BY_BLOCK)),
+            (_produce, (loads, CONSUMERS, CAUSAL)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     invalidate(bars)
 
@@ -211,8 +229,8 @@ def _plan(device: torch.device, q: torch.Size, k: torch.Size, blocks: tuple[int,
     head_group = max(1, L2_GROUP // (seqlen_k * 2 * width)) * group
     scalars = (softmax_scale * math.log2(math.e), batch, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, *blocks)
     constants = {
-        "WIDTH": width, "STAGES": tile.stages, "CONSUMERS": tile.consumers, "CAUSAL": causal,
-        "LOOP_MASK": loop_mask, "BY_BLOCK": blocks[0] > 0, "SPREAD": tile.spread, "REGISTERS": tile.registers,
+        "WIDTH": width, "CONSUMERS": tile.consumers, "CAUSAL": causal, "LOOP_MASK": loop_mask, "BY_BLOCK": blocks[0] > 0,
+        "REGISTERS": tile.registers,
     }
     return Launch(flash_fp8_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1), width
 

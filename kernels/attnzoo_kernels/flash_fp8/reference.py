@@ -44,6 +44,11 @@ def spread(descale: Tensor, x: Tensor) -> Tensor:
     return descale.repeat_interleave(BLOCK, 2)[:, :, : x.shape[1]].transpose(1, 2)[..., None]
 
 
+def usable(descale: Tensor) -> Tensor:
+    """NaN for a scale that is not positive and finite."""
+    return descale.where((descale > 0) & (descale < torch.inf), torch.nan)
+
+
 def flash_fp8_reference(q, k, v, *, q_descale, k_descale, v_descale, causal, softmax_scale, dtype=torch.float32,
                         product=None) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of what the e4m3 values and their scales stand for, computed in `dtype`. Arguments are checked by the caller.
@@ -53,7 +58,7 @@ def flash_fp8_reference(q, k, v, *, q_descale, k_descale, v_descale, causal, sof
     """
     batch, rows, heads, _ = q.shape
     columns, kv_heads = k.shape[1:3]
-    scales = [x.to(dtype).new_ones(1) if scale is None else spread(scale, x.to(dtype)).transpose(1, 2)
+    scales = [x.to(dtype).new_ones(1) if scale is None else spread(usable(scale), x.to(dtype)).transpose(1, 2)
               for x, scale in ((q, q_descale), (k, k_descale), (v, v_descale))]
 
     # (batch, heads, seqlen, width); a key head serves a contiguous group of query heads

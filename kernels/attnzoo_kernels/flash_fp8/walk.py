@@ -7,10 +7,10 @@ order in which that operand counts: columns (h, w, b) of a tile of scores are it
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import mbarrier, release, ring, warpgroup_mma, warpgroup_mma_wait
-from attnzoo_kernels._gluon.softmax import partial_row_sums
+from attnzoo_kernels._gluon.hopper import mbarrier, release, warpgroup_mma, warpgroup_mma_wait
 
 KEYS = gl.constexpr(128)  # of a tile
+STAGES = gl.constexpr(4)  # tiles in flight
 WEIGHT_BITS = gl.constexpr(8)  # weights are up to 2**8: e4m3 ends at 448, and below 2**-9 it has nothing
 
 TO_E4M3 = gl.constexpr("""{
@@ -20,33 +20,24 @@ TO_E4M3 = gl.constexpr("""{
     mov.b32 $0, {low, high};
 }""")
 
-# of every four powers one is made by products: 2**n from the exponent's bits, and a polynomial of the rest in [-1/2, 1/2], right to 7.5e-5,
-# while an e4m3 has three bits of mantissa; at -125 it ends
-EXP2_OF_FOUR = gl.constexpr("""{
-    .reg .f32 x, shifted, whole, rest, power;
-    .reg .b32 exponent, bits;
-    ex2.approx.ftz.f32 $0, $4;
-    ex2.approx.ftz.f32 $1, $5;
-    ex2.approx.ftz.f32 $2, $6;
-    max.f32 x, $7, 0fC2FA0000;
-    add.rn.f32 shifted, x, 0f4B400000;
-    sub.rn.f32 whole, shifted, 0f4B400000;
-    sub.rn.f32 rest, x, whole;
-    fma.rn.f32 power, rest, 0f3D61FBB0, 0f3E786F0E;
-    fma.rn.f32 power, power, rest, 0f3F31798D;
-    fma.rn.f32 power, power, rest, 0f3F7FFB49;
-    mov.b32 exponent, shifted;
-    mov.b32 bits, power;
-    shl.b32 exponent, exponent, 23;
-    add.s32 bits, bits, exponent;
-    mov.b32 $3, bits;
-}""")
+
+@gluon.jit
+def place_of(step):
+    """Slot and phase of a step; `hopper.ring` would allow for negative ones, at the head of each step."""
+    return step & 3, (step >> 2) & 1
 
 
 @gluon.jit
 def unknown(x):
     """x, of which the compiler knows nothing: what is the same in all walks it would compute once and keep in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
+def usable(scale):
+    """A scale, NaN for one that is not positive and finite."""
+    bits = scale.to(gl.int32, bitcast=True)
+    return gl.where((bits > 0) & (bits < 0x7F800000), scale, float("nan"))
 
 
 @gluon.jit
@@ -65,23 +56,27 @@ def keys_seen(scores, row, first_key, len_q, len_k, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def row_maximum(x):
-    """[M, KEYS] in a product's layout to [M]: in a tree, where gl.max would wait for each maximum of a chain."""
-    ROWS: gl.constexpr = x.shape[0]
-    x = gl.max(gl.reshape(x, [ROWS, KEYS // 8, 4, 2]), 3)
-    for n in gl.static_range(4):
-        x = gl.max(gl.reshape(x, [ROWS, 2, KEYS // (16 << n), 4]), 1)
-    return gl.max(gl.reshape(x, [ROWS, 4]), 1)
+def row_maximum(x, FROM_ZERO: gl.constexpr):
+    """[M, KEYS] to [M]. FROM_ZERO: a maximum below zero need only be some number below zero. Floats from zero on compare as integers do, of
+    which one instruction takes the maximum of three."""
+    if FROM_ZERO:
+        return gl.max(x.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
+    return gl.max(x, 1)
 
 
 @gluon.jit
-def packed(weights):
-    """[M, KEYS] in the registers of a product's result, columns (h, w, b), to e4m3 and the order of keys: int32 [M, KEYS / 4] of four keys
-    each, as a loop would carry every e4m3 in a register of its own."""
-    fours = gl.permute(gl.reshape(weights, [weights.shape[0], 2, KEYS // 4, 2]), (0, 2, 1, 3))
+def of_four_keys(x):
+    """[M, KEYS] in columns (h, w, b) to four [M, KEYS / 4]: of each four keys the first, second, third and fourth."""
+    fours = gl.permute(gl.reshape(x, [x.shape[0], 2, KEYS // 4, 2]), (0, 2, 1, 3))
     even, odd = gl.split(fours)
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
+    return first, second, third, fourth
+
+
+@gluon.jit
+def packed(first, second, third, fourth):
+    """Weights in e4m3, four in an int32 of [M, KEYS / 4]: a loop would carry every e4m3 in a register of its own."""
     return gl.inline_asm_elementwise(TO_E4M3, "=r,r,r,r,r", [first, second, third, fourth], gl.int32, True, 1)
 
 
@@ -94,11 +89,87 @@ def unpacked(words, layout: gl.constexpr):
 
 
 @gluon.jit
-def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin, full_end, end, row, len_q, len_k, scale, k_scales,
-              v_scales, ROWS: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr,
-              BY_BLOCK: gl.constexpr, SPREAD: gl.constexpr):
+def partial_sums(first, second, third, fourth):
+    """[M, 4]: a thread adds up what it holds."""
+    x = (first + second) + (third + fourth)
+    return gl.sum(gl.reshape(x, [x.shape[0], KEYS // 16, 4]), 1)
+
+
+@gluon.jit
+def take_steps(q, k_tiles, v_tiles, k_full, k_empty, v_empty, step, last_step, tile, full_end, row, len_q, len_k, scale, k_scales,
+               v_scales, v_scale, top, norm, p, acc, rescale, ROWS: gl.constexpr, WIDTH: gl.constexpr, CAUSAL: gl.constexpr,
+               LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr, FROM_ZERO: gl.constexpr):
+    """Steps of the walk from `step` on. FROM_ZERO: no row's maximum was below zero before.
+
+    What they carry on: the last tile and its values' scale, the maximum in base 2, partial sums, the weights, the accumulator without their
+    product, and the factor that it still needs.
+    """
+    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4)
+    score_row: gl.constexpr = gl.SliceLayout(1, scores_layout)
+    no_scores = gl.zeros([ROWS, KEYS], gl.float32, scores_layout)
+    no_product = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout)
+    tile_scale = scale
+    slot, phase = place_of(step)
+    mbarrier.wait(k_full.index(slot), phase, pred=step < last_step)
+    for s in range(step, last_step):
+        slot, phase = place_of(s)
+        before, _ = place_of(s - 1)
+        tile -= 1
+        if BY_BLOCK:
+            tile_scale = scale * usable(gl.load(k_scales + tile))
+            last_v_scale = v_scale
+            v_scale = usable(gl.load(v_scales + tile))
+        # [ROWS, KEYS]
+        pending = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        # [ROWS, WIDTH]
+        product_pending = warpgroup_mma(unpacked(p, weights_layout), v_tiles.index(before).permute((1, 0)), no_product, use_acc=False,
+                                        is_async=True)
+        scores = warpgroup_mma_wait(1, deps=(pending,))
+        release(k_empty.index(slot))
+        if LOOP_MASK:
+            if tile >= full_end:
+                scores = keys_seen(scores, row, tile * KEYS, len_q, len_k, CAUSAL)
+        new_top = gl.maximum(top, gl.convert_layout(row_maximum(scores, FROM_ZERO), score_row) * tile_scale)
+        base = new_top
+        if LOOP_MASK:  # a row that saw no key yet must not make inf - inf
+            base = gl.where(new_top == -float("inf"), 0.0, new_top)
+        next_rescale = gl.exp2(top - base)
+        first, second, third, fourth = of_four_keys(scores)
+        offset = gl.convert_layout(base - WEIGHT_BITS, gl.SliceLayout(1, first.type.layout))[:, None]
+        if WIDTH == 128:  # half of them beside the product; three warp groups make enough beside each other's
+            first = gl.exp2(first * tile_scale - offset)
+            second = gl.exp2(second * tile_scale - offset)
+            # never waits: it is a branch, above which the assembler leaves the exponentials that it would move behind the product
+            mbarrier.wait(k_full.index(slot), phase, pred=row < 0)
+        next_slot, next_phase = place_of(s + 1)  # of the next keys and this tile's values
+        mbarrier.wait(k_full.index(next_slot), next_phase, pred=s + 1 < last_step)
+        product = warpgroup_mma_wait(0, deps=(product_pending,))
+        release(v_empty.index(before))
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None] + product
+        if WIDTH != 128:
+            first = gl.exp2(first * tile_scale - offset)
+            second = gl.exp2(second * tile_scale - offset)
+        third = gl.exp2(third * tile_scale - offset)
+        fourth = gl.exp2(fourth * tile_scale - offset)
+        norm = norm * gl.convert_layout(next_rescale, gl.SliceLayout(1, norm.type.layout))[:, None] + partial_sums(
+            first, second, third, fourth)
+        top = new_top
+        rescale = next_rescale
+        if BY_BLOCK:  # the accumulator is in units of its last tile's scale
+            rescale = rescale * (last_v_scale / v_scale)
+        p = packed(first, second, third, fourth)
+    return tile, v_scale, top, norm, p, acc, rescale
+
+
+@gluon.jit
+def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, skipped, taken, begin, full_end, end, row, len_q, len_k, scale,
+              k_scales, v_scales, ROWS: gl.constexpr, WIDTH: gl.constexpr, CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr,
+              BY_BLOCK: gl.constexpr):
     """Key tiles end - 1 down to begin, which need a mask from full_end on; LOOP_MASK: not the first one only. BY_BLOCK: each has scales.
-    SPREAD: instructions that wait for each other less and share out the exponentials, but are more of them.
+    A tile's values wait together with the keys of the next one, or in v_full by `taken`, if they are the last. skipped: of the tiles that
+    were loaded before these, the last one's values are to be given back.
 
     The weights of a tile times its values are a product of their own, which ordinary instructions add to those before: matrix
     instructions lose the small bits of what they add up.
@@ -109,91 +180,55 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4)
     score_row: gl.constexpr = gl.SliceLayout(1, scores_layout)
-    acc_row: gl.constexpr = gl.SliceLayout(1, acc_layout)
     no_scores = gl.zeros([ROWS, KEYS], gl.float32, scores_layout)
     no_product = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout)
 
     end = unknown(end)
     row = unknown(row)
     len_k = unknown(len_k)
-    slot, phase = ring(step, STAGES)
+    slot, phase = place_of(step)
     tile_scale = scale
     v_scale = 1.0
-    if BY_BLOCK:  # each loaded a tile ahead
-        tile_scale = scale * gl.load(k_scales + end - 1)
-        v_scale = gl.load(v_scales + end - 1)
-        next_k_scale = gl.load(k_scales + gl.maximum(end - 2, begin))
-        next_v_scale = gl.load(v_scales + gl.maximum(end - 2, begin))
+    if BY_BLOCK:
+        tile_scale = scale * usable(gl.load(k_scales + end - 1))
+        v_scale = usable(gl.load(v_scales + end - 1))
     mbarrier.wait(k_full.index(slot), phase)
+    if skipped > 0:
+        before, _ = place_of(step - 1)
+        mbarrier.arrive(v_empty.index(before), count=1)
     # [ROWS, KEYS]
     pending = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     release(k_empty.index(slot))
     if end > full_end:
         scores = keys_seen(scores, row, (end - 1) * KEYS, len_q, len_k, CAUSAL)
-    top = gl.convert_layout(row_maximum(scores), score_row) * tile_scale
+    top = gl.convert_layout(row_maximum(scores, False), score_row) * tile_scale
     base = gl.where(top == -float("inf"), 0.0, top) - WEIGHT_BITS
-    weights = gl.exp2(scores * tile_scale - base[:, None])
-    norm = partial_row_sums(weights)
-    p = packed(weights)
-    # [ROWS, WIDTH]
+    first, second, third, fourth = of_four_keys(gl.exp2(scores * tile_scale - base[:, None]))
+    norm = partial_sums(first, second, third, fourth)
+    p = packed(first, second, third, fourth)
     acc = no_product
     rescale = gl.full([ROWS], 0.0, gl.float32, score_row)
     step += 1
 
     last_step = step + end - 1 - begin
     tile = end - 1
-    for s in range(step, last_step):
-        slot, phase = ring(s, STAGES)
-        before, phase_before = ring(s - 1, STAGES)
-        tile -= 1
-        if BY_BLOCK:
-            tile_scale = scale * next_k_scale
-            unit = v_scale / next_v_scale
-            v_scale = next_v_scale
-            next_k_scale = gl.load(k_scales + gl.maximum(tile - 1, begin))
-            next_v_scale = gl.load(v_scales + gl.maximum(tile - 1, begin))
-        mbarrier.wait(k_full.index(slot), phase)
-        pending = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(before), phase_before)
-        product_pending = warpgroup_mma(unpacked(p, weights_layout), v_tiles.index(before).permute((1, 0)), no_product, use_acc=False,
-                                        is_async=True)
-        scores = warpgroup_mma_wait(1, deps=(pending,))
-        release(k_empty.index(slot))
-        if LOOP_MASK:
-            if tile >= full_end:
-                scores = keys_seen(scores, row, tile * KEYS, len_q, len_k, CAUSAL)
-        if SPREAD:
-            new_top = gl.convert_layout(row_maximum(scores), score_row)
-            product = warpgroup_mma_wait(0, deps=(product_pending,))
-            release(v_empty.index(before))
-            acc = acc * gl.convert_layout(rescale, acc_row)[:, None] + product
-        else:
-            new_top = gl.max(scores, 1)
-        new_top = gl.maximum(top, new_top * tile_scale)
-        base = new_top
-        if LOOP_MASK:  # a row that saw no key yet must not make inf - inf
-            base = gl.where(new_top == -float("inf"), 0.0, new_top)
-        next_rescale = gl.exp2(top - base)
-        weights = scores * tile_scale - (base - WEIGHT_BITS)[:, None]
-        if SPREAD and not LOOP_MASK:  # it makes no zeros of -inf
-            weights = gl.inline_asm_elementwise(EXP2_OF_FOUR, "=f,=f,=f,=f,f,f,f,f", [weights], gl.float32, True, 4)
-        else:
-            weights = gl.exp2(weights)
-        norm = norm * gl.convert_layout(next_rescale, gl.SliceLayout(1, norm.type.layout))[:, None] + partial_row_sums(weights)
-        if not SPREAD:
-            product = warpgroup_mma_wait(0, deps=(product_pending,))
-            release(v_empty.index(before))
-            acc = acc * gl.convert_layout(rescale, acc_row)[:, None] + product
-        top = new_top
-        rescale = next_rescale
-        if BY_BLOCK:  # the accumulator is in units of its last tile's scale
-            rescale = rescale * unit
-        p = packed(weights)
+    middle = last_step
+    if not LOOP_MASK:
+        if gl.min(top, 0) >= 0:
+            middle = step
+    tile, v_scale, top, norm, p, acc, rescale = take_steps(
+        q, k_tiles, v_tiles, k_full, k_empty, v_empty, step, middle, tile, full_end, row, len_q, len_k, scale, k_scales,
+        v_scales, v_scale, top, norm, p, acc, rescale, ROWS, WIDTH, CAUSAL, LOOP_MASK, BY_BLOCK, False)
+    if not LOOP_MASK:
+        tile, v_scale, top, norm, p, acc, rescale = take_steps(
+            q, k_tiles, v_tiles, k_full, k_empty, v_empty, middle, last_step, tile, full_end, row, len_q, len_k, scale,
+            k_scales, v_scales, v_scale, top, norm, p, acc, rescale, ROWS, WIDTH, CAUSAL, LOOP_MASK, BY_BLOCK, True)
 
-    before, phase_before = ring(last_step - 1, STAGES)
-    mbarrier.wait(v_full.index(before), phase_before)
+    slot, phase = place_of(taken)
+    mbarrier.wait(v_full.index(slot), phase)
+    before, _ = place_of(last_step - 1)
     product_pending = warpgroup_mma(unpacked(p, weights_layout), v_tiles.index(before).permute((1, 0)), no_product, use_acc=False,
                                     is_async=True)
-    acc = acc * gl.convert_layout(rescale, acc_row)[:, None]
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
     return acc, product_pending, top, gl.convert_layout(gl.sum(norm, 1), score_row), v_scale, last_step
