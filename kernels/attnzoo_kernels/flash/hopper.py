@@ -122,6 +122,7 @@ def _queries_in_registers(tile, full, empty, taken, some, scores_layout: gl.cons
     """A consumer's queries of its next tile, if there is `some`."""
     mbarrier.wait(full, taken & 1, pred=some)
     q = tile.load(gl.DotOperandLayout(0, scores_layout, 2))
+    fence_async_shared()  # TMA overwrites what was read
     mbarrier.arrive(empty, count=1)
     return q
 
