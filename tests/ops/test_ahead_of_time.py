@@ -1,8 +1,8 @@
 """Every entry of FlashAttention's tile tables compiles for sm_80 and sm_90 and fits their shared memory; the 16-bit ones do not spill,
 and no two products of a loop have operands in the same registers."""
 
-
 import pytest
+import torch
 from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels._triton.backward import STATS_BLOCK
@@ -30,3 +30,16 @@ def test_row_statistics_cover_every_tile(arch, itemsize, width, causal):
     """dK/dV reads the statistics in its own tiles, which must lie within those that dQ wrote."""
     dq, dkdv = dq_tile(arch, width, width, itemsize, causal=causal), dkdv_tile(arch, width, width, itemsize, causal=causal)
     assert STATS_BLOCK % dq.block_m == 0 and dq.block_m % dkdv.block_m == 0
+
+
+@pytest.mark.parametrize("arch", (80, 90, 100, 120))
+def test_only_hopper_s_forward_rescales_by_warp(arch, monkeypatch):
+    """Elsewhere a thread may hold other rows of a product than those that it asks for."""
+    from attnzoo_kernels.flash import forward, options
+
+    for module in (forward, options):
+        monkeypatch.setattr(module, "architecture", lambda device: arch)
+    x, tile = options.layout(torch.zeros(1, 256, 2, 64)), forward.forward_tile(arch, 64, 64, 2, causal=True, window=False)
+    choice = options.Options(None, None, 64**-0.5, -1, 0, 0.0, 0.0)
+    launch = forward._launch(torch.device("cpu"), torch.bfloat16, True, False, x, x, x, choice, tile)
+    assert launch.constants["BY_WARP"] == (arch == 90)

@@ -6,14 +6,14 @@ last bit: another base would cost each score one more rounding.
 
 import triton
 import triton.language as tl
-from triton import knobs
+
+from attnzoo_kernels._triton.tiles import INTERPRETED
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LN2_HIGH = tl.constexpr(0.693145751953125)  # 15 bits: a product with an exponent is exact
 LN2_LOW = tl.constexpr(1.4286068202862268e-06)
 LAG = tl.constexpr(8.0)  # how far a row's maximum may stay behind, in base 2: its weights are then up to 256, which 16 bits hold as well
-INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as @triton.jit sees it, when this module is imported
 
 
 def _skipped_product(count: int) -> tuple[tl.constexpr, tl.constexpr]:
@@ -147,7 +147,10 @@ def softmax_step(scores, top, norm, scale, MASKED: tl.constexpr, EXACT: tl.const
 
 @triton.jit
 def rescaled(acc, rescale, top, old_top, BY_WARP: tl.constexpr):
-    """acc [M, N] times rescale [M], in float32. BY_WARP (NVIDIA): where no maximum of a warp's rows moved, it leaves them as they are."""
+    """acc [M, N] times rescale [M], in float32. BY_WARP: where no maximum of a warp's rows moved, it leaves them as they are.
+
+    Only for sums of Hopper's products, of 64 rows to four warps: what a thread multiplies at once must be of the two rows that it asks for.
+    """
     if BY_WARP and not INTERPRETED:
         moved = tl.inline_asm_elementwise(
             "{ .reg .pred moved, other; setp.neu.f32 moved, $2, $4; setp.neu.f32 other, $3, $5; or.pred moved, moved, other;"

@@ -26,7 +26,7 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, full_begin, full_end,
             VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
             MASK: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
             HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
-            HAS_DROPOUT: tl.constexpr, DROP_PAIRS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
+            HAS_DROPOUT: tl.constexpr, DROP_PAIRS: tl.constexpr, BY_WARP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
     """Walk the keys begin .. end. MASK: "none", "all", or "edges": tiles outside full_begin .. full_end."""
     i = row + tl.arange(0, BLOCK_M)[:, None]
     unit = score_unit(scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee")
@@ -57,8 +57,7 @@ def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, full_begin, full_end,
                 kept = drop_pairs(kept.to(q.dtype), seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N)
             else:
                 kept = tl.where(keep_tile(seed, offset, dropout_head, row, column, drop_below, BLOCK_M, BLOCK_N), kept, 0.0)
-        # before the wait for the values; ALiBi and dropout lose by a branch here
-        acc = rescaled(acc, rescale, new_top, top, TMA and not (HAS_ALIBI or HAS_DROPOUT))
+        acc = rescaled(acc, rescale, new_top, top, BY_WARP)  # before the wait for the values
         top = new_top
         # [BLOCK_N, BLOCK_DV]
         v = load_rows(v_rows, batch, kv_head, first_k, column, len_k, stride_vs, VALUE_DIM, BLOCK_N, BLOCK_DV, GUARD, TMA)
@@ -79,8 +78,8 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                      BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                      PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr,
                      HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, DROP_PAIRS: tl.constexpr,
-                     HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr,
-                     Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr):
+                     BY_WARP: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+                     Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr):
     seq, batch, head, row, first_q, len_q, first_k, len_k = program_tile(
         cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
         together if HAS_RIGHT and not HAS_LEFT else None)
@@ -127,7 +126,7 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                 batch, kv_head, first_k, row, len_q, len_k, stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, seed,
                 offset, seq * heads + head, drop_below, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N,
                 "none" if part == 1 else "edges" if ONE_LOOP and part == 0 else "all", part == 3, HAS_LEFT, HAS_RIGHT, PRESCALE,
-                HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH, HAS_DROPOUT, DROP_PAIRS, PRECISION, TMA)
+                HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH, HAS_DROPOUT, DROP_PAIRS, BY_WARP, PRECISION, TMA)
 
     divisor = (tl.where(norm > 0, norm, 1.0) * keep_prob)[:, None]
     acc = tl.div_rn(acc, tl.broadcast_to(divisor, acc.shape)) if PRECISION == "ieee" else acc * (1.0 / divisor)
@@ -176,7 +175,9 @@ def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: 
     rows = math.prod(q[0][:-1])
     heads, value_dim = q[0][-2], v[0][-1]
     stride_out = (0 if len(q[0]) == 3 else seqlen_q * heads * value_dim, heads * value_dim, value_dim)
-    constants |= {"DROP_PAIRS": drop_pairs_hold(options.dropout_p, dtype, device), "HAS_SINKS": has_sinks,
+    # by Hopper's products, whose threads hold two rows of 64; ALiBi and dropout lose by it
+    by_warp = tma > 0 and architecture(device) == 90 and options.slopes_stride is None and options.dropout_p == 0
+    constants |= {"DROP_PAIRS": drop_pairs_hold(options.dropout_p, dtype, device), "BY_WARP": by_warp, "HAS_SINKS": has_sinks,
                   "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma, "Q_REGISTERS": tile.q_registers,
                   "Q_SELECT": tile.q_select, "ONE_LOOP": tile.one_loop}
     scalars = (*strides(q), *strides(k), *strides(v), *stride_out, rows, *options.scalars(q[0], k[0]),

@@ -1,6 +1,6 @@
 """FlashAttention's forward on Hopper with Triton's own warp specialisation (`_triton.specialised`): each of two groups keeps 64 queries.
 
-For dense attention over whole tiles of keys, without a mask or causal. Causal programs walk their tiles in pairs of equal work.
+For dense attention over whole tiles of keys, full or causal. Causal programs walk their tiles in pairs of equal work.
 """
 
 import math
