@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attnzoo.hub import use_dual_chunk
+from attnzoo.hub import use_block_sparse, use_dual_chunk
 
 transformers = pytest.importorskip("transformers")
 
@@ -93,6 +93,74 @@ def test_two_models_keep_their_own_options(tokens):
     one, other = use_dual_chunk(llama(), chunk_size=16), use_dual_chunk(llama(), chunk_size=8)
     again = use_dual_chunk(llama(), chunk_size=16)
     assert torch.equal(one(tokens).logits, again(tokens).logits) and not torch.allclose(one(tokens).logits, other(tokens).logits)
+
+
+SWITCHES = {
+    "block_sparse": lambda model: use_block_sparse(model, "dense"),
+    "flash": lambda model: model.set_attn_implementation("attnzoo_flash"),
+    "sdpa": lambda model: model.set_attn_implementation("sdpa"),
+    "eager": lambda model: model.set_attn_implementation("eager"),
+}
+
+
+@pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
+@pytest.mark.parametrize("kind, options", [("Llama", {"rope_parameters": YARN}), ("Qwen3", {"head_dim": 16})])
+@torch.no_grad()
+def test_another_attention_chosen_later_has_its_positions(kind, options, switch, tokens):
+    model = llama(kind, **options)
+    expected = model(tokens).logits
+    chunked = use_dual_chunk(model)(tokens).logits
+    switch(model)
+    assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+    model.set_attn_implementation("attnzoo_dual_chunk")
+    assert torch.equal(model(tokens).logits, chunked)
+
+
+@torch.no_grad()
+def test_a_second_call_takes_the_first_one_s_place(tokens):
+    model, direct = use_dual_chunk(llama(), chunk_size=16), use_dual_chunk(llama(), chunk_size=8, variant="chunkllama")
+    first = model(tokens).logits
+    with pytest.raises(ValueError, match="local_size: must be less than chunk_size=8"):
+        use_dual_chunk(model, chunk_size=8, local_size=8)
+    assert torch.equal(model(tokens).logits, first)
+    use_dual_chunk(model, chunk_size=8, variant="chunkllama")
+    assert torch.equal(model(tokens).logits, direct(tokens).logits)
+    assert sorted(name for name, _ in model.named_modules()) == sorted(name for name, _ in direct.named_modules())
+    use_block_sparse(model, "dense")
+    use_dual_chunk(model, chunk_size=16)
+    assert torch.equal(model(tokens).logits, first)
+
+
+@pytest.mark.parametrize("convert", (use_dual_chunk, use_block_sparse))
+@torch.no_grad()
+def test_a_model_that_shares_the_config_keeps_its_attention(convert, tokens):
+    model = llama()
+    config = model.config
+    other = transformers.LlamaForCausalLM(config).eval()
+    assert other.config is config and other.model.layers[0].self_attn.config is config
+    before, described = other(tokens).logits, config.to_dict()
+    convert(model)
+    assert config.to_dict() == described
+    assert torch.equal(other(tokens).logits, before)
+    assert {id(module.config) for module in model.modules() if hasattr(module, "config")} == {id(model.config)} != {id(config)}
+
+
+def test_a_copy_of_a_converted_model_switches_by_itself(tokens):
+    plain, model = llama()(tokens).logits, use_dual_chunk(llama())
+    chunked, other = model(tokens).logits, copy.deepcopy(model)
+    other.set_attn_implementation("sdpa")
+    assert torch.equal(model(tokens).logits, chunked) and torch.equal(other(tokens).logits, plain)
+
+
+def test_what_would_read_without_positions_or_rotate_twice_is_refused(tokens):
+    model = use_dual_chunk(llama())
+    with pytest.raises(ValueError, match="attn_implementation: 'attnzoo_dual_chunk' is for models that hub.use_dual_chunk converted, got "):
+        transformers.LlamaForCausalLM(model.config)(tokens)
+    attention = model.model.layers[1].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match="must be one for all layers .* got attnzoo_dual_chunk, sdpa; choose one"):
+        model(tokens)
 
 
 def test_gradients_equal_those_of_brute_force(tokens):

@@ -1,17 +1,18 @@
 """Dual Chunk attention in transformers' decoders: a model that was trained on short contexts reads long ones, without new weights."""
 
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from attnzoo.hub.configs import own_configs, put_back
 from attnzoo_kernels import dual_chunk_attention
 from attnzoo_kernels.dual_chunk.geometry import STAGES, geometry, stage_bits
 from attnzoo_kernels.dual_chunk.reference import rotate
 
-_numbers = itertools.count()
+NAME = "attnzoo_dual_chunk"
+TRIAL = "attnzoo_trial"
 
 
 def use_dual_chunk(model: nn.Module, *, chunk_size: int | None = None, local_size: int | None = None, variant: str = "paper",
@@ -19,7 +20,9 @@ def use_dual_chunk(model: nn.Module, *, chunk_size: int | None = None, local_siz
     """Give a transformers decoder with rotary positions Dual Chunk attention (An et al. 2024, arXiv:2402.17463), in place; returns it.
 
     transformers rotates queries and keys before attention sees them; here its rotary embedding becomes an identity, so that attention and
-    the KV cache get them un-rotated, and the rotation is the operator's, in float32, by the frequencies of the model's config.
+    the KV cache get them un-rotated, and the rotation is the operator's, in float32, by the frequencies of the model's config. It rotates
+    again where another attention is chosen (`use_block_sparse`, `set_attn_implementation`), which needs a new cache; a further
+    `use_dual_chunk` takes the place of an earlier one. The model gets a config of its own.
 
     chunk_size: the context that the model was trained on, None for the config's max_position_embeddings. local_size: what of it is kept for
     distances to the chunk before, None for a quarter. variant, stages, impl: see `attnzoo_kernels.dual_chunk_attention`.
@@ -39,26 +42,31 @@ def use_dual_chunk(model: nn.Module, *, chunk_size: int | None = None, local_siz
     if local_size is None and isinstance(chunk_size, int):
         local_size = chunk_size // 4
     attention = _DualChunk(rotary, chunk_size, local_size, variant, tuple(stages), impl)
-    before, own = model.config._attn_implementation, model.get_submodule(name)
+    before, own = model.get_submodule(name), _own(model.get_submodule(name))
     modes = [(module, module.training) for module in model.modules()]
+    configs = own_configs(model)
     try:
         model.eval()
-        turned = _queries_and_keys(model)
-        model.set_submodule(name, _Identity(2 * len(attention.frequencies)))
+        model.set_submodule(name, own)
+        turned, modules = _queries_and_keys(model)
+        unrotated = _Unrotated(own, modules, TRIAL)
+        model.set_submodule(name, unrotated)
         try:
-            plain = _queries_and_keys(model)
+            plain, _ = _queries_and_keys(model)
         except RuntimeError as error:  # of shapes
             raise ValueError(f"model: {type(model).__name__}'s layers do not take tables as Llama's do: {error}") from error
         attention.check(type(model).__name__, plain, turned)
     except BaseException:
-        model.set_submodule(name, own)
-        model.set_attn_implementation(before)
+        model.set_submodule(name, before)
+        put_back(configs)
         raise
     finally:
         for module, training in modes:
             module.training = training
-    # one for each model: transformers finds an attention's options by its name
-    _install(model, f"attnzoo_dual_chunk_{next(_numbers)}", attention, _no_mask)
+    unrotated.implementation = NAME
+    for module in modules:
+        module.attnzoo_dual_chunk = attention
+    _install(model, NAME, _attend, _no_mask)
     return model
 
 
@@ -70,34 +78,57 @@ def _install(model: nn.Module, implementation: str, attention: Callable, mask: C
     model.set_attn_implementation(implementation)
 
 
+def _attend(module: nn.Module, *operands: Tensor | None, **options) -> tuple[Tensor, None]:
+    """transformers' attention function, for modules of models that `use_dual_chunk` converted: the others' queries are rotated."""
+    if not hasattr(module, "attnzoo_dual_chunk"):
+        raise ValueError(f"attn_implementation: {NAME!r} is for models that hub.use_dual_chunk converted, got {type(module).__name__} of "
+                         "one that it did not; call hub.use_dual_chunk(model), or model.set_attn_implementation(\"sdpa\")")
+    return module.attnzoo_dual_chunk(module, *operands, **options)
+
+
 @torch.no_grad()
-def _queries_and_keys(model: nn.Module, tokens: int = 5) -> list[tuple[Tensor, Tensor]]:
-    """What each layer hands to attention, (batch, heads, tokens, width). Attention gives zeros: no layer depends on those before it."""
-    seen = []
+def _queries_and_keys(model: nn.Module, tokens: int = 5) -> tuple[list[tuple[Tensor, Tensor]], list[nn.Module]]:
+    """What each layer hands to attention, (batch, heads, tokens, width), and the modules that do.
+
+    Attention gives zeros: no layer depends on those before it.
+    """
+    seen, modules = [], []
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_, **__) -> tuple[Tensor, None]:
         seen.append((query, key))
+        modules.append(module)
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
-    _install(model, "attnzoo_trial", attention, lambda **_: None)
+    _install(model, TRIAL, attention, lambda **_: None)
     model(torch.arange(tokens, device=model.device)[None], use_cache=False)
-    return seen
+    return seen, modules
 
 
-class _Identity(nn.Module):
-    """A rotary embedding that turns nothing: multiplication by one, exact in every dtype."""
+class _Unrotated(nn.Module):
+    """Turns nothing where `implementation` is the attention, by multiplication by one, exact in every dtype; else as the model's own."""
 
-    def __init__(self, width: int):
+    def __init__(self, own: nn.Module, attentions: list[nn.Module], implementation: str):
         super().__init__()
-        self.width = width
+        self.own, self.attentions, self.implementation = own, attentions, implementation
 
-    def forward(self, x: Tensor, position_ids: Tensor, *_, **__) -> tuple[Tensor, Tensor]:
-        shape = (*position_ids.shape, self.width)
+    def forward(self, x: Tensor, position_ids: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        found = {module.config._attn_implementation for module in self.attentions}
+        if self.implementation not in found:
+            return self.own(x, position_ids, *args, **kwargs)
+        if len(found) > 1:
+            raise ValueError(f"attn_implementation: must be one for all layers of a model after hub.use_dual_chunk, got "
+                             f"{', '.join(sorted(map(str, found)))}; choose one by model.set_attn_implementation")
+        shape = (*position_ids.shape, 2 * len(self.own.inv_freq))
         return x.new_ones(shape), x.new_zeros(shape)
 
 
+def _own(rotary: nn.Module) -> nn.Module:
+    """The model's own rotary embedding, which an earlier use_dual_chunk may have replaced."""
+    return rotary.own if isinstance(rotary, _Unrotated) else rotary
+
+
 class _DualChunk:
-    """transformers' attention function, with the options and tables of one model."""
+    """Attention with the options and tables of one model."""
 
     def __init__(self, rotary: nn.Module, chunk_size: int, local_size: int, variant: str, stages: tuple[str, ...], impl: str | None):
         self.positions = geometry(chunk_size, local_size, variant).positions
@@ -151,7 +182,8 @@ class _DualChunk:
 
 def _rotary_embedding(model: nn.Module) -> tuple[str, nn.Module]:
     """Name of the model's rotary embedding and one like it, new and in float32, whatever the model was cast to."""
-    found = {name: module for name, module in model.named_modules() if hasattr(module, "inv_freq")}
+    replaced = {module.own for module in model.modules() if isinstance(module, _Unrotated)}
+    found = {name: _own(module) for name, module in model.named_modules() if hasattr(_own(module), "inv_freq") and module not in replaced}
     if len(found) != 1 or not hasattr(next(iter(found.values())), "attention_scaling"):
         given = ", ".join(found) or "none"
         raise ValueError(f"model: must have one rotary embedding for all layers, as Llama, Mistral and Qwen have; "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.hub.configs import own_configs
 from attnzoo_kernels import block_sparse_attention, decode_attention, flash_attention, padding
 from attnzoo_kernels.block_sparse.patterns import PATTERNS, Pattern
 
@@ -45,9 +46,11 @@ def register() -> None:
 def use_block_sparse(model: torch.nn.Module, pattern: str = "longformer", **options: Any) -> torch.nn.Module:
     """Give a transformers model attnzoo_block_sparse with a pattern of `attnzoo_kernels.block_sparse.patterns`, in place; returns it.
 
-    The choice is written to the model's config as `attnzoo_block_sparse`, which save_pretrained keeps; without one it is longformer.
+    The choice is written to the model's config, of which it gets a copy of its own, as `attnzoo_block_sparse`, which save_pretrained
+    keeps; without one it is longformer.
     """
     Pattern(pattern, **options)
+    own_configs(model)
     for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
         config.attnzoo_block_sparse = {"name": pattern, **options}
     model.set_attn_implementation("attnzoo_block_sparse")
