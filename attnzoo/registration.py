@@ -26,6 +26,9 @@ def _models() -> None:
     register_models()
 
 
+_registered = False
+
+
 class _AfterImport(MetaPathFinder):
     """Runs a function once, after a module was imported."""
 
@@ -50,7 +53,11 @@ class _AfterImport(MetaPathFinder):
 
 
 def register() -> None:
-    """Now, of what is imported already, or later."""
+    """Now, of what is imported already, or later; once, however often it is called."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
     steps = {"transformers.models.auto.configuration_auto": _configs, "transformers.modeling_utils": _interface,
              "transformers.models.auto.modeling_auto": _models}
     later = {name: then for name, then in steps.items() if name not in sys.modules}

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from benchmarks.accuracy import error_ratio
 
 transformers = pytest.importorskip("transformers")
 register()
+
+PACKAGE = Path(__file__).parents[1] / "attnzoo"
 
 VOCAB, LENGTH = 61, 24
 SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -200,6 +203,24 @@ def test_what_a_model_masks_otherwise_is_refused():
         gemma(ids(1, 4))
     with pytest.raises(ValueError, match="pattern: must be one of"):
         use_block_sparse(model, "no_such_pattern")
+
+
+def test_the_names_are_there_where_a_folder_hides_the_package(tmp_path):
+    """Beside a clone named attnzoo Python takes its folder for the package, and runs no attnzoo/__init__.py."""
+    code = ("import sys, types\n"
+            "package = sys.modules['attnzoo'] = types.ModuleType('attnzoo')\n"
+            f"package.__path__ = [{str(PACKAGE)!r}]\n"
+            "from attnzoo import hub\n"
+            "from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM\n"
+            "assert AutoConfig.for_model('attnzoo_gpt').model_type == 'attnzoo_gpt'\n"
+            f"config = LlamaConfig(**{SMALL!r})\n"
+            "print(LlamaForCausalLM._from_config(config, attn_implementation='attnzoo_flash').config._attn_implementation)\n"
+            "import attnzoo.registration\n"
+            "before = list(sys.meta_path)\n"
+            "attnzoo.registration.register()\n"  # a second time
+            "assert sys.meta_path == before and not any(getattr(finder, 'waiting', None) for finder in before)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.strip() == "attnzoo_flash", done.stderr[-1500:]
 
 
 def test_the_names_are_there_after_import_attnzoo():
