@@ -22,7 +22,7 @@ LENGTH = 24
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    with pytest.raises(UserError, match=r"pip install 'attnzoo\[lm_eval\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[lm_eval\]'"):
         lm_eval(None, None, context=8, tasks=["x"])
 
 
