@@ -1,6 +1,7 @@
 """Argument checks that every operator shares: an error names the argument, what it was and what it must be."""
 
 import math
+import numbers
 import os
 
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NUMBERS = (float, int, torch.SymFloat, torch.SymInt, numbers.Real)  # the common ones first
+INTEGERS = (int, torch.SymInt, numbers.Integral)
 UNLIMITED = 2**30  # a window from here on: kernels add positions to it in 32 bits
 
 
@@ -21,22 +24,73 @@ def tensor(name: str, value, what: str = "a tensor", way_out: str = "") -> None:
         raise TypeError(f"{name}: must be {what}, got {type(value).__name__}{way_out}")
 
 
+def flag(name: str, value, way_out: str = "") -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: must be True or False{way_out}, got {_shown(value)}")
+
+
+def number(name: str, value, must: str = "a number") -> None:
+    if not isinstance(value, NUMBERS) or isinstance(value, bool):
+        way_out = "; .item() makes one, and waits for the device" if isinstance(value, Tensor) else ""
+        raise TypeError(f"{name}: must be {must}, got {_shown(value)}{way_out}")
+
+
+def finite(name: str, value, must: str = "a finite number") -> None:
+    number(name, value, must)
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{name}: must be {must}, got {value}")
+
+
+def integer(name: str, value, least: int | None = None) -> None:
+    if not isinstance(value, INTEGERS) or isinstance(value, bool) or least is not None and value < least:
+        if isinstance(value, Tensor):
+            raise TypeError(f"{name}: must be a Python int, got a tensor (reading it would wait for the device)")
+        at_least = "" if least is None else f" of at least {least}"
+        raise ValueError(f"{name}: must be an integer{at_least}, got {value!r}")
+
+
+def _shown(value) -> str:
+    return f"{type(value).__name__} of shape {tuple(value.shape)}" if getattr(value, "shape", ()) else repr(value)
+
+
 def probability(name: str, value: float) -> None:
+    number(name, value, "a number in [0, 1)")
     if not 0.0 <= value < 1.0:
         raise ValueError(f"{name}: must lie in [0, 1), got {value}")
 
 
 def non_negative(name: str, value: float) -> None:
+    number(name, value, "a number of at least 0 (0 is off)")
     if not 0 <= value < math.inf:
         raise ValueError(f"{name}: must be at least 0 (0 is off) and finite, got {value}")
 
 
 def window(window_size, causal: bool) -> tuple[int, int]:
     """(left, right) with causality folded in; -1 is unlimited."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or any(not isinstance(w, int) or w < -1 for w in window_size):
+    flag("causal", causal)
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2 or not (_side(window_size[0]) and _side(window_size[1])):
         raise ValueError(f"window_size: must be two ints (left, right), each at least -1 (unlimited), got {window_size!r}")
-    left, right = (-1 if w >= UNLIMITED else w for w in window_size)
-    return left, 0 if causal else right
+    left, right = window_size
+    return -1 if left >= UNLIMITED else left, 0 if causal else -1 if right >= UNLIMITED else right
+
+
+def _side(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= -1
+
+
+def softmax_scale(value: float | None, head_dim: int) -> float:
+    if value is None:
+        return head_dim**-0.5
+    finite("softmax_scale", value, "a finite number, or None for head_dim ** -0.5")
+    return float(value)
+
+
+def deterministic(value: bool | None) -> bool:
+    """As asked for; None follows torch."""
+    if value is None:
+        return torch.are_deterministic_algorithms_enabled()
+    flag("deterministic", value, " or None")
+    return value
 
 
 def per_head(name: str, value: Tensor, q: Tensor, heads: int, batch: int | None = None) -> None:
@@ -83,15 +137,19 @@ def packed_lengths(suffix: str, cu_seqlens: Tensor, longest: int, total: int) ->
         raise ValueError(f"max_seqlen_{suffix}: must be at least the longest sequence's {reached}, got {longest}")
 
 
-def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, names=("q", "k", "v")) -> bool:
-    """Shapes, dtypes, devices and strides of q, k, v, which the operator calls `names`; returns whether they are packed."""
+def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, names=("q", "k", "v"),
+                     unpacked="; packed input needs cu_seqlens_q and cu_seqlens_k") -> bool:
+    """Shapes, dtypes, devices and strides of q, k, v, which the operator calls `names`; returns whether they are packed.
+
+    unpacked: the way out for packed tensors without cu_seqlens.
+    """
     q_name, k_name, v_name = names
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     layout = "(total, heads, head_dim)" if packed else "(batch, seqlen, heads, head_dim)"
     for name, x in zip(names, (q, k, v), strict=True):
         tensor(name, x)
         if x.dim() != (3 if packed else 4):
-            hint = "" if packed or x.dim() != 3 else "; packed input needs cu_seqlens_q and cu_seqlens_k"
+            hint = "" if packed or x.dim() != 3 else unpacked
             raise ValueError(f"{name}: must be {layout}, got shape {tuple(x.shape)}{hint}")
         if x.dtype not in DTYPES:
             hint = "; flash_attention_fp8 takes float8_e4m3fn" if x.is_floating_point() else ""

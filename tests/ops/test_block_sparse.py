@@ -243,6 +243,17 @@ def test_layouts_join_cut_compare_and_show_themselves():
         (lambda: patterns.sparse_transformer_fixed(64, stride=4, summary=3, n_summaries=2), ValueError, "summary, n_summaries"),
         (lambda: patterns.random(64, density=2), ValueError, r"density: must lie in \[0, 1\], got 2"),
         (lambda: patterns.sliding_window(64, window=-1), ValueError, "window: must be an integer of at least 0, got -1"),
+        (lambda: patterns.sliding_window(64, window=True), ValueError, "window: must be an integer of at least 0, got True"),
+        (lambda: patterns.document(64, cu_seqlens=[0, 64]), TypeError, "cu_seqlens: must be a tensor, got list"),
+        (lambda: patterns.longformer(-64), ValueError, "seqlen: must be an integer of at least 0, got -64"),
+        (lambda: patterns.longformer("64"), ValueError, "seqlen: must be an integer of at least 0, got '64'"),
+        (lambda: patterns.global_tokens(64, last_global="no"), TypeError, "last_global: must be True or False, got 'no'"),
+        (lambda: Pattern("vertical_slash", vertical=3), TypeError, r"vertical: must be a sequence of integers, such as \(0,\), got 3"),
+        (lambda: Pattern("vertical_slash", slash=["1"]), ValueError, "slash: must be an integer, got '1'"),
+        (lambda: Pattern("random", seed="a"), ValueError, "seed: must be an integer, got 'a'"),
+        (lambda: Pattern("random", density="a"), TypeError, r"density: must be a number in \[0, 1\], got 'a'"),
+        (lambda: Pattern("longformer", causal="a"), TypeError, "causal: must be True or False, got 'a'"),
+        (lambda: Pattern("longformer", block="a"), ValueError, "block: must be one of 16, 32"),
         (lambda: Pattern("star"), ValueError, "pattern: must be one of dense, .*got 'star'"),
         (lambda: Pattern("dense", window=2), ValueError, "has no option 'window'; it takes block, causal"),
     ],
@@ -269,6 +280,12 @@ def test_wrong_calls_are_refused():
         call(BlockLayout.from_mask(torch.ones(2, 1, 3, 3).bool(), 16))
     with pytest.raises(TypeError, match="layout: must be a BlockLayout or a Pattern, got Tensor"):
         call(good.mask)
+    with pytest.raises(ValueError, match="softmax_scale: must be a finite number.* got nan"):
+        call(good, softmax_scale=float("nan"))
+    with pytest.raises(TypeError, match="causal: must be True or False, got 'no'"):
+        call(good, causal="no")
+    with pytest.raises(TypeError, match="deterministic: must be True or False or None, got 'yes'"):
+        call(good, deterministic="yes")
     with pytest.raises(ValueError, match="impl: must be None or one of"):
         call(good, impl="cuda")
     with pytest.raises(ValueError, match="the last of the 40 keys' tokens, got 41"):

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from attnzoo_kernels import flash_attention
 from attnzoo_kernels.dropout import keep_mask
+from attnzoo_kernels.flash import why_not_gluon
 from attnzoo_kernels.flash.cases import CORRECTNESS, DROPOUT, Case
 from benchmarks.accuracy import error_ratio
 
@@ -182,6 +184,18 @@ def test_reference_gradients_by_gradcheck():
     ({"alibi_slopes": torch.zeros(4, dtype=torch.float16)}, TypeError, "alibi_slopes: must be float32"),
     ({"alibi_slopes": torch.zeros(8)[::2]}, ValueError, "alibi_slopes: last dimension must be contiguous, got stride 2"),
     ({"sinks": torch.zeros(()).expand(4)}, ValueError, "sinks: last dimension must be contiguous, got stride 0"),
+    ({"window_size": (True, False)}, ValueError, r"window_size: must be two ints .* got \(True, False\)"),
+    ({"dropout_p": "0.1"}, TypeError, r"dropout_p: must be a number in \[0, 1\), got '0.1'"),
+    ({"dropout_p": None}, TypeError, r"dropout_p: must be a number in \[0, 1\), got None"),
+    ({"softcap": None}, TypeError, r"softcap: must be a number of at least 0 \(0 is off\), got None"),
+    ({"softmax_scale": float("nan")}, ValueError, "softmax_scale: must be a finite number, or None for head_dim .. -0.5, got nan"),
+    ({"softmax_scale": -float("inf")}, ValueError, "softmax_scale: must be a finite number, or None for head_dim .. -0.5, got -inf"),
+    ({"softmax_scale": "x"}, TypeError, "softmax_scale: must be a finite number, .* got 'x'"),
+    ({"softmax_scale": True}, TypeError, "softmax_scale: must be a finite number, .* got True"),
+    ({"softmax_scale": torch.ones(2)}, TypeError, r"softmax_scale: must be a finite number, .* got Tensor of shape \(2,\); .item.. makes"),
+    ({"causal": "no"}, TypeError, "causal: must be True or False, got 'no'"),
+    ({"causal": torch.ones(8, 8)}, TypeError, r"causal: must be True or False, got Tensor of shape \(8, 8\)"),
+    ({"deterministic": "yes"}, TypeError, "deterministic: must be True or False or None, got 'yes'"),
     ({"softcap": float("inf")}, ValueError, "softcap: must be at least 0 .0 is off. and finite, got inf"),
     ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'reference', got 'cuda'"),
     ({"cu_seqlens_q": torch.tensor([0, 8])}, ValueError, r"q: must be \(total, heads, head_dim\)"),
@@ -197,6 +211,19 @@ def test_errors_name_the_argument(changes, error, message):
         arguments = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     with pytest.raises(error, match=message):
         flash_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+def test_why_not_gluon_names_what_is_no_tensor():
+    q = torch.zeros(2, 8, 4, 16)
+    with pytest.raises(TypeError, match="q: must be a tensor, got list"):
+        why_not_gluon([], q, q)
+    assert why_not_gluon(q, q, q) == "q must be on a CUDA device, got cpu"
+
+
+@pytest.mark.parametrize("scale", (2, np.float32(2), np.float64(2)))
+def test_any_kind_of_number_is_a_scale(scale):
+    q = torch.randn(1, 8, 2, 16)
+    assert torch.equal(flash_attention(q, q, q, softmax_scale=scale), flash_attention(q, q, q, softmax_scale=2.0))
 
 
 @pytest.mark.parametrize("change, error, message", [

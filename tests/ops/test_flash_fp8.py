@@ -260,6 +260,9 @@ def test_what_is_wrong_is_named():
         (ValueError, "must be all by head or all by block", {"k_descale": torch.ones(2, 2, 3)}),
         (TypeError, "out_dtype: must be torch.bfloat16, torch.float16 or torch.float32, got torch.float64", {"out_dtype": torch.float64}),
         (NotImplementedError, 'impl="gluon" does not take this call: q must be on a CUDA device, got cpu', {"impl": "gluon"}),
+        (TypeError, "causal: must be True or False, got 'no'", {"causal": "no"}),
+        (ValueError, "softmax_scale: must be a finite number.* got inf", {"softmax_scale": float("inf")}),
+        (TypeError, "softmax_scale: must be a finite number.* got 'x'", {"softmax_scale": "x"}),
         (NotImplementedError, "q_descale: requires a gradient", {"q_descale": torch.ones(2, 2, requires_grad=True)}),
     ):
         with pytest.raises(error, match=message):
@@ -268,6 +271,8 @@ def test_what_is_wrong_is_named():
         quantize_fp8(q[0], k[0], v[0])
     with pytest.raises(NotImplementedError, match="block: must be None .* or 128 tokens, got 64"):
         quantize_fp8(q, k, v, block=64)
+    with pytest.raises(TypeError, match="hadamard: must be True or False, got 'no'"):
+        quantize_fp8(q, k, v, hadamard="no")
     with pytest.raises(NotImplementedError, match="hadamard: needs a head_dim that is a power of two of 16 to 256, got 48"):
         quantize_fp8(q[..., :48], k[..., :48], v, hadamard=True)
     with pytest.raises(NotImplementedError, match="q: requires a gradient, which FP8 attention does not have"):

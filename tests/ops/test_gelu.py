@@ -56,6 +56,8 @@ def test_wrong_arguments_are_refused():
         (ValueError, "bias: must be floating point", lambda: bias_gelu(x, bias.long())),
         (TypeError, "x: .* takes float16", lambda: bias_gelu(x.double(), bias, impl="triton")),
         (ValueError, "impl: must be", lambda: bias_gelu(x, bias, impl="gluon")),
+        (TypeError, "x: must be a tensor, got list", lambda: bias_gelu([0.0], bias)),
+        (TypeError, "bias: must be a tensor, got NoneType", lambda: bias_gelu(x, None)),
     ):
         with pytest.raises(error, match=words):
             call()

@@ -66,7 +66,7 @@ def block_sparse_attention(
     packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     checks.choice("impl", impl, IMPLEMENTATIONS)
     window = checks.window(window_size, causal)
-    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     if softmax_scale <= 0:
         # the kernels scale a row's maximum, which a scale that is not positive would make its minimum
         q, softmax_scale = q * ((softmax_scale > 0) - (softmax_scale < 0)), abs(softmax_scale) or 1.0
@@ -75,7 +75,7 @@ def block_sparse_attention(
         raise NotImplementedError(f'impl="gluon" does not take this call: q must be on a CUDA device, got {q.device}')
     if impl != "reference":
         checks.triton_inputs(q, k, v, None)
-    deterministic = torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    deterministic = checks.deterministic(deterministic)
 
     ahead = 0
     if isinstance(layout, Pattern):

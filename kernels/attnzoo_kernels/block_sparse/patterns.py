@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attnzoo_kernels import checks
 from attnzoo_kernels.block_sparse.kept import Kept
 from attnzoo_kernels.block_sparse.layout import BlockLayout, check_block
 from attnzoo_kernels.dropout import philox
@@ -47,6 +48,7 @@ def global_tokens(seqlen: int, *, n_global: int = 1, last_global: bool = False, 
                   device: Device = "cpu") -> BlockLayout:
     """The first `n_global` blocks (with last_global, bidirectional only, the last one too) see all and are seen by all."""
     _at_least(0, n_global=n_global)
+    checks.flag("last_global", last_global)
     if last_global and causal:
         raise ValueError("last_global: the last block of a causal layout sees later ones; it must be False, or causal=False")
     row, column = _grid(seqlen, block, device)
@@ -125,6 +127,11 @@ def flat_butterfly(seqlen: int, *, n_factors: int | None = None, n_global: int =
 def vertical_slash(seqlen: int, *, vertical: Sequence[int] = (0,), slash: Sequence[int] = (0,), block: int = 64, causal: bool = True,
                    device: Device = "cpu") -> BlockLayout:
     """The columns `vertical`, and the diagonals `slash` blocks below the main one (MInference, Jiang et al. 2024, arXiv:2407.02490)."""
+    for name, blocks in (("vertical", vertical), ("slash", slash)):
+        if not isinstance(blocks, Sequence) or isinstance(blocks, str):
+            raise TypeError(f"{name}: must be a sequence of integers, such as (0,), got {blocks!r}")
+        for index in blocks:
+            checks.integer(name, index)
     row, column = _grid(seqlen, block, device)
     kept = row + column < 0
     for index in vertical:
@@ -144,6 +151,7 @@ def streaming(seqlen: int, *, sinks: int = 1, window: int = 2, block: int = 64, 
 def random(seqlen: int, *, density: float = 0.1, heads: int = 1, seed: int = 0, block: int = 64, causal: bool = True,
            device: Device = "cpu") -> BlockLayout:
     """The diagonal, and every other block with probability `density`, drawn by seed, head, row and column."""
+    checks.number("density", density, "a number in [0, 1]")
     if not 0 <= density <= 1:
         raise ValueError(f"density: must lie in [0, 1], got {density}")
     _at_least(1, heads=heads)
@@ -156,6 +164,7 @@ def document(seqlen: int, *, cu_seqlens: Tensor, block: int = 64, causal: bool =
 
     Blocks at a border see both documents; packed input separates tokens. What lies behind the last document counts as one more.
     """
+    checks.tensor("cu_seqlens", cu_seqlens, way_out="; torch.tensor(...) makes one")
     row, _ = _grid(seqlen, block, cu_seqlens.device)
     first_token = row * block
     tokens = torch.cat([first_token, (first_token + block).clamp(max=seqlen) - 1], dim=1)
@@ -187,6 +196,7 @@ class Pattern:
                 raise ValueError(f"pattern {name}: has no option {option!r}; it takes {', '.join(known)}")
         self.name, self.options = name, options
         self.block = options.get("block", taken["block"].default)
+        check_block("block", self.block)
         # a string, because it goes through torch.compile as a constant
         self.key = json.dumps([name, options], sort_keys=True)
         self.heads = self.layout(self.block).heads
@@ -222,19 +232,20 @@ def _make_layout(key: str, q_blocks: int, k_blocks: int, device: torch.device) -
 
 def _grid(seqlen: int, block: int, device: Device) -> tuple[Tensor, Tensor]:
     """Row and column of every block, (n, 1) and (n,)."""
+    checks.integer("seqlen", seqlen, 0)
     check_block("block", block)
     index = torch.arange(-(-seqlen // block), device=device)
     return index[:, None], index
 
 
 def _layout(kept: Tensor, block: int, causal: bool) -> BlockLayout:
+    checks.flag("causal", causal)
     return BlockLayout.from_mask(kept.tril() if causal else kept, block)
 
 
 def _at_least(least: int, **options: int) -> None:
     for name, value in options.items():
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}: must be an integer of at least {least}, got {value!r}")
+        checks.integer(name, value, least)
 
 
 def _by_head(masks: list[Tensor], heads: int) -> Tensor:
@@ -246,6 +257,7 @@ def _by_head(masks: list[Tensor], heads: int) -> Tensor:
 
 def _scores(row: Tensor, column: Tensor, heads: int, seed: int) -> Tensor:
     """Uniform random numbers below 2**32 for (heads, n, n), each a function of its place and the seed."""
+    checks.integer("seed", seed)
     head = torch.arange(heads, device=row.device).view(-1, 1, 1)
     counter = [x + torch.zeros_like(head + row + column) for x in (column, row, head, 0)]
     return philox(torch.full((), seed, device=row.device), counter)[0]

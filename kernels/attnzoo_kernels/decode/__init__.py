@@ -51,7 +51,8 @@ def decode_attention(
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
-    checks.attention_inputs(q, k_cache, v_cache, None, None, None, None, names=("q", "k_cache", "v_cache"))
+    checks.attention_inputs(q, k_cache, v_cache, None, None, None, None, names=("q", "k_cache", "v_cache"),
+                            unpacked="; it takes no packed input, and one token of each sequence is q[:, None]")
     batch, _, heads, head_dim = q.shape
     _check_lengths(cache_seqlens, q, k_cache.shape[1])
     checks.choice("impl", impl, IMPLEMENTATIONS)
@@ -61,7 +62,7 @@ def decode_attention(
         checks.per_head("alibi_slopes", alibi_slopes, q, heads, batch)
     if sinks is not None:
         checks.per_head("sinks", sinks, q, heads)
-    softmax_scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    softmax_scale = checks.softmax_scale(softmax_scale, head_dim)
     if impl is None:
         impl = "triton" if q.is_cuda else "reference"
 

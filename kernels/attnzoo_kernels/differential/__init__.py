@@ -75,10 +75,12 @@ def differential_attention(
     _check_lambda(lam, q1)
     checks.choice("impl", impl, IMPLEMENTATIONS)
     left, right = checks.window(window_size, causal)
+    checks.number("dropout_p", dropout_p)
     if dropout_p != 0:
         raise NotImplementedError(f"dropout_p: must be 0, got {dropout_p}; the paper defines no dropout for the difference of two maps, "
                                   "and independent masks would not cancel what the maps share")
-    softmax_scale = q1.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    softmax_scale = checks.softmax_scale(softmax_scale, q1.shape[-1])
+    deterministic = checks.deterministic(deterministic)
     if not softmax_scale > 0:
         raise ValueError(f"softmax_scale: must be above 0, got {softmax_scale}; fold a sign into q1 and q2")
     if k2 is k1:
@@ -97,8 +99,6 @@ def differential_attention(
             raise NotImplementedError(f'q1: impl="triton" takes head_dim up to {MAX_HEAD_DIM}, got {q1.shape[-1]}; '
                                       'impl="reference" takes it')
         differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q1, q2, k1, k2, v, lam))
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
         out, lse, _, _ = ops.forward(q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale,
                                      left, right, differentiable)
     return (out, lse.detach()) if return_lse else out

@@ -80,7 +80,10 @@ def dual_chunk_attention(
     _check_tables(q, cos, sin, chunks)
     if logit_multiplier is not None:
         _check_multiplier(q, logit_multiplier, packed)
-    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    checks.flag("causal", causal)
+    checks.flag("rope_interleaved", rope_interleaved)
+    softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
+    deterministic = checks.deterministic(deterministic)
     if impl is None and not q.is_cuda:
         impl = "reference"
 
@@ -96,8 +99,6 @@ def dual_chunk_attention(
         for name, value in (("cos", cos), ("sin", sin), ("logit_multiplier", logit_multiplier)):
             if value is not None and value.requires_grad:
                 raise NotImplementedError(f'{name}: only impl="reference" has a gradient for it; detach it or use that')
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
         out, lse, _ = ops.forward(q, k, v, cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, impl, deterministic, *chunks, bits,
                                   causal, rope_interleaved, softmax_scale)
     return (out, lse) if return_lse else out

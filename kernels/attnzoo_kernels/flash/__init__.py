@@ -1,6 +1,5 @@
 """FlashAttention: exact attention without the quadratic matrix (Dao 2023, arXiv:2307.08691)."""
 
-import torch
 from torch import Tensor
 
 from attnzoo_kernels import checks
@@ -77,10 +76,9 @@ def flash_attention(
         checks.per_head("alibi_slopes", alibi_slopes, q, heads, batch)
     if sinks is not None:
         checks.per_head("sinks", sinks, q, heads)
-    softmax_scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    softmax_scale = checks.softmax_scale(softmax_scale, head_dim)
+    deterministic = checks.deterministic(deterministic)
     rng_state = new_rng_state(q.device) if dropout_p > 0 else None
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
 
     if impl == "reference" or impl is None and not q.is_cuda:
         out, lse = flash_attention_reference(
@@ -100,11 +98,13 @@ def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, soft
                   window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
                   sinks: Tensor | None = None, dropout_p: float = 0.0, cu_seqlens_q: Tensor | None = None) -> str | None:
     """Why impl="gluon" does not take a call with these arguments of flash_attention; None where it does, and impl=None takes it."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        checks.tensor(name, x)
     if not q.is_cuda:
         return f"q must be on a CUDA device, got {q.device}"
     from attnzoo_kernels.flash import paths
     from attnzoo_kernels.flash.options import Options
 
     left, right = checks.window(window_size, causal)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     return paths.why_not_gluon(q, k, v, sinks, Options.of(cu_seqlens_q, alibi_slopes, scale, left, right, softcap, dropout_p))

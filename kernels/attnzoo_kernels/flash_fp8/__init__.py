@@ -53,6 +53,7 @@ def quantize_fp8(q: Tensor, k: Tensor, v: Tensor, *, block: int | None = None, h
         raise TypeError(f"q: must be float16, bfloat16 or float32, got {q.dtype}")
     if block not in (None, BLOCK):
         raise NotImplementedError(f"block: must be None (a scale for each key head) or {BLOCK} tokens, got {block!r}")
+    checks.flag("hadamard", hadamard)
     head_dim = q.shape[-1]
     if hadamard and not 16 <= head_dim == 1 << head_dim.bit_length() - 1 <= 256:
         raise NotImplementedError(f"hadamard: needs a head_dim that is a power of two of 16 to 256, got {head_dim}")
@@ -109,7 +110,8 @@ def flash_attention_fp8(
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"out_dtype: must be torch.bfloat16, torch.float16 or torch.float32, got {out_dtype}")
     _refuse_gradients({"q": q, "k": k, "v": v} | {f"{name}_descale": x for name, x in descales.items() if x is not None})
-    softmax_scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    checks.flag("causal", causal)
+    softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     if impl == "reference" or impl is None and not q.is_cuda:
         out, lse = flash_fp8_reference(q, k, v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, causal=causal,
                                        softmax_scale=softmax_scale)
@@ -124,9 +126,11 @@ def flash_attention_fp8(
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None,
                   out_dtype: torch.dtype = torch.bfloat16) -> str | None:
     """Why impl="gluon" does not take a call with these arguments of flash_attention_fp8; None where it does."""
+    for name, x in zip(NAMES, (q, k, v), strict=True):
+        checks.tensor(name, x)
     if not q.is_cuda:
         return f"q must be on a CUDA device, got {q.device}"
-    return ops.forward_reason(q, k, v, q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale, out_dtype)
+    return ops.forward_reason(q, k, v, checks.softmax_scale(softmax_scale, q.shape[-1]), out_dtype)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -26,6 +26,8 @@ def bias_gelu(x: Tensor, bias: Tensor, *, impl: str | None = None) -> Tensor:
     Raises TypeError or ValueError naming the argument, what it was and what it must be.
     """
     checks.choice("impl", impl, IMPLEMENTATIONS)
+    checks.tensor("x", x)
+    checks.tensor("bias", bias)
     if x.dim() < 1 or not x.is_contiguous():
         raise ValueError(f"x: must be (..., width) and contiguous, got shape {tuple(x.shape)} with strides {x.stride()}; "
                          "call .contiguous()")

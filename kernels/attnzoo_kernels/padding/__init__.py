@@ -134,8 +134,10 @@ def add_norm_pad_input(hidden: Tensor, residual: Tensor, weight: Tensor, bias: T
             raise ValueError(f"{name}: must be (tokens, width) and floating point, as hidden {tuple(hidden.shape)} of {hidden.dtype}, "
                              f"got {tuple(x.shape)} of {x.dtype}")
     for name, x in (("weight", weight), ("bias", bias)):
+        checks.tensor(name, x)
         if x.shape != hidden.shape[1:] or not x.is_floating_point():
             raise ValueError(f"{name}: must be floating point of shape {tuple(hidden.shape[1:])}, got {tuple(x.shape)} of {x.dtype}")
+    checks.finite("eps", eps)
     inputs.indices(indices, hidden, inputs.slots(batch, seqlen))
     if hidden.shape[0] != indices.shape[0]:
         raise ValueError(f"indices: must hold one entry for each of hidden's {hidden.shape[0]} tokens, got {indices.shape[0]}")
@@ -197,7 +199,7 @@ def position_ids(cu_seqlens: Tensor, total: int, *, impl: str | None = None) -> 
     cu_seqlens: (sequences + 1,) int32, may repeat values (empty sequences, padding).
     """
     inputs.cu_seqlens(cu_seqlens)
-    inputs.bound("total", total, total)
+    checks.integer("total", total, 0)
     return _path(impl, cu_seqlens).position_ids(cu_seqlens, total)
 
 

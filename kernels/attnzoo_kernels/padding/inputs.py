@@ -27,8 +27,8 @@ def same_rows(name: str, value: Tensor, like: Tensor) -> None:
 
 
 def slots(batch: int, seqlen: int) -> int:
-    if min(batch, seqlen) < 0:
-        raise ValueError(f"batch, seqlen: must be at least 0, got {batch} and {seqlen}")
+    checks.integer("batch", batch, 0)
+    checks.integer("seqlen", seqlen, 0)
     if batch * seqlen >= 2**31:
         raise ValueError(f"batch, seqlen: product must be below 2**31, because cu_seqlens is int32, got {batch} * {seqlen}; split them")
     return batch * seqlen
@@ -38,10 +38,7 @@ def bound(name: str, value: int | None, most: int) -> int:
     """How many entries to make room for: `value`, at most `most`."""
     if value is None:
         return most
-    if isinstance(value, Tensor):
-        raise TypeError(f"{name}: must be a Python int, got a tensor (reading it would wait for the device)")
-    if value < 0:
-        raise ValueError(f"{name}: must be at least 0, got {value}")
+    checks.integer(name, value, 0)
     return min(value, most)
 
 
