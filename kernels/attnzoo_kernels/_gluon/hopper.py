@@ -16,8 +16,8 @@ from attnzoo_kernels._triton import launch
 from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, descriptor_template, tma_takes_layout
 
 __all__ = ["TRIED", "async_add", "async_load", "async_store", "barrier", "barriers", "box", "descriptor", "fence_async_shared",
-           "invalidate", "load_box", "load_tile", "mbarrier", "place", "release", "ring", "tma", "version_is_tried", "warpgroup_mma",
-           "warpgroup_mma_wait", "why_not_tma"]
+           "invalidate", "load_box", "load_tile", "mbarrier", "place", "release", "ring", "stage_of", "tma", "version_is_tried",
+           "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
 
 SEQUENCE_END = gl.constexpr(launch.SEQUENCE_END)
 TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to the plain kernels
@@ -62,6 +62,17 @@ def box(buffer, desc):
 def ring(step, SLOTS: gl.constexpr):
     """Slot and phase of a step in a ring of buffers."""
     return step % SLOTS, (step // SLOTS) & 1
+
+
+@gluon.jit
+def stage_of(step, STAGES: gl.constexpr):
+    """As ring; of 2 or 4 stages by masks, for what a signed division takes delays a step's first product."""
+    if STAGES == 2 or STAGES == 4:
+        slot = step & (STAGES - 1)
+        phase = (step >> (STAGES // 2)) & 1
+    else:
+        slot, phase = ring(step, STAGES)
+    return slot, phase
 
 
 @gluon.jit

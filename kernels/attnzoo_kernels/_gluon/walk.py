@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, mbarrier, release, ring, warpgroup_mma, warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, mbarrier, release, stage_of, warpgroup_mma, warpgroup_mma_wait
 from attnzoo_kernels._gluon.softmax import log2, partial_row_sums, softmax_step
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -37,16 +37,6 @@ def keys_seen(scores, row, column, len_q, len_k, window_left, window_right, HAS_
     if HAS_LEFT:
         scores = gl.where(j[None, :] >= (i + (len_k - len_q - window_left))[:, None], scores, -float("inf"))
     return scores
-
-
-@gluon.jit
-def stage_of(step, STAGES: gl.constexpr):
-    """hopper.ring; of 2 or 4 stages by masks, for what a signed division takes delays a step's first product."""
-    slot, phase = ring(step, STAGES)
-    if STAGES == 2 or STAGES == 4:
-        slot = step & (STAGES - 1)
-        phase = (step >> (STAGES // 2)) & 1
-    return slot, phase
 
 
 @gluon.jit

@@ -25,6 +25,7 @@ from attnzoo_kernels._gluon.hopper import (
     load_tile,
     mbarrier,
     ring,
+    stage_of,
     tma,
     warpgroup_mma_wait,
 )
@@ -34,7 +35,7 @@ from attnzoo_kernels._gluon.work import consumer_tiles, forward_barriers, leave_
 from attnzoo_kernels._triton.launch import L2_GROUP, Launch, architecture, descriptor_like, multiprocessors, on_device_of, tma_takes
 from attnzoo_kernels.flash_fp8.layout import BLOCK, quantized_like
 from attnzoo_kernels.flash_fp8.tiles import forward_tile
-from attnzoo_kernels.flash_fp8.walk import KEYS, STAGES, WEIGHT_BITS, place_of, usable, walk_keys
+from attnzoo_kernels.flash_fp8.walk import KEYS, STAGES, WEIGHT_BITS, usable, walk_keys
 
 ROWS = gl.constexpr(64)  # of a consumer: what one matrix instruction takes
 Q_SLOTS = gl.constexpr(2)
@@ -57,7 +58,7 @@ def _produce(loads, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr):
         kv_head = head // group
         key = (end - 1) * KEYS
         for j in range(end - begin):
-            slot, phase = place_of(step)
+            slot, phase = stage_of(step, STAGES)
             mbarrier.wait(k_empty.index(slot), phase ^ 1)
             if j == 0:
                 mbarrier.expect(k_full.index(slot), 2 * k_desc.block_type.nbytes)
@@ -73,7 +74,7 @@ def _produce(loads, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr):
                     mbarrier.wait(q_empty.index(place), q_phase ^ 1)
                     load_tile(q_desc, q_tiles, q_full, place, sequence, head, row + c * ROWS)
             else:  # values of the tile before
-                before, phase_before = place_of(step - 1)
+                before, phase_before = stage_of(step - 1, STAGES)
                 mbarrier.wait(v_empty.index(before), phase_before ^ 1)
                 async_load(v_desc, [sequence, kv_head, 0, key + KEYS], k_full.index(slot), box(v_tiles.index(before), v_desc))
             if j == end - begin - 1:
@@ -111,11 +112,11 @@ def _consume(rows, WIDTH: gl.constexpr, CONSUMERS: gl.constexpr, ME: gl.constexp
             row, ME, ROWS, CONSUMERS, seqlen_q, seqlen_k, -1, 0, KEYS, False, CAUSAL)
         skipped = loaded_end - end  # what only other warp groups see
         for n in range(skipped):
-            slot, phase = place_of(step)
+            slot, phase = stage_of(step, STAGES)
             mbarrier.wait(k_full.index(slot), phase)
             mbarrier.arrive(k_empty.index(slot), count=1)
             if n > 0:
-                before, _ = place_of(step - 1)
+                before, _ = stage_of(step - 1, STAGES)
                 mbarrier.arrive(v_empty.index(before), count=1)
             step += 1
         if BY_BLOCK:
@@ -139,7 +140,7 @@ def _consume(rows, WIDTH: gl.constexpr, CONSUMERS: gl.constexpr, ME: gl.constexp
         gl.store(lse_ptr + owner.to(gl.int64) * seqlen_q + i, lse, mask=i < seqlen_q)
         tma.store_wait(0)
         acc += warpgroup_mma_wait(0, deps=(pending,))
-        before, _ = place_of(step - 1)
+        before, _ = stage_of(step - 1, STAGES)
         mbarrier.arrive(v_empty.index(before), count=1)
         out = (acc * gl.convert_layout(v_scale / divisor, acc_row)[:, None]).to(out_tiles.dtype)
         if my_row < seqlen_q:

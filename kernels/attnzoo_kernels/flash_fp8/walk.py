@@ -7,7 +7,7 @@ order in which that operand counts: columns (h, w, b) of a tile of scores are it
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import mbarrier, release, warpgroup_mma, warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import mbarrier, release, stage_of, warpgroup_mma, warpgroup_mma_wait
 
 KEYS = gl.constexpr(128)  # of a tile
 STAGES = gl.constexpr(4)  # tiles in flight
@@ -19,12 +19,6 @@ TO_E4M3 = gl.constexpr("""{
     cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
     mov.b32 $0, {low, high};
 }""")
-
-
-@gluon.jit
-def place_of(step):
-    """Slot and phase of a step; `hopper.ring` would allow for negative ones, at the head of each step."""
-    return step & 3, (step >> 2) & 1
 
 
 @gluon.jit
@@ -97,25 +91,26 @@ def partial_sums(first, second, third, fourth):
 
 @gluon.jit
 def take_steps(q, k_tiles, v_tiles, k_full, k_empty, v_empty, step, last_step, tile, full_end, row, len_q, len_k, scale, k_scales,
-               v_scales, v_scale, top, norm, p, acc, rescale, ROWS: gl.constexpr, WIDTH: gl.constexpr, CAUSAL: gl.constexpr,
-               LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr, FROM_ZERO: gl.constexpr):
+               v_scales, v_scale, top, norm, p, acc, rescale, CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr,
+               FROM_ZERO: gl.constexpr):
     """Steps of the walk from `step` on. FROM_ZERO: no row's maximum was below zero before.
 
     What they carry on: the last tile and its values' scale, the maximum in base 2, partial sums, the weights, the accumulator without their
     product, and the factor that it still needs.
     """
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
+    WIDTH: gl.constexpr = acc.shape[1]
+    score_row: gl.constexpr = top.type.layout
+    scores_layout: gl.constexpr = score_row.parent
+    acc_layout: gl.constexpr = acc.type.layout
+    no_scores = gl.zeros([acc.shape[0], KEYS], gl.float32, scores_layout)
+    no_product = gl.zeros(acc.shape, gl.float32, acc_layout)
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4)
-    score_row: gl.constexpr = gl.SliceLayout(1, scores_layout)
-    no_scores = gl.zeros([ROWS, KEYS], gl.float32, scores_layout)
-    no_product = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout)
     tile_scale = scale
-    slot, phase = place_of(step)
+    slot, phase = stage_of(step, STAGES)
     mbarrier.wait(k_full.index(slot), phase, pred=step < last_step)
     for s in range(step, last_step):
-        slot, phase = place_of(s)
-        before, _ = place_of(s - 1)
+        slot, phase = stage_of(s, STAGES)
+        before, _ = stage_of(s - 1, STAGES)
         tile -= 1
         if BY_BLOCK:
             tile_scale = scale * usable(gl.load(k_scales + tile))
@@ -143,7 +138,7 @@ def take_steps(q, k_tiles, v_tiles, k_full, k_empty, v_empty, step, last_step, t
             second = gl.exp2(second * tile_scale - offset)
             # never waits: it is a branch, above which the assembler leaves the exponentials that it would move behind the product
             mbarrier.wait(k_full.index(slot), phase, pred=row < 0)
-        next_slot, next_phase = place_of(s + 1)  # of the next keys and this tile's values
+        next_slot, next_phase = stage_of(s + 1, STAGES)  # of the next keys and this tile's values
         mbarrier.wait(k_full.index(next_slot), next_phase, pred=s + 1 < last_step)
         product = warpgroup_mma_wait(0, deps=(product_pending,))
         release(v_empty.index(before))
@@ -186,7 +181,7 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, skipp
     end = unknown(end)
     row = unknown(row)
     len_k = unknown(len_k)
-    slot, phase = place_of(step)
+    slot, phase = stage_of(step, STAGES)
     tile_scale = scale
     v_scale = 1.0
     if BY_BLOCK:
@@ -194,7 +189,7 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, skipp
         v_scale = usable(gl.load(v_scales + end - 1))
     mbarrier.wait(k_full.index(slot), phase)
     if skipped > 0:
-        before, _ = place_of(step - 1)
+        before, _ = stage_of(step - 1, STAGES)
         mbarrier.arrive(v_empty.index(before), count=1)
     # [ROWS, KEYS]
     pending = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -219,15 +214,15 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, skipp
             middle = step
     tile, v_scale, top, norm, p, acc, rescale = take_steps(
         q, k_tiles, v_tiles, k_full, k_empty, v_empty, step, middle, tile, full_end, row, len_q, len_k, scale, k_scales,
-        v_scales, v_scale, top, norm, p, acc, rescale, ROWS, WIDTH, CAUSAL, LOOP_MASK, BY_BLOCK, False)
+        v_scales, v_scale, top, norm, p, acc, rescale, CAUSAL, LOOP_MASK, BY_BLOCK, False)
     if not LOOP_MASK:
         tile, v_scale, top, norm, p, acc, rescale = take_steps(
             q, k_tiles, v_tiles, k_full, k_empty, v_empty, middle, last_step, tile, full_end, row, len_q, len_k, scale,
-            k_scales, v_scales, v_scale, top, norm, p, acc, rescale, ROWS, WIDTH, CAUSAL, LOOP_MASK, BY_BLOCK, True)
+            k_scales, v_scales, v_scale, top, norm, p, acc, rescale, CAUSAL, LOOP_MASK, BY_BLOCK, True)
 
-    slot, phase = place_of(taken)
+    slot, phase = stage_of(taken, STAGES)
     mbarrier.wait(v_full.index(slot), phase)
-    before, _ = place_of(last_step - 1)
+    before, _ = stage_of(last_step - 1, STAGES)
     product_pending = warpgroup_mma(unpacked(p, weights_layout), v_tiles.index(before).permute((1, 0)), no_product, use_acc=False,
                                     is_async=True)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
