@@ -47,14 +47,19 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
+def loops_with(instruction: str, lines: list[str]) -> list[tuple[int, int]]:
+    """Where in a disassembly the loops that hold an instruction begin and end."""
+    labels = {match[1]: n for n, line in enumerate(lines) if (match := re.match(r"(\.L_x?_?\w+):", line.strip()))}
+    ends = ((labels.get(match[1], n), n) for n, line in enumerate(lines) if (match := re.search(r"BRA\b.*?(\.L_x?_?\w+)", line)))
+    return [(begin, end) for begin, end in ends if begin < end and any(instruction in line for line in lines[begin:end])]
+
+
 def operands_clash(cubin: bytes) -> bool:
     """Whether two products of one loop have their first operands in the same registers on Hopper: ptxas 12.8 was seen to do that to queries
     that stay in registers and to weights, which then overwrite them.
     """
     lines = listing(cubin, "nvdisasm").splitlines()
-    labels = {match[1]: n for n, line in enumerate(lines) if (match := re.match(r"(\.L_x?_?\w+):", line.strip()))}
-    ends = ((labels.get(match[1], n), n) for n, line in enumerate(lines) if (match := re.search(r"BRA\b.*?(\.L_x?_?\w+)", line)))
-    loops = [(begin, end) for begin, end in ends if begin < end and any("HGMMA" in line for line in lines[begin:end])]
+    loops = loops_with("HGMMA", lines)
     for begin, end in loops:
         if any((begin, end) != (b, e) and begin <= b and e <= end for b, e in loops):
             continue

@@ -9,18 +9,16 @@ import re
 
 import torch
 import triton
-from ahead_of_time import Driver, listing, resources
+from ahead_of_time import Driver, listing, loops_with, resources
 from hopper_ahead_of_time import WarmUp, complaints
 
 
 def spilled_in_steps(sass: str) -> int:
     """Loads and stores of spilled registers in the loops over tiles of keys."""
     lines = sass.splitlines()
-    labels = {match[1]: n for n, line in enumerate(lines) if (match := re.match(r"(\.L_x?_?\w+):", line.strip()))}
-    ends = ((labels.get(match[1], n), n) for n, line in enumerate(lines) if (match := re.search(r"BRA\b.*?(\.L_x?_?\w+)", line)))
-    loops = [lines[begin:end] for begin, end in ends if begin < end]
+    loops = [lines[begin:end] for begin, end in loops_with("QGMMA", lines)]
     # what also stores the output is a loop over tiles, or a wait's way back
-    steps = [loop for loop in loops if any("QGMMA" in line for line in loop) and not any("STSM" in line for line in loop)]
+    steps = [loop for loop in loops if not any("STSM" in line for line in loop)]
     assert steps
     return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for loop in steps for line in loop)
 
