@@ -1,5 +1,6 @@
 """Tells transformers of attnzoo when it is imported, so that `import attnzoo` itself costs nothing."""
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -26,9 +27,6 @@ def _models() -> None:
     register_models()
 
 
-_registered = False
-
-
 class _AfterImport(MetaPathFinder):
     """Runs a function once, after a module was imported."""
 
@@ -52,12 +50,9 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
+@functools.cache
 def register() -> None:
     """Now, of what is imported already, or later; once, however often it is called."""
-    global _registered
-    if _registered:
-        return
-    _registered = True
     steps = {"transformers.models.auto.configuration_auto": _configs, "transformers.modeling_utils": _interface,
              "transformers.models.auto.modeling_auto": _models}
     later = {name: then for name, then in steps.items() if name not in sys.modules}
