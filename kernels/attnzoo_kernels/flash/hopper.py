@@ -122,7 +122,8 @@ def _queries_in_registers(tile, full, empty, taken, some, scores_layout: gl.cons
     """A consumer's queries of its next tile, if there is `some`."""
     mbarrier.wait(full, taken & 1, pred=some)
     q = tile.load(gl.DotOperandLayout(0, scores_layout, 2))
-    fence_async_shared()  # TMA overwrites what was read
+    # loads may still be on their way, and TMA is fast where it only writes zeros, behind a sequence's end
+    fence_async_shared()
     mbarrier.arrive(empty, count=1)
     return q
 

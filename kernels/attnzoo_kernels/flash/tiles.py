@@ -145,8 +145,8 @@ class HopperTile:
 def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, *, causal: bool, window: bool, packed: bool) -> HopperTile:
     """seqlen_q: of packed sequences the mean."""
     if max(block_d, block_dv) == 128:
-        # ahead: causal 512, 2048 in a graph 388, 614 TFLOP/s for 381, 606, but one packed run of two was wrong, for a reason not found
-        return HopperTile(128, 2, 2, 1, False, False, False, 240)
+        # ahead: causal 512, 2048 in a graph 389, 613 TFLOP/s for 383, 593; full 8192 735 for 738
+        return HopperTile(128, 2, 2, 1, False, False, causal and not window, 240)
     # the third loop spills at 160 registers; 192 rows would leave a short sequence's last tile mostly empty (packed causal, means of 1229
     # and 4915: 273 and 472 TFLOP/s, two consumers 329 and 455)
     if window or seqlen_q <= (2048 if packed else 1024 if causal else 512):
