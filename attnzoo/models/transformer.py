@@ -154,8 +154,9 @@ class Transformer(nn.Module):
                                  f"got {type(cu_seqlens).__name__} and {type(max_seqlen).__name__}")
             if attention_mask is not None or cache is not None:
                 raise ValueError("attention_mask, cache: are for input_ids (batch, seqlen), got packed (total,); leave them out")
-        elif cu_seqlens is not None:
-            raise ValueError(f"cu_seqlens: is for packed input_ids (total,), got shape {tuple(input_ids.shape)}; flatten them")
+        elif cu_seqlens is not None or max_seqlen is not None:
+            raise ValueError(f"cu_seqlens, max_seqlen: are for packed input_ids (total,), got shape {tuple(input_ids.shape)}; "
+                             "leave both out, or flatten them")
         elif attention_mask is not None and attention_mask.shape != input_ids.shape:
             raise ValueError(f"attention_mask: must have input_ids' shape {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}")
         if attention_mask is not None and cache is not None:

@@ -182,7 +182,12 @@ def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
         max_seqlen("max_seqlen_k", max_seqlen_k)
         packed_lengths("q", cu_seqlens_q, max_seqlen_q, q.shape[0])
         packed_lengths("k", cu_seqlens_k, max_seqlen_k, k.shape[0])
-    elif k.shape[0] != q.shape[0]:
+        return packed
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if value is not None:
+            raise ValueError(f"{name}: goes with cu_seqlens_q and cu_seqlens_k, got {value} without them; leave it out, or give them and "
+                             "packed tensors")
+    if k.shape[0] != q.shape[0]:
         raise ValueError(f"{k_name}: batch must be {q_name}'s {q.shape[0]}, got {k.shape[0]}")
     return packed
 

@@ -35,6 +35,16 @@ def test_sequences_without_tokens(operator, impl, queries, longest, device):
     assert all(x.grad.shape == x.shape and (x.grad == 0).all() for x in (q, k, v))
 
 
+@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk"))
+@pytest.mark.parametrize("name", ("max_seqlen_q", "max_seqlen_k"))
+def test_a_longest_sequence_without_sequences_is_refused(operator, name):
+    q, k, v = (torch.randn(1, 16, heads, 16) for heads in (2, 1, 1))
+    attend = operators("cpu")[operator]
+    assert attend(q, k, v).shape == q.shape
+    with pytest.raises(ValueError, match=f"{name}: goes with cu_seqlens_q and cu_seqlens_k, got 16 without them"):
+        attend(q, k, v, **{name: 16})
+
+
 def test_padding_and_back():
     tokens = torch.arange(1.0, 8.0)[:, None]
     bounds = torch.tensor([0, 2, 2, 5, 5])

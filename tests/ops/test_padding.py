@@ -374,6 +374,13 @@ def test_wrong_values_are_refused(impl):
     rows, tokens = torch.zeros(2, 3, 4), torch.zeros(2, 4)
     with pytest.raises(ValueError, match="max_tokens: must be at least the 6"):
         padding.token_indices(mask, max_tokens=5, impl=impl)
+    for padded in (-torch.inf, -1e4, torch.nan):
+        additive = torch.tensor([[0.0, padded, 0.0], [0.0, 0.0, 0.0]])
+        with pytest.raises(ValueError, match="attention_mask: must be at least 0, .* got .*; an additive mask goes in as mask == 0"):
+            padding.token_indices(additive, impl=impl)
+        with pytest.raises(ValueError, match="attention_mask: must be at least 0"):
+            padding.unpad_input(rows, additive, max_tokens=6, impl=impl)
+        assert padding.token_indices(additive == 0, impl=impl).indices.tolist() == [0, 2, 3, 4, 5]
     with pytest.raises(ValueError, match="lengths: .*at most seqlen=3.*got 1 and 4"):
         padding.token_indices_from_lengths(torch.tensor([1, 4]), 3, impl=impl)
     with pytest.raises(ValueError, match="lengths: .*at most seqlen=3.*got -1 and 2"):
@@ -397,6 +404,7 @@ def test_wrong_values_are_refused(impl):
     "call",
     [
         "token_indices(torch.ones(2, 3, device='cuda'), max_tokens=5, impl=impl)",
+        "token_indices(torch.tensor([[0.0, -1e4]], device='cuda'), max_tokens=2, impl=impl)",
         "token_indices_from_lengths(torch.tensor([1, 4], device='cuda'), 3, impl=impl)",
         "pad_input(torch.zeros(2, 4, device='cuda'), torch.tensor([3, 1], device='cuda'), 2, 3, impl='triton')",
         "remove_padding(torch.zeros(2, 3, 4, device='cuda'), torch.tensor([1, 7], device='cuda'), impl=impl)",

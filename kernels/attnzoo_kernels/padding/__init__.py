@@ -58,7 +58,8 @@ def token_indices(attention_mask: Tensor, unused_mask: Tensor | None = None, *, 
                   impl: str | None = None) -> Packing:
     """The packing of rows by their mask.
 
-    attention_mask: (batch, seqlen), bool, integer or floating point, nonzero where a token is real, in any pattern, with any strides.
+    attention_mask: (batch, seqlen), bool, integer or floating point, nonzero where a token is real, in any pattern, with any strides. One
+        that is added to scores (0 and -inf) is the other way round: floating point below 0 is a wrong value.
     unused_mask: likewise, nonzero where a slot is kept although it is not used.
     max_tokens: upper bound on the tokens kept; `indices` has as many entries (at most batch * seqlen), and the host does not wait.
 
@@ -68,6 +69,7 @@ def token_indices(attention_mask: Tensor, unused_mask: Tensor | None = None, *, 
     if unused_mask is not None:
         inputs.mask("unused_mask", unused_mask, attention_mask)
     slots = inputs.slots(*attention_mask.shape)
+    inputs.not_additive("attention_mask", attention_mask)
     bound = inputs.bound("max_tokens", max_tokens, slots)
     path = _path(impl, attention_mask)
     result = path.mask_indices(attention_mask, unused_mask, bound)

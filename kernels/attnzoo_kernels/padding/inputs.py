@@ -19,6 +19,17 @@ def mask(name: str, value: Tensor, like: Tensor | None = None) -> None:
         same_rows(name, value, like)
 
 
+def not_additive(name: str, value: Tensor) -> None:
+    """Refuses a mask that is added to scores, 0 where a token is real: padding would be kept and tokens thrown away."""
+    if not value.is_floating_point():
+        return
+    right, must = (value >= 0).all(), f"{name}: must be at least 0, and above 0 where a token is real"
+    if not values_known(value):
+        torch._assert_async(right, must)
+    elif not right:
+        raise ValueError(f"{must}, got {value.min()}; an additive mask goes in as mask == 0")
+
+
 def same_rows(name: str, value: Tensor, like: Tensor) -> None:
     if value.shape != like.shape[:2]:
         raise ValueError(f"{name}: must have shape {tuple(like.shape[:2])}, the (batch, seqlen) of the rows, got {tuple(value.shape)}")
