@@ -3,6 +3,7 @@
 import csv
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -333,6 +334,19 @@ def test_the_bar_covers_all_runs_and_ends_full():
         progress.advance(20)
         progress.end_reading()
         assert progress.bar.total == progress.done == 150
+
+
+def test_without_a_terminal_a_line_says_how_far_it_is(caplog, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
+    caplog.set_level("INFO")
+    with _Progress(2, seconds=0.0) as progress:
+        progress.begin_reading("first, that cannot be read")
+        progress.end_reading()
+        progress.begin_reading("second")
+        progress.plan(4000)
+        progress.begin("second: validation 128")
+        progress.advance(1000)
+    assert [record.message for record in caplog.records] == ["second: validation 128: 25% of all 4.00k tokens read"]
 
 
 def test_the_store_keeps_rows_as_they_are(tmp_path):

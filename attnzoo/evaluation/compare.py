@@ -120,10 +120,12 @@ class _Table:
 
 
 class _Progress:
-    """One bar over all measurements of all runs, in tokens; a run that is not planned yet is taken to be like those before it."""
+    """One bar over all measurements of all runs, in tokens; a run that is not planned yet is taken to be like those before it. Where there
+    is no terminal, a line now and then."""
 
-    def __init__(self, n_readings: int):
+    def __init__(self, n_readings: int, seconds: float = 15.0):
         self.waiting, self.planned, self.done = n_readings, [], 0  # readings that are not planned, tokens of those that are, tokens read
+        self.seconds, self.said = seconds, time.monotonic()
         self.bar = tqdm(total=0, unit="tok", unit_scale=True, smoothing=0.05, disable=None)
         self.redirect = logging_redirect_tqdm()
 
@@ -150,6 +152,9 @@ class _Progress:
     def advance(self, tokens: int) -> None:
         self.done += tokens
         self.bar.update(tokens)
+        if self.bar.disable and self.bar.total and time.monotonic() > self.said + self.seconds:
+            self.said = time.monotonic()
+            log.info(f"{self.bar.desc}: {min(self.done / self.bar.total, 1):.0%} of all {tqdm.format_sizeof(self.bar.total)} tokens read")
 
     def end_reading(self) -> None:
         self.advance(max(0, sum(self.planned) - self.done))  # of a run that failed
