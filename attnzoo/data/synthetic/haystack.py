@@ -72,7 +72,7 @@ def hide(
     needed = len(introduction) + sum(map(len, needles)) + len(question) + len(answer)
     n_filler = length - needed
     if n_filler < 0:
-        raise ValueError(f"length={length} must be at least {needed}, the tokens of the needles, their question and the answer")
+        raise ValueError(f"length={length} must be at least {needed}, the tokens of introduction, needles, question and answer")
     fill = np.resize(np.asarray(filler, np.int64), n_filler)
     parts, spans, at, taken = [introduction], {}, len(introduction), 0
     for i in np.argsort(depths, kind="stable"):
