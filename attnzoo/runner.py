@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import MissingMandatoryValue
 
 from attnzoo import checkpoint
+from attnzoo.attention.base import check_path
 from attnzoo.errors import UserError
 from attnzoo.signatures import check_kinds
 from attnzoo.training import report
@@ -46,6 +47,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
     loggers = build_loggers(cfg, run_dir, "train", resumed=ckpt_path is not None)
     try:
         trainer = _build_trainer(cfg, loggers)
+        check_path(cfg.attention.get("impl"), trainer.strategy.root_device)
         data = instantiate(cfg.data, _convert_="all")
         data.prepare_data()
         data.setup("fit")

@@ -1,19 +1,23 @@
 """The layer contract, for every file in configs/attention in a GPT and a BERT, dense, padded and packed."""
 
+from contextlib import nullcontext
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from attnzoo.attention import Attention, AttentionSpec, Supports
-from attnzoo.attention.base import POSITIONS
+from attnzoo.attention.base import POSITIONS, check_path
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.sdpa import SDPAttention
 from attnzoo.models import BERT, GPT, from_config
+from attnzoo.signatures import check_kinds
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "attention"
 VARIANTS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -35,8 +39,6 @@ def build(variant, kind="gpt", positions="rotary", **options):
 
 @cache
 def supports(variant) -> Supports:
-    from hydra.utils import get_class
-
     return get_class(config(variant)["_target_"]).supports
 
 
@@ -66,6 +68,30 @@ def test_a_pairing_works_or_is_refused_with_a_way_out(variant, kind, positions):
     else:
         with pytest.raises(ValueError, match=r"use a |set model\."):
             build(variant, kind, positions)
+
+
+def test_a_path_is_one_of_the_operators_or_refused():
+    for variant in VARIANTS:
+        options = config(variant)
+        if "impl" not in options:
+            continue
+        operator = import_module(f"attnzoo_kernels.{variant}")
+        for impl in (*operator.IMPLEMENTATIONS, None):
+            check_kinds("attention", get_class(options["_target_"]), options | {"impl": impl})
+        with pytest.raises(ValueError, match="attention.impl='glon': must be gluon or triton or reference or null"):
+            from_config({"_target_": "attnzoo.models.GPT", **SIZES}, options | {"impl": "glon"})
+
+
+@pytest.mark.parametrize("impl, device, capability, runs", [
+    (None, "cpu", None, True), ("reference", "cpu", None, True), ("triton", "cpu", None, False), ("gluon", "cpu", None, False),
+    ("triton", "cuda", (8, 0), True), ("gluon", "cuda", (8, 0), False), ("gluon", "cuda", (9, 0), True),
+])
+def test_a_path_that_takes_no_call_on_a_device_is_refused(monkeypatch, impl, device, capability, runs):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    with nullcontext() if runs else pytest.raises(ValueError, match=f"attention.impl={impl}: needs .* got (cpu|a card); null takes"):
+        check_path(impl, torch.device(device))
 
 
 @each_pair

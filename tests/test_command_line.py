@@ -38,13 +38,16 @@ def test_each_help_lists_its_own_groups():
     [
         ("eval.py", ["ckpt_path=missing.ckpt"], "missing.ckpt does not exist"),
         ("train.py", ["resume=auto"], "resume=auto needs a run folder that stays the same"),
+        ("train.py", ["attention.impl=glon"], "attention.impl='glon': must be gluon or triton or reference or null"),
+        ("train.py", ["attention.impl=gluon", "trainer=cpu"], "attention.impl=gluon: needs a Hopper GPU, got cpu"),
     ],
 )
 def test_a_refused_command_says_one_line_and_leaves_nothing(tmp_path, script, arguments, message):
-    done = command(tmp_path, script, *arguments)
+    prepared = tmp_path / "prepared"
+    done = command(tmp_path, script, *arguments, *([f"data.cache_dir={prepared}"] if script == "train.py" else []))
     (line,) = done.stderr.strip().splitlines()
     assert done.returncode == 1 and message in line
-    assert left(tmp_path) == []
+    assert left(tmp_path) == [] and not prepared.exists()
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,12 @@ def test_a_sweep_goes_on_where_runs_fail(train, flash, bert, evaluate, tmp_path)
     assert all(name in summary for name in runs)
 
 
+def test_a_path_that_the_device_does_not_have_leaves_nothing(flash, evaluate, tmp_path):
+    with pytest.raises(ValueError, match="attention.impl=gluon: needs a Hopper GPU, got cpu"):
+        evaluate(f"ckpt_path={flash[0]}", "+attention.impl=gluon")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_but_failures_is_an_error(flash, evaluate, tmp_path):
     for name in "ab":
         shutil.copytree(flash[0], tmp_path / "runs" / name, ignore=shutil.ignore_patterns("*.ckpt"))

@@ -1,8 +1,9 @@
 """The attention layer's contract: one description to build a layer from, one base that a variant extends by `attend`."""
 
+import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,16 @@ from torch import Tensor, nn
 from attnzoo.attention.positions import ROPE_SCALINGS, alibi_slopes, rotary_tables, rotate
 
 POSITIONS = ("learned", "rotary", "alibi")
+Impl = Literal["gluon", "triton", "reference"]  # a path of the operators; None takes the fastest that runs
+
+
+def check_path(impl: str | None, device: torch.device) -> None:
+    """Raises ValueError for a path that takes no call at all on this device, so that it is known before there are data to try it with."""
+    if impl == "gluon" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)):
+        found = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        raise ValueError(f"attention.impl=gluon: needs a Hopper GPU, got {found}; null takes the fastest path that runs")
+    if impl == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"attention.impl=triton: needs a GPU, got {device.type}; null takes the fastest path that runs")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.attention.base import Attention, AttentionSpec, SequenceInfo, Supports
+from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
 from attnzoo_kernels import block_sparse_attention
 from attnzoo_kernels.block_sparse.layout import BLOCKS
 from attnzoo_kernels.block_sparse.patterns import PATTERNS, Pattern
@@ -30,7 +30,7 @@ class BlockSparseAttention(Attention):
     supports = Supports(positions=("learned", "rotary"), dropout=False)
 
     def __init__(self, spec: AttentionSpec, *, pattern: str | Mapping[str, Any] | Sequence = "longformer", block: int = 64,
-                 impl: str | None = None):
+                 impl: Impl | None = None):
         super().__init__(spec)
         self.impl = impl
         patterns = [pattern] if isinstance(pattern, str | Mapping) else list(pattern)

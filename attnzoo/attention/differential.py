@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.attention.base import Attention, AttentionSpec, SequenceInfo, Supports
+from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
 from attnzoo_kernels import differential_attention
 
 LAMBDA_STD = 0.1
@@ -38,7 +38,7 @@ class DifferentialAttention(Attention):
     supports = Supports(positions=("learned", "rotary"), dropout=False)
 
     def __init__(self, spec: AttentionSpec, *, version: int = 1, norm: bool = True, norm_eps: float = 1e-5, match_parameters: bool = False,
-                 impl: str | None = None):
+                 impl: Impl | None = None):
         if version not in (1, 2):
             raise ValueError(f"attention.version={version!r}: must be 1 or 2")
         for name, heads in (("n_heads", spec.n_heads), ("n_kv_heads", spec.n_kv_heads)):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnzoo.attention.base import Attention, AttentionSpec, SequenceInfo, Supports
+from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
 from attnzoo.attention.positions import rotary_tables
 from attnzoo_kernels import dual_chunk_attention, padding
 from attnzoo_kernels.dual_chunk.geometry import STAGES, geometry, stage_bits
@@ -29,7 +29,7 @@ class DualChunkAttention(Attention):
 
     supports = Supports(positions=("rotary",), dropout=False)
 
-    def __init__(self, spec: AttentionSpec, *, impl: str | None = None, variant: str = "paper", chunk_size: int | None = None,
+    def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None, variant: str = "paper", chunk_size: int | None = None,
                  local_size: int | None = None, stages: Sequence[str] = STAGES, temperature: str = "none"):
         super().__init__(spec)
         self.impl = impl

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from attnzoo.attention.base import Attention, AttentionSpec, KVCache, SequenceInfo
+from attnzoo.attention.base import Attention, AttentionSpec, Impl, KVCache, SequenceInfo
 from attnzoo_kernels import decode_attention, flash_attention
 
 DECODED_TOKENS = 16  # of one sequence at once, at most; a longer piece of a prompt keeps the GPU busy without splitting its keys
@@ -23,7 +23,7 @@ class FlashAttention(Attention):
     sinks: learn a logit per head that joins the softmax's denominator, so that a head can look at nothing.
     """
 
-    def __init__(self, spec: AttentionSpec, *, impl: str | None = None, window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
+    def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None, window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
                  sinks: bool = False):
         super().__init__(spec)
         if len(window_size) != 2 or any(not isinstance(side, int) or side < -1 for side in window_size):

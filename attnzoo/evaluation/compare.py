@@ -115,6 +115,8 @@ class _Table:
             self.write()
 
     def write(self) -> None:
+        if not self.rows:
+            return  # what is refused leaves nothing
         write_csv(self.rows, self.path)
         self.written = time.monotonic()
 

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import attnzoo.data
 from attnzoo import checkpoint as checkpoints
+from attnzoo.attention.base import check_path
 from attnzoo.errors import UserError
 from attnzoo.evaluation.measurement import digest
 from attnzoo.evaluation.runs import Run
@@ -46,21 +47,24 @@ def prepare(run: Run, attention: dict, model: dict, cfg: DictConfig, build_data:
     path = run.existing_checkpoint()
     checkpoint = checkpoints.load(path, attention=attention, model=model, trust=tuple(cfg.trust))
     trained = _plain(run.config())
-    data = build_data(_data_config(run, trained.get("data"), _plain(cfg.get("data")), checkpoint, cfg.trust))
-    data.tokenizer = checkpoint.tokenizer  # the one that the model knows, whatever the data's configuration says
-    data.prepare_data()
-    data.setup("validate")
+    layer = attention if "_target_" in attention else {**checkpoint.record["attention"], **attention}
     precision = cfg.precision or trained.get("trainer", {}).get("precision", "32")
     matmul_precision = trained.get("matmul_precision", "highest")
     torch.set_float32_matmul_precision(matmul_precision)
     placed = _place(checkpoint.model, cfg.accelerator, precision)
+    device = next(placed.parameters()).device
+    check_path(layer.get("impl"), device)
+    data = build_data(_data_config(run, trained.get("data"), _plain(cfg.get("data")), checkpoint, cfg.trust))
+    data.tokenizer = checkpoint.tokenizer  # the one that the model knows, whatever the data's configuration says
+    data.prepare_data()
+    data.setup("validate")
     identity = {
         "checkpoint": digest(path),
         "model": {**checkpoint.record["model"], **model},
-        "attention": attention if "_target_" in attention else {**checkpoint.record["attention"], **attention},
+        "attention": layer,
         "data": data.record()["sha256"],
         "precision": [str(precision), matmul_precision],
-        **_machine(next(placed.parameters()).device),
+        **_machine(device),
         "code": _code(checkpoint.model),
     }
     return Subject(placed, data, checkpoint.context, _columns(run, checkpoint, data.record()), identity)
