@@ -27,7 +27,7 @@ from omegaconf.errors import MissingMandatoryValue
 from attnzoo import checkpoint
 from attnzoo.attention.base import check_path
 from attnzoo.errors import UserError
-from attnzoo.signatures import check_kinds
+from attnzoo.signatures import check_options
 from attnzoo.training import report
 from attnzoo.training.checkpointing import AtomicCheckpointIO
 from attnzoo.training.record import versions
@@ -76,7 +76,7 @@ def evaluate(cfg: DictConfig) -> None:
 
     for name, task in (cfg.evaluation.tasks or {}).items():
         if task:
-            _check_kinds(f"evaluation.tasks.{name}", task)
+            _check_options(f"evaluation.tasks.{name}", task)
     if not isinstance(cfg.store, str | None):
         raise UserError(f"store={cfg.store} must be a folder, or null")
     if not OmegaConf.is_list(cfg.trust):
@@ -200,13 +200,13 @@ def _check(cfg: DictConfig) -> None:
         raise UserError("attention: its file must say _target_, the layer's class, and `_partial_: true`, because the model describes each "
                         f"layer to it, got the keys {', '.join(cfg.attention)}")
     for group in ("attention", "model", "optimizer", "trainer"):
-        _check_kinds(group, cfg[group])
+        _check_options(group, cfg[group])
 
 
-def _check_kinds(where: str, config: DictConfig) -> None:
-    """check_kinds for what will be built. Missing values are for Hydra to ask for, and the size of the vocabulary for the tokenizer."""
+def _check_options(where: str, config: DictConfig) -> None:
+    """check_options for what will be built. Missing values are for Hydra to ask for, and the size of the vocabulary for the tokenizer."""
     given = {key: value for key, value in _plain(config).items() if value != "???" and (key, value) != ("vocab_size", None)}
-    check_kinds(where, get_object(config._target_), given)
+    check_options(where, get_object(config._target_), given)
 
 
 def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:

@@ -17,7 +17,7 @@ from attnzoo.attention.base import POSITIONS, check_path
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.sdpa import SDPAttention
 from attnzoo.models import BERT, GPT, from_config
-from attnzoo.signatures import check_kinds
+from attnzoo.signatures import check_options
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "attention"
 VARIANTS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -77,7 +77,7 @@ def test_a_path_is_one_of_the_operators_or_refused():
             continue
         operator = import_module(f"attnzoo_kernels.{variant}")
         for impl in (*operator.IMPLEMENTATIONS, None):
-            check_kinds("attention", get_class(options["_target_"]), options | {"impl": impl})
+            check_options("attention", get_class(options["_target_"]), options | {"impl": impl})
         with pytest.raises(ValueError, match="attention.impl='glon': must be gluon or triton or reference or null"):
             from_config({"_target_": "attnzoo.models.GPT", **SIZES}, options | {"impl": "glon"})
 

@@ -83,7 +83,10 @@ def test_a_refused_command_leaves_alone_what_was_there(tmp_path):
         ("trainer.log_every_n_steps=x", "trainer.log_every_n_steps='x': must be a whole number or null"),
         ("trainer.gradient_clip_val=x", "trainer.gradient_clip_val='x': must be a number or null"),
         ("trainer.precision=17", "trainer.precision=17: must be 64 or 32 or 16 or "),
-        ("+trainer.steps=3", "unexpected keyword argument 'steps'"),
+        ("+trainer.steps=3", "trainer.steps: Trainer has no such option; like it: .*max_steps"),
+        ("+model.n_head=3", "model.n_head: GPT has no such option; like it: n_heads, n_kv_heads"),
+        ("+attention.windowsize=3", "attention.windowsize: FlashAttention has no such option; like it: window_size"),
+        ("+attention.version=2", "attention.version: FlashAttention has no such option$"),
     ],
 )
 def test_values_of_the_wrong_kind_are_one_line(tmp_path, override, message):

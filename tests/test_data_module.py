@@ -49,7 +49,7 @@ def test_every_config_makes_a_data_module(name, texts):
 
 
 def test_unknown_option_is_refused(texts):
-    with pytest.raises(TypeError, match="seqlen"):
+    with pytest.raises(ValueError, match="data.seqlen: TextDataModule has no such option; like it: seq_len"):
         data.text(**texts, seq_len=8, batch_size=1, seqlen=8)
 
 

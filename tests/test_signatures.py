@@ -1,11 +1,11 @@
-"""A wrong kind of option is refused by its name, and by the names of those that a class inherits."""
+"""An option that does not exist or is of a wrong kind is refused by its name, also where a class inherits it."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import pytest
 
-from attnzoo.signatures import check_kinds
+from attnzoo.signatures import check_options
 
 
 class Trunk:
@@ -22,11 +22,11 @@ class Model(Trunk):
 
 @pytest.mark.parametrize("options", [
     {"width": 3, "rate": 1, "gated": True, "unknown": "anything"}, {"rate": 0.5}, {"window": [1, -1]}, {"window": ()}, {"betas": [0, 0.9]},
-    {"pattern": "name"}, {"pattern": {"name": "a"}}, {"pattern": ["a", {"name": "b"}]}, {"heads": None}, {"heads": 2}, {"another": 1},
+    {"pattern": "name"}, {"pattern": {"name": "a"}}, {"pattern": ["a", {"name": "b"}]}, {"heads": None}, {"heads": 2}, {"_partial_": True},
     {"share": 1, "precision": 32}, {"share": 0.5, "precision": "bf16"}, {"precision": None},
 ])
 def test_what_fits_passes(options):
-    check_kinds("model", Model, options)
+    check_options("model", Model, options)
 
 
 @pytest.mark.parametrize("options, message", [
@@ -35,26 +35,39 @@ def test_what_fits_passes(options):
     ({"gated": 1}, "must be true or false"), ({"window": 5}, "model.window=5: must be a list of whole numbers"),
     ({"window": [1, "a"]}, "must be a list of whole numbers"), ({"betas": [0.9, None]}, "must be a list of numbers"),
     ({"pattern": 3}, "must be a text or a mapping or a list"), ({"heads": "all"}, "must be a whole number or null"),
+    ({"widht": 3}, "model.widht: Model has no such option; like it: width$"), ({"zzz": 3}, "model.zzz: Model has no such option$"),
     ({"share": "x"}, "must be a number$"), ({"precision": "16"}, "must be 16 or 32 or bf16 or null"),
 ])
 def test_what_does_not_is_named(options, message):
     with pytest.raises(ValueError, match=message):
-        check_kinds("model", Model, options)
+        check_options("model", Model, options)
 
 
 def test_annotations_that_cannot_be_read_are_left_out():
     def make(path: "Unknown.Path", count: "int | None", other: "Sequence[Nowhere]"):  # noqa: F821
         pass
 
-    check_kinds("data", make, {"path": 3, "other": 3, "count": 1})
+    check_options("data", make, {"path": 3, "other": 3, "count": 1})
     with pytest.raises(ValueError, match="data.count='b': must be a whole number or null"):
-        check_kinds("data", make, {"count": "b"})
+        check_options("data", make, {"count": "b"})
+
+
+def test_what_takes_any_others_is_not_asked():
+    def make(path: str, **others):
+        pass
+
+    class Open(dict):
+        def __init__(self, path: str, **others):
+            super().__init__(**others)
+
+    for target in (make, Open, dict):
+        check_options("data", target, {"path": "a", "another": 1})
 
 
 def test_functions_have_annotations_too():
     def make(path: str, count: int = 1):
         pass
 
-    check_kinds("data", make, {"path": "a"})
+    check_options("data", make, {"path": "a"})
     with pytest.raises(ValueError, match="data.count='b': must be a whole number"):
-        check_kinds("data", make, {"count": "b"})
+        check_options("data", make, {"count": "b"})

@@ -13,7 +13,7 @@ from attnzoo.data.masking import MaskedRows
 from attnzoo.data.packing import CausalRows
 from attnzoo.data.rows import RowsDataModule
 from attnzoo.data.tokenized import SPLITS, TokenStore, prepare
-from attnzoo.signatures import check_kinds
+from attnzoo.signatures import check_options
 
 OBJECTIVES = ("lm", "mlm")
 
@@ -201,6 +201,6 @@ def hf(**options) -> TextDataModule:
 def _over(make_source, options: dict) -> TextDataModule:
     keys = inspect.signature(make_source).parameters.keys() & options.keys()
     of_source = {key: options.pop(key) for key in keys}
-    check_kinds("data", make_source, of_source)
-    check_kinds("data", TextDataModule, options)
+    check_options("data", make_source, of_source)
+    check_options("data", TextDataModule, options)
     return TextDataModule(make_source(**of_source), **options)

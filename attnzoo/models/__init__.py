@@ -11,7 +11,7 @@ from attnzoo.attention.base import Attention
 from attnzoo.models.bert import BERT
 from attnzoo.models.classifier import BERTClassifier
 from attnzoo.models.gpt import GPT
-from attnzoo.signatures import check_kinds
+from attnzoo.signatures import check_options
 
 __all__ = ["BERT", "BERTClassifier", "GPT", "from_config"]
 
@@ -23,8 +23,7 @@ def from_config(model: Mapping, attention: Mapping, *, trust: Sequence[str] = ()
     be such a dictionary itself. Only classes defined inside `attnzoo` or a module named in `trust` are built, and all targets are checked
     before anything is imported, because a checkpoint may be a stranger's.
 
-    Raises ValueError for a target that is not trusted or not there and for an argument of a wrong kind, TypeError for one that it does not
-    take.
+    Raises ValueError for a target that is not trusted or not there, and for an argument that it does not take or of a wrong kind.
     """
     trusted = ("attnzoo", *trust)
     for name, config in (("model", model), ("attention", attention)):
@@ -32,8 +31,8 @@ def from_config(model: Mapping, attention: Mapping, *, trust: Sequence[str] = ()
         if "_target_" not in config:
             raise ValueError(f"{name}: needs a `_target_` such as {_EXAMPLES[name]}, got the keys {sorted(config)}")
     layer, trunk = _resolve(attention["_target_"], trusted, Attention), _resolve(model["_target_"], trusted, nn.Module)
-    check_kinds("attention", layer, attention)
-    check_kinds("model", trunk, model)
+    check_options("attention", layer, attention)
+    check_options("model", trunk, model)
     arguments = _arguments({key: value for key, value in model.items() if key != "attention"}, trusted)
     return trunk(attention=partial(layer, **_arguments(attention, trusted)), **arguments)
 
