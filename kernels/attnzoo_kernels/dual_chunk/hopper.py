@@ -41,6 +41,15 @@ ROWS = gl.constexpr(64)  # of a consumer: what one matrix instruction takes
 
 
 @gluon.jit
+def _clear_behind(valid, v_tiles, v_full, step, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """Zeros for a step's values behind the sequence's end, if it has them: no weight of zero makes up for what another one has there."""
+    if valid < BLOCK_N:
+        slot, phase = ring(step, STAGES)
+        mbarrier.wait(v_full.index(slot), phase)
+        clear_rows(v_tiles.index(slot), valid, BLOCK_N, BLOCK_DV)
+
+
+@gluon.jit
 def _walk(q_tiles, k_tiles, v_tiles, bars, step, q_step, position, own, last, len_k, chunk, merged, BLOCK_DV: gl.constexpr,
           BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ME: gl.constexpr, PACKED: gl.constexpr, SEAMS: gl.constexpr,
           HOLD: gl.constexpr):
@@ -61,11 +70,8 @@ def _walk(q_tiles, k_tiles, v_tiles, bars, step, q_step, position, own, last, le
     mbarrier.wait(k_full.index(slot), phase)
     # [ROWS, BLOCK_N]
     pending = warpgroup_mma(q_tiles.index(place), k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    column = begin + (tiles - 1) * BLOCK_N
     if PACKED:
-        if column + BLOCK_N > len_k:
-            mbarrier.wait(v_full.index(slot), phase)
-            clear_rows(v_tiles.index(slot), len_k - column, BLOCK_N, BLOCK_DV)
+        _clear_behind(len_k - begin - (tiles - 1) * BLOCK_N, v_tiles, v_full, step, BLOCK_DV, BLOCK_N, STAGES)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     mbarrier.arrive(k_empty.index(slot), count=1)
     # counted from the chunk's first key: columns that are no multiples of BLOCK_N cost registers, for which ptxas has the loop below take
@@ -93,6 +99,9 @@ def _walk(q_tiles, k_tiles, v_tiles, bars, step, q_step, position, own, last, le
             q_slot, q_phase = ring(q_step, Q_SLOTS)
             place = q_slot * CONSUMERS + ME
             mbarrier.wait(q_full.index(place), q_phase)
+            if PACKED and SEAMS:
+                stage_begin, stage_tiles = stage_keys(n, own, chunk, last, merged, BLOCK_N)
+                _clear_behind(len_k - stage_begin - (stage_tiles - 1) * BLOCK_N, v_tiles, v_full, step, BLOCK_DV, BLOCK_N, STAGES)
         for s in range(step, stop):
             slot, phase = ring(s, STAGES)
             before, phase_before = ring(s - 1, STAGES)
