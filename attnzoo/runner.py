@@ -49,6 +49,8 @@ def train(cfg: DictConfig) -> dict[str, float]:
         trainer = _build_trainer(cfg, loggers)
         check_path(cfg.attention.get("impl"), trainer.strategy.root_device)
         data = instantiate(cfg.data, _convert_="all")
+        if getattr(data, "packs", False):
+            get_class(cfg.attention._target_).check_packed(causal=data.objective == "lm")
         data.prepare_data()
         data.setup("fit")
         _set_accumulation(trainer, cfg.batch_tokens, data)

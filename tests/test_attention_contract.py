@@ -250,7 +250,7 @@ def test_what_a_variant_does_not_support_is_refused_with_a_way_out():
     with pytest.raises(ValueError, match="model.attention_dropout=0"):
         GPT(**options, attention_dropout=0.1)
     model = GPT(**options)
-    with pytest.raises(ValueError, match="data.packed=false"):
+    with pytest.raises(ValueError, match="data.cross_documents=true, or attention=flash"):
         model(torch.arange(4), cu_seqlens=torch.tensor([0, 4], dtype=torch.int32), max_seqlen=4)
     with pytest.raises(ValueError, match="no KV cache"):
         model.new_cache(1, 4)

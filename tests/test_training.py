@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import runner
+from attnzoo.attention import Supports
+from attnzoo.attention.flash import FlashAttention
 from attnzoo.errors import UserError
 from attnzoo.training import throughput
 from attnzoo.training.loggers import MetricsCSV, has_wandb_key, read_metrics
@@ -22,6 +24,15 @@ from attnzoo.training.optimizer import AdamWRecipe
 from attnzoo_kernels.taken import paths_taken
 
 RECIPE = {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 4, "final_lr": 0.1}
+
+
+def test_a_variant_without_packed_sequences_is_told_so_before_data_are_prepared(tmp_path, monkeypatch):
+    monkeypatch.setattr(FlashAttention, "supports", Supports(packed=False))
+    for model, way_out in (("gpt_tiny", "set data.cross_documents=true"), ("bert_tiny", "use a gpt model")):
+        with pytest.raises(ValueError, match=f"attention=flash takes no packed sequences; .*{way_out}"):
+            runner.train(compose_tiny(tmp_path, f"model={model}"))
+    assert not (tmp_path / "cache").exists()
+    assert runner.train(compose_tiny(tmp_path, "data.cross_documents=true"))["val/loss"] > 0
 
 
 @pytest.mark.parametrize(

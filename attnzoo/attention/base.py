@@ -185,6 +185,13 @@ class Attention(nn.Module):
         if spec.dropout > 0 and not supports.dropout:
             raise ValueError(f"attention={self.name} has no attention dropout, got {spec.dropout}; set model.attention_dropout=0")
 
+    @classmethod
+    def check_packed(cls, causal: bool) -> None:
+        """Raises ValueError where the variant takes no packed sequences, which a model makes of padded ones too."""
+        if not cls.supports.packed:
+            way_out = "set data.cross_documents=true" if causal else "a bidirectional model packs what is padded; use a gpt model"
+            raise ValueError(f"attention={cls.__module__.rpartition('.')[2]} takes no packed sequences; {way_out}, or attention=flash")
+
     def head_shapes(self) -> dict[str, tuple[int, int]]:
         """(heads, width) of the projected "q", "k", "v" and of `attend`'s output "out"."""
         spec = self.spec
@@ -204,10 +211,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None = None) -> Tensor:
         """x (batch, seqlen, dim) or packed (total, dim), with `cache` the new tokens only; returns x's shape."""
-        if seq.cu_seqlens is not None and not self.supports.packed:
-            way_out = ("set data.packed=false and data.cross_documents=true" if self.spec.causal else
-                       "a bidirectional model packs what is padded: give it rows of one length, or take another variant")
-            raise ValueError(f"attention={self.name} takes no packed sequences; {way_out}")
+        if seq.cu_seqlens is not None:
+            self.check_packed(self.spec.causal)
         q, k, v, *rest = self.project(x)
         q, k = self.apply_positions(q, k, seq)
         if cache is None:

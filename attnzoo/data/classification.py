@@ -98,6 +98,8 @@ class ClassificationDataModule(RowsDataModule):
         cache_dir: where tokenised sources are kept; None takes the environment's ATTNZOO_CACHE, else ~/.cache/attnzoo.
     """
 
+    packs = True
+
     def __init__(
         self, source, *, tokenizer: Any = "bytes", objective: str = "classification", seq_len: int, batch_size: int,
         eval_batch_size: int | None = None, packed: bool = True, shuffle: bool = True, seed: int = 0, num_workers: int = 0,

@@ -96,6 +96,10 @@ class TextDataModule(RowsDataModule):
             )
 
     @property
+    def packs(self) -> bool:
+        return self.objective != "lm" or not self.cross_documents
+
+    @property
     def kind(self) -> str:
         """What the record calls the source."""
         return self.source.kind

@@ -17,8 +17,11 @@ class RowsDataModule(LightningDataModule):
     A subclass sets `kind` (what its record and errors call it), `batch_size`, `eval_batch_size`, `shuffle`, `num_workers`, and has
 
     - `_rows(split, shuffle=False)`: the rows of "train", "validation" (and other splits);
-    - `_settings()`: plain JSON that the order of the training rows depends on.
+    - `_settings()`: plain JSON that the order of the training rows depends on;
+    - `packs`: whether its batches reach attention as packed sequences, which those of padded rows do too.
     """
+
+    packs = False
 
     kind: str
     batch_size: int
