@@ -1,4 +1,4 @@
-"""Packed batches without tokens: every operator and path gives empty results, and gradients that are zeros and not missing."""
+"""Packed batches without tokens, or with rows that belong to no sequence: every operator and path gives zeros there, gradients too."""
 
 import pytest
 import torch
@@ -7,7 +7,11 @@ import triton.language as tl
 
 from attnzoo_kernels import BlockLayout, block_sparse_attention, differential_attention, dual_chunk_attention, flash_attention
 from attnzoo_kernels._triton.tiles import find_tile
+from attnzoo_kernels.dual_chunk.cases import rotary_tables
 from attnzoo_kernels.packing import pad_packed, unpad_packed
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+gluon = pytest.param("gluon", marks=(pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")))
 
 
 def operators(device):
@@ -33,6 +37,40 @@ def test_sequences_without_tokens(operator, impl, queries, longest, device):
     assert out.shape == (queries, 2, 16) and (out == 0).all()
     out.sum().backward()
     assert all(x.grad.shape == x.shape and (x.grad == 0).all() for x in (q, k, v))
+
+
+@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "differential by head", "dual_chunk"))
+@pytest.mark.parametrize("impl", (gluon, "triton", "reference"))
+def test_rows_behind_the_last_sequence_may_hold_anything(operator, impl, device):
+    """Also what goes with tokens, as lambda or a multiplier, which may be made of positions that are not there."""
+    if (operator, impl) == ("block_sparse", "gluon"):
+        pytest.skip("it takes no packed sequences")
+    real, total = 50, 60
+    bounds = torch.tensor([0, 33, 33, real], dtype=torch.int32, device=device)
+
+    def tokens(*shape, dtype=torch.float16):
+        x = torch.rand(total, *shape, device=device).to(dtype)
+        x[real:] = torch.nan
+        return x.requires_grad_()
+
+    q, q2, k, v, dout = (tokens(2, 64) for _ in range(5))
+    lam, by_head = tokens(2, dtype=torch.float32), torch.rand(2, device=device, requires_grad=True)
+    cos, sin = rotary_tables(160, 64, device)
+    layout = BlockLayout.from_mask(torch.ones(3, 3, dtype=torch.bool, device=device), 16)
+    attend, inputs, options = {
+        "flash": (flash_attention, (q, k, v), {}),
+        "block_sparse": (block_sparse_attention, (q, k, v, layout), {}),
+        "differential": (differential_attention, (q, q2, k, None, v, lam), {}),
+        "differential by head": (differential_attention, (q, q2, k, None, v, by_head), {}),
+        "dual_chunk": (dual_chunk_attention, (q, k, v), {"cos": cos, "sin": sin, "chunk_size": 160, "local_size": 32,
+                                                         "logit_multiplier": tokens(dtype=torch.float32).detach()}),
+    }[operator]
+    out = attend(*inputs, **options, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=33, max_seqlen_k=33, deterministic=False,
+                 impl=impl)
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor)]
+    grads = torch.autograd.grad(out, leaves, dout)
+    assert all(x.isfinite().all() for x in (out, *grads))
+    assert all((x[real:] == 0).all() for x in (out, *grads) if x.shape[0] == total)
 
 
 @pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk"))

@@ -93,7 +93,8 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
     # [BLOCK_M, BLOCK_DV]
     do = load_rows(do_rows, batch, head, first_q, row, len_q, stride_dos, VALUE_DIM, BLOCK_M, BLOCK_DV, not TMA, TMA)
     lam_rows = tile_source(lam_ptr, batch, head, first_q, stride_lb, stride_ls, stride_lh, False)
-    lam = tl.load(lam_rows + i.to(tl.int64) * stride_ls, mask=i < len_q, other=0.0)
+    # behind the last sequence, where no query sees a key, there may be anything
+    lam = tl.load(lam_rows + i.to(tl.int64) * stride_ls, mask=(i < len_q) & (len_k > 0), other=0.0)
     delta = tl.zeros([BLOCK_M], tl.float32)
     r = tl.zeros([BLOCK_M], tl.float32)
     if PRECISION != "ieee":

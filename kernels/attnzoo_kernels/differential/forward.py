@@ -104,7 +104,8 @@ def differential_fwd_kernel(q1_source, q2_source, k1_source, k2_source, v_source
     tl.store(lse_ptr + lse_index, log_sum_exp(top1, norm1, PRECISION == "ieee"), mask=i < len_q)
     tl.store(lse_ptr + stride_lse + lse_index, log_sum_exp(top2, norm2, PRECISION == "ieee"), mask=i < len_q)
     lam_rows = tile_source(lam_ptr, batch, head, first_q, stride_lb, stride_ls, stride_lh, False)
-    lam = tl.load(lam_rows + i.to(tl.int64) * stride_ls, mask=i < len_q, other=0.0)
+    # behind the last sequence, where no query sees a key, there may be anything
+    lam = tl.load(lam_rows + i.to(tl.int64) * stride_ls, mask=(i < len_q) & (len_k > 0), other=0.0)
     acc1 = _divided(acc1, tl.where(norm1 > 0, norm1, 1.0)[:, None], PRECISION)
     acc2 = _divided(acc2, tl.where(norm2 > 0, norm2, 1.0)[:, None], PRECISION)
     out = acc1 - lam[:, None] * acc2

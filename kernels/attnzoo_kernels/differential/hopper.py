@@ -134,9 +134,9 @@ def _consume(rows, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.
             whole = my_row + ROWS <= len_q
             rows_before = head.to(gl.int64) * seqlen_q + first_q
         i = my_row + gl.arange(0, ROWS, score_row)
-        # early, for memory is far away
-        lam = gl.load(lam_ptr + batch.to(gl.int64) * stride_lb + (first_q + i).to(gl.int64) * stride_ls + head * stride_lh, mask=i < len_q,
-                      other=0.0)
+        # early, for memory is far away; behind the last sequence, where no query sees a key, there may be anything
+        lam = gl.load(lam_ptr + batch.to(gl.int64) * stride_lb + (first_q + i).to(gl.int64) * stride_ls + head * stride_lh,
+                      mask=(i < len_q) & (len_k > 0), other=0.0)
         for part in gl.static_range(2):
             place = part * CONSUMERS + ME
             step = hand_on(k_full, k_empty, v_full, v_empty, step, loaded_end - end, STAGES, JOINT_RELEASE)

@@ -32,12 +32,13 @@ def differential_bwd_rows_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats_ptr, 
     r = tl.sum(out2 * do, 1)
     delta = tl.sum(out * do, 1) + lam * r
     lse_index = (batch * heads + head) * seqlen + first + rows
-    tl.store(r_ptr + lse_index, r, mask=inside)
     row_stats = row_stats_ptr + tile * (2 * STATS) + tl.arange(0, BLOCK)
     for path in tl.static_range(2):
         top = tl.load(stats_ptr + 2 * path * stride_stats + lse_index, mask=inside, other=float("inf"))
         log_norm = tl.load(stats_ptr + (2 * path + 1) * stride_stats + lse_index, mask=inside, other=0.0)
         tl.store(row_stats + 2 * path * BLOCK, tl.where(top == float("inf"), top, top + log_norm))
+    # rows that see no key have none, whatever dO is behind the last sequence
+    tl.store(r_ptr + lse_index, tl.where(top == float("inf"), 0.0, r), mask=inside)
     tl.store(row_stats + BLOCK, delta)
     tl.store(row_stats + 3 * BLOCK, r)
     tl.store(row_stats + 4 * BLOCK, lam)
@@ -103,7 +104,8 @@ def differential_bwd_parts_rows_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats
             top = tl.load(stats_ptr + 2 * path * stride_stats + lse_index, mask=inside, other=float("inf"))
             log_norm = tl.load(stats_ptr + (2 * path + 1) * stride_stats + lse_index, mask=inside, other=0.0)
             tl.store(row_stats + path * PARTS * n_tiles * 2 * BLOCK, tl.where(top == float("inf"), top, top + log_norm))
-    tl.store(r_ptr + lse_index, r, mask=inside)
+    # rows that see no key have none, whatever dO is behind the last sequence
+    tl.store(r_ptr + lse_index, tl.where(top == float("inf"), 0.0, r), mask=inside)
     tl.store(dq_ptr + tile * (BLOCK * WIDTH) + tl.arange(0, BLOCK * WIDTH), tl.zeros([BLOCK * WIDTH], tl.float32))
     if tl.program_id(0) == 0:
         tl.store(counter_ptr + tl.arange(0, 8 * PARTS), 0)

@@ -20,7 +20,7 @@ from attnzoo_kernels.dual_chunk.forward import key_bounds, keys_in_stage
 from attnzoo_kernels.dual_chunk.operands import sources
 from attnzoo_kernels.dual_chunk.options import Options
 from attnzoo_kernels.dual_chunk.parts import parts
-from attnzoo_kernels.dual_chunk.rotation import query_factor, rotated_copies, stage_position, store_pairs, turn_back
+from attnzoo_kernels.dual_chunk.rotation import query_factor, rotated_copies, scaled_gradient, stage_position, store_pairs, turn_back
 from attnzoo_kernels.dual_chunk.tiles import dkdv_tile, dq_tile
 
 
@@ -129,7 +129,7 @@ def dual_chunk_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, g
             dq = turn_back(dq, cos, sin, turn, ROTARY_DIM, BLOCK_M, BLOCK_D)
     tl.store(row_stats + stride_rows, delta, mask=kept)
     factor = query_factor(multiplier, batch, first_q, row, end_row, stride_mb, softmax_scale, HAS_MULTIPLIER, BLOCK_M)
-    a, b = tl.split((dq * factor[:, None]).reshape(BLOCK_M, BLOCK_D // 2, 2))
+    a, b = tl.split(scaled_gradient(dq, factor[:, None]).reshape(BLOCK_M, BLOCK_D // 2, 2))
     dq_rows = tile_source(dq_ptr, batch, head, first_q, stride_dqb, stride_dqs, stride_dqh, False)
     store_pairs(dq_rows, a, b, row, end_row, stride_dqs, HEAD_DIM, ROTARY_DIM, BLOCK_M, BLOCK_D, INTERLEAVED)
 

@@ -7,7 +7,7 @@ A float32 dQ lies in tiles of 64 or 128 queries, each 64 of them in the order in
 import triton
 import triton.language as tl
 
-from attnzoo_kernels.dual_chunk.rotation import load_angles, query_factor, rotate_pairs, stage_position, store_pairs
+from attnzoo_kernels.dual_chunk.rotation import load_angles, query_factor, rotate_pairs, scaled_gradient, stage_position, store_pairs
 from attnzoo_kernels.flash.hopper_rows import by_rows, program_tile_of_queries, write_statistics
 
 
@@ -64,7 +64,8 @@ def dual_chunk_bwd_dq_rows_kernel(sum_ptr, dq_ptr, cos, sin, multiplier, cu_seql
             second += b
     factor = query_factor(multiplier, batch, first_row, row, length, stride_mb, softmax_scale, HAS_MULTIPLIER, BLOCK)[:, None]
     rows = dq_ptr + batch * stride_dqb + head.to(tl.int64) * stride_dqh + tl.cast(first_row, tl.int64) * stride_dqs
-    store_pairs(rows, first * factor, second * factor, row, length, stride_dqs, HEAD_DIM, ROTARY_DIM, BLOCK, WIDTH, INTERLEAVED)
+    store_pairs(rows, scaled_gradient(first, factor), scaled_gradient(second, factor), row, length, stride_dqs, HEAD_DIM, ROTARY_DIM, BLOCK,
+                WIDTH, INTERLEAVED)
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "heads", "chunk"], do_not_specialize_on_alignment=["cu_seqlens"])

@@ -84,6 +84,12 @@ def query_factor(multiplier_ptr, batch, first, row, end, stride_mb, scale, HAS_M
 
 
 @triton.jit
+def scaled_gradient(x, factor):
+    """x times its rows' factor; zeros stay, also where the multiplier is not finite, as it may be behind the last sequence."""
+    return tl.where(x == 0, 0.0, x * factor)
+
+
+@triton.jit
 def _rows(pointer, batch, row, head, stride_batch, stride_row, stride_head, BLOCK: tl.constexpr):
     """Where rows row .. row + BLOCK of the heads begin, [BLOCK, HEADS, 1]."""
     start = tl.cast(batch, tl.int64) * stride_batch + tl.cast(row, tl.int64) * stride_row
