@@ -98,6 +98,8 @@ def evaluate(cfg: DictConfig) -> None:
         )
         for logger in loggers:
             logger.log_hyperparams(_plain(cfg))
+        for line in report.unsent(run_dir):
+            log.info(line)
     except KeyboardInterrupt:
         log.info(f"interrupted; what was measured is kept, and the same command goes on from there. So far: {run_dir / 'results.csv'}")
         raise

@@ -323,16 +323,18 @@ def test_wandb_key(tmp_path, monkeypatch):
     assert has_wandb_key()
 
 
-def test_each_run_is_its_own_wandb_run_and_is_closed(tmp_path, monkeypatch):
+def test_each_run_is_its_own_wandb_run_and_is_closed(tmp_path, monkeypatch, caplog):
     import wandb
 
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    caplog.set_level("INFO")
     ids = []
     for name in ("a", "b"):
         runner.train(compose_tiny(tmp_path / name, "logger=wandb", "logger.wandb.group=sweep", "tags=[x]", "trainer.max_steps=2"))
         assert wandb.run is None
         (folder,) = (tmp_path / name / "run" / "wandb").glob("offline-run-*")
+        assert f"wandb sync {folder.parent}/offline-run-* uploads it" in caplog.text
         ids.append(json.loads((tmp_path / name / "run" / "record.json").read_text())["wandb"])
         assert folder.name.endswith(ids[-1])
     assert ids[0] != ids[1]

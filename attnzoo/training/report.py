@@ -50,9 +50,16 @@ def end(run_dir: Path, metrics: dict[str, float]) -> str:
     for name, path in (("checkpoint", best if best.exists() else last), ("log", run_dir / "metrics.csv"), ("plot", run_dir / "loss.png")):
         if path.exists():
             lines.append(f"{name + ':':<12}{_short(path)}")
+    lines += unsent(run_dir)
     if best.exists() or last.exists():
         lines.append(f"next:       python eval.py ckpt_path={_short(best if best.exists() else last)}")
     return "\n".join(lines)
+
+
+def unsent(run_dir: Path) -> list[str]:
+    """How to upload what W&B kept in a run folder without a connection; no line where there is nothing."""
+    kept = run_dir / "wandb"
+    return [f"W&B:        offline; wandb sync {_short(kept)}/offline-run-* uploads it"] if any(kept.glob("offline-run-*")) else []
 
 
 def validation(metrics: dict[str, float]) -> str:
