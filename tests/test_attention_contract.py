@@ -75,10 +75,9 @@ def test_a_path_is_one_of_the_operators_or_refused():
         options = config(variant)
         if "impl" not in options:
             continue
-        operator = import_module(f"attnzoo_kernels.{variant}")
-        for impl in (*operator.IMPLEMENTATIONS, None):
+        for impl in (*import_module(f"attnzoo_kernels.{variant}").IMPLEMENTATIONS, None):
             check_options("attention", get_class(options["_target_"]), options | {"impl": impl})
-        with pytest.raises(ValueError, match="attention.impl='glon': must be gluon or triton or reference or null"):
+        with pytest.raises(ValueError, match="attention.impl='glon': must be .* or null"):
             from_config({"_target_": "attnzoo.models.GPT", **SIZES}, options | {"impl": "glon"})
 
 
