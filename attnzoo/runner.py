@@ -9,6 +9,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException, HydraException, InstantiationException
 from hydra.types import RunMode
-from hydra.utils import get_class, get_object, instantiate
+from hydra.utils import get_class, instantiate
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -210,7 +211,12 @@ def _check(cfg: DictConfig) -> None:
 def _check_options(where: str, config: DictConfig) -> None:
     """check_options for what will be built. Missing values are for Hydra to ask for, and the size of the vocabulary for the tokenizer."""
     given = {key: value for key, value in _plain(config).items() if value != "???" and (key, value) != ("vocab_size", None)}
-    check_options(where, get_object(config._target_), given)
+    module, _, name = config._target_.rpartition(".")
+    try:
+        target = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{where}._target_={config._target_} cannot be imported: {error}") from error
+    check_options(where, target, given)
 
 
 def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:
