@@ -56,6 +56,23 @@ def test_250_repeats_are_bitwise_equal(case):
 
 @pytest.mark.gpu
 @hopper
+@pytest.mark.parametrize("below", (30, 100, 4000))
+@pytest.mark.parametrize("rows", (slice(None), slice(None, None, 3)), ids=("all", "a third"))
+@pytest.mark.parametrize("case", (
+    Case(seqlen_q=2432, heads=2, head_dim=128, causal=True), Case(seqlen_q=1500, seqlen_k=2000, heads=2, head_dim=128, dtype=torch.float16),
+    Case(lengths_q=(2100, 4000), heads=2, head_dim=128, causal=True)), ids=str)
+def test_scores_below_zero(case, rows, below):
+    """Maxima below zero compare as integers do only once they were raised to zero, which those far below are not."""
+    x = case.inputs("cuda")
+    x.q[..., rows, :, 0] += below**0.5
+    x.k[..., 0] -= below**0.5
+    ours, eager, exact = run(case, x, "gluon"), run(case, x, "reference"), run(case, x, "reference", torch.float64)
+    ratios = {name: error_ratio(ours[name].detach(), eager[name].detach(), exact[name].detach()) for name in exact}
+    assert max(ratios.values()) <= 1, {name: round(ratio, 2) for name, ratio in ratios.items()}
+
+
+@pytest.mark.gpu
+@hopper
 def test_queries_stay_while_the_next_tile_is_loaded():
     """TMA writes the zeros behind a sequence's end without waiting for memory: here half of most last tiles lies there."""
     lengths = tuple(1 + 128 * (n % 4) + 7 * n % 60 for n in range(100))

@@ -11,12 +11,43 @@ def partial_row_sums(x):
 
 
 @gluon.jit
-def softmax_step(scores, top, norm, scale, MASKED: gl.constexpr):
-    """One step over scores [M, N] (-inf where masked), which `scale` > 0 brings to base 2.
+def row_maximum(x, FROM_ZERO: gl.constexpr):
+    """[M, N] to [M]. FROM_ZERO: a maximum below zero need only be some number below zero. Floats from zero on compare as integers do, of
+    which one instruction takes the maximum of three."""
+    if FROM_ZERO:
+        return gl.max(x.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
+    return gl.max(x, 1)
+
+
+@gluon.jit
+def packed(x, dtype: gl.constexpr):
+    """[M, N] in 16 bits, two in an int32 of [M, N / 2]: from one loop to the next each would be carried in a register of its own."""
+    even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+    if dtype == gl.bfloat16:
+        words = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1)
+    else:
+        words = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1)
+    return words
+
+
+@gluon.jit
+def unpacked(words, layout: gl.constexpr, dtype: gl.constexpr):
+    """What `packed` made, [M, N] as the first operand of a product, which costs no instruction."""
+    twice = gl.convert_layout(gl.reshape(gl.join(words, words), [words.shape[0], 2 * words.shape[1]]), layout)
+    if dtype == gl.bfloat16:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], gl.bfloat16, True, 2)
+    else:
+        x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], gl.float16, True, 2)
+    return x
+
+
+@gluon.jit
+def softmax_step(scores, top, norm, scale, MASKED: gl.constexpr, FROM_ZERO: gl.constexpr = False):
+    """One step over scores [M, N] (-inf where masked), which `scale` > 0 brings to base 2. FROM_ZERO: no maximum was below zero before.
 
     Returns weights, the maximum (unscaled), partial sums and the factor for what was accumulated before.
     """
-    new_top = gl.maximum(top, gl.max(scores, 1))
+    new_top = gl.maximum(top, row_maximum(scores, FROM_ZERO))
     base = new_top
     if MASKED:  # a row that saw no key yet must not make inf - inf
         base = gl.where(new_top == -float("inf"), 0.0, new_top)

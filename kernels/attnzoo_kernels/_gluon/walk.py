@@ -4,9 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, mbarrier, release, stage_of, warpgroup_mma, warpgroup_mma_wait
-from attnzoo_kernels._gluon.softmax import log2, partial_row_sums, softmax_step
+from attnzoo_kernels._gluon.softmax import log2, packed, partial_row_sums, softmax_step, unpacked
 
 LN2 = gl.constexpr(0.6931471805599453)
+BELOW_ZERO = gl.constexpr(8.0)  # in base 2: so far a row's maximum is raised to zero, its weights are then 2^-8 or more
 
 
 @gluon.jit
@@ -56,8 +57,9 @@ def hand_on(k_full, k_empty, v_full, v_empty, step, count, STAGES: gl.constexpr,
 @gluon.jit
 def first_weights(q, keys, values, k_empty, v_full, phase, valid, masked, row, column, len_q, len_k, window_left, window_right, scale,
                   ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, CLEAR: gl.constexpr, HAS_LEFT: gl.constexpr,
-                  HAS_RIGHT: gl.constexpr, norm_layout: gl.constexpr, weights_layout: gl.constexpr):
-    """(maximum, partial sums, weights) of the first tile; `keys` are its BLOCK_N keys, or half of them where no query sees the others."""
+                  HAS_RIGHT: gl.constexpr, norm_layout: gl.constexpr, weights_layout: gl.constexpr, FROM_ZERO: gl.constexpr):
+    """(maximum, partial sums, weights) of the first tile; `keys` are its BLOCK_N keys, or half of them where no query sees the others.
+    FROM_ZERO: a maximum somewhat below zero becomes zero, and weights are `packed`."""
     KEYS: gl.constexpr = keys.shape[0]
     dtype: gl.constexpr = keys.dtype
     tile_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -75,24 +77,33 @@ def first_weights(q, keys, values, k_empty, v_full, phase, valid, masked, row, c
     if masked:
         scores = keys_seen(scores, row, column, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
     top = gl.max(scores, 1)
+    if FROM_ZERO:
+        top = gl.where((top < 0) & (top >= -BELOW_ZERO / scale), 0.0, top)
     base = gl.where(top == -float("inf"), 0.0, top)
     weights = gl.exp2(scores * scale - (base * scale)[:, None])
     norm = gl.convert_layout(partial_row_sums(weights), norm_layout)
-    weights = weights.to(dtype)
+    if not FROM_ZERO:
+        weights = weights.to(dtype)
     if KEYS < BLOCK_N:
-        weights = gl.join(weights, gl.zeros([ROWS, KEYS], dtype, scores_layout))
+        weights = gl.join(weights, gl.zeros([ROWS, KEYS], weights.dtype, scores_layout))
         weights = gl.convert_layout(gl.reshape(gl.permute(weights, (0, 2, 1)), [ROWS, BLOCK_N]), tile_layout)
-    return gl.convert_layout(top, gl.SliceLayout(1, tile_layout)), norm, gl.convert_layout(weights, weights_layout)
+    top = gl.convert_layout(top, gl.SliceLayout(1, tile_layout))
+    if FROM_ZERO:
+        weights = packed(gl.convert_layout(weights, tile_layout), dtype)
+    else:
+        weights = gl.convert_layout(weights, weights_layout)
+    return top, norm, weights
 
 
 @gluon.jit
 def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin, full_begin, full_end, end, row, len_q, len_k,
               window_left, window_right, scale, ROWS: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
               CLEAR: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr, JOINT_RELEASE: gl.constexpr,
-              HOLD: gl.constexpr, listed=None, HALVED: gl.constexpr = False):
+              HOLD: gl.constexpr, listed=None, HALVED: gl.constexpr = False, FROM_ZERO: gl.constexpr = False):
     """Key tiles end - 1 down to begin, which need a mask from full_end on and before full_begin; LOOP_MASK: not the first one only.
     CLEAR: values behind len_k are another sequence's, whatever they hold. listed: (entries, first column) where these are positions of a
     list of tiles; the column is that of its last tile. HALVED: half of the first tile is left out where no query sees it.
+    FROM_ZERO: row maxima by integer instructions once none is below zero; not with LOOP_MASK nor HOLD.
 
     Returns the accumulator with the last product still in flight, the maximum in base 2, the sum and the next step. The caller waits for
     the product and, unless JOINT_RELEASE, gives back the last V.
@@ -115,12 +126,12 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
         top, norm, p = first_weights(q, k_tiles.index(slot).slice(0, BLOCK_N // 2), v_tiles.index(slot), k_empty.index(slot),
                                      v_full.index(slot), phase, len_k - (end - 1) * BLOCK_N, masked, row, first_column, len_q, len_k,
                                      window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, CLEAR, HAS_LEFT, HAS_RIGHT, norm_layout,
-                                     weights_layout)
+                                     weights_layout, FROM_ZERO)
     else:
         top, norm, p = first_weights(q, k_tiles.index(slot), v_tiles.index(slot), k_empty.index(slot),
                                      v_full.index(slot), phase, len_k - (end - 1) * BLOCK_N, masked, row, first_column, len_q, len_k,
                                      window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, CLEAR, HAS_LEFT, HAS_RIGHT, norm_layout,
-                                     weights_layout)
+                                     weights_layout, FROM_ZERO)
     # [ROWS, BLOCK_DV]
     acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, acc_layout)
     step += 1
@@ -129,34 +140,43 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin
     if HOLD:
         slot, phase = stage_of(step, STAGES)
         mbarrier.wait(k_full.index(slot), phase, pred=step < last_step)
-    for s in range(step, last_step):
-        slot, phase = stage_of(s, STAGES)
-        before, phase_before = stage_of(s - 1, STAGES)
-        if not HOLD:
-            mbarrier.wait(k_full.index(slot), phase)
-        pending = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(before), phase_before)
-        acc_pending = warpgroup_mma(p, v_tiles.index(before), acc, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=(pending,))
-        if not JOINT_RELEASE:
-            release(k_empty.index(slot))
-        if LOOP_MASK:
-            tile = begin + last_step - 1 - s
-            if (tile >= full_end) | (tile < full_begin):
-                if listed is not None:
-                    tile = gl.load(listed[0] + tile)
-                scores = keys_seen(scores, row, tile * BLOCK_N, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-        weights, top, norm, rescale = softmax_step(scores, top, norm, scale, LOOP_MASK)
-        if HOLD:  # the spin loop of this wait keeps the exponentials above the wait for the product, where they overlap with it
-            after, phase_after = stage_of(s + 1, STAGES)
-            mbarrier.wait(k_full.index(after), phase_after, pred=s + 1 < last_step)
-        acc = warpgroup_mma_wait(0, deps=(acc_pending,))
-        if JOINT_RELEASE:
-            release(k_empty.index(slot))
-        else:
-            release(v_empty.index(before))
-        acc = acc * gl.convert_layout(rescale, acc_row)[:, None]
-        p = gl.convert_layout(weights.to(dtype), weights_layout)
+    middle = last_step
+    if FROM_ZERO:
+        if gl.min(top, 0) >= 0:
+            middle = step
+    for INTEGERS in gl.static_range(2 if FROM_ZERO else 1):
+        first, last = (middle, last_step) if INTEGERS else (step, middle)
+        for s in range(first, last):
+            slot, phase = stage_of(s, STAGES)
+            before, phase_before = stage_of(s - 1, STAGES)
+            if not HOLD:
+                mbarrier.wait(k_full.index(slot), phase)
+            pending = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(before), phase_before)
+            weights = unpacked(p, weights_layout, dtype) if FROM_ZERO else p
+            acc_pending = warpgroup_mma(weights, v_tiles.index(before), acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(pending,))
+            if not JOINT_RELEASE:
+                release(k_empty.index(slot))
+            if LOOP_MASK:
+                tile = begin + last_step - 1 - s
+                if (tile >= full_end) | (tile < full_begin):
+                    if listed is not None:
+                        tile = gl.load(listed[0] + tile)
+                    scores = keys_seen(scores, row, tile * BLOCK_N, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
+            weights, top, norm, rescale = softmax_step(scores, top, norm, scale, LOOP_MASK, INTEGERS == 1)
+            if HOLD:  # the spin loop of this wait keeps the exponentials above the wait for the product, where they overlap with it
+                after, phase_after = stage_of(s + 1, STAGES)
+                mbarrier.wait(k_full.index(after), phase_after, pred=s + 1 < last_step)
+            acc = warpgroup_mma_wait(0, deps=(acc_pending,))
+            if JOINT_RELEASE:
+                release(k_empty.index(slot))
+            else:
+                release(v_empty.index(before))
+            acc = acc * gl.convert_layout(rescale, acc_row)[:, None]
+            p = packed(weights, dtype) if FROM_ZERO else gl.convert_layout(weights.to(dtype), weights_layout)
+    if FROM_ZERO:
+        p = unpacked(p, weights_layout, dtype)
 
     before, phase_before = stage_of(last_step - 1, STAGES)
     mbarrier.wait(v_full.index(before), phase_before)

@@ -131,7 +131,8 @@ def _queries_in_registers(tile, full, empty, taken, some, scores_layout: gl.cons
 @gluon.jit
 def _consume(rows, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
              ME: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr,
-             Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr, HALVED: gl.constexpr, AHEAD: gl.constexpr):
+             Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr, HALVED: gl.constexpr, AHEAD: gl.constexpr,
+             FROM_ZERO: gl.constexpr):
     """64 rows of each tile. AHEAD: it takes the next tile while the last product of this one is in flight."""
     (out_desc, lse_ptr, stats_ptr, q_tiles, k_tiles, v_tiles, out_tiles, work, bars, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q,
      seqlen_k, heads, window_left, window_right, scale, stride_stats) = rows
@@ -160,7 +161,7 @@ def _consume(rows, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.co
         acc_pending, top, total, step = walk_keys(
             q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin, full_begin, full_end, end, my_row, len_q, len_k,
             window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, STAGES, False, HAS_LEFT, HAS_RIGHT, LOOP_MASK, JOINT_RELEASE, HOLD,
-            HALVED=HALVED)
+            HALVED=HALVED, FROM_ZERO=FROM_ZERO)
         if Q_SLOTS > 1:
             mbarrier.arrive(q_empty.index(q_place), count=1)
         i = my_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
@@ -201,7 +202,7 @@ def flash_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr
                             BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
                             CONSUMERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
                             LOOP_MASK: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr,
-                            HALVED: gl.constexpr, AHEAD: gl.constexpr, REGISTERS: gl.constexpr):
+                            HALVED: gl.constexpr, AHEAD: gl.constexpr, FROM_ZERO: gl.constexpr, REGISTERS: gl.constexpr):
     dtype: gl.constexpr = q_desc.dtype
     q_tiles = gl.allocate_shared_memory(dtype, [Q_SLOTS * CONSUMERS, ROWS, BLOCK_D],
                                         gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype))
@@ -218,19 +219,19 @@ def flash_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_consume, (rows, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD)),
+                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD, FROM_ZERO)),
             (_consume, (rows, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD)),
+                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD, FROM_ZERO)),
             (_produce, (loads, BLOCK_N, STAGES, CONSUMERS, PACKED, HAS_LEFT, HAS_RIGHT, Q_SLOTS, JOINT_RELEASE, HALVED)),
         ], [4, 1], [REGISTERS, 24])
     else:
         gl.warp_specialize([
             (_consume, (rows, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD)),
+                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD, FROM_ZERO)),
             (_consume, (rows, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD)),
+                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD, FROM_ZERO)),
             (_consume, (rows, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 2, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD)),
+                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD, FROM_ZERO)),
             (_produce, (loads, BLOCK_N, STAGES, CONSUMERS, PACKED, HAS_LEFT, HAS_RIGHT, Q_SLOTS, JOINT_RELEASE, HALVED)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
     invalidate(bars)
@@ -259,7 +260,8 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
         "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": tile.block_n, "STAGES": tile.stages,
         "CONSUMERS": tile.consumers, "PACKED": options.sequences is not None, "HAS_LEFT": options.window_left >= 0,
         "HAS_RIGHT": options.window_right >= 0, "LOOP_MASK": loop_mask, "Q_SLOTS": tile.q_slots, "JOINT_RELEASE": tile.joint_release,
-        "HOLD": tile.hold, "HALVED": halved, "AHEAD": tile.ahead, "REGISTERS": tile.registers,
+        "HOLD": tile.hold, "HALVED": halved, "AHEAD": tile.ahead, "FROM_ZERO": tile.from_zero and not loop_mask,
+        "REGISTERS": tile.registers,
     }
     launch = Launch(flash_fwd_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1)
     return launch, tile, width, value_width

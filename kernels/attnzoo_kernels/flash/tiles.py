@@ -140,13 +140,17 @@ class HopperTile:
     hold: bool  # wait for the next K between the exponentials and the wait for P V
     ahead: bool  # take the next tile while the last P V runs
     registers: int
+    from_zero: bool = False  # row maxima by integer instructions once none is below zero
 
 
 def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, *, causal: bool, window: bool, packed: bool) -> HopperTile:
     """seqlen_q: of packed sequences the mean."""
     if max(block_d, block_dv) == 128:
         # ahead: causal 512, 2048 in a graph 389, 613 TFLOP/s for 383, 593; full 8192 735 for 738
-        return HopperTile(128, 2, 2, 1, False, False, causal and not window, 240)
+        # from_zero: full 512, 2048, 8192, 16384 567, 703, 746, 749 for 572, 696, 735, 732; causal 2048, 8192, 16384 598, 718, 739 for 602,
+        # 714, 736; packed causal 8192 674 for 664
+        from_zero = block_d == block_dv and not window and seqlen_q > (2048 if causal else 1024)
+        return HopperTile(128, 2, 2, 1, False, False, causal and not window, 240, from_zero)
     # the third loop spills at 160 registers; 192 rows would leave a short sequence's last tile mostly empty (packed causal, means of 1229
     # and 4915: 273 and 472 TFLOP/s, two consumers 329 and 455)
     if window or seqlen_q <= (2048 if packed else 1024 if causal else 512):
