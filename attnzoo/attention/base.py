@@ -109,7 +109,8 @@ class SequenceInfo:
 
 @dataclass(frozen=True)
 class Supports:
-    """What a variant can do. A pairing outside of it is refused when the layer is built (`packed` and `cache`: when first used)."""
+    """What a variant can do. A pairing outside of it is refused when the layer is built (`packed`, `cache`: when first used; packed data
+    before they are prepared)."""
 
     causal: bool = True
     bidirectional: bool = True
