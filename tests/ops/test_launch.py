@@ -69,7 +69,7 @@ def test_later_launches_pass_what_the_first_passed(caller_describes, monkeypatch
     assert made.direct
 
 
-@pytest.mark.parametrize("widths, copied", [((40, 16), True), ((64, 32), True), ((64, 40), False), ((33, 64), True)])
+@pytest.mark.parametrize("widths, copied", [((40, 16), True), ((64, 32), True), ((64, 40), False), ((33, 64), True), ((100, 100), True)])
 def test_rows_that_tma_cannot_read_are_copied_for_narrow_values_and_odd_widths(widths, copied, monkeypatch):
     monkeypatch.setattr(launch, "architecture", lambda where: 90)
     q, k, v = (torch.randn(2, 8, 2, width + 3).half()[..., 1 : 1 + width] for width in (widths[0], *widths))
@@ -77,6 +77,11 @@ def test_rows_that_tma_cannot_read_are_copied_for_narrow_values_and_odd_widths(w
     assert (readable is not None) == copied
     for x, copy in zip((q, k, v), readable or (), strict=False):
         assert launch.tma_takes(copy) and torch.equal(copy[..., : x.shape[-1]], x)
+        assert copy.shape[-1] % 8 == 0
+    of_two = torch.randn(2, 8, 4, widths[0]).half()[:, :, ::2]  # read as it is where q cannot be, but of q's width
+    readable = launch.readable(q, of_two, v)
+    assert (readable is not None) == copied
+    assert not copied or readable[1].shape == readable[0].shape and torch.equal(readable[1][..., : widths[0]], of_two)
     expanded = torch.randn(2, 8, 1, widths[1]).half().expand(-1, -1, 2, -1)
     assert (launch.readable(q.contiguous(), k.contiguous(), expanded) is not None) == copied
 

@@ -89,12 +89,20 @@ def tma_gradient(x: Tensor) -> Tensor:
 
 def readable(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
     """The tensors with copies of what TMA cannot read, where values are narrow or a width is no multiple of 8 and one needs a copy; else
-    None."""
+    None. Such widths are copied in all tensors or in none: a kernel takes the queries' width for the keys'."""
     if q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0 and v.shape[-1] > WRONG_BY_POINTERS:
         return None
     tensors = (q, k, v, *others)
     copies = tuple(map(tma_readable, tensors))
-    return copies if any(a is not b for a, b in zip(copies, tensors, strict=True)) else None
+    if all(a is b for a, b in zip(copies, tensors, strict=True)):
+        return None
+    return tuple(map(_widened, copies))
+
+
+def _widened(x: Tensor) -> Tensor:
+    """x itself, or a copy of the next width of whole 16 bytes."""
+    missing = padded(x.shape[-1], x.element_size()) - x.shape[-1]
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def narrowed(x: Tensor, like: Tensor) -> Tensor:
