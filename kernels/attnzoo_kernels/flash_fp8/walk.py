@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import mbarrier, release, stage_of, warpgroup_mma, warpgroup_mma_wait
+from attnzoo_kernels._gluon.softmax import row_maximum
 
 KEYS = gl.constexpr(128)  # of a tile
 STAGES = gl.constexpr(4)  # tiles in flight
@@ -47,15 +48,6 @@ def keys_seen(scores, row, first_key, len_q, len_k, CAUSAL: gl.constexpr):
     if CAUSAL:
         last = gl.minimum(last, i + (len_k - len_q))
     return gl.where(j[None, :] <= last[:, None], scores, -float("inf"))
-
-
-@gluon.jit
-def row_maximum(x, FROM_ZERO: gl.constexpr):
-    """[M, KEYS] to [M]. FROM_ZERO: a maximum below zero need only be some number below zero. Floats from zero on compare as integers do, of
-    which one instruction takes the maximum of three."""
-    if FROM_ZERO:
-        return gl.max(x.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
-    return gl.max(x, 1)
 
 
 @gluon.jit
