@@ -28,6 +28,17 @@ def near_keys() -> Iterator[None]:
     except SystemExit as leaving:  # Hydra leaves while it handles its error
         error = leaving.__context__.__cause__ if isinstance(leaving.__context__, HydraException) else None
         if isinstance(error, ConfigKeyError | ConfigAttributeError) and error.parent_node is not None:
-            if near := difflib.get_close_matches(str(error.key), map(str, error.parent_node)):
+            near = difflib.get_close_matches(str(error.key), map(str, error.parent_node))
+            if not near and error.parent_node._get_parent() is None:
+                near = [path for path in _paths(OmegaConf.to_container(error.parent_node)) if path.endswith(f".{error.key}")]
+            if near:
                 print(f"Keys like it: {', '.join(near)}; --help lists all.", file=sys.stderr)
         raise
+
+
+def _paths(config: dict, before: str = "") -> Iterator[str]:
+    """All keys, dotted, but for Hydra's own."""
+    for key, value in config.items():
+        yield f"{before}{key}"
+        if isinstance(value, dict) and key != "hydra":
+            yield from _paths(value, f"{before}{key}.")

@@ -67,7 +67,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
         if ckpt_path is not None and not metrics:
             log.info(f"nothing left to train: {ckpt_path} is at the last step, {trainer.global_step}; raise trainer.max_steps")
         if trainer.is_global_zero and not trainer.fast_dev_run:
-            log.info(report.end(run_dir, metrics))
+            log.info(report.end(run_dir, metrics, run_dir.parent if _is_sweep() else None))
         return metrics
     finally:
         _close(loggers)

@@ -55,6 +55,7 @@ def test_a_refused_command_says_one_line_and_leaves_nothing(tmp_path, script, ar
     [
         ("train.py", "model.n_head=2", "n_heads, n_kv_heads"),
         ("train.py", "atention=sdpa", "attention"),
+        ("train.py", "lr=1e-3", "optimizer.lr"),
         ("eval.py", "ckpt_pth=x", "ckpt_path"),
     ],
 )

@@ -18,7 +18,7 @@ from attnzoo import runner
 from attnzoo.attention import Supports
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.errors import UserError
-from attnzoo.training import throughput
+from attnzoo.training import report, throughput
 from attnzoo.training.loggers import MetricsCSV, has_wandb_key, read_metrics
 from attnzoo.training.optimizer import AdamWRecipe
 from attnzoo_kernels.taken import paths_taken
@@ -338,3 +338,11 @@ def test_each_run_is_its_own_wandb_run_and_is_closed(tmp_path, monkeypatch, capl
         ids.append(json.loads((tmp_path / name / "run" / "record.json").read_text())["wandb"])
         assert folder.name.endswith(ids[-1])
     assert ids[0] != ids[1]
+
+
+def test_a_run_of_a_sweep_says_how_all_are_evaluated(tmp_path):
+    run = tmp_path / "0_gpt_tiny_flash"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "last.ckpt").touch()
+    alone, of_sweep = report.end(run, {}).splitlines(), report.end(run, {}, tmp_path).splitlines()
+    assert of_sweep[:-1] == alone and of_sweep[-1].endswith(f"python eval.py runs={tmp_path}")

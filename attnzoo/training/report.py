@@ -38,8 +38,8 @@ def beginning(names: list[str], trainer: lightning.Trainer, module: Any, data: A
     )
 
 
-def end(run_dir: Path, metrics: dict[str, float]) -> str:
-    """The result, a sample, where things lie, and what to do next."""
+def end(run_dir: Path, metrics: dict[str, float], sweep: Path | None = None) -> str:
+    """The result, a sample, where things lie, and what to do next. sweep: the folder of the runs that this is one of."""
     lines = []
     if "val/loss" in metrics:
         lines.append(validation(metrics))
@@ -53,6 +53,8 @@ def end(run_dir: Path, metrics: dict[str, float]) -> str:
     lines += unsent(run_dir)
     if best.exists() or last.exists():
         lines.append(f"next:       python eval.py ckpt_path={_short(best if best.exists() else last)}")
+        if sweep:
+            lines.append(f"the sweep:  python eval.py runs={_short(sweep)}")
     return "\n".join(lines)
 
 
