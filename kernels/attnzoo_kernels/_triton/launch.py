@@ -79,6 +79,11 @@ def tma_readable(x: Tensor) -> Tensor:
     """
     if x.element_size() == 4 or architecture(x) < 90 or tma_takes(x) or 0 in x.shape:
         return x
+    return _widened(x)
+
+
+def _widened(x: Tensor) -> Tensor:
+    """A copy of the next width of whole 16 bytes."""
     return torch.nn.functional.pad(x, (0, padded(x.shape[-1], x.element_size()) - x.shape[-1]))
 
 
@@ -96,13 +101,7 @@ def readable(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, 
     copies = tuple(map(tma_readable, tensors))
     if all(a is b for a, b in zip(copies, tensors, strict=True)):
         return None
-    return tuple(map(_widened, copies))
-
-
-def _widened(x: Tensor) -> Tensor:
-    """x itself, or a copy of the next width of whole 16 bytes."""
-    missing = padded(x.shape[-1], x.element_size()) - x.shape[-1]
-    return torch.nn.functional.pad(x, (0, missing)) if missing else x
+    return tuple(x if x.shape[-1] == padded(x.shape[-1], x.element_size()) else _widened(x) for x in copies)
 
 
 def narrowed(x: Tensor, like: Tensor) -> Tensor:
