@@ -6,9 +6,10 @@ import pytest
 import torch
 from triton.backends.nvidia import driver
 
-from attnzoo_kernels import flash_attention
+from attnzoo_kernels import BlockLayout, block_sparse_attention, differential_attention, dual_chunk_attention, flash_attention
 from attnzoo_kernels._triton import launch
 from attnzoo_kernels._triton.launch import Launch, descriptor
+from attnzoo_kernels.dual_chunk.cases import rotary_tables
 from benchmarks.accuracy import error_ratio
 
 METAS = [{"number": n} for n in range(3)]
@@ -106,3 +107,29 @@ def test_narrow_values_that_tma_cannot_read(value_dim, packed, device):
     eager = flash_attention(*tensors, causal=True, impl="reference", **packing)
     exact = flash_attention(*(x.double() for x in tensors), causal=True, impl="reference", **packing)
     assert error_ratio(out.detach(), eager.detach(), exact.detach()) <= 1
+
+
+@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk"))
+def test_gradients_of_one_head_for_all_with_the_batch_last_in_memory(operator, device):
+    """torch.empty_like gives such keys a last stride of 2, over which kernels that write whole rows would pass."""
+    q, dout = torch.randn(2, 1, 5, 2, 16, device=device)
+    k, v = torch.randn(2, 5, 1, 16, 1, device=device).permute(0, 4, 1, 2, 3).expand(2, 1, 5, 2, 16)
+    assert torch.empty_like(k).stride(-1) == 2
+
+    def attend(q, k, v, impl):
+        if operator == "flash":
+            return flash_attention(q, k, v, impl=impl)
+        if operator == "block_sparse":
+            layout = BlockLayout.from_mask(torch.ones(1, 1, dtype=torch.bool, device=device), 16)
+            return block_sparse_attention(q, k, v, layout, impl=impl)
+        if operator == "differential":
+            return differential_attention(q, q.flip(1), k, None, v, torch.tensor(0.5, device=device), impl=impl)
+        cos, sin = rotary_tables(8, 16, device=device)
+        return dual_chunk_attention(q, k, v, cos=cos, sin=sin, chunk_size=8, local_size=2, impl=impl)
+
+    results = []
+    for impl in ("triton", "reference"):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        results.append(torch.autograd.grad(attend(*leaves, impl), leaves, dout))
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)

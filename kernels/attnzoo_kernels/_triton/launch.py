@@ -105,8 +105,8 @@ def readable(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, 
 
 
 def narrowed(x: Tensor, like: Tensor) -> Tensor:
-    """x itself, or what it holds within the width of `like`, as torch.empty_like(like) lies in memory."""
-    return x if x.shape[-1] == like.shape[-1] else torch.empty_like(like).copy_(x[..., : like.shape[-1]])
+    """x itself, or what it holds within the width of `like`."""
+    return x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]].contiguous()
 
 
 def descriptor(x: Tensor, rows: int, width: int, by_sequence: bool = False) -> TensorDescriptor:

@@ -281,7 +281,7 @@ def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
               cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
     """dQ and the row statistics that launch_dkdv reads."""
     sequences, seqlen_q, _ = options.sizes(q.shape, k.shape)
-    dq = torch.empty_like(q)
+    dq = q.new_empty(q.shape)
     rows = options.programs(q.shape[-2], seqlen_q, sequences, STATS_BLOCK) * STATS_BLOCK
     row_stats = stats.new_empty(3 if q.dtype == torch.float32 else 2, rows)
     if stats.numel() == 0:
@@ -298,7 +298,7 @@ def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
 def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Tensor, mask: Tensor, cu_seqlens_q: Tensor | None,
                 cu_seqlens_k: Tensor | None, options: Options) -> tuple[Tensor, Tensor]:
     """dK and dV from the row statistics of launch_dq."""
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
     if k.numel() == 0:
         return dk, dv
     launch, tile, grid = _dkdv_plan(q.device, q.dtype, are_aligned(q, k, v, grad_out), *map(layout, (q, k, v, grad_out, dk, dv)),

@@ -275,7 +275,7 @@ def launch_dq(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor |
     """dQ1, dQ2, the row statistics that launch_dkdv reads, and r without the rounding of O2, like an LSE (empty unless exact_r)."""
     sequences, seqlen_q, _ = options.sizes(q1, k1)
     heads, flags = q1.shape[-2], options.flags(q1, k2, v)
-    dq1, dq2 = torch.empty_like(q1), torch.empty_like(q2)
+    dq1, dq2 = q1.new_empty(q1.shape), q2.new_empty(q2.shape)
     r = torch.empty_like(stats[0]) if exact_r else stats.new_empty(0)
     kinds, rows = 7 if q1.dtype == torch.float32 else 5, options.programs(heads, seqlen_q, sequences, STATS_BLOCK) * STATS_BLOCK
     row_stats = stats.new_empty(kinds, rows)
@@ -296,8 +296,8 @@ def launch_dkdv(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor
     """dK1 (of both paths where they share K), dK2 (else empty) and dV from the row statistics of launch_dq."""
     sequences, _, seqlen_k = options.sizes(q1, k1)
     kv_heads, flags = k1.shape[-2], options.flags(q1, k2, v)
-    dk1, dv = torch.empty_like(k1), torch.empty_like(v)
-    dk2 = k1.new_empty(0) if k2 is None else torch.empty_like(k2)
+    dk1, dv = k1.new_empty(k1.shape), v.new_empty(v.shape)
+    dk2 = k1.new_empty(0) if k2 is None else k2.new_empty(k2.shape)
     if k1.numel() == 0:
         return dk1, dk2, dv
     tile = dkdv_tile(architecture(q1), flags["BLOCK_D"], flags["BLOCK_DV"], q1.element_size(), causal=options.causal)

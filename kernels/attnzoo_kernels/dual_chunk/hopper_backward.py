@@ -81,7 +81,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     grad_out = tma_gradient(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
-    dq, dk, dv = map(torch.empty_like, (q, k, v))
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     with on_device_of(q):
         for part in parts(q, k, options, sums=12):
             _launch(*map(part.tokens, (grad_out, q, k, v, out, dq, dk, dv)), *map(part.rows, (grad_lse, stats)), part.options,

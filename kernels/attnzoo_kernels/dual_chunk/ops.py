@@ -50,7 +50,7 @@ def backward(
 
 @backward.register_fake
 def _(grad_out, grad_lse, q, k, v, *_):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def _setup_context(ctx, inputs, output):

@@ -336,7 +336,7 @@ def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
               exact_delta: bool, options: Options, dq: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, the row statistics that launch_dkdv reads, and delta without the rounding of O, like the LSE (empty unless exact_delta)."""
     sequences, seqlen_q, _ = options.sizes(q.shape, k.shape)
-    dq = torch.empty_like(q) if dq is None else dq
+    dq = q.new_empty(q.shape) if dq is None else dq
     delta = torch.empty_like(stats[0]) if exact_delta else stats.new_empty(0)
     row_stats = stats.new_empty(3 if q.dtype == torch.float32 else 2, options.programs(q.shape[-2], seqlen_q, sequences,
                                                                                        STATS_BLOCK) * STATS_BLOCK)
@@ -352,7 +352,7 @@ def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Te
                 cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
                 options: Options, into: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """dK and dV from the row statistics of launch_dq."""
-    dk, dv = into or (torch.empty_like(k), torch.empty_like(v))
+    dk, dv = into or (k.new_empty(k.shape), v.new_empty(v.shape))
     if k.numel() == 0:
         return dk, dv
     launch = _dkdv_plan(q.device, q.dtype, are_aligned(q, k, v, grad_out), layout(q), layout(k), layout(v), layout(grad_out),
