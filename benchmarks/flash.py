@@ -1,7 +1,7 @@
 """`flash_attention` against its peers, its features against plain attention, memory, host time and first call.
 
     python -m benchmarks.flash                              # the main table
-    python -m benchmarks.flash speed graph deterministic features packed memory host first_call
+    python -m benchmarks.flash speed sustained graph deterministic features packed memory host first_call
 """
 
 import json
@@ -108,6 +108,13 @@ def speed(session: Session) -> Iterator[list[Row]]:
     """Forward and backward by length, head dim and mask."""
     for panel, length, case in main_cases(session):
         yield harness.compare(Line("flash", "speed", panel, length), entries(session, case), session.options.directions, session.timing)
+
+
+def sustained(session: Session) -> Iterator[list[Row]]:
+    """As `speed`, after half a second of load and for half a second: what training sees once the card has come to its power cap."""
+    timing = replace(session.timing, warmup=500.0, rep=500.0)
+    for panel, length, case in main_cases(session):
+        yield harness.compare(Line("flash", "sustained", panel, length), entries(session, case), session.options.directions, timing)
 
 
 def graph(session: Session) -> Iterator[list[Row]]:
@@ -242,7 +249,7 @@ def first_call(session: Session) -> Iterator[list[Row]]:
             yield [Row(direction=step, value=value, **common) for step, value in seconds.items()]
 
 
-TABLES = {f.__name__: f for f in (speed, graph, deterministic, features, packed, memory, host, first_call)}
+TABLES = {f.__name__: f for f in (speed, sustained, graph, deterministic, features, packed, memory, host, first_call)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -253,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--packed-lengths", nargs="+", type=harness.positive, default=[2048, 8192], help="longest sequence of a batch")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
         command.set_defaults(lengths=[32, 64], head_dims=[16], tokens=128, hidden=64, feature_length=64, packed_lengths=[64])
-    plots = {"speed": "sequence length", "packed": "longest sequence", "memory": "sequence length"}
+    plots = {"speed": "sequence length", "sustained": "sequence length", "packed": "longest sequence", "memory": "sequence length"}
     return harness.main(command, TABLES, BACKENDS, ["attnzoo-reference"], plots, arguments)
 
 
