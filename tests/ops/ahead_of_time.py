@@ -16,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 ARCH = int(sys.argv[1])
-WIDTHS = ((64, 64), (128, 128), (256, 256), (64, 128))
+WIDTHS = ((64, 64), (128, 128), (256, 256), (64, 128), (64, 32), (128, 16))
+UPPER_HALVES = ("0x40000040", "-0x7fffffe0", "-0x3ffffff0")  # of a descriptor: rows of 128, 64 and 32 bytes
 
 
 class Driver:
@@ -74,6 +75,25 @@ def operands_clash(cubin: bytes) -> bool:
     return False
 
 
+def stale_descriptor(cubin: bytes) -> bool:
+    """Whether a descriptor's upper half is added to a uniform register that was not cleared before: ptxas 12.8 was seen to do that where
+    one address is read with two swizzles, and the products then read somewhere else.
+    """
+    cleared = {}
+    for line in listing(cubin, "nvdisasm", "-c").splitlines():
+        match = re.search(r"\b(U[A-Z0-9.]+) (UR\d+), (.*?) ;", line)
+        if not match:
+            continue
+        name, to, operands = match[1], match[2], match[3].split(", ")
+        if name.startswith("UIADD3.X") and any(half in operands for half in UPPER_HALVES):
+            if not all(cleared.get(operand, False) for operand in operands if re.fullmatch(r"UR\d+", operand)):
+                return True
+        cleared[to] = name.startswith("UMOV") and operands == ["URZ"]
+        if ".64" in name or "WIDE" in name:
+            cleared[f"UR{int(to[2:]) + 1}"] = False
+    return False
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     compiled = []
@@ -101,7 +121,7 @@ def main() -> None:
         registers, stack = resources(kernel.asm["cubin"])
         shown = {key: constants[key] for key in ("HEAD_DIM", "VALUE_DIM", "HAS_RIGHT", "PRECISION", "BLOCK_M", "BLOCK_N", "TMA")}
         print(json.dumps({"kernel": name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
-                          "clash": operands_clash(kernel.asm["cubin"]), **shown}))
+                          "clash": operands_clash(kernel.asm["cubin"]), "stale": stale_descriptor(kernel.asm["cubin"]), **shown}))
 
 
 if __name__ == "__main__":

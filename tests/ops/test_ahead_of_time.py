@@ -1,5 +1,5 @@
 """Every entry of FlashAttention's tile tables compiles for sm_80 and sm_90 and fits their shared memory; the 16-bit ones do not spill,
-and no two products of a loop have operands in the same registers."""
+no two products of a loop have operands in the same registers, and every descriptor is made of what was set."""
 
 import pytest
 import torch
@@ -15,11 +15,11 @@ SHARED_MEMORY = {80: 101376, 90: 232448}  # for sm_80 what sm_86, 89 and 120 hav
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 def test_kernels_fit_and_do_not_spill(arch):
     kernels = compiled_kernels("ahead_of_time.py", arch)
-    assert len(kernels) == 2 * 4 * 2 * 3 + (arch == 90)  # head dim 64 has a tile for long sequences
+    assert len(kernels) == 2 * 6 * 2 * 3 + 2 * (arch == 90)  # widths up to 64 have a tile for long sequences
     too_large = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY[arch]]
     spilling = [kernel for kernel in kernels if kernel["stack"] and kernel["PRECISION"] == "tf32"]
-    clashing = [kernel for kernel in kernels if kernel["clash"]]
-    assert not too_large and not spilling and not clashing, "\n".join(map(str, too_large + spilling + clashing))
+    wrong = [kernel for kernel in kernels if kernel["clash"] or kernel["stale"]]
+    assert not too_large and not spilling and not wrong, "\n".join(map(str, too_large + spilling + wrong))
 
 
 @pytest.mark.parametrize("arch", (0, 80, 86, 90, 100, 120))

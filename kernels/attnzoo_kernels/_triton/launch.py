@@ -17,7 +17,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 L2_GROUP = 16 << 20  # bytes that stay in L2 while a group of heads reads them: keys and values, or in a backward queries, gradients and dQ
 SEQUENCE_END = 2**30  # in load_rows' coordinates
 LONGEST = 2**31 - 2**16
-WRONG_BY_POINTERS = 32  # values up to this width, see tma_readable; from 40 on tried right in all four masks, dense and packed
+WRONG_BY_POINTERS = 32  # values up to this width, see tma_readable
 
 
 def next_power_of_2(n: int) -> int:
@@ -29,11 +29,13 @@ def block_width(width: int) -> int:
     return max(16, next_power_of_2(width))
 
 
-def value_block(head_dim: int, value_dim: int, guarded: bool) -> int:
-    """block_width of values. Guarded tiles pass a select on their way to P V, and where they were narrower than the keys' (16 for 64, 32
-    for 128) what came out on Hopper was wrong, as by pointers; so they are as wide as the keys', up to 64.
+def value_block(head_dim: int, value_dim: int) -> int:
+    """block_width of values, or of keys where that is wider, up to 64: rows of 32, 64, and 128 or more bytes are swizzled differently.
+
+    The last keys of a walk and their values lie at one address in turn. Where it is read with two swizzles, ptxas 12.8 makes the values'
+    descriptors by adding to a register that it has not set: wrong on Hopper, or an illegal access. `tests/ops/ahead_of_time.py` finds it.
     """
-    return max(block_width(value_dim), min(block_width(head_dim), 64)) if guarded else block_width(value_dim)
+    return max(block_width(value_dim), min(block_width(head_dim), 64))
 
 
 @functools.cache
@@ -74,8 +76,8 @@ def padded(width: int, itemsize: int) -> int:
 def tma_readable(x: Tensor) -> Tensor:
     """x itself, or a copy of 16-bit x for TMA where its strides or address are none of whole 16 bytes.
 
-    Without TMA such tiles would go through pointers, and for some widths (33 with values of 17, 40 and more with values of 16) ptxas 12.8
-    then gives the matrix products wrong addresses.
+    Without TMA such tiles would go through pointers, and for some widths (33 with values of 17, 40 and more with values of 16) that was
+    wrong, for what value_block says; with its widths it has not been tried.
     """
     if x.element_size() == 4 or architecture(x) < 90 or tma_takes(x) or 0 in x.shape:
         return x

@@ -54,7 +54,7 @@ class Options:
 
     def widths(self, q: torch.Size, v: torch.Size) -> tuple[int, int]:
         """(BLOCK_D, BLOCK_DV)."""
-        return block_width(q[-1]), value_block(q[-1], v[-1], self.sequences is not None)
+        return block_width(q[-1]), value_block(q[-1], v[-1])
 
     def constants(self, grid: Grid, q: torch.Size, v: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
         block_d, block_dv = self.widths(q, v)

@@ -43,7 +43,7 @@ class Options:
             "HEAD_DIM": q.shape[-1],
             "VALUE_DIM": v.shape[-1],
             "BLOCK_D": block_width(q.shape[-1]),
-            "BLOCK_DV": value_block(q.shape[-1], v.shape[-1], self.packed),
+            "BLOCK_DV": value_block(q.shape[-1], v.shape[-1]),
             "SHARED_K": k2 is None,
             "PACKED": self.packed,
             "HAS_LEFT": self.window_left >= 0,

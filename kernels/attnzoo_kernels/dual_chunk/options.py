@@ -93,7 +93,7 @@ class Options:
             "HEAD_DIM": q.shape[-1],
             "BLOCK_D": block_width(q.shape[-1]),
             "VALUE_DIM": v.shape[-1],
-            "BLOCK_DV": value_block(q.shape[-1], v.shape[-1], self.packed),
+            "BLOCK_DV": value_block(q.shape[-1], v.shape[-1]),
             "PACKED": self.packed,
             "CAUSAL": self.causal,
             "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",

@@ -158,6 +158,8 @@ CORRECTNESS: tuple[Case, ...] = (
     *(Case(seqlen_q=97, heads=1, head_dim=d, causal=True) for d in (32, 40, 80, 96, 111, 128, 160, 192, 256)),
     Case(seqlen_q=113, heads=1, head_dim=64, value_dim=128),
     Case(seqlen_q=113, heads=1, head_dim=192, value_dim=128, causal=True),
+    *(Case(seqlen_q=113, heads=1, head_dim=d, value_dim=dv) for d, dv in ((32, 16), (64, 32), (128, 16))),
+    Case(lengths_q=(97, 0, 70), heads=1, head_dim=64, value_dim=16),
     Case(seqlen_q=113, heads=1, head_dim=40, value_dim=111, causal=True),
     Case(batch=2, seqlen_q=113, heads=6, kv_heads=2, causal=True),
     Case(batch=2, seqlen_q=97, heads=4, kv_heads=1),

@@ -24,7 +24,8 @@ def takes(tile: SpecialisedTile | None, dtype: torch.dtype, aligned: bool, q: La
         return False
     return (dtype.itemsize == 2 and aligned and options.softmax_scale > 0 and options.slopes_stride is None
             and (options.softcap == 0 or tile.softcap) and options.dropout_p == 0 and options.window_left < 0 and options.window_right <= 0
-            and q[0][-1] == block_width(q[0][-1]) and all(tma_takes_layout(*x, 2) for x in (k, v)) and lies_side_by_side(*q))
+            and q[0][-1] == block_width(q[0][-1]) == block_width(v[0][-1])
+            and all(tma_takes_layout(*x, 2) for x in (k, v)) and lies_side_by_side(*q))
 
 
 def takes_lengths(tile: SpecialisedTile, q: Layout, k: Layout, options: Options) -> bool:

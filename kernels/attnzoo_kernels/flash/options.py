@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import L2_GROUP, architecture, block_width, multiprocessors, tma_takes_layout
+from attnzoo_kernels._triton.launch import L2_GROUP, architecture, block_width, multiprocessors, tma_takes_layout, value_block
 from attnzoo_kernels._triton.tiles import BY_SEQUENCE
 from attnzoo_kernels.dropout import drop_threshold
 
@@ -79,7 +79,7 @@ class Options:
             "HEAD_DIM": q[-1],
             "VALUE_DIM": v[-1],
             "BLOCK_D": block_width(q[-1]),
-            "BLOCK_DV": block_width(v[-1]),
+            "BLOCK_DV": value_block(q[-1], v[-1]),
             "PACKED": self.sequences is not None,
             "HAS_LEFT": self.window_left >= 0,
             "HAS_RIGHT": self.window_right >= 0,
