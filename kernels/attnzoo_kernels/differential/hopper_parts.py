@@ -1,7 +1,8 @@
 """Differential attention's backward on Hopper above head_dim 64: of FlashAttention's walks one for each path and 128 columns of values.
 
 dK1, dK2 and dV of one tile of keys do not fit the registers together there. Scores' gradients are linear in dO Vᵀ, so that a walk over some
-columns of v, dO and the outputs gives its share of dQ, which all walks of a path add to one float32 sum, and of dK.
+columns of v, dO and the outputs gives its share of dQ, which all walks of a path add to one float32 sum, and of dK. dV goes from the second
+path's walks to the first's in float32: with one lambda near 1 for all the paths' parts of it nearly cancel.
 """
 
 import functools
@@ -31,6 +32,7 @@ class Plan:
 
     rows: Launch
     walks: tuple[tuple[Launch, ...], ...]  # of each path, for each part of the values
+    key_tiles: int
     dq_rows: Launch
     packed: bool
     sequences: int
@@ -68,7 +70,7 @@ def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, q: Layou
          "SHARED": False, "REGISTERS": 240, "LOAD_REGISTERS": 24}, 4, 1) for width in widths) for _ in range(2))
     dq_rows = Launch(flash_bwd_dq_rows_kernel, query_tiles, (*_rows_of(q), softmax_scale, sequences, seqlen_q, heads),
                      {"HEAD_DIM": head_dim, "WIDTH": WIDTH, "PACKED": packed is not None, "BLOCK": ROWS.value}, 4, 1)
-    return Plan(rows, walks, dq_rows, packed is not None, sequences)
+    return Plan(rows, walks, key_tiles, dq_rows, packed is not None, sequences)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -99,27 +101,26 @@ def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Te
     dq_sum = stats.new_empty(1, query_tiles * rows * WIDTH // 32, 1, 32)
     counters = torch.empty(2, parts, 4, dtype=torch.int32, device=q1.device)
     r, gradient = torch.empty_like(stats[0]), torch.empty_like(out)
-    dv = v.new_empty(v.shape)
-    values = v.split(WIDTH, -1), dv.split(WIDTH, -1)
+    dv, dv_sums = v.new_empty(v.shape), stats.new_empty(parts, plan.key_tiles * KEYS.value * WIDTH)
+    null = stats.new_empty(0)
 
     def walk(path: int, q: Tensor, k: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
-        """dQ and dK of a path; dV is the second path's first, to which the first path's is added."""
+        """dQ and dK of a path; the second path's dV, which comes first, is a float32 sum that the first path's walk adds to its own."""
         queries, keys = _read(plan, q, rows, rows, cu_seqlens_q), _read(plan, k, HALF.value, KEYS.value, cu_seqlens_k)
         dk = None
-        for part, (columns, of_part, to) in enumerate(zip(dout.split(WIDTH, -1), *values, strict=True)):
+        for part, (columns, values, to) in enumerate(zip(*(x.split(WIDTH, -1) for x in (dout, v, dv)), strict=True)):
             dk_part = k.new_empty(k.shape)
             # the ends of packed sequences are not written through TMA, and heads must lie side by side
-            dv_part = to if path == 1 and not plan.packed else to.new_empty(to.shape)
-            read = queries, keys, _read(plan, of_part, HALF.value, KEYS.value, cu_seqlens_k), _read(plan, columns, rows, rows, cu_seqlens_q)
+            dv_part = to.new_empty(to.shape) if plan.packed else to
+            read = queries, keys, _read(plan, values, HALF.value, KEYS.value, cu_seqlens_k), _read(plan, columns, rows, rows, cu_seqlens_q)
             tensors, tails = zip(*read, strict=True)
+            sums = (null, dv_sums[part]) if path == 1 else (dv_sums[part], null)
             plan.walks[path][part](
                 *tensors, descriptor(row_stats[path, part], 1, 2 * rows), *tails, descriptor(dk_part, HALF.value, WIDTH),
-                descriptor(dv_part, HALF.value, WIDTH), dk_part, dv_part, descriptor(dq_sum, 128, 32), None, counters[path, part],
+                descriptor(dv_part, HALF.value, WIDTH), dk_part, dv_part, descriptor(dq_sum, 128, 32), None, *sums, counters[path, part],
                 counters[path, part], cu_seqlens_q, cu_seqlens_k)
             dk = dk_part if dk is None else dk.add_(dk_part)
-            if path == 0:
-                to.add_(dv_part)
-            elif plan.packed:
+            if plan.packed and path == 0:
                 to.copy_(dv_part)
         dq = q.new_empty(q.shape)
         plan.dq_rows(dq_sum, dq, cu_seqlens_q)

@@ -207,8 +207,8 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
             tails = [descriptor(x, block, width) for x, block in zip((q_tails, k_tails, v_tails, do_tails), blocks, strict=True)]
         plan.walk(*(descriptor(x, block, width) for x, block in zip((q, k, v, grad_out), blocks, strict=True)),
                   descriptor(row_stats, 1, 2 * rows), *tails, descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width),
-                  dk, dv, *((dq_sum,) if plan.tile.dq_group else (descriptor(dq_sum, 128, 32), shares)), counter, turns, cu_seqlens_q,
-                  cu_seqlens_k)
+                  dk, dv, *((dq_sum,) if plan.tile.dq_group else (descriptor(dq_sum, 128, 32), shares, None, None)), counter, turns,
+                  cu_seqlens_q, cu_seqlens_k)
         if plan.shares:
             plan.shares(shares, dk, dv)
         plan.dq_rows(*((dq_sum, turns) if deterministic else (dq_sum,)), dq, cu_seqlens_q)

@@ -55,6 +55,18 @@ def write_to(pointer, x):
 
 
 @gluon.jit
+def sum_so_far(pointer, tile, ME: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """[HALF, WIDTH] of a tile as earlier launches left it by write_to; zeros if the pointer is null."""
+    x = gl.zeros([HALF, WIDTH], gl.float32, layout)
+    some = gl.full([HALF, WIDTH], 0, gl.int32, layout) + (pointer.to(gl.int64, bitcast=True) != 0).to(gl.int32)
+    place = _places(pointer + (tile * 2 + ME).to(gl.int64) * (HALF * WIDTH), x)
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred some; setp.ne.s32 some, $8, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        "@some ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4]; }",
+        "=f,=f,=f,=f,l,l,l,l,r,r,r,r", [place, some], dtype=gl.float32, is_pure=False, pack=4)
+
+
+@gluon.jit
 def dq_product(k_tiles, ds_tiles, slot, ROW: gl.constexpr, COLUMN: gl.constexpr, COLUMNS: gl.constexpr):
     """64 rows and some columns of dQ = dS K over both consumers' keys, in flight."""
     dq = gl.zeros([64, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))

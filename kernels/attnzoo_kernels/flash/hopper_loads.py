@@ -42,7 +42,7 @@ def query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT: gl.const
 def word(work, slot, WHICH: gl.constexpr):
     """Of the tile in a slot: 0 whether there is one, 1 batch, 2 key head, 3 first key, 4 to 7 the bounds of query_tiles, 8 queries and 9
     keys of its sequence, 10 where the sequence's keys begin, 11 where the tiles of dQ of its first head begin, 12 the number of the share,
-    from 1 on, if only some queries are meant."""
+    from 1 on, if only some queries are meant, or where NUMBERED of the tile."""
     return gl.max(work.index(slot).slice(WHICH, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
@@ -93,7 +93,7 @@ def announce(work, work_full, slot, words):
 @gluon.jit
 def end_tile(work, slot, bars, SHARED: gl.constexpr = False):
     """Gives K, V and the slot back; what writing the tile out still needs: (batch, key head, first key, where the sequence's keys begin,
-    how many it has, number of the share if SHARED)."""
+    how many it has, word 12 if SHARED)."""
     kv_empty, work_empty = bars[5], bars[7]
     mbarrier.arrive(kv_empty, count=1)
     batch, kv_head, key, first_k = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3), word(work, slot, 10)
@@ -204,7 +204,7 @@ def decode_keys(index, shape, PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS:
 @gluon.jit
 def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES: gl.constexpr, PACKED: gl.constexpr,
          HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr = ROWS, SHARED: gl.constexpr = False,
-         whole=0, run=1):
+         whole=0, run=1, NUMBERED: gl.constexpr = False):
     """Takes tiles, tells the others which, and loads what they need.
 
     Dense tiles go by groups of `head_group` heads, whose queries stay in L2, inside a group by first key; ORDERED from the last one down,
@@ -240,6 +240,8 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
             batch = 0
         begin, full_begin, full_end, end = query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT, ROWS)
         share = 0
+        if NUMBERED:
+            share = index
         if SHARED:
             if index >= whole:
                 share = index - whole + at // steps + 1  # runs and tiles that begin before it
