@@ -128,7 +128,8 @@ def add_norm_pad_input(hidden: Tensor, residual: Tensor, weight: Tensor, bias: T
     """pad_input of LayerNorm(hidden + residual), the end of a post-norm encoder, in one pass (ByteTransformer); rows without a token are 0.
 
     hidden, residual: (tokens, width), 16- or 32-bit floating point, tokens with any stride. weight, bias: (width,), floating point.
-    indices, batch, seqlen: as in `pad_input`. Sums are float32; the derivative can be taken once.
+    indices, batch, seqlen: as in `pad_input`; tokens that are left out must be finite where gradients are taken, which hold zero times
+    what they are. Sums are float32; the derivative can be taken once.
     """
     for name, x in (("hidden", hidden), ("residual", residual)):
         inputs.rows(name, x, 1)
