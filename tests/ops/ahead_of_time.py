@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 ARCH = int(sys.argv[1])
-WIDTHS = ((64, 64), (128, 128), (256, 256), (64, 128), (64, 32), (128, 16))
+WIDTHS = ((64, 64), (128, 128), (256, 256), (64, 128)) + (((64, 32), (128, 16)) if ARCH == 90 else ())
 UPPER_HALVES = ("0x40000040", "-0x7fffffe0", "-0x3ffffff0")  # of a descriptor: rows of 128, 64 and 32 bytes
 
 
