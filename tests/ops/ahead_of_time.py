@@ -16,7 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 ARCH = int(sys.argv[1])
-WIDTHS = ((64, 64), (128, 128), (256, 256), (64, 128)) + (((64, 32), (128, 16)) if ARCH == 90 else ())
+WIDTHS = ((64, 64), (128, 128), (256, 256), (64, 128))
+NARROW_VALUES = ((64, 32), (128, 16))  # in 16 bits on Hopper, where descriptors are
 UPPER_HALVES = ("0x40000040", "-0x7fffffe0", "-0x3ffffff0")  # of a descriptor: rows of 128, 64 and 32 bytes
 
 
@@ -109,7 +110,7 @@ def main() -> None:
         module.architecture = lambda device: ARCH
     forward.specialised_tile = backward.specialised_dkdv_tile = lambda *_, **__: None  # which have tests of their own
     for dtype in (torch.bfloat16, torch.float32):
-        for head_dim, value_dim in WIDTHS:
+        for head_dim, value_dim in WIDTHS + NARROW_VALUES * (ARCH == 90 and dtype == torch.bfloat16):
             for right in (-1, 0):
                 q, k = torch.zeros(2, 1, 256, 2, head_dim, dtype=dtype)
                 v, dout, out = torch.zeros(3, 1, 256, 2, value_dim, dtype=dtype)
