@@ -260,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--packed-lengths", nargs="+", type=harness.positive, default=[2048, 8192], help="longest sequence of a batch")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
         command.set_defaults(lengths=[32, 64], head_dims=[16], tokens=128, hidden=64, feature_length=64, packed_lengths=[64])
-    plots = {"speed": "sequence length", "sustained": "sequence length", "packed": "longest sequence", "memory": "sequence length"}
+    plots = {"speed": "sequence length", "packed": "longest sequence", "memory": "sequence length"}
     return harness.main(command, TABLES, BACKENDS, ["attnzoo-reference"], plots, arguments)
 
 
