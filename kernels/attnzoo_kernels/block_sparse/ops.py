@@ -39,7 +39,7 @@ def _forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, determini
     if readable is not None:
         out, lse, stats = _forward(*readable, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks, k_blocks, block_q,
                                    block_k, *numbers)
-        return out[..., : v.shape[-1]].contiguous(), lse, stats
+        return launch.narrowed(out, v), lse, stats
     mask = _mask(q, mask, pattern, q_blocks, k_blocks)
     options = Options.of(mask, block_q, block_k, cu_seqlens_q, *numbers)
     if paths.forward_path(impl, q, k, v, options) == "gluon":

@@ -111,7 +111,8 @@ def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Te
         for part, (columns, values, to) in enumerate(zip(*(x.split(WIDTH, -1) for x in (dout, v, dv)), strict=True)):
             dk_part = k.new_empty(k.shape)
             # the ends of packed sequences are not written through TMA, and heads must lie side by side
-            dv_part = to.new_empty(to.shape) if plan.packed else to
+            copied = plan.packed and path == 0
+            dv_part = to.new_empty(to.shape) if copied else to
             read = queries, keys, _read(plan, values, HALF.value, KEYS.value, cu_seqlens_k), _read(plan, columns, rows, rows, cu_seqlens_q)
             tensors, tails = zip(*read, strict=True)
             sums = (null, dv_sums[part]) if path == 1 else (dv_sums[part], null)
@@ -120,7 +121,7 @@ def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Te
                 descriptor(dv_part, HALF.value, WIDTH), dk_part, dv_part, descriptor(dq_sum, 128, 32), None, *sums, counters[path, part],
                 counters[path, part], cu_seqlens_q, cu_seqlens_k)
             dk = dk_part if dk is None else dk.add_(dk_part)
-            if plan.packed and path == 0:
+            if copied:
                 to.copy_(dv_part)
         dq = q.new_empty(q.shape)
         plan.dq_rows(dq_sum, dq, cu_seqlens_q)

@@ -17,7 +17,7 @@ def _forward(q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, impl, determini
         wide_q1, wide_k1, wide_v, wide_q2, *wide_k2 = readable
         out, lse, out2, stats = _forward(wide_q1, wide_q2, wide_k1, wide_k2[0] if wide_k2 else None, wide_v, lam, cu_seqlens_q,
                                          cu_seqlens_k, impl, deterministic, softmax_scale, window_left, window_right, save)
-        out, out2 = (x[..., : v.shape[-1]].contiguous() if x.numel() else x for x in (out, out2))
+        out, out2 = (launch.narrowed(x, v) for x in (out, out2))
         return out, lse, out2, stats
     options = Options(cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right)
     reason = "" if impl == "triton" else why_not_gluon(q1, q2, k1, k2, v)

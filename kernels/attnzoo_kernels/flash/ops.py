@@ -15,7 +15,7 @@ def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state
     readable = launch.readable(q, k, v)
     if readable is not None:
         out, lse, stats = _forward(*readable, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, impl, deterministic, *numbers)
-        return out[..., : v.shape[-1]].contiguous(), lse, stats
+        return launch.narrowed(out, v), lse, stats
     options = Options.of(cu_seqlens_q, alibi_slopes, *numbers)
     if paths.forward_path(impl, q, k, v, sinks, options) == "gluon":
         from attnzoo_kernels.flash import hopper
