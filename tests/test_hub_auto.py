@@ -11,8 +11,8 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 from torch.testing import assert_close
 
-import attnzoo  # noqa: F401  what is tested
-from attnzoo.hub.auto import BERTConfig, GPTConfig, from_checkpoint
+from attnzoo.hub import from_checkpoint
+from attnzoo.hub.configs import BERTConfig, GPTConfig
 from attnzoo.models import from_config
 
 transformers = pytest.importorskip("transformers")
@@ -112,14 +112,18 @@ def test_a_checkpoint_becomes_a_pretrained_model(tmp_path):
 
 
 @pytest.mark.parametrize("order", (
-    "import attnzoo", "import transformers, attnzoo", "import transformers.models.auto.modeling_auto, attnzoo"))
-def test_loads_after_import_attnzoo_alone(order, tmp_path):
-    build("gpt").save_pretrained(tmp_path)
-    code = (f"{order}\nfrom transformers import AutoConfig, AutoModelForCausalLM\n"
-            f"print(AutoConfig.from_pretrained({str(tmp_path)!r}).model_type)\n"
-            f"print(type(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})).__name__)")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["attnzoo_gpt", "GPTForCausalLM"], done.stderr[-1500:]
+    "import attnzoo.hub", "from transformers import AutoModelForCausalLM; import attnzoo.hub"))
+def test_transformers_knows_ours_whichever_is_imported_first(order, tmp_path):
+    build("gpt").save_pretrained(tmp_path / "ours")
+    theirs = transformers.LlamaConfig(vocab_size=53, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4)
+    transformers.LlamaForCausalLM(theirs).save_pretrained(tmp_path / "theirs")
+    code = (f"{order}\n"
+            "from transformers import AutoConfig, AutoModelForCausalLM\n"
+            "print(AutoConfig.from_pretrained('ours').model_type, type(AutoModelForCausalLM.from_pretrained('ours')).__name__)\n"
+            "for name in ('attnzoo_flash', 'attnzoo_block_sparse'):\n"
+            "    print(AutoModelForCausalLM.from_pretrained('theirs', attn_implementation=name).config._attn_implementation)")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == ["attnzoo_gpt", "GPTForCausalLM", "attnzoo_flash", "attnzoo_block_sparse"], done.stderr[-1500:]
 
 
 def test_importing_attnzoo_imports_neither_torch_nor_transformers():

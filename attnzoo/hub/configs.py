@@ -1,23 +1,38 @@
-"""transformers' configs, which choose the attention of every model that holds them."""
+"""The configs of attnzoo's GPT and BERT for transformers: the plain descriptions of model and attention that a checkpoint holds.
 
-import copy
-from typing import Any
+`attnzoo.models.from_config` builds the model from them; a config runs no code of its author.
+"""
 
-from torch import nn
-
-
-def own_configs(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Give a model copies of its configs, which other models may share. Returns what each module held, for `put_back`."""
-    from transformers import PreTrainedConfig
-
-    held = [(module, name, value) for module in model.modules() for name, value in vars(module).items()
-            if isinstance(value, PreTrainedConfig)]
-    memo: dict = {}  # one copy of each, configs inside others too
-    for module, name, config in held:
-        setattr(module, name, copy.deepcopy(config, memo))
-    return held
+from transformers import PreTrainedConfig
 
 
-def put_back(held: list[tuple[nn.Module, str, Any]]) -> None:
-    for module, name, config in held:
-        setattr(module, name, config)
+class ZooConfig(PreTrainedConfig):
+    """model, attention: `_target_` and arguments, as in configs/model and configs/attention."""
+
+    model: dict | None = None
+    attention: dict | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model["vocab_size"]
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model["dim"]
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.model["n_layers"]
+
+    @property
+    def num_attention_heads(self) -> int:
+        return self.model["n_heads"]
+
+
+class GPTConfig(ZooConfig):
+    model_type = "attnzoo_gpt"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+
+class BERTConfig(ZooConfig):
+    model_type = "attnzoo_bert"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from attnzoo.hub.configs import own_configs, put_back
+from attnzoo.hub.own_configs import own_configs, put_back
 from attnzoo_kernels import dual_chunk_attention
 from attnzoo_kernels.dual_chunk.geometry import STAGES, geometry, stage_bits
 from attnzoo_kernels.dual_chunk.reference import rotate

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.hub.configs import own_configs
+from attnzoo.hub.own_configs import own_configs
 from attnzoo_kernels import block_sparse_attention, decode_attention, flash_attention, padding
 from attnzoo_kernels.block_sparse.patterns import PATTERNS, Pattern
 
@@ -25,7 +25,7 @@ MASKS = {
 
 
 def register() -> None:
-    """Give transformers both names. `import attnzoo` does it when transformers is imported."""
+    """Give transformers both names. `import attnzoo.hub` does it."""
     from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
 
     for name, function in FUNCTIONS.items():

@@ -8,7 +8,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
 from attnzoo.attention.base import KVCache
-from attnzoo.hub.auto import BERTConfig, GPTConfig
+from attnzoo.hub.configs import BERTConfig, GPTConfig
 from attnzoo.models import from_config
 
 
