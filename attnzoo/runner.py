@@ -5,11 +5,8 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import sys
-import traceback
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +14,17 @@ import hydra
 import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import CompactHydraException, HydraException, InstantiationException
-from hydra.types import RunMode
+from hydra.errors import HydraException
 from hydra.utils import get_class, instantiate
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import MissingMandatoryValue
 
 from attnzoo import checkpoint
 from attnzoo.attention.base import check_path
 from attnzoo.errors import UserError
-from attnzoo.signatures import check_options
+from attnzoo.run import checks
+from attnzoo.run.command_line import is_sweep
 from attnzoo.training import report
 from attnzoo.training.checkpointing import AtomicCheckpointIO
 from attnzoo.training.record import versions
@@ -38,7 +34,7 @@ log = logging.getLogger(__name__)
 
 def train(cfg: DictConfig) -> dict[str, float]:
     """One training run as configs/train.yaml describes it; returns the last metrics by name."""
-    _check(cfg)
+    checks.check_training(cfg)
     run_dir = Path(cfg.run_dir).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     report.quiet()
@@ -67,7 +63,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
         if ckpt_path is not None and not metrics:
             log.info(f"nothing left to train: {ckpt_path} is at the last step, {trainer.global_step}; raise trainer.max_steps")
         if trainer.is_global_zero and not trainer.fast_dev_run:
-            log.info(report.end(run_dir, metrics, run_dir.parent if _is_sweep() else None))
+            log.info(report.end(run_dir, metrics, run_dir.parent if is_sweep() else None))
         return metrics
     finally:
         _close(loggers)
@@ -77,13 +73,7 @@ def evaluate(cfg: DictConfig) -> None:
     """Evaluate checkpoints as configs/eval.yaml describes it; tables and plots go into the run folder."""
     from attnzoo.evaluation import compare
 
-    for name, task in (cfg.evaluation.tasks or {}).items():
-        if task:
-            _check_options(f"evaluation.tasks.{name}", task)
-    if not isinstance(cfg.store, str | None):
-        raise UserError(f"store={cfg.store} must be a folder, or null")
-    if not OmegaConf.is_list(cfg.trust):
-        raise UserError(f"trust={cfg.trust} must be a list of modules")
+    checks.check_evaluation(cfg)
     run_dir = Path(cfg.run_dir).absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     report.quiet()
@@ -142,7 +132,7 @@ def build_loggers(cfg: DictConfig, run_dir: Path, job_type: str, *, resumed: boo
 def _wandb_arguments(cfg: DictConfig, run_dir: Path, job_type: str, resumed: bool) -> dict[str, Any]:
     record = run_dir / "record.json"
     earlier = json.loads(record.read_text()).get("wandb") if resumed and record.exists() else None
-    sweep = run_dir.parent.name if _is_sweep() else _shared_folder(cfg.get("runs"))
+    sweep = run_dir.parent.name if is_sweep() else _shared_folder(cfg.get("runs"))
     return {
         "job_type": job_type,
         "group": cfg.logger.wandb.group or sweep,
@@ -180,45 +170,6 @@ def _choices(*groups: str) -> list[str]:
     return [chosen[group] for group in groups if chosen.get(group)]
 
 
-def _is_sweep() -> bool:
-    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
-
-
-def _check(cfg: DictConfig) -> None:
-    """What Lightning and PyTorch would refuse late, or not at all."""
-    if isinstance(cfg.seed, bool) or not isinstance(cfg.seed, int) or not 0 <= cfg.seed < 2**32:
-        raise UserError(f"seed={cfg.seed} must be a whole number from 0 to {2**32 - 1}")
-    if cfg.matmul_precision not in ("highest", "high", "medium"):
-        raise UserError(f"matmul_precision={cfg.matmul_precision} must be highest, high or medium")
-    if cfg.resume not in (None, "auto"):
-        raise UserError(f"resume={cfg.resume} must be null or auto; to go on from a file set ckpt_path")
-    if isinstance(cfg.batch_tokens, bool) or not isinstance(cfg.batch_tokens, int | None):
-        raise UserError(f"batch_tokens={cfg.batch_tokens} must be a whole number, or null for no gradient accumulation")
-    if not isinstance(cfg.ckpt_path, str | None):
-        raise UserError(f"ckpt_path={cfg.ckpt_path} must be a file, or null")
-    if not isinstance(cfg.compile, bool):
-        from torch._inductor import list_mode_options  # takes a second to import
-
-        if cfg.compile not in list_mode_options():
-            raise UserError(f"compile={cfg.compile} must be false, true, or a mode of torch.compile: {', '.join(list_mode_options())}")
-    if "_target_" not in cfg.attention or cfg.attention.get("_partial_") is not True:
-        raise UserError("attention: its file must say _target_, the layer's class, and `_partial_: true`, because the model describes each "
-                        f"layer to it, got the keys {', '.join(cfg.attention)}")
-    for group in ("attention", "model", "optimizer", "trainer"):
-        _check_options(group, cfg[group])
-
-
-def _check_options(where: str, config: DictConfig) -> None:
-    """check_options for what will be built. Missing values are for Hydra to ask for, and the size of the vocabulary for the tokenizer."""
-    given = {key: value for key, value in _plain(config).items() if value != "???" and (key, value) != ("vocab_size", None)}
-    module, _, name = config._target_.rpartition(".")
-    try:
-        target = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{where}._target_={config._target_} cannot be imported: {error}") from error
-    check_options(where, target, given)
-
-
 def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:
     """With resume=auto the run folder's last checkpoint, if there is one; else ckpt_path."""
     last = run_dir / "checkpoints" / "last.ckpt"
@@ -239,7 +190,7 @@ def _has_time_stamp(run_dir: Path) -> bool:
     if not HydraConfig.initialized():
         return False
     folders = OmegaConf.to_container(HydraConfig.instance().cfg.hydra, resolve=False)
-    return "${now:" in str(folders["sweep" if _is_sweep() else "run"]["dir"]) and run_dir == Path(HydraConfig.get().runtime.output_dir)
+    return "${now:" in str(folders["sweep" if is_sweep() else "run"]["dir"]) and run_dir == Path(HydraConfig.get().runtime.output_dir)
 
 
 def _build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:
@@ -314,7 +265,7 @@ def _build_module(cfg: DictConfig, data: Any) -> lightning.LightningModule:
 def _ranks_of_this_job(run_dir: Path) -> Iterator[None]:
     """Lightning starts the other ranks of a machine by running the command again. In a sweep that must be this job alone, and its process
     group and environment must not reach the next one."""
-    if not _is_sweep():
+    if not is_sweep():
         yield
         return
     job = HydraConfig.get()
@@ -329,54 +280,3 @@ def _ranks_of_this_job(run_dir: Path) -> Iterator[None]:
             torch.distributed.destroy_process_group()
         os.environ.clear()
         os.environ.update(environment)
-
-
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """What the user can put right becomes one line and exit code 1; HYDRA_FULL_ERROR=1 shows the whole traceback."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1" or _is_sweep():
-            raise
-        raise SystemExit(130) from error
-    except Exception as error:
-        message = _user_message(error)
-        if message is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        if _is_sweep():  # the other jobs still run
-            raise CompactHydraException(message) from error
-        _remove_refused_run()
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(1) from error
-
-
-def _remove_refused_run() -> None:
-    """The run folder of a command that was refused before it wrote anything but what Hydra writes."""
-    if not HydraConfig.initialized():
-        return
-    job = HydraConfig.get()
-    folder = Path(job.runtime.output_dir)
-    with contextlib.suppress(FileNotFoundError):  # another rank was quicker
-        if {path.name for path in folder.iterdir()} <= {job.output_subdir, f"{job.job.name}.log"}:
-            shutil.rmtree(folder)
-
-
-def _user_message(error: BaseException) -> str | None:
-    """The message of an error that was raised on purpose; None for what looks like a bug."""
-    if isinstance(error, InstantiationException) and error.__cause__ is not None:
-        cause = error.__cause__
-        return str(cause) if isinstance(cause, UserError | ValueError | TypeError | NotImplementedError | OSError) else None
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key} must be set: add {error.full_key}=... to the command"
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return (
-            f"out of GPU memory ({str(error).splitlines()[0]}); lower data.batch_size (batch_tokens keeps the global batch), data.seq_len "
-            "or the model's size"
-        )
-    # our own code raises ValueError with a message for the user; elsewhere it is a bug's
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    ours = frame.f_globals.get("__name__", "").partition(".")[0] in ("attnzoo", "attnzoo_kernels")
-    return str(error) if ours and isinstance(error, ValueError | NotImplementedError | OSError) else None

@@ -12,6 +12,7 @@ from tiny_run import compose_tiny
 
 from attnzoo import checkpoint, runner
 from attnzoo.errors import UserError
+from attnzoo.run.command_line import one_line_errors
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +174,7 @@ def test_a_full_disk_ends_training_with_one_line(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(torch, "save", full_the_second_time)
     overrides = ["callbacks.best=null", "callbacks.last.every_n_steps=1", "trainer.max_steps=3"]
-    with pytest.raises(SystemExit), runner.one_line_errors():
+    with pytest.raises(SystemExit), one_line_errors():
         runner.train(compose_tiny(tmp_path, *overrides))
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "No space left on device" in line

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from attnzoo import checkpoint, runner
 from attnzoo.models import BERTClassifier, from_config
+from attnzoo.run.command_line import one_line_errors
 from attnzoo.training.loggers import read_metrics
 
 CONFIGS = ROOT / "configs"
@@ -284,7 +285,7 @@ def test_bad_input_is_one_line(tmp_path, capsys, overrides, says):
     }
     places["empty"].mkdir()
     places["rows"].write_text('{"text": "a"}\n')
-    with pytest.raises(SystemExit), runner.one_line_errors():
+    with pytest.raises(SystemExit), one_line_errors():
         runner.train(compose(tmp_path, "data.seq_len=32", *(override.format(**places) for override in overrides)))
     line = capsys.readouterr().err.rpartition("error: ")[2].strip()  # the library's progress bars stand before it
     assert says in line and "\n" not in line

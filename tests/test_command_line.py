@@ -107,3 +107,24 @@ def test_resuming_in_a_fixed_folder_starts_and_goes_on(tmp_path):
         assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert record["steps"] == 4 and record["resumed_from"].endswith("last.ckpt")
+
+
+def test_multirun_need_not_come_first(tmp_path):
+    done = command(tmp_path, "train.py", "seed=1,2", "-m", "trainer.max_steps=abc")
+    assert done.returncode == 1 and "trainer.max_steps='abc': must be a whole number" in done.stderr and "usage:" not in done.stderr
+
+
+@pytest.mark.parametrize("library", ["hydra", "torch"])
+def test_an_interrupt_before_the_run_begins_is_silent_and_leaves_nothing(tmp_path, library):
+    code = f"""
+import os, runpy, signal, sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == {library!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["train.py"]
+runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr, left(tmp_path)) == (130, "", [])

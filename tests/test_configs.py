@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from tiny_run import ROOT, compose_tiny
 
 from attnzoo import runner
+from attnzoo.run.command_line import one_line_errors
 
 CONFIGS = ROOT / "configs"
 TRAIN_GROUPS = ("attention", "callbacks", "data", "debug", "experiment", "logger", "model", "optimizer", "task", "trainer")
@@ -94,7 +95,7 @@ def test_an_unknown_key_is_refused(override):
 
 
 def test_a_key_of_another_variant_is_refused_in_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit), runner.one_line_errors():
+    with pytest.raises(SystemExit), one_line_errors():
         runner.train(compose_tiny(tmp_path, "attention=sdpa", "+attention.window_size=[8,0]"))
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "window_size" in line
@@ -102,7 +103,7 @@ def test_a_key_of_another_variant_is_refused_in_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("override", ["attention._partial_=false", "~attention._partial_", "~attention._target_"])
 def test_an_attention_that_a_model_cannot_build_is_refused_in_one_line(tmp_path, capsys, override):
-    with pytest.raises(SystemExit), runner.one_line_errors():
+    with pytest.raises(SystemExit), one_line_errors():
         runner.train(compose_tiny(tmp_path, override))
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "must say _target_, the layer's class, and `_partial_: true`" in line

@@ -13,6 +13,7 @@ from attnzoo import checkpoint, runner
 from attnzoo.data import tokenizers
 from attnzoo.data.loader import BatchLoader
 from attnzoo.data.synthetic import tasks
+from attnzoo.run.command_line import one_line_errors
 
 TOKEN_TASKS = ["recall", "copying", "induction"]
 SMALL = ["data.seq_len=32", "data.vocab_size=24", "data.batch_size=8", "data.n_train=50", "data.n_validation=21"]
@@ -125,7 +126,7 @@ def test_a_stopped_run_goes_on_exactly(tmp_path, task):
 def test_other_rows_cannot_be_resumed(tmp_path, capsys):
     overrides = ["data=recall", *SMALL, "trainer.max_steps=2"]
     runner.train(config(tmp_path, *overrides))
-    with pytest.raises(SystemExit), runner.one_line_errors():
+    with pytest.raises(SystemExit), one_line_errors():
         last = tmp_path / "run" / "checkpoints" / "last.ckpt"
         runner.train(config(tmp_path, *overrides, "data.n_pairs=2", "trainer.max_steps=3", f"ckpt_path={last}"))
     assert "cannot resume in the middle of the data" in capsys.readouterr().err
@@ -212,7 +213,7 @@ def test_numbers_are_a_tokenizer():
 def test_bad_input_is_one_line(tmp_path, capsys, overrides, says):
     if overrides[0] == "passkey":
         overrides = passkeys(tmp_path, *overrides[1:])
-    with pytest.raises(SystemExit), runner.one_line_errors():
+    with pytest.raises(SystemExit), one_line_errors():
         runner.train(config(tmp_path, *overrides))
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert says in line

@@ -9,6 +9,7 @@ import torch
 from tiny_run import column, compose_tiny
 
 from attnzoo import runner
+from attnzoo.run.command_line import one_line_errors
 from attnzoo.training.loggers import read_metrics
 
 STEPS, STOP = 12, 8
@@ -119,7 +120,7 @@ def test_auto_without_a_checkpoint_starts_from_the_beginning(tmp_path, uninterru
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, capsys):
     runner.train(config(tmp_path, "trainer.max_steps=1"))
-    with pytest.raises(SystemExit), runner.one_line_errors():
+    with pytest.raises(SystemExit), one_line_errors():
         runner.train(config(tmp_path, "resume=auto", "model.dim=64", "trainer.max_steps=2"))
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "does not fit this run" in line and "model.dim=32, not 64" in line

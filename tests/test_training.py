@@ -18,6 +18,7 @@ from attnzoo import runner
 from attnzoo.attention import Supports
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.errors import UserError
+from attnzoo.run.command_line import one_line_errors
 from attnzoo.training import report, throughput
 from attnzoo.training.loggers import MetricsCSV, has_wandb_key, read_metrics
 from attnzoo.training.optimizer import AdamWRecipe
@@ -213,7 +214,7 @@ def test_a_compiled_step_trains_and_names_no_wrapper(tmp_path, monkeypatch):
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_one(tmp_path, capsys, overrides, says):
-    with pytest.raises(SystemExit) as exit, runner.one_line_errors():
+    with pytest.raises(SystemExit) as exit, one_line_errors():
         runner.train(compose_tiny(tmp_path, *overrides))
     assert exit.value.code == 1
     (line,) = capsys.readouterr().err.strip().splitlines()
@@ -223,16 +224,16 @@ def test_bad_input_is_one_line_and_exit_code_one(tmp_path, capsys, overrides, sa
 def test_an_empty_corpus_is_refused(tmp_path, capsys):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("")
-    with pytest.raises(SystemExit), runner.one_line_errors():
+    with pytest.raises(SystemExit), one_line_errors():
         runner.train(compose_tiny(tmp_path))
     assert "no text" in capsys.readouterr().err
 
 
 def test_bugs_keep_their_traceback(monkeypatch):
-    with pytest.raises(ValueError), runner.one_line_errors():
+    with pytest.raises(ValueError), one_line_errors():
         int("not one of our messages")
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    with pytest.raises(UserError), runner.one_line_errors():
+    with pytest.raises(UserError), one_line_errors():
         raise UserError("shown in full on demand")
 
 

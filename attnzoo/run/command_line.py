@@ -1,0 +1,158 @@
+"""The commands train.py and eval.py: Hydra around a function, errors in one line, Ctrl-C without a traceback. No torch here."""
+
+import contextlib
+import difflib
+import functools
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from attnzoo.errors import UserError
+
+
+def command(configs: Path, name: str) -> Callable[[Callable], Callable[[], None]]:
+    """Makes a function of a config the command that composes configs/<name>.yaml; `${options:attention}` are the names of the files in the
+    folder configs/attention. The function is called with errors in one line and has to call `begins` when its work begins."""
+
+    def decorate(function: Callable) -> Callable[[], None]:
+        @functools.wraps(function)
+        def main() -> None:
+            signal.signal(signal.SIGINT, _leave)
+            import hydra
+
+            register_options(configs)
+            sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))  # argparse wants them first
+            with near_keys():
+                hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(with_one_line_errors)()
+
+        @functools.wraps(function)
+        def with_one_line_errors(cfg: Any) -> Any:
+            with one_line_errors():
+                return function(cfg)
+
+        return main
+
+    return decorate
+
+
+def begins() -> None:
+    """From here on Ctrl-C raises KeyboardInterrupt."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _leave(*_: Any) -> None:
+    """At once and without a word, because an import that is interrupted may hide the exception, or raise another one."""
+    try:
+        remove_refused_run()
+    finally:  # whatever is half imported
+        os._exit(130)
+
+
+def register_options(configs: Path) -> None:
+    """Makes `${options:attention}` the names of the files in the folder configs/attention."""
+    from omegaconf import OmegaConf
+
+    def options(group: str) -> str:
+        return ", ".join(sorted(path.stem for path in (configs / group).glob("*.yaml")))
+
+    OmegaConf.register_new_resolver("options", options, replace=True)
+
+
+@contextlib.contextmanager
+def near_keys() -> Iterator[None]:
+    """Adds those like it to Hydra's message about a key that does not exist."""
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+    try:
+        yield
+    except SystemExit as leaving:  # Hydra leaves while it handles its error
+        error = leaving.__context__.__cause__ if isinstance(leaving.__context__, HydraException) else None
+        if isinstance(error, ConfigKeyError | ConfigAttributeError) and error.parent_node is not None:
+            near = difflib.get_close_matches(str(error.key), map(str, error.parent_node))
+            if not near and error.parent_node._get_parent() is None:
+                near = [path for path in _paths(OmegaConf.to_container(error.parent_node)) if path.endswith(f".{error.key}")]
+            if near:
+                print(f"Keys like it: {', '.join(near)}; --help lists all.", file=sys.stderr)
+        raise
+
+
+def _paths(config: dict, before: str = "") -> Iterator[str]:
+    """All keys, dotted, but for Hydra's own."""
+    for key, value in config.items():
+        yield f"{before}{key}"
+        if isinstance(value, dict) and key != "hydra":
+            yield from _paths(value, f"{before}{key}.")
+
+
+def is_sweep() -> bool:
+    """Whether this run is a job of a sweep."""
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """What the user can put right becomes one line and exit code 1; HYDRA_FULL_ERROR=1 shows the whole traceback."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" or is_sweep():
+            raise
+        raise SystemExit(130) from error
+    except Exception as error:
+        message = user_message(error)
+        if message is None or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        if is_sweep():  # the other jobs still run
+            from hydra.errors import CompactHydraException
+
+            raise CompactHydraException(message) from error
+        remove_refused_run()
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(1) from error
+
+
+def remove_refused_run() -> None:
+    """Removes the run folder of a command that was refused before it wrote anything but what Hydra writes."""
+    from hydra.core.hydra_config import HydraConfig
+
+    if not HydraConfig.initialized():
+        return
+    job = HydraConfig.get()
+    folder = Path(job.runtime.output_dir)
+    with contextlib.suppress(FileNotFoundError):  # another rank was quicker
+        if {path.name for path in folder.iterdir()} <= {job.output_subdir, f"{job.job.name}.log"}:
+            shutil.rmtree(folder)
+
+
+def user_message(error: BaseException) -> str | None:
+    """The message of an error that was raised on purpose; None for what looks like a bug."""
+    from hydra.errors import InstantiationException
+    from omegaconf.errors import MissingMandatoryValue
+
+    if isinstance(error, InstantiationException) and error.__cause__ is not None:
+        cause = error.__cause__
+        return str(cause) if isinstance(cause, UserError | ValueError | TypeError | NotImplementedError | OSError) else None
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} must be set: add {error.full_key}=... to the command"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be imported yet
+        return (
+            f"out of GPU memory ({str(error).splitlines()[0]}); lower data.batch_size (batch_tokens keeps the global batch), data.seq_len "
+            "or the model's size"
+        )
+    # our own code raises ValueError with a message for the user; elsewhere it is a bug's
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    ours = frame.f_globals.get("__name__", "").partition(".")[0] in ("attnzoo", "attnzoo_kernels")
+    return str(error) if ours and isinstance(error, ValueError | NotImplementedError | OSError) else None
