@@ -11,13 +11,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate
 
 from attnzoo_kernels._triton import launch
 from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, descriptor_template, tma_takes_layout
 
 __all__ = ["TRIED", "async_add", "async_load", "async_store", "barrier", "barriers", "box", "descriptor", "fence_async_shared",
-           "invalidate", "load_box", "load_tile", "mbarrier", "place", "release", "ring", "stage_of", "tma", "version_is_tried",
-           "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
+           "constants", "invalidate", "load_box", "load_tile", "mbarrier", "place", "product_layout", "release", "ring", "stage_of", "tma",
+           "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
 
 SEQUENCE_END = gl.constexpr(launch.SEQUENCE_END)
 TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to the plain kernels
@@ -25,6 +26,27 @@ TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of one partition's warps
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+
+def constants(cls: type) -> type:
+    """A struct of constants, which are annotated as gl.constexpr and given by name in a kernel: numbers, switches and hooks, which are jit
+    functions. One that is not given is None. Unlike a tuple of them it passes gl.warp_specialize, hooks included (fault 6)."""
+
+    @gluon.constexpr_function
+    def __init__(self, _names=tuple(cls.__annotations__), **values):
+        for name in _names:
+            setattr(self, name, gl.constexpr(values.pop(name, None)))
+        if values:
+            raise TypeError(f"unknown constants: {', '.join(values)}")
+
+    cls.__init__ = __init__
+    return _aggregate(cls)
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """Of a warp group's product [64, columns]: where its registers hold what."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @builtin
