@@ -64,7 +64,6 @@ def launcher(kernel: str, tile: Tile, inputs, causal: bool):
     forward.forward_tile = lambda *_, **__: tile if kernel == "forward" else Tile(64, 64, 4, 2)
     backward.dq_tile = lambda *_, **__: tile if kernel == "dq" else Tile(64, 64, 4, 2)
     backward.dkdv_tile = lambda *_, **__: tile
-    forward.specialised_tile = backward.specialised_dkdv_tile = lambda *_, **__: None
     for plan in (forward._plan, backward._dq_plan, backward._dkdv_plan):
         plan.cache_clear()
     options = Options(None, None, q.shape[-1] ** -0.5, -1, 0 if causal else -1, 0.0, 0.0)

@@ -108,7 +108,6 @@ def main() -> None:
 
     for module in (forward, backward, options):
         module.architecture = lambda device: ARCH
-    forward.specialised_tile = backward.specialised_dkdv_tile = lambda *_, **__: None  # which have tests of their own
     for dtype in (torch.bfloat16, torch.float32):
         for head_dim, value_dim in WIDTHS + NARROW_VALUES * (ARCH == 90 and dtype == torch.bfloat16):
             for right in (-1, 0):

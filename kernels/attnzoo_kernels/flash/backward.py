@@ -19,10 +19,9 @@ from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on
 from attnzoo_kernels._triton.masks import key_ranges, keys_seen, queries_seeing, query_ranges
 from attnzoo_kernels._triton.softmax import add_dot, repeat_weights, score_dot
 from attnzoo_kernels._triton.tiles import first_lse, in_registers, load_rows, program_tile, store_rows, tile_source
-from attnzoo_kernels.flash import backward_specialised
 from attnzoo_kernels.flash.options import Layout, Options, layout, strides, tma_kind
 from attnzoo_kernels.flash.scores import alibi, score_unit, scores_in_unit
-from attnzoo_kernels.flash.tiles import Tile, dkdv_tile, dq_tile, specialised_dkdv_tile
+from attnzoo_kernels.flash.tiles import Tile, dkdv_tile, dq_tile
 
 
 @triton.jit
@@ -319,16 +318,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
                1 if options.sequences is not None  # where the rule of dQ is 1 to 5 % slower
                else options.heads_together(k[0], q[0], (q[0][-1] + v[0][-1]) * (q[0][-2] // k[0][-2]), tile.block_n, device, dtype))
     programs = options.programs(k[0][-2], seqlen_k, sequences, tile.block_n)
-    launch = Launch(flash_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, _blocks(tile, constants, 3))
-    tile = specialised_dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"])
-    if not backward_specialised.takes(tile, dtype, aligned, q, k, v, grad_out, options):
-        return launch
-    specialised = backward_specialised.dkdv_plan(device, dtype, q, k, v, grad_out, dk, dv, stats_stride, tile, options)
-    if options.window_right < 0:  # of any length
-        return specialised
-    first, other = (specialised, launch) if backward_specialised.takes_causal_lengths(tile, q, k) else (launch, specialised)
-    first.other = other
-    return first
+    return Launch(flash_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, _blocks(tile, constants, 3))
 
 
 def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,

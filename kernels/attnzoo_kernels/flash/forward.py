@@ -14,10 +14,9 @@ from attnzoo_kernels._triton.masks import key_ranges, keys_seen
 from attnzoo_kernels._triton.softmax import add_dot, in_units, log_sum_exp, rescaled, score_dot, softmax_stats, softmax_weights
 from attnzoo_kernels._triton.tiles import first_lse, in_registers, load_rows, program_tile, store_rows, tile_source
 from attnzoo_kernels.dropout import drop_threshold
-from attnzoo_kernels.flash import forward_specialised
 from attnzoo_kernels.flash.options import Layout, Options, layout, strides, tma_kind
 from attnzoo_kernels.flash.scores import alibi, score_unit, scores_in_unit
-from attnzoo_kernels.flash.tiles import Tile, forward_tile, specialised_tile
+from attnzoo_kernels.flash.tiles import Tile, forward_tile
 
 
 @triton.jit
@@ -159,13 +158,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
     launch = _launch(device, dtype, aligned, has_sinks, q, k, v, options, tile)
     if other != tile:
         launch.other = _launch(device, dtype, aligned, has_sinks, q, k, v, options, other)
-    tile = specialised_tile(arch, width, value_width, causal=options.window_right >= 0)
-    if not forward_specialised.takes(tile, dtype, aligned, q, k, v, options):
-        return launch
-    specialised = forward_specialised.plan(device, dtype, has_sinks, q, k, v, tile, options)
-    first, other = (specialised, launch) if forward_specialised.takes_lengths(tile, q, k, options) else (launch, specialised)
-    first.other = other
-    return first
+    return launch
 
 
 def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bool, q: Layout, k: Layout, v: Layout, options: Options,

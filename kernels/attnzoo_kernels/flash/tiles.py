@@ -2,7 +2,8 @@
 
 Hopper's entries were measured on an H200 (`python -m benchmarks.tune`; figures are TFLOP/s of all products computed, N = 8192, bf16,
 full / causal). The others are the largest that compile without spills for sm_80 and fit the 99 KB of shared memory that every later card
-has. A dQ tile's rows divide `_triton.backward.STATS_BLOCK`, and a dK/dV tile's rows divide the dQ tile's.
+has. A dQ tile's rows divide `_triton.backward.STATS_BLOCK`, and a dK/dV tile's rows divide the dQ tile's. Head dim 128 uses the loops,
+as the other widths do: Triton's own warp specialisation was faster there, but works with Triton 3.6 only (benchmarks/NOTES.md).
 """
 
 from dataclasses import dataclass, replace
@@ -58,30 +59,6 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causa
     return Tile(64, 64, 8, 1)
 
 
-@dataclass(frozen=True)
-class SpecialisedTile:
-    """Of kernels whose warps Triton's compiler specialises."""
-
-    block_m: int
-    block_n: int
-    stages: int  # three came out wrong
-    q_registers: bool = False  # forward: the queries are an operand in registers
-    diagonal_first: bool = False  # causal forward: the tile that needs a mask is a step before the loop, not a mask in each step
-    softcap: bool = False  # forward: takes it, too
-    longest_causal: int = 2**31 - 1
-    shortest_causal: int = 0
-
-
-def specialised_tile(arch: int, block_d: int, block_dv: int, *, causal: bool) -> SpecialisedTile | None:
-    # full, 512 522, 2048 652, 8192 688, two loops of 64x64 390, 531, 579; causal 324, 519, 611, one loop of 64x64 281, 484, 580
-    if arch == 90 and block_d == block_dv == 128:
-        return SpecialisedTile(128, 128, 2, softcap=True)  # causal 8192 544, loops 523; with ALiBi 512, loops 528
-    # causal 512 255, 1024 323, two loops of 64x64 248, 333; full 8192 456 for 498
-    if arch == 90 and block_d == block_dv == 64 and causal:
-        return SpecialisedTile(128, 128, 2, q_registers=True, diagonal_first=True, longest_causal=512)
-    return None
-
-
 def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:
     width = max(block_d, block_dv)
     if arch == 0:
@@ -120,12 +97,6 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: 
     if width <= 128:
         return Tile(64, 64, 8, 2) if block_d == block_dv else Tile(64, 32, 8, 1)
     return Tile(32, 32, 8, 1)
-
-
-def specialised_dkdv_tile(arch: int, block_d: int, block_dv: int) -> SpecialisedTile | None:
-    # full, 512 542, 2048 691, 8192 726, 16384 737; loops of 64x64 459, 641, 694, 659; causal 4096 603 for 623,
-    # 8192 677 for 656, 16384 711 for 666
-    return SpecialisedTile(64, 128, 2, shortest_causal=8192) if arch == 90 and block_d == block_dv == 128 else None
 
 
 @dataclass(frozen=True)
