@@ -258,6 +258,7 @@ def _build_module(cfg: DictConfig, data: Any) -> lightning.LightningModule:
         record=record,
         seed=cfg.seed,
         compile=cfg.compile,
+        activation_checkpointing=cfg.activation_checkpointing,
     )
 
 

@@ -125,6 +125,7 @@ def test_accumulation_changes_nothing(tmp_path):
 
 
 def test_two_ranks_train_as_one(tmp_path):
+    """And with activation checkpointing as without."""
     one, two = tmp_path / "one", tmp_path / "two"
     runner.train(compose_tiny(one, *double("data.batch_size=8")))
     compose_tiny(two)  # writes the corpus
@@ -133,6 +134,7 @@ def test_two_ranks_train_as_one(tmp_path):
         "train.py",
         *TINY,
         *double("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "data.batch_size=2", "batch_tokens=256"),
+        "activation_checkpointing=1",
         f"data.paths=[{two / 'corpus'}]",
         f"data.cache_dir={two / 'cache'}",
         f"hydra.run.dir={two / 'run'}",

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from attnzoo.attention.base import POSITIONS, Attention, AttentionSpec, KVCache, SequenceInfo, Supports
 from attnzoo.models.blocks import Block, default_mlp_dim, in_compute_dtype, make_norm
@@ -31,6 +32,7 @@ class Transformer(nn.Module):
     """
 
     causal: bool
+    recompute_every: int | None = None  # in training, of every k-th block only the input is kept, and the backward computes the rest again
 
     def __init__(
         self, *, vocab_size: int, dim: int, n_layers: int, n_heads: int, attention: Callable[[AttentionSpec], Attention],
@@ -128,7 +130,9 @@ class Transformer(nn.Module):
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
             # behind the last attention each token is alone, and the others' outputs are not asked for
-            x = block(x, seq, None if cache is None else cache[layer], logits_at if layer == last else None)
+            rest = (seq, None if cache is None else cache[layer], logits_at if layer == last else None)
+            again = self.recompute_every and self.training and torch.is_grad_enabled() and layer % self.recompute_every == 0
+            x = checkpoint(block, x, *rest, use_reentrant=False) if again else block(x, *rest)
         return self.logits(self.final_norm(x))
 
     def _forward_padded(self, input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at) -> Tensor:

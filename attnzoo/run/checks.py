@@ -19,6 +19,9 @@ def check_training(cfg: DictConfig) -> None:
         raise UserError(f"resume={cfg.resume} must be null or auto; to go on from a file set ckpt_path")
     if isinstance(cfg.batch_tokens, bool) or not isinstance(cfg.batch_tokens, int | None):
         raise UserError(f"batch_tokens={cfg.batch_tokens} must be a whole number, or null for no gradient accumulation")
+    every = cfg.activation_checkpointing
+    if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
+        raise UserError(f"activation_checkpointing={every} must be a whole number of at least 1 (1: every block), or null")
     if not isinstance(cfg.ckpt_path, str | None):
         raise UserError(f"ckpt_path={cfg.ckpt_path} must be a file, or null")
     if not isinstance(cfg.compile, bool):

@@ -47,13 +47,17 @@ class TokenPrediction(lightning.LightningModule):
     bytes_per_token: bytes of text for one predicted validation token; None where that means nothing.
     record: plain JSON types, what a checkpoint must know to be loaded (attnzoo.checkpoint).
     seed: of dropout. compile: torch.compile for model and loss together, in training; a string is its mode.
+    activation_checkpointing: k keeps only the input of every k-th block for the backward, which computes the rest again (Chen et al. 2016,
+        arXiv:1604.06174); None keeps all.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Any, *, bytes_per_token: float | None, record: dict, seed: int, compile: bool | str = False
+        self, model: nn.Module, optimizer: Any, *, bytes_per_token: float | None, record: dict, seed: int, compile: bool | str = False,
+        activation_checkpointing: int | None = None,
     ):
         super().__init__()
         self.model = model
+        self.model.recompute_every = activation_checkpointing
         self.optimizer = optimizer
         self.bytes_per_token = bytes_per_token
         self.record = record
@@ -64,6 +68,8 @@ class TokenPrediction(lightning.LightningModule):
         self.shapes = {name: value.shape for name, value in self.state_dict().items()}
         self._training_loss: Callable = summed_loss
         if compile:
+            # what a pass keeps for its later blocks (SequenceInfo.once) is not made again in the backward
+            torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
             self._training_loss = torch.compile(summed_loss) if compile is True else torch.compile(summed_loss, mode=compile)
         # sums and not MeanMetric, which forgets its weights with this nan_strategy (torchmetrics 1.9)
         self._validation_loss, self._validation_count = SumMetric(nan_strategy="disable"), SumMetric(nan_strategy="disable")
