@@ -66,7 +66,7 @@ def launcher(kernel: str, tile: Tile, inputs, causal: bool):
     backward.dkdv_tile = lambda *_, **__: tile
     for plan in (forward._plan, backward._dq_plan, backward._dkdv_plan):
         plan.cache_clear()
-    options = Options(None, None, q.shape[-1] ** -0.5, -1, 0 if causal else -1, 0.0, 0.0)
+    options = Options(sequences=None, softmax_scale=q.shape[-1] ** -0.5, window_right=0 if causal else -1)
     none = (None,) * 4
     if kernel == "forward":
         return lambda: forward.launch_forward(q, k, v, *none, None, options)

@@ -113,7 +113,7 @@ def main() -> None:
             for right in (-1, 0):
                 q, k = torch.zeros(2, 1, 256, 2, head_dim, dtype=dtype)
                 v, dout, out = torch.zeros(3, 1, 256, 2, value_dim, dtype=dtype)
-                choice = options.Options(None, None, head_dim**-0.5, -1, right, 0.0, 0.0)
+                choice = options.Options(sequences=None, softmax_scale=head_dim**-0.5, window_right=right)
                 nothing = (None,) * 4
                 _, _, stats = forward.launch_forward(q, k, v, *nothing, None, choice)
                 backward.launch_backward(dout, None, q, k, v, out, stats, *nothing, False, choice)

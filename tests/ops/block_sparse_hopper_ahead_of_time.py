@@ -31,7 +31,8 @@ def main() -> None:
             kv_heads = 1 if more else 2
             q, k = (torch.zeros(1, n, heads, head_dim, dtype=torch.bfloat16) for n, heads in ((256, 2), (256 + more, kv_heads)))
             v = torch.zeros(1, 256 + more, kv_heads, value_dim, dtype=torch.bfloat16)
-            options = Options((1, 1, 4, 4), *block, None, head_dim**-0.5, left, right)
+            options = Options(mask_shape=(1, 1, 4, 4), block_q=block[0], block_k=block[1], sequences=None, softmax_scale=head_dim**-0.5,
+                              window_left=left, window_right=right)
             launch, tile, *_ = hopper._plan(q.device, q.dtype, layout(q), layout(k), layout(v), options, None)
             launch.kernel = WarmUp(launch.kernel)
             hopper.launch_forward(q, k, v, None, options)

@@ -38,10 +38,11 @@ def main() -> None:
             v, out, grad_out = torch.zeros(3, *rows, 2, value_dim, dtype=torch.bfloat16)
             k2 = None if shared else k2
             lam, bounds = torch.zeros(()), torch.zeros(2, dtype=torch.int32) if packed else None
-            options = Options(bounds, bounds, head_dim**-0.5, left, right)
+            options = Options.of(bounds, head_dim**-0.5, left, right)
             launches.clear()
-            hopper.launch_forward(q1, q2, k1, k2, v, lam, True, options)
-            hopper_backward.launch_backward(grad_out, q1, q2, k1, k2, v, lam, out, out, torch.zeros(4, *stats), True, options)
+            hopper.launch_forward(q1, q2, k1, k2, v, lam, bounds, bounds, True, options)
+            hopper_backward.launch_backward(grad_out, q1, q2, k1, k2, v, lam, out, out, torch.zeros(4, *stats), bounds, bounds, True,
+                                            options)
             for of_call in launches:
                 registers, stack = resources(of_call.compiled.asm["cubin"])
                 print(json.dumps({"kernel": of_call.kernel.kernel.__name__, "head_dim": head_dim, "value_dim": value_dim,

@@ -50,7 +50,7 @@ def main() -> None:
             q, k = torch.zeros(2, *rows, 2, head_dim, dtype=torch.bfloat16)
             v = torch.zeros(*rows, 2, value_dim, dtype=torch.bfloat16)
             bounds = torch.zeros(2, dtype=torch.int32) if packed else None
-            options = Options(1 if packed else None, None, head_dim**-0.5, left, right, 0.0, 0.0)
+            options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
             launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, layout(q), layout(k), layout(v), options, None)
             launch.kernel = WarmUp(launch.kernel)
             hopper.launch_forward(q, k, v, bounds, bounds, options)

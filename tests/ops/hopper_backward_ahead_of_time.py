@@ -23,7 +23,7 @@ def main() -> None:
                     rows = (length,) if packed else (1, length)
                     q, k, v, out, grad_out = torch.zeros(5, *rows, 5, head_dim, dtype=torch.bfloat16)
                     bounds = torch.zeros(2, dtype=torch.int32) if packed else None
-                    options = Options(1 if packed else None, None, head_dim**-0.5, left, right, 0.0, 0.0)
+                    options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
                     layouts = map(layout, (q, k, v, out, grad_out, q, k, v))
                     plan = hopper_backward._plan(q.device, q.dtype, False, deterministic, *layouts, options, None)
                     launches = (plan.rows, *plan.tails, plan.walk, plan.dq_rows, *filter(None, [plan.shares]))

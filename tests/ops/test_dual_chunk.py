@@ -10,7 +10,7 @@ from attnzoo_kernels import dual_chunk_attention, flash_attention
 from attnzoo_kernels.dual_chunk import backward, forward, parts
 from attnzoo_kernels.dual_chunk.cases import CORRECTNESS, LARGE, Case, rotary_tables
 from attnzoo_kernels.dual_chunk.geometry import geometry
-from attnzoo_kernels.dual_chunk.options import Options
+from attnzoo_kernels.dual_chunk.options import Extras, Options
 from attnzoo_kernels.dual_chunk.reference import rotate, stage_positions
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
 from attnzoo_kernels.dual_chunk.tiles import Tile
@@ -93,12 +93,13 @@ def test_one_copy_of_queries_serves_all_chunks_that_they_have_one_position_to(ca
     """From options.near of a chunk on the Gluon kernels read the last copy for the chunk before, too."""
     q, k, _, _, o = case.inputs(device)
     chunks = geometry(case.chunk_size, case.local_size, case.variant)
-    options = Options(o["cos"], o["sin"], None, None, None, *chunks, 7, True, False, 1.0)
+    extras = Extras(o["cos"], o["sin"])
+    options = Options.of(extras, *chunks, 7, True, False, 1.0)
     near, chunk = options.near, chunks.chunk
     assert near < chunk
     position = torch.arange(q.shape[1], device=device) + k.shape[1] - q.shape[1]
     place = position % chunk
-    intra, successive, inter = rotated_copies(q, options, k.shape[1], 3, queries=True, near=near).unflatten(0, (3, q.shape[0]))
+    intra, successive, inter = rotated_copies(q, extras, options, k.shape[1], 3, queries=True, near=near).unflatten(0, (3, q.shape[0]))
     for copy, read, stage in ((intra, position == position, 0), (successive, (position >= chunk) & (place < near), 1),
                               (inter, (position >= chunk) & (place >= near), 1), (inter, position >= 2 * chunk, 2)):
         places = stage_positions(position[read][None], chunks)[stage][0]

@@ -208,7 +208,8 @@ def test_sums_are_in_order_where_that_costs_little(monkeypatch):
 
     def ordered(head_dim, seqlen, left, right, sequences=None, group=1, batch=1):
         x = torch.empty(batch, seqlen, 2, head_dim, device="meta") if sequences is None else torch.empty(seqlen, 2, head_dim, device="meta")
-        return hopper_backward.in_order_anyway(x.repeat_interleave(group, -2), x, x, Options(sequences, None, 1.0, left, right, 0.0, 0.0))
+        options = Options(sequences=sequences, softmax_scale=1.0, window_left=left, window_right=right)
+        return hopper_backward.in_order_anyway(x.repeat_interleave(group, -2), x, x, options)
 
     assert ordered(40, 512, -1, 0) and ordered(64, 2048, -1, 0, batch=64) and ordered(64, 512, -1, -1, batch=256)
     assert ordered(64, 16384, -1, -1, batch=16) and ordered(128, 2048, -1, -1, batch=64) and ordered(96, 512, -1, 0, batch=256)

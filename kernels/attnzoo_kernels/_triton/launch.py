@@ -160,8 +160,8 @@ class Launch:
     """A kernel with all that stays the same from call to call of one layout: the caller keeps one for each layout and alignment.
 
     Triton's own launch looks at every argument again and encodes every tensor descriptor. From the third call on this goes to the compiled
-    kernel with addresses for tensors, and with the descriptors' encodings where an address was seen before. `constants` stand in the order
-    of the kernel's signature. `blocks`: descriptor()'s arguments for those tensors, by position, that the kernel takes as tensor
+    kernel with addresses for tensors, and with the descriptors' encodings where an address was seen before. `constants` may come in any
+    order. `blocks`: descriptor()'s arguments for those tensors, by position, that the kernel takes as tensor
     descriptors and the caller as they are. `options`: further ones of the compiler, as maxnreg. `other`: what is launched at other lengths,
     compiled with this one's first call, so that no later length waits for the compiler.
     """
@@ -177,6 +177,11 @@ class Launch:
     other: "Launch | None" = None
     compiled: Any = None
     direct: Any = None
+
+    def __post_init__(self):
+        # the compiled kernel takes them by position
+        position = {name: n for n, name in enumerate(getattr(self.kernel, "arg_names", ()))}
+        self.constants = dict(sorted(self.constants.items(), key=lambda item: position.get(item[0], len(position))))
 
     def compile(self, *tensors) -> Any:
         """The kernel for such tensors, launched or not."""

@@ -1,4 +1,4 @@
-"""The options of one call as the block-sparse launches need them: hashable, so that a launch is planned once for each layout of tensors."""
+"""Block-sparse attention's options beside those of every call."""
 
 import math
 from dataclasses import dataclass
@@ -7,39 +7,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo_kernels._triton.call import Call, packed_sequences
 from attnzoo_kernels._triton.launch import block_width, value_block
 from attnzoo_kernels.block_sparse.lists import Grid, TileLists, tile_lists
 from attnzoo_kernels.block_sparse.tiles import Tile
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(Call):
     mask_shape: tuple[int, int, int, int]  # a BlockLayout's, as the blocks are
     block_q: int
     block_k: int
-    sequences: int | None  # packed sequences; None: dense
-    softmax_scale: float
-    window_left: int
-    window_right: int  # 0: causal
 
     @classmethod
-    def of(cls, mask: Tensor, block_q: int, block_k: int, cu_seqlens_q: Tensor | None, *numbers) -> "Options":
-        return cls(tuple(mask.shape), block_q, block_k, None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, *numbers)
-
-    def sizes(self, q: torch.Size, k: torch.Size) -> tuple[int, int, int]:
-        """(sequences, seqlen_q, seqlen_k), the totals where packed."""
-        return (q[0], q[1], k[1]) if self.sequences is None else (self.sequences, q[0], k[0])
-
-    def programs(self, heads: int, seqlen: int, sequences: int, block: int) -> int:
-        """Tiles of all heads; for packed sequences find_tile's slots."""
-        return heads * (sequences * -(-seqlen // block) if self.sequences is None else seqlen // block + sequences + 1)
+    def of(cls, mask: Tensor, block_q: int, block_k: int, cu_seqlens_q: Tensor | None, softmax_scale: float, window_left: int,
+           window_right: int) -> "Options":
+        return cls(mask_shape=tuple(mask.shape), block_q=block_q, block_k=block_k, sequences=packed_sequences(cu_seqlens_q),
+                   softmax_scale=softmax_scale, window_left=window_left, window_right=window_right)
 
     def grid(self, q: torch.Size, k: torch.Size, tile: Tile) -> Grid:
         len_q, len_k = self.sizes(q, k)[1:]
-        if self.sequences is not None:
+        if self.packed:
             len_q, len_k = self.mask_shape[2] * self.block_q, self.mask_shape[3] * self.block_k
-        return Grid(self.block_q, self.block_k, tile.block_m, tile.block_n, len_q, len_k, self.window_left, self.window_right,
-                    self.sequences is not None)
+        return Grid(self.block_q, self.block_k, tile.block_m, tile.block_n, len_q, len_k, self.window_left, self.window_right, self.packed)
 
     def lists(self, mask: Tensor, grid: Grid, q: torch.Size, k: torch.Size, *, by_keys: bool) -> TileLists:
         return tile_lists(mask, grid, self.sizes(q, k)[0], q[-2], q[-2] // k[-2], by_keys)
@@ -57,18 +47,5 @@ class Options:
         return block_width(q[-1]), value_block(q[-1], v[-1])
 
     def constants(self, grid: Grid, q: torch.Size, v: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
-        block_d, block_dv = self.widths(q, v)
-        return {
-            "HEAD_DIM": q[-1],
-            "VALUE_DIM": v[-1],
-            "BLOCK_D": block_d,
-            "BLOCK_DV": block_dv,
-            "PART_Q": grid.part[0],
-            "PART_K": grid.part[1],
-            "PACKED": grid.packed,
-            "HAS_LEFT": self.window_left >= 0,
-            "HAS_RIGHT": self.window_right >= 0,
-            "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
-            "BLOCK_M": grid.tile_m,
-            "BLOCK_N": grid.tile_n,
-        }
+        return super().constants(q, v, dtype) | {"PART_Q": grid.part[0], "PART_K": grid.part[1], "BLOCK_M": grid.tile_m,
+                                                 "BLOCK_N": grid.tile_n}

@@ -271,10 +271,11 @@ def _sources(tile: Tile, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, 
 
 
 def launch_dq(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, out: Tensor, out2: Tensor,
-              stats: Tensor, exact_r: bool, options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+              stats: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, exact_r: bool,
+              options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ1, dQ2, the row statistics that launch_dkdv reads, and r without the rounding of O2, like an LSE (empty unless exact_r)."""
-    sequences, seqlen_q, _ = options.sizes(q1, k1)
-    heads, flags = q1.shape[-2], options.flags(q1, k2, v)
+    sequences, seqlen_q, _ = options.sizes(q1.shape, k1.shape)
+    heads, flags = q1.shape[-2], options.constants(q1.shape, v.shape, q1.dtype, shared_k=k2 is None)
     dq1, dq2 = q1.new_empty(q1.shape), q2.new_empty(q2.shape)
     r = torch.empty_like(stats[0]) if exact_r else stats.new_empty(0)
     kinds, rows = 7 if q1.dtype == torch.float32 else 5, options.programs(heads, seqlen_q, sequences, STATS_BLOCK) * STATS_BLOCK
@@ -284,18 +285,19 @@ def launch_dq(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor |
     tile = dq_tile(architecture(q1), flags["BLOCK_D"], flags["BLOCK_DV"], q1.element_size(), causal=options.causal)
     tma, sources, tensor_strides = _sources(tile, q1, q2, k1, k2, v, grad_out, flags)
     differential_bwd_dq_kernel[(options.programs(heads, seqlen_q, sequences, tile.block_m),)](
-        *sources, lam, out, out2, stats, r, row_stats, dq1, dq2, *options.tensors, *tensor_strides, *lambda_strides(lam, options.packed),
-        *strides(out), *strides(dq1), *strides(dq2), stats.stride(0), row_stats.stride(0), *options.scalars(q1, k1), **flags,
+        *sources, lam, out, out2, stats, r, row_stats, dq1, dq2, cu_seqlens_q, cu_seqlens_k, *tensor_strides,
+        *lambda_strides(lam, options.packed), *strides(out), *strides(dq1), *strides(dq2), stats.stride(0), row_stats.stride(0),
+        *options.scalars(q1.shape, k1.shape), **flags,
         EXACT_R=exact_r, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STATS_BLOCK=STATS_BLOCK, TMA=tma, num_warps=tile.num_warps,
         num_stages=tile.num_stages)
     return dq1, dq2, row_stats, r
 
 
 def launch_dkdv(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, row_stats: Tensor,
-                options: Options) -> tuple[Tensor, Tensor, Tensor]:
+                cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """dK1 (of both paths where they share K), dK2 (else empty) and dV from the row statistics of launch_dq."""
-    sequences, _, seqlen_k = options.sizes(q1, k1)
-    kv_heads, flags = k1.shape[-2], options.flags(q1, k2, v)
+    sequences, _, seqlen_k = options.sizes(q1.shape, k1.shape)
+    kv_heads, flags = k1.shape[-2], options.constants(q1.shape, v.shape, q1.dtype, shared_k=k2 is None)
     dk1, dv = k1.new_empty(k1.shape), v.new_empty(v.shape)
     dk2 = k1.new_empty(0) if k2 is None else k2.new_empty(k2.shape)
     if k1.numel() == 0:
@@ -303,8 +305,8 @@ def launch_dkdv(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor
     tile = dkdv_tile(architecture(q1), flags["BLOCK_D"], flags["BLOCK_DV"], q1.element_size(), causal=options.causal)
     tma, sources, tensor_strides = _sources(tile, q1, q2, k1, k2, v, grad_out, flags)
     differential_bwd_dkdv_kernel[(options.programs(kv_heads, seqlen_k, sequences, tile.block_n),)](
-        *sources, row_stats, dk1, dk2, dv, *options.tensors, *tensor_strides, *strides(dk1), *strides(dk1 if k2 is None else dk2),
-        *strides(dv), row_stats.stride(0), *options.scalars(q1, k1), **flags, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        *sources, row_stats, dk1, dk2, dv, cu_seqlens_q, cu_seqlens_k, *tensor_strides, *strides(dk1), *strides(dk1 if k2 is None else dk2),
+        *strides(dv), row_stats.stride(0), *options.scalars(q1.shape, k1.shape), **flags, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         STATS_BLOCK=STATS_BLOCK, TMA=tma, num_warps=tile.num_warps, num_stages=tile.num_stages)
     return dk1, dk2, dv
 
@@ -318,11 +320,13 @@ def reduce_like(rows: Tensor, lam: Tensor, packed: bool) -> Tensor:
 
 
 def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, out: Tensor,
-                    out2: Tensor, stats: Tensor, needs_dlam: bool, options: Options) -> tuple[Tensor, ...]:
+                    out2: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dlam: bool,
+                    options: Options) -> tuple[Tensor, ...]:
     """dQ1, dQ2, dK1, dK2 (empty where K is shared), dV and dlambda (empty unless needs_dlam)."""
     if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()  # autograd may hand over an expanded gradient, which no kernel can read row by row
-    dq1, dq2, row_stats, r = launch_dq(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, needs_dlam, options)
-    dk1, dk2, dv = launch_dkdv(grad_out, q1, q2, k1, k2, v, row_stats, options)
+    dq1, dq2, row_stats, r = launch_dq(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam,
+                                        options)
+    dk1, dk2, dv = launch_dkdv(grad_out, q1, q2, k1, k2, v, row_stats, cu_seqlens_q, cu_seqlens_k, options)
     dlam = reduce_like(-r, lam, options.packed) if needs_dlam else lam.new_empty(0)
     return dq1, dq2, dk1, dk2, dv, dlam

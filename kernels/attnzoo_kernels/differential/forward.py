@@ -123,13 +123,14 @@ def differential_fwd_kernel(q1_source, q2_source, k1_source, k2_source, v_source
         tl.store(stats_ptr + 3 * stride_lse + lse_index, norm_stat2, mask=i < len_q)
 
 
-def launch_forward(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, save: bool,
+def launch_forward(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor,
+                   cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, save: bool,
                    options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Output (layout of q1, value width), both LSEs (2, ...), and for the backward, empty unless `save`: the second path's output, which
     float32 does not need, and the statistics (4, ...) of both softmaxes.
     """
-    sequences, seqlen_q, seqlen_k = options.sizes(q1, k1)
-    heads, flags = q1.shape[-2], options.flags(q1, k2, v)
+    sequences, seqlen_q, seqlen_k = options.sizes(q1.shape, k1.shape)
+    heads, flags = q1.shape[-2], options.constants(q1.shape, v.shape, q1.dtype, shared_k=k2 is None)
     out = torch.empty(*q1.shape[:-1], v.shape[-1], dtype=q1.dtype, device=q1.device)
     out2 = torch.empty_like(out) if save and q1.dtype != torch.float32 else out.new_empty(0)
     rows = (heads, seqlen_q) if options.packed else (sequences, heads, seqlen_q)
@@ -146,7 +147,7 @@ def launch_forward(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Ten
                   (tile.block_n, "BLOCK_DV"))
         sources = [descriptor(x, block, flags[width]) for x, (block, width) in zip(sources, shapes, strict=True)]
     differential_fwd_kernel[(options.programs(heads, seqlen_q, sequences, tile.block_m),)](
-        *sources, lam, out, out2, lse, stats, *options.tensors, *tensor_strides, *lambda_strides(lam, options.packed), *strides(out),
-        lse.stride(0), *options.scalars(q1, k1), **flags, SAVE=save, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=tma,
-        Q_REGISTERS=tile.q_registers, num_warps=tile.num_warps, num_stages=tile.num_stages)
+        *sources, lam, out, out2, lse, stats, cu_seqlens_q, cu_seqlens_k, *tensor_strides, *lambda_strides(lam, options.packed),
+        *strides(out), lse.stride(0), *options.scalars(q1.shape, k1.shape), **flags, SAVE=save, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        TMA=tma, Q_REGISTERS=tile.q_registers, num_warps=tile.num_warps, num_stages=tile.num_stages)
     return out, lse, out2, stats

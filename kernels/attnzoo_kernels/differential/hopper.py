@@ -268,16 +268,16 @@ def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, same_len
     return Launch(differential_fwd_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1)
 
 
-def launch_forward(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, save: bool,
-                   options: Options, tile: HopperTile | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launch_forward(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor,
+                   cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, save: bool, options: Options,
+                   tile: HopperTile | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the plain path's launch_forward gives, for what forward_reason lets through."""
-    cu_seqlens_q, cu_seqlens_k = options.tensors
     out = q1.new_empty(*q1.shape[:-1], v.shape[-1])
     out2 = torch.empty_like(out) if save else out
     rows = (q1.shape[1], q1.shape[0]) if options.packed else (q1.shape[0], q1.shape[2], q1.shape[1])
     lse = torch.empty(2, *rows, dtype=torch.float32, device=q1.device)
     stats = lse.new_empty(4, *rows)
-    launch = _plan(q1.device, q1.dtype, cu_seqlens_q.shape[0] - 1 if options.packed else None,
+    launch = _plan(q1.device, q1.dtype, options.sequences,
                    options.packed and cu_seqlens_q is cu_seqlens_k, save, k2 is None, layout(q1), layout(k1), layout(v),
                    lambda_strides(lam, options.packed), options.softmax_scale, options.window_left, options.window_right, tile)
     width, value_width, block_n, consumers = (launch.constants[name] for name in ("BLOCK_D", "BLOCK_DV", "BLOCK_N", "CONSUMERS"))

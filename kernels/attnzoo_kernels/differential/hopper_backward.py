@@ -103,15 +103,16 @@ def _tails(plan: Plan, tensors: tuple[Tensor, ...], cu_seqlens_q: Tensor, cu_seq
 
 
 def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, out: Tensor,
-                    out2: Tensor, stats: Tensor, needs_dlam: bool, options: Options) -> tuple[Tensor, ...]:
+                    out2: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dlam: bool,
+                    options: Options) -> tuple[Tensor, ...]:
     """What the plain path's launch_backward gives, for what backward_reason lets through."""
     grad_out = tma_gradient(grad_out)
     if q1.shape[-1] > 64:
-        return hopper_parts.launch_backward(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, needs_dlam, options)
-    cu_seqlens_q, cu_seqlens_k = options.tensors
+        return hopper_parts.launch_backward(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam,
+                                            options)
     dq1, dq2, dk1, dv = (x.new_empty(x.shape) for x in (q1, q2, k1, v))
     dk2 = k1.new_empty(0) if k2 is None else k2.new_empty(k2.shape)
-    plan = _plan(q1.device, q1.dtype, cu_seqlens_q.shape[0] - 1 if options.packed else None, layout(q1), layout(q2), layout(k1),
+    plan = _plan(q1.device, q1.dtype, options.sequences, layout(q1), layout(q2), layout(k1),
                  None if k2 is None else layout(k2), layout(v), layout(out), layout(grad_out), lambda_strides(lam, options.packed),
                  options.softmax_scale, options.window_left, options.window_right)
     query_tiles, width, value_width = plan.rows.programs, plan.block_d, plan.block_dv

@@ -90,10 +90,10 @@ def _read(plan: Plan, x: Tensor, rows: int, block: int, cu_seqlens: Tensor | Non
 
 
 def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, out: Tensor,
-                    out2: Tensor, stats: Tensor, needs_dlam: bool, options: Options) -> tuple[Tensor, ...]:
+                    out2: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dlam: bool,
+                    options: Options) -> tuple[Tensor, ...]:
     """What the plain path's launch_backward gives; grad_out as TMA reads it."""
-    cu_seqlens_q, cu_seqlens_k = options.tensors
-    plan = _plan(q1.device, q1.dtype, cu_seqlens_q.shape[0] - 1 if options.packed else None, layout(q1), layout(q2), layout(k1),
+    plan = _plan(q1.device, q1.dtype, options.sequences, layout(q1), layout(q2), layout(k1),
                  None if k2 is None else layout(k2), layout(v), layout(out), layout(grad_out), lambda_strides(lam, options.packed),
                  options.softmax_scale, options.window_left, options.window_right)
     parts, query_tiles, rows = len(plan.walks[0]), plan.rows.programs, ROWS.value

@@ -19,19 +19,20 @@ def _forward(q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, impl, determini
                                          cu_seqlens_k, impl, deterministic, softmax_scale, window_left, window_right, save)
         out, out2 = (launch.narrowed(x, v) for x in (out, out2))
         return out, lse, out2, stats
-    options = Options(cu_seqlens_q, cu_seqlens_k, softmax_scale, window_left, window_right)
+    options = Options.of(cu_seqlens_q, softmax_scale, window_left, window_right)
+    arguments = (q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, save, options)
     reason = "" if impl == "triton" else why_not_gluon(q1, q2, k1, k2, v)
     if impl != "gluon" or reason is None:
         taken.note("differential forward", "triton" if reason is not None else "gluon")
     if reason is None:
         from attnzoo_kernels.differential import hopper
 
-        return hopper.launch_forward(q1, q2, k1, k2, v, lam, save, options)
+        return hopper.launch_forward(*arguments)
     if impl == "gluon":
         raise NotImplementedError(f'impl="gluon" does not take this call: {reason}; impl=None or "triton" does')
     from attnzoo_kernels.differential.forward import launch_forward
 
-    return launch_forward(q1, q2, k1, k2, v, lam, save, options)
+    return launch_forward(*arguments)
 
 
 def why_not_gluon(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor) -> str | None:
@@ -58,7 +59,8 @@ def _gradients(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q,
         *wide, dlam = _gradients(wide_grad_out, wide_q1, wide_q2, wide_k1, wide_k2[0] if wide_k2 else None, wide_v, lam, wide_out,
                                  wide_out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam, impl, deterministic, *numbers)
         return *(x if like is None else launch.narrowed(x, like) for x, like in zip(wide, (q1, q2, k1, k2, v), strict=True)), dlam
-    arguments = (grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, needs_dlam, Options(cu_seqlens_q, cu_seqlens_k, *numbers))
+    options = Options.of(cu_seqlens_q, *numbers)
+    arguments = (grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam, options)
     if backward_path(impl, q1, q2, k1, k2, v, deterministic) == "gluon":
         from attnzoo_kernels.differential import hopper_backward
 

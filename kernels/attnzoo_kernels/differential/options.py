@@ -1,60 +1,26 @@
-"""What the launches of differential attention's kernels share: the operator's options after its checks, as kernel arguments."""
+"""Differential attention's options: those of every call, and what its kernels make of them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import block_width, value_block
+from attnzoo_kernels._triton.call import Call, packed_sequences
 
 
-@dataclass(frozen=True)
-class Options:
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    softmax_scale: float
-    window_left: int
-    window_right: int
+@dataclass(frozen=True, kw_only=True)
+class Options(Call):
+    @classmethod
+    def of(cls, cu_seqlens_q: Tensor | None, softmax_scale: float, window_left: int, window_right: int) -> "Options":
+        return cls(sequences=packed_sequences(cu_seqlens_q), softmax_scale=softmax_scale, window_left=window_left,
+                   window_right=window_right)
 
-    @property
-    def packed(self) -> bool:
-        return self.cu_seqlens_q is not None
+    def scalars(self, q: torch.Size, k: torch.Size) -> tuple:
+        return self.softmax_scale, self.window_left, self.window_right, *self.sizes(q, k), q[-2], q[-2] // k[-2]
 
-    @property
-    def causal(self) -> bool:
-        return self.window_right >= 0
-
-    @property
-    def tensors(self) -> tuple:
-        return self.cu_seqlens_q, self.cu_seqlens_k
-
-    def sizes(self, q: Tensor, k: Tensor) -> tuple[int, int, int]:
-        """(sequences, seqlen_q, seqlen_k), the totals where packed."""
-        if self.packed:
-            return self.cu_seqlens_q.shape[0] - 1, q.shape[0], k.shape[0]
-        return q.shape[0], q.shape[1], k.shape[1]
-
-    def scalars(self, q: Tensor, k: Tensor) -> tuple:
-        heads = q.shape[-2]
-        return self.softmax_scale, self.window_left, self.window_right, *self.sizes(q, k), heads, heads // k.shape[-2]
-
-    def flags(self, q: Tensor, k2: Tensor | None, v: Tensor) -> dict:
-        return {
-            "HEAD_DIM": q.shape[-1],
-            "VALUE_DIM": v.shape[-1],
-            "BLOCK_D": block_width(q.shape[-1]),
-            "BLOCK_DV": value_block(q.shape[-1], v.shape[-1]),
-            "SHARED_K": k2 is None,
-            "PACKED": self.packed,
-            "HAS_LEFT": self.window_left >= 0,
-            "HAS_RIGHT": self.window_right >= 0,
-            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        }
-
-    def programs(self, heads: int, seqlen: int, sequences: int, block: int) -> int:
-        """Tiles of all heads; for packed sequences find_tile's slots."""
-        tiles = seqlen // block + sequences + 1 if self.packed else sequences * -(-seqlen // block)
-        return heads * tiles
+    def constants(self, q: torch.Size, v: torch.Size, dtype: torch.dtype, *, shared_k: bool) -> dict[str, Any]:
+        return super().constants(q, v, dtype) | {"SHARED_K": shared_k}
 
 
 def lambda_strides(lam: Tensor, packed: bool) -> tuple[int, int, int]:

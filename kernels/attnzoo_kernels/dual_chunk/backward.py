@@ -18,7 +18,7 @@ from attnzoo_kernels._triton.tiles import first_lse, load_rows, store_rows, tile
 from attnzoo_kernels.dual_chunk.chunks import chunk_tile, chunks_apart, key_copy, query_copy, stage_range
 from attnzoo_kernels.dual_chunk.forward import key_bounds, keys_in_stage
 from attnzoo_kernels.dual_chunk.operands import sources
-from attnzoo_kernels.dual_chunk.options import Options
+from attnzoo_kernels.dual_chunk.options import Extras, Options
 from attnzoo_kernels.dual_chunk.parts import parts
 from attnzoo_kernels.dual_chunk.rotation import query_factor, rotated_copies, scaled_gradient, stage_position, store_pairs, turn_back
 from attnzoo_kernels.dual_chunk.tiles import dkdv_tile, dq_tile
@@ -287,45 +287,45 @@ def dual_chunk_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stat
 
 
 def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, queries: Tensor, keys: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-              stats: Tensor, row_stats: Tensor, dq: Tensor, options: Options) -> None:
+              stats: Tensor, row_stats: Tensor, dq: Tensor, extras: Extras, options: Options) -> None:
     """Write dq and the row statistics that launch_dkdv reads; `queries` and `keys` are the rotated copies of q and k."""
     if stats.numel() == 0:
         return
-    sequences, seqlen_q, seqlen_k = options.sizes(q, k)
-    flags = options.flags(q, out)
+    sequences, seqlen_q, seqlen_k = options.sizes(q.shape, k.shape)
+    flags = options.constants(q.shape, out.shape, q.dtype)
     tile = dq_tile(architecture(q), flags["BLOCK_D"], flags["BLOCK_DV"], q.element_size())
     operands, tma = sources(tile, flags, queries, keys, v, grad_out)
-    programs = options.programs(q.shape[-2], sequences, seqlen_q, seqlen_k - seqlen_q, tile.block_m)
-    rotation = options.rotation_flags(q.shape[-1])
+    programs = options.chunk_programs(q.shape[-2], sequences, seqlen_q, seqlen_k - seqlen_q, tile.block_m)
+    rotation = options.rotation_constants(q.shape[-1])
     dual_chunk_bwd_dq_kernel[(programs,)](
-        *operands[:3], out, operands[3], grad_lse, stats, row_stats, dq, options.cos, options.sin, options.logit_multiplier,
-        options.cu_seqlens_q, options.cu_seqlens_k, *strides(queries), *strides(keys), *strides(v), *strides(out), *strides(grad_out),
-        *strides(dq), stats.stride(0), row_stats.stride(0), options.multiplier_stride, options.softmax_scale,
-        options.logit_scale(q.dtype), options.top, options.far, *options.scalars(q, k), **flags | rotation,
-        HAS_MULTIPLIER=options.logit_multiplier is not None, HAS_GRAD_LSE=grad_lse is not None, STATS_BLOCK=STATS_BLOCK,
+        *operands[:3], out, operands[3], grad_lse, stats, row_stats, dq, *extras, *strides(queries), *strides(keys), *strides(v),
+        *strides(out), *strides(grad_out), *strides(dq), stats.stride(0), row_stats.stride(0), options.multiplier_stride or 0,
+        options.softmax_scale, options.logit_scale(q.dtype), options.top, options.far, *options.scalars(q.shape, k.shape),
+        **flags | rotation,
+        HAS_MULTIPLIER=options.has_multiplier, HAS_GRAD_LSE=grad_lse is not None, STATS_BLOCK=STATS_BLOCK,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, TMA=tma, **tile.launch_options(tma))
 
 
 def launch_dkdv(grad_out: Tensor, queries: Tensor, keys: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Tensor, dk: Tensor,
-                dv: Tensor, options: Options) -> None:
+                dv: Tensor, extras: Extras, options: Options) -> None:
     """Write dk and dv from launch_dq's row statistics."""
     if k.numel() == 0:
         return
-    sequences, _, seqlen_k = options.sizes(q, k)
-    flags = options.flags(q, dv)
+    sequences, _, seqlen_k = options.sizes(q.shape, k.shape)
+    flags = options.constants(q.shape, dv.shape, q.dtype)
     tile = dkdv_tile(architecture(q), flags["BLOCK_D"], flags["BLOCK_DV"], q.element_size())
     operands, tma = sources(tile, flags, queries, keys, v, grad_out)
-    programs = options.programs(k.shape[-2], sequences, seqlen_k, 0, tile.block_n)
+    programs = options.chunk_programs(k.shape[-2], sequences, seqlen_k, 0, tile.block_n)
     dual_chunk_bwd_dkdv_kernel[(programs,)](
-        *operands, row_stats, dk, dv, options.cos, options.sin, options.cu_seqlens_q, options.cu_seqlens_k, *strides(queries),
+        *operands, row_stats, dk, dv, *extras[:2], *extras[3:], *strides(queries),
         *strides(keys), *strides(v), *strides(grad_out), *strides(dk), *strides(dv), row_stats.stride(0), options.logit_scale(q.dtype),
-        options.top, options.far, *options.scalars(q, k), **flags | options.rotation_flags(q.shape[-1]),
-        ONE_WALK=options.tiles_end_at_seams(q, k, tile.block_m, tile.block_n), STATS_BLOCK=STATS_BLOCK, BLOCK_M=tile.block_m,
+        options.top, options.far, *options.scalars(q.shape, k.shape), **flags | options.rotation_constants(q.shape[-1]),
+        ONE_WALK=options.tiles_end_at_seams(q.shape, k.shape, tile.block_m, tile.block_n), STATS_BLOCK=STATS_BLOCK, BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, TMA=tma, **tile.launch_options(tma))
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
-                    options: Options) -> tuple[Tensor, Tensor, Tensor]:
+                    extras: Extras, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV for the gradients of output and LSE."""
     if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()  # autograd may hand over an expanded gradient, which no kernel can read row by row
@@ -333,19 +333,19 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         grad_lse = grad_lse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     with on_device_of(q):
-        for part in parts(q, k, options):
+        for part in parts(q, k, extras, options):
             _launch_part(*map(part.tokens, (grad_out, q, k, v, out, dq, dk, dv)), *map(part.rows, (grad_lse, stats)),
-                         part.options)
+                         part.extras, options)
     return dq, dk, dv
 
 
-def _launch_part(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, options) -> None:
-    sequences, seqlen_q, seqlen_k = options.sizes(q, k)
-    blocks = seqlen_q // STATS_BLOCK + sequences + 1 if options.packed else sequences * -(-seqlen_q // STATS_BLOCK)
+def _launch_part(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, extras, options) -> None:
+    sequences, seqlen_q, seqlen_k = options.sizes(q.shape, k.shape)
     # the walk reads a tile ahead
-    row_stats = stats.new_empty(3 if q.dtype == torch.float32 else 2, (q.shape[-2] * blocks + 1) * STATS_BLOCK)
-    queries = rotated_copies(q, options, seqlen_k, 3, queries=True)
-    keys = rotated_copies(k, options, seqlen_q, options.key_copies, queries=False)
+    blocks = options.programs(q.shape[-2], seqlen_q, sequences, STATS_BLOCK) + 1
+    row_stats = stats.new_empty(3 if q.dtype == torch.float32 else 2, blocks * STATS_BLOCK)
+    queries = rotated_copies(q, extras, options, seqlen_k, 3, queries=True)
+    keys = rotated_copies(k, extras, options, seqlen_q, options.key_copies, queries=False)
     v, grad_out = tma_readable(v), tma_readable(grad_out)
-    launch_dq(grad_out, grad_lse, queries, keys, q, k, v, out, stats, row_stats, dq, options)
-    launch_dkdv(grad_out, queries, keys, q, k, v, row_stats, dk, dv, options)
+    launch_dq(grad_out, grad_lse, queries, keys, q, k, v, out, stats, row_stats, dq, extras, options)
+    launch_dkdv(grad_out, queries, keys, q, k, v, row_stats, dk, dv, extras, options)

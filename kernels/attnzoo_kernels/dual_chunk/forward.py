@@ -14,7 +14,7 @@ from attnzoo_kernels._triton.softmax import add_dot, log_sum_exp, score_dot, sof
 from attnzoo_kernels._triton.tiles import first_lse, load_rows, store_rows, tile_source
 from attnzoo_kernels.dual_chunk.chunks import chunk_tile, chunks_apart, key_copy, query_copy, stage_range
 from attnzoo_kernels.dual_chunk.operands import sources
-from attnzoo_kernels.dual_chunk.options import Options
+from attnzoo_kernels.dual_chunk.options import Extras, Options
 from attnzoo_kernels.dual_chunk.parts import parts
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
 from attnzoo_kernels.dual_chunk.tiles import forward_tile
@@ -115,7 +115,7 @@ def dual_chunk_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_
     tl.store(stats_ptr + stride_stats + lse_index, norm_stat, mask=i < end_row)
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Output (layout of q, value width), LSE and, for the backward, the statistics (2, *lse.shape) of the softmax."""
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
     lse_shape = (q.shape[1], q.shape[0]) if options.packed else (q.shape[0], q.shape[2], q.shape[1])
@@ -123,21 +123,23 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[T
     stats = lse.new_empty(2, *lse_shape)
     if lse.numel() > 0:
         with on_device_of(q):
-            for part in parts(q, k, options):
-                _launch(part.tokens(q), part.tokens(k), part.tokens(v), part.tokens(out), part.rows(lse), part.rows(stats), part.options)
+            for part in parts(q, k, extras, options):
+                _launch(part.tokens(q), part.tokens(k), part.tokens(v), part.tokens(out), part.rows(lse), part.rows(stats), part.extras,
+                        options)
     return out, lse, stats
 
 
-def _launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stats: Tensor, options: Options) -> None:
-    sequences, seqlen_q, seqlen_k = options.sizes(q, k)
-    flags = options.flags(q, v)
+def _launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stats: Tensor, extras: Extras,
+            options: Options) -> None:
+    sequences, seqlen_q, seqlen_k = options.sizes(q.shape, k.shape)
+    flags = options.constants(q.shape, v.shape, q.dtype)
     tile = forward_tile(architecture(q), flags["BLOCK_D"], flags["BLOCK_DV"], q.element_size())
-    queries = rotated_copies(q, options, seqlen_k, 3, queries=True)
-    keys = rotated_copies(k, options, seqlen_q, options.key_copies, queries=False)
+    queries = rotated_copies(q, extras, options, seqlen_k, 3, queries=True)
+    keys = rotated_copies(k, extras, options, seqlen_q, options.key_copies, queries=False)
     v = tma_readable(v)
     operands, tma = sources(tile, flags, queries, keys, v)
-    programs = options.programs(q.shape[-2], sequences, seqlen_q, seqlen_k - seqlen_q, tile.block_m)
+    programs = options.chunk_programs(q.shape[-2], sequences, seqlen_q, seqlen_k - seqlen_q, tile.block_m)
     dual_chunk_fwd_kernel[(programs,)](
-        *operands, out, lse, stats, options.cu_seqlens_q, options.cu_seqlens_k, *strides(queries), *strides(keys), *strides(v),
-        *strides(out), stats.stride(0), options.logit_scale(q.dtype), *options.scalars(q, k), **flags, BLOCK_M=tile.block_m,
+        *operands, out, lse, stats, *extras[3:], *strides(queries), *strides(keys), *strides(v),
+        *strides(out), stats.stride(0), options.logit_scale(q.dtype), *options.scalars(q.shape, k.shape), **flags, BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, TMA=tma, **tile.launch_options(tma))

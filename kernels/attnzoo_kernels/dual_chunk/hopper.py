@@ -31,7 +31,7 @@ from attnzoo_kernels._gluon.walk import clear_rows, hand_on, keys_seen, store_st
 from attnzoo_kernels._gluon.work import forward_barriers, take
 from attnzoo_kernels._triton.launch import L2_GROUP, Launch, multiprocessors, on_device_of
 from attnzoo_kernels.dual_chunk.hopper_tiles import Q_SLOTS, chunk_of, is_merged, produce, rows_end, stage_keys
-from attnzoo_kernels.dual_chunk.options import Options
+from attnzoo_kernels.dual_chunk.options import Extras, Options
 from attnzoo_kernels.dual_chunk.parts import parts
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
 from attnzoo_kernels.dual_chunk.tiles import HopperTile, hopper_forward_tile
@@ -281,26 +281,27 @@ def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
     return why_not_tma(q, k, v)
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, options: Options, tile: HopperTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options,
+                   tile: HopperTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through."""
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = torch.empty((q.shape[1], q.shape[0]) if options.packed else (q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32,
                       device=q.device)
     stats = lse.new_empty(2, *lse.shape)
     with on_device_of(q):
-        for part in parts(q, k, options):
-            _launch(*map(part.tokens, (q, k, v, out)), part.rows(lse), part.rows(stats), part.options, tile)
+        for part in parts(q, k, extras, options):
+            _launch(*map(part.tokens, (q, k, v, out)), part.rows(lse), part.rows(stats), part.extras, options, tile)
     return out, lse, stats
 
 
-def _launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stats: Tensor, options: Options, tile: HopperTile | None) -> None:
-    _, seqlen_q, seqlen_k = options.sizes(q, k)
-    queries = rotated_copies(q, options, seqlen_k, 3, queries=True, near=options.near)
-    keys = rotated_copies(k, options, seqlen_q, 1, queries=False)
-    packed = options.cu_seqlens_q.shape[0] - 1 if options.packed else None
-    launch, *tile = _plan(q.device, q.dtype, packed, options.chunk, options.near, layout(queries), layout(keys), layout(v), layout(out),
-                          stats.stride(0), tile)
-    run(launch, *tile, queries, keys, v, out, lse, stats, options.cu_seqlens_q, options.cu_seqlens_k, tile_counter(q.device))
+def _launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stats: Tensor, extras: Extras, options: Options,
+            tile: HopperTile | None) -> None:
+    _, seqlen_q, seqlen_k = options.sizes(q.shape, k.shape)
+    queries = rotated_copies(q, extras, options, seqlen_k, 3, queries=True, near=options.near)
+    keys = rotated_copies(k, extras, options, seqlen_q, 1, queries=False)
+    launch, *tile = _plan(q.device, q.dtype, options.sequences, options.chunk, options.near,
+                          *map(layout, (queries, keys, v, out)), stats.stride(0), tile)
+    run(launch, *tile, queries, keys, v, out, lse, stats, *extras[3:], tile_counter(q.device))
 
 
 def run(launch: Launch, tile: HopperTile, width: int, value_width: int, queries: Tensor, keys: Tensor, v: Tensor, out: Tensor,

@@ -14,7 +14,7 @@ from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of
 from attnzoo_kernels._triton.softmax import LN2
 from attnzoo_kernels.dual_chunk.hopper_gradients import dual_chunk_bwd_hopper_kernel
 from attnzoo_kernels.dual_chunk.hopper_rows import dual_chunk_bwd_dk_rows_kernel, dual_chunk_bwd_dq_rows_kernel, dual_chunk_bwd_rows_kernel
-from attnzoo_kernels.dual_chunk.options import Options
+from attnzoo_kernels.dual_chunk.options import Extras, Options
 from attnzoo_kernels.dual_chunk.parts import parts
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
 from attnzoo_kernels.flash.hopper_backward import Tile, pair_tile
@@ -31,7 +31,7 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
     if not options.causal or options.stages != 7:
         return "it is causal and has all three stages"
     if options.packed:
-        aligned = options.cu_seqlens_q.data_ptr() == options.cu_seqlens_k.data_ptr()
+        aligned = options.same_lengths
     else:
         aligned = (k.shape[1] - q.shape[1]) % pair_tile(64 if width <= 64 else 128, False).rows == 0
     if options.chunk % KEYS.value or not aligned:
@@ -76,27 +76,27 @@ def _ends(x: Tensor, block: int, width: int, cu_seqlens: Tensor) -> Tensor:
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
-                    options: Options, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
+                    extras: Extras, options: Options, deterministic: bool) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV as the plain path's launch_backward gives them, for what backward_reason lets through."""
     grad_out = tma_gradient(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     with on_device_of(q):
-        for part in parts(q, k, options, sums=12):
-            _launch(*map(part.tokens, (grad_out, q, k, v, out, dq, dk, dv)), *map(part.rows, (grad_lse, stats)), part.options,
-                    deterministic)
+        for part in parts(q, k, extras, options, sums=12):
+            _launch(*map(part.tokens, (grad_out, q, k, v, out, dq, dk, dv)), *map(part.rows, (grad_lse, stats)), part.extras,
+                    options, deterministic)
     return dq, dk, dv
 
 
-def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, options, ordered) -> None:
-    (sequences, seqlen_q, seqlen_k), heads, kv_heads = options.sizes(q, k), q.shape[-2], k.shape[-2]
+def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, extras, options, ordered) -> None:
+    (sequences, seqlen_q, seqlen_k), heads, kv_heads = options.sizes(q.shape, k.shape), q.shape[-2], k.shape[-2]
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     width = 64 if max(head_dim, value_dim) <= 64 else 128
-    tile, cu_seqlens = pair_tile(width, ordered), options.cu_seqlens_q
-    packed = sequences if options.packed else None
-    queries = rotated_copies(q, options, seqlen_k, 3, queries=True, near=options.near)
-    keys = rotated_copies(k, options, seqlen_q, 1, queries=False)
+    tile, cu_seqlens = pair_tile(width, ordered), extras.cu_seqlens_q
+    packed = options.sequences
+    queries = rotated_copies(q, extras, options, seqlen_k, 3, queries=True, near=options.near)
+    keys = rotated_copies(k, extras, options, seqlen_q, 1, queries=False)
     n_tiles = tiles(packed, sequences, heads, seqlen_q, tile.rows)
     row_stats = stats.new_empty(n_tiles, 1, 2 * tile.rows)
     dq_sums = stats.new_empty(1, 3 * n_tiles * tile.rows * width // 32, 1, 32)
@@ -115,13 +115,13 @@ def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, options, ordere
     turned = torch.empty_like(keys)
     walk = _walk(q.device, q.dtype, packed, ordered, options.chunk, options.near, *map(layout, (queries, keys, v, turned, dv)), tile)
     run(walk, tile.rows, width, (queries, keys, v, grad_out), row_stats, ends, turned, dv, dq_sums, counter, turns, cu_seqlens)
-    rotation = {"HEAD_DIM": head_dim, "ROTARY_DIM": 2 * options.cos.shape[1], "INTERLEAVED": options.rope_interleaved}
+    rotation = {"HEAD_DIM": head_dim, "ROTARY_DIM": options.rotary_dim, "INTERLEAVED": options.rope_interleaved}
     dual_chunk_bwd_dq_rows_kernel[(n_tiles,)](
-        dq_sums, dq, options.cos, options.sin, options.logit_multiplier, cu_seqlens, *strides(dq), options.multiplier_stride,
+        dq_sums, dq, *extras[:3], cu_seqlens, *strides(dq), options.multiplier_stride or 0,
         options.softmax_scale, sequences, seqlen_q, heads, shift, options.chunk, options.top, options.far, options.near, n_tiles,
-        HAS_MULTIPLIER=options.logit_multiplier is not None, **rotation, **of_tiles)
+        HAS_MULTIPLIER=options.has_multiplier, **rotation, **of_tiles)
     dual_chunk_bwd_dk_rows_kernel[(tiles(packed, sequences, kv_heads, seqlen_k, tile.rows),)](
-        turned, dk, options.cos, options.sin, cu_seqlens, *strides(turned), *strides(dk), sequences, seqlen_k, kv_heads, options.chunk,
+        turned, dk, *extras[:2], cu_seqlens, *strides(turned), *strides(dk), sequences, seqlen_k, kv_heads, options.chunk,
         **rotation, **of_tiles)
 
 

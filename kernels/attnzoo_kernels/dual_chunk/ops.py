@@ -11,14 +11,14 @@ def forward(
     rope_interleaved: bool, softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from attnzoo_kernels.dual_chunk.forward import launch_forward
-    from attnzoo_kernels.dual_chunk.options import Options
+    from attnzoo_kernels.dual_chunk.options import Extras, Options
     from attnzoo_kernels.dual_chunk.paths import forward_path
 
-    options = Options(cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, chunk, top, far, stages, causal, rope_interleaved,
-                      softmax_scale)
+    extras = Extras(cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k)
+    options = Options.of(extras, chunk, top, far, stages, causal, rope_interleaved, softmax_scale)
     if forward_path(impl, q, k, v, options) == "gluon":
         from attnzoo_kernels.dual_chunk.hopper import launch_forward
-    return launch_forward(q, k, v, options)
+    return launch_forward(q, k, v, extras, options)
 
 
 @forward.register_fake
@@ -36,16 +36,16 @@ def backward(
     chunk: int, top: int, far: int, stages: int, causal: bool, rope_interleaved: bool, softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from attnzoo_kernels.dual_chunk.backward import launch_backward
-    from attnzoo_kernels.dual_chunk.options import Options
+    from attnzoo_kernels.dual_chunk.options import Extras, Options
     from attnzoo_kernels.dual_chunk.paths import backward_path
 
-    options = Options(cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, chunk, top, far, stages, causal, rope_interleaved,
-                      softmax_scale)
+    extras = Extras(cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k)
+    options = Options.of(extras, chunk, top, far, stages, causal, rope_interleaved, softmax_scale)
     if backward_path(impl, q, k, v, options) == "gluon":
         from attnzoo_kernels.dual_chunk import hopper_backward
 
-        return hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, options, deterministic)
-    return launch_backward(grad_out, grad_lse, q, k, v, out, stats, options)
+        return hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, extras, options, deterministic)
+    return launch_backward(grad_out, grad_lse, q, k, v, out, stats, extras, options)
 
 
 @backward.register_fake

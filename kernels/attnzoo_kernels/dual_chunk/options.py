@@ -1,32 +1,46 @@
-"""What the launches of Dual Chunk attention's kernels share: the operator's options after its checks, as kernel arguments."""
+"""Dual Chunk attention's options beside those of every call, and its tensors beside queries, keys and values."""
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import block_width, value_block
+from attnzoo_kernels._triton.call import Call, packed_sequences
+from attnzoo_kernels._triton.launch import block_width
 
 
-@dataclass(frozen=True)
-class Options:
+class Extras(NamedTuple):
+    """Tables of angles, the queries' multipliers and the bounds of packed sequences."""
+
     cos: Tensor
     sin: Tensor
-    logit_multiplier: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
+    logit_multiplier: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Call):
     chunk: int
     top: int
     far: int
-    stages: int
-    causal: bool
-    rope_interleaved: bool
-    softmax_scale: float
+    stages: int = 7
+    rope_interleaved: bool = False
+    rotary_dim: int = 0
+    multiplier_stride: int | None = None  # batch stride of the queries' multipliers; None: there are none
+    same_lengths: bool = False  # packed: one cu_seqlens serves queries and keys
 
-    @property
-    def packed(self) -> bool:
-        return self.cu_seqlens_q is not None
+    @classmethod
+    def of(cls, extras: Extras, chunk: int, top: int, far: int, stages: int, causal: bool, rope_interleaved: bool,
+           softmax_scale: float) -> "Options":
+        multiplier, packed = extras.logit_multiplier, extras.cu_seqlens_q is not None
+        stride = None if multiplier is None else multiplier.stride(0) if multiplier.dim() == 2 else 0
+        return cls(sequences=packed_sequences(extras.cu_seqlens_q), softmax_scale=softmax_scale, window_right=0 if causal else -1,
+                   chunk=chunk, top=top, far=far, stages=stages, rope_interleaved=rope_interleaved, rotary_dim=2 * extras.cos.shape[1],
+                   multiplier_stride=stride,
+                   same_lengths=packed and extras.cu_seqlens_q.data_ptr() == extras.cu_seqlens_k.data_ptr())
 
     @property
     def near(self) -> int:
@@ -36,6 +50,10 @@ class Options:
     @property
     def chunks(self) -> tuple[int, int, int]:
         return self.chunk, self.top, self.far
+
+    @property
+    def has_multiplier(self) -> bool:
+        return self.multiplier_stride is not None
 
     def logit_scale(self, dtype: torch.dtype) -> float:
         """What products of rotated queries and keys are multiplied by: nothing in 16 bits, where the queries hold it.
@@ -49,57 +67,31 @@ class Options:
         return self.softmax_scale * (1.0 if dtype == torch.float32 else math.log2(math.e)) / self.logit_scale(dtype)
 
     @property
-    def multiplier_stride(self) -> int:
-        multiplier = self.logit_multiplier
-        return multiplier.stride(0) if multiplier is not None and multiplier.dim() == 2 else 0
-
-    @property
     def key_copies(self) -> int:
         """Stages whose positions keys take: their place in the chunk, and behind the query also the two others."""
         return 1 if self.causal else 3
 
-    def sizes(self, q: Tensor, k: Tensor) -> tuple[int, int, int]:
-        """(sequences, seqlen_q, seqlen_k), the totals where packed."""
-        if self.packed:
-            return self.cu_seqlens_q.shape[0] - 1, q.shape[0], k.shape[0]
-        return q.shape[0], q.shape[1], k.shape[1]
-
-    def tiles_end_at_seams(self, q: Tensor, k: Tensor, block_m: int, block_n: int) -> bool:
+    def tiles_end_at_seams(self, q: torch.Size, k: torch.Size, block_m: int, block_n: int) -> bool:
         """Whether a walk over queries in tiles of block_m from a key tile's first row on never straddles a seam between stages."""
-        if self.packed:
-            aligned = self.cu_seqlens_q.data_ptr() == self.cu_seqlens_k.data_ptr()
-        else:
-            aligned = (k.shape[1] - q.shape[1]) % block_m == 0
+        aligned = self.same_lengths if self.packed else (k[1] - q[1]) % block_m == 0
         return aligned and self.stages == 7 and self.chunk % block_m == 0 and block_n % block_m == 0
 
-    def scalars(self, q: Tensor, k: Tensor) -> tuple:
-        heads = q.shape[-2]
-        return *self.sizes(q, k), heads, self.batches(q), self.chunk, self.stages, heads // k.shape[-2]
+    def scalars(self, q: torch.Size, k: torch.Size) -> tuple:
+        return *self.sizes(q, k), q[-2], self.batches(q), self.chunk, self.stages, q[-2] // k[-2]
 
-    def batches(self, x: Tensor) -> int:
+    def batches(self, x: torch.Size) -> int:
         """Batch rows of one copy of x."""
-        return 1 if self.packed else x.shape[0]
+        return 1 if self.packed else x[0]
 
-    def rotation_flags(self, head_dim: int) -> dict:
-        return {
-            "HEAD_DIM": head_dim,
-            "ROTARY_DIM": 2 * self.cos.shape[1],
-            "BLOCK_D": block_width(head_dim),
-            "INTERLEAVED": self.rope_interleaved,
-        }
+    def rotation_constants(self, head_dim: int) -> dict[str, Any]:
+        return {"HEAD_DIM": head_dim, "ROTARY_DIM": self.rotary_dim, "BLOCK_D": block_width(head_dim), "INTERLEAVED": self.rope_interleaved}
 
-    def flags(self, q: Tensor, v: Tensor) -> dict:
-        return {
-            "HEAD_DIM": q.shape[-1],
-            "BLOCK_D": block_width(q.shape[-1]),
-            "VALUE_DIM": v.shape[-1],
-            "BLOCK_DV": value_block(q.shape[-1], v.shape[-1]),
-            "PACKED": self.packed,
-            "CAUSAL": self.causal,
-            "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        }
+    def constants(self, q: torch.Size, v: torch.Size, dtype: torch.dtype) -> dict[str, Any]:
+        constants = super().constants(q, v, dtype) | {"CAUSAL": self.causal}
+        del constants["HAS_LEFT"], constants["HAS_RIGHT"]
+        return constants
 
-    def programs(self, heads: int, sequences: int, seqlen: int, offset: int, block: int) -> int:
+    def chunk_programs(self, heads: int, sequences: int, seqlen: int, offset: int, block: int) -> int:
         """Programs of chunk_tile over all heads; dense rows begin at position `offset`."""
         if self.packed:
             return heads * (seqlen // block + seqlen // self.chunk + 3 * (sequences + 1))

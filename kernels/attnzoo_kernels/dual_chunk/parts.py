@@ -1,11 +1,11 @@
 """The rotated copies are scratch: a call whose copies would be very large runs in parts, by batch rows and then by key heads."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from attnzoo_kernels.dual_chunk.options import Options
+from attnzoo_kernels.dual_chunk.options import Extras, Options
 
 SCRATCH = 2**31  # bytes of copies at which a call is cut; one key head of one batch row is never cut
 
@@ -18,7 +18,7 @@ class Part:
     begin: int
     end: int
     kv_heads: int
-    options: Options
+    extras: Extras
 
     def heads(self, heads: int) -> slice:
         group = heads // self.kv_heads
@@ -39,7 +39,7 @@ class Part:
         return x if self.batch is None else x[..., self.batch, :, :]
 
 
-def parts(q: Tensor, k: Tensor, options: Options, sums: int = 0) -> Iterator[Part]:
+def parts(q: Tensor, k: Tensor, extras: Extras, options: Options, sums: int = 0) -> Iterator[Part]:
     """The whole call where its copies fit into SCRATCH; else as many batch rows, or of one row as many key heads, as do.
 
     sums: bytes of scratch for each of q's elements beside the copies."""
@@ -47,15 +47,15 @@ def parts(q: Tensor, k: Tensor, options: Options, sums: int = 0) -> Iterator[Par
     copies = q.element_size() * (3 * q.numel() + options.key_copies * k.numel()) + sums * q.numel()
     batches = None if options.packed else q.shape[0]
     if copies <= SCRATCH:
-        yield Part(None, 0, kv_heads, kv_heads, options)
+        yield Part(None, 0, kv_heads, kv_heads, extras)
         return
     per_row = copies // (batches or 1)
     rows = max(SCRATCH // per_row, 1)
     heads = kv_heads if per_row <= SCRATCH else max(SCRATCH // (per_row // kv_heads), 1)
     for row in range(0, batches or 1, rows):
         batch = None if batches is None else slice(row, min(row + rows, batches))
-        multiplier = options.logit_multiplier
+        multiplier = extras.logit_multiplier
         if batch is not None and multiplier is not None and multiplier.dim() == 2:
             multiplier = multiplier[batch]
         for head in range(0, kv_heads, heads):
-            yield Part(batch, head, min(head + heads, kv_heads), kv_heads, replace(options, logit_multiplier=multiplier))
+            yield Part(batch, head, min(head + heads, kv_heads), kv_heads, extras._replace(logit_multiplier=multiplier))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnzoo_kernels._triton.launch import next_power_of_2, padded, strides
 from attnzoo_kernels._triton.tiles import program_tile
-from attnzoo_kernels.dual_chunk.options import Options
+from attnzoo_kernels.dual_chunk.options import Extras, Options
 
 ROTATE_ROWS = 64  # rows of all heads that a program turns
 ROTATE_HEADS = 8  # of them so many heads by the same angles, if there are
@@ -141,7 +141,8 @@ def rotate_kernel(x_ptr, copies_ptr, cos, sin, multiplier, cu_seqlens, other_cu_
             tl.store(rows_c + channel, tile, mask=kept & (channel < WIDTH))
 
 
-def rotated_copies(x: Tensor, options: Options, other_seqlen: int, copies: int, *, queries: bool, near: int | None = None) -> Tensor:
+def rotated_copies(x: Tensor, extras: Extras, options: Options, other_seqlen: int, copies: int, *, queries: bool,
+                   near: int | None = None) -> Tensor:
     """x at the positions of the first `copies` stages, (copies * batch, seqlen, heads, width), batch 1 where packed; channels pair by pair.
 
     The width is padded with zeros to 16 bytes, as TMA wants it.
@@ -155,16 +156,16 @@ def rotated_copies(x: Tensor, options: Options, other_seqlen: int, copies: int, 
     out = torch.empty(copies * batches, heads, seqlen, width, dtype=x.dtype, device=x.device).transpose(1, 2)
     if out.numel() == 0:
         return out
-    cu_seqlens = (options.cu_seqlens_q, options.cu_seqlens_k) if queries else (options.cu_seqlens_k, options.cu_seqlens_q)
-    sequences = options.cu_seqlens_q.shape[0] - 1 if options.packed else batches
+    own, other = (extras.cu_seqlens_q, extras.cu_seqlens_k) if queries else (extras.cu_seqlens_k, extras.cu_seqlens_q)
+    sequences = options.sequences if options.packed else batches
     bunch = min(ROTATE_HEADS, next_power_of_2(heads))
     block = ROTATE_ROWS // bunch
     tiles = seqlen // block + sequences + 1 if options.packed else sequences * -(-seqlen // block)
     rotate_kernel[(-(-heads // bunch) * tiles,)](
-        x, out, options.cos, options.sin, options.logit_multiplier, *cu_seqlens, *strides(x), *strides(out), options.multiplier_stride,
+        x, out, *extras[:3], own, other, *strides(x), *strides(out), options.multiplier_stride or 0,
         options.query_scale(x.dtype), sequences, seqlen, other_seqlen, heads, batches, *options.chunks,
-        options.chunk if near is None else near, **options.rotation_flags(head_dim),
-        HAS_MULTIPLIER=queries and options.logit_multiplier is not None, QUERIES=queries, PACKED=options.packed, COPIES=copies,
+        options.chunk if near is None else near, **options.rotation_constants(head_dim),
+        HAS_MULTIPLIER=queries and options.has_multiplier, QUERIES=queries, PACKED=options.packed, COPIES=copies,
         BLOCK=block, HEADS=bunch,
         WIDTH=width, num_warps=4)
     return out
