@@ -29,6 +29,7 @@ from attnzoo.data.tokenized import TokenStore, prepare
 from attnzoo.hub import from_huggingface
 from attnzoo.training.module import INPUTS, summed_loss
 from attnzoo.training.optimizer import AdamWRecipe
+from attnzoo.training.schedule import Schedule
 from attnzoo.training.throughput import peak_flops
 from benchmarks import harness
 from benchmarks.accuracy import error_ratio
@@ -37,7 +38,8 @@ from benchmarks.report import Row
 from benchmarks.timing import Candidate
 
 MASK_RATE = 0.15
-RECIPE = AdamWRecipe(lr=1e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01, schedule="constant", warmup_steps=50, final_lr=0.0)
+CONSTANT = Schedule("linear", decay_share=0.0)
+RECIPE = AdamWRecipe(lr=1e-4, betas=(0.9, 0.98), eps=1e-6, weight_decay=0.01, schedule=CONSTANT, warmup_steps=50, final_lr=0.0)
 STEPS = 20  # of one reading
 
 

@@ -16,7 +16,8 @@ from attnzoo import runner
 from attnzoo.run.command_line import one_line_errors
 
 CONFIGS = ROOT / "configs"
-TRAIN_GROUPS = ("attention", "callbacks", "data", "debug", "experiment", "logger", "model", "optimizer", "task", "trainer")
+TRAIN_GROUPS = ("attention", "callbacks", "data", "debug", "experiment", "logger", "model", "optimizer", "recipe", "schedule",
+                "task", "trainer")
 # what a user must say beside the option
 TEXT = [f"data.paths=[{ROOT / 'pyproject.toml'}]"]
 NEEDS = {
@@ -67,6 +68,22 @@ def test_every_evaluation_composes_and_builds(group, option):
 @pytest.mark.parametrize("model", options("model"))
 def test_a_model_chooses_its_task(model):
     assert compose(f"model={model}").task.objective == ("mlm" if model.startswith("bert") else "lm")
+
+
+def test_a_model_chooses_its_recipe_and_the_command_line_wins():
+    rates = {model: compose(f"model={model}").optimizer.lr for model in options("model")}
+    assert (rates["gpt_tiny"], rates["bert_tiny"], rates["gpt2_small"], rates["gpt2_xl"]) == (3e-3, 3e-3, 6e-4, 2e-4)
+    bert = compose("model=bert_large").optimizer
+    assert (bert.lr, bert.schedule.decay, bert.final_lr) == (1e-4, "linear", 0)
+    chosen = compose("model=bert_large", "recipe=tiny", "schedule=wsd", "optimizer.warmup_steps=7").optimizer
+    assert (chosen.lr, chosen.schedule.decay, chosen.warmup_steps) == (3e-3, "1-sqrt", 7)
+
+
+def test_a_preset_is_what_was_published():
+    model = compose("model=gpt2_xl").model
+    assert (model.dim, model.n_layers, model.n_heads, model.mlp, model.positions) == (1600, 48, 25, "gelu_tanh", "learned")
+    model = compose("model=bert_large").model
+    assert (model.dim, model.type_vocab_size, model.norm_eps, model.norm_position) == (1024, 2, 1e-12, "post")
 
 
 @pytest.mark.parametrize("option", options("experiment"))

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from tiny_run import ROOT, TINY, column, compose_tiny
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnzoo import runner
@@ -21,10 +20,7 @@ from attnzoo.errors import UserError
 from attnzoo.run.command_line import one_line_errors
 from attnzoo.training import report, throughput
 from attnzoo.training.loggers import MetricsCSV, has_wandb_key, read_metrics
-from attnzoo.training.optimizer import AdamWRecipe
 from attnzoo_kernels.taken import paths_taken
-
-RECIPE = {"lr": 1.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "schedule": "cosine", "warmup_steps": 4, "final_lr": 0.1}
 
 
 def test_a_variant_without_packed_sequences_is_told_so_before_data_are_prepared(tmp_path, monkeypatch):
@@ -237,35 +233,6 @@ def test_bugs_keep_their_traceback(monkeypatch):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(UserError), one_line_errors():
         raise UserError("shown in full on demand")
-
-
-def test_schedules():
-    rates = [AdamWRecipe(**RECIPE).factor(step, lambda: 20) for step in range(25)]
-    assert rates[:5] == [0.2, 0.4, 0.6, 0.8, 1.0]
-    assert rates[12] == pytest.approx(0.55)
-    assert rates[20:] == pytest.approx([0.1] * 5)
-    assert sorted(rates[4:], reverse=True) == rates[4:]
-    linear = AdamWRecipe(**RECIPE | {"schedule": "linear", "total_steps": 24})
-    assert linear.factor(14, lambda: 10**9) == pytest.approx(0.55)
-    assert AdamWRecipe(**RECIPE | {"schedule": "constant"}).factor(10**6, lambda: float("inf")) == 1.0
-    with pytest.raises(UserError, match="needs an end"):
-        AdamWRecipe(**RECIPE).factor(10, lambda: float("inf"))
-    with pytest.raises(ValueError, match="optimizer.lr=-1"):
-        AdamWRecipe(**RECIPE | {"lr": -1})
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-def test_only_matrices_decay(scaled):
-    model = nn.Sequential(nn.Embedding(5, 4), nn.LayerNorm(4), nn.Linear(4, 3))
-    model[2].weight.requires_grad_(False)
-    optimizer, _ = AdamWRecipe(**RECIPE).build(
-        model.named_parameters(), matrices={"0.weight", "2.weight"}, total_steps=lambda: 10, scaled_gradients=scaled
-    )
-    decayed, rest = optimizer.param_groups
-    assert decayed["weight_decay"] == 0.1 and rest["weight_decay"] == 0.0
-    assert [p.shape for p in decayed["params"]] == [(5, 4)]
-    assert [p.shape for p in rest["params"]] == [(4,), (4,), (3,)]
-    assert optimizer.defaults["fused"] is not scaled
 
 
 def test_peak_flops_of_an_h200(monkeypatch):

@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness on a checkpoint: `pip install -e '.[lm_eval]'`."""
+"""Tasks of EleutherAI's lm-evaluation-harness on a checkpoint: `pip install -e '.[lm-eval]'`."""
 
 import difflib
 import logging
@@ -36,7 +36,7 @@ def lm_eval(
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise UserError(f"evaluation=lm_eval needs the lm-evaluation-harness ({error}): pip install -e '.[lm_eval]'") from error
+        raise UserError(f"evaluation=lm_eval needs the lm-evaluation-harness ({error}): pip install -e '.[lm-eval]'") from error
     if data.objective != "lm":
         return refusal("lm_eval", "needs a causal language model")
     tasks = [tasks] if isinstance(tasks, str) else list(tasks)

@@ -1,16 +1,21 @@
-"""Optimizer and learning rate schedule."""
+"""Optimizers and their learning rates, as configs/optimizer, configs/recipe and configs/schedule describe them. No torch before `build`."""
+
+from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from typing import TYPE_CHECKING, Any
 
 from attnzoo.errors import UserError
+from attnzoo.signatures import Count, Natural, NonNegative, Positive, ShareBelowOne, check_options
+from attnzoo.training.schedule import Schedule
 
-SCHEDULES = ("cosine", "linear", "constant")
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LambdaLR
+
 FSDP_PREFIX = "_fsdp_wrapped_module."
 
 
@@ -18,25 +23,23 @@ FSDP_PREFIX = "_fsdp_wrapped_module."
 class AdamWRecipe:
     """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): fused, decay on matrices (embeddings among them), none on biases and norms.
 
-    schedule: cosine | linear | constant, after warmup_steps of linear growth; it ends at final_lr after total_steps optimizer steps
-    (null: where training ends).
+    The learning rate grows to lr in warmup_steps optimizer steps (below 1: a share of all) and then moves as schedule says; it ends at
+    final_lr after total_steps optimizer steps (null: where training ends).
     """
 
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    schedule: str
-    warmup_steps: int
-    final_lr: float
-    total_steps: int | None = None
+    lr: Positive
+    betas: tuple[ShareBelowOne, ShareBelowOne]
+    eps: NonNegative
+    weight_decay: NonNegative
+    schedule: Schedule
+    warmup_steps: Natural | ShareBelowOne
+    final_lr: NonNegative
+    total_steps: Count | None = None
 
     def __post_init__(self):
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"optimizer.schedule={self.schedule!r}: must be one of {', '.join(SCHEDULES)}")
-        for name in ("lr", "eps", "weight_decay", "warmup_steps", "final_lr"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)}: must not be negative")
+        if isinstance(self.schedule, str):
+            raise UserError(f"optimizer.schedule={self.schedule!r}: must be the options of one; choose it with schedule=...")
+        check_options("optimizer", type(self), vars(self))
 
     def build(
         self,
@@ -45,32 +48,70 @@ class AdamWRecipe:
         matrices: set[str],
         total_steps: Callable[[], float],
         scaled_gradients: bool,
-    ) -> tuple[torch.optim.Optimizer, LambdaLR]:
+    ) -> tuple[Optimizer, LambdaLR]:
         """parameters: by name. matrices: names to decay, given because FSDP's shards have lost their shape.
 
-        total_steps: asked at the first step, when the length of an epoch is known. scaled_gradients: fp16; the fused step would unscale
-        them after the clipping.
+        total_steps: asked when it is needed, because the length of an epoch is not known before training begins. scaled_gradients: fp16;
+        the fused step would unscale them after the clipping.
         """
-        decay, rest = [], []
-        for name, parameter in parameters:
-            if parameter.requires_grad:
-                (decay if name.replace(FSDP_PREFIX, "") in matrices else rest).append(parameter)
-        groups = [{"params": decay, "weight_decay": self.weight_decay}, {"params": rest, "weight_decay": 0.0}]
-        optimizer = torch.optim.AdamW(groups, lr=self.lr, betas=tuple(self.betas), eps=self.eps, fused=not scaled_gradients)
+        from torch.optim.lr_scheduler import LambdaLR
+
+        trained = [(name.replace(FSDP_PREFIX, ""), parameter) for name, parameter in parameters if parameter.requires_grad]
+        optimizer = self._optimizer(trained, matrices, fused=not scaled_gradients)
         return optimizer, LambdaLR(optimizer, lambda step: self.factor(step, total_steps))
+
+    def _optimizer(self, parameters: Sequence[tuple[str, nn.Parameter]], matrices: set[str], *, fused: bool) -> Optimizer:
+        from torch.optim import AdamW
+
+        return AdamW(self._groups(parameters, matrices), fused=fused, **self._adamw())
+
+    def _groups(self, parameters: Sequence[tuple[str, nn.Parameter]], matrices: set[str]) -> list[dict[str, Any]]:
+        decay = [parameter for name, parameter in parameters if name in matrices]
+        rest = [parameter for name, parameter in parameters if name not in matrices]
+        return [{"params": decay, "weight_decay": self.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+
+    def _adamw(self) -> dict[str, Any]:
+        return {"lr": self.lr, "betas": tuple(self.betas), "eps": self.eps}
 
     def factor(self, step: int, total_steps: Callable[[], float]) -> float:
         """The learning rate of optimizer step `step` (from 0), as a share of lr."""
-        if step < self.warmup_steps:
-            return (step + 1) / (self.warmup_steps + 1)
-        if self.schedule == "constant" or step == 0:
+        warmup = self.warmup_steps
+        if 0 < warmup < 1:
+            warmup = round(warmup * self._total(total_steps))
+        if step < warmup:
+            return (step + 1) / (warmup + 1)  # the first step must train, too
+        if step == warmup or self.schedule.decay_share == 0:
             return 1.0
+        return self.schedule.factor(step - warmup, max(1, self._total(total_steps) - warmup), self.final_lr / self.lr)
+
+    def _total(self, total_steps: Callable[[], float]) -> int:
         total = self.total_steps or total_steps()
         if not math.isfinite(total) or total < 1:
-            raise UserError(
-                f"optimizer.schedule={self.schedule} needs an end: set trainer.max_steps, optimizer.total_steps, or schedule=constant"
-            )
-        progress = min(1.0, (step - self.warmup_steps) / max(1, total - self.warmup_steps))
-        share = 0.5 * (1 + math.cos(math.pi * progress)) if self.schedule == "cosine" else 1 - progress
-        final = self.final_lr / self.lr
-        return final + (1 - final) * share
+            raise UserError("optimizer.schedule needs an end: set trainer.max_steps or optimizer.total_steps, or take schedule=constant "
+                            "and optimizer.warmup_steps in steps")
+        return int(total)
+
+
+@dataclass(frozen=True)
+class MuonRecipe(AdamWRecipe):
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for the matrices below the model's `blocks`, else AdamW.
+
+    Steps of Muon are scaled to the root mean square of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that both have one learning rate.
+    momentum, nesterov, ns_steps: torch.optim.Muon's.
+    """
+
+    momentum: ShareBelowOne = 0.95
+    nesterov: bool = True
+    ns_steps: Count = 5
+
+    def _optimizer(self, parameters: Sequence[tuple[str, nn.Parameter]], matrices: set[str], *, fused: bool) -> Optimizer:
+        from attnzoo.training.muon import MuonWithAdamW
+
+        names = {name for name in matrices if ".blocks." in f".{name}"}
+        hidden = [parameter for name, parameter in parameters if name in names]
+        if not hidden or any(parameter.ndim != 2 for parameter in hidden):
+            raise UserError("optimizer=muon needs whole matrices below the model's `blocks`: trainer=fsdp splits them, take trainer=ddp; "
+                            "or take optimizer=adamw")
+        muon = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps, "weight_decay": self.weight_decay}
+        rest = self._groups([(name, parameter) for name, parameter in parameters if name not in names], matrices)
+        return MuonWithAdamW(hidden, rest, muon={"lr": self.lr, **muon}, adamw={"fused": fused, **self._adamw()})

@@ -1,0 +1,37 @@
+"""How the learning rate moves between the warm-up and the end, by the schedules of transformers."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from attnzoo.signatures import Share, check_options
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate stays until the last `decay_share` of the steps after the warm-up, in which it falls.
+
+    decay: along half a cosine, a line, or one minus the square root of the time.
+    """
+
+    decay: Literal["cosine", "linear", "1-sqrt"]
+    decay_share: Share
+
+    def __post_init__(self):
+        check_options("optimizer.schedule", type(self), vars(self))
+
+    def factor(self, step: int, n_steps: int, final: float) -> float:
+        """The learning rate in step `step` (from 0) of `n_steps` after the warm-up, as a share of the highest. final: the last share."""
+        n_decay = round(self.decay_share * n_steps)
+        return _stages(self.decay, n_steps - n_decay, n_decay, final)(step)
+
+
+@functools.cache
+def _stages(decay: str, n_stable: int, n_decay: int, final: float) -> Callable[[int], float]:
+    import torch
+    from transformers import get_wsd_schedule
+
+    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # which the function asks for
+    schedule = get_wsd_schedule(unused, 0, n_decay, num_stable_steps=n_stable, decay_type=decay, min_lr_ratio=final)
+    return schedule.lr_lambdas[0]
