@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import torch
 import triton
-from ahead_of_time import Driver, operands_clash, resources
+from ahead_of_time import Driver, resources
 from hopper_ahead_of_time import WarmUp, complaints
 
 
@@ -38,7 +38,6 @@ def main() -> None:
                                           "packed": packed, "window": (left, right), "deterministic": deterministic,
                                           "tile": asdict(plan.tile), "registers": registers, "stack": stack,
                                           "shared": launch.compiled.metadata.shared,
-                                          "clash": launch is plan.walk and plan.tile.held and operands_clash(launch.compiled.asm["cubin"]),
                                           "complaints": complaints(launch.compiled.asm["ptx"])}), flush=True)
 
 

@@ -66,8 +66,8 @@ def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, q: Layou
         flash_bwd_pair_kernel, programs,
         (*scalars, kv_heads * head_dim, kv_heads * width, group, head_group, head_tiles, key_tiles, key_tiles, 0),
         {"HEAD_DIM": head_dim, "VALUE_DIM": width, "WIDTH": WIDTH, "PACKED": packed is not None, "HAS_LEFT": left >= 0,
-         "HAS_RIGHT": right >= 0, "ORDERED": False, "ROWS": ROWS.value, "STAGES": 2, "WRITER": False, "LATE": False, "HELD": False,
-         "SHARED": False, "REGISTERS": 240, "LOAD_REGISTERS": 24}, 4, 1) for width in widths) for _ in range(2))
+         "HAS_RIGHT": right >= 0, "ORDERED": False, "ROWS": ROWS.value, "STAGES": 2, "WRITER": False, "LATE": False, "SHARED": False,
+         "REGISTERS": 240, "LOAD_REGISTERS": 24}, 4, 1) for width in widths) for _ in range(2))
     dq_rows = Launch(flash_bwd_dq_rows_kernel, query_tiles, (*_rows_of(q), softmax_scale, sequences, seqlen_q, heads),
                      {"HEAD_DIM": head_dim, "WIDTH": WIDTH, "PACKED": packed is not None, "BLOCK": ROWS.value}, 4, 1)
     return Plan(rows, walks, key_tiles, dq_rows, packed is not None, sequences)

@@ -37,7 +37,6 @@ class Tile:
     rows: int = 64  # queries of a step
     writer: bool = False  # a warp of its own has dQ added to memory
     late: bool = False  # dQ is made a step late, so that the consumers need not keep step with each other
-    held: bool = False  # half of V stays in the consumers' registers
 
 
 def backward_tile(width: int) -> Tile:
@@ -46,11 +45,10 @@ def backward_tile(width: int) -> Tile:
     return Tile(2, True, 200, 24) if width == 64 else Tile(2, False, 240, 24)
 
 
-def pair_tile(width: int, ordered: bool, full: bool = False) -> Tile:
+def pair_tile(width: int, ordered: bool) -> Tile:
     """Without a warp group for dQ: as many queries as registers hold scores of. The warp that writes gave 2 to 10 % at width 64 and took 0
-    to 2 % at 128 without order; in order it is what waits, instead of the consumers (causal 8192 568 instead of 460 TFLOP/s). Half of V
-    in registers gives 2 % at 128 full 8192, 0 to -2 % causal."""
-    return Tile(2, False, 240, 24, rows=8192 // width, writer=ordered or width == 64, held=width == 128 and full and not ordered)
+    to 2 % at 128 without order; in order it is what waits, instead of the consumers (causal 8192 568 instead of 460 TFLOP/s)."""
+    return Tile(2, False, 240, 24, rows=8192 // width, writer=ordered or width == 64)
 
 
 def late(tile: Tile, width: int, ordered: bool, full: bool, queries: float) -> Tile:
@@ -127,7 +125,7 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     # at width 64 windows' masks spill beside the scores of 128 queries; in order full attention gains 3 % by the warp group where dQ is not
     # made late (591 TFLOP/s at 8192, by the warp group 556)
     helped = width == 64 and (options.window_left >= 0 or ordered and full and queries < 2048)
-    tile = tile or (backward_tile(width) if helped else late(pair_tile(width, ordered, full), width, ordered, full, queries))
+    tile = tile or (backward_tile(width) if helped else late(pair_tile(width, ordered), width, ordered, full, queries))
     query_tiles = options.programs(heads, seqlen_q, sequences, tile.rows)
     key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
     head_tiles = query_tiles // heads if packed else query_tiles // (heads * sequences)
@@ -150,7 +148,7 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     constants = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
                  "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered}
     constants |= {"STAGES": tile.stages} if tile.dq_group else {
-        "ROWS": tile.rows, "STAGES": tile.stages, "WRITER": tile.writer, "LATE": tile.late, "HELD": tile.held, "SHARED": run > 0}
+        "ROWS": tile.rows, "STAGES": tile.stages, "WRITER": tile.writer, "LATE": tile.late, "SHARED": run > 0}
     walk = Launch(
         flash_bwd_hopper_kernel if tile.dq_group else flash_bwd_pair_kernel, min(whole + runs, programs),
         (options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right, sequences, seqlen_q,

@@ -92,7 +92,7 @@ def pair_tiles(dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STA
 def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, dk_scale, group, head_tiles, window_left,
              window_right, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
              STAGES: gl.constexpr, ME: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-             WRITER: gl.constexpr, LATE: gl.constexpr, HELD: gl.constexpr, SHARED: gl.constexpr):
+             WRITER: gl.constexpr, LATE: gl.constexpr, SHARED: gl.constexpr):
     """dK and dV of 64 keys of each tile, or of a share of its queries."""
     dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, shares_ptr, dv_from, dv_to = outs
     SUMMED: gl.constexpr = dv_from is not None
@@ -112,9 +112,6 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
         dv = gl.zeros([HALF, WIDTH], gl.float32, acc_layout)
         mbarrier.wait(k_full, taken & 1)
         mbarrier.wait(v_full, taken & 1)
-        held = None
-        if HELD:
-            held = tiles[4].index(ME).slice(0, 64, dim=1).load(gl.DotOperandLayout(0, scores_layout, 2))
         dq_tile = word(work, slot, 11)
         before = at - begin
         dq_end = dq_tile  # behind the last one that was made
@@ -128,7 +125,7 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
                             made = gl.where(i > begin, dq_tile + i, dq_end) - 1
                         dk, dv = pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, made, columns, bars, before + i, scale,
                                            low - i * ROWS, high - i * ROWS, ROWS, STAGES, ME, part != 1, HAS_LEFT, WRITER, LATE,
-                                           before + i > at, held)
+                                           before + i > at)
             before += end - begin
             dq_end = dq_tile + end
             dq_tile += head_tiles
@@ -175,7 +172,7 @@ def flash_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_de
                           group, head_group, head_tiles, n_tiles, whole, run, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
                           WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
                           ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WRITER: gl.constexpr, LATE: gl.constexpr,
-                          HELD: gl.constexpr, SHARED: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
+                          SHARED: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     """SHARED: the tiles from `whole` on are handed out in runs of `run` steps, whose shares of dK and dV go to shares_ptr.
 
     dv_from and dv_to are None, or float32 (tiles, KEYS, WIDTH) for launches that add up dV: what one left in dv_from is added unless that
@@ -210,18 +207,15 @@ def flash_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_de
     ds_full = (first_ds_full, second_ds_full)
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, dq_full, dq_empty, ds_empty)
     shape = (counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles)
-    # with V held ptxas does better where the consumer compiled first has the later keys: 128 full 8192 686 for 674 TFLOP/s
-    FIRST: gl.constexpr = 1 if HELD else 0
-    SECOND: gl.constexpr = 1 - FIRST
     # partitions get constants only where the tuple is written out
     if WRITER:
         gl.warp_specialize([
             (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, head_tiles,
                         window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 0, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
-                        LATE, HELD, SHARED)),
+                        LATE, SHARED)),
             (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, head_tiles,
                         window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 1, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
-                        LATE, HELD, SHARED)),
+                        LATE, SHARED)),
             (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
                     ORDERED, ROWS, SHARED, whole, run, dv_from is not None)),
             (add_dq, (dq_desc, turns, dq_tiles, work, bars, group, head_tiles, window_right, ROWS, WIDTH, HAS_RIGHT, ORDERED)),
@@ -229,11 +223,11 @@ def flash_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_de
     else:
         gl.warp_specialize([
             (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, head_tiles,
-                        window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, FIRST, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
-                        LATE, HELD, SHARED)),
+                        window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 0, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
+                        LATE, SHARED)),
             (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, head_tiles,
-                        window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, SECOND, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
-                        LATE, HELD, SHARED)),
+                        window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 1, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
+                        LATE, SHARED)),
             (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
                     ORDERED, ROWS, SHARED, whole, run, dv_from is not None)),
         ], [4, 1], [REGISTERS, LOAD_REGISTERS])

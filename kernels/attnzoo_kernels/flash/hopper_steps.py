@@ -80,20 +80,9 @@ def hand_on_dq(dq, dq_desc, dq_tiles, dq_tile, bars, step, ROWS: gl.constexpr, M
 
 
 @gluon.jit
-def dweights_product(v_tile, held, do_tile, nothing):
-    """dP = V dOᵀ, in flight; held: V's first 64 columns in registers, which spares shared memory, whose reads limit the walk."""
-    if held is None:
-        dweights = warpgroup_mma(v_tile, do_tile, nothing, use_acc=False, is_async=True)
-    else:
-        dweights = warpgroup_mma(v_tile.slice(64, 64, dim=1), do_tile.slice(64, 64), nothing, use_acc=False, is_async=True)
-        dweights = warpgroup_mma(held, do_tile.slice(0, 64), dweights, is_async=True)
-    return dweights
-
-
-@gluon.jit
 def pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile, columns, bars, step, scale, low, high, ROWS: gl.constexpr,
               STAGES: gl.constexpr, ME: gl.constexpr, MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, WRITER: gl.constexpr,
-              LATE: gl.constexpr = False, some=True, held=None):
+              LATE: gl.constexpr = False, some=True):
     """Adds the step's share to dK and dV, and hands on this consumer's half of dQ; LATE: that of the step before, if there was `some`, so
     that the consumers need not keep step with each other.
 
@@ -110,7 +99,7 @@ def pair_step(dk, dv, tiles, ds_tiles, dq_desc, dq_tiles, dq_tile, columns, bars
     # [HALF, WIDTH] x [WIDTH, ROWS]
     pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     mbarrier.wait(do_full.index(stage), phase)
-    dweights_pending = dweights_product(v_tiles.index(ME), held, do_tiles.index(stage).permute((1, 0)), nothing)
+    dweights_pending = warpgroup_mma(v_tiles.index(ME), do_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(pending,))
     weights = gl.exp2(base_2_scores(scores, stats_tiles, columns, stage, scale, low, high, MASKED, HAS_LEFT))
     p = gl.convert_layout(weights.to(dtype), weights_layout)
