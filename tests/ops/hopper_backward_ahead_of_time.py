@@ -16,7 +16,7 @@ def main() -> None:
     from attnzoo_kernels.flash.options import Options, layout
 
     hopper_backward.multiprocessors = lambda device: 132
-    for head_dim, length in itertools.product((64, 128), (256, 4160)):  # long: dQ a step late, the last tiles in shares
+    for head_dim, length in itertools.product((64, 128), (256, 4160)):  # long: dQ a step late
         for packed in (False, True):
             for left, right in ((-1, -1), (-1, 0), (64, 0)):
                 for deterministic in (False, True):
@@ -26,7 +26,7 @@ def main() -> None:
                     options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
                     layouts = map(layout, (q, k, v, out, grad_out, q, k, v))
                     plan = hopper_backward._plan(q.device, q.dtype, False, deterministic, *layouts, options, None)
-                    launches = (plan.rows, *plan.tails, plan.walk, plan.dq_rows, *filter(None, [plan.shares]))
+                    launches = (plan.rows, *plan.tails, plan.walk, plan.dq_rows)
                     for launch in launches:
                         launch.kernel = WarmUp(launch.kernel)
                     stats = torch.zeros(2, *rows[:-1], 5, length)

@@ -39,7 +39,7 @@ CASES = {
         Case(seqlen_q=1100, kv_heads=1, causal=True),
         Case(seqlen_q=300, window_size=(100, 0)),  # the warp group for dQ
         Case(seqlen_q=1030, seqlen_k=200, kv_heads=1),  # dQ a step late
-        Case(seqlen_q=4500, seqlen_k=400, heads=1),  # and the last tile in shares
+        Case(seqlen_q=4500, seqlen_k=400, heads=1),
         Case(lengths_q=PACKED, causal=True),
         Case(lengths_q=(2100,), kv_heads=1, causal=True),
         Case(seqlen_q=300, head_dim=128),

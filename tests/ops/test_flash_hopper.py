@@ -221,7 +221,6 @@ def test_sums_are_in_order_where_that_costs_little(monkeypatch):
 
 def test_heads_are_joined_where_one_does_not_fill_the_gpu():
     from attnzoo_kernels._gluon.tiles import L2_GROUP, heads_together
-    from attnzoo_kernels.flash.hopper_backward import shared_tiles
 
     def joined(heads, tiles, ordered=False, in_l2=1):
         return heads_together(heads, L2_GROUP // in_l2, tiles, 132, ordered)
@@ -229,8 +228,6 @@ def test_heads_are_joined_where_one_does_not_fill_the_gpu():
     assert joined(16, 64) == 4 and joined(9, 64) == 5 and joined(3, 16) == 3  # groups alike in size, of 1.5 tiles a program
     assert joined(16, 128) == 1 and joined(64, 16, in_l2=8) == 8  # what L2 holds is enough
     assert joined(16, 64, ordered=True) == 1
-    assert shared_tiles(2048, 256, 132) == (1980, 132) and shared_tiles(4096, 64, 132) == (4092, 8)
-    assert shared_tiles(2048, 32, 132)[1] == shared_tiles(264, 256, 132)[1] == 0
 
 
 def test_paths_that_were_taken_are_written_down():

@@ -27,7 +27,7 @@ EXTRA = (
     Case(lengths_q=(500, 300), head_dim=96, window_size=(100, 30)),
     Case(lengths_q=(400, 700, 130), heads=2, head_dim=64, strided=True, causal=True),
     Case(batch=5, seqlen_q=1024, heads=8, head_dim=64, causal=True),  # more tiles than multiprocessors
-    *(Case(seqlen_q=4160, seqlen_k=4200, heads=5, head_dim=d) for d in (64, 128)),  # the last tiles are handed out in shares
+    *(Case(seqlen_q=4160, seqlen_k=4200, heads=5, head_dim=d) for d in (64, 128)),
     Case(seqlen_q=4090, seqlen_k=3500, heads=10, kv_heads=5, head_dim=64),
 )
 CASES = [replace(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float16) for case in (*COVERED, *EXTRA)]

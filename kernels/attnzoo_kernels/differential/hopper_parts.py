@@ -64,9 +64,9 @@ def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, q: Layou
     widths = [min(WIDTH, value_dim - first) for first in range(0, value_dim, WIDTH)]
     walks = tuple(tuple(Launch(
         flash_bwd_pair_kernel, programs,
-        (*scalars, kv_heads * head_dim, kv_heads * width, group, head_group, head_tiles, key_tiles, key_tiles, 0),
+        (*scalars, kv_heads * head_dim, kv_heads * width, group, head_group, head_tiles, key_tiles),
         {"HEAD_DIM": head_dim, "VALUE_DIM": width, "WIDTH": WIDTH, "PACKED": packed is not None, "HAS_LEFT": left >= 0,
-         "HAS_RIGHT": right >= 0, "ORDERED": False, "ROWS": ROWS.value, "STAGES": 2, "WRITER": False, "LATE": False, "SHARED": False,
+         "HAS_RIGHT": right >= 0, "ORDERED": False, "ROWS": ROWS.value, "STAGES": 2, "WRITER": False, "LATE": False,
          "REGISTERS": 240, "LOAD_REGISTERS": 24}, 4, 1) for width in widths) for _ in range(2))
     dq_rows = Launch(flash_bwd_dq_rows_kernel, query_tiles, (*_rows_of(q), softmax_scale, sequences, seqlen_q, heads),
                      {"HEAD_DIM": head_dim, "WIDTH": WIDTH, "PACKED": packed is not None, "BLOCK": ROWS.value}, 4, 1)
@@ -118,7 +118,7 @@ def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Te
             sums = (null, dv_sums[part]) if path == 1 else (dv_sums[part], null)
             plan.walks[path][part](
                 *tensors, descriptor(row_stats[path, part], 1, 2 * rows), *tails, descriptor(dk_part, HALF.value, WIDTH),
-                descriptor(dv_part, HALF.value, WIDTH), dk_part, dv_part, descriptor(dq_sum, 128, 32), None, *sums, counters[path, part],
+                descriptor(dv_part, HALF.value, WIDTH), dk_part, dv_part, descriptor(dq_sum, 128, 32), *sums, counters[path, part],
                 counters[path, part], cu_seqlens_q, cu_seqlens_k)
             dk = dk_part if dk is None else dk.add_(dk_part)
             if copied:

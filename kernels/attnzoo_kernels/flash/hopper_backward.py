@@ -22,7 +22,6 @@ from attnzoo_kernels.flash.hopper_rows import (
     flash_bwd_dq_rows_kernel,
     flash_bwd_ordered_dq_rows_kernel,
     flash_bwd_rows_kernel,
-    flash_bwd_shares_kernel,
     flash_bwd_tails_kernel,
 )
 from attnzoo_kernels.flash.options import Layout, Options, layout, strides
@@ -55,15 +54,6 @@ def late(tile: Tile, width: int, ordered: bool, full: bool, queries: float) -> T
     """The tile with dQ a step late where that is faster, by how many queries a key tile sees: TFLOP/s at head dim 64 full 2048 522 for 501,
     causal 8192 576 for 551, 2048 418 for 421, 512 190 for 208; at 128 in order full 8192 635 for 608, causal 565 for 572."""
     return replace(tile, late=queries >= 2048 if width == 64 else ordered and full)
-
-
-def shared_tiles(tiles: int, steps: int, programs: int) -> tuple[int, int]:
-    """(how many tiles of `steps` steps go to one program each, in runs of how many steps the others are handed out), so that all programs
-    end together: at head dim 64 full 4096 and 8192 587 and 605 TFLOP/s for 577 and 589, at 128 8192 629 for 638, so not there. The run is 0
-    where none are left over or little is gained: a share has keys to load, and gradients to write in float32."""
-    left = tiles % programs
-    run = max(8, -(-left * steps // programs))
-    return (tiles - left, run) if left and steps - run >= 24 else (tiles, 0)
 
 
 # (wider than 64, causal, longest sequence, tiles of keys for each multiprocessor): up to and from which on sums in order cost at most 3 %.
@@ -109,8 +99,6 @@ class Plan:
     tails: tuple[Launch, ...]  # of q, dO, k and v; none for dense input
     walk: Launch
     dq_rows: Launch
-    shares: Launch | None  # adds up what several programs made of a tile
-    n_shares: int
 
 
 @functools.lru_cache(maxsize=1024)
@@ -139,31 +127,21 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
         tails = tuple(Launch(flash_bwd_tails_kernel, (sequences + 1) * x[0][-2], (*strides(x)[1:], sequences, x[0][0], x[0][-2]),
                              {"DIM": x[0][-1], "WIDTH": width, "BLOCK": block}, 4, 1)
                       for x, block in ((q, tile.rows), (grad_out, tile.rows), (k, KEYS.value), (v, KEYS.value)))
-    programs, head_steps, whole, run = multiprocessors(device), -(-seqlen_q // tile.rows), key_tiles, 0
-    if full and width == 64 and not (packed or ordered or tile.dq_group):
-        whole, run = shared_tiles(key_tiles, head_steps, programs)
-    left = key_tiles - whole
-    runs = -(-left * head_steps // run) if run else 0
+    programs = multiprocessors(device)
     head_group = heads_together(sequences * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs, ordered)
     constants = {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
                  "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered}
     constants |= {"STAGES": tile.stages} if tile.dq_group else {
-        "ROWS": tile.rows, "STAGES": tile.stages, "WRITER": tile.writer, "LATE": tile.late, "SHARED": run > 0}
+        "ROWS": tile.rows, "STAGES": tile.stages, "WRITER": tile.writer, "LATE": tile.late}
     walk = Launch(
-        flash_bwd_hopper_kernel if tile.dq_group else flash_bwd_pair_kernel, min(whole + runs, programs),
+        flash_bwd_hopper_kernel if tile.dq_group else flash_bwd_pair_kernel, min(key_tiles, programs),
         (options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right, sequences, seqlen_q,
-         seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, whole + runs,
-         *(() if tile.dq_group else (whole, run))),
+         seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, key_tiles),
         constants | {"REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
     dq_rows = Launch(flash_bwd_ordered_dq_rows_kernel if ordered else flash_bwd_dq_rows_kernel, query_tiles,
                      (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),
                      {"HEAD_DIM": head_dim, "WIDTH": width, "PACKED": packed, "BLOCK": tile.rows}, 4, 1)
-    shares = None
-    if run:
-        shares = Launch(flash_bwd_shares_kernel, 4 * left,
-                        (*strides(dk), *strides(dv), seqlen_k, kv_heads, sequences * kv_heads, head_group, whole, head_steps, run),
-                        {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width}, 4, 1)
-    return Plan(tile, width, rows, tails, walk, dq_rows, shares, left + runs)
+    return Plan(tile, width, rows, tails, walk, dq_rows)
 
 
 def _tails(plan: Plan, tensors: tuple[Tensor, ...], blocks: tuple[int, ...], cu_seqlens: tuple[Tensor, ...]) -> list[Tensor]:
@@ -194,7 +172,6 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     dq_sum = stats.new_empty(1, query_tiles * rows * width // 32, 1, 32)
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
     turns = torch.empty(query_tiles * plan.rows.constants["TURNS"], dtype=torch.int32, device=q.device)
-    shares = stats.new_empty(plan.n_shares * 2 * KEYS.value * width)
     blocks = (rows, HALF.value, HALF.value, rows)
     with on_device_of(q):
         plan.rows(out, grad_out, stats, grad_lse, row_stats, dq_sum, counter, turns, cu_seqlens_q)
@@ -205,9 +182,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
             tails = [descriptor(x, block, width) for x, block in zip((q_tails, k_tails, v_tails, do_tails), blocks, strict=True)]
         plan.walk(*(descriptor(x, block, width) for x, block in zip((q, k, v, grad_out), blocks, strict=True)),
                   descriptor(row_stats, 1, 2 * rows), *tails, descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width),
-                  dk, dv, *((dq_sum,) if plan.tile.dq_group else (descriptor(dq_sum, 128, 32), shares, None, None)), counter, turns,
+                  dk, dv, *((dq_sum,) if plan.tile.dq_group else (descriptor(dq_sum, 128, 32), None, None)), counter, turns,
                   cu_seqlens_q, cu_seqlens_k)
-        if plan.shares:
-            plan.shares(shares, dk, dv)
         plan.dq_rows(*((dq_sum, turns) if deterministic else (dq_sum,)), dq, cu_seqlens_q)
     return dq, dk, dv, stats.new_empty(0)

@@ -41,8 +41,8 @@ def query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT: gl.const
 @gluon.jit
 def word(work, slot, WHICH: gl.constexpr):
     """Of the tile in a slot: 0 whether there is one, 1 batch, 2 key head, 3 first key, 4 to 7 the bounds of query_tiles, 8 queries and 9
-    keys of its sequence, 10 where the sequence's keys begin, 11 where the tiles of dQ of its first head begin, 12 the number of the share,
-    from 1 on, if only some queries are meant, or where NUMBERED of the tile."""
+    keys of its sequence, 10 where the sequence's keys begin, 11 where the tiles of dQ of its first head begin, 12 where NUMBERED
+    the tile's number."""
     return gl.max(work.index(slot).slice(WHICH, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
@@ -91,18 +91,18 @@ def announce(work, work_full, slot, words):
 
 
 @gluon.jit
-def end_tile(work, slot, bars, SHARED: gl.constexpr = False):
+def end_tile(work, slot, bars, NUMBERED: gl.constexpr = False):
     """Gives K, V and the slot back; what writing the tile out still needs: (batch, key head, first key, where the sequence's keys begin,
-    how many it has, word 12 if SHARED)."""
+    how many it has, the tile's number if NUMBERED)."""
     kv_empty, work_empty = bars[5], bars[7]
     mbarrier.arrive(kv_empty, count=1)
     batch, kv_head, key, first_k = word(work, slot, 1), word(work, slot, 2), word(work, slot, 3), word(work, slot, 10)
     len_k = word(work, slot, 9)
-    share = 0
-    if SHARED:
-        share = word(work, slot, 12)
+    number = 0
+    if NUMBERED:
+        number = word(work, slot, 12)
     mbarrier.arrive(work_empty.index(slot), count=1)
-    return batch, kv_head, key, first_k, len_k, share
+    return batch, kv_head, key, first_k, len_k, number
 
 
 @gluon.jit
@@ -203,14 +203,12 @@ def decode_keys(index, shape, PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS:
 
 @gluon.jit
 def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES: gl.constexpr, PACKED: gl.constexpr,
-         HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr = ROWS, SHARED: gl.constexpr = False,
-         whole=0, run=1, NUMBERED: gl.constexpr = False):
+         HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr = ROWS, NUMBERED: gl.constexpr = False):
     """Takes tiles, tells the others which, and loads what they need.
 
     Dense tiles go by groups of `head_group` heads, whose queries stay in L2, inside a group by first key; ORDERED from the last one down,
     so that a tile only ever waits for those that were taken before it. What a tile at the end of a packed sequence would read of the next
-    one comes from copies with zeros behind the end (`tail_descs`). SHARED (dense, full): the steps of the tiles from `whole` on, one
-    after the other, are handed out in runs of `run`, which may end one tile and begin the next, so that all programs end together.
+    one comes from copies with zeros behind the end (`tail_descs`).
     """
     q_desc, do_desc, stats_desc = descs[0], descs[1], descs[2]
     step_empty, work_full, work_empty = bars[2], bars[6], bars[7]
@@ -218,41 +216,19 @@ def load(descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, wind
     step = 0
     taken = 0
     more = 1
-    index = 0
-    at = 0
-    left = 0  # of a run
     while more != 0:
         slot, phase = ring(taken, WORK)
         mbarrier.wait(work_empty.index(slot), phase ^ 1)
-        if SHARED:
-            steps = (shape[4] + ROWS - 1) // ROWS
-            if left == 0:
-                index = gl.atomic_add(shape[0], 1, sem="relaxed")
-                if index >= whole:
-                    at = (index - whole) * run
-                    left = gl.minimum(run, (shape[3] * shape[6] * ((shape[5] + KEYS - 1) // KEYS) - whole) * steps - at)
-            sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(
-                gl.minimum(index, whole + at // steps), shape, PACKED, ORDERED, ROWS)
-        else:
-            index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, n_tiles, PACKED, ORDERED, ROWS)
+        index, sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = take_keys(shape, n_tiles, PACKED, ORDERED, ROWS)
         batch = sequence
         if PACKED:
             batch = 0
         begin, full_begin, full_end, end = query_tiles(key, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT, ROWS)
-        share = 0
+        number = 0
         if NUMBERED:
-            share = index
-        if SHARED:
-            if index >= whole:
-                share = index - whole + at // steps + 1  # runs and tiles that begin before it
-                begin = at % steps
-                end = gl.minimum(begin + left, steps)
-                at += end - begin
-                left -= end - begin
-                full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
-                full_end = gl.maximum(gl.minimum(full_end, end), full_begin)
+            number = index
         more = (index < n_tiles).to(gl.int32)
-        words = (more, batch, kv_head, key, begin, full_begin, full_end, end, len_q, len_k, first_k, dq_tile, share)
+        words = (more, batch, kv_head, key, begin, full_begin, full_end, end, len_q, len_k, first_k, dq_tile, number)
         announce(work, work_full, slot, words)
         if more != 0:
             stats_tile = dq_tile

@@ -92,9 +92,9 @@ def pair_tiles(dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STA
 def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, dk_scale, group, head_tiles, window_left,
              window_right, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
              STAGES: gl.constexpr, ME: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-             WRITER: gl.constexpr, LATE: gl.constexpr, SHARED: gl.constexpr):
-    """dK and dV of 64 keys of each tile, or of a share of its queries."""
-    dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, shares_ptr, dv_from, dv_to = outs
+             WRITER: gl.constexpr, LATE: gl.constexpr):
+    """dK and dV of 64 keys of each tile."""
+    dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, dv_from, dv_to = outs
     SUMMED: gl.constexpr = dv_from is not None
     k_full, v_full, work_full = bars[3], bars[4], bars[6]
     dtype: gl.constexpr = tiles[0].dtype
@@ -135,24 +135,19 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
                 dq = warpgroup_mma_wait(0, deps=(dq_pending,))
                 hand_on_dq(dq, dq_desc, dq_tiles, dq_end - 1, bars, before + begin, ROWS, ME, WRITER, LATE)
         at = before + begin
-        batch, kv_head, key, first_k, len_k, share = end_tile(work, slot, bars, SHARED or SUMMED)
+        batch, kv_head, key, first_k, len_k, number = end_tile(work, slot, bars, SUMMED)
         row = key + ME * HALF
         out_tile = out_tiles.index(ME)
-        if SHARED:
-            if share > 0:
-                to = shares_ptr + (share - 1) * (4 * HALF * WIDTH)
-                write_to(to + ME * HALF * WIDTH, dv)
-                write_to(to + (2 + ME) * HALF * WIDTH, dk * dk_scale)
         if SUMMED:
-            dv += sum_so_far(dv_from, share, ME, WIDTH, acc_layout)
+            dv += sum_so_far(dv_from, number, ME, WIDTH, acc_layout)
             if dv_to.to(gl.int64, bitcast=True) != 0:
-                write_to(dv_to + (share * 2 + ME).to(gl.int64) * (HALF * WIDTH), dv)
+                write_to(dv_to + (number * 2 + ME).to(gl.int64) * (HALF * WIDTH), dv)
             else:
                 store_keys(dv_desc, dv_ptr, stride_dv, VALUE_DIM, out_tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM,
                            PACKED)
             store_keys(dk_desc, dk_ptr, stride_dk, HEAD_DIM, out_tile, (dk * dk_scale).to(dtype), batch, kv_head, first_k, row, len_k,
                        HEAD_DIM, PACKED)
-        elif share == 0:
+        else:
             store_keys(dv_desc, dv_ptr, stride_dv, VALUE_DIM, out_tile, dv.to(dtype), batch, kv_head, first_k, row, len_k, VALUE_DIM,
                        PACKED)
             dk = dk * dk_scale
@@ -164,19 +159,17 @@ def _consume(outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work,
 
 
 @gluon.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group", "head_tiles",
-                              "n_tiles", "whole", "run"],
+                              "n_tiles"],
            do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "turns"])
 def flash_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc, dk_desc,
-                          dv_desc, dk_ptr, dv_ptr, dq_desc, shares_ptr, dv_from, dv_to, counter, turns, cu_seqlens_q, cu_seqlens_k,
+                          dv_desc, dk_ptr, dv_ptr, dq_desc, dv_from, dv_to, counter, turns, cu_seqlens_q, cu_seqlens_k,
                           softmax_scale, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, kv_heads, stride_dk, stride_dv,
-                          group, head_group, head_tiles, n_tiles, whole, run, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+                          group, head_group, head_tiles, n_tiles, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
                           WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
                           ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, WRITER: gl.constexpr, LATE: gl.constexpr,
-                          SHARED: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
-    """SHARED: the tiles from `whole` on are handed out in runs of `run` steps, whose shares of dK and dV go to shares_ptr.
-
-    dv_from and dv_to are None, or float32 (tiles, KEYS, WIDTH) for launches that add up dV: what one left in dv_from is added unless that
-    is null, and what comes out goes to dv_to, or where that is null to dv.
+                          REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
+    """dv_from and dv_to are None, or float32 (tiles, KEYS, WIDTH) for launches that add up dV: what one left in dv_from is added unless
+    that is null, and what comes out goes to dv_to, or where that is null to dv.
     """
     dtype: gl.constexpr = q_desc.dtype
     bar: gl.constexpr = mbarrier.MBarrierLayout()
@@ -203,7 +196,7 @@ def flash_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_de
         mbarrier.init(dq_empty.index(i), count=1)
     descs = (q_desc, do_desc, stats_desc, k_desc, v_desc)
     tail_descs = (q_tail_desc, do_tail_desc, k_tail_desc, v_tail_desc)
-    outs = (dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, shares_ptr, dv_from, dv_to)
+    outs = (dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, dv_from, dv_to)
     ds_full = (first_ds_full, second_ds_full)
     bars = (q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, dq_full, dq_empty, ds_empty)
     shape = (counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles)
@@ -212,24 +205,24 @@ def flash_bwd_pair_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_de
         gl.warp_specialize([
             (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, head_tiles,
                         window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 0, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
-                        LATE, SHARED)),
+                        LATE)),
             (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, head_tiles,
                         window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 1, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
-                        LATE, SHARED)),
+                        LATE)),
             (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
-                    ORDERED, ROWS, SHARED, whole, run, dv_from is not None)),
+                    ORDERED, ROWS, dv_from is not None)),
             (add_dq, (dq_desc, turns, dq_tiles, work, bars, group, head_tiles, window_right, ROWS, WIDTH, HAS_RIGHT, ORDERED)),
         ], [4, 1, 1], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])
     else:
         gl.warp_specialize([
             (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, head_tiles,
                         window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 0, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
-                        LATE, SHARED)),
+                        LATE)),
             (_consume, (outs, tiles, ds_tiles, dq_desc, dq_tiles, out_tiles, columns, work, bars, scale, softmax_scale, group, head_tiles,
                         window_left, window_right, HEAD_DIM, VALUE_DIM, ROWS, WIDTH, STAGES, 1, PACKED, HAS_LEFT, HAS_RIGHT, WRITER,
-                        LATE, SHARED)),
+                        LATE)),
             (load, (descs, tail_descs, tiles, bars, work, shape, n_tiles, window_left, window_right, STAGES, PACKED, HAS_LEFT, HAS_RIGHT,
-                    ORDERED, ROWS, SHARED, whole, run, dv_from is not None)),
+                    ORDERED, ROWS, dv_from is not None)),
         ], [4, 1], [REGISTERS, LOAD_REGISTERS])
     invalidate((q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, first_ds_full, second_ds_full, dq_full,
                 dq_empty))

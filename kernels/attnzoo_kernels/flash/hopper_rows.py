@@ -126,37 +126,3 @@ def flash_bwd_tails_kernel(x_ptr, tails_ptr, cu_seqlens, stride_xs, stride_xh, n
     # [BLOCK, WIDTH]
     x = tl.load(x_ptr + rows.to(tl.int64)[:, None] * stride_xs + head * stride_xh + c[None, :], mask=mask, other=0.0)
     tl.store(tails_ptr + ((sequence.to(tl.int64) * BLOCK + r) * heads + head)[:, None] * WIDTH + c[None, :], x)
-
-
-@triton.jit(do_not_specialize=["seqlen", "heads", "rows", "head_group", "whole", "steps", "run"])
-def flash_bwd_shares_kernel(shares_ptr, dk_ptr, dv_ptr, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, seqlen,
-                            heads, rows, head_group, whole, steps, run, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-                            WIDTH: tl.constexpr):
-    """dK and dV of the tiles of 128 keys from `whole` on, whose steps were handed out in runs: sums of their shares, 64 keys a program."""
-    number = tl.program_id(0) // 4
-    part = tl.program_id(0) % 4  # halves of dV, halves of dK
-    first = number * steps // run
-    count = ((number + 1) * steps - 1) // run - first + 1
-    at = shares_ptr + ((first + number).to(tl.int64) * 4 + part) * (64 * WIDTH) + tl.arange(0, 64 * WIDTH)
-    total = tl.zeros([64 * WIDTH], tl.float32)
-    for _ in range(count):
-        total += tl.load(at)
-        at += 4 * 64 * WIDTH
-    index = whole + number
-    tiles = tl.cdiv(seqlen, 128)
-    first_row = index // (head_group * tiles) * head_group
-    members = tl.minimum(head_group, rows - first_row)
-    place = index - first_row * tiles
-    owner = first_row + place % members
-    tile = place // members
-    batch, head = (owner // heads).to(tl.int64), owner % heads
-    r = tile * 128 + part % 2 * 64 + tl.arange(0, 64)
-    c = tl.arange(0, WIDTH)
-    i = r.to(tl.int64)[:, None]
-    inside = (r < seqlen)[:, None]
-    # [64, WIDTH]
-    x = by_rows(total.to(dk_ptr.dtype.element_ty), 64, WIDTH)
-    if part < 2:
-        tl.store(dv_ptr + batch * stride_dvb + head * stride_dvh + i * stride_dvs + c, x, mask=inside & (c < VALUE_DIM)[None, :])
-    else:
-        tl.store(dk_ptr + batch * stride_dkb + head * stride_dkh + i * stride_dks + c, x, mask=inside & (c < HEAD_DIM)[None, :])
