@@ -12,12 +12,11 @@ from torch import Tensor
 
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, tma_gradient
-from attnzoo_kernels.block_sparse.hopper_gradients import block_sparse_bwd_hopper_kernel
 from attnzoo_kernels.block_sparse.hopper_pair import block_sparse_bwd_pair_kernel
 from attnzoo_kernels.block_sparse.lists import Grid
 from attnzoo_kernels.block_sparse.options import Options
 from attnzoo_kernels.block_sparse.tiles import HopperTile
-from attnzoo_kernels.flash.hopper_backward import Tile, backward_tile, pair_tile
+from attnzoo_kernels.flash.hopper_backward import Tile, pair_tile
 from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS
 from attnzoo_kernels.flash.hopper_rows import flash_bwd_dq_rows_kernel, flash_bwd_rows_kernel
 from attnzoo_kernels.flash.options import Layout, layout, strides
@@ -54,8 +53,7 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, q: Layou
     sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     heads, kv_heads = q[0][-2], k[0][-2]
     width = 64 if max(q[0][-1], v[0][-1]) <= 64 else 128
-    # random 0.26 of 128 at width 64: 0.74 ms, in pairs of products 0.77; at width 128 the other way round 1.47 and 1.29
-    tile = tile or (backward_tile(width) if width == 64 else pair_tile(width, ordered=False))
+    tile = tile or pair_tile(width, ordered=False)
     grid = options.grid(q[0], k[0], HopperTile(ROWS.value, KEYS.value, tile.stages))
     query_tiles = options.programs(heads, seqlen_q, sequences, ROWS.value)
     key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
@@ -64,7 +62,7 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, q: Layou
         {"VALUE_DIM": v[0][-1], "WIDTH": width, "PACKED": False, "TURNS": 0, "HAS_GRAD_LSE": has_grad_lse, "BLOCK": ROWS.value}, 4, 1)
     stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, *_ = options.scalars(grid, q[0], k[0], by_keys=True)
     walk = Launch(
-        block_sparse_bwd_hopper_kernel if tile.dq_group else block_sparse_bwd_pair_kernel, min(key_tiles, multiprocessors(device)),
+        block_sparse_bwd_pair_kernel, min(key_tiles, multiprocessors(device)),
         (stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, options.window_left, options.window_right, seqlen_q, seqlen_k,
          kv_heads, heads // kv_heads, query_tiles // (heads * sequences), key_tiles),
         {"WIDTH": width, "GROUPED": heads > kv_heads, "HAS_LEFT": options.window_left >= 0, "HAS_RIGHT": options.window_right >= 0,
@@ -92,6 +90,6 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         blocks = (ROWS.value, HALF.value, HALF.value, ROWS.value)
         plan.walk(*(descriptor(x, block, width) for x, block in zip((q, k, v, grad_out), blocks, strict=True)),
                   descriptor(row_stats, 1, 2 * ROWS.value), descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width),
-                  dq_sum if plan.tile.dq_group else descriptor(dq_sum, 128, 32), lists.order, lists.index, lists.count, counter)
+                  descriptor(dq_sum, ROWS.value * width // 64, 32), lists.order, lists.index, lists.count, counter)
         plan.dq_rows(dq_sum, dq, None)
     return dq, dk, dv

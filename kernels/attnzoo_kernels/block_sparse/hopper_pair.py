@@ -1,4 +1,4 @@
-"""The Gluon kernel of the Hopper backward above width 64: FlashAttention's walk, each 128 keys along their list of tiles of 64 queries.
+"""The Gluon kernel of the Hopper backward: FlashAttention's walk, each 128 keys along their list of tiles of 64 queries.
 
 As there one warp loads, two consumers hold dK and dV of 64 keys each and make half of dQ = dS K, and have TMA add it to memory.
 """

@@ -25,7 +25,7 @@ from attnzoo_kernels.differential.hopper_loads import STATS, load
 from attnzoo_kernels.flash.hopper_gradients import dq_product, store_keys
 from attnzoo_kernels.flash.hopper_loads import HALF, ROWS, WORK, await_work, end_tile, queries_seeing, walk_barriers, word
 from attnzoo_kernels.flash.hopper_pair import add_dq
-from attnzoo_kernels.flash.hopper_steps import AS_REGISTERS
+from attnzoo_kernels.flash.hopper_steps import as_registers
 
 BOTH = gl.constexpr(128)  # queries of both paths in a step
 
@@ -45,7 +45,7 @@ def _hand_on(dq, dq_tiles, bars, step, ME: gl.constexpr):
     dq_full, dq_empty, ds_empty = bars[9], bars[10], bars[11]
     WIDTH: gl.constexpr = dq.shape[1]
     mbarrier.wait(dq_empty.index(ME), step & 1)
-    dq_tiles.index(ME)._reinterpret(gl.float32, [ROWS, WIDTH], AS_REGISTERS).store(dq)
+    dq_tiles.index(ME)._reinterpret(gl.float32, [ROWS, WIDTH], as_registers(WIDTH)).store(dq)
     fence_async_shared()
     barrier()
     release(dq_full.index(ME))

@@ -182,7 +182,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
             tails = [descriptor(x, block, width) for x, block in zip((q_tails, k_tails, v_tails, do_tails), blocks, strict=True)]
         plan.walk(*(descriptor(x, block, width) for x, block in zip((q, k, v, grad_out), blocks, strict=True)),
                   descriptor(row_stats, 1, 2 * rows), *tails, descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width),
-                  dk, dv, *((dq_sum,) if plan.tile.dq_group else (descriptor(dq_sum, 128, 32), None, None)), counter, turns,
+                  dk, dv, *((dq_sum,) if plan.tile.dq_group else (descriptor(dq_sum, rows * width // 64, 32), None, None)), counter, turns,
                   cu_seqlens_q, cu_seqlens_k)
         plan.dq_rows(*((dq_sum, turns) if deterministic else (dq_sum,)), dq, cu_seqlens_q)
     return dq, dk, dv, stats.new_empty(0)

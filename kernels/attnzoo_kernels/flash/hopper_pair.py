@@ -80,7 +80,8 @@ def pair_tiles(dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr, STA
     v_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
     out_tiles = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
     ds_tiles = gl.allocate_shared_memory(dtype, [4, HALF, ROWS], gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype))
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], gl.NVMMASharedLayout.get_default_for([128, 32], gl.float32))
+    half: gl.constexpr = [ROWS * WIDTH // 64, 32]
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2] + half, gl.NVMMASharedLayout.get_default_for(half, gl.float32))
     stats_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * ROWS],
                                             gl.NVMMASharedLayout.get_default_for([1, 2 * ROWS], gl.float32))
     columns = gl.allocate_shared_memory(gl.int32, [ROWS], flat)

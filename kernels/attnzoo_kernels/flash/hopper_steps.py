@@ -19,9 +19,13 @@ from attnzoo_kernels._gluon.hopper import (
 from attnzoo_kernels.flash.hopper_gradients import base_2_scores, dq_product, row_statistics
 from attnzoo_kernels.flash.hopper_loads import HALF
 
-# [64, 64] in the order of registers, in which dQ lies in memory, as the tile [128, 32] that TMA reads: swizzled by 128 bytes
-AS_REGISTERS = gl.constexpr(gl.SharedLinearLayout(
-    [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 2], [4, 4], [17, 0], [32, 0], [0, 8], [0, 16], [0, 32]], [], 1024))
+
+@gluon.constexpr_function
+def as_registers(columns):
+    """A product [64, columns] in the order of its registers, in which dQ lies in memory, as the tile [2 * columns, 32] that TMA reads:
+    swizzled by 128 bytes."""
+    bases = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 2], [4, 4], [17, 0], [32, 0], [0, 8], [0, 16], [0, 32]]
+    return gl.SharedLinearLayout(bases[: 11 if columns == 32 else 12], [], 1024)
 
 
 @gluon.jit
@@ -66,7 +70,8 @@ def hand_on_dq(dq, dq_desc, dq_tiles, dq_tile, bars, step, ROWS: gl.constexpr, M
         mbarrier.wait(dq_empty.index(ME), (step & 1) ^ 1)
     else:
         tma.store_wait(0)
-    dq_tiles.index(ME)._reinterpret(gl.float32, [64, 64], AS_REGISTERS).store(dq)
+    COLUMNS: gl.constexpr = dq.shape[1]
+    dq_tiles.index(ME)._reinterpret(gl.float32, [64, COLUMNS], as_registers(COLUMNS)).store(dq)
     fence_async_shared()
     if WRITER or LATE:
         barrier()
@@ -76,7 +81,7 @@ def hand_on_dq(dq, dq_desc, dq_tiles, dq_tile, bars, step, ROWS: gl.constexpr, M
     if WRITER:
         release(dq_full.index(ME))
     else:
-        add_half(dq_desc, dq_tiles, dq_tile, ME, 8192)  # 128 queries of 64 or 64 of 128
+        add_half(dq_desc, dq_tiles, dq_tile, ME, 128 * COLUMNS)
 
 
 @gluon.jit
