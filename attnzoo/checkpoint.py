@@ -1,9 +1,9 @@
 """Checkpoint files: written whole or not at all, read without running code, rebuilt into a model."""
 
 import copy
+import functools
 import os
 import pickle
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from attnzoo.errors import UserError
+from attnzoo.run.files import write_whole
 
 FORMAT = 1
 PREFIX = "model."  # of the model's weights in the state dict
@@ -32,45 +33,7 @@ class Checkpoint:
 
 def save(content: dict, path: str | os.PathLike) -> None:
     """torch.save that leaves the file that was there until the new one is on the disk. UserError where that fails (disk full)."""
-    path = Path(path)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        _sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:  # PyTorch's zip writer turns some OSErrors into RuntimeErrors
-        part.unlink(missing_ok=True)
-        kept = "the checkpoint that was there is whole" if path.exists() else "no checkpoint was there before"
-        raise UserError(f"could not save {path}: {_reason(error, path)}; {kept}. Make room or set another hydra.run.dir") from error
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def _reason(error: Exception, path: Path) -> str:
-    cause = error if isinstance(error, OSError) else error.__context__
-    if isinstance(cause, OSError):
-        return cause.strerror or str(cause)
-    try:
-        free = f" ({shutil.disk_usage(path.parent).free / 1e9:.1f} GB free)"
-    except OSError:
-        free = ""
-    return str(error).splitlines()[0] + free
-
-
-def _sync_folder(folder: Path) -> None:
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # not every system opens folders
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    write_whole(path, functools.partial(torch.save, content))
 
 
 def existing_file(path: str | os.PathLike) -> Path:

@@ -1,7 +1,6 @@
 """From a composed config to a run: the only file that knows both Hydra and the Trainer."""
 
 import contextlib
-import json
 import logging
 import os
 import shlex
@@ -24,7 +23,10 @@ from attnzoo import checkpoint
 from attnzoo.attention.base import check_path
 from attnzoo.errors import UserError
 from attnzoo.run import checks
+from attnzoo.run.claiming import opens_again
 from attnzoo.run.command_line import is_sweep
+from attnzoo.run.files import write_whole
+from attnzoo.run.folder import RunFolder, rank
 from attnzoo.training import report
 from attnzoo.training.checkpointing import AtomicCheckpointIO
 from attnzoo.training.record import versions
@@ -35,8 +37,17 @@ log = logging.getLogger(__name__)
 def train(cfg: DictConfig) -> dict[str, float]:
     """One training run as configs/train.yaml describes it; returns the last metrics by name."""
     checks.check_training(cfg)
-    run_dir = Path(cfg.run_dir).absolute()
-    run_dir.mkdir(parents=True, exist_ok=True)
+    folder = RunFolder(Path(cfg.run_dir).absolute())
+    if rank() == 0:
+        folder.claim(again=opens_again(cfg, folder.path))
+    try:
+        return _train(cfg, folder)
+    finally:
+        folder.release()
+
+
+def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
+    run_dir = folder.path
     report.quiet()
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision(cfg.matmul_precision)
@@ -53,7 +64,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
         _set_accumulation(trainer, cfg.batch_tokens, data)
         module = _build_module(cfg, data)
         if trainer.is_global_zero:
-            OmegaConf.save(OmegaConf.create(_plain(cfg)), run_dir / "config.yaml")
+            write_whole(folder.config, OmegaConf.to_yaml(OmegaConf.create(_plain(cfg))))
             for logger in loggers:
                 logger.log_hyperparams(_plain(cfg))
             log.info(report.beginning(_choices("model", "attention", "data"), trainer, module, data, run_dir))
@@ -75,10 +86,12 @@ def evaluate(cfg: DictConfig) -> None:
 
     checks.check_evaluation(cfg)
     run_dir = Path(cfg.run_dir).absolute()
-    run_dir.mkdir(parents=True, exist_ok=True)
+    folder = RunFolder(run_dir)
+    folder.claim(again=True)
     report.quiet()
-    loggers = build_loggers(cfg, run_dir, "eval")
+    loggers: list[Any] = []
     try:
+        loggers = build_loggers(cfg, run_dir, "eval")
         compare.run(
             cfg,
             tasks=instantiate(cfg.evaluation.tasks or {}, _convert_="all"),
@@ -96,6 +109,7 @@ def evaluate(cfg: DictConfig) -> None:
         raise
     finally:
         _close(loggers)
+        folder.release()
 
 
 def _variants(given: list[str] | None) -> dict[str, DictConfig] | None:
@@ -130,8 +144,7 @@ def build_loggers(cfg: DictConfig, run_dir: Path, job_type: str, *, resumed: boo
 
 
 def _wandb_arguments(cfg: DictConfig, run_dir: Path, job_type: str, resumed: bool) -> dict[str, Any]:
-    record = run_dir / "record.json"
-    earlier = json.loads(record.read_text()).get("wandb") if resumed and record.exists() else None
+    earlier = RunFolder(run_dir).read_record().get("wandb") if resumed else None
     sweep = run_dir.parent.name if is_sweep() else _shared_folder(cfg.get("runs"))
     return {
         "job_type": job_type,
@@ -172,25 +185,12 @@ def _choices(*groups: str) -> list[str]:
 
 def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:
     """With resume=auto the run folder's last checkpoint, if there is one; else ckpt_path."""
-    last = run_dir / "checkpoints" / "last.ckpt"
-    if cfg.resume == "auto" and _has_time_stamp(run_dir):
-        raise UserError(
-            "resume=auto needs a run folder that stays the same, and this one is named after the time; say hydra.run.dir=<folder> "
-            "(in a sweep hydra.sweep.dir=<folder>), the same in every start"
-        )
+    last = RunFolder(run_dir).last
     if cfg.resume == "auto" and last.is_file():
         return last
     if cfg.resume == "auto" and cfg.ckpt_path is None:
         log.info(f"resume=auto: {last} does not exist yet, training starts from the beginning")
     return None if cfg.ckpt_path is None else checkpoint.existing_file(cfg.ckpt_path)
-
-
-def _has_time_stamp(run_dir: Path) -> bool:
-    """Whether Hydra named the run folder after the time, so that no later command will find it."""
-    if not HydraConfig.initialized():
-        return False
-    folders = OmegaConf.to_container(HydraConfig.instance().cfg.hydra, resolve=False)
-    return "${now:" in str(folders["sweep" if is_sweep() else "run"]["dir"]) and run_dir == Path(HydraConfig.get().runtime.output_dir)
 
 
 def _build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:

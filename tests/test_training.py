@@ -97,10 +97,10 @@ def test_a_step_does_not_wait_for_the_gpu(tmp_path, objective, monkeypatch):
 
 
 def test_validation_runs_after_the_last_step_and_not_twice(tmp_path):
-    runner.train(compose_tiny(tmp_path, "trainer.max_steps=8", "trainer.val_check_interval=4"))
-    assert [step for step, _ in read_metrics(tmp_path / "run" / "metrics.csv")["val/loss"]] == [4, 8]
-    runner.train(compose_tiny(tmp_path, "trainer.max_steps=7", "trainer.val_check_interval=4"))
-    assert [step for step, _ in read_metrics(tmp_path / "run" / "metrics.csv")["val/loss"]] == [4, 7]
+    for steps in (8, 7):
+        folder = tmp_path / str(steps)
+        runner.train(compose_tiny(folder, f"trainer.max_steps={steps}", "trainer.val_check_interval=4"))
+        assert [step for step, _ in read_metrics(folder / "run" / "metrics.csv")["val/loss"]] == [4, steps]
 
 
 def double(*overrides: str) -> list[str]:
@@ -153,7 +153,7 @@ def test_the_host_reads_no_tensor_between_logs(tmp_path):
     reads = []
     for log_every in (1000, 4):
         cfg = compose_tiny(
-            tmp_path,
+            tmp_path / str(log_every),
             "trainer.max_steps=20",
             "trainer.limit_val_batches=0",
             f"trainer.log_every_n_steps={log_every}",

@@ -3,10 +3,11 @@
 import csv
 import io
 import math
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+
+from attnzoo.run.files import write_whole
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,4 @@ def write_csv(rows: Iterable[Row], path: Path) -> None:
     writer = csv.writer(text)
     writer.writerow(COLUMNS)
     writer.writerows(astuple(row) for row in rows)
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(text.getvalue().encode())
-    os.replace(part, path)
+    write_whole(path, text.getvalue())

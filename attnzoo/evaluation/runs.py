@@ -11,9 +11,7 @@ from yaml import YAMLError
 
 from attnzoo.checkpoint import read
 from attnzoo.errors import UserError
-
-CONFIG = "config.yaml"
-CHECKPOINTS = "checkpoints"
+from attnzoo.run.folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Run:
 
     @property
     def config_path(self) -> Path:
-        return self.folder / CONFIG
+        return RunFolder(self.folder).config
 
     def config(self) -> DictConfig | None:
         """What the run was started with, None where the checkpoint was taken out of its folder. UserError for a damaged file."""
@@ -48,7 +46,7 @@ class Run:
 
     def existing_checkpoint(self) -> Path:
         if self.checkpoint is None:
-            raise UserError(f"no checkpoint in {self.folder / CHECKPOINTS}: training stopped before it wrote one")
+            raise UserError(f"no checkpoint in {self.folder / RunFolder.CHECKPOINTS}: training stopped before it wrote one")
         return self.checkpoint
 
 
@@ -77,24 +75,19 @@ def find(ckpt_path: str | None, runs: str | Sequence[str] | None, prefer: str = 
 def _below(path: Path, prefer: str) -> list[tuple[Path, Path | None]]:
     """(folder, checkpoint) of every run at or below a path."""
     if path.is_file():
-        return [(path.parent.parent if path.parent.name == CHECKPOINTS else path.parent, path)]
+        return [(path.parent.parent if path.parent.name == RunFolder.CHECKPOINTS else path.parent, path)]
     if not path.is_dir():
         raise UserError(f"{path} does not exist; it must be a checkpoint (*.ckpt), a run folder, or a folder of runs")
     folders = []
     for folder, below, files in os.walk(path):
-        if CHECKPOINTS in below or CONFIG in files:
+        if RunFolder.CHECKPOINTS in below or RunFolder.CONFIG in files:
             folders.append(Path(folder))
             below.clear()  # what a run keeps inside (W&B's files) is no other run
         else:
             below[:] = [name for name in below if not name.startswith(".")]
     if not folders:
-        raise UserError(f"{path} holds no run: no folder at or below it has {CHECKPOINTS}/ or {CONFIG}")
-    return [(folder, _checkpoint(folder, prefer)) for folder in sorted(folders, key=_natural)]
-
-
-def _checkpoint(folder: Path, prefer: str) -> Path | None:
-    names = sorted(("best.ckpt", "last.ckpt"), key=lambda name: not name.startswith(prefer))
-    return next((path for name in names if (path := folder / CHECKPOINTS / name).is_file()), None)
+        raise UserError(f"{path} holds no run: no folder at or below it has {RunFolder.CHECKPOINTS}/ or {RunFolder.CONFIG}")
+    return [(folder, RunFolder(folder).checkpoint(prefer)) for folder in sorted(folders, key=_natural)]
 
 
 def _natural(path: Path) -> list:

@@ -4,7 +4,6 @@ import contextlib
 import difflib
 import functools
 import os
-import shutil
 import signal
 import sys
 import traceback
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from attnzoo.errors import UserError
+from attnzoo.run.folder import RunFolder
 
 
 def command(configs: Path, name: str) -> Callable[[Callable], Callable[[], None]]:
@@ -129,10 +129,7 @@ def remove_refused_run() -> None:
     if not HydraConfig.initialized():
         return
     job = HydraConfig.get()
-    folder = Path(job.runtime.output_dir)
-    with contextlib.suppress(FileNotFoundError):  # another rank was quicker
-        if {path.name for path in folder.iterdir()} <= {job.output_subdir, f"{job.job.name}.log"}:
-            shutil.rmtree(folder)
+    RunFolder(Path(job.runtime.output_dir)).remove_if_refused(job.output_subdir, f"{job.job.name}.log")
 
 
 def user_message(error: BaseException) -> str | None:

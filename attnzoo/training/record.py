@@ -15,6 +15,7 @@ import lightning
 import torch
 from lightning.pytorch.loggers import WandbLogger
 
+from attnzoo.run.files import write_whole
 from attnzoo.training.loggers import MetricsCSV
 from attnzoo_kernels.taken import paths_taken
 
@@ -95,4 +96,4 @@ class RunRecord(lightning.Callback):
 
     def _write(self, trainer: lightning.Trainer) -> None:
         if trainer.is_global_zero and not trainer.fast_dev_run:
-            self.path.write_text(json.dumps(self.content, indent=1))
+            write_whole(self.path, json.dumps(self.content, indent=1))

@@ -1,0 +1,98 @@
+"""What Hydra does about run folders before a job starts, made safe: it opens a folder that exists as if it were new. No torch."""
+
+import atexit
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+
+from attnzoo.errors import UserError
+from attnzoo.run.folder import RunFolder, new_folder, rank
+
+
+class ClaimRunFolder(Callback):
+    """Claims the run folder before Hydra writes its log and `.hydra` in it.
+
+    A folder that is named after the time gets a number where another command took the name in the same second. A folder that the user names
+    is refused where a run is in it, but for a resume; eval.py opens its own again.
+    """
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        HydraConfig.instance().set_config(config)  # which Hydra itself does later, and the folder's name refers to
+        folder, stamped = Path(config.hydra.run.dir), _is_stamped(config.hydra.run)
+        if (number := rank()) > 0:
+            # an outer launcher (srun, torchrun) lets every rank name the folder by its own clock
+            folder = Path(_throw_away()) if stamped else folder
+            name = config.hydra.job.name if config.hydra.job.name.startswith("train_ddp") else f"{config.hydra.job.name}_rank_{number}"
+            _change(config, {"run.dir": str(folder), "job.name": name, "output_subdir": None})
+            return
+        try:
+            _check_resume(config, stamped)
+            folder = _new(folder) if stamped else folder
+            RunFolder(folder).claim(again=opens_again(config, folder))
+        except UserError as error:
+            _leave(error)
+        _change(config, {"run.dir": str(folder)})
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        HydraConfig.instance().set_config(config)
+        if not _is_stamped(config.hydra.sweep):
+            return
+        try:
+            _check_resume(config, stamped=True)
+            folder = str(_new(Path(config.hydra.sweep.dir)))
+        except UserError as error:
+            _leave(error)
+        # each job composes its configuration anew, from these
+        _change(config, {"sweep.dir": folder, "overrides.hydra": [*config.hydra.overrides.hydra, f"hydra.sweep.dir='{folder}'"]})
+
+
+def opens_again(config: DictConfig, folder: Path) -> bool:
+    """Whether this command may open a folder that holds a run: eval.py, and train.py when it goes on with that run."""
+    if "resume" not in config:
+        return True
+    checkpoint = config.get("ckpt_path")
+    inside = isinstance(checkpoint, str) and Path(checkpoint).expanduser().absolute().is_relative_to(folder.absolute())
+    return config.resume == "auto" or inside
+
+
+def _is_stamped(node: DictConfig) -> bool:
+    """Whether `hydra.run` or `hydra.sweep` names its folder after the time, so that no later command will find it."""
+    return "${now:" in str(OmegaConf.to_container(node, resolve=False)["dir"])
+
+
+def _check_resume(config: DictConfig, stamped: bool) -> None:
+    if stamped and config.get("resume") == "auto" and OmegaConf.is_interpolation(config, "run_dir"):
+        raise UserError(
+            "resume=auto needs a run folder that stays the same, and this one is named after the time; say hydra.run.dir=<folder> "
+            "(in a sweep hydra.sweep.dir=<folder>), the same in every start"
+        )
+
+
+def _new(folder: Path) -> Path:
+    try:
+        return new_folder(folder)
+    except OSError as error:
+        raise UserError(f"the run folder {folder} cannot be made: {error.strerror}; set another hydra.run.dir") from error
+
+
+def _change(config: DictConfig, values: dict[str, Any]) -> None:
+    with read_write(config.hydra), open_dict(config.hydra):
+        for key, value in values.items():
+            OmegaConf.update(config.hydra, key, value)
+
+
+def _throw_away() -> str:
+    folder = tempfile.mkdtemp(prefix="attnzoo_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _leave(error: UserError) -> None:
+    print(f"error: {error}", file=sys.stderr)
+    raise SystemExit(1) from error  # Hydra makes a warning of any other exception
