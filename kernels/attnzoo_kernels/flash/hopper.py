@@ -13,186 +13,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.counter import tile_counter
-from attnzoo_kernels._gluon.hopper import (
-    async_store,
-    box,
-    descriptor,
-    fence_async_shared,
-    invalidate,
-    load_box,
-    mbarrier,
-    place,
-    release,
-    ring,
-    tma,
-    warpgroup_mma_wait,
-    why_not_tma,
-)
-from attnzoo_kernels._gluon.tiles import masks_in_loop, sequence_bounds
-from attnzoo_kernels._gluon.walk import hand_on, store_statistics, walk_keys
-from attnzoo_kernels._gluon.work import consumer_tiles, forward_barriers, leave_at_zero, loaded_tiles, next_tile, publish, take
+from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
+from attnzoo_kernels._gluon.forward_consumer import finish, inside, run
+from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step_mask
+from attnzoo_kernels._gluon.forward_producer import produce_prefetched
+from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
+from attnzoo_kernels._gluon.tile_scheduler import next_tile, span, take
+from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.launch import L2_GROUP, Launch, multiprocessors, on_device_of
 from attnzoo_kernels.flash.options import Layout, Options, layout
 from attnzoo_kernels.flash.tiles import HopperTile, hopper_forward_tile
-
-ROWS = gl.constexpr(64)  # of a consumer: what one matrix instruction takes
-
-
-@gluon.jit
-def part_of(consumer: gl.constexpr, taken, CONSUMERS: gl.constexpr, HALVED: gl.constexpr):
-    """Which part of a tile's rows is a consumer's. Of two each gets the first one in turn, half of whose last tile of keys no row sees."""
-    part = consumer
-    if HALVED and CONSUMERS == 2:
-        part = consumer ^ (taken & 1)
-    return part
-
-
-@gluon.jit
-def _announce(queries, taken, sequence, head, row, first_q, len_q, CONSUMERS: gl.constexpr, PACKED: gl.constexpr,
-              Q_SLOTS: gl.constexpr, HALVED: gl.constexpr):
-    """Tells the consumers of a tile and loads its queries."""
-    q_desc, q_tiles, work, bars = queries
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
-    publish(work, work_full, work_empty, taken, sequence, head, row)
-    slot, phase = ring(taken, Q_SLOTS)
-    for c in gl.static_range(CONSUMERS):
-        at = slot * CONSUMERS + c
-        mbarrier.wait(q_empty.index(at), phase ^ 1)
-        my_row = row + part_of(c, taken, CONSUMERS, HALVED) * ROWS
-        load_box(q_desc, q_tiles, q_full, at, place(sequence, head, first_q, my_row, len_q, PACKED))
-
-
-@gluon.jit
-def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
-             HAS_RIGHT: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, HALVED: gl.constexpr):
-    """Takes tiles, tells the consumers which (-1 ends), and loads what they need."""
-    (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, work, bars, counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads,
-     group, head_group, n_tiles, window_left, window_right) = loads
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
-    queries = (q_desc, q_tiles, work, bars)
-    TILE: gl.constexpr = CONSUMERS * ROWS
-    step = 0
-    taken = 0
-    index, sequence, head, row, first_q, len_q, first_k, len_k = next_tile(
-        gl.program_id(0), counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, head_group, n_tiles, TILE, PACKED,
-        HAS_RIGHT)
-    if index < n_tiles:
-        _announce(queries, taken, sequence, head, row, first_q, len_q, CONSUMERS, PACKED, Q_SLOTS, HALVED)
-    while index < n_tiles:
-        begin, end = loaded_tiles(row, TILE, len_q, len_k, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
-        batch, kv_head, first, length = sequence, head // group, first_k, len_k
-        key = (end - 1) * BLOCK_N
-        for j in range(end - begin):
-            slot, phase = ring(step, STAGES)
-            mbarrier.wait(k_empty.index(slot), phase ^ 1)
-            load_box(k_desc, k_tiles, k_full, slot, place(batch, kv_head, first, key, length, PACKED))
-            if j == end - begin - 1:  # before V, which waits for its place; not earlier: a tile is for the program that is ready first
-                index = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-                index, sequence, head, row, first_q, len_q, first_k, len_k = next_tile(
-                    index, counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, head_group, n_tiles, TILE, PACKED,
-                    HAS_RIGHT)
-                taken += 1
-                if index < n_tiles:
-                    _announce(queries, taken, sequence, head, row, first_q, len_q, CONSUMERS, PACKED, Q_SLOTS, HALVED)
-            if JOINT_RELEASE:  # V of a step is free with K of the next
-                next_slot, next_phase = ring(step + 1, STAGES)
-                mbarrier.wait(k_empty.index(next_slot), next_phase ^ 1)
-            else:
-                mbarrier.wait(v_empty.index(slot), phase ^ 1)
-            load_box(v_desc, v_tiles, v_full, slot, place(batch, kv_head, first, key, length, PACKED))
-            key -= BLOCK_N
-            step += 1
-    leave_at_zero(counter, index, n_tiles)
-    publish(work, work_full, work_empty, taken, -1, 0, 0)
-
-
-@gluon.jit
-def _taken_tile(work, bars, taken, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, PACKED: gl.constexpr):
-    """The next tile: (sequence or -1, head, row, first_q, len_q, len_k)."""
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
-    sequence, head, row = take(work, work_full, work_empty, taken)
-    some = gl.maximum(sequence, 0)
-    first_q, len_q = sequence_bounds(cu_seqlens_q, some, n_seqs, seqlen_q, PACKED, True)
-    first_k, len_k = sequence_bounds(cu_seqlens_k, some, n_seqs, seqlen_k, PACKED, False)
-    return sequence, head, row, first_q, len_q, len_k
-
-
-@gluon.jit
-def _queries_in_registers(tile, full, empty, taken, some, scores_layout: gl.constexpr):
-    """A consumer's queries of its next tile, if there is `some`."""
-    mbarrier.wait(full, taken & 1, pred=some)
-    q = tile.load(gl.DotOperandLayout(0, scores_layout, 2))
-    # loads may still be on their way, and TMA is fast where it only writes zeros, behind a sequence's end
-    fence_async_shared()
-    mbarrier.arrive(empty, count=1)
-    return q
-
-
-@gluon.jit
-def _consume(rows, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-             ME: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr,
-             Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr, HALVED: gl.constexpr, AHEAD: gl.constexpr,
-             FROM_ZERO: gl.constexpr):
-    """64 rows of each tile. AHEAD: it takes the next tile while the last product of this one is in flight."""
-    (out_desc, lse_ptr, stats_ptr, q_tiles, k_tiles, v_tiles, out_tiles, work, bars, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q,
-     seqlen_k, heads, window_left, window_right, scale, stride_stats) = rows
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc_row: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16]))
-    step = 0
-    taken = 0
-    sequence, head, row, first_q, len_q, len_k = _taken_tile(
-        work, bars, taken, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, PACKED)
-    if Q_SLOTS == 1:
-        q = _queries_in_registers(q_tiles.index(ME), q_full.index(ME), q_empty.index(ME), taken, sequence >= 0, scores_layout)
-    while sequence >= 0:
-        part = part_of(ME, taken, CONSUMERS, HALVED)
-        my_row, loaded_begin, loaded_end, begin, full_begin, full_end, end = consumer_tiles(
-            row, part, ROWS, CONSUMERS, len_q, len_k, window_left, window_right, BLOCK_N, HAS_LEFT, HAS_RIGHT)
-        if AHEAD:  # all is handed on before the walk: the producer may need it to get to the tile that is waited for behind it
-            end = gl.where(my_row < len_q, end, loaded_begin + 1)
-            begin = loaded_begin
-        step = hand_on(k_full, k_empty, v_full, v_empty, step, loaded_end - end, STAGES, JOINT_RELEASE)
-        if Q_SLOTS > 1:
-            q_slot, q_phase = ring(taken, Q_SLOTS)
-            q_place = q_slot * CONSUMERS + ME
-            mbarrier.wait(q_full.index(q_place), q_phase)
-            q = q_tiles.index(q_place)
-        acc_pending, top, total, step = walk_keys(
-            q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, begin, full_begin, full_end, end, my_row, len_q, len_k,
-            window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, STAGES, False, HAS_LEFT, HAS_RIGHT, LOOP_MASK, JOINT_RELEASE, HOLD,
-            HALVED=HALVED, FROM_ZERO=FROM_ZERO)
-        if Q_SLOTS > 1:
-            mbarrier.arrive(q_empty.index(q_place), count=1)
-        i = my_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
-        if PACKED:
-            rows_before = head.to(gl.int64) * seqlen_q + first_q
-        else:
-            rows_before = (sequence * heads + head).to(gl.int64) * seqlen_q
-        inverse = store_statistics(lse_ptr, stats_ptr, stride_stats, rows_before + i, i < len_q, top, total)
-        out_place = place(sequence, head, first_q, my_row, len_q, PACKED)
-        some = my_row < len_q
-        taken += 1
-        if AHEAD:
-            sequence, head, row, first_q, len_q, len_k = _taken_tile(
-                work, bars, taken, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, PACKED)
-            if Q_SLOTS == 1:
-                q = _queries_in_registers(q_tiles.index(ME), q_full.index(ME), q_empty.index(ME), taken, sequence >= 0, scores_layout)
-        tma.store_wait(0)
-        acc = warpgroup_mma_wait(0, deps=(acc_pending,))
-        if not JOINT_RELEASE:
-            release(v_empty.index((step - 1) % STAGES))
-        if some:
-            out_tiles.index(ME).store((acc * gl.convert_layout(inverse, acc_row)[:, None]).to(q_tiles.dtype))
-            fence_async_shared()
-            async_store(out_desc, out_place, box(out_tiles.index(ME), out_desc))
-        if not AHEAD:
-            step = hand_on(k_full, k_empty, v_full, v_empty, step, begin - loaded_begin, STAGES, JOINT_RELEASE)
-            sequence, head, row, first_q, len_q, len_k = _taken_tile(
-                work, bars, taken, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, PACKED)
-            if Q_SLOTS == 1:
-                q = _queries_in_registers(q_tiles.index(ME), q_full.index(ME), q_empty.index(ME), taken, sequence >= 0, scores_layout)
-    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["stride_stats", "window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "heads", "group",
@@ -203,38 +33,17 @@ def flash_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr
                             CONSUMERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
                             LOOP_MASK: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, HOLD: gl.constexpr,
                             HALVED: gl.constexpr, AHEAD: gl.constexpr, FROM_ZERO: gl.constexpr, REGISTERS: gl.constexpr):
-    dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [Q_SLOTS * CONSUMERS, ROWS, BLOCK_D],
-                                        gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype))
-    out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BLOCK_DV], gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], dtype))
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype))
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_DV],
-                                        gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_DV], dtype))
-    work, bars = forward_barriers(Q_SLOTS * CONSUMERS, STAGES, CONSUMERS)
-    loads = (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, work, bars, counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k,
-             heads, group, head_group, n_tiles, window_left, window_right)
-    rows = (out_desc, lse_ptr, stats_ptr, q_tiles, k_tiles, v_tiles, out_tiles, work, bars, cu_seqlens_q, cu_seqlens_k, n_seqs,
-            seqlen_q, seqlen_k, heads, window_left, window_right, scale, stride_stats)
-    # partitions get constants only where the tuple is written out
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_consume, (rows, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD, FROM_ZERO)),
-            (_consume, (rows, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD, FROM_ZERO)),
-            (_produce, (loads, BLOCK_N, STAGES, CONSUMERS, PACKED, HAS_LEFT, HAS_RIGHT, Q_SLOTS, JOINT_RELEASE, HALVED)),
-        ], [4, 1], [REGISTERS, 24])
-    else:
-        gl.warp_specialize([
-            (_consume, (rows, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD, FROM_ZERO)),
-            (_consume, (rows, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD, FROM_ZERO)),
-            (_consume, (rows, BLOCK_D, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 2, PACKED, HAS_LEFT, HAS_RIGHT, LOOP_MASK,
-                        Q_SLOTS, JOINT_RELEASE, HOLD, HALVED, AHEAD, FROM_ZERO)),
-            (_produce, (loads, BLOCK_N, STAGES, CONSUMERS, PACKED, HAS_LEFT, HAS_RIGHT, Q_SLOTS, JOINT_RELEASE, HALVED)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
-    invalidate(bars)
+    config = Config(
+        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED, HAS_LEFT=HAS_LEFT,
+        HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=LOOP_MASK, EMPTY_ROWS=LOOP_MASK, Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1,
+        JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=HOLD, HALF_TILE=HALVED, PREFETCH_TILE=AHEAD, ROW_MAX_NOT_NEGATIVE=FROM_ZERO,
+        PRODUCE=produce_prefetched, NEXT_TILE=next_tile, TAKE=take, SPAN=span, MAINLOOP=mainloop, COLUMN=column, MASK=mask,
+        STEP_MASK=step_mask, INSIDE=inside, FINISH=finish)
+    descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
+    tiles, bars = allocate(descs, config)
+    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
+                      window_right)
+    run(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, None), config)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,0 +1,162 @@
+"""The Hopper forward: what its warps share, and the body of its kernels.
+
+A program stays on its multiprocessor and takes tiles of queries from a counter. One warp loads through TMA (`forward_producer`). Warp
+groups of 64 queries each, the consumers, multiply and take the softmax (`forward_consumer`), from the last tile of keys that they see to
+the first (`forward_mainloop`). These know no variant: what a variant is stands in its `Config`.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.hopper import constants, mbarrier
+
+ROWS = gl.constexpr(64)  # of a consumer: what one matrix instruction takes
+WORK = gl.constexpr(2)  # tiles that the loading warp may be ahead
+
+
+@constants
+class Config:
+    """What a kernel is compiled for. Hooks get the Program and the Config last. A tile is what NEXT_TILE and TAKE return, a span what SPAN
+    does: named tuples with the fields that the library's own have."""
+
+    BLOCK_N: gl.constexpr  # keys of a tile
+    BLOCK_DV: gl.constexpr
+    STAGES: gl.constexpr  # tiles of keys and of values in shared memory
+    CONSUMERS: gl.constexpr
+    REGISTERS: gl.constexpr  # of a consumer's thread
+    PACKED: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    BRANCHES: gl.constexpr  # softmaxes of a tile, one after the other
+    MASK_IN_LOOP: gl.constexpr  # other tiles of keys than a consumer's first one may need a mask
+    EMPTY_ROWS: gl.constexpr  # a row may still see no key after the first tile of keys
+    Q_SLOTS: gl.constexpr  # a consumer's tiles of queries in shared memory
+    Q_IN_REGISTERS: gl.constexpr  # its queries move on to registers, and their place is free at once
+    CLEAR: gl.constexpr  # values behind a sequence's end are another sequence's, whatever they hold, and are overwritten
+    JOINT_RELEASE: gl.constexpr  # keys of a step and values of the one before go back to the producer together
+    K_BEFORE_PV: gl.constexpr  # wait for the next keys between the exponentials and the wait for P V (fault 4)
+    HALF_TILE: gl.constexpr  # half of a consumer's first tile of keys is left out where no query sees it
+    PREFETCH_TILE: gl.constexpr  # a consumer takes its next tile while the last product of this one is in flight
+    ROW_MAX_NOT_NEGATIVE: gl.constexpr  # row maxima by integer instructions once none is below zero; not with MASK_IN_LOOP
+    OPTIONS: gl.constexpr  # a variant's own constants, a struct like this one
+
+    PRODUCE: gl.constexpr  # the loading warp: one of forward_producer
+    NEXT_TILE: gl.constexpr  # (index) -> the tile of that index, or the next one that has rows; its `words` go to the consumers
+    LOAD_TILE: gl.constexpr  # (tile, step, q_step) -> (step, q_step) behind the loads of a tile, for forward_producer.produce
+    TAKE: gl.constexpr  # (taken) -> the consumers' tile, whose sequence is -1 behind the last one
+    SPAN: gl.constexpr  # (tile, ME, taken) -> a consumer's rows and the tiles of keys that they see
+    BEGIN: gl.constexpr  # (tile, span) -> what FINISH needs from memory, asked for early; may be left out
+    MAINLOOP: gl.constexpr  # (q, tile, span, taken, step, q_step, BRANCH, ME) -> (product in flight, row_max, row_sum, step, q_step)
+    COLUMN: gl.constexpr  # (tile of keys, span, FIRST) -> its first key; FIRST: it is a consumer's first one
+    MASK: gl.constexpr  # (scores, column, span) -> -inf where a query does not see a key
+    STEP_MASK: gl.constexpr  # (scores, where) -> MASK for those tiles in the loop that need it, under MASK_IN_LOOP
+    INSIDE: gl.constexpr  # (tile, span, layout) -> (rows of lse and statistics, whether they are there)
+    FINISH: gl.constexpr  # (acc, inverse, tile, span, at, begun, BRANCH, ME): writes the output, which lies at the box `at`
+
+
+class Descriptors(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+
+
+class Problem(NamedTuple):
+    counter: Any  # of tiles that were taken
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    n_seqs: Any
+    seqlen_q: Any  # of packed sequences the total
+    seqlen_k: Any
+    heads: Any
+    group: Any  # heads of a key head
+    head_group: Any  # heads whose tiles are taken in turn, so that their keys stay in L2
+    n_tiles: Any
+    window_left: Any
+    window_right: Any
+
+
+class Rows(NamedTuple):
+    """Of the output: the scale that brings scores to base 2, and where statistics go."""
+
+    scale: Any
+    lse: Any
+    stats: Any  # [2, rows]: row_max in base 2 and log2 of row_sum
+    stride_stats: Any
+
+
+class Tiles(NamedTuple):
+    """In shared memory."""
+
+    q: Any  # [Q_SLOTS * CONSUMERS, 64, BLOCK_D]
+    out: Any  # [CONSUMERS, 64, BLOCK_DV]
+    k: Any  # [STAGES, BLOCK_N, BLOCK_D]
+    v: Any  # [STAGES, BLOCK_N, BLOCK_DV]
+    work: Any  # words of the next tiles
+
+
+class Barriers(NamedTuple):
+    q_full: Any
+    q_empty: Any
+    k_full: Any
+    k_empty: Any
+    v_full: Any
+    v_empty: Any
+    work_full: Any
+    work_empty: Any
+
+
+class Program(NamedTuple):
+    descs: Descriptors
+    problem: Problem
+    rows: Rows
+    tiles: Tiles
+    bars: Barriers
+    own: Any  # a variant's
+
+
+@gluon.jit
+def tiles_like(desc, COUNT: gl.constexpr):
+    """COUNT shared tiles of a descriptor's box."""
+    SHAPE: gl.constexpr = desc.block_type.shape
+    TILE: gl.constexpr = [SHAPE[len(SHAPE) - 2], SHAPE[len(SHAPE) - 1]]
+    return gl.allocate_shared_memory(desc.dtype, [COUNT, TILE[0], TILE[1]], gl.NVMMASharedLayout.get_default_for(TILE, desc.dtype))
+
+
+@gluon.jit
+def forward_barriers(config):
+    Q_PLACES: gl.constexpr = config.Q_SLOTS * config.CONSUMERS
+    STAGES: gl.constexpr = config.STAGES
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    work_full = gl.allocate_shared_memory(gl.int64, [WORK, 1], mbarrier.MBarrierLayout())
+    work_empty = gl.allocate_shared_memory(gl.int64, [WORK, 1], mbarrier.MBarrierLayout())
+    for n in gl.static_range(Q_PLACES):
+        mbarrier.init(q_full.index(n), count=1)
+        mbarrier.init(q_empty.index(n), count=1)
+    for n in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(n), count=1)
+        mbarrier.init(v_full.index(n), count=1)
+        mbarrier.init(k_empty.index(n), count=config.CONSUMERS)
+        mbarrier.init(v_empty.index(n), count=config.CONSUMERS)
+    for n in gl.static_range(WORK):
+        mbarrier.init(work_full.index(n), count=1)
+        mbarrier.init(work_empty.index(n), count=config.CONSUMERS)
+    return Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty)
+
+
+@gluon.jit
+def allocate(descs, config, WORDS: gl.constexpr = 3):
+    """(Tiles, Barriers). WORDS: of a tile, for the consumers."""
+    q = tiles_like(descs.q, config.Q_SLOTS * config.CONSUMERS)
+    out = tiles_like(descs.out, config.CONSUMERS)
+    k = tiles_like(descs.k, config.STAGES)
+    v = tiles_like(descs.v, config.STAGES)
+    work = gl.allocate_shared_memory(gl.int32, [WORDS * WORK, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Tiles(q, out, k, v, work), forward_barriers(config)

@@ -1,0 +1,129 @@
+"""The forward's consumers, and the kernel that runs them beside the loading warp."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.forward import ROWS, Rows
+from attnzoo_kernels._gluon.forward_mainloop import hand_on, queries_in_registers
+from attnzoo_kernels._gluon.hopper import (
+    async_store,
+    box,
+    fence_async_shared,
+    invalidate,
+    place,
+    product_layout,
+    release,
+    tma,
+    warpgroup_mma_wait,
+)
+from attnzoo_kernels._gluon.softmax import log2
+
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def store_statistics(rows, place, inside, row_max, row_sum, BEFORE: gl.constexpr = 0):
+    """LSE, and for the backward the maximum (+inf for a row without a key) and log2 of the sum; returns the sum's inverse. BEFORE: of
+    how many softmaxes the statistics come before these."""
+    if BEFORE > 0:
+        rows = Rows(rows.scale, rows.lse + BEFORE * rows.stride_stats, rows.stats + 2 * BEFORE * rows.stride_stats, rows.stride_stats)
+    some = row_sum > 0
+    divisor = gl.where(some, row_sum, 1.0)
+    log_sum = log2(divisor)
+    gl.store(rows.lse + place, gl.where(some, (row_max + log_sum) * LN2, -float("inf")), mask=inside)
+    gl.store(rows.stats + place, gl.where(some, row_max, float("inf")), mask=inside)
+    gl.store(rows.stats + rows.stride_stats + place, log_sum, mask=inside)
+    return 1.0 / divisor
+
+
+@gluon.jit
+def rows_before(tile, problem, PACKED: gl.constexpr):
+    """Rows of statistics before those of a tile's sequence and head."""
+    if PACKED:
+        before = tile.head.to(gl.int64) * problem.seqlen_q + tile.first_q
+    else:
+        before = (tile.sequence * problem.heads + tile.head).to(gl.int64) * problem.seqlen_q
+    return before
+
+
+@gluon.jit
+def inside(tile, span, program, config):
+    """INSIDE of a sequence: its rows from span.row on."""
+    i = span.row + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(config.BLOCK_N)))
+    return rows_before(tile, program.problem, config.PACKED) + i, i < span.len_q
+
+
+@gluon.jit
+def write_tile(desc, x, at, ME: gl.constexpr, program):
+    """64 rows by TMA. The caller has waited until the last ones were read."""
+    program.tiles.out.index(ME).store(x.to(program.tiles.out.dtype))
+    fence_async_shared()
+    async_store(desc, at, box(program.tiles.out.index(ME), desc))
+
+
+@gluon.jit
+def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
+    """FINISH of a softmax: rows are divided by their sums."""
+    if span.row < span.len_q:
+        write_tile(program.descs.out, acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None], at, ME, program)
+
+
+@gluon.jit
+def consume(program, config, ME: gl.constexpr):
+    """64 rows of each tile."""
+    step = 0
+    taken = 0
+    q_step = 0
+    q = 0
+    tile = config.TAKE(taken, program, config)
+    if config.Q_IN_REGISTERS:
+        q = queries_in_registers(program, config, ME, taken, tile.sequence >= 0)
+    while tile.sequence >= 0:
+        span = config.SPAN(tile, ME, taken, program, config)
+        begun = 0
+        if config.BEGIN is not None:
+            begun = config.BEGIN(tile, span, program, config)
+        for BRANCH in gl.static_range(config.BRANCHES):
+            step = hand_on(program.bars, step, span.loaded_end - span.end, config)
+            acc_pending, row_max, row_sum, step, q_step = config.MAINLOOP(q, tile, span, taken, step, q_step, BRANCH, ME, program, config)
+            row, there = config.INSIDE(tile, span, program, config)
+            inverse = store_statistics(program.rows, row, there, row_max, row_sum, config.BRANCHES - 1 - BRANCH)
+            at = place(tile.sequence, tile.head, tile.first_q, span.row, span.len_q, config.PACKED)
+            done = tile
+            if config.PREFETCH_TILE:
+                taken += 1
+                tile = config.TAKE(taken, program, config)
+                if config.Q_IN_REGISTERS:
+                    q = queries_in_registers(program, config, ME, taken, tile.sequence >= 0)
+            tma.store_wait(0)
+            acc = warpgroup_mma_wait(0, deps=(acc_pending,))
+            if not config.JOINT_RELEASE:
+                release(program.bars.v_empty.index((step - 1) % config.STAGES))
+            config.FINISH(acc, inverse, done, span, at, begun, BRANCH, ME, program, config)
+            if not config.PREFETCH_TILE:
+                step = hand_on(program.bars, step, span.begin - span.loaded_begin, config)
+        if not config.PREFETCH_TILE:
+            taken += 1
+            tile = config.TAKE(taken, program, config)
+            if config.Q_IN_REGISTERS:
+                q = queries_in_registers(program, config, ME, taken, tile.sequence >= 0)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def produce(program, config):
+    config.PRODUCE(program, config)
+
+
+@gluon.jit
+def run(program, config):
+    """The kernel's body: the default warps are the first consumer."""
+    if config.CONSUMERS == 1:
+        gl.warp_specialize([(consume, (program, config, 0)), (produce, (program, config))], [1], [24])
+    elif config.CONSUMERS == 2:
+        gl.warp_specialize([(consume, (program, config, 0)), (consume, (program, config, 1)), (produce, (program, config))],
+                           [4, 1], [config.REGISTERS, 24])
+    else:
+        gl.warp_specialize([(consume, (program, config, 0)), (consume, (program, config, 1)), (consume, (program, config, 2)),
+                            (produce, (program, config))], [4, 4, 1], [config.REGISTERS, config.REGISTERS, 24])
+    invalidate(program.bars)

@@ -1,0 +1,248 @@
+"""The forward's mainloop: a consumer's queries against the keys that the loading warp brings, with an online softmax."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.forward import ROWS
+from attnzoo_kernels._gluon.hopper import (
+    barrier,
+    fence_async_shared,
+    mbarrier,
+    product_layout,
+    release,
+    ring,
+    stage_of,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from attnzoo_kernels._gluon.softmax import packed, partial_row_sums, softmax_step, unpacked
+
+BELOW_ZERO = gl.constexpr(8.0)  # in base 2: so far a row's maximum is raised to zero, its weights are then 2^-8 or more
+
+
+@gluon.jit
+def clear_rows(tile, valid):
+    """Zeros in the rows of a shared tile from `valid` on: they are another sequence's, whatever they hold. Each warp group writes
+    them without waiting for the others, which write the same."""
+    PART: gl.constexpr = 32
+    blocked: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    for part in gl.static_range(tile.shape[0] // PART):
+        rows = tile.slice(part * PART, PART)
+        inside = (part * PART + gl.arange(0, PART, gl.SliceLayout(1, blocked)))[:, None] < valid
+        x = rows.load(blocked)
+        rows.store(gl.where(inside, x, gl.zeros([PART, tile.shape[1]], x.dtype, blocked)))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def mask_scores(scores, row, column, len_q, len_k, window_left, window_right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
+    """-inf where a query does not see a key; bounds by row, one comparison an element for each side."""
+    scores_layout: gl.constexpr = scores.type.layout
+    i = row + gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores_layout))
+    j = column + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores_layout))
+    last = i * 0 + (len_k - 1)
+    if HAS_RIGHT:
+        last = gl.minimum(last, i + (len_k - len_q + window_right))
+    scores = gl.where(j[None, :] <= last[:, None], scores, -float("inf"))
+    if HAS_LEFT:
+        scores = gl.where(j[None, :] >= (i + (len_k - len_q - window_left))[:, None], scores, -float("inf"))
+    return scores
+
+
+@gluon.jit
+def hand_on(bars, step, count, config):
+    """Give back `count` tiles unread, which only other consumers see; returns the next step."""
+    for _ in range(count):
+        slot, phase = stage_of(step, config.STAGES)
+        mbarrier.wait(bars.k_full.index(slot), phase)
+        mbarrier.arrive(bars.k_empty.index(slot), count=1)
+        mbarrier.wait(bars.v_full.index(slot), phase)
+        if not config.JOINT_RELEASE:
+            mbarrier.arrive(bars.v_empty.index(slot), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
+def queries_in_registers(program, config, ME: gl.constexpr, taken, there):
+    """A consumer's queries of its next tile, if it is `there`."""
+    mbarrier.wait(program.bars.q_full.index(ME), taken & 1, pred=there)
+    q = program.tiles.q.index(ME).load(gl.DotOperandLayout(0, product_layout(config.BLOCK_N), 2))
+    fence_async_shared()  # fault 2
+    mbarrier.arrive(program.bars.q_empty.index(ME), count=1)
+    return q
+
+
+@gluon.jit
+def first_weights(q, keys, values, k_empty, v_full, phase, valid, masked, column, span, scale, program, config):
+    """(row_max, partial sums, weights) of the first tile; `keys` are its BLOCK_N keys, or half of them where no query sees the others.
+    ROW_MAX_NOT_NEGATIVE: a maximum somewhat below zero becomes zero, and weights are `packed`."""
+    KEYS: gl.constexpr = keys.shape[0]
+    dtype: gl.constexpr = keys.dtype
+    tile_layout: gl.constexpr = product_layout(config.BLOCK_N)
+    scores_layout: gl.constexpr = product_layout(KEYS)
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(config.BLOCK_DV), 2)
+    if isinstance(q, gl.tensor):  # it carries the layout of a whole tile's product
+        q = gl.convert_layout(q, gl.DotOperandLayout(0, scores_layout, 2))
+    # [ROWS, KEYS]
+    pending = warpgroup_mma(q, keys.permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, scores_layout), use_acc=False, is_async=True)
+    if config.CLEAR:
+        if valid < config.BLOCK_N:
+            mbarrier.wait(v_full, phase)
+            clear_rows(values, valid)
+    scores = warpgroup_mma_wait(0, deps=(pending,))
+    release(k_empty)
+    if masked:
+        scores = config.MASK(scores, column, span, program, config)
+    row_max = gl.max(scores, 1)
+    if config.ROW_MAX_NOT_NEGATIVE:
+        row_max = gl.where((row_max < 0) & (row_max >= -BELOW_ZERO / scale), 0.0, row_max)
+    base = gl.where(row_max == -float("inf"), 0.0, row_max)
+    weights = gl.exp2(scores * scale - (base * scale)[:, None])
+    row_sum = gl.convert_layout(partial_row_sums(weights),
+                                partial_row_sums(gl.zeros([ROWS, config.BLOCK_N], gl.float32, tile_layout)).type.layout)
+    if not config.ROW_MAX_NOT_NEGATIVE:
+        weights = weights.to(dtype)
+    if KEYS < config.BLOCK_N:
+        weights = gl.join(weights, gl.zeros([ROWS, KEYS], weights.dtype, scores_layout))
+        weights = gl.convert_layout(gl.reshape(gl.permute(weights, (0, 2, 1)), [ROWS, config.BLOCK_N]), tile_layout)
+    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, tile_layout))
+    if config.ROW_MAX_NOT_NEGATIVE:
+        weights = packed(gl.convert_layout(weights, tile_layout), dtype)
+    else:
+        weights = gl.convert_layout(weights, weights_layout)
+    return row_max, row_sum, weights
+
+
+@gluon.jit
+def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program, config, NOT_NEGATIVE: gl.constexpr = False):
+    """Step s of a mainloop: the product of its keys runs beside that of the weights `p` and values of the step before, and its softmax
+    beside the latter. Returns (weights, acc, row_max, partial sums). where: what STEP_MASK needs. NOT_NEGATIVE: no row_max is."""
+    bars, tiles = program.bars, program.tiles
+    dtype: gl.constexpr = tiles.k.dtype
+    acc_layout: gl.constexpr = acc.type.layout
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    no_scores = gl.zeros([ROWS, config.BLOCK_N], gl.float32, product_layout(config.BLOCK_N))
+    slot, phase = stage_of(s, config.STAGES)
+    before, phase_before = stage_of(s - 1, config.STAGES)
+    if not config.K_BEFORE_PV:
+        mbarrier.wait(bars.k_full.index(slot), phase)
+    # [ROWS, BLOCK_N]
+    pending = warpgroup_mma(q, tiles.k.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    mbarrier.wait(bars.v_full.index(before), phase_before)
+    weights = unpacked(p, weights_layout, dtype) if config.ROW_MAX_NOT_NEGATIVE else p
+    # [ROWS, BLOCK_DV]
+    acc_pending = warpgroup_mma(weights, tiles.v.index(before), acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(pending,))
+    if not config.JOINT_RELEASE:
+        release(bars.k_empty.index(slot))
+    if config.MASK_IN_LOOP:
+        scores = config.STEP_MASK(scores, where, program, config)
+    weights, row_max, row_sum, rescale = softmax_step(scores, row_max, row_sum, scale, config.EMPTY_ROWS, NOT_NEGATIVE)
+    if config.K_BEFORE_PV:  # fault 4: the spin loop of this wait keeps the exponentials above the wait for the product
+        after, phase_after = stage_of(s + 1, config.STAGES)
+        mbarrier.wait(bars.k_full.index(after), phase_after, pred=s + 1 < last_step)
+    acc = warpgroup_mma_wait(0, deps=(acc_pending,))
+    if config.JOINT_RELEASE:
+        release(bars.k_empty.index(slot))
+    else:
+        release(bars.v_empty.index(before))
+    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+    p = packed(weights, dtype) if config.ROW_MAX_NOT_NEGATIVE else gl.convert_layout(weights.to(dtype), weights_layout)
+    return p, acc, row_max, row_sum
+
+
+@gluon.jit
+def last_product(p, acc, last_step, program, config):
+    """The product of the last weights and their values, which is left in flight."""
+    before, phase_before = stage_of(last_step - 1, config.STAGES)
+    mbarrier.wait(program.bars.v_full.index(before), phase_before)
+    return warpgroup_mma(p, program.tiles.v.index(before), acc, is_async=True)
+
+
+@gluon.jit
+def attend(q, span, step, program, config):
+    """Tiles of keys span.end - 1 down to span.begin, which need a mask from full_end on and before full_begin.
+
+    Returns the accumulator with the last product still in flight, row_max in base 2, row_sum and the next step. The caller waits for
+    the product and, unless JOINT_RELEASE, gives back the last values.
+    """
+    bars, tiles, scale = program.bars, program.tiles, program.rows.scale
+    dtype: gl.constexpr = tiles.k.dtype
+    scores_layout: gl.constexpr = product_layout(config.BLOCK_N)
+    acc_layout: gl.constexpr = product_layout(config.BLOCK_DV)
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
+    column = config.COLUMN(span.end - 1, span, True, program, config)
+    slot, phase = stage_of(step, config.STAGES)
+    mbarrier.wait(bars.k_full.index(slot), phase)
+    masked = span.end > span.full_end or (config.HAS_LEFT and span.end <= span.full_begin)
+    valid = span.len_k - (span.end - 1) * config.BLOCK_N
+    HALF: gl.constexpr = config.BLOCK_N // 2
+    if config.HALF_TILE and span.row + ROWS + (span.len_k - span.len_q + program.problem.window_right) <= column + HALF:
+        row_max, row_sum, p = first_weights(q, tiles.k.index(slot).slice(0, HALF), tiles.v.index(slot), bars.k_empty.index(slot),
+                                            bars.v_full.index(slot), phase, valid, masked, column, span, scale, program, config)
+    else:
+        row_max, row_sum, p = first_weights(q, tiles.k.index(slot), tiles.v.index(slot), bars.k_empty.index(slot),
+                                            bars.v_full.index(slot), phase, valid, masked, column, span, scale, program, config)
+    # [ROWS, BLOCK_DV]
+    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, acc_layout)
+    step += 1
+
+    last_step = step + span.end - 1 - span.begin
+    if config.K_BEFORE_PV:
+        slot, phase = stage_of(step, config.STAGES)
+        mbarrier.wait(bars.k_full.index(slot), phase, pred=step < last_step)
+    middle = last_step
+    if config.ROW_MAX_NOT_NEGATIVE:
+        if gl.min(row_max, 0) >= 0:
+            middle = step
+    for NOT_NEGATIVE in gl.static_range(2 if config.ROW_MAX_NOT_NEGATIVE else 1):
+        first, last = (middle, last_step) if NOT_NEGATIVE else (step, middle)
+        for s in range(first, last):
+            p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, last_step, (s, last_step, span), scale, program, config,
+                                                   NOT_NEGATIVE == 1)
+    if config.ROW_MAX_NOT_NEGATIVE:
+        p = unpacked(p, weights_layout, dtype)
+    acc_pending = last_product(p, acc, last_step, program, config)
+    return acc_pending, row_max * scale, gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores_layout)), last_step
+
+
+@gluon.jit
+def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
+    """MAINLOOP over one span of keys; of queries in shared memory, those of a branch, or of the taken-th tile."""
+    if not config.Q_IN_REGISTERS:
+        if config.Q_SLOTS == config.BRANCHES:
+            slot, phase = BRANCH, taken & 1
+        else:
+            slot, phase = ring(taken, config.Q_SLOTS)
+        at = slot * config.CONSUMERS + ME
+        mbarrier.wait(program.bars.q_full.index(at), phase)
+        q = program.tiles.q.index(at)
+    acc_pending, row_max, row_sum, step = attend(q, span, step, program, config)
+    if not config.Q_IN_REGISTERS:
+        mbarrier.arrive(program.bars.q_empty.index(at), count=1)
+    return acc_pending, row_max, row_sum, step, q_step
+
+
+@gluon.jit
+def column(tile, span, FIRST: gl.constexpr, program, config):
+    """COLUMN where tiles of keys follow each other."""
+    return tile * config.BLOCK_N
+
+
+@gluon.jit
+def mask(scores, column, span, program, config):
+    """MASK of a causal mask or a window, and of a sequence's end."""
+    return mask_scores(scores, span.row, column, span.len_q, span.len_k, program.problem.window_left, program.problem.window_right,
+                       config.HAS_LEFT, config.HAS_RIGHT)
+
+
+@gluon.jit
+def step_mask(scores, where, program, config):
+    """STEP_MASK by a span's full_begin and full_end."""
+    s, last_step, span = where
+    tile = span.begin + last_step - 1 - s
+    if (tile >= span.full_end) | (tile < span.full_begin):
+        scores = config.MASK(scores, config.COLUMN(tile, span, False, program, config), span, program, config)
+    return scores

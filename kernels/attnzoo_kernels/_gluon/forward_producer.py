@@ -1,0 +1,83 @@
+"""The forward's loading warp: it takes tiles, tells the consumers which, and loads what they need."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.forward import ROWS
+from attnzoo_kernels._gluon.hopper import load_box, mbarrier, place, ring
+from attnzoo_kernels._gluon.tile_scheduler import leave_at_zero, loaded_tiles, next_index, publish, rows_of
+
+NONE = gl.constexpr((-1, 0, 0))  # the words behind the last tile
+
+
+@gluon.jit
+def load_queries(desc, tile, q_step, program, config):
+    """Each consumer's rows of a tile, into the place of the q_step-th tile."""
+    slot, phase = ring(q_step, config.Q_SLOTS)
+    for c in gl.static_range(config.CONSUMERS):
+        at = slot * config.CONSUMERS + c
+        mbarrier.wait(program.bars.q_empty.index(at), phase ^ 1)
+        row = tile.row + rows_of(c, q_step, config) * ROWS
+        load_box(desc, program.tiles.q, program.bars.q_full, at,
+                 place(tile.sequence, tile.head, tile.first_q, row, tile.len_q, config.PACKED))
+
+
+class Keys(NamedTuple):
+    """Where a tile's keys and values lie: those of one sequence and head."""
+
+    sequence: Any
+    kv_head: Any
+    first: Any
+    length: Any
+
+
+@gluon.jit
+def load_keys(desc, step, keys, key, program, config):
+    """The tile from `key` on, for a step of the mainloop."""
+    slot, phase = ring(step, config.STAGES)
+    mbarrier.wait(program.bars.k_empty.index(slot), phase ^ 1)
+    load_box(desc, program.tiles.k, program.bars.k_full, slot,
+             place(keys.sequence, keys.kv_head, keys.first, key, keys.length, config.PACKED))
+
+
+@gluon.jit
+def load_values(step, keys, key, program, config):
+    slot, phase = ring(step, config.STAGES)
+    if config.JOINT_RELEASE:  # values of a step are free with the keys of the next
+        next_slot, next_phase = ring(step + 1, config.STAGES)
+        mbarrier.wait(program.bars.k_empty.index(next_slot), next_phase ^ 1)
+    else:
+        mbarrier.wait(program.bars.v_empty.index(slot), phase ^ 1)
+    load_box(program.descs.v, program.tiles.v, program.bars.v_full, slot,
+             place(keys.sequence, keys.kv_head, keys.first, key, keys.length, config.PACKED))
+
+
+@gluon.jit
+def produce_prefetched(program, config):
+    """PRODUCE where queries have a place while the tile before is attended to: they come before its last values."""
+    problem = program.problem
+    step = 0
+    taken = 0
+    tile = config.NEXT_TILE(gl.program_id(0), program, config)
+    if tile.index < problem.n_tiles:
+        publish(program, taken, tile.words)
+        load_queries(program.descs.q, tile, taken, program, config)
+    while tile.index < problem.n_tiles:
+        begin, end = loaded_tiles(tile.row, tile.len_q, tile.len_k, problem, config)
+        keys = Keys(tile.sequence, tile.head // problem.group, tile.first_k, tile.len_k)
+        key = (end - 1) * config.BLOCK_N
+        for j in range(end - begin):
+            load_keys(program.descs.k, step, keys, key, program, config)
+            if j == end - begin - 1:  # before V, which waits for its place; not earlier: a tile is for the program that is ready first
+                tile = config.NEXT_TILE(next_index(problem), program, config)
+                taken += 1
+                if tile.index < problem.n_tiles:
+                    publish(program, taken, tile.words)
+                    load_queries(program.descs.q, tile, taken, program, config)
+            load_values(step, keys, key, program, config)
+            key -= config.BLOCK_N
+            step += 1
+    leave_at_zero(problem, tile.index)
+    publish(program, taken, NONE)

@@ -1,0 +1,176 @@
+"""How a persistent program gets its tiles of queries: the loading warp takes them from a counter and tells the consumers."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.forward import ROWS, WORK
+from attnzoo_kernels._gluon.hopper import mbarrier, ring
+from attnzoo_kernels._gluon.tiles import find_sequence, key_tiles, sequence_bounds
+
+
+class Tile(NamedTuple):
+    """A program's rows of one head, as the loading warp knows them."""
+
+    index: Any
+    words: Any  # for the consumers: sequence, head, row
+    sequence: Any
+    head: Any
+    row: Any
+    first_q: Any
+    len_q: Any
+    first_k: Any
+    len_k: Any
+
+
+class Taken(NamedTuple):
+    """The same as a consumer knows them."""
+
+    sequence: Any  # -1: there is none
+    head: Any
+    row: Any
+    first_q: Any
+    len_q: Any
+    first_k: Any
+    len_k: Any
+
+
+class Span(NamedTuple):
+    """A consumer's rows and their tiles of keys, at least one: end - 1 down to begin. Those loaded on either side are for others."""
+
+    row: Any
+    len_q: Any
+    len_k: Any
+    loaded_begin: Any
+    loaded_end: Any
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+
+
+@gluon.jit
+def next_index(problem):
+    return gl.atomic_add(problem.counter, 1, sem="relaxed") + gl.num_programs(0)
+
+
+@gluon.jit
+def decode_tile(index, problem, BLOCK: gl.constexpr, PACKED: gl.constexpr, HEAVY_LAST: gl.constexpr):
+    """(sequence, head, tile) of the index-th tile. Tiles of one head follow each other, or under HEAVY_LAST (causal: the last rows see
+    most keys) those of `head_group` heads from the last tile to the first, so that the heads' keys stay in L2 and light tiles end."""
+    n_seqs, seqlen, heads, head_group = problem.n_seqs, problem.seqlen_q, problem.heads, problem.head_group
+    if PACKED:
+        slots = seqlen // BLOCK + n_seqs + 1
+        head = index // slots
+        slot = index % slots
+        sequence = find_sequence(problem.cu_seqlens_q, slot, n_seqs, BLOCK)
+        tile = slot - (gl.load(problem.cu_seqlens_q + sequence) // BLOCK + sequence)
+    else:
+        tiles = (seqlen + BLOCK - 1) // BLOCK
+        if HEAVY_LAST:
+            first = index // (head_group * tiles) * head_group
+            members = gl.minimum(head_group, n_seqs * heads - first)
+            place = index - first * tiles
+            row = first + place % members
+            tile = tiles - 1 - place // members
+        else:
+            row = index // tiles
+            tile = index % tiles
+        sequence = row // heads
+        head = row % heads
+    return sequence, head, tile
+
+
+@gluon.jit
+def next_tile(index, program, config):
+    """NEXT_TILE of dense sequences and of packed ones."""
+    problem = program.problem
+    BLOCK_M: gl.constexpr = config.CONSUMERS * ROWS
+    sequence, head, tile = decode_tile(index, problem, BLOCK_M, config.PACKED, config.HAS_RIGHT)
+    first_q, len_q = sequence_bounds(problem.cu_seqlens_q, sequence, problem.n_seqs, problem.seqlen_q, config.PACKED, True)
+    row = tile * BLOCK_M
+    if config.PACKED:
+        while (row >= len_q) & (index < problem.n_tiles):
+            index = next_index(problem)
+            sequence, head, tile = decode_tile(index, problem, BLOCK_M, config.PACKED, config.HAS_RIGHT)
+            first_q, len_q = sequence_bounds(problem.cu_seqlens_q, sequence, problem.n_seqs, problem.seqlen_q, config.PACKED, True)
+            row = tile * BLOCK_M
+        if config.HAS_RIGHT:  # the last tile of a sequence first: it sees most keys
+            row = ((len_q + BLOCK_M - 1) // BLOCK_M - 1 - tile) * BLOCK_M
+    first_k, len_k = sequence_bounds(problem.cu_seqlens_k, sequence, problem.n_seqs, problem.seqlen_k, config.PACKED, False)
+    return Tile(index, (sequence, head, row), sequence, head, row, first_q, len_q, first_k, len_k)
+
+
+@gluon.jit
+def leave_at_zero(problem, index):
+    """Behind a program's last tile, for the next kernel: each program asks once in vain, and the last one to do so gets the highest
+    `index`."""
+    if index == problem.n_tiles + gl.num_programs(0) - 1:
+        gl.store(problem.counter, 0)
+
+
+@gluon.jit
+def publish(program, taken, words):
+    """Tell the consumers of the next tile; a sequence of -1 ends. They get what they would else have to divide for."""
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    slot, phase = ring(taken, WORK)
+    mbarrier.wait(program.bars.work_empty.index(slot), phase ^ 1)
+    for word in gl.static_range(len(words)):
+        program.tiles.work.index(word * WORK + slot).store(gl.full([1], words[word], gl.int32, lane))
+    mbarrier.arrive(program.bars.work_full.index(slot), count=1)
+
+
+@gluon.jit
+def word(program, slot, WORD: gl.constexpr):
+    lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(program.tiles.work.index(WORD * WORK + slot).load(lane), 0)
+
+
+@gluon.jit
+def take(taken, program, config):
+    """TAKE of dense sequences and of packed ones."""
+    problem = program.problem
+    slot, phase = ring(taken, WORK)
+    mbarrier.wait(program.bars.work_full.index(slot), phase)
+    sequence = word(program, slot, 0)
+    head = word(program, slot, 1)
+    row = word(program, slot, 2)
+    mbarrier.arrive(program.bars.work_empty.index(slot), count=1)
+    there = gl.maximum(sequence, 0)
+    first_q, len_q = sequence_bounds(problem.cu_seqlens_q, there, problem.n_seqs, problem.seqlen_q, config.PACKED, True)
+    first_k, len_k = sequence_bounds(problem.cu_seqlens_k, there, problem.n_seqs, problem.seqlen_k, config.PACKED, False)
+    return Taken(sequence, head, row, first_q, len_q, first_k, len_k)
+
+
+@gluon.jit
+def rows_of(ME: gl.constexpr, taken, config):
+    """Which 64 of a tile's rows are a consumer's. Of two each gets the first ones in turn, half of whose last tile of keys no row sees."""
+    rows = ME
+    if config.HALF_TILE and config.CONSUMERS == 2:
+        rows = ME ^ (taken & 1)
+    return rows
+
+
+@gluon.jit
+def loaded_tiles(row, len_q, len_k, problem, config):
+    """Tiles of keys that a program loads for its rows, at least one: (begin, end)."""
+    begin, _, _, end = key_tiles(row, config.CONSUMERS * ROWS, len_q, len_k, problem.window_left, problem.window_right, config.BLOCK_N,
+                                 config.HAS_LEFT, config.HAS_RIGHT)
+    return begin, gl.maximum(end, begin + 1)
+
+
+@gluon.jit
+def span(tile, ME: gl.constexpr, taken, program, config):
+    """SPAN of a causal mask, a window or none."""
+    problem, len_q, len_k = program.problem, tile.len_q, tile.len_k
+    loaded_begin, loaded_end = loaded_tiles(tile.row, len_q, len_k, problem, config)
+    row = tile.row + rows_of(ME, taken, config) * ROWS
+    begin, full_begin, full_end, end = key_tiles(row, ROWS, len_q, len_k, problem.window_left, problem.window_right, config.BLOCK_N,
+                                                 config.HAS_LEFT, config.HAS_RIGHT)
+    begin = gl.where(row < len_q, gl.minimum(begin, loaded_end - 1), loaded_end - 1)
+    end = gl.where(row < len_q, gl.maximum(end, begin + 1), loaded_end)
+    if config.PREFETCH_TILE:  # all is handed on before the mainloop: the producer may need it to get to the tile that is waited for behind
+        end = gl.where(row < len_q, end, loaded_begin + 1)
+        begin = loaded_begin
+    return Span(row, len_q, len_k, loaded_begin, loaded_end, begin, full_begin, full_end, end)
