@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from attnzoo.batch import IGNORED
 from attnzoo.data.masking import MaskedRows
-from attnzoo.data.packing import IGNORE
 
 VOCAB, EOS, PAD, MASK, CLS, SEP = 1000, 990, 991, 992, 993, 994
 
@@ -41,7 +41,7 @@ def everything(rows, epoch=0):
 def test_labels_restore_the_documents(tokenizer):
     rows = make_rows([2, 15, 16, 17, 40], tokenizer=tokenizer)
     batch = everything(rows)
-    restored = torch.where(batch["labels"] == IGNORE, batch["input_ids"], batch["labels"]).split(batch["lengths"].tolist())
+    restored = torch.where(batch["labels"] == IGNORED, batch["input_ids"], batch["labels"]).split(batch["lengths"].tolist())
     if tokenizer is FramedTokenizer:
         assert all(s[0] == CLS and s[-1] == SEP for s in restored)
         restored = [s[1:-1] for s in restored]
@@ -53,7 +53,7 @@ def test_labels_restore_the_documents(tokenizer):
 @pytest.mark.parametrize("rate", [0.15, 0.3])
 def test_rates(rate):
     batch = everything(make_rows([2001] * 100, 512, tokenizer=BareTokenizer, mask_rate=rate))
-    chosen = batch["labels"] != IGNORE
+    chosen = batch["labels"] != IGNORED
     ids, labels = batch["input_ids"][chosen], batch["labels"][chosen]
     n, total = len(labels), batch["n_tokens"]
 
@@ -82,7 +82,7 @@ def test_every_sequence_has_something_to_guess():
 def test_logits_at_are_the_targets():
     for packed in (True, False):
         batch = everything(make_rows([5, 40, 9], packed=packed))
-        assert torch.equal(batch["logits_at"], (batch["labels"].flatten() != IGNORE).nonzero()[:, 0])
+        assert torch.equal(batch["logits_at"], (batch["labels"].flatten() != IGNORED).nonzero()[:, 0])
         assert batch["n_targets"] == len(batch["logits_at"])
 
 
@@ -92,7 +92,7 @@ def test_packed_and_padded_hold_the_same():
     assert mask.dtype == torch.bool and mask.shape == padded["input_ids"].shape == (5, 100)
     for key in ("input_ids", "labels"):
         assert torch.equal(padded[key][mask], packed[key])
-    assert (padded["input_ids"][~mask] == PAD).all() and (padded["labels"][~mask] == IGNORE).all()
+    assert (padded["input_ids"][~mask] == PAD).all() and (padded["labels"][~mask] == IGNORED).all()
     assert torch.equal(padded["labels"].flatten()[padded["logits_at"]], packed["labels"][packed["logits_at"]])
     assert padded["n_tokens"] == packed["n_tokens"] == mask.sum()
 
@@ -166,7 +166,7 @@ def test_a_balanced_batch_holds_the_same_as_a_plain_one():
     assert torch.equal(a["logits_at"], b["logits_at"][:targets])
     assert torch.equal(a["cu_seqlens"], b["cu_seqlens"]) and b["lengths"].sum() == n
     assert (b["input_ids"][n:] == PAD).all() and not b["position_ids"][n:].any()
-    assert len(b["logits_at"]) > targets and (b["labels"][b["logits_at"][targets:]] == IGNORE).all()
+    assert len(b["logits_at"]) > targets and (b["labels"][b["logits_at"][targets:]] == IGNORED).all()
 
 
 def test_more_tokens_than_usual_get_more_slots():
@@ -180,7 +180,7 @@ def test_random_lengths_keep_every_token():
     documents = [2, 9000, 12, 17, *range(60, 100), 5000]
     rows = make_rows(documents, 64, tokenizer=BareTokenizer, min_seq_len=16)
     batch = everything(rows)
-    restored = torch.where(batch["labels"] == IGNORE, batch["input_ids"], batch["labels"])
+    restored = torch.where(batch["labels"] == IGNORED, batch["input_ids"], batch["labels"])
     assert restored.tolist() == _text(documents).tolist()
     lengths = batch["lengths"]
     assert set(lengths) == {1, 11, *range(16, 65)}  # two documents are shorter than the shortest sequence
@@ -194,4 +194,4 @@ def test_rows_beyond_the_end_are_left_out():
     for packed in (True, False):
         nothing = make_rows([5, 9], packed=packed).batch(0, np.array([2, 3]))
         assert (nothing["n_tokens"], nothing["n_targets"], len(nothing["logits_at"])) == (0, 0, 0)
-        assert (nothing["labels"] == IGNORE).all() and nothing["input_ids"].flatten()[0] == PAD
+        assert (nothing["labels"] == IGNORED).all() and nothing["input_ids"].flatten()[0] == PAD

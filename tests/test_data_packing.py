@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnzoo.data.packing import IGNORE, CausalRows, packed_fields
+from attnzoo.batch import IGNORED
+from attnzoo.data.packing import CausalRows, packed_fields
 
 EOS, PAD = 0, -1
 
@@ -46,7 +47,7 @@ def test_training_predicts_every_token_of_every_document(lengths, seq_len, shuff
         assert len(tokens) <= seq_len
         assert all(labels[i] == tokens[i + 1] for i in range(len(tokens) - 1))
         assert EOS not in tokens[:-1]
-        assert labels[-1] == (IGNORE if tokens[-1] == EOS else follower[tokens[-1]])
+        assert labels[-1] == (IGNORED if tokens[-1] == EOS else follower[tokens[-1]])
         seen |= {t for t in tokens if t != EOS}
     assert seen == follower.keys()
     assert batch["n_tokens"] == len(batch["input_ids"]) == rows.n_rows * seq_len
@@ -58,7 +59,7 @@ def test_validation_predicts_each_token_once_in_order(lengths, seq_len, cross_do
     rows = make_rows(lengths, seq_len, ring=False, shuffle=False, cross_documents=cross_documents)
     batch = rows.batch(0, np.arange(rows.n_rows + 3))  # three rows of padding
     labels = batch["labels"].flatten()
-    targets = labels[labels != IGNORE].tolist()
+    targets = labels[labels != IGNORED].tolist()
     starts = set(rows.store.offsets[:-1].tolist())
     expected = [int(t) for i, t in enumerate(rows.store.tokens) if (i > 0 if cross_documents else i not in starts)]
     assert targets == expected

@@ -213,7 +213,7 @@ def test_a_strangers_run_folder_runs_no_code(flash, evaluate, tmp_path, data):
     stranger = tmp_path / "stranger"
     shutil.copytree(flash[0], stranger)
     (stranger / "config.yaml").write_text(f"data: {data % (tmp_path / 'ran')}\n")
-    with pytest.raises(UserError, match="is not attnzoo's"):
+    with pytest.raises(UserError, match="outside attnzoo"):
         evaluate(f"ckpt_path={stranger}")
     assert not (tmp_path / "ran").exists()
 

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from attnzoo.attention.sdpa import SDPAttention
+from attnzoo.batch import IGNORED
 from attnzoo.data.synthetic import copying as copying_task
 from attnzoo.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer
 from attnzoo.evaluation import ruler_tasks
-from attnzoo.evaluation.answers import IGNORED, answer
+from attnzoo.evaluation.answers import answer
 from attnzoo.evaluation.cost import cost
 from attnzoo.evaluation.results import Row
 from attnzoo.evaluation.retrieval import needle, passkey, spread

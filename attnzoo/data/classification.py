@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnzoo.batch import IGNORED, Batch
 from attnzoo.data import tokenizers
 from attnzoo.data.labelled import ClassFolders, LabelledHubSource, ListOpsSource
 from attnzoo.data.loader import BatchLoader
-from attnzoo.data.packing import IGNORE, packed_fields, ranges
+from attnzoo.data.packing import packed_fields, ranges
 from attnzoo.data.rows import RowsDataModule
 from attnzoo.data.synthetic import listops as listops_task
 from attnzoo.data.tokenized import SPLITS, TokenStore, prepare
@@ -49,18 +50,16 @@ class LabelledRows:
     def order(self, epoch: int, group: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.n_rows) if self.shuffle else np.arange(self.n_rows)
 
-    def batch(self, epoch: int, rows: np.ndarray) -> dict:
-        """The batch of these sequences; numbers from `n_rows` on are left out, and a batch of nothing else is one padding token.
+    def batch(self, epoch: int, rows: np.ndarray) -> Batch:
+        """The batch of these sequences: packed `(n_tokens,)`, or `(sequences, longest)` with a mask. `labels` has a class each.
 
-        `input_ids` int64: packed `(n_tokens,)` with the fields of a packed batch, or `(sequences, longest)` with a bool `attention_mask`
-        and the int `max_tokens`, its sum. `labels` int64 `(sequences,)`. Also the ints `n_tokens` (without padding) and `n_targets`,
-        and `lengths` (numpy int64).
+        Numbers from `n_rows` on are left out, and a batch of nothing else is one padding token.
         """
         rows = rows[rows < self.n_rows]
         ids, lengths, labels = self.sequences(rows)
         n_tokens, n_targets = len(ids), len(labels)
         if n_targets == 0:
-            ids, lengths, labels = np.array([self.tokenizer.pad_id]), np.array([1]), np.array([IGNORE])
+            ids, lengths, labels = np.array([self.tokenizer.pad_id]), np.array([1]), np.array([IGNORED])
         if self.packed:
             fields = packed_fields(lengths, self.seq_len, len(lengths) + 1)
         else:

@@ -4,8 +4,7 @@ The rows of a data set are an object with
 
 - `n_rows`: int, rows in an epoch;
 - `order(epoch, group) -> int64 (n_rows,)`: the rows in the epoch's order (`group`: the rows that all devices take together in a step);
-- `batch(epoch, rows) -> dict`: the batch of these rows. A number from `n_rows` on stands for padding. Its tensors go to the device, numpy
-  arrays and numbers stay on the host.
+- `batch(epoch, rows) -> attnzoo.batch.Batch`: the batch of these rows. A number from `n_rows` on stands for padding.
 
 `W` devices with `batch_size` rows each take together exactly the rows that one device with `W * batch_size` rows takes in the same step.
 """
@@ -16,6 +15,8 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
+
+from attnzoo.batch import Batch
 
 
 class _Batches(Dataset):
@@ -34,7 +35,7 @@ class _Batches(Dataset):
         if epoch != self.epoch:
             self.epoch, self.order = epoch, self.rows.order(epoch, self.group)
 
-    def __getitem__(self, position: tuple[int, int]) -> dict:
+    def __getitem__(self, position: tuple[int, int]) -> Batch:
         epoch, step = position
         self.begin(epoch)
         slots = step * self.group + self.mine
@@ -42,7 +43,7 @@ class _Batches(Dataset):
         return self.rows.batch(epoch, rows if self.repeat else np.where(slots < self.rows.n_rows, rows, slots))
 
 
-def _as_it_is(batch: dict) -> dict:
+def _as_it_is(batch: Batch) -> Batch:
     # DataLoader's own makes tensors of numpy arrays: they would go to the GPU, and the host would wait to read them
     return batch
 
@@ -69,7 +70,7 @@ class BatchLoader:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> Iterator[dict]:
+    def __iter__(self) -> Iterator[Batch]:
         return iter(self._from(0, 0))
 
     def _from(self, epoch: int, step: int) -> DataLoader:
@@ -100,7 +101,7 @@ class ResumableLoader(BatchLoader):
         self.settings = {**(settings or {}), "rows": rows.n_rows, "rows in a step over all devices": batch_size * world_size}
         self.position = 0
 
-    def __iter__(self) -> Iterator[dict]:
+    def __iter__(self) -> Iterator[Batch]:
         # a generator: the position is read at the first batch, so a state that is loaded after iter() still counts
         left = len(self)
         while left:

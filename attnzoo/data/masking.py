@@ -9,7 +9,8 @@ import math
 import numpy as np
 import torch
 
-from attnzoo.data.packing import IGNORE, packed_fields, ranges
+from attnzoo.batch import IGNORED, Batch
+from attnzoo.data.packing import packed_fields, ranges
 from attnzoo.data.tokenized import TokenStore
 
 SLOTS, LOGITS = 128, 64  # static shapes are multiples of these, which tiles of matrix products divide
@@ -93,36 +94,34 @@ class MaskedRows:
         steps = np.stack([classes[c][:whole] for c in spread], axis=1)
         return np.concatenate([steps.reshape(-1), *(classes[c][whole:] for c in spread[group - rest :])])
 
-    def batch(self, epoch: int, rows: np.ndarray) -> dict:
-        """The batch of these sequences; numbers from `n_rows` on are left out, and a batch of nothing else is one padding token.
+    def batch(self, epoch: int, rows: np.ndarray) -> Batch:
+        """The batch of these sequences: packed `(n_tokens,)`, or `(len(rows), longest)` with a mask. `logits_at` are the tokens to guess.
 
-        `input_ids`, `labels` int64: packed `(n_tokens,)` with the fields of a packed batch, or `(len(rows), longest)` with a bool
-        `attention_mask` and the int `max_tokens`, its sum. `logits_at` int64 `(n_targets,)` holds the flat indices of the tokens to
-        guess. With `balance_lengths` packed batches are filled up with padding behind the last sequence, and `logits_at` with indices of
-        padding, whose label is -100. Also the ints `n_tokens` (without padding) and `n_targets`, and `lengths` (numpy int64).
+        Numbers from `n_rows` on are left out, and a batch of nothing else is one padding token. With `balance_lengths` packed batches are
+        filled up with padding behind the last sequence, and `logits_at` with indices of padding.
         """
         n_rows = len(rows)
         rows = rows[rows < self.n_rows]
         ids, labels, lengths = self._sequences(epoch, rows)
         n_tokens = len(ids)
         if n_tokens == 0:
-            ids, labels, lengths = np.array([self.tokenizer.pad_id]), np.array([IGNORE]), np.array([1])
-        n_targets = int((labels != IGNORE).sum())
+            ids, labels, lengths = np.array([self.tokenizer.pad_id]), np.array([IGNORED]), np.array([1])
+        n_targets = int((labels != IGNORED).sum())
         n_slots, n_logits = len(ids), n_targets
         if self.packed and self.balance_lengths:
             usual_slots, usual_logits = self._static_sizes(n_rows)
             n_slots = max(usual_slots, round_up(len(ids) + 1, SLOTS))  # the last slot is always padding
             n_logits = max(usual_logits, round_up(n_targets, LOGITS))
             ids = np.pad(ids, (0, n_slots - len(ids)), constant_values=self.tokenizer.pad_id)
-            labels = np.pad(labels, (0, n_slots - len(labels)), constant_values=IGNORE)
+            labels = np.pad(labels, (0, n_slots - len(labels)), constant_values=IGNORED)
         if self.packed:
             fields = packed_fields(lengths, self.seq_len, n_rows + 1, n_slots)
         else:
             longest = min(round_up(lengths.max(), 64), self.seq_len)
             real = np.arange(longest) < lengths[:, None]
-            ids, labels = _pad(ids, real, self.tokenizer.pad_id), _pad(labels, real, IGNORE)
+            ids, labels = _pad(ids, real, self.tokenizer.pad_id), _pad(labels, real, IGNORED)
             fields = {"attention_mask": torch.from_numpy(real), "max_tokens": int(lengths.sum()), "lengths": lengths}
-        logits_at = np.pad(np.flatnonzero(labels != IGNORE), (0, n_logits - n_targets), constant_values=n_slots - 1)
+        logits_at = np.pad(np.flatnonzero(labels != IGNORED), (0, n_logits - n_targets), constant_values=n_slots - 1)
         return {
             "input_ids": torch.from_numpy(ids),
             "labels": torch.from_numpy(labels),
@@ -150,7 +149,7 @@ class MaskedRows:
         lengths = texts + 2 * self.frame
         begins = np.cumsum(lengths) - lengths
         at = ranges(begins + self.frame, texts)
-        labels = np.full(lengths.sum(), IGNORE, np.int64)
+        labels = np.full(lengths.sum(), IGNORED, np.int64)
         labels[at] = self.store.tokens.view(np.ndarray)[ranges(self._sources[rows], texts)]
         ids = labels.copy()
         if self.frame:
@@ -158,7 +157,7 @@ class MaskedRows:
         draws = [self._draw(epoch, row, n) for row, n in zip(rows, texts, strict=True)]
         chosen, kind, random = np.concatenate(draws, axis=1) if draws else np.empty((3, 0))
         chosen = chosen < self.mask_rate
-        labels[at[~chosen]] = IGNORE
+        labels[at[~chosen]] = IGNORED
         ids[at[chosen & (kind < 0.8)]] = self.tokenizer.mask_id
         replaced = chosen & (kind >= 0.9)
         ids[at[replaced]] = (random[replaced] * self.tokenizer.vocab_size).astype(np.int64)

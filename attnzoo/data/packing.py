@@ -8,9 +8,8 @@ import math
 import numpy as np
 import torch
 
+from attnzoo.batch import IGNORED, Batch
 from attnzoo.data.tokenized import TokenStore
-
-IGNORE = -100
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -66,19 +65,18 @@ class CausalRows:
         self._plan(epoch)
         return self._order
 
-    def batch(self, epoch: int, rows: np.ndarray) -> dict:
-        """The batch of these rows; numbers from `n_rows` on are padding.
+    def batch(self, epoch: int, rows: np.ndarray) -> Batch:
+        """The batch of these rows: packed `(len(rows) * seq_len,)`, or `(len(rows), seq_len)` across documents.
 
-        `input_ids`, `labels` int64: packed `(len(rows) * seq_len,)` with the fields of a packed batch, or `(len(rows), seq_len)` across
-        documents. Also the ints `n_tokens` (without padding) and `n_targets`, and `lengths` (numpy int64), those of the sequences.
+        Numbers from `n_rows` on are padding.
         """
         self._plan(epoch)
         ids, real, cuts = self._windows(self._offset + rows * self.seq_len)
-        labels = np.where(real[:, 1:], ids[:, 1:], IGNORE)
+        labels = np.where(real[:, 1:], ids[:, 1:], IGNORED)
         if self.cross_documents:
             shape, fields = (len(rows), self.seq_len), {"lengths": np.full(len(rows), self.seq_len)}
         else:
-            labels.reshape(-1)[cuts - 1] = IGNORE  # a document's last token has nothing to predict
+            labels.reshape(-1)[cuts - 1] = IGNORED  # a document's last token has nothing to predict
             ends = np.union1d(cuts, np.arange(1, len(rows) + 1) * self.seq_len)
             shape, fields = (-1,), packed_fields(np.diff(ends, prepend=0), self.seq_len, self._entries(len(rows)))
         return {
@@ -86,7 +84,7 @@ class CausalRows:
             "labels": torch.from_numpy(labels.reshape(shape)),
             **fields,
             "n_tokens": int(real[:, :-1].sum()),
-            "n_targets": int((labels != IGNORE).sum()),
+            "n_targets": int((labels != IGNORED).sum()),
         }
 
     def _entries(self, n_rows: int) -> int:

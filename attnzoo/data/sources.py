@@ -51,14 +51,12 @@ class FileSource:
         return {**self.record(), "validation": sorted(self.val_names), "stats": _stats(self.files)}
 
     def documents(self) -> Iterator[dict]:
-        import datasets
-
-        parts = [part for name in self.files for part in self._parts(name)]
-        yield from datasets.IterableDataset.from_generator(_read, gen_kwargs={"parts": parts})
+        for name in self.files:
+            yield from map(_read, self._parts(name))
 
     def _parts(self, name: str) -> list[tuple]:
         """(name, path, split, begin, end), begin and end as shares of the file's characters."""
-        path = str(self.files[name])
+        path = self.files[name]
         if self.by_position:
             cut = 1 - self.val_fraction
             return [(name, path, "train", 0.0, cut), (name, path, "validation", cut, 1.0)]
@@ -73,13 +71,13 @@ class FileSource:
         return set(names[: min(max(n_below, 1), len(names) - 1)])  # neither split stays without a file
 
 
-def _read(parts: list[tuple]) -> Iterator[dict]:
-    for name, path, split, begin, end in parts:
-        data = Path(path).read_bytes()
-        text = data.decode(errors="replace")
-        n_replaced = text.count("\ufffd") - data.count("\ufffd".encode())
-        text = text[int(begin * len(text)) : int(end * len(text))]
-        yield {"text": text, "path": name, "split": split, "n_replaced": n_replaced if begin == 0 else 0}
+def _read(part: tuple[str, Path, str, float, float]) -> dict:
+    name, path, split, begin, end = part
+    data = path.read_bytes()
+    text = data.decode(errors="replace")
+    n_replaced = text.count("\ufffd") - data.count("\ufffd".encode())
+    text = text[int(begin * len(text)) : int(end * len(text))]
+    return {"text": text, "path": name, "split": split, "n_replaced": n_replaced if begin == 0 else 0}
 
 
 def python_stdlib(val_fraction: float = 0.05) -> FileSource:

@@ -92,7 +92,6 @@ def prepare(source, tokenizer, cache_dir: str | Path) -> Path:
 
 
 def _write(source, tokenizer, folder: Path) -> None:
-    import datasets  # noqa: F401  what most sources read with: loaded before the bar's clock starts, which is to count reading alone
     from tqdm.auto import tqdm
 
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)

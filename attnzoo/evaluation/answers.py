@@ -11,9 +11,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from attnzoo.batch import IGNORED
 from attnzoo.evaluation.results import Row, mean_row
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)

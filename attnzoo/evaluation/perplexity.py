@@ -29,12 +29,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnzoo.batch import IGNORED
 from attnzoo.evaluation.measurement import Measurement, Plan, refusal
 from attnzoo.evaluation.results import Row, language_model_rows
 
 SPLIT = "validation"
 PROTOCOLS = ("windows", "sliding", "documents")
-IGNORED = -100
 
 
 @dataclass(frozen=True)

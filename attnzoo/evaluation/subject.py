@@ -18,6 +18,7 @@ from attnzoo.attention.base import check_path
 from attnzoo.errors import UserError
 from attnzoo.evaluation.measurement import digest
 from attnzoo.evaluation.runs import Run
+from attnzoo.targets import check_targets, resolve, targets
 from attnzoo.training.record import versions
 
 # sources that change no number
@@ -107,41 +108,22 @@ def _data_config(run: Run, trained: dict | None, override: dict, checkpoint: che
     if trained is None and "_target_" not in override:
         raise UserError(f"{run.config_path} is missing, which says what data the run was validated on; say it with data=...")
     if "_target_" not in override:
-        _check_targets(trained, trust)
+        _check_data(trained, trust)
         return {**trained, **override}
     tied = {key: trained[key] for key in OBJECTIVE if key in (trained or {})}
     return {**override, **tied, "objective": checkpoint.task, "seq_len": checkpoint.context}
 
 
-def _check_targets(config: dict, trust: Sequence[str]) -> None:
+def _check_data(config: dict, trust: Sequence[str]) -> None:
     """Refuses a run's data configuration that would call anything but attnzoo's data modules: it may be a stranger's."""
     known = {f"attnzoo.data.{name}" for name in attnzoo.data.__all__}
-    for target in _targets(config):
-        if target not in known and not _is_trusted(target, trust):
-            module = target.rpartition(".")[0]
-            raise UserError(f"the run's data._target_={target} is not attnzoo's; if you know whose code it is, say trust=[{module}]")
-
-
-def _is_trusted(target: str, trust: Sequence[str]) -> bool:
-    """Whether it is defined in a trusted module, not merely reachable through what one imports."""
-
-    def inside(module: str) -> bool:
-        return any(f"{module}.".startswith(f"{trusted}.") for trusted in trust)
-
-    module, _, name = target.rpartition(".")
     try:
-        return inside(module) and inside(getattr(import_module(module), name).__module__)
-    except (ImportError, AttributeError):
-        return False
-
-
-def _targets(node: Any) -> Iterator[str]:
-    if isinstance(node, Mapping):
-        yield from (str(value) for key, value in node.items() if key == "_target_")
-        node = list(node.values())
-    if isinstance(node, list):
-        for value in node:
-            yield from _targets(value)
+        check_targets(config, trust, "data", known)
+        for _, target in targets(config, "data"):
+            if target not in known:
+                resolve(target, trust)
+    except ValueError as error:
+        raise UserError(f"the run's {error}") from error
 
 
 def _columns(run: Run, checkpoint: checkpoints.Checkpoint, data: dict) -> dict[str, Any]:

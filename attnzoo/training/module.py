@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torchmetrics.aggregation import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
+from attnzoo.batch import IGNORED, Batch, Inputs
 from attnzoo.checkpoint import check_same_shapes
 
-INPUTS = ("position_ids", "cu_seqlens", "max_seqlen", "attention_mask", "max_tokens", "token_type_ids", "logits_at")
+INPUTS = tuple(Inputs.__annotations__)
 READ = {"input_ids", "labels", *INPUTS}
-IGNORED = -100
 
 
-def predict(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """logits (n, classes), float32 (float64 for a float64 model), and targets int64 (n,), -100 where nothing is asked."""
     logits = model(batch["input_ids"], **{name: batch[name] for name in INPUTS if name in batch})
     targets = batch["labels"].flatten()
@@ -28,7 +28,7 @@ def predict(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)), targets
 
 
-def summed_loss(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def summed_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """Cross-entropy in nats summed over a batch's targets, and the number of targets, both () in the logits' dtype."""
     return cross_entropy(*predict(model, batch))
 
@@ -87,14 +87,14 @@ class TokenPrediction(lightning.LightningModule):
         return model
 
     @staticmethod
-    def _read(batch: dict[str, Any]) -> dict[str, Any]:
+    def _read(batch: Batch) -> Batch:
         # what else a batch holds (counts, lengths) changes from step to step and would make torch.compile start again
         return {name: value for name, value in batch.items() if name in READ}
 
     # With S(x) the sum of x over micro-batches and ranks, the gradient must be that of S(loss) / S(count). Without accumulation S(count) is
     # known before the backward pass; with it only at the last micro-batch, so that the gradients are scaled then.
 
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss, count = self._training_loss(self.model, self._read(batch))
         totals = torch.stack([loss.detach(), count])
         self._totals = totals if self._totals is None else self._totals + totals
@@ -123,12 +123,12 @@ class TokenPrediction(lightning.LightningModule):
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(totals)
 
-    def on_train_batch_start(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # Dropout depends on the seed and the place in the run alone, so that a resumed run repeats it.
         place = np.random.SeedSequence([self.seed, self.global_step, batch_idx, self.global_rank])
         torch.manual_seed(int(place.generate_state(1, np.uint64)[0]))
 
-    def on_train_batch_end(self, outputs: Any, batch: dict[str, Any], batch_idx: int) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if self.global_step % self.trainer.log_every_n_steps == 0:
             self.log_dict({"train/lr": self.trainer.optimizers[0].param_groups[0]["lr"], **self.model.metrics()})
 
@@ -159,7 +159,7 @@ class TokenPrediction(lightning.LightningModule):
             metric.reset()
         self._accuracy.reset()
 
-    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
         logits, targets = predict(self.model, self._read(batch))
         loss, count = cross_entropy(logits, targets)
         self._validation_loss.update(loss)

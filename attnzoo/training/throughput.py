@@ -7,6 +7,8 @@ import lightning
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
+from attnzoo.batch import Batch
+
 # Dense products, as for the H100 SXM; Lightning's table does not know plain "NVIDIA H200" and counts 2:4 sparsity for its kin.
 H200_FLOPS = {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 494.7e12}
 
@@ -19,7 +21,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return get_available_flops(device, dtype)
 
 
-def sequence_lengths(batch: dict[str, Any]) -> list[int]:
+def sequence_lengths(batch: Batch) -> list[int]:
     """Lengths of a batch's sequences, without padding; on the host, no GPU is asked."""
     if "lengths" in batch:
         return batch["lengths"].tolist()
@@ -47,7 +49,7 @@ class Throughput(lightning.Callback):
         self.n_slots = self.n_logits = 0
         self.step, self.paused, self.started = trainer.global_step, 0.0, time.perf_counter()
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: dict[str, Any], batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
         lengths = sequence_lengths(batch)
         self.lengths += lengths
         self.n_slots += batch["input_ids"].numel()

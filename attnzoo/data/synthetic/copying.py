@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnzoo.data.packing import IGNORE
+from attnzoo.batch import IGNORED
 
 SEPARATOR, BLANK = 0, 1
 
@@ -30,7 +30,7 @@ def example(
     n_tokens = seq_len // 2 if n_tokens is None else n_tokens
     begin = seq_len - n_tokens
     tokens = rng.integers(2, vocab_size, size=n_tokens)
-    input_ids, labels = np.full(seq_len, BLANK), np.full(seq_len, IGNORE)
+    input_ids, labels = np.full(seq_len, BLANK), np.full(seq_len, IGNORED)
     input_ids[np.sort(rng.choice(begin, n_tokens, replace=False))] = tokens
     input_ids[begin], input_ids[begin + 1 :] = SEPARATOR, tokens[:-1]
     labels[begin:] = tokens

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnzoo.data.packing import IGNORE
+from attnzoo.batch import IGNORED
 
 # Landmark attention (Mohtashami & Jaggi 2023, arXiv:2305.16300)
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -39,7 +39,7 @@ class Haystack:
     @property
     def labels(self) -> np.ndarray:
         """int64 `(length,)`, aligned with the logits: the answer's tokens, each one place before it stands; -100 elsewhere."""
-        labels = np.full(len(self.input_ids), IGNORE)
+        labels = np.full(len(self.input_ids), IGNORED)
         labels[self.answer.start - 1 : self.answer.stop - 1] = self.answer_ids
         return labels
 

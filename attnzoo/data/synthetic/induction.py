@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnzoo.data.packing import IGNORE
+from attnzoo.batch import IGNORED
 
 SPECIAL = 0
 
@@ -23,7 +23,7 @@ def example(seq_len: int, *, seed: int | Sequence[int], vocab_size: int = 16) ->
     """
     check(seq_len, vocab_size)
     rng = np.random.default_rng(seed)
-    input_ids, labels = rng.integers(1, vocab_size, size=seq_len), np.full(seq_len, IGNORE)
+    input_ids, labels = rng.integers(1, vocab_size, size=seq_len), np.full(seq_len, IGNORED)
     first = rng.integers(seq_len - 2)
     input_ids[first] = input_ids[-1] = SPECIAL
     labels[-1] = input_ids[first + 1]

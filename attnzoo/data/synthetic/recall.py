@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from attnzoo.data.packing import IGNORE
+from attnzoo.batch import IGNORED
 
 
 def example(
@@ -45,7 +45,7 @@ def example(
     rates = np.arange(1, (seq_len - begin) // 2 + 1) ** (power - 1.0)
     gaps = np.argsort(rng.exponential(size=len(rates)) / rates)[:n_pairs]
     input_ids = rng.integers(vocab_size, size=seq_len) if random_fill else np.zeros(seq_len, np.int64)
-    labels = np.full(seq_len, IGNORE)
+    labels = np.full(seq_len, IGNORED)
     input_ids[0:begin:2], input_ids[1:begin:2] = keys, values
     queries = begin + 2 * gaps
     input_ids[queries], labels[queries] = keys, values

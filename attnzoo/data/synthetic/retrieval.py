@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from attnzoo.batch import IGNORED
 from attnzoo.data.datamodule import TextDataModule
-from attnzoo.data.packing import IGNORE
 from attnzoo.data.synthetic import passkey as passkey_task
 from attnzoo.data.synthetic.tasks import FORMAT, ExampleDataModule, fingerprint
 
@@ -92,7 +92,7 @@ class PasskeyDataModule(ExampleDataModule):
             distractors=self.distractors[row % len(self.distractors)],
         )
         if train and self.targets == "all":
-            return made.input_ids, np.append(made.input_ids[1:], IGNORE)
+            return made.input_ids, np.append(made.input_ids[1:], IGNORED)
         return made.input_ids, made.labels
 
     def record(self) -> dict:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnzoo.data.packing import IGNORE
+from attnzoo.batch import IGNORED, Batch
 from attnzoo.data.rows import RowsDataModule
 from attnzoo.data.synthetic import copying as copying_task
 from attnzoo.data.synthetic import induction as induction_task
@@ -42,17 +42,13 @@ class ExampleRows:
     def order(self, epoch: int, group: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.n_rows) if self.shuffle else np.arange(self.n_rows)
 
-    def batch(self, epoch: int, rows: np.ndarray) -> dict:
-        """The batch of these rows; numbers from `n_rows` on are padding.
-
-        `input_ids`, `labels` int64 `(len(rows), seq_len)`; `logits_at` int64 `(n_targets,)`, the flat indices of the tokens with a label.
-        Also the ints `n_tokens` (without padding) and `n_targets`, and `lengths` (numpy int64).
-        """
-        ids, labels = np.full((len(rows), self.seq_len), self.pad_id), np.full((len(rows), self.seq_len), IGNORE)
+    def batch(self, epoch: int, rows: np.ndarray) -> Batch:
+        """The batch `(len(rows), seq_len)` of these rows; `logits_at` are the places with a label. Numbers from `n_rows` on are padding."""
+        ids, labels = np.full((len(rows), self.seq_len), self.pad_id), np.full((len(rows), self.seq_len), IGNORED)
         for i, row in enumerate(rows):
             if row < self.n_rows:
                 ids[i], labels[i] = self._row(int(row))
-        logits_at = np.flatnonzero(labels != IGNORE)
+        logits_at = np.flatnonzero(labels != IGNORED)
         if len(logits_at) == 0:  # a batch of padding: a model needs one place to look at
             logits_at = np.zeros(1, np.int64)
         return {
@@ -61,7 +57,7 @@ class ExampleRows:
             "logits_at": torch.from_numpy(logits_at),
             "lengths": np.full(len(rows), self.seq_len),
             "n_tokens": int((rows < self.n_rows).sum()) * self.seq_len,
-            "n_targets": int((labels != IGNORE).sum()),
+            "n_targets": int((labels != IGNORED).sum()),
         }
 
     def _row(self, row: int) -> np.ndarray:

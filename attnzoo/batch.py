@@ -1,0 +1,49 @@
+"""A batch: what a loader gives, and what of it a model reads."""
+
+from typing import TypedDict
+
+import numpy as np
+from torch import Tensor
+
+IGNORED = -100  # the label where nothing is asked
+
+
+class Inputs(TypedDict, total=False):
+    """Keyword arguments of a model beside `input_ids`.
+
+    position_ids: int64, as `input_ids`; each token's place in its sequence, zeros behind the last one.
+    cu_seqlens: int32 (sequences + 1,), where packed sequences begin and end; the last value may be repeated, so that the shape stays.
+    max_seqlen: at least the longest sequence.
+    attention_mask: bool (batch, seqlen), true for tokens and false for padding.
+    max_tokens: the mask's sum.
+    token_type_ids: int64, as `input_ids`.
+    logits_at: int64 (n,), the flat indices of the places whose logits are computed; without it all are.
+    """
+
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    attention_mask: Tensor
+    max_tokens: int
+    token_type_ids: Tensor
+    logits_at: Tensor
+
+
+class Batch(Inputs):
+    """Rows (batch, seqlen), or sequences packed one after the other (total,), which have `cu_seqlens`.
+
+    Tensors go to the device. numpy arrays and numbers stay on the host, so that nobody waits for the device to read them.
+
+    input_ids: int64, (batch, seqlen) or (total,).
+    labels: int64, as `input_ids`, what the logits of the same place are to predict, or (sequences,), a class each; IGNORED (-100) where
+        nothing is asked.
+    lengths: numpy int64 (sequences,), tokens of each sequence.
+    n_tokens: without padding.
+    n_targets: labels that are not IGNORED.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    lengths: np.ndarray
+    n_tokens: int
+    n_targets: int
