@@ -3,17 +3,14 @@
 import contextlib
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import hydra
 import lightning
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.utils import get_class, instantiate
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -25,8 +22,10 @@ from attnzoo.errors import UserError
 from attnzoo.run import checks
 from attnzoo.run.claiming import opens_again
 from attnzoo.run.command_line import is_sweep
+from attnzoo.run.config import choices, plain
 from attnzoo.run.files import write_whole
 from attnzoo.run.folder import RunFolder, rank
+from attnzoo.run.loggers import build_loggers, close_loggers
 from attnzoo.training import report
 from attnzoo.training.checkpointing import AtomicCheckpointIO
 from attnzoo.training.record import versions
@@ -64,10 +63,10 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
         _set_accumulation(trainer, cfg.batch_tokens, data)
         module = _build_module(cfg, data)
         if trainer.is_global_zero:
-            write_whole(folder.config, OmegaConf.to_yaml(OmegaConf.create(_plain(cfg))))
+            write_whole(folder.config, OmegaConf.to_yaml(OmegaConf.create(plain(cfg))))
             for logger in loggers:
-                logger.log_hyperparams(_plain(cfg))
-            log.info(report.beginning(_choices("model", "attention", "data"), trainer, module, data, run_dir))
+                logger.log_hyperparams(plain(cfg))
+            log.info(report.beginning(choices("model", "attention", "data"), trainer, module, data, run_dir))
         with _ranks_of_this_job(run_dir):
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -77,12 +76,13 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
             log.info(report.end(run_dir, metrics, run_dir.parent if is_sweep() else None))
         return metrics
     finally:
-        _close(loggers)
+        close_loggers(loggers)
 
 
 def evaluate(cfg: DictConfig) -> None:
     """Evaluate checkpoints as configs/eval.yaml describes it; tables and plots go into the run folder."""
     from attnzoo.evaluation import compare
+    from attnzoo.evaluation.readings import compose_readings
 
     checks.check_evaluation(cfg)
     run_dir = Path(cfg.run_dir).absolute()
@@ -96,91 +96,20 @@ def evaluate(cfg: DictConfig) -> None:
             cfg,
             tasks=instantiate(cfg.evaluation.tasks or {}, _convert_="all"),
             build_data=lambda config: instantiate(config, _convert_="all"),
-            variants=_variants(cfg.variants),
+            readings=compose_readings(cfg),
             loggers=loggers,
             folder=run_dir,
         )
         for logger in loggers:
-            logger.log_hyperparams(_plain(cfg))
+            logger.log_hyperparams(plain(cfg))
         for line in report.unsent(run_dir):
             log.info(line)
     except KeyboardInterrupt:
         log.info(f"interrupted; what was measured is kept, and the same command goes on from there. So far: {run_dir / 'results.csv'}")
         raise
     finally:
-        _close(loggers)
+        close_loggers(loggers)
         folder.release()
-
-
-def _variants(given: list[str] | None) -> dict[str, DictConfig] | None:
-    """The evaluation's configuration with each of these lines of overrides ("attention=dual_chunk", "" for none), by line."""
-    if given is None:
-        return None
-    if not OmegaConf.is_list(given) or not given or any(not isinstance(line, str) for line in given):
-        raise UserError(f"variants={given} must be a list of overrides of attention and model, such as ['', attention=dual_chunk]")
-    command = list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []
-    shared = [override for override in command if not override.lstrip("+").startswith("variants=")]
-    composed = {}
-    for line in given:
-        for override in shlex.split(line):
-            if not override.lstrip("+").startswith(("attention=", "attention.", "model.")):
-                raise UserError(f"variants: {override!r} must override attention or model.rope_*, nothing else differs between readings")
-        try:
-            composed[line] = hydra.compose("eval", [*shared, *shlex.split(line)])
-        except HydraException as error:
-            reason = " ".join(str(error).split()).partition(" Config search path")[0]
-            raise UserError(f"variants: {line!r}: {reason}") from error
-    return composed
-
-
-def build_loggers(cfg: DictConfig, run_dir: Path, job_type: str, *, resumed: bool = False) -> list[Any]:
-    """The loggers of cfg.logger. W&B is told the sweep as group, the job type, and model and attention as tags."""
-    loggers = []
-    for name, config in (cfg.get("logger") or {}).items():
-        if config is not None:
-            extra = _wandb_arguments(cfg, run_dir, job_type, resumed) if name == "wandb" else {}
-            loggers.append(instantiate(config, **extra, _convert_="all"))
-    return loggers
-
-
-def _wandb_arguments(cfg: DictConfig, run_dir: Path, job_type: str, resumed: bool) -> dict[str, Any]:
-    earlier = RunFolder(run_dir).read_record().get("wandb") if resumed else None
-    sweep = run_dir.parent.name if is_sweep() else _shared_folder(cfg.get("runs"))
-    return {
-        "job_type": job_type,
-        "group": cfg.logger.wandb.group or sweep,
-        "name": cfg.logger.wandb.name or run_dir.name,
-        "tags": [*_choices("model", "attention"), *cfg.get("tags", [])],
-        **({"id": earlier} if earlier else {}),
-    }
-
-
-def _shared_folder(runs: str | list[str] | None) -> str | None:
-    """The name of the folder of runs, or of the one that all of a list are below."""
-    if not runs:
-        return None
-    paths = [runs] if isinstance(runs, str) else list(runs)
-    return Path(os.path.commonpath([Path(path).absolute() for path in paths])).name
-
-
-def _close(loggers: list[Any]) -> None:
-    """End the W&B run, so that the next job of a sweep gets its own."""
-    if any(type(logger).__name__ == "WandbLogger" for logger in loggers):
-        import wandb
-
-        wandb.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
-
-
-def _plain(cfg: DictConfig) -> dict[str, Any]:
-    return OmegaConf.to_container(cfg, resolve=True)
-
-
-def _choices(*groups: str) -> list[str]:
-    """What was chosen for these config groups; nothing outside a Hydra application."""
-    if not HydraConfig.initialized():
-        return []
-    chosen = HydraConfig.get().runtime.choices
-    return [chosen[group] for group in groups if chosen.get(group)]
 
 
 def _checkpoint_to_resume(cfg: DictConfig, run_dir: Path) -> Path | None:
@@ -238,13 +167,13 @@ def _build_module(cfg: DictConfig, data: Any) -> lightning.LightningModule:
     vocab_size = cfg.model.vocab_size or needed
     if vocab_size < needed:
         raise UserError(f"model.vocab_size={vocab_size} is smaller than the tokenizer's {needed}; leave it at null or raise it")
-    plain = _plain(cfg)
-    config = get_class(cfg.task.module._target_).model_config(plain["model"], plain["task"], data)
+    told = plain(cfg)
+    config = get_class(cfg.task.module._target_).model_config(told["model"], told["task"], data)
     model = instantiate(config, vocab_size=vocab_size, _convert_="all")
     record = {
         "format": checkpoint.FORMAT,
         "model": {**{key: value for key, value in config.items() if key != "attention"}, "vocab_size": vocab_size},
-        "attention": plain["attention"],
+        "attention": told["attention"],
         "tokenizer": data.tokenizer.record(),
         "task": cfg.task.objective,
         "context": data.seq_len,

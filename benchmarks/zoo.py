@@ -20,6 +20,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from attnzoo.errors import UserError
+from attnzoo.evaluation.results import with_new_names
 from benchmarks.zoo_figures import draw, draw_costs
 from benchmarks.zoo_tables import COSTS, SPEED, Table, markdown, read, tables
 
@@ -61,14 +62,14 @@ def collect(folders: Sequence[str], into: Path) -> None:
         ]
     rows, lost = {}, set()
     for path in sorted(path for folder in folders for path in Path(folder).rglob("results.csv")):
-        found = read(path)
+        found = [with_new_names(row) for row in read(path)]
         base = _base({row["run"] for row in found}, runs, path)
         for row in found:
             if row["value"] and row["metric"] in METRICS and _wanted(row):
                 if base is None or (folder := base / row["run"]) not in runs:
                     lost.add(f"{row['run']} in {path}")
                     continue
-                reading, impl = _reading(row["overrides"], runs[folder]["attention"].get("impl"))
+                reading, impl = _reading(row["reading"], runs[folder]["attention"].get("impl"))
                 kept = (names[folder], reading, impl, *(row[key] for key in EVALUATION[3:]))
                 rows.setdefault((folder, *kept[:8]), kept)
     for name in sorted(lost):
@@ -91,11 +92,11 @@ def _above(folder: Path, parts: Sequence[str]) -> Path | None:
     return folder.parents[len(parts) - 1] if folder.parts[-len(parts) :] == parts else None
 
 
-def _reading(overrides: str, trained: str | None) -> tuple[str, str]:
-    """What was overridden beside the operator's path, and that path ("": the fastest that runs)."""
-    before, found, impl = overrides.partition("attention.impl=")
+def _reading(line: str, trained: str | None) -> tuple[str, str]:
+    """The reading beside the operator's path, and that path ("": the fastest that runs)."""
+    before, found, impl = line.partition("attention.impl=")
     if not found:
-        return overrides, trained or ""
+        return line, trained or ""
     impl, _, rest = impl.partition(" ")
     return f"{before}{rest}".strip(), "" if impl == "None" else impl
 

@@ -100,7 +100,7 @@ def test_one_checkpoint(flash, evaluate, tmp_path):
     folder, _ = flash
     rows = evaluate(f"ckpt_path={folder / 'checkpoints' / 'best.ckpt'}")
     assert tuple(rows[0]) == COLUMNS
-    assert {(row["run"], row["attention"], row["overrides"], row["tokenizer"], row["context"]) for row in rows} == {
+    assert {(row["run"], row["attention"], row["reading"], row["tokenizer"], row["context"]) for row in rows} == {
         ("0_flash", "flash", "", "bytes", str(SEQ_LEN))
     }
     assert {row["length"] for row in rows if row["task"] == "perplexity_sliding"} == {"16", "64"}
@@ -114,14 +114,14 @@ def test_another_variant_replaces_the_checkpoints(flash, evaluate):
     folder, _ = flash
     as_trained = evaluate(f"ckpt_path={folder}", "precision=32", "evaluation=validation")
     replaced = evaluate(f"ckpt_path={folder}", "precision=32", "evaluation=validation", "attention=sdpa")
-    assert {(row["attention"], row["overrides"]) for row in replaced} == {("sdpa", "attention=sdpa")}
+    assert {(row["attention"], row["reading"]) for row in replaced} == {("sdpa", "attention=sdpa")}
     assert value(replaced, "validation") == pytest.approx(value(as_trained, "validation"))
 
 
 def test_of_another_variant_only_what_is_not_default_is_named(train, evaluate):
     folder, _ = train("alone/sdpa", "attention=sdpa")
     rows = evaluate(f"ckpt_path={folder}", "evaluation=validation", "attention=flash", "attention.window_size=[4,0]")
-    assert {(row["attention"], row["overrides"]) for row in rows} == {("flash", "attention=flash attention.window_size=[4, 0]")}
+    assert {(row["attention"], row["reading"]) for row in rows} == {("flash", "attention=flash attention.window_size=[4, 0]")}
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_overridden_options_stand_in_every_row(flash, evaluate, override, label)
     folder, _ = flash
     as_trained = evaluate(f"ckpt_path={folder}", "evaluation=validation")
     changed = evaluate(f"ckpt_path={folder}", "evaluation=validation", *override)
-    assert {(row["attention"], row["overrides"]) for row in changed} == {("flash", label)}
+    assert {(row["attention"], row["reading"]) for row in changed} == {("flash", label)}
     assert value(changed, "validation") != value(as_trained, "validation")
 
 
@@ -145,7 +145,7 @@ def test_every_variant_reads_beyond_its_training_context(variant, train, evaluat
     folder, _ = train(f"beyond/{variant}", f"attention={variant}", *rows_of)
     for override in ([], ["model.rope_scaling=ntk", "model.rope_factor=2.0"]):
         rows = evaluate(f"ckpt_path={folder}", "evaluation.tasks.perplexity.protocols=[windows]", *override)
-        assert all((row["attention"], row["overrides"]) == (variant, " ".join(override)) for row in rows)
+        assert all((row["attention"], row["reading"]) == (variant, " ".join(override)) for row in rows)
         beyond = [row for row in rows if row["task"] == "perplexity_windows" and row["length"] == "64"]
         assert beyond and all(math.isfinite(float(row["value"])) and row["context"] == str(SEQ_LEN) for row in beyond)
 

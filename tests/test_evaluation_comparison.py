@@ -13,10 +13,11 @@ from tiny_run import ROOT, compose_tiny
 
 from attnzoo import runner
 from attnzoo.errors import UserError
-from attnzoo.evaluation import compare, perplexity
-from attnzoo.evaluation.compare import _Progress
+from attnzoo.evaluation import compare, perplexity, report
 from attnzoo.evaluation.measurement import FILE, Store, digest, key
+from attnzoo.evaluation.progress import Progress
 from attnzoo.evaluation.results import Row
+from attnzoo.run.loggers import shared_folder
 
 QUICK = [
     "accelerator=cpu",
@@ -103,7 +104,7 @@ def test_what_is_measured_is_not_measured_again(runs, evaluate, measured):
         "model.rope_scaling=linear model.rope_factor=2.0",
         "evaluation.tasks.perplexity.stride=0.25",
         "precision=64",
-        "again=true",
+        "remeasure=true",
     ],
 )
 def test_what_changes_the_result_is_measured_again(runs, evaluate, measured, change):
@@ -179,34 +180,35 @@ def test_a_run_is_read_in_several_ways(runs, evaluate):
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         from hydra import compose
 
-        cfg = compose("eval", [f"run_dir={runs / 'result'}", f"ckpt_path={runs / '1'}", *QUICK, f"variants={ways}"])
+        cfg = compose("eval", [f"run_dir={runs / 'result'}", f"ckpt_path={runs / '1'}", *QUICK, f"readings={ways}"])
         runner.evaluate(cfg)
     rows = table(runs / "result" / "results.csv")
     expected = [("flash", ""), ("dual_chunk", "attention=dual_chunk"), ("flash", "model.rope_scaling=ntk model.rope_factor=4")]
-    assert list(dict.fromkeys((row["attention"], row["overrides"]) for row in rows)) == expected
+    assert list(dict.fromkeys((row["attention"], row["reading"]) for row in rows)) == expected
     losses = [row for row in rows if row["task"] == "perplexity_sliding" and row["metric"] == "loss"]
-    value = {(row["overrides"], row["length"]): row["value"] for row in losses}
-    assert len({value[overrides, "64"] for _, overrides in expected}) == 3
+    value = {(row["reading"], row["length"]): row["value"] for row in losses}
+    assert len({value[reading, "64"] for _, reading in expected}) == 3
     # within one chunk dual chunk attention is ordinary attention, and NTK is not
     assert float(value["", "16"]) == pytest.approx(float(value["attention=dual_chunk", "16"]), rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    "variants, message",
+    "readings, message",
     [
-        ("[]", "variants="),
-        ("attention=sdpa", "variants="),
+        ("[]", "readings="),
+        ("attention=sdpa", "readings="),
         ('["attention=flush"]', "Could not find 'attention/flush'"),
         ('["data=text"]', "'data=text' must override attention or model"),
         ('["model.dim=3"]', "dim"),
+        ('["model.rope_scaling=\\"ntk"]', "quotation"),
     ],
 )
-def test_wrong_ways_are_one_line(runs, variants, message):
+def test_wrong_ways_are_one_line(runs, readings, message):
     from hydra import compose
 
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        quoted = f"'{variants}'" if not variants.startswith("[") else variants
-        cfg = compose("eval", [f"run_dir={runs / 'result'}", f"ckpt_path={runs / '1'}", *QUICK, f"variants={quoted}"])
+        quoted = f"'{readings}'" if not readings.startswith("[") else readings
+        cfg = compose("eval", [f"run_dir={runs / 'result'}", f"ckpt_path={runs / '1'}", *QUICK, f"readings={quoted}"])
         with pytest.raises(UserError, match=message) as error:
             runner.evaluate(cfg)
     assert "\n" not in str(error.value)
@@ -221,8 +223,8 @@ def test_seeds_are_averaged(runs, evaluate, tmp_path, monkeypatch):
 
         log_metrics = log_image = save = log_hyperparams = lambda *_, **__: None
 
-    draw = compare.draw
-    monkeypatch.setattr(compare, "draw", lambda rows, folder: drawn.extend(rows) or draw(rows, folder))
+    draw = report.draw
+    monkeypatch.setattr(report, "draw", lambda rows, folder: drawn.extend(rows) or draw(rows, folder))
     monkeypatch.setattr(runner, "build_loggers", lambda *_: [Recorder()])
     rows = evaluate(f"runs={runs}")
     averages = table(tmp_path / "result" / "averages.csv")
@@ -321,7 +323,7 @@ def test_cost_of_training_in_the_runs_precision(runs, evaluate):
 
 
 def test_the_bar_covers_all_runs_and_ends_full():
-    with _Progress(3) as progress:
+    with Progress(3) as progress:
         progress.begin_reading("first")
         progress.plan(100)
         assert progress.bar.total == 300
@@ -339,7 +341,7 @@ def test_the_bar_covers_all_runs_and_ends_full():
 def test_without_a_terminal_a_line_says_how_far_it_is(caplog, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False, raising=False)
     caplog.set_level("INFO")
-    with _Progress(2, seconds=0.0) as progress:
+    with Progress(2, seconds=0.0) as progress:
         progress.begin_reading("first, that cannot be read")
         progress.end_reading()
         progress.begin_reading("second")
@@ -347,6 +349,11 @@ def test_without_a_terminal_a_line_says_how_far_it_is(caplog, monkeypatch):
         progress.begin("second: validation 128")
         progress.advance(1000)
     assert [record.message for record in caplog.records] == ["second: validation 128: 25% of all 4.00k tokens read"]
+
+
+def test_the_store_reads_rows_with_old_names_of_columns(tmp_path):
+    (tmp_path / FILE).write_text('{"key": "k", "rows": [{"overrides": "attention=sdpa", "task": "validation", "value": 1.5}]}\n')
+    assert Store(tmp_path / FILE).finished == {"k": [Row(reading="attention=sdpa", task="validation", value=1.5)]}
 
 
 def test_the_store_keeps_rows_as_they_are(tmp_path):
@@ -363,4 +370,4 @@ def test_the_store_keeps_rows_as_they_are(tmp_path):
     [("multirun/a", "a"), (["multirun/a/0", "multirun/a/1"], "a"), (["multirun/a", "multirun/b"], "multirun"), (None, None), ([], None)],
 )
 def test_the_folder_of_the_runs_is_the_group(runs, name):
-    assert runner._shared_folder(runs) == name
+    assert shared_folder(runs) == name

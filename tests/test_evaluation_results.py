@@ -132,11 +132,11 @@ def test_csv_keeps_every_digit_and_empty_fields(tmp_path):
 
 def test_summary_has_a_line_a_run_and_says_what_could_not_be_run():
     text = summary(
-        [*table(), *table(run="1_sdpa", attention="sdpa", overrides="model.rope_factor=2"), Row(run="2_lost", note="failed: gone")]
+        [*table(), *table(run="1_sdpa", attention="sdpa", reading="model.rope_factor=2"), Row(run="2_lost", note="failed: gone")]
     )
     lines = text.splitlines()
     start = lines.index("## perplexity_windows: perplexity by length")
-    assert lines[start + 2] == "| run | attention | overrides | data | context | 32 | 64 | 128 |"
+    assert lines[start + 2] == "| run | attention | reading | data | context | 32 | 64 | 128 |"
     cells = "text@12345678 | 64 | 7.389 ± 0.74 | 4.482 ± 0.45 | (see notes) |"
     assert lines[start + 4 : start + 6] == [f"| 0_flash | flash |  | {cells}", f"| 1_sdpa | sdpa | model.rope_factor=2 | {cells}"]
     assert "| 0_flash | flash |  | text@12345678 | 64 | 1 ± 0.1 | 2.718 ± 0.27 | 1.443 ± 0.14 |" in lines
@@ -182,8 +182,8 @@ def test_nothing_is_cut_off_or_lies_on_something_else(tmp_path, monkeypatch, sec
     figures = []
     monkeypatch.setattr(plots, "_save", lambda figure, path: figures.append(figure) or path)
     rows = []
-    for run, overrides in enumerate(("", "model.rope_scaling=ntk model.rope_factor=8 attention.window_size=[511,0]", "attention.impl=x")):
-        mine = {"run": str(run), "overrides": overrides}
+    for run, reading in enumerate(("", "model.rope_scaling=ntk model.rope_factor=8 attention.window_size=[511,0]", "attention.impl=x")):
+        mine = {"run": str(run), "reading": reading}
         rows += table(**mine)
         for length in (32, 64):  # runs at one place: the labels of the lengths would cover each other
             value = 0.0024 * seconds ** (length // 64)

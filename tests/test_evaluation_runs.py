@@ -29,7 +29,7 @@ def test_one_checkpoint_or_its_folder(sweep):
     (by_file,) = find(str(path), None)
     assert (by_file.name, by_file.folder, by_file.checkpoint) == ("0_flash", sweep / "0_flash", path)
     assert find(str(sweep / "0_flash"), None, prefer="last") == [by_file]
-    assert by_file.config().data.seq_len == 8
+    assert by_file.config()["data"]["seq_len"] == 8
 
 
 def test_a_sweep_in_natural_order(sweep):

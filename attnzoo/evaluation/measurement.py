@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attnzoo.errors import UserError
-from attnzoo.evaluation.results import Row
+from attnzoo.evaluation.results import Row, with_new_names
 
 FILE = "evaluations.jsonl"
 
@@ -61,7 +61,7 @@ class Store:
         for line in lines:
             try:
                 entry = json.loads(line)
-                finished[entry["key"]] = [Row(**row) for row in entry["rows"]]
+                finished[entry["key"]] = [Row(**with_new_names(row)) for row in entry["rows"]]
             except (ValueError, TypeError, KeyError):
                 continue
         return finished

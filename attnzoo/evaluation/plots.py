@@ -241,7 +241,7 @@ def _name(row: Row) -> str:
 
 def _said(row: Row) -> list[str]:
     """The overrides without the variant, which the name says."""
-    return [override for override in row.overrides.split(" ") if override != f"attention={row.attention}"]
+    return [override for override in row.reading.split(" ") if override != f"attention={row.attention}"]
 
 
 def _figure(width: float, height: float):

@@ -3,9 +3,11 @@
 import csv
 import io
 import math
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from attnzoo.run.files import write_whole
 
@@ -14,18 +16,18 @@ from attnzoo.run.files import write_whole
 class Row:
     """One measured number. A task fills in the columns from `task` on, the comparison whose number it is.
 
-    run: the run's folder, seen from the folder that all compared runs share. attention: the variant. overrides: what the evaluation changed
-    in the checkpoint's attention and model. seed: the run's. settings: what the runs with unlike seeds share, by which they are averaged.
-    tokenizer: its name. data: the source and the beginning of the text's sha256. context: the training context in tokens. length: the
-    context length evaluated, in tokens. depth: the place inside it (loss_by_position: tokens of context; passkey, needle: the share of the
-    filler before the needle, 0 to 1). metric: what value is; of a task's metrics the first one is the one that tables and plots show.
-    value: None where there is none, note says why. count: tokens predicted, or examples, or repetitions. stderr: standard error of value,
-    None where there are fewer than two independent parts.
+    run: the run's folder, seen from the folder that all compared runs share. attention: the variant. reading: what the evaluation changed
+    in the checkpoint's attention and model, as a line of overrides, "" for nothing. seed: the run's. settings: what the runs with unlike
+    seeds share, by which they are averaged. tokenizer: its name. data: the source and the beginning of the text's sha256. context: the
+    training context in tokens. length: the context length evaluated, in tokens. depth: the place inside it (loss_by_position: tokens of
+    context; passkey, needle: the share of the filler before the needle, 0 to 1). metric: what value is; of a task's metrics the first one
+    is the one that tables and plots show. value: None where there is none, note says why. count: tokens predicted, or examples, or
+    repetitions. stderr: standard error of value, None where there are fewer than two independent parts.
     """
 
     run: str = ""
     attention: str = ""
-    overrides: str = ""
+    reading: str = ""
     seed: int | None = None
     settings: str = ""
     tokenizer: str = ""
@@ -42,12 +44,18 @@ class Row:
 
     @property
     def line(self) -> tuple[str, str]:
-        """What one line of a table or of a plot stands for: a run, read with these overrides."""
-        return self.run, self.overrides
+        """What one line of a table or of a plot stands for: a run in one reading."""
+        return self.run, self.reading
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
+OLD_COLUMNS = {"overrides": "reading"}  # what files written before may call a column
 METRICS = ("loss", "perplexity", "bits_per_byte")
+
+
+def with_new_names(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a file, by the names that columns have today."""
+    return {OLD_COLUMNS.get(name, name): value for name, value in row.items()}
 
 
 def language_model_rows(loss: float, stderr: float | None, bytes_per_token: float | None, **columns) -> list[Row]:
@@ -115,3 +123,21 @@ def write_csv(rows: Iterable[Row], path: Path) -> None:
     writer.writerow(COLUMNS)
     writer.writerows(astuple(row) for row in rows)
     write_whole(path, text.getvalue())
+
+
+class Table:
+    """The rows so far, and their file, which is at most a few seconds old."""
+
+    def __init__(self, path: Path, seconds: float = 5.0):
+        self.path, self.seconds, self.rows, self.written = path, seconds, [], -math.inf
+
+    def add(self, rows: Sequence[Row]) -> None:
+        self.rows += rows
+        if time.monotonic() > self.written + self.seconds:
+            self.write()
+
+    def write(self) -> None:
+        if not self.rows:
+            return  # what is refused leaves nothing
+        write_csv(self.rows, self.path)
+        self.written = time.monotonic()

@@ -5,8 +5,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from attnzoo.checkpoint import read
@@ -26,22 +28,22 @@ class Run:
     def config_path(self) -> Path:
         return RunFolder(self.folder).config
 
-    def config(self) -> DictConfig | None:
+    def config(self) -> dict[str, Any] | None:
         """What the run was started with, None where the checkpoint was taken out of its folder. UserError for a damaged file."""
         if not self.config_path.is_file():
             return None
         try:
-            config = OmegaConf.load(self.config_path)
-        except (OSError, ValueError, YAMLError) as error:
+            config = OmegaConf.to_container(OmegaConf.load(self.config_path), resolve=True)
+        except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
             raise UserError(f"{self.config_path} cannot be read: {' '.join(str(error).split())}") from error
-        if "data" not in config or "seq_len" not in config.data:
+        if "seq_len" not in (config.get("data") or {}):
             raise UserError(f"{self.config_path} is not the config.yaml of a run of attnzoo: it has no data.seq_len")
         return config
 
     def context(self) -> int:
         """The training context in tokens. UserError where neither the configuration nor the checkpoint can be read."""
         if (config := self.config()) is not None:
-            return config.data.seq_len
+            return config["data"]["seq_len"]
         return read(self.existing_checkpoint())["attnzoo"]["context"]
 
     def existing_checkpoint(self) -> Path:

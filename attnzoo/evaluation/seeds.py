@@ -19,18 +19,18 @@ def average(rows: Sequence[Row]) -> list[Row]:
     seeds: dict[tuple[str, str], set] = {}
     for row in rows:
         if row.settings and row.seed is not None:
-            seeds.setdefault((row.settings, row.overrides), set()).add(row.seed)
+            seeds.setdefault((row.settings, row.reading), set()).add(row.seed)
     groups: dict[tuple, list[Row]] = {}
     for row in rows:
-        if row.value is not None and len(seeds.get((row.settings, row.overrides), ())) > 1:
-            groups.setdefault((row.settings, row.overrides, row.task, row.length, row.depth, row.metric), []).append(row)
+        if row.value is not None and len(seeds.get((row.settings, row.reading), ())) > 1:
+            groups.setdefault((row.settings, row.reading, row.task, row.length, row.depth, row.metric), []).append(row)
     return [_mean(found) for found in groups.values() if len({row.seed for row in found}) > 1]
 
 
 def shown(rows: Sequence[Row], averages: Sequence[Row]) -> list[Row]:
     """What stands for all runs in one plot: the averages, and the rows of the runs that are in none."""
-    averaged = {(row.settings, row.overrides) for row in averages}
-    return [*averages, *(row for row in rows if (row.settings, row.overrides) not in averaged)]
+    averaged = {(row.settings, row.reading) for row in averages}
+    return [*averages, *(row for row in rows if (row.settings, row.reading) not in averaged)]
 
 
 def _mean(rows: Sequence[Row]) -> Row:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 import attnzoo.data
 from attnzoo import checkpoint as checkpoints
@@ -18,11 +18,12 @@ from attnzoo.attention.base import check_path
 from attnzoo.errors import UserError
 from attnzoo.evaluation.measurement import digest
 from attnzoo.evaluation.runs import Run
+from attnzoo.run.config import plain
 from attnzoo.targets import check_targets, resolve, targets
 from attnzoo.training.record import versions
 
 # sources that change no number
-SHOWING = ("plots.py", "heatmaps.py", "summary.py", "seeds.py", "compare.py")
+SHOWING = ("plots.py", "heatmaps.py", "summary.py", "seeds.py", "compare.py", "progress.py", "report.py")
 # of a run's `data`, what belongs to the objective and not to the text
 OBJECTIVE = ("cross_documents", "packed", "mask_rate", "eval_mask_rate")
 
@@ -47,7 +48,7 @@ def prepare(run: Run, attention: dict, model: dict, cfg: DictConfig, build_data:
     """Loads a run's checkpoint with these overrides of attention and model, and its data or those that cfg names instead."""
     path = run.existing_checkpoint()
     checkpoint = checkpoints.load(path, attention=attention, model=model, trust=tuple(cfg.trust))
-    trained = _plain(run.config())
+    trained = run.config() or {}
     layer = attention if "_target_" in attention else {**checkpoint.record["attention"], **attention}
     precision = cfg.precision or trained.get("trainer", {}).get("precision", "32")
     matmul_precision = trained.get("matmul_precision", "highest")
@@ -55,7 +56,7 @@ def prepare(run: Run, attention: dict, model: dict, cfg: DictConfig, build_data:
     placed = _place(checkpoint.model, cfg.accelerator, precision)
     device = next(placed.parameters()).device
     check_path(layer.get("impl"), device)
-    data = build_data(_data_config(run, trained.get("data"), _plain(cfg.get("data")), checkpoint, cfg.trust))
+    data = build_data(_data_config(run, trained.get("data"), plain(cfg.get("data")), checkpoint, cfg.trust))
     data.tokenizer = checkpoint.tokenizer  # the one that the model knows, whatever the data's configuration says
     data.prepare_data()
     data.setup("validate")
@@ -82,10 +83,6 @@ def _code(model: torch.nn.Module) -> str:
     files = {path for (folder,) in packages for path in Path(folder).rglob("*.py") if path.name not in SHOWING}
     files |= {Path(path) for module in model.modules() if (path := getattr(sys.modules[type(module).__module__], "__file__", None))}
     return digest(*sorted(files))
-
-
-def _plain(node: DictConfig | None) -> dict:
-    return {} if node is None else OmegaConf.to_container(node, resolve=True)
 
 
 def _place(model: torch.nn.Module, accelerator: str, precision: str | int) -> torch.nn.Module:
@@ -132,7 +129,7 @@ def _columns(run: Run, checkpoint: checkpoints.Checkpoint, data: dict) -> dict[s
     return {
         "run": run.name,
         "attention": _variant(target),
-        "overrides": " ".join(_overrides(checkpoint.overrides)),
+        "reading": " ".join(_overrides(checkpoint.overrides)),
         "tokenizer": checkpoint.tokenizer.name,
         "data": f"{data['source']['kind']}@{data['sha256'][:8]}" + ("" if trained_on_it else " (not that of training)"),
         "context": checkpoint.context,

@@ -46,9 +46,9 @@ def _table(rows: Sequence[Row], metric: str) -> str:
     else:
         title, column, metrics, columns = f"{task}: {metric} by length", "length", (metric,), lengths
     cells = {(*row.line, getattr(row, column)): _cell(row) for row in rows if row.value is None or row.metric in metrics}
-    head = ["run", "attention", "overrides", "data", "context", *columns]
+    head = ["run", "attention", "reading", "data", "context", *columns]
     lines = [
-        [row.run, row.attention, row.overrides, row.data, row.context, *(cells.get((*row.line, name), "") for name in columns)]
+        [row.run, row.attention, row.reading, row.data, row.context, *(cells.get((*row.line, name), "") for name in columns)]
         for row in {row.line: row for row in rows}.values()
     ]
     return f"## {title}\n\n{_markdown(head, lines)}"
