@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnzoo_kernels import differential_attention, flash_attention
-from attnzoo_kernels.differential import IMPLEMENTATIONS
 from attnzoo_kernels.differential.cases import Case, Inputs, benchmark_case, shared_benchmark_case
+from attnzoo_kernels.dispatch import IMPLEMENTATIONS
 from benchmarks import harness, peers
 from benchmarks.accuracy import error_ratio
 from benchmarks.flash import EXACT_IN_DOUBLE, peak_megabytes

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from attnzoo_kernels import taken
+from attnzoo_kernels import dispatch
 from benchmarks import machine, report
 from benchmarks.report import Row
 from benchmarks.timing import Candidate, Timing, host_bench
@@ -144,7 +144,7 @@ def prepare(entries: list[Entry]) -> Prepared:
     """Build every entry's pass and check its result: what is wrong or cannot run gets no figure. Notes say which of our kernels ran."""
     ready = Prepared({}, {}, {})
     for entry in entries:
-        taken.forget()
+        dispatch.forget()
         try:
             run = entry.backend.make(entry.case, entry.inputs)
             with run.scope():
@@ -156,7 +156,7 @@ def prepare(entries: list[Entry]) -> Prepared:
             ready.notes[entry.label] = f"{type(problem).__name__}: {lines[0][:160]}"
         else:
             ready.errors[entry.label] = error
-            notes = [f"{direction} by {' and '.join(paths)}" for direction, paths in taken.paths_taken().items()]
+            notes = [f"{direction} by {' and '.join(paths)}" for direction, paths in dispatch.implementations_taken().items()]
             if error > 1:
                 notes.append(f"{error:.2f} times the allowed error")
             if notes:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attnzoo_kernels import flash_attention
-from attnzoo_kernels.flash import IMPLEMENTATIONS
+from attnzoo_kernels.dispatch import IMPLEMENTATIONS
 from attnzoo_kernels.flash.cases import Case, Inputs
 from benchmarks.harness import Backend, Pass, Unsupported, differentiable
 

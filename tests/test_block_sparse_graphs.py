@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from attnzoo.attention.block_sparse import BlockSparseAttention
 from attnzoo.models import GPT
-from attnzoo_kernels import block_sparse_attention, taken
+from attnzoo_kernels import block_sparse_attention, dispatch
 from attnzoo_kernels.block_sparse import kept, patterns
 
 PATTERNS = [{"name": "bigbird", "window": 0, "n_random": 1}, {"name": "sliding_window", "window": 1}]
@@ -61,9 +61,9 @@ def test_training_in_graphs_gives_the_uncompiled_losses(dtype, head_dim, block, 
         return torch.stack(losses).to(dtype), model
 
     eager, _ = train(loss_of)
-    taken.forget()
+    dispatch.forget()
     graphs, model = train(torch.compile(loss_of, mode="reduce-overhead"))
-    assert path is None or taken.paths_taken() == {"block_sparse backward": [path], "block_sparse forward": [path]}
+    assert path is None or dispatch.implementations_taken() == {"block_sparse backward": [path], "block_sparse forward": [path]}
     assert_close(graphs, eager)
     assert patterns._kept.captured, "no capture found a layout that the warm-up had made"
     # other lengths push out what is recent, and not what a graph reads

@@ -20,7 +20,7 @@ from attnzoo.errors import UserError
 from attnzoo.run.command_line import one_line_errors
 from attnzoo.training import report, throughput
 from attnzoo.training.loggers import MetricsCSV, has_wandb_key, read_metrics
-from attnzoo_kernels.taken import paths_taken
+from attnzoo_kernels.dispatch import implementations_taken
 
 
 def test_a_variant_without_packed_sequences_is_told_so_before_data_are_prepared(tmp_path, monkeypatch):
@@ -58,7 +58,7 @@ def test_a_tiny_run_lowers_the_loss_and_leaves_a_whole_folder(tmp_path, objectiv
         "checkpoints/last.ckpt",
     }
     record = json.loads((run / "record.json").read_text())
-    assert record["kernels"] == paths_taken()
+    assert record["kernels"] == implementations_taken()
     assert record["status"] == "finished" and record["steps"] == 40 and record["results"]["val/loss"] == metrics["val/loss"]
     assert record["versions"]["torch"] == torch.__version__.partition("+")[0] or record["versions"]["torch"] == torch.__version__
     assert len(record["data"]["sha256"]) == 64

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import WandbLogger
 
 from attnzoo.run.files import write_whole
 from attnzoo.training.loggers import MetricsCSV
-from attnzoo_kernels.taken import paths_taken
+from attnzoo_kernels.dispatch import implementations_taken
 
 PACKAGES = ("attnzoo", "torch", "triton", "lightning", "torchmetrics", "hydra-core", "datasets", "tokenizers", "transformers", "numpy")
 
@@ -90,7 +90,7 @@ class RunRecord(lightning.Callback):
         if self.content:
             results = {name: float(value) for name, value in metrics.items()}
             seconds = round(time.time() - self.started, 1)
-            self.content |= {"status": status, "steps": trainer.global_step, "seconds": seconds, "kernels": paths_taken(),
+            self.content |= {"status": status, "steps": trainer.global_step, "seconds": seconds, "kernels": implementations_taken(),
                              "results": results}
             self._write(trainer)
 

@@ -2,7 +2,6 @@
 
 import math
 import numbers
-import os
 
 import torch
 from torch import Tensor
@@ -205,11 +204,8 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
         raise ValueError(f"{name}: last dimension must be contiguous, got stride {x.stride(-1)}; call .contiguous()")
 
 
-def triton_inputs(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None) -> None:
-    """What the Triton path asks for beyond the contract of all paths."""
-    if not q.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f'impl: "triton" needs CUDA tensors, got {q.device} (on a CPU it runs in the interpreter: TRITON_INTERPRET=1)')
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise NotImplementedError(f'q: impl="triton" takes float16, bfloat16 and float32, got {q.dtype}; impl="reference" takes it')
-    if alibi_slopes is not None and alibi_slopes.requires_grad:
-        raise NotImplementedError('alibi_slopes: impl="triton" has no gradient for them; detach them or use impl="reference"')
+def no_gradient(**tensors: Tensor | None) -> None:
+    """Tensors for which only the reference has a gradient."""
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad:
+            raise NotImplementedError(f'{name}: only impl="reference" has a gradient for it; detach it or use that')

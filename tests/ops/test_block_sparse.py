@@ -147,7 +147,7 @@ def test_custom_operators_pass_opcheck(device):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for chosen, key in ((mask, ""), (None, pattern.key)):
         arguments = (q, k, v, chosen, None, None, key, "triton", False, 3, 3, 16, 16, 0.25, -1, 0)
-        torch.library.opcheck(ops.forward_op, arguments, test_utils=checks)
+        torch.library.opcheck(torch.ops.attnzoo.block_sparse_forward, arguments, test_utils=checks)
     torch.library.opcheck(ops.pattern_mask, (pattern.key, 1, 3, 3, torch.device(device)), test_utils=checks)
 
 

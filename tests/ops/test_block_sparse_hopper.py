@@ -7,7 +7,7 @@ import torch
 from compiled_kernels import compiled_kernels
 from test_block_sparse import run
 
-from attnzoo_kernels import BlockLayout, block_sparse_attention, taken
+from attnzoo_kernels import BlockLayout, block_sparse_attention, dispatch
 from attnzoo_kernels.block_sparse.cases import Case
 from benchmarks.accuracy import error_ratio
 
@@ -49,10 +49,10 @@ COVERED = [replace(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float1
 @pytest.mark.parametrize("case", COVERED, ids=str)
 def test_error_is_at_most_twice_that_of_eager(case, poisoned):
     inputs = case.inputs("cuda")
-    taken.forget()
+    dispatch.forget()
     ours = run(inputs, "gluon", deterministic=False)
     backward = "gluon" if (case.block_k or case.block_q) % 128 == 0 else "triton"
-    assert taken.paths_taken() == {"block_sparse forward": ["gluon"], "block_sparse backward": [backward]}
+    assert dispatch.implementations_taken() == {"block_sparse forward": ["gluon"], "block_sparse backward": [backward]}
     eager, exact = run(inputs, "reference"), run(inputs, "reference", torch.float64)
     ratios = {name: error_ratio(ours[name], eager[name], exact[name]) for name in exact}
     assert max(ratios.values()) <= 1, {name: round(ratio, 2) for name, ratio in ratios.items()}

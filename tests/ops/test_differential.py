@@ -105,9 +105,10 @@ def test_custom_operators_and_the_eager_path_agree_and_are_well_formed(shared_ke
     x = Case(seqlen_q=20, head_dim=16, dtype=torch.float16, shared_keys=shared_keys, causal=True).inputs(DEVICE)
     inputs = tuple(t if t is None else t.detach().requires_grad_() for t in x[:6])
     arguments = (*inputs, None, None, "triton", True, 0.25, -1, 0, True)
-    torch.library.opcheck(ops.forward_op, arguments, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+    torch.library.opcheck(torch.ops.attnzoo.differential_forward, arguments,
+                          test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
     wanted = [t for t in inputs if t is not None]
-    for result in (ops.forward_op(*arguments), ops.forward(*arguments)):
+    for result in (torch.ops.attnzoo.differential_forward(*arguments), ops.forward(*arguments)):
         grads = torch.autograd.grad(result[0], wanted, x.dout)
         expected = differential_attention(*inputs, causal=True, softmax_scale=0.25, impl="triton")
         assert torch.equal(result[0], expected)

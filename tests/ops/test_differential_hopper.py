@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnzoo_kernels import differential_attention, taken
+from attnzoo_kernels import differential_attention, dispatch
 from attnzoo_kernels.differential.cases import CORRECTNESS, LONG, Case
 from benchmarks.accuracy import error_ratio
 
@@ -32,9 +32,9 @@ def run(case: Case, impl: str, dtype: torch.dtype | None = None) -> list[torch.T
 
 @pytest.mark.parametrize("case", COVERED, ids=str)
 def test_error_is_at_most_twice_that_of_eager(case):
-    taken.forget()
+    dispatch.forget()
     ours, eager, exact = run(case, "gluon"), run(case, "reference"), run(case, "reference", torch.float64)
-    assert taken.paths_taken() == {"differential forward": ["gluon"], "differential backward": ["gluon"]}
+    assert dispatch.implementations_taken() == {"differential forward": ["gluon"], "differential backward": ["gluon"]}
     ratios = [error_ratio(*of) for of in zip(ours, eager, exact, strict=True)]
     assert max(ratios) <= 1, [round(ratio, 2) for ratio in ratios]
 

@@ -7,7 +7,7 @@ import torch
 from busy_gpu import busy_gpu
 from compiled_kernels import compiled_kernels
 
-from attnzoo_kernels import flash_attention, taken
+from attnzoo_kernels import flash_attention
 from attnzoo_kernels.flash import why_not_gluon
 from attnzoo_kernels.flash.cases import CORRECTNESS, Case
 from benchmarks.accuracy import error_ratio
@@ -228,18 +228,6 @@ def test_heads_are_joined_where_one_does_not_fill_the_gpu():
     assert joined(16, 64) == 4 and joined(9, 64) == 5 and joined(3, 16) == 3  # groups alike in size, of 1.5 tiles a program
     assert joined(16, 128) == 1 and joined(64, 16, in_l2=8) == 8  # what L2 holds is enough
     assert joined(16, 64, ordered=True) == 1
-
-
-def test_paths_that_were_taken_are_written_down():
-    from attnzoo_kernels.flash import paths
-
-    taken.forget()
-    assert paths.forward_path("triton", *[None] * 5) == paths.backward_path("triton", *[None] * 5) == "triton"
-    assert taken.paths_taken() == {"flash backward": ["triton"], "flash forward": ["triton"]}
-    taken.note("flash backward", "gluon")
-    assert taken.paths_taken()["flash backward"] == ["gluon", "triton"]
-    taken.forget()
-    assert taken.paths_taken() == {}
 
 
 @pytest.mark.slow

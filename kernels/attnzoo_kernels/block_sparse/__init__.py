@@ -3,13 +3,11 @@
 import torch
 from torch import Tensor
 
-from attnzoo_kernels import checks
+from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.block_sparse import ops
 from attnzoo_kernels.block_sparse.layout import BlockLayout
 from attnzoo_kernels.block_sparse.patterns import Pattern
 from attnzoo_kernels.block_sparse.reference import block_sparse_attention_reference
-
-IMPLEMENTATIONS = ("gluon", "triton", "reference")
 
 
 def block_sparse_attention(
@@ -64,17 +62,12 @@ def block_sparse_attention(
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
     packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    checks.choice("impl", impl, IMPLEMENTATIONS)
+    by_reference = dispatch.takes_reference("block_sparse", impl, "q", q)
     window = checks.window(window_size, causal)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     if softmax_scale <= 0:
         # the kernels scale a row's maximum, which a scale that is not positive would make its minimum
         q, softmax_scale = q * ((softmax_scale > 0) - (softmax_scale < 0)), abs(softmax_scale) or 1.0
-    impl = impl if impl or q.is_cuda else "reference"
-    if impl == "gluon" and not q.is_cuda:
-        raise NotImplementedError(f'impl="gluon" does not take this call: q must be on a CUDA device, got {q.device}')
-    if impl != "reference":
-        checks.triton_inputs(q, k, v, None)
     deterministic = checks.deterministic(deterministic)
 
     ahead = 0
@@ -96,7 +89,7 @@ def block_sparse_attention(
         mask, pattern, block_q, block_k = layout.mask, "", layout.block_q, layout.block_k
         q_blocks, k_blocks = layout.blocks
 
-    if impl == "reference":
+    if by_reference:
         if mask is None:
             mask = ops.pattern_mask(pattern, layout.heads, q_blocks, k_blocks, q.device)
         out, lse = block_sparse_attention_reference(

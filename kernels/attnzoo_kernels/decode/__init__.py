@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attnzoo_kernels import checks
+from attnzoo_kernels import autograd, checks, dispatch
 from attnzoo_kernels.decode import ops
 from attnzoo_kernels.decode.reference import decode_attention_reference
 
@@ -55,7 +55,6 @@ def decode_attention(
                             unpacked="; it takes no packed input, and one token of each sequence is q[:, None]")
     batch, _, heads, head_dim = q.shape
     _check_lengths(cache_seqlens, q, k_cache.shape[1])
-    checks.choice("impl", impl, IMPLEMENTATIONS)
     checks.non_negative("softcap", softcap)
     left, right = checks.window(window_size, causal)
     if alibi_slopes is not None:
@@ -63,20 +62,14 @@ def decode_attention(
     if sinks is not None:
         checks.per_head("sinks", sinks, q, heads)
     softmax_scale = checks.softmax_scale(softmax_scale, head_dim)
-    if impl is None:
-        impl = "triton" if q.is_cuda else "reference"
 
-    if impl == "reference":
+    if dispatch.takes_reference("decode", impl, "q", q, IMPLEMENTATIONS):
         out, lse = decode_attention_reference(
             q, k_cache, v_cache, cache_seqlens=cache_seqlens, window_size=(left, right), softmax_scale=softmax_scale, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks)
     else:
-        checks.triton_inputs(q, k_cache, v_cache, alibi_slopes)
-        tensors = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "sinks": sinks}
-        for name, x in tensors.items() if torch.is_grad_enabled() else ():
-            if x is not None and x.requires_grad:
-                raise NotImplementedError(f'{name}: requires a gradient, which impl="triton" does not have; call it under torch.no_grad(), '
-                                          "or use flash_attention")
+        checks.no_gradient(alibi_slopes=alibi_slopes)
+        autograd.refuse_derivatives('impl="triton"', "use flash_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
         out, lse = ops.forward(q, k_cache, v_cache, cache_seqlens, alibi_slopes, sinks, softmax_scale, left, right, softcap)
     return (out, lse) if return_lse else out
 

@@ -1,29 +1,24 @@
-"""Decoding as a plain function in eager mode and a custom operator under torch.compile. Triton is imported behind both."""
+"""Decoding's launch. Triton is imported in it."""
 
 import torch
 from torch import Tensor
 
-
-def _forward(q, k_cache, v_cache, cache_seqlens, alibi_slopes, sinks, *numbers):
-    from attnzoo_kernels.decode.forward import launch_forward
-
-    return launch_forward(q, k_cache, v_cache, cache_seqlens, alibi_slopes, sinks, *numbers)
+from attnzoo_kernels import autograd, dispatch
 
 
-@torch.library.custom_op("attnzoo::decode_forward", mutates_args=())
-def forward_op(
+def _forward(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None,
     softmax_scale: float, window_left: int, window_right: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    return _forward(q, k_cache, v_cache, cache_seqlens, alibi_slopes, sinks, softmax_scale, window_left, window_right, softcap)
+    from attnzoo_kernels.decode.forward import launch_forward
+
+    dispatch.note("decode forward", "triton")
+    return launch_forward(q, k_cache, v_cache, cache_seqlens, alibi_slopes, sinks, softmax_scale, window_left, window_right, softcap)
 
 
-@forward_op.register_fake
-def _(q, k_cache, v_cache, *_):
-    batch, seqlen_q, heads, _ = q.shape
-    return q.new_empty(batch, seqlen_q, heads, v_cache.shape[-1]), q.new_empty(batch, heads, seqlen_q, dtype=torch.float32)
+def _fake_forward(q, k_cache, v_cache, *_):
+    lse = q.new_empty(autograd.lse_shape(q, False), dtype=torch.float32)
+    return q.new_empty(*q.shape[:-1], v_cache.shape[-1]), lse
 
 
-def forward(*inputs):
-    """(out, lse) of `forward_op`'s arguments."""
-    return forward_op(*inputs) if torch.compiler.is_compiling() else _forward(*inputs)
+forward = autograd.forward_only("decode_forward", _forward, _fake_forward)

@@ -3,12 +3,10 @@
 import torch
 from torch import Tensor
 
-from attnzoo_kernels import checks
+from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.differential import ops
 from attnzoo_kernels.differential.reference import differential_attention_reference
 from attnzoo_kernels.differential.tiles import MAX_HEAD_DIM
-
-IMPLEMENTATIONS = ("gluon", "triton", "reference")
 
 
 def differential_attention(
@@ -73,7 +71,6 @@ def differential_attention(
     if k2 is not None:
         checks.alike("k2", k2, "k1", k1)
     _check_lambda(lam, q1)
-    checks.choice("impl", impl, IMPLEMENTATIONS)
     left, right = checks.window(window_size, causal)
     checks.number("dropout_p", dropout_p)
     if dropout_p != 0:
@@ -85,14 +82,11 @@ def differential_attention(
         raise ValueError(f"softmax_scale: must be above 0, got {softmax_scale}; fold a sign into q1 and q2")
     if k2 is k1:
         k2 = None
-    if impl == "reference" or impl is None and not q1.is_cuda:
+    if dispatch.takes_reference("differential", impl, "q1", q1):
         out, lse = differential_attention_reference(
             q1, q2, k1, k2, v, lam, window_size=(left, right), softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     else:
-        if impl == "gluon" and not q1.is_cuda:
-            raise NotImplementedError(f'impl="gluon" does not take this call: q1 must be on a CUDA device, got {q1.device}')
-        checks.triton_inputs(q1, k1, v, None)
         if lam.dtype != torch.float32:
             raise NotImplementedError(f'lam: impl="triton" takes float32, got {lam.dtype}; impl="reference" takes it')
         if q1.shape[-1] > MAX_HEAD_DIM:

@@ -3,12 +3,10 @@
 import torch
 from torch import Tensor
 
-from attnzoo_kernels import checks
+from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.dual_chunk import ops
 from attnzoo_kernels.dual_chunk.geometry import STAGES, Geometry, geometry, stage_bits
 from attnzoo_kernels.dual_chunk.reference import dual_chunk_attention_reference
-
-IMPLEMENTATIONS = ("triton", "gluon", "reference")
 
 
 def dual_chunk_attention(
@@ -74,7 +72,6 @@ def dual_chunk_attention(
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
     packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    checks.choice("impl", impl, IMPLEMENTATIONS)
     chunks = geometry(chunk_size, local_size, variant)
     bits = stage_bits(stages)
     _check_tables(q, cos, sin, chunks)
@@ -84,21 +81,14 @@ def dual_chunk_attention(
     checks.flag("rope_interleaved", rope_interleaved)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
-    if impl is None and not q.is_cuda:
-        impl = "reference"
 
-    if impl == "reference":
+    if dispatch.takes_reference("dual_chunk", impl, "q", q):
         out, lse = dual_chunk_attention_reference(
             q, k, v, cos=cos, sin=sin, geometry=chunks, stages=bits, causal=causal, rope_interleaved=rope_interleaved,
             logit_multiplier=logit_multiplier, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     else:
-        if impl == "gluon" and not q.is_cuda:
-            raise NotImplementedError(f'impl="gluon" does not take this call: q must be on a CUDA device, got {q.device}')
-        checks.triton_inputs(q, k, v, None)
-        for name, value in (("cos", cos), ("sin", sin), ("logit_multiplier", logit_multiplier)):
-            if value is not None and value.requires_grad:
-                raise NotImplementedError(f'{name}: only impl="reference" has a gradient for it; detach it or use that')
+        checks.no_gradient(cos=cos, sin=sin, logit_multiplier=logit_multiplier)
         out, lse, _ = ops.forward(q, k, v, cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, impl, deterministic, *chunks, bits,
                                   causal, rope_interleaved, softmax_scale)
     return (out, lse) if return_lse else out

@@ -2,12 +2,10 @@
 
 from torch import Tensor
 
-from attnzoo_kernels import checks
+from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.dropout import new_rng_state
 from attnzoo_kernels.flash import ops
 from attnzoo_kernels.flash.reference import flash_attention_reference
-
-IMPLEMENTATIONS = ("gluon", "triton", "reference")
 
 
 def flash_attention(
@@ -68,7 +66,6 @@ def flash_attention(
     packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     heads, head_dim = q.shape[-2:]
     checks.probability("dropout_p", dropout_p)
-    checks.choice("impl", impl, IMPLEMENTATIONS)
     checks.non_negative("softcap", softcap)
     left, right = checks.window(window_size, causal)
     if alibi_slopes is not None:
@@ -80,15 +77,13 @@ def flash_attention(
     deterministic = checks.deterministic(deterministic)
     rng_state = new_rng_state(q.device) if dropout_p > 0 else None
 
-    if impl == "reference" or impl is None and not q.is_cuda:
+    if dispatch.takes_reference("flash", impl, "q", q):
         out, lse = flash_attention_reference(
             q, k, v, window_size=(left, right), softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
             dropout_p=dropout_p, rng_state=rng_state, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     else:
-        if impl == "gluon" and not q.is_cuda:
-            raise NotImplementedError(f'impl="gluon" does not take this call: q must be on a CUDA device, got {q.device}')
-        checks.triton_inputs(q, k, v, alibi_slopes)
+        checks.no_gradient(alibi_slopes=alibi_slopes)
         out, lse, _ = ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, impl, deterministic, softmax_scale,
                                   left, right, softcap, dropout_p)
     return (out, lse) if return_lse else out
@@ -102,9 +97,9 @@ def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, soft
         checks.tensor(name, x)
     if not q.is_cuda:
         return f"q must be on a CUDA device, got {q.device}"
-    from attnzoo_kernels.flash import paths
     from attnzoo_kernels.flash.options import Options
 
     left, right = checks.window(window_size, causal)
     scale = checks.softmax_scale(softmax_scale, q.shape[-1])
-    return paths.why_not_gluon(q, k, v, sinks, Options.of(cu_seqlens_q, alibi_slopes, scale, left, right, softcap, dropout_p))
+    options = Options.of(cu_seqlens_q, alibi_slopes, scale, left, right, softcap, dropout_p)
+    return dispatch.gluon_reason(lambda: ops.why_not_gluon(q, k, v, sinks, options))

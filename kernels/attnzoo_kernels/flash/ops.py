@@ -1,34 +1,55 @@
-"""FlashAttention for autograd: a plain function in eager mode, custom operators under torch.compile. Triton is imported behind both."""
+"""FlashAttention's launches behind autograd. Triton is imported in them."""
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
+from attnzoo_kernels import autograd, dispatch
 
-def _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, impl, deterministic, *numbers):
-    from attnzoo_kernels._triton import launch
-    from attnzoo_kernels.flash import forward, paths
+
+def _options(cu_seqlens_q, alibi_slopes, *numbers):
     from attnzoo_kernels.flash.options import Options
 
+    return Options.of(cu_seqlens_q, alibi_slopes, *numbers)
+
+
+def why_not_gluon(q, k, v, sinks, options) -> str | None:
+    from attnzoo_kernels.flash import hopper
+
+    return hopper.forward_reason(q, k, v, options, sinks=sinks is not None)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None,
+    sinks: Tensor | None, rng_state: Tensor | None, impl: str | None, deterministic: bool, softmax_scale: float, window_left: int,
+    window_right: int, softcap: float, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from attnzoo_kernels._triton import launch
+
+    numbers = softmax_scale, window_left, window_right, softcap, dropout_p
     readable = launch.readable(q, k, v)
     if readable is not None:
         out, lse, stats = _forward(*readable, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, impl, deterministic, *numbers)
         return launch.narrowed(out, v), lse, stats
-    options = Options.of(cu_seqlens_q, alibi_slopes, *numbers)
-    if paths.forward_path(impl, q, k, v, sinks, options) == "gluon":
+    options = _options(cu_seqlens_q, alibi_slopes, *numbers)
+    if dispatch.choose("flash forward", impl, lambda: why_not_gluon(q, k, v, sinks, options)) == "gluon":
         from attnzoo_kernels.flash import hopper
 
         return hopper.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    from attnzoo_kernels.flash import forward
+
     return forward.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, options)
+
+
+def _fake_forward(q, k, v, cu_seqlens_q, *_):
+    lse = q.new_empty(autograd.lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(2, *lse.shape)
 
 
 def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl,
                deterministic, *numbers, into=None):
     from attnzoo_kernels._triton import launch
-    from attnzoo_kernels.flash import backward, paths
-    from attnzoo_kernels.flash.options import Options
 
     readable = launch.readable(q, k, v, out, grad_out)
     if readable is not None:
@@ -36,53 +57,40 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
                                   exact_delta, impl, deterministic, *numbers)
         narrow = tuple(map(launch.narrowed, wide, (q, k, v)))
         return *(narrow if into is None else (to.copy_(x) for to, x in zip(into, narrow, strict=True))), delta
-    options = Options.of(cu_seqlens_q, alibi_slopes, *numbers)
+    options = _options(cu_seqlens_q, alibi_slopes, *numbers)
     arguments = (grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, options)
-    if paths.backward_path(impl, q, k, v, options, exact_delta) == "gluon":
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.flash import hopper_backward
+
+        return hopper_backward.backward_reason(q, k, v, options, exact_delta)
+
+    if dispatch.choose_backward("flash backward", impl, why_not_gluon) == "gluon":
         from attnzoo_kernels.flash import hopper_backward
 
         ordered = deterministic or hopper_backward.in_order_anyway(q, k, v, options)
         return hopper_backward.launch_backward(*arguments, ordered, into=into)
+    from attnzoo_kernels.flash import backward
+
     return backward.launch_backward(*arguments, into)
 
 
-@torch.library.custom_op("attnzoo::flash_forward", mutates_args=())
-def forward_op(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None,
-    sinks: Tensor | None, rng_state: Tensor | None, impl: str | None, deterministic: bool, softmax_scale: float, window_left: int,
-    window_right: int, softcap: float, dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, impl, deterministic, softmax_scale, window_left,
-                    window_right, softcap, dropout_p)
-
-
-@forward_op.register_fake
-def _(q, k, v, cu_seqlens_q, *_):
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    lse_shape = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
-    lse = q.new_empty(lse_shape, dtype=torch.float32)
-    return out, lse, lse.new_empty(2, *lse_shape)
-
-
-@torch.library.custom_op("attnzoo::flash_backward", mutates_args=())
-def backward_op(
+def _backward_op(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool, impl: str | None,
     deterministic: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    apart = tuple(x.new_empty(x.shape) for x in (q, k, v))  # as the fake says, on either path
+    apart = tuple(x.new_empty(x.shape) for x in (q, k, v))  # as the fake says, by either implementation
     return _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl,
                       deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=apart)
 
 
-@backward_op.register_fake
-def _(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *_):
+def _fake_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *_):
     delta = stats.new_empty(stats.shape[1:] if exact_delta else 0)
     return *(x.new_empty(x.shape) for x in (q, k, v)), delta
 
 
-@torch.library.custom_op("attnzoo::flash_backward_joint", mutates_args=())
-def backward_joint_op(
+def _backward_joint_op(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool, impl: str | None,
     deterministic: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
@@ -94,10 +102,13 @@ def backward_joint_op(
     return joint, delta
 
 
-@backward_joint_op.register_fake
-def _(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *_):
+def _fake_backward_joint(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *_):
     delta = stats.new_empty(stats.shape[1:] if exact_delta else 0)
     return q.new_empty(*q.shape[:-2], sum(_widths(q, k, v))), delta
+
+
+backward_op = autograd.custom_op("flash_backward", _backward_op, _fake_backward)
+backward_joint_op = autograd.custom_op("flash_backward_joint", _backward_joint_op, _fake_backward_joint)
 
 
 def _widths(*tensors: Tensor) -> list[int]:
@@ -142,21 +153,5 @@ def _backward(gradients, ctx, grad_out, grad_lse, _):
     return dq, dk, dv, None, None, None, dsinks, *(None,) * (1 + len(ctx.options))
 
 
-forward_op.register_autograd(functools.partial(_backward, _joint_gradients), setup_context=_setup_context)
-
-
-class _Eager(torch.autograd.Function):
-    """The same without the dispatcher and without a binding of signatures, which together take longer than the launch."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = _forward(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output
-
-    backward = staticmethod(torch.autograd.function.once_differentiable(functools.partial(_backward, _gradients)))
-
-
-def forward(*inputs):
-    """(out, lse, stats) of `forward_op`'s arguments."""
-    return forward_op(*inputs) if torch.compiler.is_compiling() else _Eager.apply(*inputs)
+forward = autograd.differentiable("flash_forward", "flash_attention", _forward, _fake_forward, _setup_context, _backward, _gradients,
+                                  _joint_gradients)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo_kernels import checks
+from attnzoo_kernels import autograd, checks, dispatch
 from attnzoo_kernels.flash_fp8 import ops
 from attnzoo_kernels.flash_fp8.layout import BLOCK
 from attnzoo_kernels.flash_fp8.reference import flash_fp8_reference, quantize_reference
@@ -48,7 +48,6 @@ def quantize_fp8(q: Tensor, k: Tensor, v: Tensor, *, block: int | None = None, h
     """
     _refuse_packed(q, k, v)
     checks.attention_inputs(q, k, v, None, None, None, None)
-    checks.choice("impl", impl, ("triton", "reference"))
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise TypeError(f"q: must be float16, bfloat16 or float32, got {q.dtype}")
     if block not in (None, BLOCK):
@@ -58,12 +57,11 @@ def quantize_fp8(q: Tensor, k: Tensor, v: Tensor, *, block: int | None = None, h
     if hadamard and not 16 <= head_dim == 1 << head_dim.bit_length() - 1 <= 256:
         raise NotImplementedError(f"hadamard: needs a head_dim that is a power of two of 16 to 256, got {head_dim}")
     _refuse_empty(q, k, v)
-    _refuse_gradients({"q": q, "k": k, "v": v})
+    autograd.refuse_derivatives("FP8 attention", "use flash_attention", q=q, k=k, v=v)
     kv_heads, by_block = k.shape[2], block is not None
-    if impl == "reference" or impl is None and not q.is_cuda:
+    if dispatch.takes_reference("quantize_fp8", impl, "q", q, ("triton", "reference")):
         quantized = [quantize_reference(x, kv_heads, by_block, rotate) for x, rotate in ((q, hadamard), (k, hadamard), (v, False))]
     else:
-        checks.triton_inputs(q, k, v, None)
         quantized = ops.quantize(q, k, v, kv_heads, by_block, hadamard)
     return Fp8Inputs(*(x for x, _ in quantized), *(descale for _, descale in quantized))
 
@@ -102,23 +100,21 @@ def flash_attention_fp8(
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks: packed
     sequences, windows, softcap, ALiBi, sinks, dropout and gradients are not there at all.
     """
-    checks.choice("impl", impl, IMPLEMENTATIONS)
     _refuse_packed(q, k, v)
     _check_shapes(q, k, v)
     descales = dict(zip(NAMES, (q_descale, k_descale, v_descale), strict=True))
     _check_descales(descales, dict(zip(NAMES, (q, k, v), strict=True)))
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise TypeError(f"out_dtype: must be torch.bfloat16, torch.float16 or torch.float32, got {out_dtype}")
-    _refuse_gradients({"q": q, "k": k, "v": v} | {f"{name}_descale": x for name, x in descales.items() if x is not None})
+    autograd.refuse_derivatives("FP8 attention", "use flash_attention", q=q, k=k, v=v,
+                                **{f"{name}_descale": x for name, x in descales.items()})
     checks.flag("causal", causal)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
-    if impl == "reference" or impl is None and not q.is_cuda:
+    if dispatch.takes_reference("flash_fp8", impl, "q", q, IMPLEMENTATIONS, dtypes=(FP8,)):
         out, lse = flash_fp8_reference(q, k, v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, causal=causal,
                                        softmax_scale=softmax_scale)
         out = out.to(out_dtype)
     else:
-        if not q.is_cuda:
-            raise NotImplementedError(f'impl="gluon" does not take this call: q must be on a CUDA device, got {q.device}')
         out, lse = ops.forward(q, k, v, q_descale, k_descale, v_descale, causal, softmax_scale, out_dtype)
     return (out, lse) if return_lse else out
 
@@ -130,7 +126,8 @@ def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | Non
         checks.tensor(name, x)
     if not q.is_cuda:
         return f"q must be on a CUDA device, got {q.device}"
-    return ops.forward_reason(q, k, v, checks.softmax_scale(softmax_scale, q.shape[-1]), out_dtype)
+    scale = checks.softmax_scale(softmax_scale, q.shape[-1])
+    return dispatch.gluon_reason(lambda: ops.why_not_gluon(q, k, v, scale, out_dtype))
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -184,10 +181,3 @@ def _refuse_empty(*tensors: Tensor) -> None:
     for name, x in zip(NAMES, tensors, strict=True):
         if x.numel() == 0:
             raise ValueError(f"{name}: must have no empty dimension, got shape {tuple(x.shape)}")
-
-
-def _refuse_gradients(tensors: dict[str, Tensor]) -> None:
-    for name, x in tensors.items() if torch.is_grad_enabled() else ():
-        if x.requires_grad:
-            raise NotImplementedError(f"{name}: requires a gradient, which FP8 attention does not have; call it under torch.no_grad(), "
-                                      "or use flash_attention")

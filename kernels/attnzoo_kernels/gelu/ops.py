@@ -1,32 +1,30 @@
-"""bias_gelu for autograd: a plain function in eager mode, custom operators under torch.compile. Triton is imported behind both."""
-
-import functools
+"""bias_gelu's launches behind autograd. Triton is imported in them."""
 
 import torch
 from torch import Tensor
 
+from attnzoo_kernels import autograd, dispatch
 
-@torch.library.custom_op("attnzoo::bias_gelu", mutates_args=())
-def forward_op(x: Tensor, bias: Tensor) -> Tensor:
+
+def _forward(x: Tensor, bias: Tensor) -> Tensor:
     from attnzoo_kernels.gelu.forward import launch_forward
 
+    dispatch.note("bias_gelu forward", "triton")
     return launch_forward(x, bias)
 
 
-@forward_op.register_fake
-def _(x, bias):
+def _fake_forward(x, bias):
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("attnzoo::bias_gelu_backward", mutates_args=())
-def backward_op(x: Tensor, bias: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients(x: Tensor, bias: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
     from attnzoo_kernels.gelu.backward import launch_backward
 
+    dispatch.note("bias_gelu backward", "triton")
     return launch_backward(x, bias, dout)
 
 
-@backward_op.register_fake
-def _(x, bias, dout):
+def _fake_gradients(x, bias, dout):
     return torch.empty_like(x), bias.new_empty(bias.shape, dtype=torch.float32)
 
 
@@ -40,26 +38,5 @@ def _backward(gradients, ctx, dout):
     return dx, dbias.to(bias.dtype)
 
 
-forward_op.register_autograd(functools.partial(_backward, backward_op), setup_context=_setup_context)
-
-
-class _Eager(torch.autograd.Function):
-    """The same without the dispatcher, which takes longer than the launch."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        from attnzoo_kernels.gelu.forward import launch_forward
-
-        _setup_context(ctx, inputs, None)
-        return launch_forward(*inputs)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dout):
-        from attnzoo_kernels.gelu.backward import launch_backward
-
-        return _backward(launch_backward, ctx, dout)
-
-
-def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
-    return forward_op(x, bias) if torch.compiler.is_compiling() else _Eager.apply(x, bias)
+bias_gelu = autograd.differentiable("bias_gelu", "bias_gelu", _forward, _fake_forward, _setup_context, _backward, _gradients,
+                                    autograd.custom_op("bias_gelu_backward", _gradients, _fake_gradients))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnzoo_kernels import checks
+from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.padding import inputs, ops, reference
 
 __all__ = [
@@ -208,10 +208,7 @@ def position_ids(cu_seqlens: Tensor, total: int, *, impl: str | None = None) -> 
 
 def _path(impl: str | None, x: Tensor) -> ModuleType:
     """`ops` (Triton) or `reference`, which have functions of the same names."""
-    checks.choice("impl", impl, IMPLEMENTATIONS)
-    if impl == "triton":
-        inputs.triton_device(x)
-    return ops if impl == "triton" or (impl is None and x.is_cuda) else reference
+    return reference if dispatch.takes_reference("padding", impl, "x", x, IMPLEMENTATIONS, dtypes=None) else ops
 
 
 def _check_lengths(path: ModuleType, lengths: Tensor, seqlen: int) -> None:

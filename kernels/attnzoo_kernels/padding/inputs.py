@@ -1,6 +1,5 @@
 """Argument checks of padding removal. What needs the values is checked on CPU tensors only: on a GPU the host would have to wait."""
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -123,11 +122,6 @@ def indices(value: Tensor, x: Tensor, n_slots: int) -> None:
             raise ValueError(f"indices: must lie in 0 .. batch * seqlen = {n_slots}, got {value[0]} .. {value[-1]}")
         if not ((value.diff() > 0) | (value[1:] == n_slots)).all():
             raise ValueError("indices: must be strictly ascending, as unpad_input gives them; sort them, and the tokens with them")
-
-
-def triton_device(x: Tensor) -> None:
-    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f'impl: "triton" needs CUDA tensors, got {x.device} (on a CPU it runs in the interpreter: TRITON_INTERPRET=1)')
 
 
 def values_known(x: Tensor) -> bool:

@@ -1,0 +1,96 @@
+"""Operators for autograd, all made alike: eager mode takes a plain `autograd.Function`, because the dispatcher and its binding of
+signatures take longer than a launch; torch.compile sees custom operators. Triton is imported behind both."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def compiling() -> bool:
+    return torch.compiler.is_compiling()
+
+
+def lse_shape(q: Tensor, packed: bool) -> tuple[int, ...]:
+    """(batch, heads, seqlen) of (batch, seqlen, heads, width), or (heads, total) of (total, heads, width)."""
+    return (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+
+
+def custom_op(name: str, function: Callable, fake: Callable) -> Any:
+    """`attnzoo::name`, whose schema is the annotations of `function`; `fake` gives results of the right shapes and strides."""
+    op = torch.library.custom_op(f"attnzoo::{name}", function, mutates_args=())
+    op.register_fake(fake)
+    return op
+
+
+def forward_only(name: str, function: Callable, fake: Callable) -> Callable:
+    """An operator without a derivative: `function` in eager mode, `attnzoo::name` under torch.compile."""
+    op = custom_op(name, function, fake)
+
+    def call(*inputs):
+        return op(*inputs) if compiling() else function(*inputs)
+
+    return call
+
+
+def differentiable(name: str, operator: str, function: Callable, fake: Callable, setup_context: Callable, backward: Callable,
+                   gradients: Callable, compiled_gradients: Callable, eager: Callable | None = None, once: bool = True) -> Callable:
+    """An operator with a derivative: a function of `function`'s arguments. eager: what eager mode takes in its place.
+
+    backward(gradients, ctx, *grads) gives the gradients of all arguments by `gradients` in eager mode and by `compiled_gradients`, custom
+    operators, under torch.compile. operator: its public name, for messages. once: the derivative has none itself.
+    """
+    op = custom_op(name, function, fake)
+    op.register_autograd(functools.partial(backward, compiled_gradients), setup_context=setup_context)
+
+    def eager_backward(ctx, *grads):
+        if once:
+            refuse_second_derivative(operator)
+        return backward(gradients, ctx, *grads)
+
+    in_eager = eager_function(operator, eager or function, setup_context, eager_backward)
+
+    def call(*inputs):
+        return op(*inputs) if compiling() else in_eager(*inputs)
+
+    return call
+
+
+def eager_function(operator: str, function: Callable, prepare: Callable, derive: Callable) -> Callable:
+    class Eager(torch.autograd.Function):
+        forward = staticmethod(function)
+        setup_context = staticmethod(prepare)
+        backward = staticmethod(derive)
+
+        @staticmethod
+        def jvp(ctx, *tangents):
+            raise NotImplementedError(f'{operator}: the kernels have no forward-mode derivative; impl="reference" has')
+
+    return Eager.apply
+
+
+def refuse_second_derivative(operator: str) -> None:
+    """In a backward: autograd enables gradients there where it is asked for a graph of them, which kernels do not give."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f'{operator}: the kernels have no second derivative, which create_graph=True asks for (so does '
+                                  'torch.func.grad); impl="reference" has')
+
+
+def refuse_derivatives(operator: str, way_out: str, **tensors: Tensor | None) -> None:
+    """For what has no derivative at all: tensors that require one, or carry a forward-mode tangent, are named."""
+    for name, x in tensors.items() if torch.is_grad_enabled() else ():
+        if x is not None and x.requires_grad:
+            raise NotImplementedError(f"{name}: requires a gradient, which {operator} does not have; call it under torch.no_grad(), "
+                                      f"or {way_out}")
+    refuse_tangents(operator, way_out, **tensors)
+
+
+def refuse_tangents(operator: str, way_out: str, **tensors: Tensor | None) -> None:
+    if getattr(forward_ad, "_current_level", 0) < 0 or compiling():  # a microsecond less for each tensor
+        return
+    for name, x in tensors.items():
+        if x is not None and forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"{name}: has a forward-mode tangent, which {operator} would drop; {way_out}")

@@ -1,0 +1,90 @@
+"""Which implementation takes a call, by predicates, and which ones took the calls of this process, for records of runs and benchmarks."""
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import checks
+
+IMPLEMENTATIONS = ("gluon", "triton", "reference")
+
+_taken: dict[str, set[str]] = {}
+
+
+def takes_reference(operator: str, impl: str | None, name: str, x: Tensor, choices: tuple[str, ...] = IMPLEMENTATIONS,
+                    dtypes: tuple[torch.dtype, ...] | None = checks.DTYPES[:3]) -> bool:
+    """Whether plain PyTorch takes a call: where it is named, or nothing is and the tensors are not on a GPU. Else the kernels do, and what
+    they ask of the argument `name`, which is x, is looked at here: a device, and one of `dtypes`. `choose` looks at the rest."""
+    checks.choice("impl", impl, choices)
+    if impl == "reference" or impl is None and not x.is_cuda:
+        if not torch.compiler.is_compiling():
+            note(f"{operator} forward", "reference")
+        return True
+    if not x.is_cuda:
+        if impl == "gluon":
+            raise NotImplementedError(f'impl="gluon" does not take this call: {name} must be on a CUDA device, got {x.device}')
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError(f'impl: "triton" needs CUDA tensors, got {x.device} (on a CPU it runs in the interpreter: TRITON_INTERPRET=1)')
+    if dtypes is not None and x.dtype not in dtypes:
+        raise NotImplementedError(f'{name}: impl="triton" takes {_listed(dtypes)}, got {x.dtype}; impl="reference" takes it')
+    return False
+
+
+def choose(call: str, impl: str | None, why_not_gluon: Callable[[], str | None]) -> str:
+    """The kernels that take a call such as "flash forward": Gluon's where `why_not_gluon` has nothing against it, else plain Triton's.
+
+    Those that are named take it, or NotImplementedError says why they do not."""
+    reason = "" if impl == "triton" else gluon_reason(why_not_gluon)
+    if impl == "gluon" and reason is not None:
+        raise NotImplementedError(f'impl="gluon" does not take this call: {reason}; impl=None or "triton" does')
+    return note(call, "gluon" if reason is None else "triton")
+
+
+def choose_backward(call: str, impl: str | None, why_not_gluon: Callable[[], str | None]) -> str:
+    """As choose, but what Gluon's backward does not take goes to plain Triton's, whichever kernels took the forward."""
+    return choose(call, "triton" if impl == "triton" else None, why_not_gluon)
+
+
+def gluon_reason(why_not_gluon: Callable[[], str | None]) -> str | None:
+    """What there is against Gluon's kernels, the Triton that is installed first."""
+    return why_not_gluon() if gluon_loads() else "it does not work with the Triton that is installed"
+
+
+@functools.cache
+def gluon_loads() -> bool:
+    """Whether the Gluon kernels can be used with the Triton that is installed; says so once where they cannot."""
+    try:
+        from attnzoo_kernels._gluon.hopper import TRIED, version_is_tried
+    except (ImportError, AttributeError) as error:
+        reason = f"Gluon has changed ({error})"
+    else:
+        if version_is_tried():
+            return True
+        reason = f"they were tried with Triton {', '.join('.'.join(map(str, version)) for version in TRIED)} only"
+    warnings.warn(f"attnzoo's Gluon kernels are not used: {reason}; the plain Triton kernels are", stacklevel=2)
+    return False
+
+
+def note(call: str, impl: str) -> str:
+    """Writes down that a call such as "flash backward" took an implementation such as "gluon"; returns that."""
+    _taken.setdefault(call, set()).add(impl)
+    return impl
+
+
+def implementations_taken() -> dict[str, list[str]]:
+    """The implementations of each call so far, such as {"flash forward": ["gluon"], "flash backward": ["gluon", "triton"]}. Graphs of
+    torch.compile count where they call kernels; replays of a CUDA graph took what its capture took."""
+    return {call: sorted(impls) for call, impls in sorted(_taken.items())}
+
+
+def forget() -> None:
+    _taken.clear()
+
+
+def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
+    *first, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(first)} and {last}"

@@ -1,0 +1,84 @@
+"""Which implementation takes a call, and that every operator writes it down."""
+
+import pytest
+import torch
+
+from attnzoo_kernels import (
+    block_sparse_attention,
+    decode_attention,
+    differential_attention,
+    dispatch,
+    dual_chunk_attention,
+    flash_attention,
+    padding,
+    quantize_fp8,
+)
+from attnzoo_kernels.block_sparse.patterns import dense
+from attnzoo_kernels.gelu import bias_gelu
+
+ANGLES = torch.linspace(0, 1, 8 * 8).view(8, 8)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+def function(operator: str, device: str, impl: str | None):
+    """The operator as a function of one tensor, and that tensor."""
+    q, k, v = (torch.randn(1, 5, 1, 16, device=device) for _ in range(3))
+    indices = torch.tensor([0, 2], device=device)
+    return {
+        "flash": lambda q: flash_attention(q, k, v, impl=impl),
+        "block_sparse": lambda q: block_sparse_attention(q, k, v, dense(5, block=16, device=device), impl=impl),
+        "differential": lambda q: differential_attention(q, q, k, None, v, torch.tensor(0.5, device=device), impl=impl),
+        "dual_chunk": lambda q: dual_chunk_attention(q, k, v, cos=ANGLES.cos().to(device), sin=ANGLES.sin().to(device), chunk_size=8,
+                                                     local_size=2, causal=True, impl=impl),
+        "decode": lambda q: decode_attention(q[:, :1], k, v, cache_seqlens=torch.full((1,), 4, dtype=torch.int32, device=device),
+                                             impl=impl),
+        "quantize_fp8": lambda q: quantize_fp8(q, k, v, impl=impl)[0],
+        "bias_gelu": lambda q: bias_gelu(q, torch.zeros(16, device=device), impl=impl),
+        "padding": lambda q: padding.remove_padding(q.flatten(2), indices, impl=impl),
+    }[operator], q
+
+
+def call(operator: str, device: str, impl: str | None) -> torch.Tensor:
+    run, q = function(operator, device, impl)
+    gradient = operator not in ("decode", "quantize_fp8")
+    return run(q.requires_grad_(gradient))
+
+
+OPERATORS = ("flash", "block_sparse", "differential", "dual_chunk", "decode", "quantize_fp8", "bias_gelu", "padding")
+
+
+@pytest.mark.parametrize("impl", ("triton", "reference"))
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_every_operator_writes_down_what_it_took(operator, impl, device):
+    out = call(operator, device, impl)
+    backward = impl == "triton" and operator not in ("decode", "quantize_fp8", "padding")
+    if backward:
+        out.sum().backward()
+    assert dispatch.implementations_taken() == {f"{operator} {d}": [impl] for d in (("backward",) if backward else ()) + ("forward",)}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_an_implementation_that_does_not_exist_is_refused(operator, device):
+    with pytest.raises(ValueError, match="impl: must be None or one of .*'reference', got 'cuda'"):
+        call(operator, device, "cuda")
+
+
+def test_the_first_that_has_nothing_against_a_call_takes_it(monkeypatch):
+    monkeypatch.setattr(dispatch, "gluon_loads", lambda: True)
+    assert dispatch.choose("a", None, lambda: None) == dispatch.choose("a", "gluon", lambda: None) == "gluon"
+    assert dispatch.choose("a", None, lambda: "no") == dispatch.choose("a", "triton", lambda: None) == "triton"
+    with pytest.raises(NotImplementedError, match="does not take this call: it is too long; "):
+        dispatch.choose("b", "gluon", lambda: "it is too long")
+    assert dispatch.choose_backward("b", "gluon", lambda: "it is too long") == "triton"
+    assert dispatch.choose_backward("b", "gluon", lambda: None) == "gluon"
+    assert dispatch.implementations_taken() == {"a": ["gluon", "triton"], "b": ["gluon", "triton"]}
+    monkeypatch.setattr(dispatch, "gluon_loads", lambda: False)
+    assert dispatch.choose("c", None, lambda: None) == "triton"
+    with pytest.raises(NotImplementedError, match="does not work with the Triton that is installed"):
+        dispatch.choose("c", "gluon", lambda: None)
