@@ -24,7 +24,7 @@ NEEDS = {
     "text": TEXT,
     "shakespeare_nanogpt": TEXT,
     "hf": ["data.name=parquet"],
-    "listops": ["task=classification"],
+    **dict.fromkeys(("listops", "pathfinder", "pathx", "images"), ["task=classification"]),
     "text_classification": ["task=classification", "data.name=parquet"],
 }
 

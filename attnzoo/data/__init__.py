@@ -2,6 +2,7 @@
 
 from attnzoo.data.classification import ClassificationDataModule, listops, text_classification
 from attnzoo.data.datamodule import TextDataModule, hf, python_packages, python_stdlib, text
+from attnzoo.data.pixels import images, pathfinder
 from attnzoo.data.synthetic.retrieval import PasskeyDataModule, passkey
 from attnzoo.data.synthetic.tasks import TokenTask, copying, induction, recall
 
@@ -12,9 +13,11 @@ __all__ = [
     "TokenTask",
     "copying",
     "hf",
+    "images",
     "induction",
     "listops",
     "passkey",
+    "pathfinder",
     "python_packages",
     "python_stdlib",
     "recall",

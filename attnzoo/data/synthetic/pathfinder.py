@@ -1,0 +1,305 @@
+"""Pathfinder (Linsley et al. 2018, arXiv:1805.08315) as Long Range Arena sets it up (Tay et al. 2020, arXiv:2011.04006).
+
+An image holds two long dashed contours, shorter ones that distract, and two discs. In class 1 both discs lie on one contour, in class 0
+each lies on another. Many attempts grow side by side, dash by dash, and a pair of contours that meets an obstacle is dropped. Only the
+pairs that come to their end are drawn.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+CHUNK = 256  # images that are drawn together; the same chunk has the same images whatever the number of chunks
+ATTEMPTS = 2048  # pairs of contours that grow side by side
+OCCUPIED = 0.3  # of a mask, from which on a dash may not begin there
+OVERLAP = 1.8  # of two masks added up, from which on dashes touch
+TRIES = 3  # of a dash
+SNAKE_TRIES = 5  # of a distractor, which is left out then
+LEAST_ROOM = 0.01  # of the pixels, without which no distractor is begun
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What Long Range Arena customises of the original generator; lengths in pixels, contours in dashes."""
+
+    size: int = 32
+    contour_length: int = 14
+    distractor_length: int = 4
+    n_distractors: int = 5
+    dash_length: int = 2
+    thickness: float = 0.5
+    margins: tuple[int, ...] = (1,)  # between dashes; one is drawn for each image
+    marker_radius: float = 1.5
+    padding: int = 1
+    seed_distance: int = 7
+    antialias: int = 2
+    continuity: float = 1.0
+    contour_contrast: float = 1.5  # 0.75 of a dash times 2 of a contour
+    distractor_contrast: float = 2.0
+
+    def __post_init__(self):
+        least = {"size": 1, "contour_length": 2, "distractor_length": 1, "n_distractors": 0, "dash_length": 1, "padding": 1,
+                 "seed_distance": 1, "antialias": 1}
+        for name, bound in least.items():
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < bound:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number, at least {bound}")
+        if not self.margins or any(not isinstance(margin, int) or margin < 1 for margin in self.margins):
+            raise ValueError(f"margins={self.margins} must be whole numbers, at least 1")
+        if self.size < 4 * self.seed_distance + 2:
+            raise ValueError(f"size={self.size} must be at least 4 seed_distance + 2 = {4 * self.seed_distance + 2}")
+        if self.thickness * self.antialias % 1:
+            raise ValueError(f"thickness={self.thickness} must be a multiple of 1 / antialias = {1 / self.antialias}")
+
+
+LRA_32 = Settings()
+LRA_128 = Settings(size=128, distractor_length=4, n_distractors=8, dash_length=5, thickness=1.5, margins=(2, 3), marker_radius=3.0,
+                   seed_distance=20, continuity=1.8, contour_contrast=0.9, distractor_contrast=0.9)
+
+
+class Dashes(NamedTuple):
+    """What dashes look like around the pixel that they are drawn from: line and mask (n, patch, patch), in 0 to 1.
+
+    The first 360 have whole degrees, the others lead to the `steps`, one each.
+    """
+
+    orientation: np.ndarray  # (n,), in which a contour goes on
+    line: np.ndarray
+    mask: np.ndarray
+    steps: np.ndarray  # (n - 360, 2), from a pivot to the far end of the next dash
+    footprints: list[np.ndarray]  # of the first 360: offsets (m, 2) that must be free
+    cross: np.ndarray  # (m, 2), pixels no farther than the margin
+
+
+class Contours(NamedTuple):
+    """Growing contours, one or two an image: all fields begin with (images, contours)."""
+
+    pivot: np.ndarray  # (..., 2), where the last dash turned
+    orientation: np.ndarray  # of the last dash
+    at: np.ndarray  # (..., dashes, 2), the pixels that dashes are drawn from
+    dash: np.ndarray  # (..., dashes), which they are
+
+    def take(self, rows: np.ndarray) -> "Contours":
+        return Contours(*(x[rows] for x in self))
+
+
+def _moved(at: np.ndarray, orientation: np.ndarray, distance: float) -> np.ndarray:
+    """Pixels at a distance from pixels (..., 2) of rows and columns, rounded up."""
+    along = np.stack([np.sin(orientation), np.cos(orientation)], -1)
+    return np.ceil(np.round(at + distance * along, 9)).astype(int)
+
+
+def _shrunk(large: np.ndarray, size: int) -> np.ndarray:
+    """An image of 0 to 255 at a lower resolution, in 0 to 1."""
+    from PIL import Image
+
+    return np.asarray(Image.fromarray(large.astype(np.uint8)).resize((size, size), Image.Resampling.LANCZOS), np.float32) / 255
+
+
+def _disc(radius: int) -> np.ndarray:
+    """Offsets (n, 2) of the pixels no farther than the radius."""
+    y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
+    return np.argwhere(y**2 + x**2 <= radius**2) - radius
+
+
+@functools.lru_cache(maxsize=8)
+def _dashes(settings: Settings, margin: int) -> Dashes:
+    from PIL import Image, ImageDraw
+
+    radius, scale = settings.dash_length + margin, settings.antialias
+    angle = np.deg2rad(np.arange(0, 360, 360 / (2 * radius * np.pi)))
+    steps = np.unique(np.floor(radius * np.stack([np.sin(angle), np.cos(angle)], -1)).astype(int), axis=0)
+    onward = np.concatenate([np.deg2rad(np.arange(-180, 180)), np.arctan2(steps[:, 0], steps[:, 1])])
+    drawn = np.concatenate([onward[:360], onward[360:] - np.pi])  # a step's dash is drawn from its far end
+    half = radius + math.ceil(settings.thickness)
+    centre = half * scale
+    large, near = 2 * centre + 1, _disc(margin * scale)
+    lines, masks = [], []
+    for y, x in _moved(np.array([centre, centre]), drawn, settings.dash_length * scale):
+        canvas = Image.new("L", (large, large))
+        ImageDraw.Draw(canvas).line([(centre, centre), (int(x), int(y))], fill=255, width=round(settings.thickness * scale))
+        line = np.asarray(canvas)
+        mask = np.zeros_like(line)
+        wide = (np.argwhere(line)[:, None] + near).reshape(-1, 2)
+        wide = wide[((wide >= 0) & (wide < large)).all(1)]
+        mask[wide[:, 0], wide[:, 1]] = 255
+        lines.append(_shrunk(line, 2 * half + 1))
+        masks.append(_shrunk(mask, 2 * half + 1))
+    footprints = [np.argwhere(mask[: 2 * radius + 1, : 2 * radius + 1] > 0.999) - radius for mask in masks[:360]]
+    return Dashes(onward, np.stack(lines), np.stack(masks), steps, footprints, _disc(margin))
+
+
+class Artist:
+    """Draws images of one margin; they have a rim of half a patch, so that no dash needs clipping."""
+
+    def __init__(self, settings: Settings, margin: int, rng: np.random.Generator):
+        self.settings, self.margin, self.rng, self.dashes = settings, margin, rng, _dashes(settings, margin)
+        self.rim = self.dashes.line.shape[-1] // 2
+        self.inside = slice(self.rim, self.rim + settings.size)
+        side = settings.size + 2 * self.rim
+        self.blank = np.zeros((side, side), np.float32)
+        self.blank[self.inside, self.inside] = 1
+        self.blank[(slice(self.rim + settings.padding, self.rim + settings.size - settings.padding),) * 2] = 0
+        self.span = np.arange(2 * self.rim + 1)
+
+    def within(self, at: np.ndarray) -> np.ndarray:
+        """Whether pixels (..., 2) lie in the image."""
+        return ((at >= 0) & (at < self.settings.size)).all(-1)
+
+    def window(self, at: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Indices of the patches around pixels (images, 2)."""
+        return np.arange(len(at))[:, None, None], (at[:, :1] + self.span)[:, :, None], (at[:, 1:] + self.span)[:, None, :]
+
+    def occupy(self, mask: np.ndarray, at: np.ndarray, dash: np.ndarray) -> None:
+        index = self.window(at)
+        mask[index] = np.maximum(mask[index], self.dashes.mask[dash])
+
+    def draw(self, image: np.ndarray, contours: Contours, contrast: float) -> None:
+        """All dashes of the contours."""
+        for at, dash in zip(contours.at.reshape(len(image), -1, 2).swapaxes(0, 1), contours.dash.reshape(len(image), -1).T, strict=True):
+            index = self.window(at)
+            image[index] = np.maximum(image[index], self.dashes.line[dash] * np.float32(contrast))
+
+    def begin(self, tails: np.ndarray, degrees: np.ndarray, length: int) -> tuple[Contours, np.ndarray]:
+        """Contours whose first dashes go from tails (images, contours, 2) in degrees (images, contours); and where all are in the image."""
+        orientation = self.dashes.orientation[degrees]
+        head = _moved(tails, orientation, self.settings.dash_length)
+        pivot = _moved(head, orientation - np.pi, self.settings.dash_length + self.margin)
+        at, dash = np.zeros((*degrees.shape, length, 2), int), np.zeros((*degrees.shape, length), int)
+        at[..., 0, :], dash[..., 0] = tails.clip(0, self.settings.size - 1), degrees
+        return Contours(pivot, orientation, at, dash), (self.within(tails) & self.within(head) & self.within(pivot)).all(1)
+
+    def extend(self, mask: np.ndarray, contours: Contours, which: int, step: int) -> np.ndarray:
+        """Adds the dash `step` to a contour of each image; gives where there was room."""
+        settings, dashes, rows = self.settings, self.dashes, np.arange(len(mask))
+        orientation = contours.orientation[:, which]
+        pivot = _moved(contours.pivot[:, which], orientation, settings.dash_length + 2 * self.margin)
+        ends = pivot[:, None] + dashes.steps
+        inside = self.within(ends)
+        ends = ends.clip(0, settings.size - 1)
+        near = ends[:, :, None] + dashes.cross + self.rim  # (images, steps, cross, 2)
+        taken = mask[rows[:, None, None], near[..., 0], near[..., 1]].max(2)
+        turn = np.abs(dashes.orientation[360:] - orientation[:, None])
+        turn = np.minimum(np.minimum(turn, 2 * np.pi - turn) * settings.continuity, np.pi / 2)
+        weight = np.where(inside, (1 - taken) * np.cos(turn) ** 2, 0).clip(min=0)
+        cumulative = np.cumsum(weight, 1)
+        chosen, good = np.zeros(len(mask), int), np.zeros(len(mask), bool)
+        open_rows = np.flatnonzero(cumulative[:, -1] >= 1e-4)
+        for _ in range(TRIES):
+            pick = self.rng.random(len(open_rows)) * cumulative[open_rows, -1]
+            chosen[open_rows] = (cumulative[open_rows] > pick[:, None]).argmax(1)
+            at = ends[open_rows, chosen[open_rows]]
+            _, y, x = self.window(at)
+            sums = mask[open_rows[:, None, None], y, x] + dashes.mask[360 + chosen[open_rows]]
+            in_image = (y >= self.rim) & (y < self.inside.stop) & (x >= self.rim) & (x < self.inside.stop)
+            free = np.where(in_image, sums, 0).max((1, 2)) < OVERLAP
+            good[open_rows[free]] = True
+            open_rows = open_rows[~free]
+        self.occupy(mask, contours.at[:, which, step - 1], contours.dash[:, which, step - 1])
+        contours.pivot[:, which], contours.orientation[:, which] = pivot, dashes.orientation[360 + chosen]
+        contours.at[:, which, step], contours.dash[:, which, step] = ends[rows, chosen], 360 + chosen
+        return good
+
+    @functools.cached_property
+    def starts(self) -> list[np.ndarray]:
+        """Pixels (n, 2) from which the first dash of an image may go, by its orientation in degrees."""
+        settings = self.settings
+        free = np.zeros((settings.size, settings.size), bool)
+        free[(slice(2 * settings.seed_distance, settings.size - 2 * settings.seed_distance),) * 2] = True
+        return [np.array([at for at in np.argwhere(free) if free[tuple((at + footprint).T)].all()], int).reshape(-1, 2)
+                for footprint in self.dashes.footprints]
+
+    def attempts(self) -> tuple[np.ndarray, Contours]:
+        """The masks and pairs of contours of those attempts that came to their end."""
+        rng, settings = self.rng, self.settings
+        possible = np.flatnonzero([len(pixels) > 0 for pixels in self.starts])
+        degrees = np.stack([possible[rng.integers(len(possible), size=ATTEMPTS)], rng.integers(360, size=ATTEMPTS)], 1)
+        tail = np.stack([self.starts[d][int(u * len(self.starts[d]))] for d, u in zip(degrees[:, 0], rng.random(ATTEMPTS), strict=True)])
+        angle = np.deg2rad(rng.integers(360, size=ATTEMPTS))
+        other = np.round(tail + settings.seed_distance * np.stack([np.sin(angle), np.cos(angle)], -1)).astype(int)
+        pairs, good = self.begin(np.stack([tail, other], 1), degrees, settings.contour_length)
+        pairs = pairs.take(np.flatnonzero(good))
+        mask = self.blank[None].repeat(len(pairs.pivot), 0)
+        for step in range(1, settings.contour_length):
+            for which in range(2):
+                good = np.flatnonzero(self.extend(mask, pairs, which, step))
+                mask, pairs = mask[good], pairs.take(good)
+        for which in range(2):
+            self.occupy(mask, pairs.at[:, which, -1], pairs.dash[:, which, -1])
+        return mask, pairs
+
+    def free_tails(self, mask: np.ndarray, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each image a random pixel from which a dash of this orientation has room; and whether there is one."""
+        size, rim = self.settings.size, self.rim
+        lined = mask > OCCUPIED
+        room = (~lined[:, self.inside, self.inside]).mean((1, 2)) >= LEAST_ROOM
+        lined[:, [rim, rim + size - 1], self.inside] = True
+        lined[:, self.inside, [rim, rim + size - 1]] = True
+        order = np.argsort(degrees, kind="stable")
+        blocked = np.zeros((len(degrees), size, size), bool)
+        for rows in np.split(order, np.flatnonzero(np.diff(degrees[order])) + 1):
+            part = lined[rows]
+            worst = np.zeros((len(rows), size, size), bool)
+            for y, x in self.dashes.footprints[degrees[rows[0]]] + rim:
+                worst |= part[:, y : y + size, x : x + size]
+            blocked[rows] = worst
+        free = ~blocked.reshape(len(degrees), -1)
+        number = free.sum(1)
+        pick = (self.rng.random(len(degrees)) * number).astype(int)
+        pixel = (np.cumsum(free, 1) > pick[:, None]).argmax(1)
+        return np.stack([pixel // size, pixel % size], -1), (number > 0) & room
+
+    def distract(self, image: np.ndarray, mask: np.ndarray) -> None:
+        """Draws one short contour in each image in which one of a few tries finds room."""
+        length, todo = self.settings.distractor_length, np.arange(len(image))
+        for _ in range(SNAKE_TRIES):
+            if not len(todo):
+                return
+            degrees = self.rng.integers(0, 360, len(todo))
+            tail, free = self.free_tails(mask[todo], degrees)
+            contours, good = self.begin(tail[:, None], degrees[:, None], length)
+            good = np.flatnonzero(free & good)
+            rows, contours = todo[good], contours.take(good)
+            tried = mask[rows]
+            for step in range(1, length):
+                good = np.flatnonzero(self.extend(tried, contours, 0, step))
+                rows, contours, tried = rows[good], contours.take(good), tried[good]
+            if len(rows):
+                self.occupy(tried, contours.at[:, 0, -1], contours.dash[:, 0, -1])
+                drawn = image[rows]
+                self.draw(drawn, contours, self.settings.distractor_contrast)
+                image[rows], mask[rows] = drawn, tried
+                todo = np.setdiff1d(todo, rows, assume_unique=True)
+
+    def mark(self, image: np.ndarray, at: np.ndarray) -> None:
+        """Draws discs at pixels (images, 2)."""
+        scale, radius = self.settings.antialias, self.settings.marker_radius
+        half = math.ceil(radius) + 1
+        y, x = np.mgrid[: (2 * half + 1) * scale, : (2 * half + 1) * scale] - half * scale
+        disc = _shrunk(255 * (y**2 + x**2 <= (radius * scale) ** 2), 2 * half + 1)
+        span = np.arange(-half, half + 1) + self.rim
+        index = np.arange(len(at))[:, None, None], (at[:, :1] + span)[:, :, None], (at[:, 1:] + span)[:, None, :]
+        image[index] = np.maximum(image[index], disc)
+
+
+def chunk(seed: int | tuple[int, ...], settings: Settings = LRA_32, count: int = CHUNK) -> tuple[np.ndarray, np.ndarray]:
+    """Images of one margin, uint8 (count, size, size), and their classes, int64 (count,)."""
+    rng = np.random.default_rng(seed)
+    artist = Artist(settings, int(rng.choice(settings.margins)), rng)
+    made: list[tuple[np.ndarray, Contours]] = []
+    while sum(len(mask) for mask, _ in made) < count:
+        made.append(artist.attempts())
+    mask = np.concatenate([mask for mask, _ in made])[:count]
+    pairs = Contours(*(np.concatenate(parts)[:count] for parts in zip(*(pairs for _, pairs in made), strict=True)))
+    image = np.zeros_like(mask)
+    artist.draw(image, pairs, settings.contour_contrast)
+    for _ in range(settings.n_distractors):
+        artist.distract(image, mask)
+    label, start = rng.integers(0, 2, (2, count))
+    rows = np.arange(count)
+    artist.mark(image, pairs.at[rows, start, 0])
+    artist.mark(image, pairs.at[rows, np.where(label == 1, start, 1 - start), -1])
+    image = image[:, artist.inside, artist.inside]
+    return np.round(255 * image / image.max((1, 2), keepdims=True)).astype(np.uint8), label
