@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from attnzoo.run import command_line
+from attnzoo.run import command_line, values
 
 
 @command_line.command(Path(__file__).parent / "configs", "train")
 def main(cfg: Any) -> float | None:
+    values.check_training(cfg)
     from attnzoo import runner  # here and not above: torch and Lightning take seconds to import, `--help` must not
 
     command_line.begins()

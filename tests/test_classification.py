@@ -272,7 +272,7 @@ def write(folder, *names):
         (["data=listops", "data.min_length=1999"], "data.min_length=1999"),
         (["data=listops", "data.max_depth=2"], "data.min_length=500 must be below 12"),
         (["data=listops", "data.max_args=1"], "data.max_args=1"),
-        (["data=listops", "data.seq_len=1"], "data.seq_len=1 must be at least 3"),
+        (["data=listops", "data.seq_len=1"], "data.seq_len=1: must be a whole number of at least 2"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(tmp_path, capsys, overrides, says):

@@ -61,12 +61,27 @@ def test_a_refused_command_says_one_line_and_leaves_nothing(tmp_path, script, ar
 )
 def test_a_misspelt_key_names_those_like_it(tmp_path, script, argument, near):
     done = command(tmp_path, script, argument)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == f"Keys like it: {near}; --help lists all."
+    key = argument.partition("=")[0]
+    assert done.returncode == 1 and done.stderr == f"error: {key}: there is no such key; like it: {near}; --help lists all\n"
 
 
 def test_a_key_unlike_all_others_names_none(tmp_path):
     done = command(tmp_path, "train.py", "zzz=1")
-    assert done.returncode == 1 and "Key 'zzz' is not in struct" in done.stderr and "Keys like it" not in done.stderr
+    assert done.returncode == 1 and done.stderr == "error: zzz: there is no such key; --help lists all\n"
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("attention=flush", "attention=flush: there is no such option; it must be one of block_sparse, differential, dual_chunk"),
+        ("trainer.max_steps=[", "trainer.max_steps=[: no viable alternative"),
+        ("model=3", "must be a string or a list. Got int"),
+    ],
+)
+def test_what_hydra_refuses_is_one_line(tmp_path, argument, message):
+    done = command(tmp_path, "train.py", argument)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("error: ") and message in line and left(tmp_path) == []
 
 
 def test_a_refused_command_leaves_alone_what_was_there(tmp_path):
@@ -80,10 +95,10 @@ def test_a_refused_command_leaves_alone_what_was_there(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.max_steps=abc", "trainer.max_steps='abc': must be a whole number"),
-        ("trainer.log_every_n_steps=x", "trainer.log_every_n_steps='x': must be a whole number or null"),
-        ("trainer.gradient_clip_val=x", "trainer.gradient_clip_val='x': must be a number or null"),
-        ("trainer.precision=17", "trainer.precision=17: must be 64 or 32 or 16 or "),
+        ("trainer.max_steps=abc", "trainer.max_steps='abc': must be -1 or a whole number of at least 1"),
+        ("trainer.log_every_n_steps=x", "trainer.log_every_n_steps='x': must be a whole number of at least 1"),
+        ("trainer.gradient_clip_val=x", "trainer.gradient_clip_val='x': must be a number of at least 0 or null"),
+        ("trainer.precision=17", "trainer.precision=17: must be 64 or 32 or 16 or transformer-engine or (?!.* (64|32|16) or)"),
         ("+trainer.steps=3", "trainer.steps: Trainer has no such option; like it: .*max_steps"),
         ("attention._target_=attnzoo.attention.flash.Flesh", "attention._target_=.*Flesh cannot be imported: .* has no attribute 'Flesh'"),
         ("attention._target_=attnzoo.attention.flesh.Flash", "cannot be imported: No module named 'attnzoo.attention.flesh'"),
@@ -111,7 +126,7 @@ def test_resuming_in_a_fixed_folder_starts_and_goes_on(tmp_path):
 
 def test_multirun_need_not_come_first(tmp_path):
     done = command(tmp_path, "train.py", "seed=1,2", "-m", "trainer.max_steps=abc")
-    assert done.returncode == 1 and "trainer.max_steps='abc': must be a whole number" in done.stderr and "usage:" not in done.stderr
+    assert done.returncode == 1 and "trainer.max_steps='abc': must be -1 or a whole number" in done.stderr and "usage:" not in done.stderr
 
 
 @pytest.mark.parametrize("library", ["hydra", "torch"])

@@ -1,26 +1,24 @@
-"""Text, tasks made by rule and labelled text: sources, tokenizers, packing, masking and exact positions, behind LightningDataModules."""
+"""Text, tasks made by rule and labelled text: sources, tokenizers, packing, masking and exact positions, behind LightningDataModules.
 
-from attnzoo.data.classification import ClassificationDataModule, listops, text_classification
-from attnzoo.data.datamodule import TextDataModule, hf, python_packages, python_stdlib, text
-from attnzoo.data.pixels import images, pathfinder
-from attnzoo.data.synthetic.retrieval import PasskeyDataModule, passkey
-from attnzoo.data.synthetic.tasks import TokenTask, copying, induction, recall
+Each name is imported when it is asked for, so that sources and tokenizers can be looked at without torch.
+"""
 
-__all__ = [
-    "ClassificationDataModule",
-    "PasskeyDataModule",
-    "TextDataModule",
-    "TokenTask",
-    "copying",
-    "hf",
-    "images",
-    "induction",
-    "listops",
-    "passkey",
-    "pathfinder",
-    "python_packages",
-    "python_stdlib",
-    "recall",
-    "text",
-    "text_classification",
-]
+from importlib import import_module
+from typing import Any
+
+_MODULES = {
+    "attnzoo.data.classification": ("ClassificationDataModule", "listops", "text_classification"),
+    "attnzoo.data.datamodule": ("TextDataModule", "hf", "python_packages", "python_stdlib", "text"),
+    "attnzoo.data.pixels": ("images", "pathfinder"),
+    "attnzoo.data.synthetic.retrieval": ("PasskeyDataModule", "passkey"),
+    "attnzoo.data.synthetic.tasks": ("TokenTask", "copying", "induction", "recall"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)

@@ -227,3 +227,7 @@ def text_classification(
     else:
         source = LabelledHubSource(name, **hub, val_fraction=val_fraction)
     return ClassificationDataModule(source, **options)
+
+
+listops.options_of = (ClassificationDataModule,)
+text_classification.options_of = (ClassFolders, LabelledHubSource, ClassificationDataModule)

@@ -208,3 +208,8 @@ def _over(make_source, options: dict) -> TextDataModule:
     check_options("data", make_source, of_source)
     check_options("data", TextDataModule, options)
     return TextDataModule(make_source(**of_source), **options)
+
+
+for _data, _source in ((python_stdlib, sources.python_stdlib), (python_packages, sources.python_packages), (text, sources.text_files),
+                       (hf, sources.HubSource)):
+    _data.options_of = (_source, TextDataModule)

@@ -96,6 +96,36 @@ class HuggingFaceTokenizer:
         return {"kind": "huggingface", "name": self.name, "special_tokens": self.special_tokens, "tokenizer_json": self.backend.to_str()}
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError where no tokenizer is called so: no file, no folder, nothing in the cache of the Hugging Face hub or on it.
+
+    The hub is asked once, for at most five seconds; transformers tries again for more than a minute.
+    """
+    if name == "bytes" or Path(name).expanduser().exists():
+        return
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    try:
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("tokenizer.json", "tokenizer_config.json", "config.json")):
+            return
+        HfApi().model_info(name, timeout=5)
+    except RepositoryNotFoundError as error:
+        raise ValueError(f"{_must_be(name)}: the hub has none of that name, or it is private") from error
+    except HfHubHTTPError:  # a mirror that answers otherwise; what reads the files will tell
+        return
+    except Exception as error:  # a name that none can have, no network, offline by the environment
+        raise ValueError(f"{_must_be(name)}: {_reason(error)}") from error
+
+
+def _must_be(name: str) -> str:
+    return f'data.tokenizer={name!r} must be "bytes", a tokenizer.json, a folder with one, or a name on the Hugging Face hub'
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def load(name: str):
     """The tokenizer called `name`: "bytes", a tokenizer.json, a folder that `AutoTokenizer` can read, or a name on the Hugging Face hub.
 
@@ -104,6 +134,7 @@ def load(name: str):
     """
     if name == "bytes":
         return ByteTokenizer()
+    check_name(name)
     from transformers import AutoTokenizer
 
     path = Path(name).expanduser()
@@ -112,10 +143,7 @@ def load(name: str):
             return _from_file(path)
         loaded = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
     except Exception as error:  # the hub, the parser and the file system each raise their own kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f'data.tokenizer={name!r} must be "bytes", a tokenizer.json, a folder with one, or a name on the Hugging Face hub: {reason}'
-        ) from error
+        raise ValueError(f"{_must_be(name)}: {_reason(error)}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"data.tokenizer={name!r} must have a fast form (a tokenizer.json), {type(loaded).__name__} has none")

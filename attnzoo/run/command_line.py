@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import functools
+import io
 import os
 import signal
 import sys
@@ -27,11 +28,12 @@ def command(configs: Path, name: str) -> Callable[[Callable], Callable[[], None]
 
             register_options(configs)
             sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))  # argparse wants them first
-            with near_keys():
+            with one_line_compositions():
                 hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(with_one_line_errors)()
 
         @functools.wraps(function)
         def with_one_line_errors(cfg: Any) -> Any:
+            _show_stderr()
             with one_line_errors():
                 return function(cfg)
 
@@ -65,23 +67,48 @@ def register_options(configs: Path) -> None:
 
 
 @contextlib.contextmanager
-def near_keys() -> Iterator[None]:
-    """Adds those like it to Hydra's message about a key that does not exist."""
+def one_line_compositions() -> Iterator[None]:
+    """Hydra's errors about the command in one line, with the keys or options that are like what was said. What is said on stderr is held
+    back until the work begins, because Hydra tells its error there itself."""
     from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+    from omegaconf.errors import OmegaConfBaseException
 
+    sys.stderr = held = io.StringIO()
     try:
         yield
     except SystemExit as leaving:  # Hydra leaves while it handles its error
-        error = leaving.__context__.__cause__ if isinstance(leaving.__context__, HydraException) else None
-        if isinstance(error, ConfigKeyError | ConfigAttributeError) and error.parent_node is not None:
-            near = difflib.get_close_matches(str(error.key), map(str, error.parent_node))
-            if not near and error.parent_node._get_parent() is None:
-                near = [path for path in _paths(OmegaConf.to_container(error.parent_node)) if path.endswith(f".{error.key}")]
-            if near:
-                print(f"Keys like it: {', '.join(near)}; --help lists all.", file=sys.stderr)
+        error = leaving.__context__
+        if sys.stderr is held and isinstance(error, HydraException | OmegaConfBaseException | ValueError):
+            held.seek(0)
+            held.truncate()
+            held.write(f"error: {_composition_message(error)}\n")
         raise
+    finally:
+        _show_stderr()
+
+
+def _show_stderr() -> None:
+    if isinstance(held := sys.stderr, io.StringIO):
+        sys.stderr = sys.__stderr__
+        sys.stderr.write(held.getvalue())
+
+
+def _composition_message(error: Exception) -> str:
+    from hydra.errors import MissingConfigException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+
+    cause = error.__cause__
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return f"{group}={option}: there is no such option; it must be one of {', '.join(error.options)}"
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
+        near = difflib.get_close_matches(str(cause.key), map(str, cause.parent_node))
+        if not near and cause.parent_node._get_parent() is None:
+            near = [path for path in _paths(OmegaConf.to_container(cause.parent_node)) if path.endswith(f".{cause.key}")]
+        return f"{cause.full_key}: there is no such key; " + (f"like it: {', '.join(near)}; " if near else "") + "--help lists all"
+    said = getattr(error, "override", None)  # of what cannot be parsed
+    return (f"{said}: " if said else "") + " ".join(str(error).split())
 
 
 def _paths(config: dict, before: str = "") -> Iterator[str]:
@@ -135,7 +162,7 @@ def remove_refused_run() -> None:
 def user_message(error: BaseException) -> str | None:
     """The message of an error that was raised on purpose; None for what looks like a bug."""
     from hydra.errors import InstantiationException
-    from omegaconf.errors import MissingMandatoryValue
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
     if isinstance(error, InstantiationException) and error.__cause__ is not None:
         cause = error.__cause__
@@ -144,6 +171,8 @@ def user_message(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} must be set: add {error.full_key}=... to the command"
+    if isinstance(error, OmegaConfBaseException) and error.full_key:  # an interpolation
+        return f"{error.full_key}: {str(error).splitlines()[0]}"
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which may not be imported yet
         return (
             f"out of GPU memory ({str(error).splitlines()[0]}); lower data.batch_size (batch_tokens keeps the global batch), data.seq_len "

@@ -112,3 +112,6 @@ class PasskeyDataModule(ExampleDataModule):
 def passkey(**options) -> PasskeyDataModule:
     """A data module of passkeys; options are those of PasskeyDataModule."""
     return PasskeyDataModule(**options)
+
+
+passkey.options_of = (PasskeyDataModule,)

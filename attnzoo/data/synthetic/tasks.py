@@ -192,3 +192,7 @@ def copying(*, n_tokens: int | list[int] | None, **options) -> TokenTask:
 def induction(**options) -> TokenTask:
     """Induction heads, see `attnzoo.data.synthetic.induction`; other options are those of TokenTask."""
     return TokenTask(induction_task, {}, **options)
+
+
+for _task in (recall, copying, induction):
+    _task.options_of = (TokenTask,)

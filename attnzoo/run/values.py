@@ -1,0 +1,250 @@
+"""What a composed config tells by itself: values out of range, contradictions, files and names that do not exist. No torch here.
+
+What a class takes is asked of its signature, see attnzoo.run.checks; here stand the ranges of what other libraries take without a word, and
+those of ours that should be told before torch and Lightning are imported.
+"""
+
+import glob
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
+
+from attnzoo.errors import UserError
+from attnzoo.signatures import Count, Natural, NonNegative, Positive, PositiveShare, Share, ShareBelowOne, check_value
+
+log = logging.getLogger(__name__)
+
+GROUPS = ("task", "data", "attention", "model", "optimizer", "trainer")
+Batches = Natural | Share | None
+Range = Annotated[float, Field(gt=0, lt=1)]
+
+TOP = {
+    "seed": Annotated[int, Field(ge=0, lt=2**32)],
+    "tags": list[str],
+    "ckpt_path": str | None,
+    "matmul_precision": Literal["highest", "high", "medium"],
+    "resume": Literal["auto"] | None,
+    "batch_tokens": Count | None,
+    "activation_checkpointing": Count | None,
+    "init_from": str | None,
+    "compile": bool | str,
+}
+TASK = {"objective": Literal["lm", "mlm", "classification"], "pooling": Literal["cls", "mean"]}
+TRAINER = {
+    "num_nodes": Count,
+    "max_steps": Literal[-1] | Count,
+    "max_epochs": Literal[-1] | Count | None,
+    "val_check_interval": Count | PositiveShare | str | dict | None,
+    "check_val_every_n_epoch": Count | None,
+    "limit_train_batches": Batches,
+    "limit_val_batches": Batches,
+    "overfit_batches": Batches,
+    "accumulate_grad_batches": Count,
+    "log_every_n_steps": Count,
+    "gradient_clip_val": NonNegative | None,
+    "gradient_clip_algorithm": Literal["norm"] | None,
+    "num_sanity_val_steps": Literal[-1] | Natural,
+}
+MODEL = {
+    **dict.fromkeys(("dim", "n_layers", "n_heads", "pad_vocab_multiple", "train_context"), Count),
+    **dict.fromkeys(("vocab_size", "n_kv_heads", "head_dim", "mlp_dim", "max_positions"), Count | None),
+    **dict.fromkeys(("norm_eps", "rope_base", "rope_factor"), Positive),
+    **dict.fromkeys(("dropout", "attention_dropout"), ShareBelowOne),
+    **dict.fromkeys(("tie_embeddings", "bias"), bool),
+    "type_vocab_size": Natural,
+    "mlp": Literal["gelu", "gelu_tanh", "swiglu"],
+    "norm": Literal["layernorm", "rmsnorm"],
+    "norm_position": Literal["pre", "post"],
+    "positions": Literal["learned", "rotary", "alibi"],
+    "rope_scaling": Literal["none", "linear", "ntk"],
+}
+DATA = {
+    **dict.fromkeys(("batch_size", "n_train", "n_validation", "vocab_size", "max_depth", "min_length", "max_length"), Count),
+    **dict.fromkeys(("eval_batch_size", "max_documents", "max_val_documents"), Count | None),
+    **dict.fromkeys(("seed", "num_workers", "n_test", "generator_seed"), Natural),
+    **dict.fromkeys(("mask_rate", "eval_mask_rate", "share"), PositiveShare),
+    **dict.fromkeys(("shuffle", "packed", "cross_documents", "group_by_length", "balance_lengths", "streaming", "random_fill"), bool),
+    **dict.fromkeys(("tokenizer", "column", "label_column", "split"), str),
+    **dict.fromkeys(("cache_dir", "val_split", "config", "revision", "document_start", "name", "path", "val_path"), str | None),
+    "seq_len": Annotated[int, Field(ge=2)],
+    "min_seq_len": Annotated[int, Field(ge=3)] | None,
+    "val_fraction": Range,
+    "paths": str | list[str],
+    "val_paths": str | list[str] | None,
+    "packages": str | list[str],
+    "n_pairs": Count | list[Count],
+    "n_tokens": Count | list[Count] | None,
+    "power": Positive,
+    "max_args": Annotated[int, Field(ge=2)],
+    "targets": Literal["answer", "all"],
+    "depth": Share | None,
+    "keys": tuple[Natural, Natural],
+    "distractors": Natural | list[Natural],
+}
+CALLBACKS = {
+    "last": {"every_n_steps": Count},
+    "early_stopping": {"monitor": str, "patience": Natural, "min_delta": NonNegative},
+    "sample": {"prompt": str | None, "max_new_tokens": Count, "temperature": NonNegative},
+}
+WANDB = {"project": str, "entity": str | None, "name": str | None, "group": str | None, "offline": bool | None}
+EVALUATION = {
+    "ckpt_path": str | None,
+    "runs": str | list[str] | None,
+    "checkpoint": Literal["best", "last"],
+    "accelerator": Literal["auto", "cpu", "gpu", "cuda", "mps"],
+    "precision": str | int | None,
+    "store": str | None,
+    "trust": list[str],
+    "tags": list[str],
+}
+READ_MODEL = {"rope_scaling": Literal["none", "linear", "ntk"] | None, "rope_factor": Positive | None}
+TASKS = {"examples": Count, "batch_tokens": Count, "seed": Natural, "distractors": Natural, "batch_size": Count, "repeats": Count,
+         "new_tokens": Count, "min_tokens": Count, "max_tokens": Count | None}
+
+
+def check_training(cfg: DictConfig) -> None:
+    """Raises UserError or ValueError for a config of train.py that cannot be run."""
+    plain = _plain(cfg)
+    for group in GROUPS:
+        if not isinstance(plain.get(group), dict):
+            raise UserError(f"{group}={plain.get(group)} must be an option of configs/{group}: --help lists them")
+    _check_group(plain, "", TOP)
+    for group, table in (("trainer", TRAINER), ("model", MODEL), ("data", DATA), ("data.text", DATA)):
+        if _is_known(plain, group):
+            _check_group(plain, group, table)
+    if _is_known(plain, "task.module"):
+        _check_group(plain, "task", TASK)
+    for name, table in CALLBACKS.items():
+        _check_callback(plain, name, table)
+    _check_group(plain, "logger.wandb", WANDB)
+    _check_optimizer(cfg, plain)
+    _check_model(plain)
+    _check_places(plain)
+
+
+def check_evaluation(cfg: DictConfig) -> None:
+    """The same for a config of eval.py."""
+    plain = _plain(cfg)
+    _check_group(plain, "", EVALUATION)
+    _check_group(plain, "model", READ_MODEL)
+    lengths = plain["evaluation"]["lengths"]
+    if lengths is not None and (not isinstance(lengths, list) or not lengths):
+        raise UserError(f"evaluation.lengths={lengths!r} must be a list of positive whole numbers, such as [512,2048], or null")
+    check_value("evaluation.lengths", lengths, list[Count] | None)
+    for name, task in (plain["evaluation"]["tasks"] or {}).items():
+        if task:
+            _check_group(plain, f"evaluation.tasks.{name}", TASKS)
+    _check_group(plain, "logger.wandb", WANDB)
+    if _is_known(plain, "data"):
+        _check_group(plain, "data", DATA)
+        _check_places(plain)
+    given = [plain["ckpt_path"]] if plain["runs"] is None else plain["runs"] if isinstance(plain["runs"], list) else [plain["runs"]]
+    for path in filter(None, given):
+        if not Path(path).expanduser().exists():
+            raise UserError(f"{path} does not exist; it must be a checkpoint (*.ckpt), a run folder, or a folder of runs")
+
+
+def _plain(cfg: DictConfig) -> dict[str, Any]:
+    if missing := sorted(OmegaConf.missing_keys(cfg)):
+        raise UserError(f"{missing[0]} must be set: add {missing[0]}=... to the command")
+    return OmegaConf.to_container(cfg, resolve=True)
+
+
+def _check_there(plain: Mapping[str, Any], where: str, *keys: str) -> None:
+    for key in keys:
+        if key not in (_select(plain, where) or {}):
+            path = f"{where}.{key}".lstrip(".")
+            raise UserError(f"{path} must be set: it was taken out")
+
+
+def _select(plain: Mapping[str, Any], path: str) -> Any:
+    for key in filter(None, path.split(".")):
+        plain = plain.get(key) if isinstance(plain, Mapping) else None
+    return plain
+
+
+def _is_known(plain: Mapping[str, Any], group: str) -> bool:
+    """Whether a class of this project or of Lightning takes the group, whose keys are then those of the tables."""
+    target = (_select(plain, group) or {}).get("_target_")
+    return isinstance(target, str) and target.startswith(("attnzoo.", "lightning."))
+
+
+def _check_group(plain: Mapping[str, Any], group: str, table: Mapping[str, Any]) -> None:
+    for key, value in (_select(plain, group) or {}).items():
+        if key in table:
+            check_value(f"{group}.{key}".lstrip("."), value, table[key])
+
+
+def _check_callback(plain: Mapping[str, Any], name: str, table: Mapping[str, Any]) -> None:
+    try:
+        _check_group(plain, f"callbacks.{name}", table)
+    except ValueError as error:
+        every, interval = _select(plain, "callbacks.last.every_n_steps"), _select(plain, "trainer.val_check_interval")
+        if name == "last" and every == interval:  # the default follows it, and Lightning has intervals that are no number of steps
+            raise ValueError(f"{error}; it follows trainer.val_check_interval, so set callbacks.last.every_n_steps=... itself") from error
+        raise
+
+
+def _check_optimizer(cfg: DictConfig, plain: Mapping[str, Any]) -> None:
+    if not _is_known(plain, "optimizer"):
+        return
+    from attnzoo.run.checks import check_target
+
+    check_target("optimizer", cfg.optimizer)
+    _check_there(plain, "optimizer", "lr", "betas", "eps", "weight_decay", "schedule", "warmup_steps", "final_lr")
+    optimizer, trainer = plain["optimizer"], plain["trainer"]
+    schedule, warmup, steps = optimizer["schedule"], optimizer["warmup_steps"], optimizer.get("total_steps") or trainer.get("max_steps", -1)
+    if isinstance(schedule, str):
+        raise UserError(f"optimizer.schedule={schedule!r}: must be the options of one; choose it with schedule={schedule}")
+    if _is_known(plain, "optimizer.schedule"):
+        check_target("optimizer.schedule", cfg.optimizer.schedule)
+    endless = steps == -1 and trainer.get("max_epochs") in (-1, None) and not trainer.get("fast_dev_run")
+    if endless and (0 < warmup < 1 or schedule.get("decay_share") != 0):
+        raise UserError("optimizer.schedule needs an end: set trainer.max_steps or optimizer.total_steps, or take schedule=constant "
+                        "and optimizer.warmup_steps in steps")
+    if 0 < steps <= warmup:
+        log.warning(f"optimizer.warmup_steps={warmup} is not below the {steps} steps of the run: optimizer.lr is never reached")
+
+
+def _check_model(plain: Mapping[str, Any]) -> None:
+    model, objective = plain["model"], plain["task"]["objective"]
+    for target, needed, others in (("attnzoo.models.GPT", "BERT", ("mlm", "classification")), ("attnzoo.models.BERT", "GPT", ("lm",))):
+        if model.get("_target_") == target and objective in others:
+            way_out = {"BERT": "take model=bert_tiny, or task=lm", "GPT": "take model=gpt_tiny, or task=mlm"}[needed]
+            raise UserError(f"task={objective} must go with a {needed}, got model._target_={target}; {way_out}")
+    if not _is_known(plain, "model"):
+        return
+    _check_there(plain, "model", "dim", "n_layers", "n_heads", "train_context")
+    dim, n_heads, n_kv_heads = model["dim"], model["n_heads"], model.get("n_kv_heads") or model["n_heads"]
+    if model.get("head_dim") is None and dim % n_heads:
+        raise UserError(f"model.dim={dim} is not divisible by model.n_heads={n_heads}; change one of them or set model.head_dim")
+    if n_heads % n_kv_heads:
+        raise UserError(f"model.n_heads={n_heads} must be a multiple of model.n_kv_heads={n_kv_heads}")
+    context, rows = model["train_context"], model.get("max_positions")
+    if model.get("positions") == "learned" and rows is not None and context > rows:
+        raise UserError(f"model.train_context={context} (data.seq_len) is longer than model.max_positions={rows}; "
+                        f"set model.max_positions={context}, or model.positions=rotary")
+
+
+def _check_places(plain: Mapping[str, Any]) -> None:
+    """Files and names that are given exist."""
+    for data in ("data", "data.text"):
+        if not _is_known(plain, data):
+            continue
+        group = _select(plain, data)
+        for key in ("paths", "val_paths", "path", "val_path"):
+            for path in _texts(group.get(key)):
+                if not (Path(path).expanduser().exists() or glob.has_magic(path)):
+                    raise FileNotFoundError(f"{data}.{key}: {path!r} does not exist (relative to {Path.cwd()})")
+        if isinstance(name := group.get("tokenizer"), str):
+            from attnzoo.data.tokenizers import check_name
+
+            check_name(name)
+
+
+def _texts(value: Sequence[str] | str | None) -> Iterator[str]:
+    yield from [value] if isinstance(value, str) else value or ()
