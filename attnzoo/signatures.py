@@ -47,7 +47,7 @@ def check_options(where: str, target: Callable, options: Mapping[str, Any]) -> N
 
 def check_value(where: str, value: Any, hint: Any) -> None:
     """Raises ValueError where a value of a configuration is not what a type says."""
-    if not _fits(value, hint):
+    if not fits(value, hint):
         raise ValueError(f"{where}={value!r}: must be {words(hint)}")
 
 
@@ -86,7 +86,8 @@ def _hints(target: Callable) -> dict[str, Any]:
     return hints
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value of a configuration is what a type says."""
     try:
         written = json.dumps(value)
     except TypeError:  # made by other code, not read from a configuration

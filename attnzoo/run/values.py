@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from attnzoo.errors import UserError
-from attnzoo.signatures import Count, Natural, NonNegative, Positive, PositiveShare, Share, ShareBelowOne, check_value
+from attnzoo.signatures import Count, Natural, NonNegative, Positive, PositiveShare, Share, ShareBelowOne, check_value, fits
 
 log = logging.getLogger(__name__)
 
@@ -132,9 +132,8 @@ def check_evaluation(cfg: DictConfig) -> None:
     _check_group(plain, "", EVALUATION)
     _check_group(plain, "model", READ_MODEL)
     lengths = plain["evaluation"]["lengths"]
-    if lengths is not None and (not isinstance(lengths, list) or not lengths):
-        raise UserError(f"evaluation.lengths={lengths!r} must be a list of positive whole numbers, such as [512,2048], or null")
-    check_value("evaluation.lengths", lengths, list[Count] | None)
+    if lengths is not None and not fits(lengths, Annotated[list[Count], Field(min_length=1)]):
+        raise UserError(f"evaluation.lengths={lengths} must be a list of positive whole numbers, such as [512,2048], or null")
     for name, task in (plain["evaluation"]["tasks"] or {}).items():
         if task:
             _check_group(plain, f"evaluation.tasks.{name}", TASKS)
