@@ -275,8 +275,8 @@ def test_an_evaluation_without_tasks_is_refused(runs, evaluate):
     [
         ("evaluation.tasks.perplexity.stride=half", "evaluation.tasks.perplexity.stride='half': must be"),
         ("evaluation.tasks.perplexity.protocols=3", "evaluation.tasks.perplexity.protocols=3: must be a list"),
-        ("store=3", "store=3 must be a folder"),
-        ("trust=mine", "trust=mine must be a list"),
+        ("store=3", "store=3: must be a text or null"),
+        ("trust=mine", "trust=.mine.: must be a list of texts"),
     ],
 )
 def test_options_of_a_wrong_kind_are_refused_by_name(runs, evaluate, override, says):

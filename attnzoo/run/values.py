@@ -98,6 +98,7 @@ EVALUATION = {
     "accelerator": Literal["auto", "cpu", "gpu", "cuda", "mps"],
     "precision": str | int | None,
     "store": str | None,
+    "remeasure": bool,
     "trust": list[str],
     "tags": list[str],
 }
