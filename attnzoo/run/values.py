@@ -114,7 +114,7 @@ def check_training(cfg: DictConfig) -> None:
         if not isinstance(plain.get(group), dict):
             raise UserError(f"{group}={plain.get(group)} must be an option of configs/{group}: --help lists them")
     _check_group(plain, "", TOP)
-    for group, table in (("trainer", TRAINER), ("model", MODEL), ("data", DATA), ("data.text", DATA)):
+    for group, table in (("trainer", TRAINER), ("data", DATA), ("data.text", DATA), ("model", MODEL)):
         if _is_known(plain, group):
             _check_group(plain, group, table)
     if _is_known(plain, "task.module"):
