@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from tiny_run import ROOT, compose_tiny
 
 from attnzoo import runner
+from attnzoo.run import checks
 from attnzoo.run.command_line import one_line_errors
 
 CONFIGS = ROOT / "configs"
@@ -24,8 +25,10 @@ NEEDS = {
     "text": TEXT,
     "shakespeare_nanogpt": TEXT,
     "hf": ["data.name=parquet"],
-    **dict.fromkeys(("listops", "pathfinder", "pathx", "images"), ["task=classification"]),
-    "text_classification": ["task=classification", "data.name=parquet"],
+    **dict.fromkeys(("listops", "pathfinder", "pathx", "images"), ["task=classification", "model=bert_tiny"]),
+    "text_classification": ["task=classification", "model=bert_tiny", "data.name=parquet"],
+    "classification": ["model=bert_tiny"],
+    "mlm": ["model=bert_tiny"],
 }
 
 
@@ -39,10 +42,10 @@ def compose(*overrides: str, name: str = "train"):
 
 
 @pytest.mark.parametrize(("group", "option"), [(group, option) for group in TRAIN_GROUPS for option in options(group)])
-def test_every_option_composes_and_builds(group, option):
+def test_every_option_composes_and_builds(group, option, monkeypatch):
     cfg = compose(f"{group}={option}", *NEEDS.get(option, []))
-    assert not OmegaConf.missing_keys(cfg)
-    OmegaConf.to_container(cfg, resolve=True)
+    monkeypatch.setattr("attnzoo.data.tokenizers.check_name", lambda name: None)  # no hub
+    checks.check_training(cfg)
     if group in ("data", "experiment"):
         data = instantiate(cfg.data, _convert_="all")
         assert data.objective == cfg.task.objective
@@ -61,7 +64,9 @@ def test_every_option_composes_and_builds(group, option):
 
 @pytest.mark.parametrize(("group", "option"), [("evaluation", option) for option in options("evaluation")])
 def test_every_evaluation_composes_and_builds(group, option):
-    cfg = compose(f"{group}={option}", "ckpt_path=x.ckpt", name="eval")
+    tasks = ["evaluation.tasks.lm_eval.tasks=[a]"] if option == "lm_eval" else []
+    cfg = compose(f"{group}={option}", f"ckpt_path={ROOT}", *tasks, name="eval")
+    checks.check_evaluation(cfg)
     assert all(callable(task) for task in instantiate(cfg.evaluation.tasks, _convert_="all").values())
 
 

@@ -180,3 +180,7 @@ def images(
     source = ImageSource(name=name, path=path, image_column=image_column, label_column=label_column, size=size, val_fraction=val_fraction,
                          test_split=test_split)
     return ClassificationDataModule(source, tokenizer=pixel_tokenizer(), **options)
+
+
+pathfinder.options_of = (pathfinder_task.Settings, ClassificationDataModule)
+images.options_of = (ClassificationDataModule,)
