@@ -36,15 +36,19 @@ class Config:
     Q_IN_REGISTERS: gl.constexpr  # its queries move on to registers, and their place is free at once
     CLEAR: gl.constexpr  # values behind a sequence's end are another sequence's, whatever they hold, and are overwritten
     JOINT_RELEASE: gl.constexpr  # keys of a step and values of the one before go back to the producer together
+    INDEX_EARLY: gl.constexpr  # the producer asks for the next tile before it loads this one's
+    Q_PLAIN: gl.constexpr  # packed queries are loaded by rows of all sequences, and do not end where theirs does
     K_BEFORE_PV: gl.constexpr  # wait for the next keys between the exponentials and the wait for P V (fault 4)
     HALF_TILE: gl.constexpr  # half of a consumer's first tile of keys is left out where no query sees it
     PREFETCH_TILE: gl.constexpr  # a consumer takes its next tile while the last product of this one is in flight
     ROW_MAX_NOT_NEGATIVE: gl.constexpr  # row maxima by integer instructions once none is below zero; not with MASK_IN_LOOP
     OPTIONS: gl.constexpr  # a variant's own constants, a struct like this one
 
-    PRODUCE: gl.constexpr  # the loading warp: one of forward_producer
+    PRODUCE: gl.constexpr  # () the loading warp: one of forward_producer, or a variant's
+    CONSUME: gl.constexpr  # (ME) a consumer: forward_consumer.consume, or a variant's
     NEXT_TILE: gl.constexpr  # (index) -> the tile of that index, or the next one that has rows; its `words` go to the consumers
-    LOAD_TILE: gl.constexpr  # (tile, step, q_step) -> (step, q_step) behind the loads of a tile, for forward_producer.produce
+    LOAD_TILE: gl.constexpr  # (tile, step, q_step) -> (step, q_step) behind the loads of a tile, for produce_segments
+    NEXT_ENTRY: gl.constexpr  # (j, tile) -> the tile of keys behind the j-th, in forward_producer.load_segment; may be left out
     TAKE: gl.constexpr  # (taken) -> the consumers' tile, whose sequence is -1 behind the last one
     SPAN: gl.constexpr  # (tile, ME, taken) -> a consumer's rows and the tiles of keys that they see
     BEGIN: gl.constexpr  # (tile, span) -> what FINISH needs from memory, asked for early; may be left out
@@ -152,11 +156,18 @@ def forward_barriers(config):
 
 
 @gluon.jit
+def work_and_barriers(config, WORDS: gl.constexpr = 3):
+    """Where WORDS of the next tiles are written for the consumers, and Barriers."""
+    work = gl.allocate_shared_memory(gl.int32, [WORDS * WORK, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return work, forward_barriers(config)
+
+
+@gluon.jit
 def allocate(descs, config, WORDS: gl.constexpr = 3):
     """(Tiles, Barriers). WORDS: of a tile, for the consumers."""
     q = tiles_like(descs.q, config.Q_SLOTS * config.CONSUMERS)
     out = tiles_like(descs.out, config.CONSUMERS)
     k = tiles_like(descs.k, config.STAGES)
     v = tiles_like(descs.v, config.STAGES)
-    work = gl.allocate_shared_memory(gl.int32, [WORDS * WORK, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Tiles(q, out, k, v, work), forward_barriers(config)
+    work, bars = work_and_barriers(config, WORDS)
+    return Tiles(q, out, k, v, work), bars

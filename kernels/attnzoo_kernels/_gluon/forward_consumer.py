@@ -70,7 +70,7 @@ def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.con
 
 @gluon.jit
 def consume(program, config, ME: gl.constexpr):
-    """64 rows of each tile."""
+    """CONSUME of online softmaxes: 64 rows of each tile."""
     step = 0
     taken = 0
     q_step = 0
@@ -111,19 +111,24 @@ def consume(program, config, ME: gl.constexpr):
 
 
 @gluon.jit
-def produce(program, config):
+def _consume(program, config, ME: gl.constexpr):
+    config.CONSUME(program, config, ME)
+
+
+@gluon.jit
+def _produce(program, config):
     config.PRODUCE(program, config)
 
 
 @gluon.jit
-def run(program, config):
+def run_forward(program, config):
     """The kernel's body: the default warps are the first consumer."""
     if config.CONSUMERS == 1:
-        gl.warp_specialize([(consume, (program, config, 0)), (produce, (program, config))], [1], [24])
+        gl.warp_specialize([(_consume, (program, config, 0)), (_produce, (program, config))], [1], [24])
     elif config.CONSUMERS == 2:
-        gl.warp_specialize([(consume, (program, config, 0)), (consume, (program, config, 1)), (produce, (program, config))],
+        gl.warp_specialize([(_consume, (program, config, 0)), (_consume, (program, config, 1)), (_produce, (program, config))],
                            [4, 1], [config.REGISTERS, 24])
     else:
-        gl.warp_specialize([(consume, (program, config, 0)), (consume, (program, config, 1)), (consume, (program, config, 2)),
-                            (produce, (program, config))], [4, 4, 1], [config.REGISTERS, config.REGISTERS, 24])
+        gl.warp_specialize([(_consume, (program, config, 0)), (_consume, (program, config, 1)), (_consume, (program, config, 2)),
+                            (_produce, (program, config))], [4, 4, 1], [config.REGISTERS, config.REGISTERS, 24])
     invalidate(program.bars)

@@ -21,7 +21,7 @@ def load_queries(desc, tile, q_step, program, config):
         mbarrier.wait(program.bars.q_empty.index(at), phase ^ 1)
         row = tile.row + rows_of(c, q_step, config) * ROWS
         load_box(desc, program.tiles.q, program.bars.q_full, at,
-                 place(tile.sequence, tile.head, tile.first_q, row, tile.len_q, config.PACKED))
+                 place(tile.sequence, tile.head, tile.first_q, row, tile.len_q, config.PACKED and not config.Q_PLAIN))
 
 
 class Keys(NamedTuple):
@@ -79,5 +79,45 @@ def produce_prefetched(program, config):
             load_values(step, keys, key, program, config)
             key -= config.BLOCK_N
             step += 1
+    leave_at_zero(problem, tile.index)
+    publish(program, taken, NONE)
+
+
+@gluon.jit
+def load_segment(q_desc, k_desc, tile, keys, first, entry, tiles, step, q_step, program, config):
+    """`tiles` tiles of keys, of which the first one is the entry-th behind the key `first`, and beside it the queries of `tile`. They go
+    down one by one, or NEXT_ENTRY tells which is next. Returns (step, q_step)."""
+    for j in range(tiles):
+        key = first + entry * config.BLOCK_N
+        if config.NEXT_ENTRY is None:
+            entry -= 1
+        else:
+            entry = config.NEXT_ENTRY(j, tile, program, config)
+        load_keys(k_desc, step, keys, key, program, config)
+        if j == 0:
+            load_queries(q_desc, tile, q_step, program, config)
+        load_values(step, keys, key, program, config)
+        step += 1
+    return step, q_step + 1
+
+
+@gluon.jit
+def produce_segments(program, config):
+    """PRODUCE where queries come beside the first keys that they see: LOAD_TILE loads one segment of keys after the other."""
+    problem = program.problem
+    step = 0
+    taken = 0
+    q_step = 0
+    tile = config.NEXT_TILE(gl.program_id(0), program, config)
+    while tile.index < problem.n_tiles:
+        publish(program, taken, tile.words)
+        index = tile.index
+        if config.INDEX_EARLY:
+            index = next_index(problem)
+        step, q_step = config.LOAD_TILE(tile, step, q_step, program, config)
+        if not config.INDEX_EARLY:  # so that the program that is ready first gets the next tile
+            index = next_index(problem)
+        tile = config.NEXT_TILE(index, program, config)
+        taken += 1
     leave_at_zero(problem, tile.index)
     publish(program, taken, NONE)

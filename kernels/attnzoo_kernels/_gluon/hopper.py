@@ -169,7 +169,7 @@ def _template(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ..
 @gluon.jit
 def place(batch, head, first, row, length, BY_SEQUENCE: gl.constexpr):
     """Coordinates of a box of `descriptor` from `row` on of a sequence, which begins at `first` where they are BY_SEQUENCE."""
-    at = (batch, head, row, 0)
+    at = (batch, head, first + row, 0)
     if BY_SEQUENCE:  # its last row is the last one that the descriptor has
         at = (SEQUENCE_END, first + length, head, SEQUENCE_END - length + row, 0)
     return at

@@ -122,21 +122,23 @@ def publish(program, taken, words):
 
 
 @gluon.jit
-def word(program, slot, WORD: gl.constexpr):
+def take_words(WORDS: gl.constexpr, taken, program):
+    """What was published of the next tile, once it is."""
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(program.tiles.work.index(WORD * WORK + slot).load(lane), 0)
+    slot, phase = ring(taken, WORK)
+    mbarrier.wait(program.bars.work_full.index(slot), phase)
+    words = ()
+    for word in gl.static_range(WORDS):
+        words = words + (gl.max(program.tiles.work.index(word * WORK + slot).load(lane), 0),)
+    mbarrier.arrive(program.bars.work_empty.index(slot), count=1)
+    return words
 
 
 @gluon.jit
 def take(taken, program, config):
     """TAKE of dense sequences and of packed ones."""
     problem = program.problem
-    slot, phase = ring(taken, WORK)
-    mbarrier.wait(program.bars.work_full.index(slot), phase)
-    sequence = word(program, slot, 0)
-    head = word(program, slot, 1)
-    row = word(program, slot, 2)
-    mbarrier.arrive(program.bars.work_empty.index(slot), count=1)
+    sequence, head, row = take_words(3, taken, program)
     there = gl.maximum(sequence, 0)
     first_q, len_q = sequence_bounds(problem.cu_seqlens_q, there, problem.n_seqs, problem.seqlen_q, config.PACKED, True)
     first_k, len_k = sequence_bounds(problem.cu_seqlens_k, there, problem.n_seqs, problem.seqlen_k, config.PACKED, False)

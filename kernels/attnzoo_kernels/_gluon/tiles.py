@@ -1,4 +1,4 @@
-"""Persistent programs: which tile comes next, where it lies and what it walks."""
+"""Tiles of packed sequences, and the tiles of keys that queries see."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,32 +32,6 @@ def find_sequence(cu_seqlens, slot, n_seqs, BLOCK: gl.constexpr):
         first_slot = gl.load(cu_seqlens + b, mask=b <= n_seqs, other=0) // BLOCK + b
         sequence += gl.sum(((first_slot <= slot) & (b <= n_seqs)).to(gl.int32), 0)
     return sequence
-
-
-@gluon.jit
-def decode_tile(index, cu_seqlens, n_seqs, seqlen, heads, head_group, BLOCK: gl.constexpr, PACKED: gl.constexpr, HEAVY_LAST: gl.constexpr):
-    """(sequence, head, tile) of the index-th tile. Tiles of one head follow each other, or under HEAVY_LAST (causal: the last rows walk
-    most keys) those of `head_group` heads from the last tile to the first, so that the heads' keys stay in L2 and light tiles end."""
-    if PACKED:
-        slots = seqlen // BLOCK + n_seqs + 1
-        head = index // slots
-        slot = index % slots
-        sequence = find_sequence(cu_seqlens, slot, n_seqs, BLOCK)
-        tile = slot - (gl.load(cu_seqlens + sequence) // BLOCK + sequence)
-    else:
-        tiles = (seqlen + BLOCK - 1) // BLOCK
-        if HEAVY_LAST:
-            first = index // (head_group * tiles) * head_group
-            members = gl.minimum(head_group, n_seqs * heads - first)
-            place = index - first * tiles
-            row = first + place % members
-            tile = tiles - 1 - place // members
-        else:
-            row = index // tiles
-            tile = index % tiles
-        sequence = row // heads
-        head = row % heads
-    return sequence, head, tile
 
 
 @gluon.jit

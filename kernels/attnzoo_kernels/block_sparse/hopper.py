@@ -6,6 +6,7 @@ Where blocks have 64 queries, one warp group has a list, and two or three progra
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,125 +14,123 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.counter import tile_counter
-from attnzoo_kernels._gluon.hopper import (
-    async_store,
-    box,
-    descriptor,
-    fence_async_shared,
-    invalidate,
-    load_tile,
-    mbarrier,
-    ring,
-    tma,
-    warpgroup_mma_wait,
-    why_not_tma,
-)
+from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
+from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_forward
+from attnzoo_kernels._gluon.forward_mainloop import mainloop, mask, step_mask
+from attnzoo_kernels._gluon.forward_producer import Keys, load_segment, produce_segments
+from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
+from attnzoo_kernels._gluon.tile_scheduler import take_words
 from attnzoo_kernels._gluon.tiles import masks_in_loop
-from attnzoo_kernels._gluon.walk import store_statistics, walk_keys
-from attnzoo_kernels._gluon.work import WORK, forward_barriers, leave_at_zero
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of
 from attnzoo_kernels.block_sparse.hopper_lists import find_list, list_lengths, listed_tile
 from attnzoo_kernels.block_sparse.lists import Grid
 from attnzoo_kernels.block_sparse.options import Options
 from attnzoo_kernels.block_sparse.tiles import HopperTile, hopper_forward_tile
-from attnzoo_kernels.flash.hopper_loads import announce, await_work, word
 from attnzoo_kernels.flash.options import Layout, layout
 
-ROWS = gl.constexpr(64)  # of a consumer: what one matrix instruction takes
+
+class Tile(NamedTuple):
+    """As `_gluon.tile_scheduler.Tile`, with its list."""
+
+    index: Any
+    words: Any  # batch, head, row, entries, those that need no mask, first key of the last one, number of the list
+    sequence: Any
+    head: Any
+    row: Any
+    first_q: Any
+    len_q: Any
+    length: Any
+    begin: Any
+    last: Any
+
+
+class Taken(NamedTuple):
+    sequence: Any
+    head: Any
+    row: Any
+    first_q: Any
+    length: Any
+    clear: Any
+    column: Any
+    begin: Any
+
+
+class Span(NamedTuple):
+    """As `_gluon.tile_scheduler.Span` of positions in a list."""
+
+    row: Any
+    len_q: Any
+    len_k: Any
+    loaded_begin: Any
+    loaded_end: Any
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+    column: Any
+    entries: Any
+
+
+class Lists(NamedTuple):
+    """`attnzoo_kernels.block_sparse.lists.TileLists` and their strides."""
+
+    order: Any
+    entries: Any
+    count: Any
+    tiles: Any
+    width: Any
+    stride_batch: Any
+    stride_head: Any
 
 
 @gluon.jit
-def _find(index, order, count, entries, tiles, heads, n_tiles, width, stride_batch, stride_head):
-    """The index-th tile: (its batch, head and number, its list's number, length, entries that need no mask, where it lies, last entry)."""
-    batch, head, tile = listed_tile(index, order, tiles, heads, n_tiles)
-    number = batch * stride_batch + head * stride_head + tile
-    length, clear = list_lengths(count, number)
-    begin = find_list(entries, number, width)
+def next_tile(index, program, config):
+    lists, problem = program.own, program.problem
+    batch, head, tile = listed_tile(index, lists.order, lists.tiles, problem.heads, problem.n_tiles)
+    number = batch * lists.stride_batch + head * lists.stride_head + tile
+    length, clear = list_lengths(lists.count, number)
+    begin = find_list(lists.entries, number, lists.width)
     last = gl.load(begin + gl.maximum(length - 1, 0))
-    return batch, head, tile, number, length, clear, begin, gl.where(length > 0, last, 0)
+    last = gl.where(length > 0, last, 0)  # a tile that sees no key gets one to look at
+    row = tile * (config.CONSUMERS * ROWS)
+    return Tile(index, (batch, head, row, length, clear, last * config.BLOCK_N, number), batch, head, row, 0, problem.seqlen_q, length,
+                begin, last)
 
 
 @gluon.jit
-def _produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Takes tiles, tells the consumers which, and loads what they need: a tile that sees no key gets one to look at."""
-    (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, work, bars, counter, order, entries, count, tiles, width, stride_batch, stride_head,
-     heads, group, n_tiles) = loads
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
-    step = 0
-    taken = 0
-    index = gl.program_id(0)
-    batch, head, tile, number, length, clear, begin, listed = _find(index, order, count, entries, tiles, heads, n_tiles, width,
-                                                                    stride_batch, stride_head)
-    while index < n_tiles:
-        slot, phase = ring(taken, WORK)
-        mbarrier.wait(work_empty.index(slot), phase ^ 1)
-        announce(work, work_full, slot, (1, batch, head, tile, length, clear, listed * BLOCK_N, number))
-        kv_head = head // group
-        row = tile * (CONSUMERS * ROWS)
-        steps = gl.maximum(length, 1)
-        for j in range(steps):
-            key = listed * BLOCK_N
-            listed = gl.load(begin + gl.maximum(length - 2 - j, 0))  # a step ahead: the load of keys would wait for it
-            slot, phase = ring(step, STAGES)
-            mbarrier.wait(k_empty.index(slot), phase ^ 1)
-            load_tile(k_desc, k_tiles, k_full, slot, batch, kv_head, key)
-            if j == 0:
-                for c in gl.static_range(CONSUMERS):
-                    mbarrier.wait(q_empty.index(c), (taken & 1) ^ 1)
-                    load_tile(q_desc, q_tiles, q_full, c, batch, head, row + c * ROWS)
-            mbarrier.wait(v_empty.index(slot), phase ^ 1)
-            load_tile(v_desc, v_tiles, v_full, slot, batch, kv_head, key)
-            step += 1
-        index = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-        batch, head, tile, number, length, clear, begin, listed = _find(index, order, count, entries, tiles, heads, n_tiles, width,
-                                                                        stride_batch, stride_head)
-        taken += 1
-    leave_at_zero(counter, index, n_tiles)
-    slot, phase = ring(taken, WORK)
-    mbarrier.wait(work_empty.index(slot), phase ^ 1)
-    announce(work, work_full, slot, (0,))
+def next_entry(j, tile, program, config):
+    """A step ahead: the load of keys would wait for it."""
+    return gl.load(tile.begin + gl.maximum(tile.length - 2 - j, 0))
 
 
 @gluon.jit
-def _consume(rows, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ME: gl.constexpr,
-             HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, LOOP_MASK: gl.constexpr):
-    """64 rows of each tile."""
-    (out_desc, lse_ptr, stats_ptr, q_tiles, k_tiles, v_tiles, out_tiles, work, bars, entries, width, heads, seqlen_q, seqlen_k, window_left,
-     window_right, scale, stride_stats) = rows
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
-    scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc_row: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16]))
-    step = 0
-    taken = 0
-    slot, more = await_work(work, work_full, taken)
-    while more != 0:
-        batch, head = word(work, slot, 1), word(work, slot, 2)
-        row = (word(work, slot, 3) * CONSUMERS + ME) * ROWS
-        length, clear, column = word(work, slot, 4), word(work, slot, 5), word(work, slot, 6)
-        begin = find_list(entries, word(work, slot, 7), width)
-        mbarrier.arrive(work_empty.index(slot), count=1)
-        mbarrier.wait(q_full.index(ME), taken & 1)
-        q = q_tiles.index(ME).load(gl.DotOperandLayout(0, scores_layout, 2))
-        fence_async_shared()
-        mbarrier.arrive(q_empty.index(ME), count=1)
-        # an empty list: a tile of a sequence without keys
-        acc_pending, top, total, step = walk_keys(
-            q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, 0, 0, clear, gl.maximum(length, 1), row, seqlen_q,
-            gl.where(length > 0, seqlen_k, 0), window_left, window_right, scale, ROWS, BLOCK_DV, BLOCK_N, STAGES, False, HAS_LEFT,
-            HAS_RIGHT, LOOP_MASK, False, False, (begin, column))
-        i = row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
-        rows_before = (batch * heads + head).to(gl.int64) * seqlen_q
-        inverse = store_statistics(lse_ptr, stats_ptr, stride_stats, rows_before + i, i < seqlen_q, top, total)
-        tma.store_wait(0)
-        acc = warpgroup_mma_wait(0, deps=(acc_pending,))
-        mbarrier.arrive(v_empty.index((step - 1) % STAGES), count=1)
-        if row < seqlen_q:
-            out_tiles.index(ME).store((acc * gl.convert_layout(inverse, acc_row)[:, None]).to(q_tiles.dtype))
-            fence_async_shared()
-            async_store(out_desc, [batch, head, row, 0], box(out_tiles.index(ME), out_desc))
-        taken += 1
-        slot, more = await_work(work, work_full, taken)
-    tma.store_wait(0)
+def load_tile(tile, step, q_step, program, config):
+    keys = Keys(tile.sequence, tile.head // program.problem.group, 0, program.problem.seqlen_k)
+    return load_segment(program.descs.q, program.descs.k, tile, keys, 0, tile.last, gl.maximum(tile.length, 1), step, q_step, program,
+                        config)
+
+
+@gluon.jit
+def take(taken, program, config):
+    words = take_words(7, taken, program)
+    return Taken(words[0], words[1], words[2], 0, words[3], words[4], words[5], find_list(program.own.entries, words[6], program.own.width))
+
+
+@gluon.jit
+def span(tile, ME: gl.constexpr, taken, program, config):
+    problem = program.problem
+    len_k = gl.where(tile.length > 0, problem.seqlen_k, 0)  # an empty list: a tile of a sequence without keys
+    end = gl.maximum(tile.length, 1)
+    return Span(tile.row + ME * ROWS, problem.seqlen_q, len_k, 0, end, 0, 0, tile.clear, end, tile.column, tile.begin)
+
+
+@gluon.jit
+def column(tile, span, FIRST: gl.constexpr, program, config):
+    """The first key of a list's tile, of which the consumers know the last one."""
+    at = span.column
+    if not FIRST:
+        at = gl.load(span.entries + tile) * config.BLOCK_N
+    return at
 
 
 @gluon.jit(do_not_specialize=["stride_stats", "stride_lb", "stride_lh", "list_tiles", "list_width", "window_left", "window_right",
@@ -142,31 +141,16 @@ def block_sparse_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
                                    heads, group, n_tiles, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
                                    STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
                                    LOOP_MASK: gl.constexpr):
-    dtype: gl.constexpr = q_desc.dtype
-    q_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BLOCK_D], gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype))
-    out_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BLOCK_DV], gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], dtype))
-    k_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype))
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_DV],
-                                        gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_DV], dtype))
-    work = gl.allocate_shared_memory(gl.int32, [WORK, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    _, bars = forward_barriers(CONSUMERS, STAGES, CONSUMERS)
-    loads = (q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, work, bars, counter, order, index, count, list_tiles, list_width, stride_lb,
-             stride_lh, heads, group, n_tiles)
-    rows = (out_desc, lse_ptr, stats_ptr, q_tiles, k_tiles, v_tiles, out_tiles, work, bars, index, list_width, heads, seqlen_q, seqlen_k,
-            window_left, window_right, scale, stride_stats)
-    # partitions get constants only where the tuple is written out
-    if CONSUMERS == 1:
-        gl.warp_specialize([
-            (_consume, (rows, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, HAS_LEFT, HAS_RIGHT, LOOP_MASK)),
-            (_produce, (loads, BLOCK_N, STAGES, CONSUMERS)),
-        ], [1], [24])
-    else:
-        gl.warp_specialize([
-            (_consume, (rows, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 0, HAS_LEFT, HAS_RIGHT, LOOP_MASK)),
-            (_consume, (rows, BLOCK_DV, BLOCK_N, STAGES, CONSUMERS, 1, HAS_LEFT, HAS_RIGHT, LOOP_MASK)),
-            (_produce, (loads, BLOCK_N, STAGES, CONSUMERS)),
-        ], [4, 1], [240, 24])
-    invalidate(bars)
+    config = Config(
+        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=240, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT,
+        BRANCHES=1, MASK_IN_LOOP=LOOP_MASK, EMPTY_ROWS=LOOP_MASK, Q_SLOTS=1, Q_IN_REGISTERS=True, PACKED=False, PRODUCE=produce_segments,
+        CONSUME=consume, NEXT_TILE=next_tile, LOAD_TILE=load_tile, NEXT_ENTRY=next_entry, TAKE=take, SPAN=span, MAINLOOP=mainloop,
+        COLUMN=column, MASK=mask, STEP_MASK=step_mask, INSIDE=inside, FINISH=finish)
+    descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
+    tiles, bars = allocate(descs, config, 7)
+    problem = Problem(counter, None, None, None, seqlen_q, seqlen_k, heads, group, None, n_tiles, window_left, window_right)
+    lists = Lists(order, index, count, list_tiles, list_width, stride_lb, stride_lh)
+    run_forward(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, lists), config)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,17 +1,58 @@
-"""Tiles of queries of the Hopper forward, which end at chunk seams, the keys of their stages, and the warp that loads both."""
+"""Tiles of queries of the Hopper forward, which end at chunk seams, and the keys of their relations: those of the query's own chunk, of the
+chunk before, and of all others, each with the queries rotated for it."""
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import load_tile, mbarrier, ring
+from attnzoo_kernels._gluon.forward import ROWS
+from attnzoo_kernels._gluon.forward_producer import Keys, load_segment
+from attnzoo_kernels._gluon.tile_scheduler import next_index
 from attnzoo_kernels._gluon.tiles import sequence_bounds
-from attnzoo_kernels._gluon.work import leave_at_zero, publish
 
-Q_SLOTS = gl.constexpr(2)  # tiles of queries that fit: the next stage's are loaded while the last one's are read
+
+class Chunks(NamedTuple):
+    chunk: Any  # tokens
+    near: Any  # queries of a chunk, from its first on, that see the chunk before at other positions than all others
+    batches: Any  # of a rotated copy
+
+
+class Tile(NamedTuple):
+    """As `_gluon.tile_scheduler.Tile`; queries may lie before row 0, whose tile begins at a seam all the same."""
+
+    index: Any
+    words: Any  # sequence, head, position
+    sequence: Any  # of the copy of the queries, where it is to be loaded
+    head: Any
+    row: Any
+    first_q: Any
+    len_q: Any
+    position: Any  # of the first row
+    owner: Any  # the sequence
+    first_k: Any
+    len_k: Any
+
+
+class Span(NamedTuple):
+    """As `_gluon.tile_scheduler.Span`: `loaded_end` counts the first tiles of keys, which only other consumers see."""
+
+    row: Any  # of the sequence
+    len_q: Any  # behind the last row
+    len_k: Any
+    loaded_begin: Any
+    loaded_end: Any
+    begin: Any
+    end: Any
+    position: Any
+    own: Any  # the chunk
+    last: Any  # position
+    merged: Any
+    first_key: Any  # of the chunk
 
 
 @gluon.jit
-def _find_sequence(cu_seqlens, slot, n_seqs, chunk, BLOCK: gl.constexpr):
+def find_sequence(cu_seqlens, slot, n_seqs, chunk, BLOCK: gl.constexpr):
     """As tiles.find_sequence for tiles that end at seams: b owns the slots from c // BLOCK + c // chunk + 3 b on, c = cu_seqlens[b]."""
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     sequence = -1
@@ -29,7 +70,7 @@ def chunk_of(position, chunk):
 
 
 @gluon.jit
-def _sequence_tiles(len_q, len_k, chunk, BLOCK: gl.constexpr):
+def sequence_tiles(len_q, len_k, chunk, BLOCK: gl.constexpr):
     """(first tile, tiles, chunks added so that nothing is negative) of a sequence, numbered from chunk 0 of the added ones on."""
     shift = len_k - len_q
     added = (gl.maximum(-shift, 0) + chunk - 1) // chunk
@@ -41,21 +82,25 @@ def _sequence_tiles(len_q, len_k, chunk, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _decode(index, shape, BLOCK: gl.constexpr, PACKED: gl.constexpr):
+def decode_tile(index, program, config):
     """(sequence, head, position of the tile's first row, first_q, len_q, first_k, len_k, whether there is such a tile). The last tiles,
-    which walk most keys, come first: dense ones by groups of heads whose keys stay in L2."""
-    cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, head_group, chunk, _ = shape
+    which see most keys, come first: dense ones by groups of heads whose keys stay in L2."""
+    PACKED: gl.constexpr = config.PACKED
+    BLOCK: gl.constexpr = config.CONSUMERS * ROWS
+    cu_seqlens_q, cu_seqlens_k, n_seqs = program.problem.cu_seqlens_q, program.problem.cu_seqlens_k, program.problem.n_seqs
+    seqlen_q, seqlen_k, heads = program.problem.seqlen_q, program.problem.seqlen_k, program.problem.heads
+    head_group, chunk = program.problem.head_group, program.own.chunk
     if PACKED:
         slots = seqlen_q // BLOCK + seqlen_q // chunk + 3 * (n_seqs + 1)
         head = index // slots
         slot = index % slots
-        sequence = _find_sequence(cu_seqlens_q, slot, n_seqs, chunk, BLOCK)
+        sequence = find_sequence(cu_seqlens_q, slot, n_seqs, chunk, BLOCK)
         first_q, len_q = sequence_bounds(cu_seqlens_q, sequence, n_seqs, seqlen_q, PACKED, True)
         first_k, len_k = sequence_bounds(cu_seqlens_k, sequence, n_seqs, seqlen_k, PACKED, False)
         place = slot - (first_q // BLOCK + first_q // chunk + 3 * sequence)
-        first, tiles, added = _sequence_tiles(len_q, len_k, chunk, BLOCK)
+        first, tiles, added = sequence_tiles(len_q, len_k, chunk, BLOCK)
     else:
-        first, tiles, added = _sequence_tiles(seqlen_q, seqlen_k, chunk, BLOCK)
+        first, tiles, added = sequence_tiles(seqlen_q, seqlen_k, chunk, BLOCK)
         first_group = index // (head_group * tiles) * head_group
         members = gl.maximum(gl.minimum(head_group, n_seqs * heads - first_group), 1)
         place = index - first_group * tiles
@@ -71,6 +116,16 @@ def _decode(index, shape, BLOCK: gl.constexpr, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def next_tile(index, program, config):
+    sequence, head, position, first_q, len_q, first_k, len_k, there = decode_tile(index, program, config)
+    while (there == 0) & (index < program.problem.n_tiles):
+        index = next_index(program.problem)
+        sequence, head, position, first_q, len_q, first_k, len_k, there = decode_tile(index, program, config)
+    return Tile(index, (sequence, head, position), sequence, head, position - (len_k - len_q), first_q, len_q, position, sequence, first_k,
+                len_k)
+
+
+@gluon.jit
 def rows_end(position, BLOCK: gl.constexpr, len_k, chunk):
     """Position behind the last row of a tile: tiles end at seams, and queries with the last key."""
     return gl.minimum(gl.minimum(position + BLOCK, (chunk_of(position, chunk) + 1) * chunk), len_k)
@@ -83,64 +138,46 @@ def is_merged(position, index, chunk, near):
 
 
 @gluon.jit
-def stage_keys(stage, index, chunk, last, merged, BLOCK_N: gl.constexpr):
-    """(first key, tiles) of a stage for queries of chunk `index` up to position `last`: 0 the chunk itself, 1 the one before, 2 all before
-    that, or, merged, 1 all before. Queries without a key walk one tile all the same."""
+def relation_keys(relation, index, chunk, last, merged, BLOCK_N: gl.constexpr):
+    """(first key, tiles) of a relation for queries of chunk `index` up to position `last`: 0 the chunk itself, 1 the one before, 2 all
+    before that, or, merged, 1 all before. Queries without a key get one tile all the same."""
     own = gl.maximum(index, 0) * chunk
-    begin = gl.where(stage == 0, own, gl.where((stage == 1) & (merged == 0), gl.maximum(own - chunk, 0), 0))
-    end = gl.where(stage == 0, gl.maximum(last, own) + 1, gl.where(stage == 1, own, gl.where(merged, 0, gl.maximum(own - chunk, 0))))
+    begin = gl.where(relation == 0, own, gl.where((relation == 1) & (merged == 0), gl.maximum(own - chunk, 0), 0))
+    end = gl.where(relation == 0, gl.maximum(last, own) + 1, gl.where(relation == 1, own, gl.where(merged, 0, gl.maximum(own - chunk, 0))))
     return begin, (end - begin + BLOCK_N - 1) // BLOCK_N
 
 
 @gluon.jit
-def produce(loads, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr,
-            PACKED: gl.constexpr):
-    """Takes tiles, tells the consumers which (-1 ends), and loads keys stage by stage, with each the queries rotated for it."""
-    q_desc, k_desc, v_desc, q_tiles, k_tiles, v_tiles, work, bars, counter, shape, group, batches, n_tiles = loads
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
-    chunk, near = shape[7], shape[8]
-    TILE: gl.constexpr = CONSUMERS * ROWS
-    step = 0
-    taken = 0
-    q_step = 0
-    index = gl.program_id(0)
-    while index < n_tiles:
-        sequence, head, position, first_q, len_q, first_k, len_k, there = _decode(index, shape, TILE, PACKED)
-        upcoming = index
-        if there:
-            publish(work, work_full, work_empty, taken, sequence, head, position)
-            batch = sequence
-            if PACKED:
-                batch = 0
-            kv_head = head // group
-            own = chunk_of(position, chunk)
-            last = rows_end(position, TILE, len_k, chunk) - 1
-            row = first_q + position - (len_k - len_q)
-            merged = is_merged(position, own, chunk, near)
-            for stage in range(gl.minimum(gl.maximum(own, 0), 2 - merged.to(gl.int32)) + 1):
-                begin, tiles = stage_keys(stage, own, chunk, last, merged, BLOCK_N)
-                copy = stage + (merged & (stage == 1)).to(gl.int32)
-                key = first_k + begin + (tiles - 1) * BLOCK_N
-                for j in range(tiles):
-                    slot, phase = ring(step, STAGES)
-                    mbarrier.wait(k_empty.index(slot), phase ^ 1)
-                    load_tile(k_desc, k_tiles, k_full, slot, batch, kv_head, key)
-                    if j == 0:
-                        q_slot, q_phase = ring(q_step, Q_SLOTS)
-                        for c in gl.static_range(CONSUMERS):
-                            place = q_slot * CONSUMERS + c
-                            mbarrier.wait(q_empty.index(place), q_phase ^ 1)
-                            load_tile(q_desc, q_tiles, q_full, place, copy * batches + batch, head, row + c * ROWS)
-                        q_step += 1
-                    mbarrier.wait(v_empty.index(slot), phase ^ 1)
-                    load_tile(v_desc, v_tiles, v_full, slot, batch, kv_head, key)
-                    if (j == 0) & (stage == 0):  # while the consumers are busy: a tile asked for late begins late
-                        upcoming = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-                    key -= BLOCK_N
-                    step += 1
-            taken += 1
-        else:
-            upcoming = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-        index = upcoming
-    leave_at_zero(counter, index, n_tiles)
-    publish(work, work_full, work_empty, taken, -1, 0, 0)
+def load_tile(tile, step, q_step, program, config):
+    """LOAD_TILE: relation by relation, with each the queries rotated for it."""
+    chunk, near, batches = program.own.chunk, program.own.near, program.own.batches
+    own = chunk_of(tile.position, chunk)
+    last = rows_end(tile.position, config.CONSUMERS * ROWS, tile.len_k, chunk) - 1
+    merged = is_merged(tile.position, own, chunk, near)
+    batch = tile.owner
+    if config.PACKED:
+        batch = 0
+    keys = Keys(tile.owner, tile.head // program.problem.group, tile.first_k, tile.len_k)
+    for relation in range(gl.minimum(gl.maximum(own, 0), 2 - merged.to(gl.int32)) + 1):
+        begin, tiles = relation_keys(relation, own, chunk, last, merged, config.BLOCK_N)
+        copy = relation + (merged & (relation == 1)).to(gl.int32)
+        queries = Tile(tile.index, tile.words, copy * batches + batch, tile.head, tile.row, tile.first_q, tile.len_q, tile.position,
+                       tile.owner, tile.first_k, tile.len_k)
+        step, q_step = load_segment(program.descs.q, program.descs.k, queries, keys, begin, tiles - 1, tiles, step, q_step, program,
+                                    config)
+    return step, q_step
+
+
+@gluon.jit
+def span(tile, ME: gl.constexpr, taken, program, config):
+    """SPAN; a tile's `row` is a position."""
+    chunk, near = program.own.chunk, program.own.near
+    own = chunk_of(tile.row, chunk)
+    last = rows_end(tile.row, config.CONSUMERS * ROWS, tile.len_k, chunk) - 1
+    position = tile.row + ME * ROWS
+    my_last = gl.minimum(position + ROWS - 1, last)
+    merged = is_merged(tile.row, own, chunk, near)
+    begin, tiles = relation_keys(0, own, chunk, my_last, merged, config.BLOCK_N)
+    unseen = relation_keys(0, own, chunk, last, merged, config.BLOCK_N)[1] - tiles
+    shift = tile.len_k - tile.len_q
+    return Span(position - shift, my_last + 1 - shift, tile.len_k, 0, unseen, 0, 0, position, own, my_last, merged, begin)

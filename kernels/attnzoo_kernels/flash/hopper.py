@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
-from attnzoo_kernels._gluon.forward_consumer import finish, inside, run
+from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_forward
 from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import produce_prefetched
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
@@ -37,13 +37,13 @@ def flash_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr
         BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED, HAS_LEFT=HAS_LEFT,
         HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=LOOP_MASK, EMPTY_ROWS=LOOP_MASK, Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1,
         JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=HOLD, HALF_TILE=HALVED, PREFETCH_TILE=AHEAD, ROW_MAX_NOT_NEGATIVE=FROM_ZERO,
-        PRODUCE=produce_prefetched, NEXT_TILE=next_tile, TAKE=take, SPAN=span, MAINLOOP=mainloop, COLUMN=column, MASK=mask,
-        STEP_MASK=step_mask, INSIDE=inside, FINISH=finish)
+        PRODUCE=produce_prefetched, CONSUME=consume, NEXT_TILE=next_tile, TAKE=take, SPAN=span, MAINLOOP=mainloop, COLUMN=column,
+        MASK=mask, STEP_MASK=step_mask, INSIDE=inside, FINISH=finish)
     descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
     tiles, bars = allocate(descs, config)
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
                       window_right)
-    run(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, None), config)
+    run_forward(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, None), config)
 
 
 @functools.lru_cache(maxsize=1024)

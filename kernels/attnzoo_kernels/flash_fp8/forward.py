@@ -7,6 +7,7 @@ its keys share a barrier with the values of the tile before.
 
 import functools
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,140 +16,137 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnzoo_kernels._gluon.counter import tile_counter
+from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, Tiles, tiles_like, work_and_barriers
+from attnzoo_kernels._gluon.forward_consumer import LN2, run_forward, write_tile
+from attnzoo_kernels._gluon.forward_producer import NONE, load_queries
 from attnzoo_kernels._gluon.hopper import (
     async_load,
-    async_store,
     box,
+    constants,
     descriptor,
-    fence_async_shared,
-    invalidate,
-    load_tile,
     mbarrier,
     ring,
     stage_of,
     tma,
     warpgroup_mma_wait,
 )
+from attnzoo_kernels._gluon.tile_scheduler import leave_at_zero, loaded_tiles, next_index, next_tile, publish, span, take
 from attnzoo_kernels._gluon.tiles import masks_in_loop
-from attnzoo_kernels._gluon.walk import LN2
-from attnzoo_kernels._gluon.work import consumer_tiles, forward_barriers, leave_at_zero, loaded_tiles, next_tile, publish, take
 from attnzoo_kernels._triton.launch import L2_GROUP, Launch, architecture, descriptor_like, multiprocessors, on_device_of, tma_takes
 from attnzoo_kernels.flash_fp8.layout import BLOCK, quantized_like
+from attnzoo_kernels.flash_fp8.mainloop import KEYS, STAGES, WEIGHT_BITS, mainloop, usable
 from attnzoo_kernels.flash_fp8.tiles import forward_tile
-from attnzoo_kernels.flash_fp8.walk import KEYS, STAGES, WEIGHT_BITS, usable, walk_keys
 
-ROWS = gl.constexpr(64)  # of a consumer: what one matrix instruction takes
-Q_SLOTS = gl.constexpr(2)
+
+class Own(NamedTuple):
+    q_scales: Any
+    k_scales: Any
+    v_scales: Any
+    q_blocks: Any
+    k_blocks: Any
+    k_halves: Any  # the tiles of keys as TMA writes them
+
+
+@constants
+class OwnConfig:
+    BY_BLOCK: gl.constexpr  # a scale for each BLOCK tokens; else for each key head
 
 
 @gluon.jit
-def _produce(loads, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr):
-    """Takes tiles, tells the consumers which (-1 ends), and loads what they need."""
-    (q_desc, k_desc, v_desc, q_tiles, k_halves, v_tiles, work, bars, counter, batch, seqlen_q, seqlen_k, heads, group, head_group,
-     n_tiles) = loads
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
-    TILE: gl.constexpr = CONSUMERS * ROWS
+def produce(program, config):
+    """PRODUCE: the values of a tile of keys come with the next one."""
+    problem, bars, own = program.problem, program.bars, program.own
+    k_desc, v_desc = program.descs.k, program.descs.v
+    k_full, v_tiles = bars.k_full, program.tiles.v
     step = 0
     taken = 0
-    index, sequence, head, row, _, _, _, _ = next_tile(
-        gl.program_id(0), counter, counter, counter, batch, seqlen_q, seqlen_k, heads, head_group, n_tiles, TILE, False, CAUSAL)
-    while index < n_tiles:
-        publish(work, work_full, work_empty, taken, sequence, head, row)
-        begin, end = loaded_tiles(row, TILE, seqlen_q, seqlen_k, -1, 0, KEYS, False, CAUSAL)
-        kv_head = head // group
+    tile = next_tile(gl.program_id(0), program, config)
+    while tile.index < problem.n_tiles:
+        publish(program, taken, tile.words)
+        begin, end = loaded_tiles(tile.row, tile.len_q, tile.len_k, problem, config)
+        sequence, kv_head = tile.sequence, tile.head // problem.group
         key = (end - 1) * KEYS
         for j in range(end - begin):
             slot, phase = stage_of(step, STAGES)
-            mbarrier.wait(k_empty.index(slot), phase ^ 1)
+            mbarrier.wait(bars.k_empty.index(slot), phase ^ 1)
             if j == 0:
                 mbarrier.expect(k_full.index(slot), 2 * k_desc.block_type.nbytes)
             else:
                 mbarrier.expect(k_full.index(slot), 2 * k_desc.block_type.nbytes + v_desc.block_type.nbytes)
             for half in gl.static_range(2):
                 async_load(k_desc, [sequence, kv_head, key // 4, 2 * half, 0], k_full.index(slot),
-                           box(k_halves.index(2 * slot + half), k_desc))
+                           box(own.k_halves.index(2 * slot + half), k_desc))
             if j == 0:
-                q_slot, q_phase = ring(taken, Q_SLOTS)
-                for c in gl.static_range(CONSUMERS):
-                    place = q_slot * CONSUMERS + c
-                    mbarrier.wait(q_empty.index(place), q_phase ^ 1)
-                    load_tile(q_desc, q_tiles, q_full, place, sequence, head, row + c * ROWS)
+                load_queries(program.descs.q, tile, taken, program, config)
             else:  # values of the tile before
                 before, phase_before = stage_of(step - 1, STAGES)
-                mbarrier.wait(v_empty.index(before), phase_before ^ 1)
+                mbarrier.wait(bars.v_empty.index(before), phase_before ^ 1)
                 async_load(v_desc, [sequence, kv_head, 0, key + KEYS], k_full.index(slot), box(v_tiles.index(before), v_desc))
             if j == end - begin - 1:
-                mbarrier.wait(v_empty.index(slot), phase ^ 1)
-                last_full = v_full.index(taken % STAGES)
+                mbarrier.wait(bars.v_empty.index(slot), phase ^ 1)
+                last_full = bars.v_full.index(taken % STAGES)
                 mbarrier.expect(last_full, v_desc.block_type.nbytes)
                 async_load(v_desc, [sequence, kv_head, 0, key], last_full, box(v_tiles.index(slot), v_desc))
                 # not earlier: the next tile is for the program that is ready for it first
-                index = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-                index, sequence, head, row, _, _, _, _ = next_tile(
-                    index, counter, counter, counter, batch, seqlen_q, seqlen_k, heads, head_group, n_tiles, TILE, False, CAUSAL)
+                tile = next_tile(next_index(problem), program, config)
             key -= KEYS
             step += 1
         taken += 1
-    leave_at_zero(counter, index, n_tiles)
-    publish(work, work_full, work_empty, taken, -1, 0, 0)
+    leave_at_zero(problem, tile.index)
+    publish(program, taken, NONE)
 
 
 @gluon.jit
-def _consume(rows, WIDTH: gl.constexpr, CONSUMERS: gl.constexpr, ME: gl.constexpr, CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr,
-             BY_BLOCK: gl.constexpr):
-    """64 rows of each tile."""
-    (out_desc, lse_ptr, q_scales, k_scales, v_scales, q_tiles, k_tiles, v_tiles, out_tiles, work, bars, seqlen_q, seqlen_k, heads, group,
-     q_blocks, k_blocks, scale) = rows
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty = bars
+def consume(program, config, ME: gl.constexpr):
+    """CONSUME: 64 rows of each tile."""
+    problem, rows, tiles, bars, own = program.problem, program.rows, program.tiles, program.bars, program.own
+    BY_BLOCK: gl.constexpr = config.OPTIONS.BY_BLOCK
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
-    acc_row: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32]))
+    acc_row: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, config.BLOCK_DV, 32]))
     step = 0
     taken = 0
-    sequence, head, row = take(work, work_full, work_empty, taken)
-    while sequence >= 0:
-        owner = sequence * heads + head
-        kv_owner = owner // group
-        my_row, begin, loaded_end, _, _, full_end, end = consumer_tiles(
-            row, ME, ROWS, CONSUMERS, seqlen_q, seqlen_k, -1, 0, KEYS, False, CAUSAL)
-        skipped = loaded_end - end  # what only other warp groups see
+    tile = take(taken, program, config)
+    while tile.sequence >= 0:
+        owner = tile.sequence * problem.heads + tile.head
+        kv_owner = owner // problem.group
+        seen = span(tile, ME, taken, program, config)
+        skipped = seen.loaded_end - seen.end  # what only other warp groups see
         for n in range(skipped):
             slot, phase = stage_of(step, STAGES)
-            mbarrier.wait(k_full.index(slot), phase)
-            mbarrier.arrive(k_empty.index(slot), count=1)
+            mbarrier.wait(bars.k_full.index(slot), phase)
+            mbarrier.arrive(bars.k_empty.index(slot), count=1)
             if n > 0:
                 before, _ = stage_of(step - 1, STAGES)
-                mbarrier.arrive(v_empty.index(before), count=1)
+                mbarrier.arrive(bars.v_empty.index(before), count=1)
             step += 1
         if BY_BLOCK:
-            q_scale = usable(gl.load(q_scales + kv_owner * q_blocks + gl.minimum(my_row // KEYS, q_blocks - 1)))
+            q_scale = usable(gl.load(own.q_scales + kv_owner * own.q_blocks + gl.minimum(seen.row // KEYS, own.q_blocks - 1)))
         else:
-            q_scale = usable(gl.load(q_scales + kv_owner)) * usable(gl.load(k_scales + kv_owner))
-        q_slot, q_phase = ring(taken, Q_SLOTS)
-        q_place = q_slot * CONSUMERS + ME
-        mbarrier.wait(q_full.index(q_place), q_phase)
-        acc, pending, top, total, v_scale, step = walk_keys(
-            q_tiles.index(q_place), k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, skipped, taken, begin, full_end, end,
-            my_row, seqlen_q, seqlen_k, scale * q_scale, k_scales + kv_owner * k_blocks, v_scales + kv_owner * k_blocks, ROWS, WIDTH,
-            CAUSAL, LOOP_MASK, BY_BLOCK)
+            q_scale = usable(gl.load(own.q_scales + kv_owner)) * usable(gl.load(own.k_scales + kv_owner))
+        q_slot, q_phase = ring(taken, config.Q_SLOTS)
+        q_place = q_slot * config.CONSUMERS + ME
+        mbarrier.wait(bars.q_full.index(q_place), q_phase)
+        acc, pending, row_max, row_sum, v_scale, step = mainloop(
+            tiles.q.index(q_place), tiles.k, tiles.v, bars, step, skipped, taken, seen, rows.scale * q_scale,
+            own.k_scales + kv_owner * own.k_blocks, own.v_scales + kv_owner * own.k_blocks, ROWS, config.BLOCK_DV, config.HAS_RIGHT,
+            config.MASK_IN_LOOP, BY_BLOCK)
         if not BY_BLOCK:
-            v_scale = usable(gl.load(v_scales + kv_owner))
-        mbarrier.arrive(q_empty.index(q_place), count=1)
-        i = my_row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
-        some = total != 0  # NaN too
-        divisor = gl.where(some, total, 1.0)
-        lse = gl.where(some, (top - WEIGHT_BITS + gl.log2(divisor)) * LN2, -float("inf"))
-        gl.store(lse_ptr + owner.to(gl.int64) * seqlen_q + i, lse, mask=i < seqlen_q)
+            v_scale = usable(gl.load(own.v_scales + kv_owner))
+        mbarrier.arrive(bars.q_empty.index(q_place), count=1)
+        i = seen.row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
+        some = row_sum != 0  # NaN too
+        divisor = gl.where(some, row_sum, 1.0)
+        lse = gl.where(some, (row_max - WEIGHT_BITS + gl.log2(divisor)) * LN2, -float("inf"))
+        gl.store(rows.lse + owner.to(gl.int64) * problem.seqlen_q + i, lse, mask=i < seen.len_q)
         tma.store_wait(0)
         acc += warpgroup_mma_wait(0, deps=(pending,))
         before, _ = stage_of(step - 1, STAGES)
-        mbarrier.arrive(v_empty.index(before), count=1)
-        out = (acc * gl.convert_layout(v_scale / divisor, acc_row)[:, None]).to(out_tiles.dtype)
-        if my_row < seqlen_q:
-            out_tiles.index(ME).store(out)
-            fence_async_shared()
-            async_store(out_desc, [sequence, head, my_row, 0], box(out_tiles.index(ME), out_desc))
+        mbarrier.arrive(bars.v_empty.index(before), count=1)
+        out = (acc * gl.convert_layout(v_scale / divisor, acc_row)[:, None]).to(tiles.out.dtype)
+        if seen.row < seen.len_q:
+            write_tile(program.descs.out, out, [tile.sequence, tile.head, seen.row, 0], ME, program)
         taken += 1
-        sequence, head, row = take(work, work_full, work_empty, taken)
+        tile = take(taken, program, config)
     tma.store_wait(0)
 
 
@@ -157,36 +155,22 @@ def _consume(rows, WIDTH: gl.constexpr, CONSUMERS: gl.constexpr, ME: gl.constexp
 def flash_fp8_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, q_scales, k_scales, v_scales, counter, scale, batch, seqlen_q,
                             seqlen_k, heads, group, head_group, n_tiles, q_blocks, k_blocks, WIDTH: gl.constexpr, CONSUMERS: gl.constexpr,
                             CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr, REGISTERS: gl.constexpr):
+    config = Config(
+        BLOCK_N=KEYS, BLOCK_DV=WIDTH, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=False, HAS_LEFT=False,
+        HAS_RIGHT=CAUSAL, MASK_IN_LOOP=LOOP_MASK, Q_SLOTS=2, OPTIONS=OwnConfig(BY_BLOCK=BY_BLOCK), PRODUCE=produce, CONSUME=consume)
     dtype: gl.constexpr = q_desc.dtype
-    out_dtype: gl.constexpr = out_desc.dtype
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, WIDTH], dtype)
-    q_tiles = gl.allocate_shared_memory(dtype, [Q_SLOTS * CONSUMERS, ROWS, WIDTH],
-                                        gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype))
-    out_tiles = gl.allocate_shared_memory(out_dtype, [CONSUMERS, ROWS, WIDTH],
-                                          gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], out_dtype))
+    descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
+    q_tiles = tiles_like(q_desc, config.Q_SLOTS * CONSUMERS)
+    out_tiles = tiles_like(out_desc, CONSUMERS)
     k_tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, WIDTH], k_layout)
     k_halves = k_tiles._reinterpret(dtype, [2 * STAGES, KEYS // 2, WIDTH], k_layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [STAGES, WIDTH, KEYS], gl.NVMMASharedLayout.get_default_for([WIDTH, KEYS], dtype))
-    work, bars = forward_barriers(Q_SLOTS * CONSUMERS, STAGES, CONSUMERS)
-    loads = (q_desc, k_desc, v_desc, q_tiles, k_halves, v_tiles, work, bars, counter, batch, seqlen_q, seqlen_k, heads, group, head_group,
-             n_tiles)
-    rows = (out_desc, lse_ptr, q_scales, k_scales, v_scales, q_tiles, k_tiles, v_tiles, out_tiles, work, bars, seqlen_q, seqlen_k, heads,
-            group, q_blocks, k_blocks, scale)
-    # partitions get constants only where the tuple is written out
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_consume, (rows, WIDTH, CONSUMERS, 0, CAUSAL, LOOP_MASK, BY_BLOCK)),
-            (_consume, (rows, WIDTH, CONSUMERS, 1, CAUSAL, LOOP_MASK, BY_BLOCK)),
-            (_produce, (loads, CONSUMERS, CAUSAL)),
-        ], [4, 1], [REGISTERS, 24])
-    else:
-        gl.warp_specialize([
-            (_consume, (rows, WIDTH, CONSUMERS, 0, CAUSAL, LOOP_MASK, BY_BLOCK)),
-            (_consume, (rows, WIDTH, CONSUMERS, 1, CAUSAL, LOOP_MASK, BY_BLOCK)),
-            (_consume, (rows, WIDTH, CONSUMERS, 2, CAUSAL, LOOP_MASK, BY_BLOCK)),
-            (_produce, (loads, CONSUMERS, CAUSAL)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])
-    invalidate(bars)
+    v_tiles = tiles_like(v_desc, STAGES)
+    work, bars = work_and_barriers(config)
+    problem = Problem(counter, None, None, batch, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, -1, 0)
+    own = Own(q_scales, k_scales, v_scales, q_blocks, k_blocks, k_halves)
+    run_forward(Program(descs, problem, Rows(scale, lse_ptr, None, None), Tiles(q_tiles, out_tiles, k_tiles, v_tiles, work), bars, own),
+                config)
 
 
 @functools.lru_cache(maxsize=1024)

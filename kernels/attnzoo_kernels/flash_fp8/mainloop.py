@@ -82,8 +82,8 @@ def partial_sums(first, second, third, fourth):
 
 
 @gluon.jit
-def take_steps(q, k_tiles, v_tiles, k_full, k_empty, v_empty, step, last_step, tile, full_end, row, len_q, len_k, scale, k_scales,
-               v_scales, v_scale, top, norm, p, acc, rescale, CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr,
+def take_steps(q, k_tiles, v_tiles, bars, step, last_step, tile, full_end, row, len_q, len_k, scale, k_scales,
+               v_scales, v_scale, row_max, row_sum, p, acc, rescale, CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr,
                FROM_ZERO: gl.constexpr):
     """Steps of the walk from `step` on. FROM_ZERO: no row's maximum was below zero before.
 
@@ -91,7 +91,7 @@ def take_steps(q, k_tiles, v_tiles, k_full, k_empty, v_empty, step, last_step, t
     product, and the factor that it still needs.
     """
     WIDTH: gl.constexpr = acc.shape[1]
-    score_row: gl.constexpr = top.type.layout
+    score_row: gl.constexpr = row_max.type.layout
     scores_layout: gl.constexpr = score_row.parent
     acc_layout: gl.constexpr = acc.type.layout
     no_scores = gl.zeros([acc.shape[0], KEYS], gl.float32, scores_layout)
@@ -99,7 +99,7 @@ def take_steps(q, k_tiles, v_tiles, k_full, k_empty, v_empty, step, last_step, t
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4)
     tile_scale = scale
     slot, phase = stage_of(step, STAGES)
-    mbarrier.wait(k_full.index(slot), phase, pred=step < last_step)
+    mbarrier.wait(bars.k_full.index(slot), phase, pred=step < last_step)
     for s in range(step, last_step):
         slot, phase = stage_of(s, STAGES)
         before, _ = stage_of(s - 1, STAGES)
@@ -114,49 +114,48 @@ def take_steps(q, k_tiles, v_tiles, k_full, k_empty, v_empty, step, last_step, t
         product_pending = warpgroup_mma(unpacked(p, weights_layout), v_tiles.index(before).permute((1, 0)), no_product, use_acc=False,
                                         is_async=True)
         scores = warpgroup_mma_wait(1, deps=(pending,))
-        release(k_empty.index(slot))
+        release(bars.k_empty.index(slot))
         if LOOP_MASK:
             if tile >= full_end:
                 scores = keys_seen(scores, row, tile * KEYS, len_q, len_k, CAUSAL)
-        new_top = gl.maximum(top, gl.convert_layout(row_maximum(scores, FROM_ZERO), score_row) * tile_scale)
-        base = new_top
+        new_max = gl.maximum(row_max, gl.convert_layout(row_maximum(scores, FROM_ZERO), score_row) * tile_scale)
+        base = new_max
         if LOOP_MASK:  # a row that saw no key yet must not make inf - inf
-            base = gl.where(new_top == -float("inf"), 0.0, new_top)
-        next_rescale = gl.exp2(top - base)
+            base = gl.where(new_max == -float("inf"), 0.0, new_max)
+        next_rescale = gl.exp2(row_max - base)
         first, second, third, fourth = of_four_keys(scores)
         offset = gl.convert_layout(base - WEIGHT_BITS, gl.SliceLayout(1, first.type.layout))[:, None]
         if WIDTH == 128:  # half of them beside the product; three warp groups make enough beside each other's
             first = gl.exp2(first * tile_scale - offset)
             second = gl.exp2(second * tile_scale - offset)
             # never waits: it is a branch, above which the assembler leaves the exponentials that it would move behind the product
-            mbarrier.wait(k_full.index(slot), phase, pred=row < 0)
+            mbarrier.wait(bars.k_full.index(slot), phase, pred=row < 0)
         next_slot, next_phase = stage_of(s + 1, STAGES)  # of the next keys and this tile's values
-        mbarrier.wait(k_full.index(next_slot), next_phase, pred=s + 1 < last_step)
+        mbarrier.wait(bars.k_full.index(next_slot), next_phase, pred=s + 1 < last_step)
         product = warpgroup_mma_wait(0, deps=(product_pending,))
-        release(v_empty.index(before))
+        release(bars.v_empty.index(before))
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None] + product
         if WIDTH != 128:
             first = gl.exp2(first * tile_scale - offset)
             second = gl.exp2(second * tile_scale - offset)
         third = gl.exp2(third * tile_scale - offset)
         fourth = gl.exp2(fourth * tile_scale - offset)
-        norm = norm * gl.convert_layout(next_rescale, gl.SliceLayout(1, norm.type.layout))[:, None] + partial_sums(
+        row_sum = row_sum * gl.convert_layout(next_rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + partial_sums(
             first, second, third, fourth)
-        top = new_top
+        row_max = new_max
         rescale = next_rescale
         if BY_BLOCK:  # the accumulator is in units of its last tile's scale
             rescale = rescale * (last_v_scale / v_scale)
         p = packed(first, second, third, fourth)
-    return tile, v_scale, top, norm, p, acc, rescale
+    return tile, v_scale, row_max, row_sum, p, acc, rescale
 
 
 @gluon.jit
-def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, skipped, taken, begin, full_end, end, row, len_q, len_k, scale,
-              k_scales, v_scales, ROWS: gl.constexpr, WIDTH: gl.constexpr, CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr,
-              BY_BLOCK: gl.constexpr):
-    """Key tiles end - 1 down to begin, which need a mask from full_end on; LOOP_MASK: not the first one only. BY_BLOCK: each has scales.
-    A tile's values wait together with the keys of the next one, or in v_full by `taken`, if they are the last. skipped: of the tiles that
-    were loaded before these, the last one's values are to be given back.
+def mainloop(q, k_tiles, v_tiles, bars, step, skipped, taken, span, scale, k_scales, v_scales, ROWS: gl.constexpr, WIDTH: gl.constexpr,
+             CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr):
+    """Tiles of keys span.end - 1 down to span.loaded_begin, which need a mask from full_end on; LOOP_MASK: not the first one only.
+    BY_BLOCK: each has scales. A tile's values wait together with the keys of the next one, or in v_full by `taken`, if they are the last.
+    skipped: of the tiles that were loaded before these, the last one's values are to be given back.
 
     The weights of a tile times its values are a product of their own, which ordinary instructions add to those before: matrix
     instructions lose the small bits of what they add up.
@@ -170,29 +169,30 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, skipp
     no_scores = gl.zeros([ROWS, KEYS], gl.float32, scores_layout)
     no_product = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout)
 
-    end = unknown(end)
-    row = unknown(row)
-    len_k = unknown(len_k)
+    begin, full_end, len_q = span.loaded_begin, span.full_end, span.len_q  # without a window all see the first tile
+    end = unknown(span.end)  # fault 11
+    row = unknown(span.row)
+    len_k = unknown(span.len_k)
     slot, phase = stage_of(step, STAGES)
     tile_scale = scale
     v_scale = 1.0
     if BY_BLOCK:
         tile_scale = scale * usable(gl.load(k_scales + end - 1))
         v_scale = usable(gl.load(v_scales + end - 1))
-    mbarrier.wait(k_full.index(slot), phase)
+    mbarrier.wait(bars.k_full.index(slot), phase)
     if skipped > 0:
         before, _ = stage_of(step - 1, STAGES)
-        mbarrier.arrive(v_empty.index(before), count=1)
+        mbarrier.arrive(bars.v_empty.index(before), count=1)
     # [ROWS, KEYS]
     pending = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(pending,))
-    release(k_empty.index(slot))
+    release(bars.k_empty.index(slot))
     if end > full_end:
         scores = keys_seen(scores, row, (end - 1) * KEYS, len_q, len_k, CAUSAL)
-    top = gl.convert_layout(row_maximum(scores, False), score_row) * tile_scale
-    base = gl.where(top == -float("inf"), 0.0, top) - WEIGHT_BITS
+    row_max = gl.convert_layout(row_maximum(scores, False), score_row) * tile_scale
+    base = gl.where(row_max == -float("inf"), 0.0, row_max) - WEIGHT_BITS
     first, second, third, fourth = of_four_keys(gl.exp2(scores * tile_scale - base[:, None]))
-    norm = partial_sums(first, second, third, fourth)
+    row_sum = partial_sums(first, second, third, fourth)
     p = packed(first, second, third, fourth)
     acc = no_product
     rescale = gl.full([ROWS], 0.0, gl.float32, score_row)
@@ -202,20 +202,20 @@ def walk_keys(q, k_tiles, v_tiles, k_full, k_empty, v_full, v_empty, step, skipp
     tile = end - 1
     middle = last_step
     if not LOOP_MASK:
-        if gl.min(top, 0) >= 0:
+        if gl.min(row_max, 0) >= 0:
             middle = step
-    tile, v_scale, top, norm, p, acc, rescale = take_steps(
-        q, k_tiles, v_tiles, k_full, k_empty, v_empty, step, middle, tile, full_end, row, len_q, len_k, scale, k_scales,
-        v_scales, v_scale, top, norm, p, acc, rescale, CAUSAL, LOOP_MASK, BY_BLOCK, False)
+    tile, v_scale, row_max, row_sum, p, acc, rescale = take_steps(
+        q, k_tiles, v_tiles, bars, step, middle, tile, full_end, row, len_q, len_k, scale, k_scales,
+        v_scales, v_scale, row_max, row_sum, p, acc, rescale, CAUSAL, LOOP_MASK, BY_BLOCK, False)
     if not LOOP_MASK:
-        tile, v_scale, top, norm, p, acc, rescale = take_steps(
-            q, k_tiles, v_tiles, k_full, k_empty, v_empty, middle, last_step, tile, full_end, row, len_q, len_k, scale,
-            k_scales, v_scales, v_scale, top, norm, p, acc, rescale, CAUSAL, LOOP_MASK, BY_BLOCK, True)
+        tile, v_scale, row_max, row_sum, p, acc, rescale = take_steps(
+            q, k_tiles, v_tiles, bars, middle, last_step, tile, full_end, row, len_q, len_k, scale,
+            k_scales, v_scales, v_scale, row_max, row_sum, p, acc, rescale, CAUSAL, LOOP_MASK, BY_BLOCK, True)
 
     slot, phase = stage_of(taken, STAGES)
-    mbarrier.wait(v_full.index(slot), phase)
+    mbarrier.wait(bars.v_full.index(slot), phase)
     before, _ = stage_of(last_step - 1, STAGES)
     product_pending = warpgroup_mma(unpacked(p, weights_layout), v_tiles.index(before).permute((1, 0)), no_product, use_acc=False,
                                     is_async=True)
     acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
-    return acc, product_pending, top, gl.convert_layout(gl.sum(norm, 1), score_row), v_scale, last_step
+    return acc, product_pending, row_max, gl.convert_layout(gl.sum(row_sum, 1), score_row), v_scale, last_step
