@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from attnzoo.batch import IGNORED
 from attnzoo.data import images, pathfinder
 from attnzoo.data.pixels import FIRST_PIXEL, PathfinderSource
 from attnzoo.data.synthetic import pathfinder as task
@@ -100,3 +102,23 @@ def test_images_of_folders_become_gray_pixels_with_a_class(tmp_path):
     for row in rows:
         pixels = row["input_ids"][1:] - FIRST_PIXEL
         assert len(pixels) == 16 and (pixels < 100).all() == (row["label"] == 0)
+
+
+@pytest.mark.parametrize("packed", (True, False), ids=("packed", "padded"))
+def test_the_same_rows_can_be_pretrained_on_with_masks(packed, tmp_path):
+    """Self-pretraining: sequences as the classifier reads them, with some pixels to guess."""
+    given = {"n_train": 6, "n_validation": 3, "n_test": 2, "generator_seed": 0, "size": 32, "seq_len": 1025, "batch_size": 3,
+             "processes": 1,
+             "contour_length": 4, "cache_dir": str(tmp_path), "shuffle": False, "packed": packed}
+    plain, masked = pathfinder(**given), pathfinder(**given, objective="mlm", mask_rate=0.3)
+    for data in (plain, masked):
+        data.prepare_data()
+        data.setup("fit")
+    assert plain._folder == masked._folder
+    for seen, hidden in zip(plain.train_dataloader(), masked.train_dataloader(), strict=True):
+        labels, guessed = hidden["labels"], hidden["labels"] != IGNORED
+        assert torch.equal(torch.where(guessed, labels, hidden["input_ids"]), seen["input_ids"])
+        assert torch.equal(hidden["logits_at"], guessed.flatten().nonzero()[:, 0])
+        assert hidden["n_targets"] == guessed.sum() and 0.25 < guessed.float().sum() / hidden["n_tokens"] < 0.35
+        assert (seen["input_ids"][guessed] >= FIRST_PIXEL).all(), "only pixels are hidden"
+        assert torch.isin(hidden["input_ids"][guessed], torch.tensor(masked.tokenizer.mask_id)).float().mean() > 0.7

@@ -15,6 +15,7 @@ from attnzoo.batch import IGNORED, Batch
 from attnzoo.data import tokenizers
 from attnzoo.data.labelled import ClassFolders, LabelledHubSource, ListOpsSource
 from attnzoo.data.loader import BatchLoader
+from attnzoo.data.masking import hide, pad_rows, round_up
 from attnzoo.data.packing import packed_fields, ranges
 from attnzoo.data.rows import RowsDataModule
 from attnzoo.data.synthetic import listops as listops_task
@@ -60,15 +61,17 @@ class LabelledRows:
         n_tokens, n_targets = len(ids), len(labels)
         if n_targets == 0:
             ids, lengths, labels = np.array([self.tokenizer.pad_id]), np.array([1]), np.array([IGNORED])
-        if self.packed:
-            fields = packed_fields(lengths, self.seq_len, len(lengths) + 1)
-        else:
-            real = np.arange(min(-(-lengths.max() // 64) * 64, self.seq_len)) < lengths[:, None]
-            padded = np.full(real.shape, self.tokenizer.pad_id)
-            padded[real] = ids
-            ids, fields = padded, {"attention_mask": torch.from_numpy(real), "max_tokens": len(ids), "lengths": lengths}
+        ids, fields = self._laid_out(ids, lengths, self.tokenizer.pad_id)
         tensors = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         return {**tensors, **fields, "n_tokens": n_tokens, "n_targets": n_targets}
+
+    def _laid_out(self, values: np.ndarray, lengths: np.ndarray, fill: int) -> tuple[np.ndarray, dict]:
+        """Values of sequences one after the other as they go into a batch, and the fields that say where each sequence lies."""
+        if self.packed:
+            return values, packed_fields(lengths, self.seq_len, len(lengths) + 1)
+        real = np.arange(min(round_up(lengths.max(), 64), self.seq_len)) < lengths[:, None]
+        fields = {"attention_mask": torch.from_numpy(real), "max_tokens": len(values), "lengths": lengths}
+        return pad_rows(values, real, fill), fields
 
     def sequences(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Input ids of these sequences, one after the other, their lengths and their labels, all int64."""
@@ -83,16 +86,42 @@ class LabelledRows:
         return ids, lengths, self.store.labels[rows]
 
 
+class MaskedLabelledRows(LabelledRows):
+    """The same sequences with tokens to guess, as `attnzoo.data.masking` hides them: what a classifier is pretrained on, on its own inputs.
+
+    mask_rate: share of the tokens to guess; at least one in every sequence.
+    """
+
+    def __init__(self, *args, mask_rate: float, **options):
+        super().__init__(*args, **options)
+        self.mask_rate = mask_rate
+
+    def batch(self, epoch: int, rows: np.ndarray) -> Batch:
+        """As LabelledRows.batch; `labels` are the hidden tokens and `logits_at` their places."""
+        rows = rows[rows < self.n_rows]
+        ids, lengths, _ = self.sequences(rows)
+        at = ranges(np.cumsum(lengths) - lengths + 1, self._texts[rows])
+        labels = hide(ids, at, rows, self._texts[rows], self.mask_rate, self.tokenizer, (self.seed, epoch))
+        n_tokens, n_targets = len(ids), int((labels != IGNORED).sum())
+        if n_tokens == 0:
+            ids, lengths, labels = np.array([self.tokenizer.pad_id]), np.array([1]), np.array([IGNORED])
+        labels, _ = self._laid_out(labels, lengths, IGNORED)
+        ids, fields = self._laid_out(ids, lengths, self.tokenizer.pad_id)
+        tensors = {"input_ids": ids, "labels": labels, "logits_at": np.flatnonzero(labels != IGNORED)}
+        return {**{name: torch.from_numpy(x) for name, x in tensors.items()}, **fields, "n_tokens": n_tokens, "n_targets": n_targets}
+
+
 class ClassificationDataModule(RowsDataModule):
     """Batches of labelled texts for a BERT.
 
     Args:
         source: where the texts come from, see `attnzoo.data.labelled`.
         tokenizer: "bytes", a Hugging Face tokenizer by name or path, or a tokenizer.
-        objective: must be "classification".
+        objective: "classification", or "mlm": masked tokens of the same sequences, to pretrain on (Amos et al. 2024, arXiv:2310.02980).
         seq_len: the longest sequence in tokens; longer texts are cut.
         batch_size, eval_batch_size: sequences of one device in one micro-step; None takes `batch_size` for validation.
         packed: sequences one after the other; else padded rows.
+        mask_rate: mlm only: share of the tokens to guess.
         shuffle, seed, num_workers: of the loaders.
         cache_dir: where tokenised sources are kept; None takes the environment's ATTNZOO_CACHE, else ~/.cache/attnzoo.
     """
@@ -101,17 +130,20 @@ class ClassificationDataModule(RowsDataModule):
 
     def __init__(
         self, source, *, tokenizer: Any = "bytes", objective: str = "classification", seq_len: int, batch_size: int,
-        eval_batch_size: int | None = None, packed: bool = True, shuffle: bool = True, seed: int = 0, num_workers: int = 0,
-        cache_dir: str | None = None,
+        eval_batch_size: int | None = None, packed: bool = True, mask_rate: float = 0.15, shuffle: bool = True, seed: int = 0,
+        num_workers: int = 0, cache_dir: str | None = None,
     ):
         super().__init__()
+        self.mask_rate = mask_rate
         self.source, self.kind, self.objective, self.seq_len, self.packed = source, source.kind, objective, seq_len, packed
         self.batch_size, self.eval_batch_size = batch_size, batch_size if eval_batch_size is None else eval_batch_size
         self.shuffle, self.seed, self.num_workers = shuffle, seed, num_workers
         self.cache_dir = Path(cache_dir or os.environ.get("ATTNZOO_CACHE") or "~/.cache/attnzoo").expanduser()
         self._given_tokenizer, self._folder = tokenizer, None
         self.check_at_least(seq_len=3, batch_size=1, eval_batch_size=1, num_workers=0, seed=0)
-        if objective != "classification":
+        if not 0 < mask_rate < 1:
+            raise ValueError(f"data.mask_rate={mask_rate} must lie between 0 and 1")
+        if objective not in ("classification", "mlm"):
             raise ValueError(
                 f"data={self.kind} must go with task=classification, got task {objective!r}; add task=classification model=bert_tiny"
             )
@@ -122,6 +154,8 @@ class ClassificationDataModule(RowsDataModule):
         tokenizer = tokenizers.load(given) if isinstance(given, str) else given
         if tokenizer.eos_id is None:
             raise ValueError(f"data.tokenizer={tokenizer.name!r} must have a token for end of text (or separator)")
+        if self.objective == "mlm" and tokenizer.mask_id is None:
+            raise ValueError(f"data.tokenizer={tokenizer.name!r} must have a token for mask, for objective 'mlm'")
         return tokenizer
 
     def prepare_data(self) -> None:
@@ -146,12 +180,17 @@ class ClassificationDataModule(RowsDataModule):
 
     def _rows(self, split: str, shuffle: bool = False) -> LabelledRows:
         options = {"tokenizer": self.tokenizer, "seed": self.seed, "shuffle": shuffle, "packed": self.packed}
+        if self.objective == "mlm":
+            if split != "train":
+                options["seed"] = 0  # every run is validated on the same masks
+            return MaskedLabelledRows(self.stores[split], self.seq_len, mask_rate=self.mask_rate, **options)
         return LabelledRows(self.stores[split], self.seq_len, **options)
 
     def _settings(self) -> dict[str, Any]:
         record = self.record()
         settings = {"corpus": record["sha256"], "tokenizer": record["tokenizer"]["sha256"]}
-        return settings | {key: getattr(self, key) for key in ("seq_len", "seed", "shuffle")}
+        masked = {"objective": self.objective, "mask_rate": self.mask_rate} if self.objective == "mlm" else {}
+        return settings | masked | {key: getattr(self, key) for key in ("seq_len", "seed", "shuffle")}
 
     def test_dataloader(self) -> BatchLoader:
         """The test split's sequences once, in order.

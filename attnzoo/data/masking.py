@@ -119,7 +119,7 @@ class MaskedRows:
         else:
             longest = min(round_up(lengths.max(), 64), self.seq_len)
             real = np.arange(longest) < lengths[:, None]
-            ids, labels = _pad(ids, real, self.tokenizer.pad_id), _pad(labels, real, IGNORED)
+            ids, labels = pad_rows(ids, real, self.tokenizer.pad_id), pad_rows(labels, real, IGNORED)
             fields = {"attention_mask": torch.from_numpy(real), "max_tokens": int(lengths.sum()), "lengths": lengths}
         logits_at = np.pad(np.flatnonzero(labels != IGNORED), (0, n_logits - n_targets), constant_values=n_slots - 1)
         return {
@@ -149,24 +149,31 @@ class MaskedRows:
         lengths = texts + 2 * self.frame
         begins = np.cumsum(lengths) - lengths
         at = ranges(begins + self.frame, texts)
-        labels = np.full(lengths.sum(), IGNORED, np.int64)
-        labels[at] = self.store.tokens.view(np.ndarray)[ranges(self._sources[rows], texts)]
-        ids = labels.copy()
+        ids = np.empty(lengths.sum(), np.int64)
+        ids[at] = self.store.tokens.view(np.ndarray)[ranges(self._sources[rows], texts)]
         if self.frame:
             ids[begins], ids[begins + lengths - 1] = self.tokenizer.cls_id, self.tokenizer.sep_id
-        draws = [self._draw(epoch, row, n) for row, n in zip(rows, texts, strict=True)]
-        chosen, kind, random = np.concatenate(draws, axis=1) if draws else np.empty((3, 0))
-        chosen = chosen < self.mask_rate
-        labels[at[~chosen]] = IGNORED
-        ids[at[chosen & (kind < 0.8)]] = self.tokenizer.mask_id
-        replaced = chosen & (kind >= 0.9)
-        ids[at[replaced]] = (random[replaced] * self.tokenizer.vocab_size).astype(np.int64)
-        return ids, labels, lengths
+        return ids, hide(ids, at, rows, texts, self.mask_rate, self.tokenizer, (self.seed, epoch)), lengths
 
-    def _draw(self, epoch: int, row: int, length: int) -> np.ndarray:
-        draw = np.random.default_rng([self.seed, epoch, row]).random((3, length))
+
+def hide(ids: np.ndarray, at: np.ndarray, rows: np.ndarray, lengths: np.ndarray, mask_rate: float, tokenizer,
+         seed: tuple[int, int]) -> np.ndarray:
+    """Masks tokens of `ids` in place, and returns the labels: what they were, IGNORED elsewhere.
+
+    at: places of the tokens that may be masked, of one sequence after the other; rows, lengths: the sequences' numbers and how many of the
+    places are theirs. At least one in every sequence is masked. seed: of the run and the epoch.
+    """
+    draws = [np.random.default_rng([*seed, row]).random((3, n)) for row, n in zip(rows, lengths, strict=True)]
+    for draw in draws:
         draw[0, draw[0].argmin()] = 0  # always one to guess
-        return draw
+    chosen, kind, random = np.concatenate(draws, axis=1) if draws else np.empty((3, 0))
+    chosen = chosen < mask_rate
+    labels = np.full(len(ids), IGNORED, np.int64)
+    labels[at[chosen]] = ids[at[chosen]]
+    ids[at[chosen & (kind < 0.8)]] = tokenizer.mask_id
+    replaced = chosen & (kind >= 0.9)
+    ids[at[replaced]] = (random[replaced] * tokenizer.vocab_size).astype(np.int64)
+    return labels
 
 
 def spread_out(n: int) -> np.ndarray:
@@ -181,7 +188,7 @@ def round_up(n: float, multiple: int) -> int:
     return math.ceil(n / multiple) * multiple
 
 
-def _pad(values: np.ndarray, real: np.ndarray, fill: int) -> np.ndarray:
+def pad_rows(values: np.ndarray, real: np.ndarray, fill: int) -> np.ndarray:
     padded = np.full(real.shape, fill, np.int64)
     padded[real] = values
     return padded

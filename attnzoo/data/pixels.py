@@ -18,7 +18,7 @@ from attnzoo.data.sources import stable_share
 from attnzoo.data.synthetic import pathfinder as pathfinder_task
 
 SPLITS = ("train", "validation", "test")
-TOKENS = ("[PAD]", "[CLS]", "[EOS]", *map(str, range(256)))
+TOKENS = ("[PAD]", "[CLS]", "[EOS]", "[MASK]", *map(str, range(256)))
 FIRST_PIXEL = TOKENS.index("0")
 
 
@@ -28,7 +28,7 @@ def pixel_tokenizer() -> tokenizers.HuggingFaceTokenizer:
 
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"pad": "[PAD]", "cls": "[CLS]", "eos": "[EOS]"}
+    special = {"pad": "[PAD]", "cls": "[CLS]", "eos": "[EOS]", "mask": "[MASK]"}
     backend.add_special_tokens(list(special.values()))
     return tokenizers.HuggingFaceTokenizer(backend, "pixels", special)
 
