@@ -206,3 +206,18 @@ def test_hub_options_are_recorded():
     record = HubSource("c4", config="en", revision="abc").record()
     assert (record["name"], record["config"], record["revision"]) == ("c4", "en", "abc")
     assert sources.HubSource.__init__.__kwdefaults__.keys() < record.keys()
+
+
+@pytest.mark.parametrize(("name", "says"), [
+    ("a.jsonl", "a JSON record a line: take data=hf data.name=json"), ("a.txt.gz", "compressed: take data=hf data.name=text"),
+    ("A.PARQUET", "a table: take data=hf data.name=parquet"),
+])
+def test_files_that_are_no_plain_text_are_refused(tmp_path, name, says):
+    (tmp_path / name).write_text("{}")
+    (tmp_path / "b.txt").write_text("b")
+    for given in (tmp_path / name, tmp_path, tmp_path / "*"):
+        with pytest.raises(ValueError, match=f"data.paths: .*{name}' must be plain text, it is {says}"):
+            text_files(str(given))
+    with pytest.raises(ValueError, match="data.val_paths: "):
+        text_files(str(tmp_path / "b.txt"), str(tmp_path / name))
+    assert len(text_files(str(tmp_path / "*.txt")).files) == 1

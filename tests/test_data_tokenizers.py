@@ -88,6 +88,19 @@ def test_unknown_name_is_explained(monkeypatch):
     assert "\n" not in str(raised.value)
 
 
+def test_a_name_that_the_hub_does_not_answer_for_is_asked_once(monkeypatch):
+    asked = []
+
+    def model_info(self, name, *, timeout):
+        asked.append((name, timeout))
+        raise ConnectionError("no network\nand more")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    with pytest.raises(ValueError, match="data.tokenizer='no/such-tokenizer' must be .*: no network$"):
+        tokenizers.load("no/such-tokenizer")
+    assert asked == [("no/such-tokenizer", 5)]
+
+
 def test_broken_file_is_explained(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="data.tokenizer=.*tokenizer.json"):

@@ -206,6 +206,9 @@ def test_masked_models_and_numbers_are_refused_in_one_row(task):
     if task in (passkey, needle, ruler):
         (row,) = run(task(Copier(), token_data(), lengths=[64]))
         assert row.value is None and "numbers" in row.note
+    else:
+        (row,) = run(task(Copier(), text(), lengths=[64]))
+        assert row.value is None and "the run's data are text: train one with data=" in row.note
 
 
 class Reader(nn.Module):

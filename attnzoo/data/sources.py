@@ -18,6 +18,13 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
+# by what datasets.load_dataset reads them with
+NOT_PLAIN = {
+    "json": ("a JSON record a line", {".jsonl", ".ndjson"}),
+    "parquet": ("a table", {".parquet"}),
+    "text": ("compressed", {".gz", ".bz2", ".xz", ".zst", ".zip"}),
+}
+
 
 def stable_share(name: str) -> float:
     """A number in [0, 1) that depends on `name` only, the same in every process, Python version and machine."""
@@ -126,15 +133,26 @@ def text_files(paths: str | list[str], val_paths: str | list[str] | None = None,
 
     Raises:
         FileNotFoundError: a path does not exist, or a folder or glob has no file.
-        ValueError: a file is in both lists, or there is none.
+        ValueError: a file is in both lists or no plain text, or there is none.
     """
     train, val = text_paths("data.paths", paths), text_paths("data.val_paths", val_paths)
+    for key, files in (("data.paths", train), ("data.val_paths", val)):
+        _check_plain(key, files)
     if not train:
         raise ValueError(f"data.paths={paths!r} must name at least one file, folder or glob")
     if both := sorted(set(train.values()) & set(val.values())):
         raise ValueError(f"data.val_paths: {str(both[0])!r} is in data.paths too; a file must be in one split only")
     val = {f"validation/{name}": path for name, path in val.items()}
     return FileSource("text", train | val, val_fraction, val_names=val)
+
+
+def _check_plain(key: str, files: dict[str, Path]) -> None:
+    """ValueError for files whose bytes are not the text that is in them."""
+    for path in files.values():
+        for reader, (kind, suffixes) in NOT_PLAIN.items():
+            if path.suffix.lower() in suffixes:
+                raise ValueError(f"{key}: {str(path)!r} must be plain text, it is {kind}: take data=hf data.name={reader} "
+                                 f"'data.data_files=...', or name the other files by a glob")
 
 
 def _python_files(root: Path, without: set[str] = frozenset()) -> dict[str, Path]:

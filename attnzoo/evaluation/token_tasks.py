@@ -17,6 +17,7 @@ from attnzoo.data.synthetic import recall as recall_task
 from attnzoo.evaluation.answers import answer, answer_rows
 from attnzoo.evaluation.measurement import Measurement, Plan, refusal
 from attnzoo.evaluation.results import Row
+from attnzoo.evaluation.retrieval import is_text
 
 METRICS = ("accuracy", "exact_match", "reciprocal_rank", "loss")
 EVALUATION = 2  # in the seeds, beside training's 0 and validation's 1
@@ -71,6 +72,8 @@ def _token_task(
         return refusal(name, "needs a causal language model")
     if examples < 1:
         raise ValueError(f"examples={examples} must be at least 1")
+    if vocab_size is None and is_text(data):
+        return refusal(name, f"needs a model of numbers, and the run's data are text: train one with data={name}, or set vocab_size")
     if vocab_size is None:
         published = task.example.__kwdefaults__["vocab_size"]
         vocab_size = _own(data, task).get("vocab_size", min(published, model.vocab_size))

@@ -28,8 +28,13 @@ def command(configs: Path, name: str) -> Callable[[Callable], Callable[[], None]
 
             register_options(configs)
             sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))  # argparse wants them first
-            with one_line_compositions():
-                hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(with_one_line_errors)()
+            try:
+                with one_line_compositions():
+                    hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(with_one_line_errors)()
+            except KeyboardInterrupt:  # of a sweep, or between two of its jobs
+                if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                    raise
+                sys.exit(130)
 
         @functools.wraps(function)
         def with_one_line_errors(cfg: Any) -> Any:
