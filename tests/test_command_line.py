@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,8 @@ def test_a_key_unlike_all_others_names_none(tmp_path):
         ("attention=flush", "attention=flush: there is no such option; it must be one of block_sparse, differential, dual_chunk"),
         ("trainer.max_steps=[", "trainer.max_steps=[: no viable alternative"),
         ("model=3", "must be a string or a list. Got int"),
+        pytest.param("hparams_search=optuna", "pip install -e '.[optuna]' brings it",
+                     marks=pytest.mark.skipif(find_spec("optuna") is not None, reason="it is there")),
     ],
 )
 def test_what_hydra_refuses_is_one_line(tmp_path, argument, message):

@@ -1,19 +1,19 @@
 """Every group of a composed config against the signatures of what it will build, before anything is built."""
 
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from attnzoo.errors import UserError
 from attnzoo.run import values
-from attnzoo.signatures import check_options
+from attnzoo.run.values import check_target
 
 
 def check_training(cfg: DictConfig) -> None:
     """Raises UserError or ValueError for a config of train.py that cannot be run."""
     values.check_training(cfg)
+    values.warn(cfg)
     if not isinstance(cfg.compile, bool):
         from torch._inductor import list_mode_options  # takes a second to import
 
@@ -42,16 +42,3 @@ def _targets(where: str, config: Any) -> Iterator[tuple[str, DictConfig]]:
     for key in config:
         if not OmegaConf.is_missing(config, key):
             yield from _targets(f"{where}.{key}".lstrip("."), config[key])
-
-
-def check_target(where: str, config: DictConfig) -> None:
-    """check_options for what will be built; the size of the vocabulary may be left to the tokenizer."""
-    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
-    given = {key: value for key, value in plain.items() if (key, value) != ("vocab_size", None)}
-    module, _, name = str(config.get("_target_")).rpartition(".")
-    try:
-        target = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"{where}._target_={config.get('_target_')} cannot be imported: {error}") from error
-    if where != "trainer.strategy":  # which hands others on to torch
-        check_options(where, target, given)

@@ -15,6 +15,8 @@ from typing import Any
 from attnzoo.errors import UserError
 from attnzoo.run.folder import RunFolder
 
+EXTRAS = {"optuna": "optuna", "submitit_slurm": "slurm", "submitit_local": "slurm"}  # of this project, by what Hydra does not find
+
 
 def command(configs: Path, name: str) -> Callable[[Callable], Callable[[], None]]:
     """Makes a function of a config the command that composes configs/<name>.yaml; `${options:attention}` are the names of the files in the
@@ -106,7 +108,8 @@ def _composition_message(error: Exception) -> str:
     cause = error.__cause__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
-        return f"{group}={option}: there is no such option; it must be one of {', '.join(error.options)}"
+        extra = f"; pip install -e '.[{EXTRAS[option]}]' brings it" if option in EXTRAS else ""
+        return f"{group}={option}: there is no such option; it must be one of {', '.join(error.options)}{extra}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
         near = difflib.get_close_matches(str(cause.key), map(str, cause.parent_node))
         if not near and cause.parent_node._get_parent() is None:

@@ -7,6 +7,7 @@ those of ours that should be told before torch and Lightning are imported.
 import glob
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
 from attnzoo.errors import UserError
-from attnzoo.signatures import Count, Natural, NonNegative, Positive, PositiveShare, Share, ShareBelowOne, check_value, fits
+from attnzoo.signatures import Count, Natural, NonNegative, Positive, PositiveShare, Share, ShareBelowOne, check_options, check_value, fits
 
 log = logging.getLogger(__name__)
 
@@ -148,6 +149,19 @@ def check_evaluation(cfg: DictConfig) -> None:
             raise UserError(f"{path} does not exist; it must be a checkpoint (*.ckpt), a run folder, or a folder of runs")
 
 
+def check_target(where: str, config: DictConfig) -> None:
+    """check_options for what will be built; the size of the vocabulary may be left to the tokenizer."""
+    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
+    given = {key: value for key, value in plain.items() if (key, value) != ("vocab_size", None)}
+    module, _, name = str(config.get("_target_")).rpartition(".")
+    try:
+        target = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"{where}._target_={config.get('_target_')} cannot be imported: {error}") from error
+    if where != "trainer.strategy":  # which hands others on to torch
+        check_options(where, target, given)
+
+
 def _plain(cfg: DictConfig) -> dict[str, Any]:
     if missing := sorted(OmegaConf.missing_keys(cfg)):
         raise UserError(f"{missing[0]} must be set: add {missing[0]}=... to the command")
@@ -192,8 +206,6 @@ def _check_callback(plain: Mapping[str, Any], name: str, table: Mapping[str, Any
 def _check_optimizer(cfg: DictConfig, plain: Mapping[str, Any]) -> None:
     if not _is_known(plain, "optimizer"):
         return
-    from attnzoo.run.checks import check_target
-
     check_target("optimizer", cfg.optimizer)
     _check_there(plain, "optimizer", "lr", "betas", "eps", "weight_decay", "schedule", "warmup_steps", "final_lr")
     optimizer, trainer = plain["optimizer"], plain["trainer"]
@@ -206,6 +218,11 @@ def _check_optimizer(cfg: DictConfig, plain: Mapping[str, Any]) -> None:
     if endless and (0 < warmup < 1 or schedule.get("decay_share") != 0):
         raise UserError("optimizer.schedule needs an end: set trainer.max_steps or optimizer.total_steps, or take schedule=constant "
                         "and optimizer.warmup_steps in steps")
+
+
+def warn(cfg: DictConfig) -> None:
+    """Tells what can be run and is hardly meant."""
+    warmup, steps = cfg.optimizer.get("warmup_steps", 0), cfg.optimizer.get("total_steps") or cfg.trainer.get("max_steps", -1)
     if 0 < steps <= warmup:
         log.warning(f"optimizer.warmup_steps={warmup} is not below the {steps} steps of the run: optimizer.lr is never reached")
 
