@@ -6,9 +6,10 @@ import statistics
 from dataclasses import replace
 
 import pytest
+from matplotlib.colors import to_hex
 
 from attnzoo.evaluation import plots
-from attnzoo.evaluation.plots import COLOURS, LINES, MARKERS, draw
+from attnzoo.evaluation.plots import draw
 from attnzoo.evaluation.results import (
     COLUMNS,
     Row,
@@ -60,8 +61,11 @@ def test_means_and_their_standard_errors():
     assert row.stderr == pytest.approx(statistics.stdev(values) / 2)
     assert mean_row([1.0]).stderr is None
     halves = [mean_row(values[:2]), mean_row(values[2:])]
-    assert pooled(halves).value == pytest.approx(3.0)
-    assert pooled(halves).stderr == pytest.approx(math.hypot(*(half.stderr for half in halves)) / 2)
+    (whole,) = pooled(halves, by=["metric"])
+    assert (whole.metric, whole.value, whole.count) == ("loss", 3.0, 4)
+    assert whole.stderr == pytest.approx(math.hypot(*(half.stderr for half in halves)) / 2)
+    (broken,) = pooled([*halves, Row(value=math.nan, count=1)], by=["metric"])
+    assert math.isnan(broken.value) and broken.stderr is None and broken.count == 5
 
 
 def test_depths_are_averaged_by_length_and_metric():
@@ -118,6 +122,35 @@ def test_settings_are_named_by_what_differs_beside_the_seed():
     assert names == {"a": "flash model.dim=32", "b": "flash model.dim=32", "c": "flash model.dim=64", "d": "sdpa model.dim=32", "lone": ""}
     windows = name_settings({"a": config(1, 32, flash), "b": config(1, 32, {**flash, "window_size": [8, 0]})})
     assert windows == {"a": "flash attention.window_size=[-1, -1]", "b": "flash attention.window_size=[8, 0]"}
+
+
+def test_runs_that_differ_by_a_callback_that_changes_training_are_no_seeds_of_each_other():
+    def config(seed: int, **callbacks) -> dict:
+        best = {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint", "dirpath": f"/runs/{seed}/checkpoints", "monitor": "val/loss"}
+        sample = {"_target_": "attnzoo.training.sample.Sample", "path": f"/runs/{seed}/sample.txt"}
+        attention = {"_target_": "attnzoo.attention.flash.FlashAttention"}
+        run = {"seed": seed, "run_dir": f"/runs/{seed}", "attention": attention}
+        return {**run, "callbacks": {"best": best, "sample": sample, **callbacks}}
+
+    def stopping(patience: int) -> dict:
+        return {"_target_": "lightning.pytorch.callbacks.EarlyStopping", "monitor": "val/loss", "patience": patience}
+
+    runs = {"a": config(1), "b": config(2, sample=None), "c": config(3, early_stopping=stopping(3))}
+    assert name_settings(runs) == {"a": "flash", "b": "flash", "c": "flash with early_stopping"}
+    runs["d"] = config(4, early_stopping=stopping(5))
+    assert name_settings(runs)["d"] == "flash with early_stopping callbacks.early_stopping.patience=5"
+    best = {"_target_": "lightning.pytorch.callbacks.ModelCheckpoint", "dirpath": "/runs/5/checkpoints", "monitor": "train/loss"}
+    assert name_settings({"a": config(1), "e": config(5, best=best)})["e"] == "flash callbacks.best.monitor=train/loss"
+
+
+def test_seeds_that_disagree_are_noted():
+    def note(*values: float) -> str:
+        (mean,) = average([Row(run=f"{i}", seed=i, settings="flash", task="recall", value=value) for i, value in enumerate(values)])
+        return mean.note
+
+    assert note(1.0, 1.5, 1.2) == "mean of 3 runs"
+    assert note(1.0, 5.0) == "mean of 2 runs that differ by a factor of 5"
+    assert note(1.0, 5.0, math.nan) == "mean of 3 runs, 1 of which are NaN"
 
 
 def test_csv_keeps_every_digit_and_empty_fields(tmp_path):
@@ -205,6 +238,54 @@ def test_nothing_is_cut_off_or_lies_on_something_else(tmp_path, monkeypatch, sec
                 assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
 
 
-def test_no_two_of_the_first_280_runs_look_alike():
-    styles = {(i % len(COLOURS), i % len(MARKERS), i % len(LINES)) for i in range(280)}
-    assert len(styles) == 280
+@pytest.fixture
+def figures(tmp_path, monkeypatch):
+    """Draws rows, and gives the figures by the names of their files."""
+
+    def drawn(rows: list[Row]) -> dict:
+        found = {}
+        monkeypatch.setattr(plots, "_save", lambda figure, path: found.update({path.stem: figure}) or path)
+        draw(rows, tmp_path)
+        return found
+
+    return drawn
+
+
+@pytest.mark.parametrize("n", [3, 7, 8, 40])
+def test_no_two_curves_of_a_panel_have_one_colour(figures, n):
+    figure = figures([row for run in range(n) for row in table(run=str(run))])["perplexity_by_length"]
+    (panel,) = figure.axes
+    assert len({to_hex(bars.lines[0].get_color()) for bars in panel.containers}) == len(panel.containers) == n
+
+
+def test_the_legend_says_what_the_dotted_line_is(figures):
+    figure = figures([*table(), *table(run="1", context=128)])["perplexity_by_length"]
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels.count("training context") == 1
+    dotted = [line for line in figure.axes[0].lines if line.get_linestyle() == ":"]
+    assert sorted(line.get_xdata()[0] for line in dotted) == [64, 128]
+
+
+def test_a_bar_longer_than_its_value_ends_below_all_values_of_a_logarithmic_axis(figures):
+    rows = [replace(row, value=value, stderr=5 * value) for row, value in zip(table(), (None, 2.0, None, None, 1e3), strict=False) if value]
+    rows = [replace(row, task="perplexity_windows", metric="perplexity", length=32 * 2**i) for i, row in enumerate(rows)]
+    (panel,) = figures(rows)["perplexity_by_length"].axes
+    panel.figure.draw_without_rendering()
+    assert panel.get_yscale() == "log" and 0.5 < panel.get_ylim()[0] < 2 and panel.get_ylim()[1] > 6e3
+    (bars,) = panel.containers
+    assert min(y for path in bars.lines[2][0].get_paths() for _, y in path.vertices) == pytest.approx(2 / 1.5)
+
+
+def test_runs_that_are_nan_say_so(figures):
+    broken = [replace(row, value=row.value and math.nan) for row in table(run="1_broken")]
+    keys = [Row(**{**RUN, "run": run}, task="passkey", length=64, depth=0.5, metric="exact_match", value=value)
+            for run, value in (("0_flash", 1.0), ("1_broken", math.nan))]
+    drawn = figures([*table(), *broken, *keys])
+    for name in ("perplexity_by_length", "loss_by_position"):
+        labels = [text.get_text() for text in drawn[name].legends[0].get_texts()]
+        assert [("NaN" in label) for label in labels if label != "training context"] == [False, True], name
+        (panel,) = drawn[name].axes
+        crosses = [line for line in panel.lines if line.get_marker() == "x" and len(line.get_xdata())]
+        assert len(crosses) == 1 and set(crosses[0].get_ydata()) == {0.97}
+    assert [text.get_text() for text in drawn["validation"].axes[0].texts] == ["NaN"]
+    assert "NaN" in {text.get_text() for panel in drawn["passkey"].axes for text in panel.texts}

@@ -47,12 +47,13 @@ def answer(
         at = (labels.flatten() != IGNORED).nonzero().squeeze(1)
         targets = labels.flatten()[at].to(device)
         logits = model(input_ids.to(device), logits_at=at.to(device)).float()
-        right = logits.argmax(-1) == targets
-        rank = 1 + (logits > logits.gather(1, targets[:, None])).sum(-1)
+        nothing = torch.where(logits.isnan().any(-1), torch.nan, 0.0)  # of NaN the first token would be the likeliest
+        right = nothing + (logits.argmax(-1) == targets)
+        rank = nothing + 1 + (logits > logits.gather(1, targets[:, None])).sum(-1)
         loss = F.cross_entropy(logits, targets, reduction="none")
         sizes = (labels != IGNORED).sum(1).tolist()
         for hits, ranks, losses in zip(*(values.cpu().double().split(sizes) for values in (right, rank, loss)), strict=True):
-            answers.append(Answer(float(hits.all()), hits.mean().item(), (1 / ranks).mean().item(), losses.mean().item()))
+            answers.append(Answer(hits.min().item(), hits.mean().item(), (1 / ranks).mean().item(), losses.mean().item()))
         advance(input_ids.numel())
     return answers
 

@@ -36,7 +36,7 @@ def _measure(model: torch.nn.Module, data, split: str, advance: Callable[[int], 
     for batch in data.test_dataloader() if split == "test" else data.val_dataloader():
         batch = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
         logits, targets = predict(model, batch)
-        hits.append(logits.argmax(-1) == targets)
+        hits.append(torch.where(logits.isnan().any(-1), torch.nan, (logits.argmax(-1) == targets).float()))
         losses.append(F.cross_entropy(logits, targets, reduction="none"))
         advance(batch["n_tokens"])
     columns = {"task": TASK, "length": data.seq_len, "note": f"{split} split"}

@@ -1,6 +1,7 @@
 """A comparison: every task on every run in every reading, and what was measured before taken over."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +13,9 @@ import torch
 from omegaconf import DictConfig
 
 from attnzoo.errors import UserError
+from attnzoo.evaluation.cost import TASK as COST
 from attnzoo.evaluation.measurement import FILE, Measurement, Store, key
+from attnzoo.evaluation.memory import shortage
 from attnzoo.evaluation.perplexity import default_lengths
 from attnzoo.evaluation.progress import Progress
 from attnzoo.evaluation.readings import Reading
@@ -123,6 +126,8 @@ def _evaluate(
     known = {} if remeasure else store.finished
     n_known = sum(name in known for name in keys.values())
     log.info(f"{title}: {len(measurements)} measurements" + (f", {n_known} of them done before" if n_known else ""))
+    if subject.broken:
+        log.warning(f"{title}: {subject.broken}; all its results are NaN")
     progress.plan(sum(one.tokens for one in measurements))
     for task, plan in plans.items():
         begin, rows = time.monotonic(), []
@@ -145,9 +150,14 @@ def _evaluate(
 
 def _measure(one: Measurement, subject: Subject, progress: Progress) -> list[Row]:
     """Its rows, or one that says why there are none."""
+    if one.tokens and one.length and (note := shortage(subject.model, one.length)):
+        return [Row(task=one.task, length=one.length, note=f"not tried: {note}")]
     try:
         with torch.inference_mode():
-            return one.measure(progress.advance)
+            rows = one.measure(progress.advance)
+        if subject.broken and one.task != COST:  # answers of such a model are all the first token, which reads like a result
+            return [row if row.value is None else replace(row, value=math.nan, stderr=None, note=subject.broken) for row in rows]
+        return rows
     except Exception as error:  # more than the learned positions or the memory; whatever it is, the others go on
         log.debug("", exc_info=error)
         note = f"could not run: {_reason(error)}"

@@ -11,6 +11,9 @@ from attnzoo.evaluation.measurement import Measurement, Plan, refusal
 from attnzoo.evaluation.results import Row
 from attnzoo.training.module import summed_loss
 
+TASK = "cost"
+FACTOR = 2.0  # between the slowest and the fastest repetition, from which on a note says so
+
 
 def cost(
     model: torch.nn.Module,
@@ -35,18 +38,18 @@ def cost(
         if value is not None and value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
     if data.objective not in ("lm", "mlm"):
-        return refusal("cost", "is measured for language models only")
+        return refusal(TASK, "is measured for language models only")
     settings = {"batch_size": batch_size, "repeats": repeats, "new_tokens": new_tokens}
     tokens = batch_size * (1 + repeats)
     measurements = []
     for length in sorted(lengths):
         measure = partial(_measure, model, data, length, batch_size, repeats, new_tokens)
-        measurements.append(Measurement("cost", measure, settings, tokens * length, length))
+        measurements.append(Measurement(TASK, measure, settings, tokens * length, length))
         if training_tokens:
             n_rows = max(1, training_tokens // length)
             measure = partial(_training, model, length, n_rows, repeats)
-            again = {"training_rows": n_rows, "repeats": repeats}
-            measurements.append(Measurement("cost", measure, again, n_rows * length * (1 + repeats), length))
+            rows = {"training_rows": n_rows, "repeats": repeats}
+            measurements.append(Measurement(TASK, measure, rows, n_rows * length * (1 + repeats), length))
     return Plan(measurements)
 
 
@@ -63,7 +66,7 @@ def _measure(
         seconds.append(_seconds(lambda: model(input_ids, logits_at=last), device))
         advance(input_ids.numel())
     prefill = statistics.median(seconds[1:])
-    common = {"task": "cost", "length": length, "count": repeats, "note": f"batch of {batch_size}"}
+    common = {"task": TASK, "length": length, "count": repeats, "note": f"batch of {batch_size}{_spread(seconds[1:])}"}
     rows = [
         Row(metric="tokens_per_second", value=batch_size * length / prefill, **common),
         Row(metric="prefill_seconds", value=prefill, **common),
@@ -119,7 +122,7 @@ def _training(model: torch.nn.Module, length: int, n_rows: int, repeats: int, ad
     finally:
         model.zero_grad()
         model.train(was_training)
-    common = {"task": "cost", "length": length, "count": repeats, "note": f"steps of {n_rows} rows"}
+    common = {"task": TASK, "length": length, "count": repeats, "note": f"steps of {n_rows} rows{_spread(seconds[1:])}"}
     rows = [Row(metric="training_tokens_per_second", value=tokens.numel() / statistics.median(seconds[1:]), **common)]
     if device.type == "cuda":
         rows.append(Row(metric="training_memory_gb", value=_peak_gb(model, before), **common))
@@ -139,6 +142,11 @@ def _peak_gb(model: torch.nn.Module, before: int) -> float:
     tensors = [*model.parameters(), *model.buffers()]
     weights = sum(tensor.nbytes for tensor in tensors)
     return (torch.cuda.max_memory_allocated(tensors[0].device) - before + weights) / 1e9
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    factor = max(seconds) / min(seconds)
+    return f"; repetitions differ by a factor of {factor:.2g}" if factor > FACTOR else ""
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

@@ -1,15 +1,18 @@
 """Tasks of EleutherAI's lm-evaluation-harness on a checkpoint: `pip install -e '.[lm-eval]'`."""
 
 import difflib
+import glob
+import importlib.metadata
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from attnzoo.errors import UserError
-from attnzoo.evaluation.measurement import Measurement, Plan, refusal
+from attnzoo.evaluation.measurement import Measurement, Plan, digest, refusal
 from attnzoo.evaluation.results import Row
 
 NOMINAL = 100  # examples, for the progress bar: the harness knows a task's number only when it runs
@@ -50,16 +53,39 @@ def lm_eval(
         raise UserError("tasks=[]: name at least one task of the lm-evaluation-harness")
     max_length = context if max_length is None else max_length
     settings = {"num_fewshot": num_fewshot, "limit": limit, "max_length": max_length, "batch_tokens": batch_tokens}
+    settings |= {"include_path": include_path, "lm_eval": importlib.metadata.version("lm_eval")}
     return Plan([
         Measurement(
             f"lm_eval_{name}",
             partial(_measure, model, data.tokenizer, name, manager, num_fewshot, limit, max_length, batch_tokens),
-            settings,
+            {**settings, "content": content(manager, name, include_path)},
             max_length * (limit if isinstance(limit, int) else NOMINAL),
             max_length,
         )
         for name in tasks
     ])
+
+
+def content(manager: Any, name: str, include_path: str | None) -> str:
+    """sha256 of what makes a task: the YAML and Python files of its folder and of include_path, and the local data that these name."""
+    entry = manager.task_index[name]
+    folders = [Path(path) for path in (include_path, entry.yaml_path and entry.yaml_path.parent) if path]
+    files = {path.resolve() for folder in folders for path in folder.rglob("*") if path.suffix in (".yaml", ".py")}
+    configs = [one.cfg or {} for one in manager.task_index.values() if one.yaml_path and one.yaml_path.resolve() in files]
+    named = (text for config in configs for text in _texts([config.get("dataset_path"), config.get("dataset_kwargs")]))
+    found = (Path(path).resolve() for text in named for path in glob.glob(text, recursive=True))
+    files |= {path for place in found for path in ([place] if place.is_file() else place.rglob("*")) if path.is_file()}
+    return digest(*sorted(files))
+
+
+def _texts(node: Any) -> Iterator[str]:
+    if isinstance(node, str):
+        yield node
+    elif isinstance(node, Mapping):
+        yield from _texts(list(node.values()))
+    elif isinstance(node, list | tuple):
+        for one in node:
+            yield from _texts(one)
 
 
 def _measure(

@@ -11,7 +11,8 @@ PER_ROW = 3
 
 
 def heat_map(rows: Sequence[Row], labels: Mapping[tuple, str], title: str, unit: str):
-    """A figure with a panel a run: lengths to the right, depths downwards. What was not measured is left white and crossed.
+    """A figure with a panel a run: lengths to the right, depths downwards. What was not measured is left white and
+    crossed; what is NaN says so.
 
     rows: values from 0 to 1 of one task and metric, with `length` and `depth`. labels: by `Row.line`.
     """
@@ -42,7 +43,8 @@ def _panel(panel, values: Mapping[tuple, float], lengths: Sequence[int], depths:
     image = panel.imshow(grid, cmap=COLOUR_MAP, vmin=0, vmax=1, aspect="auto")
     for i, row in enumerate(grid):
         for j, value in enumerate(row):
-            text, colour = ("x", "0.5") if math.isnan(value) else (f"{100 * value:.0f}", "white" if value < 0.5 else "black")
+            missing = "NaN" if (depths[i], lengths[j]) in values else "x"
+            text, colour = (missing, "0.5") if math.isnan(value) else (f"{100 * value:.0f}", "white" if value < 0.5 else "black")
             panel.text(j, i, text, ha="center", va="center", fontsize=6, color=colour)
     panel.set_xticks(range(len(lengths)), [_short(length) for length in lengths], fontsize=7)
     panel.tick_params(labelbottom=True)  # there may be no panel below

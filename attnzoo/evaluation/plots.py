@@ -2,13 +2,13 @@
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from attnzoo.evaluation.heatmaps import heat_map
 from attnzoo.evaluation.results import Row, shown_metrics
 
-# numbers without a common divisor: 280 runs before a style repeats
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#56B4E9", "#E69F00")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
@@ -32,6 +32,7 @@ UNITS = {
     "training_tokens_per_second": "trained tokens per second",
     "training_memory_gb": "peak memory in training (GB)",
 }
+TRAINING_CONTEXT = "training context"  # what the legend calls the dotted lines
 SHARES = ("exact_match", "accuracy", "string_match")  # from 0 to 1
 COST = "prefill_seconds"
 
@@ -76,17 +77,21 @@ def _longest(rows: Sequence[Row]) -> list[Row]:
 
 
 def _curves(rows: Sequence[Row], panel_by: str, x: str, xlabel: str, path: Path) -> Path:
-    """A panel a task (or metric), a line a run with bars of one standard error, dotted vertical lines at the training contexts."""
-    names, labels = list(dict.fromkeys(getattr(row, panel_by) for row in rows)), _labels(rows)
+    """A panel a task (or metric), a line a run with bars of one standard error, dotted vertical lines at the training contexts.
+
+    A number that is not finite is a cross at the panel's upper edge, and the legend says so.
+    """
+    names, labels = list(dict.fromkeys(getattr(row, panel_by) for row in rows)), _labels_with_breaks(rows)
+    contexts = sorted({row.context for row in rows if row.context is not None})
     together = len({row.metric for row in rows}) == 1  # panels of one unit have one scale
-    figure, panels = _panels(len(names), labels.values(), sharey=together)
+    figure, panels = _panels(len(names), [*labels.values(), *[TRAINING_CONTEXT][: len(contexts)]], sharey=together)
     for panel, name in zip(panels, names, strict=False):
         here = [row for row in rows if getattr(row, panel_by) == name]
         for i, (line, label) in enumerate(labels.items()):
             points = sorted((row for row in here if row.line == line), key=lambda row: getattr(row, x))
-            _line(panel, i, label, [getattr(row, x) for row in points], points)
-        for context in {row.context for row in rows if row.context is not None}:
-            panel.axvline(context, color="0.4", linestyle=":", linewidth=1, label="_training context")
+            _line(panel, _style(i, len(labels)), label, [getattr(row, x) for row in points], points, _floor(rows if together else here))
+        for i, context in enumerate(contexts):
+            panel.axvline(context, color="0.4", linestyle=":", linewidth=1, label="_another" if i else TRAINING_CONTEXT)
         panel.set(title=TITLES.get(name, "" if panel_by == "metric" else name), xlabel=xlabel)
         panel.set_ylabel(UNITS.get(here[0].metric, here[0].metric))
         panel.set_xscale("log", base=2)
@@ -105,15 +110,18 @@ def _against_cost(rows: Sequence[Row], quality: Sequence[Row]) -> list[tuple[Row
 def _quality_against_cost(pairs: Sequence[tuple[Row, float]], path: Path) -> Path:
     """A panel a task, a line a run; its points are the lengths."""
     rows = [row for row, _ in pairs]
-    names, labels = list(dict.fromkeys(row.task for row in rows)), _labels(rows)
+    names, labels = list(dict.fromkeys(row.task for row in rows)), _labels_with_breaks(rows)
     figure, panels = _panels(len(names), labels.values())
     written = []
     for panel, name in zip(panels, names, strict=False):
         here = [(row, seconds) for row, seconds in pairs if row.task == name]
         for i, (line, label) in enumerate(labels.items()):
             points = sorted(((row, seconds) for row, seconds in here if row.line == line), key=lambda pair: pair[0].length)
-            _line(panel, i, label, [seconds for _, seconds in points], [row for row, _ in points])
+            floor = _floor([row for row, _ in here])
+            _line(panel, _style(i, len(labels)), label, [seconds for _, seconds in points], [row for row, _ in points], floor)
             for row, seconds in points:
+                if not math.isfinite(row.value):
+                    continue
                 place = (seconds, row.value)
                 written.append(panel.annotate(str(row.length), place, textcoords="offset points", xytext=(4, 4), fontsize=7))
         panel.set(title=TITLES.get(name, name), xlabel=UNITS[COST])
@@ -138,18 +146,22 @@ def _hide_covered(figure, texts: Sequence) -> None:
             shown.append(box)
 
 
-def _line(panel, i: int, label: str, xs: Sequence[float], points: Sequence[Row]) -> None:
-    panel.errorbar(
-        xs,
-        [row.value for row in points],
-        [row.stderr or 0 for row in points],
-        label=label,
-        color=COLOURS[i % len(COLOURS)],
-        marker=MARKERS[i % len(MARKERS)],
-        linestyle=LINES[i % len(LINES)],
-        markersize=5,
-        capsize=2,
-    )
+def _style(i: int, n: int) -> dict[str, Any]:
+    """Of curve i of n: a colour that no other has, of those for colour-blind eyes while they suffice; marker and line change as well."""
+    from matplotlib import colormaps
+    from matplotlib.colors import to_hex
+
+    colour = COLOURS[i] if n <= len(COLOURS) else to_hex(colormaps["turbo"](i / (n - 1)))
+    return {"color": colour, "marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i % len(LINES)]}
+
+
+def _line(panel, style: Mapping[str, Any], label: str, xs: Sequence[float], points: Sequence[Row], floor: float) -> None:
+    """floor: where bars end below, on a logarithmic axis."""
+    values, errors = [row.value for row in points], [row.stderr or 0 for row in points]
+    below = [min(error, max(value - floor, 0)) for value, error in zip(values, errors, strict=True)]
+    panel.errorbar(xs, values, [below, errors], label=label, markersize=5, capsize=2, **style)
+    if broken := [x for x, value in zip(xs, values, strict=True) if not math.isfinite(value)]:
+        panel.plot(broken, [0.97] * len(broken), "x", color=style["color"], transform=panel.get_xaxis_transform())
 
 
 def _scale(panel, rows: Sequence[Row]) -> None:
@@ -160,12 +172,26 @@ def _scale(panel, rows: Sequence[Row]) -> None:
         _spread(panel.yaxis, [row.value for row in rows])
 
 
+def _floor(rows: Sequence[Row]) -> float:
+    """Where a bar that is longer than its value ends: below all values on a logarithmic axis, which has no zero; nowhere on others."""
+    values = _finite(row.value for row in rows)
+    return min(values) / 1.5 if rows[0].metric not in SHARES and _is_logarithmic(values) else -math.inf
+
+
+def _finite(values: Iterable[float]) -> list[float]:
+    return [value for value in values if math.isfinite(value)] or [0.0]
+
+
+def _is_logarithmic(values: Sequence[float]) -> bool:
+    return max(values) > 3 * min(values) > 0
+
+
 def _spread(axis, values: Sequence[float]) -> None:
     """Logarithmic where a run that breaks would flatten all others; with numbers as one writes them, 20 and 0.5 and 3M."""
     from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter
 
-    values = [value for value in values if math.isfinite(value)] or [0.0]
-    if max(values) > 3 * min(values) > 0:
+    values = _finite(values)
+    if _is_logarithmic(values):
         axis.axes.set(**{f"{axis.axis_name}scale": "log"})
         axis.set_major_locator(FixedLocator(_ticks(min(values) / 1.1, max(values) * 1.1)))
         axis.set_minor_formatter(NullFormatter())
@@ -195,6 +221,9 @@ def _finish(figure, panels, names: Sequence) -> None:
     for panel in panels[len(names) :]:
         panel.set_axis_off()
     handles, labels = panels[0].get_legend_handles_labels()
+    if TRAINING_CONTEXT in labels:  # behind the curves
+        labels.append(labels.pop(i := labels.index(TRAINING_CONTEXT)))
+        handles.append(handles.pop(i))
     figure.legend(handles, labels, loc="outside lower center", ncols=_legend_columns(labels, figure.get_figwidth()))
 
 
@@ -224,6 +253,9 @@ def _validation(rows: Sequence[Row], path: Path) -> Path:
     panel = figure.subplots()
     for i, row in enumerate(rows):
         panel.errorbar(row.value, i, xerr=row.stderr or 0, color=COLOURS[0], marker="o", capsize=3)
+        if not math.isfinite(row.value):
+            said = "NaN" if math.isnan(row.value) else "infinite"
+            panel.text(0.5, i, said, transform=panel.get_yaxis_transform(), ha="center", va="center")
     panel.set_yticks(range(len(rows)), [labels[row.line] for row in rows])
     panel.set(title="validation split", xlabel=UNITS[rows[0].metric], ylim=(len(rows) - 0.5, -0.5))
     panel.grid(alpha=0.3)
@@ -233,6 +265,16 @@ def _validation(rows: Sequence[Row], path: Path) -> Path:
 def _labels(rows: Iterable[Row]) -> dict[tuple, str]:
     """What the plots call each run: its variant, its folder, its overrides."""
     return {row.line: " ".join(filter(None, (_name(row), *_said(row)))) for row in rows}
+
+
+def _labels_with_breaks(rows: Sequence[Row]) -> dict[tuple, str]:
+    """The same, and for each run with numbers that are not finite what they are."""
+    labels = _labels(rows)
+    for line in labels:
+        values = [row.value for row in rows if row.line == line]
+        if broken := [value for value in values if not math.isfinite(value)]:
+            labels[line] += f" (x: {'NaN' if any(map(math.isnan, broken)) else 'infinite'})"
+    return labels
 
 
 def _name(row: Row) -> str:

@@ -9,6 +9,8 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from attnzoo.run.files import write_whole
 
 
@@ -82,21 +84,29 @@ def mean_row(values: Sequence[float], **columns) -> Row:
     return Row(value=mean, count=n, stderr=math.sqrt(spread / (n - 1) / n) if n > 1 else None, **columns)
 
 
-def pooled(rows: Sequence[Row], **columns) -> Row:
-    """The mean over rows of independent examples, weighted by their counts."""
-    total = sum(row.count for row in rows)
-    errors = [row.stderr for row in rows]
-    stderr = None if None in errors else math.sqrt(sum((row.count * error) ** 2 for row, error in zip(rows, errors, strict=True))) / total
-    return Row(value=sum(row.count * row.value for row in rows) / total, count=total, stderr=stderr, **columns)
+def frame(rows: Iterable[Row]) -> pd.DataFrame:
+    """The rows as a table with the columns COLUMNS, of Python's own objects: None stays apart from NaN, and whole numbers stay whole."""
+    return pd.DataFrame([astuple(row) for row in rows], columns=list(COLUMNS), dtype=object)
+
+
+def pooled(rows: Iterable[Row], by: Sequence[str]) -> list[Row]:
+    """The mean over rows of independent examples, weighted by their counts, for each combination of the columns `by`.
+
+    Rows without a value are left out. The standard error is None where one of the rows has none.
+    """
+    table = frame(row for row in rows if row.value is not None)
+    means = []
+    for names, group in table.groupby(list(by), sort=False, dropna=False):
+        count = sum(group["count"])
+        stderr = math.sqrt(sum((group["count"] * group["stderr"].astype(float)) ** 2)) / count
+        columns = {**dict(zip(by, names, strict=True)), "count": count, "stderr": None if math.isnan(stderr) else stderr}
+        means.append(Row(value=sum(group["count"] * group["value"]) / count, **columns))
+    return means
 
 
 def over_depths(rows: Iterable[Row]) -> list[Row]:
     """The mean over the depths of each task, length and metric."""
-    groups: dict[tuple, list[Row]] = {}
-    for row in rows:
-        if row.value is not None and row.depth is not None:
-            groups.setdefault((row.task, row.length, row.metric), []).append(row)
-    return [pooled(found, task=task, length=length, metric=metric) for (task, length, metric), found in groups.items()]
+    return pooled((row for row in rows if row.depth is not None), by=("task", "length", "metric"))
 
 
 def comparable_metric(rows: Iterable[Row]) -> str:

@@ -1,14 +1,22 @@
 """Averages over runs that differ in nothing but their seed."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from attnzoo.evaluation.results import Row
+import pandas as pd
+
+from attnzoo.evaluation.results import Row, frame
 
 # of a run's configuration, what does not change what is computed
-PLACES = ("run_dir", "ckpt_path", "resume", "tags", "logger", "callbacks", "debug")
+PLACES = ("run_dir", "ckpt_path", "resume", "tags", "logger", "debug")
+# callbacks that only watch; any other may change what is trained, or which weights are kept
+WATCHING = (
+    "attnzoo.training.checkpointing.LastCheckpoint", "attnzoo.training.throughput.Throughput", "attnzoo.training.progress.StepProgress",
+    "attnzoo.training.record.RunRecord", "attnzoo.training.plot.LossPlot", "attnzoo.training.sample.Sample",
+)
+GROUP = ["settings", "reading", "task", "length", "depth", "metric"]
+FACTOR = 2.0  # between seeds, from which on a note says so
 
 
 def average(rows: Sequence[Row]) -> list[Row]:
@@ -16,15 +24,9 @@ def average(rows: Sequence[Row]) -> list[Row]:
 
     stderr of these rows is the standard deviation between the seeds. A number that only one seed has is left out.
     """
-    seeds: dict[tuple[str, str], set] = {}
-    for row in rows:
-        if row.settings and row.seed is not None:
-            seeds.setdefault((row.settings, row.reading), set()).add(row.seed)
-    groups: dict[tuple, list[Row]] = {}
-    for row in rows:
-        if row.value is not None and len(seeds.get((row.settings, row.reading), ())) > 1:
-            groups.setdefault((row.settings, row.reading, row.task, row.length, row.depth, row.metric), []).append(row)
-    return [_mean(found) for found in groups.values() if len({row.seed for row in found}) > 1]
+    table = frame(row for row in rows if row.value is not None and row.settings and row.seed is not None)
+    groups = table.groupby(GROUP, sort=False, dropna=False)
+    return [_mean(group) for _, group in groups if group["seed"].nunique() > 1]
 
 
 def shown(rows: Sequence[Row], averages: Sequence[Row]) -> list[Row]:
@@ -33,13 +35,16 @@ def shown(rows: Sequence[Row], averages: Sequence[Row]) -> list[Row]:
     return [*averages, *(row for row in rows if (row.settings, row.reading) not in averaged)]
 
 
-def _mean(rows: Sequence[Row]) -> Row:
-    values = [row.value for row in rows]
-    mean = math.fsum(values) / len(values)
-    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)) if len(values) > 1 else None
+def _mean(group: pd.DataFrame) -> Row:
+    first, values = Row(**group.iloc[0]), group["value"].astype(float)
+    data = first.data if group["data"].nunique() == 1 else f"{first.data.partition('@')[0]} of each seed"
     note = f"mean of {len(values)} runs"
-    data = rows[0].data if len({row.data for row in rows}) == 1 else f"{rows[0].data.partition('@')[0]} of each seed"
-    return replace(rows[0], run=rows[0].settings, seed=None, data=data, value=mean, stderr=spread, count=len(values), note=note)
+    if (n_nan := int(values.isna().sum())):
+        note += f", {n_nan} of which are NaN"
+    elif values.max() > FACTOR * values.min() > 0:
+        note += f" that differ by a factor of {values.max() / values.min():.3g}"
+    mean, spread = float(values.mean(skipna=False)), float(values.std(skipna=False))
+    return replace(first, run=first.settings, seed=None, data=data, value=mean, stderr=spread, count=len(values), note=note)
 
 
 def name_settings(configs: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:
@@ -47,30 +52,47 @@ def name_settings(configs: Mapping[str, Mapping[str, Any] | None]) -> dict[str, 
 
     configs: plain dicts by run, None for a run without one, which gets "". Runs get the same name only if their configurations are equal.
     """
-    flat = {run: _flat(config) for run, config in configs.items() if config is not None}
+    flat = {run: _leaves(config) for run, config in configs.items() if config is not None}
     keys = dict.fromkeys(key for values in flat.values() for key in values)
-    unlike = [key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1]
+    unlike = [key for key in keys if len({repr(values.get(key)) for values in flat.values()}) > 1 and not _is_implied(key, flat)]
     names = {}
     for run, values in flat.items():
         target = values.get("attention._target_")
         variant = target.split(".")[-2] if isinstance(target, str) and "." in target else ""
-        said = [f"{key}={values[key]}" for key in unlike if key in values and key != "attention._target_" and not _of_variant(key, flat)]
+        said = [_said(key, values[key]) for key in unlike if key in values and key != "attention._target_"]
         names[run] = " ".join(filter(None, [variant, *said]))
     return {run: names.get(run, "") for run in configs}
 
 
-def _of_variant(key: str, flat: Mapping[str, Mapping]) -> bool:
-    """Whether it is an option of one variant whose runs all agree in it: its name says as much."""
-    if not key.startswith("attention."):
+def _said(key: str, value: Any) -> str:
+    group, _, option = key.partition(".")
+    if group == "callbacks" and option.endswith("._target_"):
+        return f"with {option.removesuffix('._target_')}"
+    return f"{key}={value}"
+
+
+def _is_implied(key: str, flat: Mapping[str, Mapping]) -> bool:
+    """Whether it is an option of a variant, or of a callback, and all runs with this one agree in it: the name says as much."""
+    group, *names = key.split(".")
+    target = {"attention": "attention._target_", "callbacks": f"callbacks.{names[0]}._target_"}.get(group) if names else None
+    if target in (None, key):
         return False
-    by_variant: dict[Any, set] = {}
+    by_target: dict[Any, set] = {}
     for values in flat.values():
-        by_variant.setdefault(values.get("attention._target_"), set()).add(repr(values.get(key)))
-    return all(len(found) == 1 for found in by_variant.values())
+        by_target.setdefault(values.get(target), set()).add(repr(values.get(key)))
+    return all(len(found) == 1 for found in by_target.values())
 
 
-def _flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves by dotted key, without seeds, places, and the attention that the model repeats."""
+def _leaves(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted key, without seeds and places, callbacks that only watch, and the attention that the model repeats."""
+    callbacks = {
+        name: {key: value for key, value in options.items() if not str(value).startswith(f"{config.get('run_dir')}/")}
+        for name, options in (config.get("callbacks") or {}).items() if options and options.get("_target_") not in WATCHING
+    }
+    return _flat({**config, "callbacks": callbacks})
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     leaves = {}
     for name, value in config.items():
         key = f"{prefix}{name}"

@@ -31,13 +31,14 @@ OBJECTIVE = ("cross_documents", "packed", "mask_rate", "eval_mask_rate")
 @dataclass(frozen=True)
 class Subject:
     """model: on its device, in eval mode. data: a data module, set up. context: the training context in tokens. columns: of every row.
-    identity: plain JSON, all that decides what is measured beside the task."""
+    identity: plain JSON, all that decides what is measured beside the task. broken: why no number of it means anything, "" mostly."""
 
     model: torch.nn.Module
     data: Any
     context: int
     columns: dict[str, Any]
     identity: dict[str, Any]
+    broken: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +70,13 @@ def prepare(run: Run, attention: dict, model: dict, cfg: DictConfig, build_data:
         **_machine(device),
         "code": _code(checkpoint.model),
     }
-    return Subject(placed, data, checkpoint.context, _columns(run, checkpoint, data.record()), identity)
+    return Subject(placed, data, checkpoint.context, _columns(run, checkpoint, data.record()), identity, _not_finite(checkpoint.model))
+
+
+def _not_finite(model: torch.nn.Module) -> str:
+    weights = dict(model.named_parameters())
+    bad = [name for name, weight in weights.items() if not weight.isfinite().all()]
+    return f"{len(bad)} of {len(weights)} weights hold NaN or infinity, first {bad[0]}: training diverged" if bad else ""
 
 
 def _machine(device: torch.device) -> dict[str, Any]:
@@ -91,8 +98,8 @@ def _place(model: torch.nn.Module, accelerator: str, precision: str | int) -> to
 
     try:
         fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"accelerator={accelerator}, precision={precision}: {error}") from error
+    except Exception as error:  # Lightning and what it imports for a device raise a dozen kinds
+        raise UserError(f"accelerator={accelerator}, precision={precision}: {' '.join(str(error).split())}") from error
     placed = fabric.setup_module(model).eval()
     placed.backward = fabric.backward  # which alone may start a backward pass
     if hasattr(model, "generate"):

@@ -2,7 +2,12 @@
 
 from collections.abc import Sequence
 
-from attnzoo.evaluation.results import METRICS, Row, shown_metrics
+import pandas as pd
+
+from attnzoo.evaluation.results import METRICS, Row, frame, shown_metrics
+
+LINE = ["run", "reading"]  # what has a line of a table
+HEAD = ["run", "attention", "reading", "data", "context"]
 
 
 def summary(rows: Sequence[Row], averages: Sequence[Row] = ()) -> str:
@@ -14,7 +19,7 @@ def summary(rows: Sequence[Row], averages: Sequence[Row] = ()) -> str:
     if averages:
         n = len({row.seed for row in rows if row.seed is not None})
         parts.append(f"# Averages over seeds\n\n± is the standard deviation between up to {n} seeds; the runs themselves follow below.")
-        parts += _tables(averages)
+        parts += [*_tables(averages), "\n".join(_notes(averages))]
         parts.append("# Runs")
     parts += _tables(rows)
     if len({row.data for row in rows if row.data}) > 1:
@@ -45,13 +50,11 @@ def _table(rows: Sequence[Row], metric: str) -> str:
         title, column, columns = task, "metric", metrics
     else:
         title, column, metrics, columns = f"{task}: {metric} by length", "length", (metric,), lengths
-    cells = {(*row.line, getattr(row, column)): _cell(row) for row in rows if row.value is None or row.metric in metrics}
-    head = ["run", "attention", "reading", "data", "context", *columns]
-    lines = [
-        [row.run, row.attention, row.reading, row.data, row.context, *(cells.get((*row.line, name), "") for name in columns)]
-        for row in {row.line: row for row in rows}.values()
-    ]
-    return f"## {title}\n\n{_markdown(head, lines)}"
+    table = frame(rows).assign(cell=list(map(_cell, rows)))
+    table["shown"] = [row.value is None or row.metric in metrics for row in rows]
+    cells = table[table["shown"] & table[column].notna()].drop_duplicates([*LINE, column], keep="last")
+    cells = cells.pivot(index=LINE, columns=column, values="cell").reindex(columns=list(columns))
+    return f"## {title}\n\n{_markdown(table.drop_duplicates(LINE, keep='last')[HEAD].join(cells, on=LINE).fillna(''))}"
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
@@ -81,8 +84,8 @@ def _number(value: float, digits: int) -> str:
     return f"{value:.0f}" if "e+" in text and abs(value) < 1e9 else text
 
 
-def _markdown(head: Sequence, lines: Sequence[Sequence]) -> str:
-    """A table without the columns that are empty in every line."""
-    used = [i for i in range(len(head)) if any(line[i] not in ("", None) for line in lines)]
-    table = [[head[i] for i in used], ["---"] * len(used), *([line[i] for i in used] for line in lines)]
-    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in table)
+def _markdown(table: pd.DataFrame) -> str:
+    """Without the columns that are empty in every line."""
+    used = table.loc[:, (table != "").any()]
+    lines = [used.columns, ["---"] * used.shape[1], *used.itertuples(index=False, name=None)]
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)

@@ -1,5 +1,6 @@
 """The plot of a run's losses."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,20 @@ class LossPlot(lightning.Callback):
     def __init__(self, metrics: str, path: str):
         self.metrics, self.path = Path(metrics), Path(path)
 
-    def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         if trainer.is_global_zero and self.metrics.exists():
-            plot_losses(self.metrics, self.path)
+            size, variant = pl_module.n_parameters / 1e6, pl_module.record["attention"]["_target_"].split(".")[-2]
+            title = f"{type(pl_module.model).__name__} of {size:.3g} M parameters, {variant}, {trainer.datamodule.kind}"
+            plot_losses(self.metrics, self.path, title)
 
-    def on_exception(self, trainer: lightning.Trainer, *_: Any) -> None:
-        self.on_train_end(trainer)
+    def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.on_train_end(trainer, pl_module)
 
 
-def plot_losses(metrics: Path, path: Path) -> None:
-    """Write the plot of a metrics.csv; nothing where it holds no loss."""
+def plot_losses(metrics: Path, path: Path, title: str = "") -> None:
+    """Write the plot of a metrics.csv; nothing where it holds no loss. The legend says from which step on a loss is NaN."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     series = read_metrics(metrics)
     shown = [(name, style) for name, style in (("train/loss", "-"), ("val/loss", "o--")) if name in series]
@@ -33,8 +37,12 @@ def plot_losses(metrics: Path, path: Path) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for name, style in shown:
-        axes.plot(*zip(*series[name], strict=True), style, label=name, linewidth=1, markersize=4)
-    axes.set(xlabel="optimizer steps", ylabel="loss (nats per token)")
+        broken = next((step for step, value in series[name] if not math.isfinite(value)), None)
+        label = name if broken is None else f"{name} (NaN or infinite from step {broken} on)"
+        axes.plot(*zip(*series[name], strict=True), style, label=label, linewidth=1, markersize=4)
+    axes.set_title(title, fontsize=10, wrap=True)
+    axes.set(xlabel="optimizer steps", ylabel="loss (nats)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)

@@ -1,0 +1,45 @@
+"""Whether a length can be read at all, told before it is tried: where the host's memory runs out the system ends the program."""
+
+from pathlib import Path
+
+import torch
+
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def least_bytes(model: torch.nn.Module, length: int) -> int:
+    """What one row of `length` tokens takes at the least: the residual stream in float32, and queries, keys and values in 16 bits.
+
+    On CPU the operators' reference path holds the scores of all pairs of tokens besides, also at least in 16 bits.
+    """
+    layer = model.blocks[0].attention
+    spec = layer.spec
+    linear = length * (4 * spec.dim + 2 * spec.head_dim * (spec.n_heads + 2 * spec.n_kv_heads))
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    reference = on_cpu and getattr(layer, "impl", "sdpa") in (None, "reference")
+    return linear + (2 * spec.n_heads * length**2 if reference else 0)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What can still be allocated on a GPU, or on the host (of its container, where that has a limit); None where nobody says."""
+    if device.type == "cuda":
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept
+    try:
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        free = 1024 * int(lines["MemAvailable"].split()[0])
+        limit = (CGROUP / "memory.max").read_text().strip() if (CGROUP / "memory.max").exists() else "max"
+        return free if limit == "max" else min(free, int(limit) - int((CGROUP / "memory.current").read_text()))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def shortage(model: torch.nn.Module, length: int) -> str | None:
+    """Why a row of `length` tokens cannot be read; None where it may well be, or for a model that is no Transformer of attnzoo."""
+    if not hasattr(model, "blocks"):
+        return None
+    needed, free = least_bytes(model, length), free_bytes(next(model.parameters()).device)
+    if free is None or needed <= free:
+        return None
+    return (f"a row of {length} tokens needs at least {needed / 1e9:.3g} GB of memory, and {max(free, 0) / 1e9:.3g} GB are free; "
+            "shorten evaluation.lengths")
