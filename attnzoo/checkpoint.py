@@ -1,5 +1,6 @@
 """Checkpoint files: written whole or not at all, read without running code, rebuilt into a model."""
 
+import contextlib
 import copy
 import functools
 import os
@@ -16,6 +17,7 @@ from attnzoo.errors import UserError
 from attnzoo.run.files import write_whole
 
 FORMAT = 1
+TASKS = ("lm", "mlm", "classification")
 PREFIX = "model."  # of the model's weights in the state dict
 
 
@@ -81,7 +83,6 @@ def load(
     attention: a dict with `_target_` replaces the variant, without it its keys are merged over the checkpoint's. model: keys merged over
     the checkpoint's (rope_scaling, ...). trust: modules whose classes a checkpoint may name beside attnzoo's.
     """
-    from attnzoo.data.tokenizers import from_record
     from attnzoo.models import from_config
 
     content = read(path, map_location)
@@ -90,15 +91,20 @@ def load(
     try:
         attention_config = attention if "_target_" in attention else {**copy.deepcopy(record["attention"]), **attention}
         model_config = {**copy.deepcopy(record["model"]), **model}
-        built = from_config(model_config, attention_config, trust=trust)
-        tokenizer, task, context = from_record(record["tokenizer"]), record["task"], record["context"]
+        weights = _weights(content["state_dict"])
+        tokenizer, task, context = _tokenizer(record["tokenizer"]), record["task"], record["context"]
+        if task not in TASKS or not isinstance(context, int) or context < 1:
+            raise ValueError(f"task={task!r} must be one of {', '.join(TASKS)}, and context={context!r} a positive number of tokens")
+        if _n_blocks(model_config) > len({name.split(".")[1] for name in weights if name.startswith("blocks.")}):
+            raise ValueError(f"n_layers={model_config['n_layers']} are more than its weights have")
+        build = functools.partial(from_config, model_config, attention_config, trust=trust)
+        # sizes first: a wrong one may ask for more memory than there is; a layer of one's own may not know the device
+        with contextlib.suppress(RuntimeError), torch.device("meta"):
+            _check_fit(path, weights, build())
+        built = build()
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"cannot build the model of {path}: {error}") from error
-    weights = {name.removeprefix(PREFIX): value for name, value in content["state_dict"].items() if name.startswith(PREFIX)}
-    if (mismatch := _first_mismatch(weights, {name: value.shape for name, value in built.state_dict().items()})) is not None:
-        raise UserError(
-            f"the weights of {path} do not fit the model: {mismatch}; drop the attention or model override, or train that variant"
-        )
+    _check_fit(path, weights, built)
     built.load_state_dict(weights)
     overrides = {
         group: changed
@@ -106,6 +112,33 @@ def load(
         if (changed := {key: value for key, value in config.items() if key not in recorded or recorded[key] != value})
     }
     return Checkpoint(built.eval(), tokenizer, task, context, record, overrides)
+
+
+def _check_fit(path: Path, weights: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    if (mismatch := _first_mismatch(weights, {name: value.shape for name, value in model.state_dict().items()})) is not None:
+        raise UserError(
+            f"the weights of {path} do not fit the model: {mismatch}; drop the attention or model override, or train that variant"
+        )
+
+
+def _weights(state: Any) -> dict[str, torch.Tensor]:
+    """The model's, by the names that it gives them."""
+    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise ValueError("state_dict must hold tensors by name")
+    return {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)}
+
+
+def _tokenizer(record: Any) -> Any:
+    from attnzoo.data.tokenizers import from_record
+
+    if not isinstance(record, Mapping):
+        raise ValueError(f"tokenizer={record!r} must be the record of one")
+    return from_record(record)
+
+
+def _n_blocks(model: Mapping) -> int:
+    n_layers = model.get("n_layers", 0)
+    return n_layers if isinstance(n_layers, int) else 0
 
 
 def check_same_shapes(content: dict, shapes: Mapping[str, torch.Size], record: dict) -> None:

@@ -68,6 +68,28 @@ def test_a_strangers_target_is_not_called(trained, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("state_dict", [1, 2], "state_dict must hold tensors by name"),
+        ("state_dict", {"model.token_embedding.weight": "abc"}, "state_dict must hold tensors by name"),
+        ("tokenizer", None, "tokenizer=None must be the record of one"),
+        ("context", -5, "context=-5 a positive number"),
+        ("context", "long", "context='long' a positive number"),
+        ("task", "dance", "task='dance' must be one of lm, mlm, classification"),
+        ("dim", 2**24, "do not fit the model: token_embedding.weight has shape"),
+        ("n_layers", 2**24, "n_layers=16777216 are more than its weights have"),
+    ],
+)
+def test_contents_that_cannot_be_are_refused_by_name(trained, tmp_path, key, value, says):
+    content = torch.load(trained, weights_only=True)
+    place = content if key in content else content["attnzoo"]["model"] if key in content["attnzoo"]["model"] else content["attnzoo"]
+    place[key] = value
+    with pytest.raises(UserError, match=says) as error:
+        checkpoint.load(write(tmp_path / "x.ckpt", content))
+    assert "\n" not in str(error.value)
+
+
 class Exploit:
     def __init__(self, path):
         self.path = path

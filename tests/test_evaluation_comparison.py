@@ -2,6 +2,8 @@
 
 import csv
 import json
+import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -11,9 +13,9 @@ import torch
 from hydra import initialize_config_dir
 from tiny_run import ROOT, compose_tiny
 
-from attnzoo import runner
+from attnzoo import checkpoint, runner
 from attnzoo.errors import UserError
-from attnzoo.evaluation import compare, perplexity, report
+from attnzoo.evaluation import compare, memory, perplexity, report
 from attnzoo.evaluation.measurement import FILE, Store, digest, key
 from attnzoo.evaluation.progress import Progress
 from attnzoo.evaluation.results import Row
@@ -173,6 +175,44 @@ def test_memory_that_does_not_suffice_is_a_row_and_the_rest_goes_on(runs, evalua
     measured.clear()
     assert not any("memory" in row["note"] for row in evaluate(f"runs=[{runs / '1'},{runs / '2'}]"))
     assert len(measured) == 4
+
+
+def test_a_length_that_no_memory_holds_is_a_row_that_says_why(runs, evaluate, measured):
+    asked = ["evaluation=passkey", "evaluation.lengths=[320,99999999]", "evaluation.tasks.passkey.depths=1",
+             "evaluation.tasks.passkey.examples=1", "accelerator=cpu", "precision=32"]
+    rows = evaluate(f"ckpt_path={runs / '1'}", quick=asked)
+    assert {row["length"] for row in rows if row["value"]} == {"320"}
+    (long,) = [row for row in rows if row["length"] == "99999999"]
+    assert re.match(r"not tried: a row of 99999999 tokens needs at least .* GB of memory, and .* are free", long["note"])
+
+
+def test_what_a_row_takes_grows_with_the_pairs_only_where_they_are_held(trained):
+    flash, sdpa = (checkpoint.load(trained / name / "checkpoints" / "best.ckpt").model for name in ("sweep/1", "other/learned"))
+    assert memory.least_bytes(sdpa, 2000) == 2 * memory.least_bytes(sdpa, 1000)
+    assert memory.least_bytes(flash, 10**6) > 1000 * memory.least_bytes(sdpa, 10**6)
+    assert memory.shortage(sdpa, 1000) is None and memory.free_bytes(torch.device("cpu")) > 10**8
+
+
+def test_weights_of_nan_give_rows_that_say_so(runs, evaluate, tmp_path):
+    path = runs / "1" / "checkpoints" / "best.ckpt"
+    content = torch.load(path, weights_only=True)
+    content["state_dict"]["model.blocks.0.mlp.up_proj.weight"][0, 0] = math.nan
+    torch.save(content, path)
+    asked = ["evaluation=passkey", "evaluation.lengths=[320]", "evaluation.tasks.passkey.depths=1", "evaluation.tasks.passkey.examples=2",
+             "accelerator=cpu", "precision=32"]
+    rows = evaluate(f"runs=[{runs / '1'},{runs / '2'}]", quick=asked)
+    broken = [row for row in rows if row["run"] == "1"]
+    assert {(row["value"], row["stderr"]) for row in broken} == {("nan", "")}
+    assert all("1 of " in row["note"] and "up_proj.weight" in row["note"] for row in broken if row["depth"])
+    assert {row["value"] for row in rows if row["run"] == "2" and row["metric"] == "exact_match"} <= {"0.0", "0.5", "1.0"}
+    assert "training diverged" in (tmp_path / "result" / "summary.md").read_text()
+
+
+def test_a_device_that_is_not_there_is_one_line(runs, evaluate):
+    for accelerator in ("tpu", "typo"):
+        with pytest.raises(UserError, match=f"accelerator={accelerator}") as error:
+            evaluate(f"ckpt_path={runs / '1'}", quick=[f"accelerator={accelerator}"])
+        assert "\n" not in str(error.value)
 
 
 def test_a_run_is_read_in_several_ways(runs, evaluate):

@@ -3,6 +3,7 @@
 import csv
 import json
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from attnzoo import runner
 from attnzoo.attention.sdpa import SDPAttention
 from attnzoo.data.tokenizers import ByteTokenizer
 from attnzoo.errors import UserError
+from attnzoo.evaluation import harness
 from attnzoo.evaluation.harness import lm_eval
 from attnzoo.models import GPT
 
@@ -22,8 +24,46 @@ LENGTH = 24
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    with pytest.raises(UserError, match=r"pip install -e '\.\[lm_eval\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[lm-eval\]'"):
         lm_eval(None, None, context=8, tasks=["x"])
+
+
+@pytest.fixture
+def key(tmp_path, monkeypatch):
+    """What names the measurement of a task in tmp_path beside checkpoint and data; the harness is a stand-in that knows this task."""
+    data = tmp_path / "data" / "questions.jsonl"
+    for path, text in {data: "a", tmp_path / "tasks" / "mine.yaml": "task: mine", tmp_path / "tasks" / "utils.py": "pass"}.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    config = {"task": "mine", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": [str(data.parent / "*.jsonl")]}}}
+    index = {"mine": SimpleNamespace(cfg=config, yaml_path=tmp_path / "tasks" / "mine.yaml")}
+    index["a_tag"] = SimpleNamespace(cfg=None, yaml_path=None)
+    manager = SimpleNamespace(all_tasks=["mine"], task_index=index)
+    monkeypatch.setitem(sys.modules, "lm_eval", ModuleType("lm_eval"))
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", SimpleNamespace(TaskManager=lambda include_path: manager))
+    monkeypatch.setattr(harness.importlib.metadata, "version", lambda name: "1.0")
+
+    def key(include_path: str | None = None) -> str:
+        data = SimpleNamespace(objective="lm", tokenizer=BYTES)
+        (one,) = lm_eval(None, data, context=8, tasks=["mine"], include_path=include_path).measurements
+        return json.dumps(dict(one.settings), sort_keys=True)
+
+    return key
+
+
+@pytest.mark.parametrize("file", ["tasks/mine.yaml", "tasks/utils.py", "data/questions.jsonl"])
+def test_an_edited_task_has_another_key_in_the_store(key, tmp_path, file):
+    before = key()
+    assert key() == before
+    (tmp_path / file).write_text("edited")
+    assert key() != before
+
+
+def test_another_harness_or_include_path_has_another_key_in_the_store(key, tmp_path, monkeypatch):
+    before = key()
+    assert key(str(tmp_path / "tasks")) != before
+    monkeypatch.setattr(harness.importlib.metadata, "version", lambda name: "1.1")
+    assert key() != before
 
 
 @pytest.fixture(scope="module")

@@ -89,6 +89,23 @@ def gpt():
     return model.eval().double()
 
 
+def test_nan_is_no_answer():
+    class Broken(nn.Module):
+        vocab_size = 7
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+
+        def forward(self, input_ids, logits_at):
+            return torch.zeros(len(logits_at), 7).index_fill(0, torch.tensor([1]), torch.nan)
+
+    whole, half = np.array([0, IGNORED, IGNORED, IGNORED]), np.array([IGNORED, 0, IGNORED, 0])
+    right, broken = answer(Broken(), [(np.zeros(4, np.int64), labels) for labels in (whole, half)], batch_tokens=8)
+    assert (right.exact_match, right.accuracy, right.reciprocal_rank) == (1.0, 1.0, 1.0)
+    assert np.isnan([broken.exact_match, broken.accuracy, broken.reciprocal_rank, broken.loss]).all()
+
+
 def test_an_exact_match_is_what_greedy_decoding_writes(gpt):
     prompts = torch.randint(256, (6, 20), generator=torch.Generator().manual_seed(0))
     written = gpt.generate(prompts, 5, temperature=0.0)
