@@ -33,7 +33,7 @@ def main() -> None:
             v = torch.zeros(1, 256 + more, kv_heads, value_dim, dtype=torch.bfloat16)
             options = Options(mask_shape=(1, 1, 4, 4), block_q=block[0], block_k=block[1], sequences=None, softmax_scale=head_dim**-0.5,
                               window_left=left, window_right=right)
-            launch, tile, *_ = hopper._plan(q.device, q.dtype, layout(q), layout(k), layout(v), options, None)
+            launch = hopper._plan(q.device, q.dtype, layout(q), layout(k), layout(v), options, None)[0].launch
             launch.kernel = WarmUp(launch.kernel)
             hopper.launch_forward(q, k, v, None, options)
             case = {"head_dim": head_dim, "value_dim": value_dim, "block": block, "mask": (left, right, more)}

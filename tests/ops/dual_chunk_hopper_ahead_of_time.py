@@ -11,7 +11,8 @@ import triton
 from ahead_of_time import Driver, resources
 from hopper_ahead_of_time import WarmUp, complaints
 
-from attnzoo_kernels.flash.options import layout
+from attnzoo_kernels._triton.call import layout
+from attnzoo_kernels.dual_chunk.options import Options
 
 
 def main() -> None:
@@ -34,11 +35,12 @@ def forward(hopper, head_dim, value_dim, seqlen, chunk, packed):
     v, out = torch.zeros(2, *rows, 2, value_dim, dtype=torch.bfloat16)
     bounds = torch.zeros(2, dtype=torch.int32) if packed else None
     stats = torch.zeros(2, 2, seqlen)
-    launch, tile, *widths = hopper._plan(v.device, v.dtype, 1 if packed else None, chunk, chunk // 3, *map(layout, (queries, keys, v, out)),
-                                         stats.stride(0), None)
-    launch.kernel = WarmUp(launch.kernel)
-    hopper.run(launch, tile, *widths, queries, keys, v, out, stats[0], stats, bounds, bounds, torch.zeros(1, dtype=torch.int32))
-    return launch, tile
+    options = Options(sequences=1 if packed else None, softmax_scale=1.0, window_right=0, chunk=chunk, top=4 * chunk // 3,
+                      far=4 * chunk // 3)
+    plan = hopper._plan(v.device, v.dtype, *map(layout, (queries, keys, v, out)), stats.stride(0), options, None)
+    plan.launch.kernel = WarmUp(plan.launch.kernel)
+    hopper.run(plan, queries, keys, v, out, stats[0], stats, bounds, bounds, torch.zeros(1, dtype=torch.int32))
+    return plan.launch, plan.tile
 
 
 def backward(hopper_backward, width, packed, ordered):

@@ -5,7 +5,6 @@ Where blocks have 64 queries, one warp group has a list, and two or three progra
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +15,18 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
 from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_forward
+from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, outputs, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import Keys, load_segment, produce_segments
-from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
+from attnzoo_kernels._gluon.forward_tile import ForwardTile
+from attnzoo_kernels._gluon.hopper import why_not_tma
 from attnzoo_kernels._gluon.tile_scheduler import take_words
 from attnzoo_kernels._gluon.tiles import masks_in_loop
-from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of
+from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.block_sparse.hopper_lists import find_list, list_lengths, listed_tile
 from attnzoo_kernels.block_sparse.lists import Grid
 from attnzoo_kernels.block_sparse.options import Options
-from attnzoo_kernels.block_sparse.tiles import HopperTile, hopper_forward_tile
+from attnzoo_kernels.block_sparse.tiles import hopper_forward_tile
 from attnzoo_kernels.flash.options import Layout, layout
 
 
@@ -133,19 +134,19 @@ def column(tile, span, FIRST: gl.constexpr, program, config):
     return at
 
 
-@gluon.jit(do_not_specialize=["stride_stats", "stride_lb", "stride_lh", "list_tiles", "list_width", "window_left", "window_right",
-                              "seqlen_q", "seqlen_k", "heads", "group", "n_tiles"],
+@gluon.jit(do_not_specialize=[*SCALARS, "stride_lb", "stride_lh", "list_tiles", "list_width"],
            do_not_specialize_on_alignment=["order", "index", "count", "counter"])
 def block_sparse_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, order, index, count, counter, stride_stats,
                                    stride_lb, stride_lh, list_tiles, list_width, scale, window_left, window_right, seqlen_q, seqlen_k,
-                                   heads, group, n_tiles, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
-                                   STAGES: gl.constexpr, CONSUMERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-                                   LOOP_MASK: gl.constexpr):
+                                   heads, group, n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+                                   CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+                                   MASK_IN_LOOP: gl.constexpr, PREFETCH_TILE: gl.constexpr, ROW_MAX_NOT_NEGATIVE: gl.constexpr):
     config = Config(
-        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=240, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT,
-        BRANCHES=1, MASK_IN_LOOP=LOOP_MASK, EMPTY_ROWS=LOOP_MASK, Q_SLOTS=1, Q_IN_REGISTERS=True, PACKED=False, PRODUCE=produce_segments,
-        CONSUME=consume, NEXT_TILE=next_tile, LOAD_TILE=load_tile, NEXT_ENTRY=next_entry, TAKE=take, SPAN=span, MAINLOOP=mainloop,
-        COLUMN=column, MASK=mask, STEP_MASK=step_mask, INSIDE=inside, FINISH=finish)
+        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, HAS_LEFT=HAS_LEFT,
+        HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=1, Q_IN_REGISTERS=True,
+        PREFETCH_TILE=PREFETCH_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PACKED=False, PRODUCE=produce_segments, CONSUME=consume,
+        NEXT_TILE=next_tile, LOAD_TILE=load_tile, NEXT_ENTRY=next_entry, TAKE=take, SPAN=span, MAINLOOP=mainloop, COLUMN=column, MASK=mask,
+        STEP_MASK=step_mask, INSIDE=inside, FINISH=finish)
     descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
     tiles, bars = allocate(descs, config, 7)
     problem = Problem(counter, None, None, None, seqlen_q, seqlen_k, heads, group, None, n_tiles, window_left, window_right)
@@ -155,25 +156,18 @@ def block_sparse_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
 
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, q: Layout, k: Layout, v: Layout, options: Options,
-          tile: HopperTile | None = None) -> tuple[Launch, HopperTile, Grid, int, int]:
-    sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
-    heads = q[0][-2]
-    width, value_width = (64 if x[0][-1] <= 64 else 128 for x in (q, v))
-    tile = tile or hopper_forward_tile(width, value_width, options.block_q, options.block_k)
+          tile: ForwardTile | None = None) -> tuple[ForwardPlan, Grid]:
+    tile = tile or hopper_forward_tile(tile_width(q[0][-1]), tile_width(v[0][-1]), options.block_q, options.block_k)
     grid = options.grid(q[0], k[0], tile)
-    left, right = options.window_left, options.window_right
     # the diagonal crosses two tiles of keys where they are the smaller ones
-    loop_mask = masks_in_loop(left, right, seqlen_k - seqlen_q, tile.block_m) or right >= 0 and tile.block_n < tile.block_m
-    n_tiles = options.programs(heads, seqlen_q, sequences, tile.block_m)
-    *lists, _, scale, _, _, _, _, _, _, group = options.scalars(grid, q[0], k[0], by_keys=False)
-    scalars = (math.prod(q[0][:-1]), *lists, scale, left, right, seqlen_q, seqlen_k, heads, group, n_tiles)
-    constants = {"BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": tile.block_n, "STAGES": tile.stages,
-                 "CONSUMERS": tile.block_m // ROWS.value, "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0, "LOOP_MASK": loop_mask}
+    mask_in_loop = (masks_in_loop(options.window_left, options.window_right, k[0][1] - q[0][1], tile.block_m)
+                    or options.causal and tile.block_n < tile.block_m)
+    names = ("stride_lb", "stride_lh", "list_tiles", "list_width")
+    lists = dict(zip(names, options.scalars(grid, q[0], k[0], by_keys=False), strict=False))
+    constants = {"MASK_IN_LOOP": mask_in_loop, "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop}
     # several programs share the registers that the compiler would give to one
     registers = {"maxnreg": 256 // tile.programs // 8 * 8} if tile.programs > 1 else {}
-    launch = Launch(block_sparse_fwd_hopper_kernel, min(n_tiles, tile.programs * multiprocessors(device)), scalars, constants, 4, 1,
-                    options=registers)
-    return launch, tile, grid, width, value_width
+    return plan_forward(block_sparse_fwd_hopper_kernel, device, options, tile, q, k, v, lists, constants, registers), grid
 
 
 def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
@@ -188,16 +182,12 @@ def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: Options,
-                   tile: HopperTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                   tile: ForwardTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through."""
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    lse_shape = (q.shape[0], q.shape[2], q.shape[1])
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    stats = torch.empty(2, *lse_shape, dtype=torch.float32, device=q.device)
-    launch, tile, grid, width, value_width = _plan(q.device, q.dtype, layout(q), layout(k), layout(v), options, tile)
+    out, lse, stats = outputs(q, v.shape[-1])
+    plan, grid = _plan(q.device, q.dtype, layout(q), layout(k), layout(v), options, tile)
     with on_device_of(q):
         lists = options.lists(mask, grid, q.shape, k.shape, by_keys=False)
-        launch(descriptor(q, ROWS.value, width), descriptor(k, tile.block_n, width), descriptor(v, tile.block_n, value_width),
-               descriptor(out, ROWS.value, value_width), lse, stats, lists.order, lists.index, lists.count,
-               tile_counter(q.device))
+        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, lists.order, lists.index, lists.count,
+                    tile_counter(q.device))
     return out, lse, stats

@@ -8,6 +8,8 @@ that is touched is computed whole. A tile holds at most 32 blocks of 16 x 16 tok
 
 from dataclasses import dataclass
 
+from attnzoo_kernels._gluon.forward_tile import ForwardTile
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -90,20 +92,19 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, block: int)
 
 @dataclass(frozen=True)
 class HopperTile:
-    """Of the Gluon kernels: a forward has a consumer for each 64 of block_m rows."""
+    """Of the Gluon backward."""
 
     block_m: int
     block_n: int
     stages: int
-    programs: int = 1  # of a multiprocessor
 
 
-def hopper_forward_tile(block_d: int, block_dv: int, block_q: int, block_k: int) -> HopperTile:
+def hopper_forward_tile(block_d: int, block_dv: int, block_q: int, block_k: int) -> ForwardTile:
     """Random 0.25 at width 128: of 128 0.42 ms, 64 keys with 3 or 4 stages a tenth more; of 64 0.48. At width 64: of 128 0.30 ms, of 64
     0.31, with two programs 0.33."""
     wide = max(block_d, block_dv) == 128
     if block_q < 128:
-        return HopperTile(64, 64, 2, programs=2) if wide else HopperTile(64, 64, 3, programs=3)
+        return ForwardTile(64, 2 if wide else 3, 1, programs=2 if wide else 3)
     if block_k < 128:
-        return HopperTile(128, 64, 4)
-    return HopperTile(128, 128, 2 if wide else 3)
+        return ForwardTile(64, 4)
+    return ForwardTile(128, 2 if wide else 3)

@@ -6,7 +6,6 @@ those of the first path and subtracts; the values, which both paths read, come f
 """
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +16,16 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
 from attnzoo_kernels._gluon.forward_consumer import consume, inside, run_forward, write_tile
+from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, outputs, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import Keys, load_segment, produce_segments
-from attnzoo_kernels._gluon.hopper import constants, descriptor, product_layout, why_not_tma
+from attnzoo_kernels._gluon.forward_tile import ForwardTile
+from attnzoo_kernels._gluon.hopper import constants, product_layout, why_not_tma
 from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, next_tile, span, take
 from attnzoo_kernels._gluon.tiles import masks_in_loop
-from attnzoo_kernels._triton.launch import L2_GROUP, Launch, block_width, multiprocessors, on_device_of
+from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.differential.options import Options, lambda_strides
-from attnzoo_kernels.differential.tiles import HopperTile, hopper_forward_tile
+from attnzoo_kernels.differential.tiles import hopper_forward_tile
 from attnzoo_kernels.flash.options import Layout, layout
 
 
@@ -99,22 +100,21 @@ def subtract(acc, inverse, tile, span, at, lam, BRANCH: gl.constexpr, ME: gl.con
             write_tile(program.descs.out, out, at, ME, program)
 
 
-@gluon.jit(do_not_specialize=["stride_stats", "stride_lb", "stride_ls", "stride_lh", "window_left", "window_right", "n_seqs", "seqlen_q",
-                              "seqlen_k", "heads", "group", "head_group", "n_tiles"],
+@gluon.jit(do_not_specialize=[*SCALARS, "stride_lb", "stride_ls", "stride_lh"],
            do_not_specialize_on_alignment=["lam_ptr", "cu_seqlens_q", "cu_seqlens_k"])
 def differential_fwd_hopper_kernel(q1_desc, q2_desc, k1_desc, k2_desc, v_desc, out_desc, out2_desc, lse_ptr, stats_ptr, lam_ptr,
                                    scratch_ptr, cu_seqlens_q, cu_seqlens_k, counter, stride_stats, stride_lb, stride_ls, stride_lh, scale,
                                    window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles,
                                    BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                                   PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr,
-                                   SAVE: gl.constexpr, IN_MEMORY: gl.constexpr, JOINT_RELEASE: gl.constexpr, K_BEFORE_PV: gl.constexpr,
-                                   REGISTERS: gl.constexpr):
+                                   REGISTERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+                                   MASK_IN_LOOP: gl.constexpr, JOINT_RELEASE: gl.constexpr, K_BEFORE_PV: gl.constexpr,
+                                   ROW_MAX_NOT_NEGATIVE: gl.constexpr, SAVE: gl.constexpr, IN_MEMORY: gl.constexpr):
     config = Config(
         BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED, HAS_LEFT=HAS_LEFT,
         HAS_RIGHT=HAS_RIGHT, BRANCHES=2, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=2, JOINT_RELEASE=JOINT_RELEASE,
-        K_BEFORE_PV=K_BEFORE_PV, OPTIONS=OwnConfig(SAVE=SAVE, IN_MEMORY=IN_MEMORY), PRODUCE=produce_segments, CONSUME=consume,
-        NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span, BEGIN=load_lambda, MAINLOOP=mainloop, COLUMN=column, MASK=mask,
-        STEP_MASK=step_mask, INSIDE=inside, FINISH=subtract)
+        K_BEFORE_PV=K_BEFORE_PV, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, OPTIONS=OwnConfig(SAVE=SAVE, IN_MEMORY=IN_MEMORY),
+        PRODUCE=produce_segments, CONSUME=consume, NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span, BEGIN=load_lambda,
+        MAINLOOP=mainloop, COLUMN=column, MASK=mask, STEP_MASK=step_mask, INSIDE=inside, FINISH=subtract)
     descs = Descriptors(q1_desc, k1_desc, v_desc, out_desc)
     kept = scratch_ptr
     if not IN_MEMORY:
@@ -136,49 +136,34 @@ def forward_reason(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Ten
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, same_lengths: bool, save: bool, shared: bool, q: Layout, k: Layout,
-          v: Layout, lam: tuple[int, int, int], softmax_scale: float, left: int, right: int,
-          tile: HopperTile | None = None) -> Launch:
-    heads, value_dim, group = q[0][-2], v[0][-1], q[0][-2] // k[0][-2]
-    sequences, seqlen_q, seqlen_k = (q[0][0], q[0][1], k[0][1]) if packed is None else (packed, q[0][0], k[0][0])
-    width, value_width = max(64, block_width(q[0][-1])), max(64, block_width(value_dim))
+def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, save: bool, shared_k: bool, q: Layout, k: Layout, v: Layout,
+          lam: tuple[int, int, int], options: Options, tile: ForwardTile | None = None) -> ForwardPlan:
+    sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
+    width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
     tile = tile or hopper_forward_tile(width, value_width)
-    block = ROWS.value * tile.consumers
-    n_tiles = heads * (sequences * -(-seqlen_q // block) if packed is None else seqlen_q // block + sequences + 1)
     # groups of heads whose keys stay in L2, alike in size: the last one's longest tiles would else end late
-    most = max(1, L2_GROUP // (2 * seqlen_k * ((1 if shared else 2) * width + value_width)))
-    kv_heads = k[0][-2] * (1 if packed is not None else sequences)
-    head_group = -(-kv_heads // -(-kv_heads // most)) * group
-    shift = 0 if same_lengths else seqlen_k - seqlen_q if packed is None else None
-    scalars = (math.prod(q[0][:-1]), *lam, softmax_scale * math.log2(math.e), left, right, sequences,
-               seqlen_q, seqlen_k, heads, group, head_group, n_tiles)
-    constants = {"BLOCK_DV": value_width, "BLOCK_N": tile.block_n, "STAGES": tile.stages, "CONSUMERS": tile.consumers,
-                 "PACKED": packed is not None, "HAS_LEFT": left >= 0, "HAS_RIGHT": right >= 0,
-                 "MASK_IN_LOOP": masks_in_loop(left, right, shift, ROWS.value), "SAVE": save, "IN_MEMORY": width > 64,
-                 "JOINT_RELEASE": tile.joint_release, "K_BEFORE_PV": tile.hold, "REGISTERS": tile.registers}
-    return Launch(differential_fwd_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1)
+    kv_heads = k[0][-2] * (1 if options.packed else sequences)
+    groups = -(-kv_heads // heads_in_l2(seqlen_k, (1 if shared_k else 2) * width + value_width))
+    shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
+    mask_in_loop = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
+    scalars = {"head_group": -(-kv_heads // groups) * (q[0][-2] // k[0][-2]), "stride_lb": lam[0], "stride_ls": lam[1], "stride_lh": lam[2]}
+    constants = {"MASK_IN_LOOP": mask_in_loop, "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop, "SAVE": save,
+                 "IN_MEMORY": width > 64}
+    return plan_forward(differential_fwd_hopper_kernel, device, options, tile, q, k, v, scalars, constants)
 
 
 def launch_forward(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor,
                    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, save: bool, options: Options,
-                   tile: HopperTile | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                   tile: ForwardTile | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the plain path's launch_forward gives, for what forward_reason lets through."""
-    out = q1.new_empty(*q1.shape[:-1], v.shape[-1])
+    out, lse, stats = outputs(q1, v.shape[-1], 2)
     out2 = torch.empty_like(out) if save else out
-    rows = (q1.shape[1], q1.shape[0]) if options.packed else (q1.shape[0], q1.shape[2], q1.shape[1])
-    lse = torch.empty(2, *rows, dtype=torch.float32, device=q1.device)
-    stats = lse.new_empty(4, *rows)
-    launch = _plan(q1.device, q1.dtype, options.sequences,
-                   options.packed and cu_seqlens_q is cu_seqlens_k, save, k2 is None, layout(q1), layout(k1), layout(v),
-                   lambda_strides(lam, options.packed), options.softmax_scale, options.window_left, options.window_right, tile)
-    value_width, block_n, consumers = (launch.constants[name] for name in ("BLOCK_DV", "BLOCK_N", "CONSUMERS"))
-    width = max(64, block_width(q1.shape[-1]))
+    plan = _plan(q1.device, q1.dtype, options.packed and cu_seqlens_q is cu_seqlens_k, save, k2 is None, layout(q1), layout(k1), layout(v),
+                 lambda_strides(lam, options.packed), options, tile)
     scratch = None
-    if launch.constants["IN_MEMORY"]:  # small enough to stay in L2
-        scratch = torch.empty(launch.programs * consumers * ROWS.value * value_width, dtype=torch.float32, device=q1.device)
+    if plan.launch.constants["IN_MEMORY"]:  # small enough to stay in L2
+        scratch = torch.empty(plan.launch.programs * plan.tile.block_m * plan.value_width, dtype=torch.float32, device=q1.device)
     with on_device_of(q1):
-        descriptors = (descriptor(x, rows, columns, options.packed) for x, rows, columns in (
-            (q1, ROWS.value, width), (q2, ROWS.value, width), (k1, block_n, width), (k1 if k2 is None else k2, block_n, width),
-            (v, block_n, value_width), (out, ROWS.value, value_width), (out2, ROWS.value, value_width)))
-        launch(*descriptors, lse, stats, lam, scratch, cu_seqlens_q, cu_seqlens_k, tile_counter(q1.device))
+        plan.launch(plan.queries(q1), plan.queries(q2), plan.keys(k1), plan.keys(k1 if k2 is None else k2), plan.values(v),
+                    plan.output(out), plan.output(out2), lse, stats, lam, scratch, cu_seqlens_q, cu_seqlens_k, tile_counter(q1.device))
     return (out, lse, out2, stats) if save else (out, lse, out.new_empty(0), lse.new_empty(0))

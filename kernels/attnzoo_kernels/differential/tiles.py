@@ -5,31 +5,18 @@ Two accumulators take twice the registers of plain attention. For Hopper the til
 spills.
 """
 
-from dataclasses import dataclass
-
+from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels.flash.tiles import INTERPRETER, Tile
 
 MAX_HEAD_DIM = 128  # wider heads would spill in every tile
 
 
-@dataclass(frozen=True)
-class HopperTile:
-    """Of the Gluon forward: tiles of 64 rows a consumer and block_n keys; the rest as in flash.tiles.HopperTile."""
-
-    block_n: int
-    stages: int
-    consumers: int
-    joint_release: bool
-    hold: bool
-    registers: int
-
-
-def hopper_forward_tile(block_d: int, block_dv: int) -> HopperTile:
-    """As many keys as the registers of a consumer leave room for. 64 and 64: 2.12, two stages 2.13, two consumers 2.32, `hold` 2.24; 128
-    and 128: 1.56, separate releases 1.58, `hold` 1.62 (then 1.60)."""
+def hopper_forward_tile(block_d: int, block_dv: int) -> ForwardTile:
+    """As many keys as the registers of a consumer leave room for. 64 and 64: 2.12, two stages 2.13, two consumers 2.32, `k_before_pv` 2.24;
+    128 and 128: 1.56, separate releases 1.58, `k_before_pv` 1.62 (then 1.60)."""
     if max(block_d, block_dv) == 64:
-        return HopperTile(128, 3, 3, True, False, 160)
-    return HopperTile(64 if block_dv > 128 else 128, 2, 2, block_d == block_dv, False, 240)
+        return ForwardTile(128, 3, 3, 160, joint_release=True)
+    return ForwardTile(64 if block_dv > 128 else 128, 2, joint_release=block_d == block_dv)
 
 
 def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:

@@ -15,16 +15,18 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
 from attnzoo_kernels._gluon.forward_consumer import consume, rows_before, run_forward, write_tile
+from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, outputs, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import attend_step, first_weights, last_product, mask_scores
 from attnzoo_kernels._gluon.forward_producer import produce_segments
-from attnzoo_kernels._gluon.hopper import constants, descriptor, mbarrier, product_layout, ring, stage_of, why_not_tma
+from attnzoo_kernels._gluon.forward_tile import ForwardTile
+from attnzoo_kernels._gluon.hopper import constants, mbarrier, product_layout, ring, stage_of, why_not_tma
 from attnzoo_kernels._gluon.tile_scheduler import take
-from attnzoo_kernels._triton.launch import L2_GROUP, Launch, multiprocessors, on_device_of
+from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.dual_chunk.hopper_tiles import load_tile, next_tile, relation_keys, span
 from attnzoo_kernels.dual_chunk.options import Extras, Options
 from attnzoo_kernels.dual_chunk.parts import parts
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
-from attnzoo_kernels.dual_chunk.tiles import HopperTile, hopper_forward_tile
+from attnzoo_kernels.dual_chunk.tiles import hopper_forward_tile
 from attnzoo_kernels.flash.options import Layout, layout
 
 Q_SLOTS = gl.constexpr(2)  # the next relation's queries are loaded while the last one's are read
@@ -137,14 +139,13 @@ def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.con
                  mask=((r >= begin) & (r < end))[:, None] & (columns < OPTIONS.VALUE_DIM)[None, :])
 
 
-@gluon.jit(do_not_specialize=["stride_os", "stride_oh", "stride_stats", "n_seqs", "seqlen_q", "seqlen_k", "heads",
-                              "head_group", "chunk", "near", "group", "batches", "n_tiles"],
+@gluon.jit(do_not_specialize=[*SCALARS, "stride_os", "stride_oh", "chunk", "near", "batches"],
            do_not_specialize_on_alignment=["lse_ptr", "stats_ptr", "cu_seqlens_q", "cu_seqlens_k"])
 def dual_chunk_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr, stats_ptr, cu_seqlens_q, cu_seqlens_k, counter,
                                  stride_os, stride_oh, stride_stats, n_seqs, seqlen_q, seqlen_k, heads, head_group, chunk, near, group,
                                  batches, n_tiles, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
-                                 STAGES: gl.constexpr, CONSUMERS: gl.constexpr, PACKED: gl.constexpr, SEAMS: gl.constexpr,
-                                 K_BEFORE_PV: gl.constexpr, PARTIAL: gl.constexpr, REGISTERS: gl.constexpr):
+                                 STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PACKED: gl.constexpr,
+                                 K_BEFORE_PV: gl.constexpr, SEAMS: gl.constexpr, PARTIAL: gl.constexpr):
     config = Config(
         BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED, BRANCHES=1,
         MASK_IN_LOOP=SEAMS, Q_SLOTS=Q_SLOTS, Q_PLAIN=True, INDEX_EARLY=True, K_BEFORE_PV=K_BEFORE_PV,
@@ -159,30 +160,30 @@ def dual_chunk_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, packed: int | None, chunk: int, near: int, queries: Layout, keys: Layout, v: Layout,
-          out: Layout, stride_stats: int, tile: HopperTile | None) -> tuple[Launch, HopperTile, int, int]:
-    shape, heads, value_dim, group = queries[0], queries[0][-2], v[0][-1], queries[0][-2] // keys[0][-2]
-    batches, seqlen_q, seqlen_k = shape[0] // 3, shape[1], keys[0][1]
-    sequences = batches if packed is None else packed
-    width, value_width = 64 if shape[-1] <= 64 else 128, 64 if value_dim <= 64 else 128
-    tile = tile or hopper_forward_tile(width, value_width, seqlen_q // (packed or 1), chunk)
-    in_l2 = 2 * L2_GROUP  # at 16384 2 % faster than half of it, 48 MiB 1 % slower
-    head_group = max(1, in_l2 // (2 * seqlen_k * (width + value_width))) * group
-    block = ROWS.value * tile.consumers
-    n_tiles = heads * (seqlen_q // block + seqlen_q // chunk + 3 * (packed + 1) if packed is not None
-                       else batches * dense_tiles(seqlen_q, seqlen_k, chunk, block))
-    scalars = (*out[1][-3:-1], stride_stats, sequences, seqlen_q, seqlen_k, heads, head_group, chunk, near, group, batches,
-               n_tiles)
-    constants = {
-        "VALUE_DIM": value_dim, "BLOCK_DV": value_width, "BLOCK_N": tile.block_n, "STAGES": tile.stages,
-        "CONSUMERS": tile.consumers, "PACKED": packed is not None, "SEAMS": chunk % tile.block_n != 0,
-        # tiles that TMA cannot store: behind their end lie others' rows, or they begin before row 0, which it traps on; only compiled where
-        # there are any, as the offsets of plain stores would take a dozen registers all through the walk
-        "PARTIAL": packed is not None or chunk % block != 0 or (seqlen_k - seqlen_q) % block != 0,
-        "K_BEFORE_PV": tile.hold, "REGISTERS": tile.registers,
+def _plan(device: torch.device, dtype: torch.dtype, queries: Layout, keys: Layout, v: Layout, out: Layout, stride_stats: int,
+          options: Options, tile: ForwardTile | None) -> ForwardPlan:
+    chunk, group = options.chunk, out[0][-2] // v[0][-2]
+    sequences, seqlen_q, seqlen_k = options.sizes(out[0], v[0])
+    width, value_width = tile_width(queries[0][-1]), tile_width(v[0][-1])
+    tile = tile or hopper_forward_tile(width, value_width, seqlen_q // sequences if options.packed else seqlen_q, chunk)
+    block = tile.block_m
+    if options.packed:
+        tiles = seqlen_q // block + seqlen_q // chunk + 3 * (sequences + 1)
+    else:
+        tiles = sequences * dense_tiles(seqlen_q, seqlen_k, chunk, block)
+    scalars = {
+        "stride_os": out[1][-3], "stride_oh": out[1][-2], "stride_stats": stride_stats, "chunk": chunk, "near": options.near,
+        "head_group": heads_in_l2(seqlen_k, width + value_width, 1) * group,  # twice L2_GROUP is faster, three times slower
+        "batches": queries[0][0] // 3, "n_tiles": out[0][-2] * tiles,
     }
-    launch = Launch(dual_chunk_fwd_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1)
-    return launch, tile, width, value_width
+    constants = {
+        "VALUE_DIM": v[0][-1], "SEAMS": chunk % tile.block_n != 0,
+        # only compiled where there are any, as the offsets of plain stores take a dozen registers all through the mainloop; rows behind the
+        # last packed sequence see no key, and their first tile begins before them
+        "PARTIAL": options.packed or chunk % block != 0 or (seqlen_k - seqlen_q) % block != 0,
+    }
+    rows = (out[0][:-1] + queries[0][-1:], ())  # the queries' shape, of which there are three copies
+    return plan_forward(dual_chunk_fwd_hopper_kernel, device, options, tile, rows, v, v, scalars, constants)
 
 
 def dense_tiles(seqlen_q: int, seqlen_k: int, chunk: int, block: int) -> int:
@@ -205,12 +206,9 @@ def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options,
-                   tile: HopperTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                   tile: ForwardTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through."""
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    lse = torch.empty((q.shape[1], q.shape[0]) if options.packed else (q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32,
-                      device=q.device)
-    stats = lse.new_empty(2, *lse.shape)
+    out, lse, stats = outputs(q, v.shape[-1])
     with on_device_of(q):
         for part in parts(q, k, extras, options):
             _launch(*map(part.tokens, (q, k, v, out)), part.rows(lse), part.rows(stats), part.extras, options, tile)
@@ -218,17 +216,15 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Opt
 
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stats: Tensor, extras: Extras, options: Options,
-            tile: HopperTile | None) -> None:
+            tile: ForwardTile | None) -> None:
     _, seqlen_q, seqlen_k = options.sizes(q.shape, k.shape)
     queries = rotated_copies(q, extras, options, seqlen_k, 3, queries=True, near=options.near)
     keys = rotated_copies(k, extras, options, seqlen_q, 1, queries=False)
-    launch, *tile = _plan(q.device, q.dtype, options.sequences, options.chunk, options.near,
-                          *map(layout, (queries, keys, v, out)), stats.stride(0), tile)
-    run(launch, *tile, queries, keys, v, out, lse, stats, *extras[3:], tile_counter(q.device))
+    plan = _plan(q.device, q.dtype, *map(layout, (queries, keys, v, out)), stats.stride(0), options, tile)
+    run(plan, queries, keys, v, out, lse, stats, *extras[3:], tile_counter(q.device))
 
 
-def run(launch: Launch, tile: HopperTile, width: int, value_width: int, queries: Tensor, keys: Tensor, v: Tensor, out: Tensor,
-        *rest) -> None:
-    packed = out.dim() == 3
-    launch(descriptor(queries, ROWS.value, width), descriptor(keys[0] if packed else keys, tile.block_n, width, packed),
-           descriptor(v, tile.block_n, value_width, packed), descriptor(out, ROWS.value, value_width, packed), out, *rest)
+def run(plan: ForwardPlan, queries: Tensor, keys: Tensor, v: Tensor, out: Tensor, *rest) -> None:
+    """Packed copies of keys end where a sequence does; those of queries have a dimension more than such a descriptor."""
+    plan.launch(plan._replace(packed=False).queries(queries), plan.keys(keys[0] if plan.packed else keys), plan.values(v), plan.output(out),
+                out, *rest)

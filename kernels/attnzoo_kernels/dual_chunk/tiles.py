@@ -7,6 +7,7 @@ earlier form of its kernel; the others were chosen by registers and shared memor
 from dataclasses import dataclass
 from typing import Any
 
+from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels.flash import tiles as flash
 
 
@@ -71,20 +72,9 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
     return Tile(32, 32, 4, 1)
 
 
-@dataclass(frozen=True)
-class HopperTile:
-    """Of the Gluon forward: tiles of 64 rows a consumer and block_n keys."""
-
-    block_n: int
-    stages: int
-    consumers: int
-    hold: bool  # wait for the next K between the exponentials and the wait for P V
-    registers: int
-
-
-def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, chunk: int) -> HopperTile:
+def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, chunk: int) -> ForwardTile:
     if max(block_d, block_dv) == 128:
-        return HopperTile(128, 2, 2, False, 240)
+        return ForwardTile(128, 2)
     if min(seqlen_q, chunk) < 768:
-        return HopperTile(128, 3, 2, False, 240)
-    return HopperTile(128, 3, 3, True, 160)  # 2.29, two consumers 2.35
+        return ForwardTile(128, 3)
+    return ForwardTile(128, 3, 3, 160, k_before_pv=True)  # 2.29, two consumers 2.35

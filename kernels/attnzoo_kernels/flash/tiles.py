@@ -8,6 +8,8 @@ as the other widths do: Triton's own warp specialisation was faster there, but w
 
 from dataclasses import dataclass, replace
 
+from attnzoo_kernels._gluon.forward_tile import ForwardTile
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -99,33 +101,18 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: 
     return Tile(32, 32, 8, 1)
 
 
-@dataclass(frozen=True)
-class HopperTile:
-    """Of the Gluon forward: tiles of 64 rows a consumer and block_n keys."""
-
-    block_n: int
-    stages: int
-    consumers: int
-    q_slots: int  # 1: the queries move on to registers
-    joint_release: bool  # K of a step and V of the one before go back to the producer together
-    hold: bool  # wait for the next K between the exponentials and the wait for P V
-    ahead: bool  # take the next tile while the last P V runs
-    registers: int
-    from_zero: bool = False  # row maxima by integer instructions once none is below zero
-
-
-def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, *, causal: bool, window: bool, packed: bool) -> HopperTile:
+def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, *, causal: bool, window: bool, packed: bool) -> ForwardTile:
     """seqlen_q: of packed sequences the mean."""
     if max(block_d, block_dv) == 128:
-        # ahead: causal 512, 2048 in a graph 389, 613 TFLOP/s for 383, 593; full 8192 735 for 738
-        # from_zero: full 512, 2048, 8192, 16384 567, 703, 746, 749 for 572, 696, 735, 732; causal 2048, 8192, 16384 598, 718, 739 for 602,
-        # 714, 736; packed causal 8192 674 for 664
-        from_zero = block_d == block_dv and not window and seqlen_q > (2048 if causal else 1024)
-        return HopperTile(128, 2, 2, 1, False, False, causal and not window, 240, from_zero)
+        # prefetch_tile: causal 512, 2048, in a graph 389, 613 TFLOP/s for 383, 593; full 8192 735 for 738
+        # row_max_not_negative: full 512, 2048, 8192, 16384 567, 703, 746, 749 for 572, 696, 735, 732; causal 2048, 8192, 16384
+        # 598, 718, 739 for 602, 714, 736; packed causal 8192 674 for 664
+        not_negative = block_d == block_dv and not window and seqlen_q > (2048 if causal else 1024)
+        return ForwardTile(128, 2, prefetch_tile=causal and not window, row_max_not_negative=not_negative)
     # the third loop spills at 160 registers; 192 rows would leave a short sequence's last tile mostly empty (packed causal, means of 1229
     # and 4915: 273 and 472 TFLOP/s, two consumers 329 and 455)
     if window or seqlen_q <= (2048 if packed else 1024 if causal else 512):
-        # ahead: full 512, 2048 403, 542 for 387, 531
-        return HopperTile(128, 3, 2, 1, False, False, not window, 240)
+        # prefetch_tile: full 512, 2048 403, 542 for 387, 531
+        return ForwardTile(128, 3, prefetch_tile=not window)
     # 16 x 8192 causal, 8 heads: 2.67 ms, two consumers 2.90; 8192 full, causal 593, 562 TFLOP/s, three stages 585, 558
-    return HopperTile(128, 4, 3, 2, True, True, True, 160)
+    return ForwardTile(128, 4, 3, 160, q_slots=2, joint_release=True, k_before_pv=True, prefetch_tile=True)

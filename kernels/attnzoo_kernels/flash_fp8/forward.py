@@ -154,10 +154,10 @@ def consume(program, config, ME: gl.constexpr):
            do_not_specialize_on_alignment=["q_scales", "k_scales", "v_scales"])
 def flash_fp8_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, q_scales, k_scales, v_scales, counter, scale, batch, seqlen_q,
                             seqlen_k, heads, group, head_group, n_tiles, q_blocks, k_blocks, WIDTH: gl.constexpr, CONSUMERS: gl.constexpr,
-                            CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr, REGISTERS: gl.constexpr):
+                            CAUSAL: gl.constexpr, MASK_IN_LOOP: gl.constexpr, BY_BLOCK: gl.constexpr, REGISTERS: gl.constexpr):
     config = Config(
         BLOCK_N=KEYS, BLOCK_DV=WIDTH, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=False, HAS_LEFT=False,
-        HAS_RIGHT=CAUSAL, MASK_IN_LOOP=LOOP_MASK, Q_SLOTS=2, OPTIONS=OwnConfig(BY_BLOCK=BY_BLOCK), PRODUCE=produce, CONSUME=consume)
+        HAS_RIGHT=CAUSAL, MASK_IN_LOOP=MASK_IN_LOOP, Q_SLOTS=2, OPTIONS=OwnConfig(BY_BLOCK=BY_BLOCK), PRODUCE=produce, CONSUME=consume)
     dtype: gl.constexpr = q_desc.dtype
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, WIDTH], dtype)
     descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
@@ -214,7 +214,7 @@ def _plan(device: torch.device, q: torch.Size, k: torch.Size, blocks: tuple[int,
     head_group = max(1, L2_GROUP // (seqlen_k * 2 * width)) * group
     scalars = (softmax_scale * math.log2(math.e), batch, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, *blocks)
     constants = {
-        "WIDTH": width, "CONSUMERS": tile.consumers, "CAUSAL": causal, "LOOP_MASK": loop_mask, "BY_BLOCK": blocks[0] > 0,
+        "WIDTH": width, "CONSUMERS": tile.consumers, "CAUSAL": causal, "MASK_IN_LOOP": loop_mask, "BY_BLOCK": blocks[0] > 0,
         "REGISTERS": tile.registers,
     }
     return Launch(flash_fp8_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1), width

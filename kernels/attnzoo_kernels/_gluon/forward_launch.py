@@ -1,0 +1,77 @@
+"""The host's side of a Hopper forward: a plan, which is made once for each layout, and the tensors of a launch."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attnzoo_kernels._gluon.forward_tile import ForwardTile
+from attnzoo_kernels._gluon.hopper import descriptor
+from attnzoo_kernels._triton.call import Call, Layout
+from attnzoo_kernels._triton.launch import L2_GROUP, Launch, block_width, multiprocessors
+
+# what every kernel takes, and no length or count is a constant of: for do_not_specialize
+SCALARS = ["stride_stats", "window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "heads", "group", "head_group", "n_tiles"]
+
+
+class ForwardPlan(NamedTuple):
+    launch: Launch
+    tile: ForwardTile
+    width: int
+    value_width: int
+    packed: bool
+
+    def queries(self, x: Tensor) -> TensorDescriptor:
+        return descriptor(x, 64, self.width, self.packed)
+
+    def keys(self, x: Tensor) -> TensorDescriptor:
+        return descriptor(x, self.tile.block_n, self.width, self.packed)
+
+    def values(self, x: Tensor) -> TensorDescriptor:
+        return descriptor(x, self.tile.block_n, self.value_width, self.packed)
+
+    def output(self, x: Tensor) -> TensorDescriptor:
+        return descriptor(x, 64, self.value_width, self.packed)
+
+
+def tile_width(width: int) -> int:
+    """Of a head of `width`, which descriptors fill up with zeros."""
+    return max(64, block_width(width))
+
+
+def heads_in_l2(seqlen: int, columns: int, itemsize: int = 2) -> int:
+    """How many key heads' tiles L2 holds."""
+    return max(1, L2_GROUP // (itemsize * seqlen * columns))
+
+
+def plan_forward(kernel: Any, device: torch.device, call: Call, tile: ForwardTile, q: Layout, k: Layout, v: Layout, scalars: dict[str, Any],
+                 constants: dict[str, Any], options: dict[str, Any] | None = None) -> ForwardPlan:
+    """Of persistent programs. The kernel gets, of `scalars`, `constants` and what all kernels have, what its signature names.
+
+    scalars: `head_group` and a variant's own, or what it counts in another way.
+    """
+    sequences, seqlen_q, seqlen_k = call.sizes(q[0], k[0])
+    heads = q[0][-2]
+    width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
+    scalars = {
+        "stride_stats": math.prod(q[0][:-1]), "scale": call.softmax_scale * math.log2(math.e), "window_left": call.window_left,
+        "window_right": call.window_right, "n_seqs": sequences, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads,
+        "group": heads // k[0][-2], "n_tiles": call.programs(heads, seqlen_q, sequences, tile.block_m),
+    } | scalars
+    constants = tile.constants | {
+        "BLOCK_DV": value_width, "PACKED": call.packed, "HAS_LEFT": call.window_left >= 0, "HAS_RIGHT": call.window_right >= 0,
+    } | constants
+    launch = Launch(kernel, min(scalars["n_tiles"], tile.programs * multiprocessors(device)),
+                    tuple(scalars[name] for name in kernel.arg_names if name in scalars),
+                    {name: constants[name] for name in kernel.arg_names if name in constants}, 4, 1, options=options or {})
+    return ForwardPlan(launch, tile, width, value_width, call.packed)
+
+
+def outputs(q: Tensor, value_dim: int, softmaxes: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, LSE, statistics) for queries (batch, seqlen, heads, width) or (total, heads, width); the latter two in float32: (batch, heads,
+    seqlen) or (heads, total) behind a dimension of the softmaxes, if there are several, and of twice as many."""
+    rows = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    lse = torch.empty(rows if softmaxes == 1 else (softmaxes, *rows), dtype=torch.float32, device=q.device)
+    return q.new_empty(*q.shape[:-1], value_dim), lse, lse.new_empty(2 * softmaxes, *rows)
