@@ -83,9 +83,14 @@ def load(
     attention: a dict with `_target_` replaces the variant, without it its keys are merged over the checkpoint's. model: keys merged over
     the checkpoint's (rope_scaling, ...). trust: modules whose classes a checkpoint may name beside attnzoo's.
     """
+    return rebuild(read(path, map_location), path, attention=attention, model=model, trust=trust)
+
+
+def rebuild(content: dict, path: str | os.PathLike, *, attention: Mapping | None = None, model: Mapping | None = None,
+            trust: tuple[str, ...] = ()) -> Checkpoint:
+    """The same of a content that was read already, from `path`."""
     from attnzoo.models import from_config
 
-    content = read(path, map_location)
     record = content["attnzoo"]
     attention, model = dict(attention or {}), dict(model or {})
     try:

@@ -16,10 +16,10 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from attnzoo import checkpoint
+from attnzoo import checkpoint, trained
 from attnzoo.attention.base import check_path
 from attnzoo.errors import UserError
-from attnzoo.run import checks
+from attnzoo.run import checks, initial
 from attnzoo.run.claiming import opens_again
 from attnzoo.run.command_line import is_sweep
 from attnzoo.run.config import choices, plain
@@ -51,22 +51,38 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
     lightning.seed_everything(cfg.seed, workers=True, verbose=False)
     torch.set_float32_matmul_precision(cfg.matmul_precision)
     ckpt_path = _checkpoint_to_resume(cfg, run_dir)
+    origin = None
+    if cfg.init_from is not None:  # what goes on has its weights already, and the description that it began with
+        whole = ckpt_path and trained.Trained(str(ckpt_path), "checkpoint", checkpoint.read(ckpt_path))
+        origin = whole or trained.read(cfg.init_from, key="init_from")
+        cfg = initial.configure(cfg, origin)
+        checks.check_training(cfg)
     loggers = build_loggers(cfg, run_dir, "train", resumed=ckpt_path is not None)
     try:
         trainer = _build_trainer(cfg, loggers)
         check_path(cfg.attention.get("impl"), trainer.strategy.root_device)
-        data = instantiate(cfg.data, _convert_="all")
+        data = instantiate(cfg.data, **(initial.data_tokenizer(cfg, origin) if origin else {}), _convert_="all")
         if getattr(data, "packs", False):
             get_class(cfg.attention._target_).check_packed(causal=data.objective == "lm")
+        if origin:
+            initial.check_tokenizer(cfg, origin, data.tokenizer)
         data.prepare_data()
         data.setup("fit")
         _set_accumulation(trainer, cfg.batch_tokens, data)
         module = _build_module(cfg, data)
+        begun = None
+        if origin and ckpt_path is None:
+            begun = initial.load(module.model, origin, new=cfg.init_new, positions=cfg.init_positions)
+            module.record["init"] = {"from": origin.where, "kind": origin.kind, "changed": initial.changes(origin, cfg), **begun}
+        elif origin:
+            module.record["init"] = origin.record.get("init")
         if trainer.is_global_zero:
             write_whole(folder.config, OmegaConf.to_yaml(OmegaConf.create(plain(cfg))))
             for logger in loggers:
                 logger.log_hyperparams(plain(cfg))
             log.info(report.beginning(choices("model", "attention", "data"), trainer, module, data, run_dir))
+            if begun:
+                log.info(initial.describe(origin, begun, cfg))
         with _ranks_of_this_job(run_dir):
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}

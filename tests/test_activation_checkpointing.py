@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 from tiny_run import column, compose_tiny
 
 from attnzoo import runner
-from attnzoo.errors import UserError
 from attnzoo.models import from_config
 from attnzoo.training.module import TokenPrediction
 
@@ -105,5 +104,5 @@ def test_a_run_has_the_same_losses(tmp_path):
 
 @pytest.mark.parametrize("given", ["0", "True", "1.5", "all"])
 def test_a_wrong_interval_is_refused(tmp_path, given):
-    with pytest.raises(UserError, match=f"activation_checkpointing={given} must be a whole number"):
+    with pytest.raises(ValueError, match=f"activation_checkpointing='?{given}'?: must be a whole number of at least 1"):
         runner.train(compose_tiny(tmp_path, f"activation_checkpointing={given}"))

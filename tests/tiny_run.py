@@ -3,7 +3,11 @@
 import csv
 from pathlib import Path
 
+import torch
 from hydra import compose, initialize_config_dir
+
+from attnzoo import checkpoint
+from attnzoo.models import from_config
 
 ROOT = Path(__file__).parent.parent
 TINY = [
@@ -41,3 +45,19 @@ def column(folder: Path, name: str) -> list[str]:
     """A metric's values over the steps, as written in metrics.csv."""
     with open(folder / "run" / "metrics.csv", newline="") as file:
         return [row[name] for row in csv.DictReader(file) if row[name]]
+
+
+FLASH = {"_target_": "attnzoo.attention.flash.FlashAttention", "_partial_": True}
+RANDOM = {"vocab_size": 259, "dim": 16, "n_layers": 2, "n_heads": 2, "mlp": "swiglu", "norm": "rmsnorm", "bias": False}
+
+
+def write_checkpoint(path: Path, kind: str = "GPT", task: str = "lm", context: int = 32, attention: dict = FLASH,
+                     tokenizer: dict | None = None, **options) -> torch.nn.Module:
+    """Writes a checkpoint of a random model, which it returns. options: of the model, over RANDOM."""
+    model = {"_target_": f"attnzoo.models.{kind}", **RANDOM, "train_context": context, **options}
+    torch.manual_seed(0)
+    built = from_config(model, attention)
+    record = {"format": checkpoint.FORMAT, "model": model, "attention": attention, "tokenizer": tokenizer or {"kind": "bytes"},
+              "task": task, "context": context, "data": {}, "versions": {}}
+    checkpoint.save({"state_dict": {f"model.{k}": v for k, v in built.state_dict().items()}, "attnzoo": record, "global_step": 7}, path)
+    return built.eval()

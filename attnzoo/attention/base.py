@@ -31,6 +31,7 @@ class AttentionSpec:
     layer: this layer's index, from 0 to n_layers - 1. train_context: tokens a model reads at once in training.
     positions: "learned" leaves positions to the model, "rotary" and "alibi" are applied here.
     rope_scaling, rope_factor: see `attnzoo.attention.positions.rotary_tables`.
+    original_context: tokens that the rotary positions were trained on before the context was extended, None for train_context.
     mlp_matrices: dim x mlp_dim matrices of the MLP behind the layer, three with a gate.
     """
 
@@ -48,6 +49,7 @@ class AttentionSpec:
     rope_base: float = 10000.0
     rope_scaling: str = "none"
     rope_factor: float = 1.0
+    original_context: int | None = None
     mlp_matrices: int = 2
 
     def __post_init__(self):
@@ -55,6 +57,8 @@ class AttentionSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}: must be a positive integer, got {value!r}")
+        if self.original_context is not None and (not isinstance(self.original_context, int) or self.original_context < 1):
+            raise ValueError(f"original_context={self.original_context!r}: must be a positive integer, or null for the training context")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_kv_heads={self.n_kv_heads}: must divide n_heads={self.n_heads}; set model.n_kv_heads or model.n_heads")
         if self.positions not in POSITIONS:
@@ -66,6 +70,11 @@ class AttentionSpec:
         elif self.rope_scaling != "none":
             raise ValueError(f"rope_scaling={self.rope_scaling}: has no effect with positions={self.positions}; set model.positions=rotary "
                              "or model.rope_scaling=none")
+
+    @property
+    def known_context(self) -> int:
+        """Tokens that the positions were trained on."""
+        return self.original_context or self.train_context
 
     def _check_rotary(self):
         if self.head_dim % 2:
@@ -158,6 +167,7 @@ class Attention(nn.Module):
     """
 
     supports = Supports()
+    extends_context = False  # whether it reads beyond spec.known_context by design, so that a longer training must keep that
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()

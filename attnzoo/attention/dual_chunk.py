@@ -21,20 +21,21 @@ class DualChunkAttention(Attention):
 
     impl: the operator's path, None for the fastest that runs ("gluon", "triton", "reference").
     variant: "paper" (largest position chunk_size - 1) or "chunkllama" (chunk_size).
-    chunk_size: how far positions go, None for the training context. local_size: what of it is kept for distances to the chunk before, None
-        for a quarter; a chunk has chunk_size - local_size tokens.
+    chunk_size: how far positions go, None for the context that they were trained on (model.original_context, else the training context).
+    local_size: what of it is kept for distances to the chunk before, None for a quarter; a chunk has chunk_size - local_size tokens.
     stages: which pairs of chunks see each other: "intra" (the same), "successive" (neighbours), "inter" (farther apart).
-    temperature: "yarn" multiplies the logits of position p by (0.1 ln((p + 1) / training context) + 1)^2 beyond the training context.
+    temperature: "yarn" multiplies the logits of position p by (0.1 ln((p + 1) / that context) + 1)^2 beyond that context.
     """
 
     supports = Supports(positions=("rotary",), dropout=False)
+    extends_context = True
 
     def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None, variant: str = "paper", chunk_size: int | None = None,
                  local_size: int | None = None, stages: Sequence[str] = STAGES, temperature: str = "none"):
         super().__init__(spec)
         self.impl = impl
         self.variant = variant
-        self.chunk_size = spec.train_context if chunk_size is None else chunk_size
+        self.chunk_size = spec.known_context if chunk_size is None else chunk_size
         if local_size is None and isinstance(self.chunk_size, int):
             local_size = self.chunk_size // 4
         self.local_size = local_size
@@ -69,7 +70,7 @@ class DualChunkAttention(Attention):
         """What the logits of each token are multiplied by, float32, from the token's own position, which further tokens do not change."""
         if self.temperature == "none":
             return None
-        context = self.spec.train_context
+        context = self.spec.known_context
 
         def make() -> Tensor:
             if seq.cu_seqlens is not None:

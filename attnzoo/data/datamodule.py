@@ -7,6 +7,7 @@ import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from attnzoo.data import sources, tokenizers
 from attnzoo.data.masking import MaskedRows
@@ -23,7 +24,7 @@ class TextDataModule(RowsDataModule):
 
     Args:
         source: where the documents come from, see `attnzoo.data.sources`.
-        tokenizer: "bytes", or a Hugging Face tokenizer by name or path.
+        tokenizer: "bytes", a Hugging Face tokenizer by name or path, or a tokenizer.
         objective: "lm" or "mlm".
         seq_len: the training context in tokens.
         batch_size: rows of one device in one micro-step.
@@ -47,7 +48,7 @@ class TextDataModule(RowsDataModule):
         self,
         source,
         *,
-        tokenizer: str = "bytes",
+        tokenizer: Any = "bytes",
         objective: str = "lm",
         seq_len: int,
         batch_size: int,
@@ -65,7 +66,7 @@ class TextDataModule(RowsDataModule):
         cache_dir: str | None = None,
     ):
         super().__init__()
-        self.source, self.tokenizer_name, self.objective = source, tokenizer, objective
+        self.source, self._given_tokenizer, self.objective = source, tokenizer, objective
         self.seq_len, self.batch_size, self.eval_batch_size = seq_len, batch_size, eval_batch_size or batch_size
         self.cross_documents, self.packed, self.group_by_length, self.shuffle = cross_documents, packed, group_by_length, shuffle
         self.balance_lengths, self.min_seq_len = balance_lengths, min_seq_len
@@ -106,11 +107,12 @@ class TextDataModule(RowsDataModule):
 
     @functools.cached_property
     def tokenizer(self):
-        tokenizer = tokenizers.load(self.tokenizer_name)
+        given = self._given_tokenizer
+        tokenizer = tokenizers.load(given) if isinstance(given, str) else given
         needed = {"eos_id": "end of text (or separator)"} | ({"mask_id": "mask"} if self.objective == "mlm" else {})
         for attribute, role in needed.items():
             if getattr(tokenizer, attribute) is None:
-                raise ValueError(f"data.tokenizer={self.tokenizer_name!r} must have a token for {role}, for objective {self.objective!r}")
+                raise ValueError(f"data.tokenizer={tokenizer.name!r} must have a token for {role}, for objective {self.objective!r}")
         return tokenizer
 
     def prepare_data(self) -> None:

@@ -1,11 +1,14 @@
 """Tokenizers: raw bytes, plain numbers, or any Hugging Face tokenizer, with one small interface and a record that rebuilds them.
 
 Every tokenizer has `name`, `vocab_size`, the ids `eos_id`, `pad_id`, `mask_id`, `cls_id`, `sep_id` (None where there is no such token), and
-`encode`, `encode_batch`, `decode`, `record`. Text is text: a special token's name inside a document is encoded as ordinary characters.
+`encode`, `encode_batch`, `decode`, `record` and `decode_stream`, which gives the text of token after token, where a character that is not
+whole yet waits. Text is text: a special token's name inside a document is encoded as ordinary characters.
 """
 
+import codecs
 import hashlib
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +30,11 @@ class ByteTokenizer:
 
     def decode(self, ids) -> str:
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
+
+    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        yield from (decoder.decode(bytes([i])) for i in ids if i < 256)
+        yield decoder.decode(b"", final=True)
 
     def record(self) -> dict:
         return {"kind": "bytes"}
@@ -54,6 +62,9 @@ class NumberTokenizer:
 
     def decode(self, ids) -> str:
         return " ".join(str(int(i)) for i in ids)
+
+    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+        yield from (f" {i}" for i in ids)
 
     def record(self) -> dict:
         return {"kind": "numbers", "vocab_size": self.vocab_size}
@@ -90,6 +101,12 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids) -> str:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=True)
+        yield from (piece for i in ids if (piece := stream.step(self.backend, i)) is not None)
 
     def record(self) -> dict:
         """Plain JSON that holds the whole tokenizer, so that a checkpoint needs neither the hub nor the original files."""

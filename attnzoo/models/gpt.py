@@ -1,5 +1,7 @@
 """GPT: the causal model, GPT-2 (Radford et al. 2019) or later by its options."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -15,11 +17,15 @@ class GPT(Transformer):
         super().__init__(**config)
         self.init_weights(residual_std=INIT_STD / (2 * len(self.blocks)) ** 0.5)
 
+    def generate(self, input_ids: Tensor, max_new_tokens: int, **options) -> Tensor:
+        """Continue each row: (batch, seqlen) to (batch, seqlen + max_new_tokens). options: as in `stream`."""
+        return torch.cat([input_ids, *self.stream(input_ids, max_new_tokens, **options)], dim=1)
+
     @torch.no_grad()
-    def generate(self, input_ids: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
-                 top_p: float | None = None, generator: torch.Generator | None = None) -> Tensor:
-        """Continue each row: (batch, seqlen) to (batch, seqlen + max_new_tokens), in eval mode and with the KV cache. A variant without one
-        reads everything again for each token.
+    def stream(self, input_ids: Tensor, max_new_tokens: int, *, temperature: float = 1.0, top_k: int | None = None,
+               top_p: float | None = None, generator: torch.Generator | None = None) -> Iterator[Tensor]:
+        """The next tokens of each row of input_ids (batch, seqlen), one (batch, 1) after the other, in eval mode and with the KV cache. A
+        variant without one reads everything again for each token.
 
         temperature: logits are divided by it; 0 takes the likeliest token. top_k: draw among the k likeliest. top_p: draw among the
         likeliest whose probabilities, after temperature and top_k, sum to p or more (Holtzman et al. 2020).
@@ -38,20 +44,20 @@ class GPT(Transformer):
         training = self.training
         self.eval()
         try:
-            tokens = [input_ids]
+            step = input_ids
             for _ in range(max_new_tokens):
-                step = tokens[-1] if cache else torch.cat(tokens, dim=1)
                 last = torch.arange(1, batch + 1, device=step.device) * step.shape[1] - 1
                 logits = self(step, cache=cache, logits_at=last).float()
-                tokens.append(draw(logits, temperature, top_k, top_p, generator))
+                drawn = draw(logits, temperature, top_k, top_p, generator)
+                yield drawn
+                step = drawn if cache else torch.cat([step, drawn], dim=1)
         finally:
             self.train(training)
-        return torch.cat(tokens, dim=1)
 
 
 def draw(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
          generator: torch.Generator | None = None) -> Tensor:
-    """One token per row of logits (batch, vocab_size), as (batch, 1); options as in `GPT.generate`."""
+    """One token per row of logits (batch, vocab_size), as (batch, 1); options as in `GPT.stream`."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True)
     if top_k is not None and top_k < logits.shape[-1]:

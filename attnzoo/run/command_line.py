@@ -5,10 +5,11 @@ import difflib
 import functools
 import io
 import os
+import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from attnzoo.run.folder import RunFolder
 EXTRAS = {"optuna": "optuna", "submitit_slurm": "slurm", "submitit_local": "slurm"}  # of this project, by what Hydra does not find
 
 
-def command(configs: Path, name: str) -> Callable[[Callable], Callable[[], None]]:
+def command(configs: Path, name: str, texts: Sequence[str] = ()) -> Callable[[Callable], Callable[[], None]]:
     """Makes a function of a config the command that composes configs/<name>.yaml; `${options:attention}` are the names of the files in the
-    folder configs/attention. The function is called with errors in one line and has to call `begins` when its work begins."""
+    folder configs/attention. The function is called with errors in one line and has to call `begins` when its work begins. Values
+    of the keys `texts` are taken as they are typed."""
 
     def decorate(function: Callable) -> Callable[[], None]:
         @functools.wraps(function)
@@ -30,6 +32,7 @@ def command(configs: Path, name: str) -> Callable[[Callable], Callable[[], None]
 
             register_options(configs)
             sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))  # argparse wants them first
+            sys.argv[1:] = [as_typed(argument, texts) for argument in sys.argv[1:]]
             try:
                 with one_line_compositions():
                     hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(with_one_line_errors)()
@@ -47,6 +50,16 @@ def command(configs: Path, name: str) -> Callable[[Callable], Callable[[], None]
         return main
 
     return decorate
+
+
+def as_typed(argument: str, texts: Sequence[str]) -> str:
+    """An override whose value Hydra will take literally, where its key is one of `texts`: `prompt=f(x)` would be a syntax error."""
+    key, equals, value = argument.partition("=")
+    if key not in texts or not equals:
+        return argument
+    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # no interpolation
+    value = re.sub(r"(\\*)('|$)", lambda end: 2 * end[1] + ("\\'" if end[2] else ""), value)
+    return f"{key}='{value}'"
 
 
 def begins() -> None:
@@ -164,7 +177,9 @@ def remove_refused_run() -> None:
     if not HydraConfig.initialized():
         return
     job = HydraConfig.get()
-    RunFolder(Path(job.runtime.output_dir)).remove_if_refused(job.output_subdir, f"{job.job.name}.log")
+    folder = Path(job.runtime.output_dir)
+    if folder != Path.cwd():  # generate.py has no folder of its own
+        RunFolder(folder).remove_if_refused(job.output_subdir, f"{job.job.name}.log")
 
 
 def user_message(error: BaseException) -> str | None:

@@ -32,6 +32,8 @@ TOP = {
     "batch_tokens": Count | None,
     "activation_checkpointing": Count | None,
     "init_from": str | None,
+    "init_new": list[str],
+    "init_positions": Literal["interpolate", "repeat"] | None,
     "compile": bool | str,
 }
 TASK = {"objective": Literal["lm", "mlm", "classification"], "pooling": Literal["cls", "mean"]}
@@ -52,7 +54,7 @@ TRAINER = {
 }
 MODEL = {
     **dict.fromkeys(("dim", "n_layers", "n_heads", "pad_vocab_multiple", "train_context"), Count),
-    **dict.fromkeys(("vocab_size", "n_kv_heads", "head_dim", "mlp_dim", "max_positions"), Count | None),
+    **dict.fromkeys(("vocab_size", "n_kv_heads", "head_dim", "mlp_dim", "max_positions", "original_context"), Count | None),
     **dict.fromkeys(("norm_eps", "rope_base", "rope_factor"), Positive),
     **dict.fromkeys(("dropout", "attention_dropout"), ShareBelowOne),
     **dict.fromkeys(("tie_embeddings", "bias"), bool),
@@ -103,6 +105,17 @@ EVALUATION = {
     "trust": list[str],
     "tags": list[str],
 }
+GENERATION = {
+    **{key: EVALUATION[key] for key in ("checkpoint", "accelerator", "precision", "trust")},
+    "ckpt_path": str,
+    "prompt_file": str | None,
+    "interactive": bool,
+    "max_new_tokens": Count,
+    "temperature": NonNegative,
+    "top_k": Count | None,
+    "top_p": PositiveShare | None,
+    "seed": Natural,
+}
 READ_MODEL = {"rope_scaling": Literal["none", "linear", "ntk"] | None, "rope_factor": Positive | None}
 TASKS = {"examples": Count, "batch_tokens": Count, "seed": Natural, "distractors": Natural, "batch_size": Count, "repeats": Count,
          "new_tokens": Count, "min_tokens": Count, "max_tokens": Count | None}
@@ -124,8 +137,29 @@ def check_training(cfg: DictConfig) -> None:
         _check_callback(plain, name, table)
     _check_group(plain, "logger.wandb", WANDB)
     _check_optimizer(cfg, plain)
-    _check_model(plain)
+    _check_beginning(plain)
+    if plain["init_from"] is None:  # else the weights say what the model is
+        check_model(plain)
     _check_places(plain)
+
+
+def check_generation(cfg: DictConfig) -> None:
+    """The same for a config of generate.py."""
+    plain = _plain(cfg)
+    _check_group(plain, "", GENERATION)
+    _check_group(plain, "model", READ_MODEL)
+    if plain["prompt"] is not None and plain["prompt_file"] is not None:
+        raise UserError("prompt, prompt_file: say one of them")
+    if plain["prompt"] is None and plain["prompt_file"] is None and not plain["interactive"]:
+        raise UserError("prompt must be set: add prompt=<text>, prompt_file=<file> or interactive=true")
+
+
+def _check_beginning(plain: Mapping[str, Any]) -> None:
+    if plain["init_from"] is None and (plain["init_new"] or plain["init_positions"]):
+        raise UserError("init_new and init_positions say how init_from is read; set init_from, or leave them out")
+    if plain["init_from"] is not None and plain["ckpt_path"] is not None:
+        raise UserError("init_from begins a run with trained weights, ckpt_path goes on with a whole run; set one of them "
+                        "(resume=auto goes well with init_from: it is read where the run folder has no checkpoint yet)")
 
 
 def check_evaluation(cfg: DictConfig) -> None:
@@ -227,7 +261,8 @@ def warn(cfg: DictConfig) -> None:
         log.warning(f"optimizer.warmup_steps={warmup} is not below the {steps} steps of the run: optimizer.lr is never reached")
 
 
-def _check_model(plain: Mapping[str, Any]) -> None:
+def check_model(plain: Mapping[str, Any]) -> None:
+    """Raises UserError where a resolved config's model contradicts itself or its task."""
     model, objective = plain["model"], plain["task"]["objective"]
     for target, needed, others in (("attnzoo.models.GPT", "BERT", ("mlm", "classification")), ("attnzoo.models.BERT", "GPT", ("lm",))):
         if model.get("_target_") == target and objective in others:

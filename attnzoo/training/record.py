@@ -71,6 +71,7 @@ class RunRecord(lightning.Callback):
             "git": git_state(),
             "wandb": next((logger.version for logger in trainer.loggers if isinstance(logger, WandbLogger)), None),
             **{key: pl_module.record[key] for key in ("task", "context", "model", "attention", "data", "versions")},
+            "init": pl_module.record.get("init"),
         }
         self._write(trainer)
 

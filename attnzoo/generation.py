@@ -1,0 +1,121 @@
+"""What `python generate.py` does: a trained model goes on with a text, token by token, on the screen."""
+
+import contextlib
+import sys
+import unicodedata
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from attnzoo import checkpoint, trained
+from attnzoo.attention.base import check_path
+from attnzoo.errors import UserError
+from attnzoo.run import values
+
+
+def generate(cfg: DictConfig) -> None:
+    """Writes what configs/generate.yaml describes to standard output. UserError or ValueError for what cannot be done."""
+    values.check_generation(cfg)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a test's
+            stream.reconfigure(errors="backslashreplace")  # a locale of ASCII loses nothing
+    prompt = _prompt(cfg)
+    writer = Writer(cfg)
+    if prompt is not None:
+        show(prompt)
+        writer.go_on(prompt)
+    while cfg.interactive and (prompt := _ask()) is not None:
+        try:
+            writer.go_on(prompt)
+        except (ValueError, UserError) as error:
+            print(f"error: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print()
+
+
+class Writer:
+    """A model with its tokenizer on a device, and how it draws."""
+
+    def __init__(self, cfg: DictConfig):
+        given = trained.read(cfg.ckpt_path, key="ckpt_path", prefer=cfg.checkpoint)
+        attention, model = (OmegaConf.to_container(cfg[group], resolve=True) if cfg.get(group) else {} for group in ("attention", "model"))
+        loaded = checkpoint.rebuild(given.content, given.where, attention=attention, trust=tuple(cfg.trust),
+                                    model={key: value for key, value in model.items() if value is not None})
+        if not hasattr(loaded.model, "stream"):
+            kind = type(loaded.model).__name__
+            raise UserError(f"ckpt_path={given.where} holds a {kind}, trained for task={loaded.task}: it reads whole texts and writes "
+                            "none; take a GPT, which python train.py model=gpt_tiny trains")
+        if loaded.tokenizer is None:
+            raise UserError(f"ckpt_path={given.where} has no tokenizer beside its weights; save one there (tokenizer.json)")
+        self.cfg, self.tokenizer, self.context = cfg, loaded.tokenizer, loaded.context
+        self.fabric, self.model = _place(loaded.model, cfg)
+        check_path(loaded.overrides.get("attention", given.record["attention"]).get("impl"), self.device)
+        self.generator = torch.Generator(self.device).manual_seed(cfg.seed)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def go_on(self, prompt: str) -> None:
+        """Shows how the model goes on with the prompt."""
+        ids = self.tokenizer.encode(prompt)
+        if not ids:
+            raise ValueError("prompt: must have at least one token")
+        for piece in self.tokenizer.decode_stream(self._tokens(ids)):
+            show(piece)
+        print(flush=True)
+
+    def _tokens(self, prompt: list[int]) -> Iterator[int]:
+        """The new tokens up to the end of the text."""
+        cfg = self.cfg
+        options = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p, "generator": self.generator}
+        with self.fabric.autocast():
+            for drawn in self.model.stream(torch.tensor([prompt], device=self.device), cfg.max_new_tokens, **options):
+                if (token := int(drawn)) == self.tokenizer.eos_id:
+                    return
+                yield token
+
+
+def _prompt(cfg: DictConfig) -> str | None:
+    if cfg.prompt_file is None:
+        return None if cfg.prompt is None else str(cfg.prompt)
+    try:
+        return Path(cfg.prompt_file).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(f"prompt_file={cfg.prompt_file} cannot be read: {error}") from error
+
+
+def _place(model: torch.nn.Module, cfg: DictConfig) -> tuple[Any, torch.nn.Module]:
+    from lightning.fabric import Fabric
+
+    try:
+        fabric = Fabric(accelerator=cfg.accelerator, devices=1, precision=cfg.precision or "32")
+        if cfg.precision is None and fabric.device.type == "cuda":
+            fabric = Fabric(accelerator=cfg.accelerator, devices=1, precision="bf16-mixed")
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"accelerator={cfg.accelerator}, precision={cfg.precision}: {' '.join(str(error).split())}") from error
+    return fabric, fabric.setup_module(model).eval().module
+
+
+def _ask() -> str | None:
+    """A line of the user's; None at the end of the input."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "")
+        except EOFError:
+            return None
+        if line:
+            return line
+
+
+def show(text: str) -> None:
+    """Prints a piece of text at once; on a terminal without what would steer it."""
+    print(harmless(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def harmless(text: str) -> str:
+    """Control characters but for newlines and tabs as their escapes: a model may write what moves a cursor or sets a title."""
+    return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else repr(c)[1:-1] for c in text)

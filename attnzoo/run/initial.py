@@ -1,0 +1,200 @@
+"""`init_from`: a run that begins with trained weights and nothing else of theirs: optimizer, schedule, data and steps are new."""
+
+import fnmatch
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import hydra
+import torch.nn.functional as F
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+
+from attnzoo.data import tokenizers
+from attnzoo.errors import UserError
+from attnzoo.run import values
+from attnzoo.targets import check_targets
+from attnzoo.trained import Trained
+
+log = logging.getLogger(__name__)
+
+VOCABULARY = ("token_embedding.*", "head.*", "head_bias")
+POSITIONS = "position_embedding.weight"
+BY_TASK = {"_target_", "attention", "vocab_size"}  # keys of a model that the task and the tokenizer decide
+PARTS = {"vocabulary": VOCABULARY, "positions": (POSITIONS,)}
+
+
+def configure(cfg: DictConfig, trained: Trained) -> DictConfig:
+    """The run's config with the model, the attention and the task of the trained weights, but for what the command names itself.
+
+    Named is what the command line says, an experiment or a debug file: an option of a group (`model=gpt2_small`) counts with all its keys,
+    a key (`model.rope_scaling=yarn`) alone. Outside of a Hydra application everything is named.
+    """
+    record, named = trained.record, _Named(cfg)
+    _check_record(trained)
+    if not named.chosen("task") and record["task"] != cfg.task.objective:
+        cfg = named.compose_again(f"task={record['task']}")
+    cfg = cfg.copy()
+    OmegaConf.set_struct(cfg, False)
+    for group in ("model", "attention"):
+        if not named.chosen(group):
+            theirs = _encoder(record["model"]) if group == "model" else {**record["attention"], "_partial_": True}
+            cfg[group] = {**theirs, **named.keys(group)}
+    cfg.model.attention, cfg.model.train_context = "${attention}", "${data.seq_len}"
+    if "vocabulary" in cfg.init_new and "vocab_size" not in named.keys("model"):
+        cfg.model.vocab_size = None
+    _set_contexts(cfg, trained, named)
+    values.check_model(OmegaConf.to_container(cfg, resolve=True))
+    return cfg
+
+
+def _encoder(model: Mapping[str, Any]) -> dict[str, Any]:
+    """A classifier's model is described by its encoder's, which the task makes a classifier of."""
+    if not model["_target_"].endswith(".BERTClassifier"):
+        return dict(model)
+    return {**{k: v for k, v in model.items() if k not in ("n_classes", "pooling")}, "_target_": "attnzoo.models.BERT"}
+
+
+def _check_record(trained: Trained) -> None:
+    """A checkpoint may be a stranger's: nothing but attnzoo's classes is taken from it."""
+    try:
+        for group in ("model", "attention"):
+            check_targets(trained.record[group], ("attnzoo",), group)
+    except ValueError as error:
+        reason = str(error).partition(";")[0]
+        raise UserError(f"init_from={trained.where}: {reason}; name it on the command line, such as attention=...") from error
+
+
+def _set_contexts(cfg: DictConfig, trained: Trained, named: "_Named") -> None:
+    """What longer rows than the trained ones need: a longer table of learned positions, or the context that rotary ones were trained on."""
+    record, model, seq_len = trained.record, cfg.model, cfg.data.seq_len
+    table = trained.weights.get(POSITIONS)
+    if table is not None and model.get("positions") == "learned" and named.keys("model").get("max_positions") is None:
+        if seq_len > len(table) and cfg.init_positions is None and not _begins_anew(POSITIONS, cfg.init_new):
+            raise UserError(f"init_from={trained.where} has {len(table)} learned positions, data.seq_len={seq_len} needs more; set "
+                            f"init_positions=interpolate (or repeat), init_new=[positions], or data.seq_len={len(table)}")
+        model.max_positions = max(seq_len, len(table))
+    origin = record["model"].get("original_context") or record["context"]
+    extends = model.get("rope_scaling", "none") != "none" or get_class(cfg.attention._target_).extends_context
+    if extends and seq_len > origin and model.get("original_context") is None:
+        model.original_context = origin
+
+
+def data_tokenizer(cfg: DictConfig, trained: Trained) -> dict[str, Any]:
+    """Arguments of the data module: the tokenizer of the weights, where the data let one choose and the command chose none."""
+    given = trained.record["tokenizer"]
+    if given is None or "tokenizer" not in cfg.data or "vocabulary" in cfg.init_new or "tokenizer" in _Named(cfg).keys("data"):
+        return {}
+    return {"tokenizer": tokenizers.from_record(given)}
+
+
+def check_tokenizer(cfg: DictConfig, trained: Trained, tokenizer: Any) -> None:
+    """UserError where the data's tokens are not those that the weights were trained on."""
+    given = trained.record["tokenizer"]
+    if given is None or _begins_anew("token_embedding.weight", cfg.init_new):
+        return
+    theirs = tokenizers.from_record(given)
+    if tokenizers.fingerprint(theirs) != tokenizers.fingerprint(tokenizer):
+        raise UserError(
+            f"init_from={trained.where} was trained with the tokenizer {theirs.name!r} ({theirs.vocab_size} tokens), the data have "
+            f"{tokenizer.name!r} ({tokenizer.vocab_size}); leave out data.tokenizer to take that of the weights, or begin the embedding "
+            "and the output layer anew with init_new=[vocabulary]")
+
+
+def load(model: nn.Module, trained: Trained, *, new: Sequence[str] = (), positions: str | None = None) -> dict[str, Any]:
+    """Copies the weights into the model. Returns what was done, in plain types: `loaded`, a number, and the names `new` and `left_out`.
+
+    new: parts ("vocabulary", "positions") and names of parameters, with wildcards, that keep their initial values. positions: how a table
+    of learned positions of another length is made ("interpolate" between its rows, or "repeat" them). UserError for other shapes.
+    """
+    weights, state, loaded = trained.weights, model.state_dict(), {}
+    for name, ours in state.items():
+        theirs = weights.get(name)
+        if theirs is None or _begins_anew(name, new):
+            continue
+        if theirs.shape != ours.shape and name == POSITIONS and positions is not None and theirs.shape[1:] == ours.shape[1:]:
+            theirs = _resized(theirs, len(ours), positions)
+        if _begins_anew(name, VOCABULARY) and trained.record["model"]["vocab_size"] == model.vocab_size:
+            used, theirs = theirs[: model.vocab_size], ours.clone()  # the padding may be another
+            theirs[: model.vocab_size] = used
+        if theirs.shape != ours.shape:
+            way = "init_positions=interpolate makes a longer one of it" if name == POSITIONS else f"init_new=[{name}] begins it anew"
+            raise UserError(f"init_from={trained.where}: {name} has shape {tuple(theirs.shape)}, the run's model {tuple(ours.shape)}; "
+                            f"leave the model's sizes to the weights, without model=... and model.*, or {way}")
+        loaded[name] = theirs
+    if not loaded:
+        raise UserError(f"init_from={trained.where}: none of its weights belong to this run's model, {type(model).__name__}")
+    model.load_state_dict(loaded, strict=False)
+    return {"loaded": len(loaded), "new": [n for n in state if n not in loaded], "left_out": [n for n in weights if n not in loaded]}
+
+
+def _begins_anew(name: str, new: Iterable[str]) -> bool:
+    patterns = [pattern for part in new for pattern in PARTS.get(part, (part,))]
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _resized(table: Tensor, rows: int, how: str) -> Tensor:
+    if how == "repeat":  # as Longformer's (Beltagy et al. 2020, arXiv:2004.05150)
+        return table.repeat(-(-rows // len(table)), 1)[:rows]
+    return F.interpolate(table.float().T[None], rows, mode="linear", align_corners=True)[0].T.to(table.dtype)
+
+
+def describe(trained: Trained, done: Mapping[str, Any], cfg: DictConfig) -> str:
+    """What was loaded, what is new, what was left out, and how the model differs from the trained one."""
+    step = trained.content.get("global_step")
+    lines = [f"weights of {trained.where}" + (f" (step {step})" if step is not None else "") + f": {done['loaded']} tensors loaded"]
+    lines += [f"{label}: {', '.join(_gathered(done[key]))}" for key, label in (("new", "new"), ("left_out", "left out")) if done[key]]
+    if changed := changes(trained, cfg):
+        lines.append("not as they were trained: " + ", ".join(f"{key}={new} (was {old})" for key, (old, new) in changed.items()))
+    return "\n  ".join(lines)
+
+
+def changes(trained: Trained, cfg: DictConfig) -> dict[str, list[Any]]:
+    """[as trained, now] of each key of model and attention that differs."""
+    found = {}
+    for group in ("model", "attention"):
+        old, new = trained.record[group], OmegaConf.to_container(cfg[group], resolve=True)
+        for key in new.keys() - (BY_TASK if group == "model" else set()):
+            if old.get(key) != new[key]:
+                found[f"{group}.{key}"] = [old.get(key), new[key]]
+    return dict(sorted(found.items()))
+
+
+def _gathered(names: Iterable[str]) -> list[str]:
+    """Names with the number of the block left open, each once."""
+    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name, count=1) for name in names))
+
+
+class _Named:
+    """What the command itself says, on its line or by an experiment or debug file, and not a group's default."""
+
+    def __init__(self, cfg: DictConfig):
+        self.cfg, self.application = cfg, HydraConfig.initialized()
+        if self.application:
+            job = HydraConfig.get()
+            self.config, self.overrides = job.job.config_name, list(job.overrides.task)
+            self.parsed = {override.key_or_group for override in OverridesParser.create().parse_overrides(self.overrides)}
+            self.choices = dict(job.runtime.choices)
+            self.defaults = dict(hydra.compose(self.config, return_hydra_config=True).hydra.runtime.choices)
+
+    def is_on_command_line(self, key: str) -> bool:
+        return not self.application or key in self.parsed
+
+    def chosen(self, group: str) -> bool:
+        """Whether an option of the group was chosen, if it is the default one."""
+        return self.is_on_command_line(group) or self.choices.get(group) != self.defaults.get(group)
+
+    def keys(self, group: str) -> dict[str, Any]:
+        """The group's keys that were set, unresolved."""
+        ours = OmegaConf.to_container(self.cfg[group], resolve=False)
+        if not self.application:
+            return ours
+        plain = OmegaConf.to_container(hydra.compose(self.config, [f"{group}={self.choices[group]}"])[group], resolve=False)
+        return {k: v for k, v in ours.items() if k not in plain or plain[k] != v or self.is_on_command_line(f"{group}.{k}")}
+
+    def compose_again(self, *overrides: str) -> DictConfig:
+        return hydra.compose(self.config, [*self.overrides, *overrides])

@@ -1,0 +1,102 @@
+"""Trained models wherever they lie: run folders, checkpoints, folders of save_pretrained, Hugging Face's weights."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attnzoo import checkpoint
+from attnzoo.errors import UserError
+from attnzoo.evaluation import runs
+
+TASKS = {"GPT": "lm", "BERT": "mlm"}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """where: the file, folder or name that was read. content: as a checkpoint's, of which `state_dict` and `attnzoo` are sure to be there;
+    its record's tokenizer is None where the weights came without one."""
+
+    where: str
+    kind: str  # checkpoint | exported | huggingface
+    content: dict[str, Any]
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return self.content["attnzoo"]
+
+    @property
+    def weights(self) -> dict[str, Any]:
+        """The model's state dict."""
+        prefix = checkpoint.PREFIX
+        return {name.removeprefix(prefix): value for name, value in self.content["state_dict"].items() if name.startswith(prefix)}
+
+
+def read(given: str, *, key: str, prefer: str = "best") -> Trained:
+    """What `given`, the value of the option `key`, names.
+
+    A checkpoint file; a run folder (`prefer`: best or last, where it has both); a folder that save_pretrained wrote, ours or one of GPT-2,
+    BERT, Llama and Qwen3; a name of such weights on the Hugging Face hub. UserError for anything else, and for files that are damaged.
+    """
+    path = Path(given).expanduser()
+    if path.is_dir() and (path / "config.json").is_file():
+        return _from_pretrained(str(path), key)
+    if path.exists():
+        (run, *others) = runs.find(str(path), None, prefer)
+        if others:
+            raise UserError(f"{key}={given} holds {1 + len(others)} runs; name one, such as {run.folder}")
+        file = run.existing_checkpoint()
+        return Trained(str(file), "checkpoint", checkpoint.read(file))
+    if _may_be_on_the_hub(path, given):
+        return _from_pretrained(given, key)
+    raise UserError(f"{key}={given} does not exist; it must be a run folder, a checkpoint (*.ckpt), a folder that save_pretrained wrote, "
+                    "or a model's name on the Hugging Face hub")
+
+
+def _may_be_on_the_hub(path: Path, given: str) -> bool:
+    """Whether it has the form name or owner/name, and its owner is no folder here."""
+    if path.is_absolute() or given[:1] in ("~", ".") or path.suffix in (".ckpt", ".safetensors"):
+        return False
+    return len(path.parts) == 1 or (len(path.parts) == 2 and not path.parent.exists())
+
+
+def _from_pretrained(source: str, key: str) -> Trained:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    from attnzoo import hub
+    from attnzoo.hub.configs import BERTConfig, ZooConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except Exception as error:  # the hub, the parser and the file system each raise their own kinds
+        raise UserError(f"{key}={source} cannot be read as a model of transformers: {_first_line(error)}") from error
+    try:
+        if isinstance(config, ZooConfig):
+            auto = AutoModelForMaskedLM if isinstance(config, BERTConfig) else AutoModelForCausalLM
+            model, described, attention, kind = auto.from_pretrained(source).model, config.model, config.attention, "exported"
+        else:
+            model, kind = hub.from_huggingface(source), "huggingface"
+            described = hub.config_from_huggingface(config)
+            attention = {"_target_": "attnzoo.attention.flash.FlashAttention", "_partial_": True}
+    except Exception as error:
+        raise UserError(f"{key}={source}: {_first_line(error)}") from error
+    record = {
+        "format": checkpoint.FORMAT, "model": described, "attention": attention, "tokenizer": _tokenizer(source, config),
+        "task": TASKS[type(model).__name__], "context": described["train_context"],
+    }
+    return Trained(source, kind, {"attnzoo": record, "state_dict": {checkpoint.PREFIX + k: v for k, v in model.state_dict().items()}})
+
+
+def _tokenizer(source: str, config: Any) -> dict | None:
+    """The record of the tokenizer that lies beside the weights."""
+    from attnzoo.data import tokenizers
+
+    if (ours := getattr(config, "tokenizer", None)) is not None:
+        return ours
+    try:
+        return tokenizers.load(source).record()
+    except ValueError:
+        return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,174 @@
+"""`python generate.py`: what it prints, from which sources, and what it refuses."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+from tiny_run import ROOT, write_checkpoint
+
+from attnzoo import generation, hub
+from attnzoo.data.tokenizers import ByteTokenizer, NumberTokenizer
+from attnzoo.errors import UserError
+from attnzoo.run.command_line import as_typed
+
+
+def config(source, *overrides):
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        return compose("generate", overrides=[f"ckpt_path={source}", "accelerator=cpu", *overrides])
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A checkpoint of a random model, and the model."""
+    path = tmp_path_factory.mktemp("model") / "a.ckpt"
+    return path, write_checkpoint(path)
+
+
+def test_it_goes_on_with_the_prompt_as_the_model_does(source, capsys):
+    path, model = source
+    generation.generate(config(path, "prompt=Once", "max_new_tokens=12", "temperature=0"))
+    ids = model.generate(torch.tensor([list(b"Once")]), 12, temperature=0)[0].tolist()
+    end = ids.index(256) if 256 in ids else None
+    assert capsys.readouterr().out == ByteTokenizer().decode(ids[:end]) + "\n"
+
+
+def test_the_seed_and_the_options_of_drawing_count(source, capsys):
+    path, _ = source
+
+    def written(*overrides):
+        generation.generate(config(path, "prompt=Once", "max_new_tokens=40", *overrides))
+        return capsys.readouterr().out
+
+    first = written("temperature=2")
+    assert first == written("temperature=2") != written("temperature=2", "seed=1")
+    assert written("top_k=1") == written("temperature=0") == written("top_p=1e-6")
+
+
+def test_the_end_of_text_ends_it(source, capsys, monkeypatch):
+    path, _ = source
+    ids = [*b"ab", 256, *b"cd"]
+    monkeypatch.setattr("attnzoo.models.GPT.stream", lambda *_, **__: (torch.tensor([[i]]) for i in ids))
+    generation.generate(config(path, "prompt=x"))
+    assert capsys.readouterr().out == "xab\n"
+
+
+def test_exported_folders_run_folders_and_other_readings(source, tmp_path, capsys):
+    path, _ = source
+    hub.from_checkpoint(path).save_pretrained(tmp_path / "saved")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "last.ckpt").write_bytes(path.read_bytes())
+    texts = []
+    for given in (path, tmp_path / "saved", tmp_path / "run"):
+        generation.generate(config(given, "prompt=Once", "max_new_tokens=20", "temperature=0"))
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] == texts[2]
+    generation.generate(config(path, "prompt=Once", "max_new_tokens=60", "attention=dual_chunk", "attention.chunk_size=16"))
+    assert capsys.readouterr().out.startswith("Once")
+
+
+def test_interactive_asks_until_the_input_ends(source, capsys, monkeypatch):
+    path, _ = source
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
+    asked = []
+    monkeypatch.setattr(generation.Writer, "go_on", lambda self, prompt: asked.append(prompt))
+    generation.generate(config(path, "interactive=true"))
+    assert asked == ["one", "two"]
+
+
+def test_an_error_does_not_end_the_conversation(tmp_path, capsys, monkeypatch):
+    write_checkpoint(tmp_path / "a.ckpt", tokenizer={"kind": "numbers", "vocab_size": 259})
+    monkeypatch.setattr(sys, "stdin", io.StringIO("words\n1 2 3\n"))
+    generation.generate(config(tmp_path / "a.ckpt", "interactive=true", "max_new_tokens=3"))
+    out, err = capsys.readouterr()
+    assert "error: 'words' must be a number" in err and len(out.split()) == 3
+
+
+def test_control_characters_do_not_reach_a_terminal(capsys, monkeypatch):
+    text = "a\x1b[2J\x07\x9b1mé\r\n\tb"
+    generation.show(text)
+    assert capsys.readouterr().out == text  # a file gets what was written
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    generation.show(text)
+    assert capsys.readouterr().out == "a\\x1b[2J\\x07\\x9b1mé\\r\n\tb"
+
+
+def test_characters_are_shown_when_they_are_whole():
+    pieces = list(ByteTokenizer().decode_stream([*"é☃".encode(), 257, ord("a"), 0xC3]))
+    assert "".join(pieces) == "é☃a\ufffd" and "\ufffd" not in "".join(pieces[:-1]) and pieces.index("é") == 1
+    assert "".join(NumberTokenizer(9).decode_stream([1, 2])) == " 1 2"
+
+
+def test_a_hugging_face_tokenizer_streams_what_it_decodes():
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from attnzoo.data.tokenizers import HuggingFaceTokenizer
+
+    backend = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens(["<end>"])
+    tokenizer = HuggingFaceTokenizer(backend, "bytes", {"eos": "<end>"})
+    ids = tokenizer.encode("é☃ a")
+    pieces = list(tokenizer.decode_stream([*ids[:5], tokenizer.eos_id, *ids[5:]]))
+    assert "".join(pieces) == "é☃ a" and pieces[0] == "é"
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    ([], "prompt must be set: add prompt=<text>, prompt_file=<file> or interactive=true"),
+    (["prompt=a", "prompt_file=b"], "prompt, prompt_file: say one of them"),
+    (["prompt=''"], "prompt: must have at least one token"),
+    (["prompt_file=nowhere.txt"], "prompt_file=nowhere.txt cannot be read"),
+    (["prompt=a", "max_new_tokens=0"], "max_new_tokens=0: must be a whole number of at least 1"),
+    (["prompt=a", "temperature=-1"], "temperature=-1: must be a number of at least 0"),
+    (["prompt=a", "temperature=nan"], "temperature=nan: must be"),
+    (["prompt=a", "top_k=0"], "top_k=0: must be"),
+    (["prompt=a", "top_p=2"], "top_p=2: must be a number above 0"),
+    (["prompt=a", "seed=x"], "seed='x': must be"),
+    (["prompt=a", "interactive=2"], "interactive=2: must be true or false"),
+    (["prompt=a", "accelerator='abacus': must be"], "accelerator='abacus': must be"),
+    (["prompt=a", "attention=differential"], "do not fit the model"),
+])
+def test_what_cannot_be_done_is_refused(source, overrides, message):
+    with pytest.raises((UserError, ValueError), match=message):
+        generation.generate(config(source[0], *overrides))
+
+
+def test_a_model_that_reads_only_is_told_so(tmp_path):
+    write_checkpoint(tmp_path / "a.ckpt", "BERT", "mlm")
+    with pytest.raises(UserError, match="holds a BERT, trained for task=mlm: it reads whole texts and writes none; take a GPT"):
+        generation.generate(config(tmp_path / "a.ckpt", "prompt=a"))
+
+
+def test_learned_positions_end(tmp_path):
+    write_checkpoint(tmp_path / "a.ckpt", positions="learned")
+    with pytest.raises(ValueError, match="longer than model.max_positions=32"):
+        generation.generate(config(tmp_path / "a.ckpt", "prompt=a", "max_new_tokens=40"))
+
+
+TYPED = ["f(x): {y}, [z]=1", "it's", "a\\", "\\'", "'quoted'", "${now:x}", "\\${a}", "null", "a\nb", " a ", '"a"', "☃"]
+
+
+@pytest.mark.parametrize("text", TYPED)
+def test_a_prompt_is_taken_as_it_is_typed(text):
+    (override,) = OverridesParser.create().parse_overrides([as_typed(f"prompt={text}", ["prompt"])])
+    cfg = OmegaConf.create({})
+    OmegaConf.update(cfg, override.key_or_group, override.value())
+    assert cfg.prompt == text
+    assert as_typed("top_k=3", ["prompt"]) == "top_k=3"
+
+
+def test_the_command(source, tmp_path):
+    """It writes text and no files, and refuses in one line; an empty folder that it was called in stays."""
+    def run(*arguments):
+        command = [sys.executable, str(ROOT / "generate.py"), f"ckpt_path={source[0]}", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=200)
+
+    done = run("prompt=def f(x):", "max_new_tokens=5", "temperature=0")
+    assert done.returncode == 0 and done.stdout.startswith(b"def f(x):") and done.stderr == b""
+    done = run("prompt=a", "top_k=0")
+    assert done.returncode == 1 and done.stderr.strip() == b"error: top_k=0: must be a whole number of at least 1 or null"
+    assert tmp_path.is_dir() and not any(tmp_path.iterdir())
