@@ -61,9 +61,12 @@ def _may_be_on_the_hub(path: Path, given: str) -> bool:
 
 def _from_pretrained(source: str, key: str) -> Trained:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers.utils import logging
 
     from attnzoo import hub
     from attnzoo.hub.configs import BERTConfig, ZooConfig
+
+    logging.disable_progress_bar()
 
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)

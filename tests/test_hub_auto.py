@@ -9,11 +9,16 @@ import pytest
 import torch
 from hydra.utils import get_class
 from omegaconf import OmegaConf
+from tiny_run import write_checkpoint
 from torch.testing import assert_close
 
+from attnzoo.data.classification import listops_tokenizer
+from attnzoo.data.synthetic import listops
+from attnzoo.data.tokenizers import ByteTokenizer, NumberTokenizer, fingerprint, from_record
 from attnzoo.hub import from_checkpoint
 from attnzoo.hub.configs import BERTConfig, GPTConfig
 from attnzoo.models import from_config
+from attnzoo.trained import read
 
 transformers = pytest.importorskip("transformers")
 
@@ -129,3 +134,45 @@ def test_transformers_knows_ours_whichever_is_imported_first(order, tmp_path):
 def test_importing_attnzoo_imports_neither_torch_nor_transformers():
     code = "import sys, attnzoo; print({'torch', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
+
+
+@pytest.fixture
+def byte_run(tmp_path):
+    """A checkpoint of a byte-level GPT, and where it was exported to."""
+    trained = write_checkpoint(tmp_path / "a.ckpt")
+    from_checkpoint(tmp_path / "a.ckpt").save_pretrained(tmp_path / "saved")
+    return trained, tmp_path / "saved"
+
+
+def test_the_tokenizer_is_exported(byte_run):
+    """The same numbers for the same text, and back, through AutoTokenizer."""
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(byte_run[1]), ByteTokenizer()
+    text = "def f(x):\n\treturn 'é☃🎉'  # <|endoftext|>\r\0 "
+    assert theirs(text).input_ids == ours.encode(text)
+    assert theirs.decode(ours.encode(text)) == text
+    assert (theirs.eos_token_id, theirs.pad_token_id, theirs.mask_token_id, len(theirs)) == (256, 257, 258, 259)
+    broken = torch.randint(256, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert theirs.decode(broken) == ours.decode(broken)
+    assert theirs.decode([97, 256, 257], skip_special_tokens=True) == ours.decode([97, 256, 257]) == "a"
+    assert theirs.model_max_length == 32
+
+
+def test_a_pipeline_writes_with_what_was_exported(byte_run):
+    trained, folder = byte_run
+    pipeline = transformers.pipeline("text-generation", model=str(folder), device="cpu")
+    (found,) = pipeline("Once", max_new_tokens=8, do_sample=False, return_full_text=True)
+    ids = trained.generate(torch.tensor([list(b"Once")]), 8, temperature=0)[0].tolist()
+    assert found["generated_text"] == ByteTokenizer().decode(ids[: ids.index(256)] if 256 in ids else ids)
+
+
+@pytest.mark.parametrize("kind", ["huggingface", "numbers"])
+def test_other_tokenizers_are_exported_too(kind, tmp_path):
+    ours = listops_tokenizer() if kind == "huggingface" else NumberTokenizer(259)
+    write_checkpoint(tmp_path / "a.ckpt", tokenizer=ours.record())
+    from_checkpoint(tmp_path / "a.ckpt").save_pretrained(tmp_path / "saved")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "saved")
+    text = " ".join(listops.TOKENS[:3]) if kind == "huggingface" else "3 4 258"
+    assert theirs(text).input_ids == ours.encode(text) and theirs.decode(ours.encode(text)) == text
+    assert (theirs.eos_token_id, theirs.mask_token_id) == (ours.eos_id, ours.mask_id)
+    found = read(str(tmp_path / "saved"), key="ckpt_path").record["tokenizer"]
+    assert fingerprint(from_record(found)) == fingerprint(ours)

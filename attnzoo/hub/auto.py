@@ -5,9 +5,10 @@ from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from attnzoo import checkpoint
+from attnzoo import checkpoint, trained
 from attnzoo.hub.configs import BERTConfig, GPTConfig
 from attnzoo.hub.pretrained import BERTForMaskedLM, GPTForCausalLM
+from attnzoo.hub.tokenizers import to_transformers
 
 
 def register() -> None:
@@ -18,16 +19,20 @@ def register() -> None:
 
 
 def from_checkpoint(path: str | Path, *, trust: tuple[str, ...] = ()) -> Any:
-    """A training run's checkpoint as a GPTForCausalLM or BERTForMaskedLM, ready for save_pretrained; without its tokenizer.
+    """A checkpoint, or a run folder's best, as a GPTForCausalLM or BERTForMaskedLM; save_pretrained writes its tokenizer, too.
 
     Raises attnzoo.errors.UserError for a file that is none, and ValueError for a model of another kind.
     """
-    loaded = checkpoint.load(path, trust=trust)
+    read = trained.read(str(path), key="path")
+    loaded = checkpoint.rebuild(read.content, read.where, trust=trust)
     classes = {"GPT": (GPTConfig, GPTForCausalLM), "BERT": (BERTConfig, BERTForMaskedLM)}
     kind = type(loaded.model).__name__
     if kind not in classes:
         raise ValueError(f"{path}: must hold one of {', '.join(classes)}, got {kind}")
     config, model = classes[kind]
-    result = model(config(model=loaded.record["model"], attention=loaded.record["attention"]))
+    tokens = {f"{role}_token_id": getattr(loaded.tokenizer, f"{role}_id") for role in ("eos", "pad")}
+    small = loaded.record["tokenizer"] if loaded.record["tokenizer"]["kind"] != "huggingface" else None
+    result = model(config(model=loaded.record["model"], attention=loaded.record["attention"], tokenizer=small, **tokens))
     result.model.load_state_dict(loaded.model.state_dict())
+    result.tokenizer = to_transformers(loaded.tokenizer, context=loaded.context)
     return result.eval()

@@ -7,10 +7,12 @@ from transformers import PreTrainedConfig
 
 
 class ZooConfig(PreTrainedConfig):
-    """model, attention: `_target_` and arguments, as in configs/model and configs/attention."""
+    """model, attention: `_target_` and arguments, as in configs/model and configs/attention. tokenizer: the record of one that needs no
+    files (bytes, numbers), see attnzoo.data.tokenizers."""
 
     model: dict | None = None
     attention: dict | None = None
+    tokenizer: dict | None = None
 
     @property
     def vocab_size(self) -> int:

@@ -1,6 +1,7 @@
 """attnzoo's models as transformers' PreTrainedModel: what `attnzoo.hub.auto` registers."""
 
 import math
+import os
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,6 +43,13 @@ def _copy(cache: KVCache, batch: int, max_len: int, rows: Any) -> KVCache:
 
 class _Pretrained(PreTrainedModel):
     base_model_prefix = "model"
+    tokenizer: Any = None  # transformers', of a model that came from a checkpoint
+
+    def save_pretrained(self, save_directory: str | os.PathLike, **options: Any) -> None:
+        """As transformers', and the tokenizer beside it."""
+        super().save_pretrained(save_directory, **options)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(save_directory)
 
     def __init__(self, config: GPTConfig | BERTConfig):
         if not config.model or not config.attention:
