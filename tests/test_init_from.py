@@ -146,12 +146,18 @@ def test_dual_chunks_are_those_of_the_context_that_positions_know(tmp_path):
     assert model.blocks[0].attention.chunk_size == 32
 
 
-def test_a_strangers_class_is_not_taken(tmp_path):
+@pytest.mark.parametrize(("attention", "message"), [
+    ({"_target_": "os.system", "command": "true"}, "os.system.* is outside attnzoo"),
+    ({"_target_": "attnzoo.checkpoint.shutil.rmtree", "path": "x"}, "attnzoo.checkpoint.shutil.rmtree.*"),
+    ({**FLASH, "softcap": {"_target_": "attnzoo.checkpoint.os.system"}}, "attnzoo.checkpoint.os.system.*"),
+    ({**FLASH, "impl": "${oc.env:HOME}"}, "attention holds an interpolation"),
+])
+def test_a_strangers_description_is_not_taken(tmp_path, attention, message):
     write_checkpoint(tmp_path / "a.ckpt")
     content = checkpoint.read(tmp_path / "a.ckpt")
-    content["attnzoo"]["attention"] = {"_target_": "os.system", "command": "true"}
+    content["attnzoo"]["attention"] = attention
     checkpoint.save(content, tmp_path / "a.ckpt")
-    with pytest.raises(UserError, match="init_from=.*os.system.* is outside attnzoo.*attention=..."):
+    with pytest.raises(UserError, match=f"init_from=.*{message}.*attention=..."):
         configured(tmp_path / "a.ckpt")
 
 

@@ -1,6 +1,7 @@
 """`init_from`: a run that begins with trained weights and nothing else of theirs: optimizer, schedule, data and steps are new."""
 
 import fnmatch
+import json
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from attnzoo.data import tokenizers
 from attnzoo.errors import UserError
 from attnzoo.run import values
-from attnzoo.targets import check_targets
+from attnzoo.targets import check_targets, resolve, targets
 from attnzoo.trained import Trained
 
 log = logging.getLogger(__name__)
@@ -60,10 +61,15 @@ def _encoder(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_record(trained: Trained) -> None:
-    """A checkpoint may be a stranger's: nothing but attnzoo's classes is taken from it."""
+    """A checkpoint may be a stranger's: nothing but attnzoo's own classes and plain values is taken from it."""
     try:
         for group in ("model", "attention"):
-            check_targets(trained.record[group], ("attnzoo",), group)
+            described = trained.record[group]
+            check_targets(described, ("attnzoo",), group)
+            for _, target in targets(described, group):
+                resolve(target, ("attnzoo",))
+            if "${" in json.dumps(described):
+                raise ValueError(f"{group} holds an interpolation, which no checkpoint of attnzoo does")
     except ValueError as error:
         reason = str(error).partition(";")[0]
         raise UserError(f"init_from={trained.where}: {reason}; name it on the command line, such as attention=...") from error
