@@ -124,7 +124,7 @@ def load(model: nn.Module, trained: Trained, *, new: Sequence[str] = (), positio
             continue
         if theirs.shape != ours.shape and name == POSITIONS and positions is not None and theirs.shape[1:] == ours.shape[1:]:
             theirs = _resized(theirs, len(ours), positions)
-        if _begins_anew(name, VOCABULARY) and trained.record["model"]["vocab_size"] == model.vocab_size:
+        if theirs.shape != ours.shape and _begins_anew(name, VOCABULARY) and trained.record["model"]["vocab_size"] == model.vocab_size:
             used, theirs = theirs[: model.vocab_size], ours.clone()  # the padding may be another
             theirs[: model.vocab_size] = used
         if theirs.shape != ours.shape:
