@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import hydra
+import torch
 import torch.nn.functional as F
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -122,11 +123,11 @@ def load(model: nn.Module, trained: Trained, *, new: Sequence[str] = (), positio
         theirs = weights.get(name)
         if theirs is None or _begins_anew(name, new):
             continue
-        if theirs.shape != ours.shape and name == POSITIONS and positions is not None and theirs.shape[1:] == ours.shape[1:]:
-            theirs = _resized(theirs, len(ours), positions)
-        if theirs.shape != ours.shape and _begins_anew(name, VOCABULARY) and trained.record["model"]["vocab_size"] == model.vocab_size:
-            used, theirs = theirs[: model.vocab_size], ours.clone()  # the padding may be another
-            theirs[: model.vocab_size] = used
+        if theirs.shape[1:] == ours.shape[1:] and len(theirs) != len(ours):
+            if name == POSITIONS and positions is not None:
+                theirs = _resized(theirs, len(ours), positions)
+            elif _begins_anew(name, VOCABULARY) and trained.record["model"]["vocab_size"] == model.vocab_size:  # padded otherwise
+                theirs = torch.cat([theirs[: model.vocab_size], ours[model.vocab_size :]])
         if theirs.shape != ours.shape:
             way = "init_positions=interpolate makes a longer one of it" if name == POSITIONS else f"init_new=[{name}] begins it anew"
             raise UserError(f"init_from={trained.where}: {name} has shape {tuple(theirs.shape)}, the run's model {tuple(ours.shape)}; "
