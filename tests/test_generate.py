@@ -129,7 +129,7 @@ def test_a_hugging_face_tokenizer_streams_what_it_decodes():
     (["prompt=a", "top_p=2"], "top_p=2: must be a number above 0"),
     (["prompt=a", "seed=x"], "seed='x': must be"),
     (["prompt=a", "interactive=2"], "interactive=2: must be true or false"),
-    (["prompt=a", "accelerator='abacus': must be"], "accelerator='abacus': must be"),
+    (["prompt=a", "accelerator=abacus"], "accelerator='abacus': must be"),
     (["prompt=a", "attention=differential"], "do not fit the model"),
 ])
 def test_what_cannot_be_done_is_refused(source, overrides, message):
