@@ -41,6 +41,8 @@ class Writer:
 
     def __init__(self, cfg: DictConfig):
         given = trained.read(cfg.ckpt_path, key="ckpt_path", prefer=cfg.checkpoint)
+        if given.record["tokenizer"] is None:
+            raise UserError(f"ckpt_path={given.where} has no tokenizer beside its weights; save one there (tokenizer.json)")
         attention, model = (OmegaConf.to_container(cfg[group], resolve=True) if cfg.get(group) else {} for group in ("attention", "model"))
         loaded = checkpoint.rebuild(given.content, given.where, attention=attention, trust=tuple(cfg.trust),
                                     model={key: value for key, value in model.items() if value is not None})
@@ -48,8 +50,6 @@ class Writer:
             kind = type(loaded.model).__name__
             raise UserError(f"ckpt_path={given.where} holds a {kind}, trained for task={loaded.task}: it reads whole texts and writes "
                             "none; take a GPT, which python train.py model=gpt_tiny trains")
-        if loaded.tokenizer is None:
-            raise UserError(f"ckpt_path={given.where} has no tokenizer beside its weights; save one there (tokenizer.json)")
         self.cfg, self.tokenizer, self.context = cfg, loaded.tokenizer, loaded.context
         self.fabric, self.model = _place(loaded.model, cfg)
         check_path(loaded.overrides.get("attention", given.record["attention"]).get("impl"), self.device)
