@@ -5,6 +5,8 @@ import copy
 import functools
 import os
 import pickle
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,12 +56,15 @@ def read(path: str | os.PathLike, map_location: Any = "cpu") -> dict:
     """The content of a checkpoint of this project, tensors and plain types only. UserError for anything else."""
     path = existing_file(path)
     try:
+        damaged = zipfile.ZipFile(path).testzip() if zipfile.is_zipfile(path) else None  # torch does not look at the checksums
+        if damaged is not None:
+            raise ValueError(f"the checksum of {damaged} is not that of its bytes")
         content = torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{path} is not a checkpoint that holds only tensors and plain types, so it was not loaded: it could run code"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         reason = f"{type(error).__name__}: {str(error).partition('. ')[0]}".partition("\n")[0]
         raise UserError(f"{path} is damaged or no checkpoint ({reason}); take another one") from error
     record = content.get("attnzoo") if isinstance(content, dict) else None
@@ -67,6 +72,9 @@ def read(path: str | os.PathLike, map_location: Any = "cpu") -> dict:
         raise UserError(f"{path} is not a checkpoint of attnzoo; weights from Hugging Face load with attnzoo.hub")
     if record.get("format") != FORMAT:
         raise UserError(f"{path} has checkpoint format {record.get('format')}, this version reads {FORMAT}; use the attnzoo that wrote it")
+    weights = content["state_dict"]
+    if not isinstance(weights, dict) or not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in weights.items()):
+        raise UserError(f"{path} is damaged or no checkpoint: its state_dict must be tensors by name; take another one")
     return content
 
 
@@ -152,7 +160,7 @@ def check_same_shapes(content: dict, shapes: Mapping[str, torch.Size], record: d
         return
     theirs, differences = content["attnzoo"], []
     for group in ("model", "attention", "task"):
-        old, new = ({group: r[group]} if not isinstance(r[group], dict) else r[group] for r in (theirs, record))
+        old, new = (found if isinstance(found := r.get(group), dict) else {group: found} for r in (theirs, record))
         differences += [f"{group}.{key}={old.get(key)}, not {new.get(key)}" for key in old | new if old.get(key) != new.get(key)]
     raise UserError(f"the checkpoint does not fit this run: {mismatch}. It was trained with {'; '.join(differences) or 'other code'}")
 

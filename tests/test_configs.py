@@ -59,7 +59,7 @@ def test_every_option_composes_and_builds(group, option, monkeypatch):
     if OmegaConf.is_config(cfg.trainer.strategy):
         assert instantiate(cfg.trainer.strategy, _convert_="all") is not None
     if cfg.trainer.accelerator in ("auto", "cpu"):
-        runner._build_trainer(cfg, runner.build_loggers(OmegaConf.merge(cfg, {"logger": None}), Path("outputs"), "train"))
+        runner.build_trainer(cfg, runner.build_loggers(OmegaConf.merge(cfg, {"logger": None}), Path("outputs"), "train"))
 
 
 @pytest.mark.parametrize(("group", "option"), [("evaluation", option) for option in options("evaluation")])

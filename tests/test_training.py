@@ -81,14 +81,14 @@ class MustNotWait(lightning.Callback):
 def test_a_step_does_not_wait_for_the_gpu(tmp_path, objective, monkeypatch):
     overrides = ["trainer=gpu", "trainer.precision=bf16-mixed", "trainer.log_every_n_steps=100", "trainer.limit_val_batches=0"]
     cfg = compose_tiny(tmp_path, *objective, *overrides, "callbacks.last=null", "callbacks.best=null", "callbacks.sample=null")
-    build, watch = runner._build_trainer, MustNotWait()
+    build, watch = runner.build_trainer, MustNotWait()
 
     def build_watched(*arguments):
         trainer = build(*arguments)
         trainer.callbacks.append(watch)
         return trainer
 
-    monkeypatch.setattr(runner, "_build_trainer", build_watched)
+    monkeypatch.setattr(runner, "build_trainer", build_watched)
     try:
         runner.train(cfg)
     finally:

@@ -117,8 +117,10 @@ class ResumableLoader(BatchLoader):
         """Goes on after the last batch that was given before `state` was taken.
 
         Raises:
-            ValueError: the state was taken under other settings, where the position means something else.
+            ValueError: the state was taken under other settings, where the position means something else, or is no state.
         """
+        if not isinstance(state.get("settings"), dict) or not isinstance(state.get("position"), int):
+            raise ValueError("cannot resume in the middle of the data: the checkpoint's state of the loader has no position and settings")
         for key in sorted(self.settings.keys() | state["settings"].keys()):
             was, now = state["settings"].get(key), self.settings.get(key)
             if was != now:

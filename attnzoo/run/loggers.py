@@ -1,5 +1,6 @@
 """The loggers of a run, made from its config. No torch here."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from omegaconf import DictConfig
 from attnzoo.run.command_line import is_sweep
 from attnzoo.run.config import choices
 from attnzoo.run.folder import RunFolder
+
+log = logging.getLogger(__name__)
 
 
 def build_loggers(cfg: DictConfig, run_dir: Path, job_type: str, *, resumed: bool = False) -> list[Any]:
@@ -25,10 +28,14 @@ def build_loggers(cfg: DictConfig, run_dir: Path, job_type: str, *, resumed: boo
 
 def close_loggers(loggers: list[Any]) -> None:
     """End the W&B run, so that the next job of a sweep gets its own."""
-    if any(type(logger).__name__ == "WandbLogger" for logger in loggers):
+    if any(type(logger).__name__ == "SafeWandbLogger" for logger in loggers):
         import wandb
 
-        wandb.finish(exit_code=0 if sys.exc_info()[0] is None else 1)
+        failed = sys.exc_info()[0] is not None
+        try:
+            wandb.finish(exit_code=1 if failed else 0)
+        except Exception as error:  # its service may be dead
+            log.warning(f"W&B could not be closed ({type(error).__name__}: {error}); metrics.csv is whole")
 
 
 def _wandb_arguments(cfg: DictConfig, run_dir: Path, job_type: str, resumed: bool) -> dict[str, Any]:

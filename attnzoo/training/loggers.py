@@ -1,66 +1,141 @@
 """Where metrics go: a CSV that survives a resumed run, and Weights & Biases."""
 
 import csv
+import io
+import logging
 import netrc
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+import torch
+from lightning.pytorch.loggers import WandbLogger
+from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from attnzoo.errors import UserError
+from attnzoo.run.files import write_whole
+from attnzoo.run.folder import RunFolder
 
-class _AppendingWriter(ExperimentWriter):
-    """Goes on with the file that is there, where Lightning's deletes it."""
-
-    def _check_log_dir_exists(self) -> None:
-        path = Path(self.metrics_file_path)
-        if path.exists() and path.stat().st_size:
-            with path.open(newline="") as file:
-                self.metrics_keys = next(csv.reader(file))
+log = logging.getLogger(__name__)
 
 
-class MetricsCSV(CSVLogger):
-    """`metrics.csv` in `save_dir`, written at every log step."""
+class MetricsCSV(Logger):
+    """`metrics.csv` in `save_dir`: one row a call, on the disk when the call returns, in a file that was there too."""
 
     def __init__(self, save_dir: str):
-        super().__init__(save_dir, name="", version="", flush_logs_every_n_steps=1)
+        super().__init__()
+        self._folder = RunFolder(Path(save_dir))
+        self._columns: list[str] | None = None
+
+    name, version = "", ""
+
+    @property
+    def save_dir(self) -> str:
+        return str(self._folder.path)
 
     @property
     def path(self) -> Path:
-        return Path(self.save_dir) / "metrics.csv"
+        return self._folder.metrics
 
-    @property
-    def experiment(self) -> ExperimentWriter:
-        if self._experiment is None and rank_zero_only.rank == 0:
-            self._experiment = _AppendingWriter(log_dir=self.save_dir)
-        return super().experiment
-
-    def log_hyperparams(self, params=None) -> None:
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """Nothing: the run folder holds config.yaml."""
 
     @rank_zero_only
-    def forget_from(self, step: int) -> None:
-        """Drop the rows of `step` and later: a run that goes on from a checkpoint writes them again."""
-        if not self.path.exists():
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        row = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()} | {"step": step}
+        if self._columns is None:
+            self._columns = _read(self.path)[0]
+        if row.keys() <= set(self._columns):
+            _append(self.path, _text([[row.get(name, "") for name in self._columns]]))
             return
-        with self.path.open(newline="") as file:
-            header, *rows = list(csv.reader(file)) or [[]]
-        column = header.index("step") if "step" in header else None
-        with self.path.open("w", newline="") as file:
-            csv.writer(file).writerows([header, *(row for row in rows if column is not None and int(row[column]) < step)])
+        header, rows = _read(self.path)
+        self._columns = sorted({*header, *row})
+        whole = [self._columns, *([old.get(name, "") for name in self._columns] for old in (*rows, row))]
+        write_whole(self.path, _text(whole))
+
+    @rank_zero_only
+    def forget_from(self, step: int) -> int:
+        """Drops the rows of `step` and later, which a run that goes on from a checkpoint writes again, and what cannot be read.
+
+        Returns the last step that was there, -1 without any.
+        """
+        if not self.path.exists():
+            return -1
+        header, rows = _read(self.path)
+        if not header and self.path.stat().st_size:
+            aside = self.path.with_name(f"{self.path.name}.damaged")
+            os.replace(self.path, aside)
+            log.warning(f"{self.path} is no table of metrics and was renamed to {aside.name}; a new one begins at step {step}")
+            return -1
+        kept = [[row[name] for name in header] for row in rows if int(row["step"]) < step]
+        write_whole(self.path, _text([header, *kept] if header else []))
+        self._columns = header
+        return max((int(row["step"]) for row in rows), default=-1)
+
+
+def _text(rows: Iterable[list]) -> str:
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(rows)
+    return text.getvalue()
+
+
+def _append(path: Path, line: str) -> None:
+    size = path.stat().st_size
+    try:
+        with path.open("ab", buffering=0) as file:
+            file.write(line.encode())
+    except OSError as error:
+        os.truncate(path, size)  # a part of the line may have found room
+        raise UserError(f"could not write {path}: {error.strerror}; what was there is whole. Make room and go on with resume=auto") from error
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Header and rows. Left out are rows that are not whole, as the last one after a crash of the machine; without a header all are."""
+    if not path.exists():
+        return [], []
+    text = path.read_bytes().decode(errors="replace").replace("\0", "")
+    header, *rows = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))) or [[]]
+    if "step" not in header:
+        return [], []
+    found = [dict(zip(header, row, strict=True)) for row in rows if len(row) == len(header)]
+    return header, [row for row in found if row["step"].isdecimal()]
 
 
 def read_metrics(path: str | os.PathLike) -> dict[str, list[tuple[int, float]]]:
-    """metrics.csv as (step, value) pairs by metric; steps counted from 1."""
+    """metrics.csv as (step, value) pairs by metric; steps counted from 1. What is damaged is left out."""
     series: dict[str, list[tuple[int, float]]] = {}
-    with open(path, newline="") as file:
-        for row in csv.DictReader(file):
-            for name, value in row.items():
-                if value and name not in ("step", "epoch"):
-                    series.setdefault(name, []).append((int(row["step"]) + 1, float(value)))
+    for row in _read(Path(path))[1]:
+        for name, value in row.items():
+            if value and name not in ("step", "epoch"):
+                series.setdefault(name, []).append((int(row["step"]) + 1, float(value)))
     return series
+
+
+class SafeWandbLogger(WandbLogger):
+    """W&B that cannot end a run: once it fails, metrics go to metrics.csv alone. Steps that it has are not sent again by a resume."""
+
+    lost = False
+    has_until = -1  # the last step, counted from 0, that an earlier start sent
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if not self.lost and (step is None or step > self.has_until):
+            self._guarded(super().log_metrics, metrics, step)
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        if not self.lost:
+            self._guarded(super().finalize, status)
+
+    def _guarded(self, call: Any, *arguments: Any) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:  # its own, of its service, of the network
+            self.lost = True
+            log.warning(f"W&B failed ({type(error).__name__}: {error}); the run goes on, its metrics are in metrics.csv alone")
 
 
 def has_wandb_key() -> bool:
@@ -86,11 +161,9 @@ def wandb_logger(
     **kwargs,
 ):
     """A WandbLogger; offline=None: offline where there is no key. A resumed run folder goes on with its W&B run."""
-    from lightning.pytorch.loggers import WandbLogger
-
     os.environ.setdefault("WANDB_SILENT", "true")
     offline = not has_wandb_key() if offline is None else offline
-    logger = WandbLogger(
+    logger = SafeWandbLogger(
         name=name, save_dir=save_dir, project=project, group=group, job_type=job_type, tags=tags, offline=offline, **kwargs
     )
     logger._wandb_init.pop("anonymous", None)  # Lightning still passes it, and W&B warns

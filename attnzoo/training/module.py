@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from attnzoo.batch import IGNORED, Batch, Inputs
 from attnzoo.checkpoint import check_same_shapes
+from attnzoo.run.steps import is_log_step
 
 INPUTS = tuple(Inputs.__annotations__)
 READ = {"input_ids", "labels", *INPUTS}
@@ -75,6 +76,7 @@ class TokenPrediction(lightning.LightningModule):
         self._validation_loss, self._validation_count = SumMetric(nan_strategy="disable"), SumMetric(nan_strategy="disable")
         self._accuracy = MulticlassAccuracy(self.n_classes, average="micro", ignore_index=IGNORED, validate_args=False)
         self._totals: Tensor | None = None
+        self.step_loss: Tensor | None = None  # (), of the last optimizer step, summed over its targets
 
     @property
     def n_classes(self) -> int:
@@ -111,6 +113,7 @@ class TokenPrediction(lightning.LightningModule):
             # Lightning averaged over the micro-batches, the strategy over the ranks
             scale = n_micro_batches * self.trainer.world_size / totals[1].clamp(min=1)
             torch._foreach_mul_([p.grad for p in self.parameters() if p.grad is not None], scale)
+        self.step_loss = totals[0]
         self.log("train/loss", totals[0] / totals[1])
 
     @property
@@ -129,7 +132,7 @@ class TokenPrediction(lightning.LightningModule):
         torch.manual_seed(int(place.generate_state(1, np.uint64)[0]))
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        if self.global_step % self.trainer.log_every_n_steps == 0:
+        if is_log_step(self.trainer):
             self.log_dict({"train/lr": self.trainer.optimizers[0].param_groups[0]["lr"], **self.model.metrics()})
 
     def configure_gradient_clipping(

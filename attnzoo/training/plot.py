@@ -1,12 +1,18 @@
 """The plot of a run's losses."""
 
+import functools
+import logging
 import math
 from pathlib import Path
 from typing import Any
 
 import lightning
 
+from attnzoo.errors import UserError
+from attnzoo.run.files import write_whole
 from attnzoo.training.loggers import read_metrics
+
+log = logging.getLogger(__name__)
 
 
 class LossPlot(lightning.Callback):
@@ -22,7 +28,12 @@ class LossPlot(lightning.Callback):
             plot_losses(self.metrics, self.path, title)
 
     def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
-        self.on_train_end(trainer, pl_module)
+        if isinstance(exception, KeyboardInterrupt):  # the second Ctrl-C: at once
+            return
+        try:
+            self.on_train_end(trainer, pl_module)
+        except UserError as error:  # the disk is full: the first exception tells
+            log.warning(str(error))
 
 
 def plot_losses(metrics: Path, path: Path, title: str = "") -> None:
@@ -45,4 +56,4 @@ def plot_losses(metrics: Path, path: Path, title: str = "") -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150)
+    write_whole(path, functools.partial(figure.savefig, format="png", dpi=150))

@@ -7,6 +7,8 @@ import lightning
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm.auto import tqdm
 
+from attnzoo.run.steps import StepCallback, is_log_step
+
 SHOWN = (
     ("loss", "train/loss", ".3f"),
     ("val", "val/loss", ".3f"),
@@ -16,7 +18,7 @@ SHOWN = (
 )
 
 
-class StepProgress(ProgressBar):
+class StepProgress(ProgressBar, StepCallback):
     """Moves when something is logged: reading a loss in every step would make the host wait for the GPU each time."""
 
     def __init__(self):
@@ -34,8 +36,8 @@ class StepProgress(ProgressBar):
         total = trainer.estimated_stepping_batches
         self.bar = _bar("training", "step", total, initial=trainer.global_step)
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, *_: Any) -> None:
-        if self.bar is not None and trainer.global_step % trainer.log_every_n_steps == 0:
+    def on_step_end(self, trainer: lightning.Trainer, pl_module: Any, *, leaving: bool) -> None:
+        if self.bar is not None and is_log_step(trainer):
             self._show(trainer)
 
     def _show(self, trainer: lightning.Trainer) -> None:

@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import subprocess
@@ -13,11 +14,14 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.loggers import WandbLogger
 
+from attnzoo.errors import UserError
 from attnzoo.run.files import write_whole
-from attnzoo.training.loggers import MetricsCSV
+from attnzoo.run.folder import RunFolder
+from attnzoo.training.loggers import MetricsCSV, SafeWandbLogger
 from attnzoo_kernels.dispatch import implementations_taken
+
+log = logging.getLogger(__name__)
 
 PACKAGES = ("attnzoo", "torch", "triton", "lightning", "torchmetrics", "hydra-core", "datasets", "tokenizers", "transformers", "numpy")
 
@@ -56,6 +60,7 @@ class RunRecord(lightning.Callback):
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         self.started = time.time()
+        self.earlier_wandb = RunFolder(self.path.parent).read_record().get("wandb")
         device = pl_module.device
         cpu = f"{platform.machine()} {device.type}, {os.cpu_count()} cores"
         self.content = {
@@ -69,23 +74,32 @@ class RunRecord(lightning.Callback):
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "parameters": pl_module.n_parameters,
             "git": git_state(),
-            "wandb": next((logger.version for logger in trainer.loggers if isinstance(logger, WandbLogger)), None),
+            "wandb": next((logger.version for logger in trainer.loggers if isinstance(logger, SafeWandbLogger)), None),
             **{key: pl_module.record[key] for key in ("task", "context", "model", "attention", "data", "versions")},
             "init": pl_module.record.get("init"),
         }
         self._write(trainer)
 
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, MetricsCSV):
-                logger.forget_from(trainer.global_step)
+        if trainer.is_global_zero:
+            tables = (logger for logger in trainer.loggers if isinstance(logger, MetricsCSV))
+            logged = max((table.forget_from(trainer.global_step) for table in tables), default=-1)
+            for logger in trainer.loggers:
+                if isinstance(logger, SafeWandbLogger) and logger.version is not None and logger.version == self.earlier_wandb:
+                    logger.has_until = logged
+            if trainer.ckpt_path:
+                log.info(f"goes on from step {trainer.global_step} of {trainer.ckpt_path}")
 
     def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._finish(trainer, "finished", trainer.callback_metrics)
 
     def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
         # no metrics: after an error of the GPU, reading one would raise another
-        self._finish(trainer, "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else f"failed: {exception!r}", {})
+        reason = str(exception) if isinstance(exception, UserError) else repr(exception)
+        try:
+            self._finish(trainer, "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else f"failed: {reason}", {})
+        except UserError as error:  # the disk is full: the first exception tells
+            log.warning(str(error))
 
     def _finish(self, trainer: lightning.Trainer, status: str, metrics: dict[str, torch.Tensor]) -> None:
         if self.content:

@@ -2,12 +2,15 @@
 
 import logging
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
+
+from attnzoo.run.folder import RunFolder
 
 HARMLESS = (
     ".*exists and is not empty",  # a resumed run
@@ -18,7 +21,11 @@ HARMLESS = (
 
 
 def quiet() -> None:
-    """Leave out what is no news: Lightning's advertisements and remarks, and warnings that call for no action."""
+    """Leave out what is no news: Lightning's advertisements and remarks, and warnings that call for no action. A terminal that knows no
+    Unicode is shown escapes instead of an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -43,24 +50,30 @@ def end(run_dir: Path, metrics: dict[str, float], sweep: Path | None = None) -> 
     lines = []
     if "val/loss" in metrics:
         lines.append(validation(metrics))
-    if (sample := run_dir / "sample.txt").exists():
+    folder = RunFolder(run_dir)
+    if (sample := folder.sample).exists():
         lines.append("sample (the model goes on after │, or filled in what is between ‹ and ›):")
-        lines += ["    " + line for line in sample.read_text(encoding="utf-8").splitlines()]
-    best, last = (run_dir / "checkpoints" / name for name in ("best.ckpt", "last.ckpt"))
-    for name, path in (("checkpoint", best if best.exists() else last), ("log", run_dir / "metrics.csv"), ("plot", run_dir / "loss.png")):
-        if path.exists():
+        lines += ["    " + visible(line) for line in sample.read_text(encoding="utf-8").splitlines()]
+    checkpoint = folder.checkpoint()
+    for name, path in (("checkpoint", checkpoint), ("log", folder.metrics), ("plot", folder.plot)):
+        if path is not None and path.exists():
             lines.append(f"{name + ':':<12}{_short(path)}")
     lines += unsent(run_dir)
-    if best.exists() or last.exists():
-        lines.append(f"next:       python eval.py ckpt_path={_short(best if best.exists() else last)}")
+    if checkpoint is not None:
+        lines.append(f"next:       python eval.py ckpt_path={_short(checkpoint)}")
         if sweep:
             lines.append(f"the sweep:  python eval.py runs={_short(sweep)}")
     return "\n".join(lines)
 
 
+def visible(text: str) -> str:
+    """With control characters, which a terminal would obey, in their escaped form."""
+    return "".join(char if char.isprintable() or char == "\t" else char.encode("unicode_escape").decode() for char in text)
+
+
 def unsent(run_dir: Path) -> list[str]:
     """How to upload what W&B kept in a run folder without a connection; no line where there is nothing."""
-    kept = run_dir / "wandb"
+    kept = RunFolder(run_dir).wandb
     return [f"W&B:        offline; wandb sync {_short(kept)}/offline-run-* uploads it"] if any(kept.glob("offline-run-*")) else []
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import lightning
 
+from attnzoo.run.files import write_whole
+
 
 class Sample(lightning.Callback):
     """At the end, writes `path`: how the model goes on from (or fills in) the beginning of a validation document.
@@ -26,4 +28,4 @@ class Sample(lightning.Callback):
             tokens = tokenizer.encode(self.prompt)
         with trainer.precision_plugin.forward_context():
             text = pl_module.sample(tokenizer, tokens, self.max_new_tokens, self.temperature, pl_module.seed)
-        self.path.write_text(text, encoding="utf-8")
+        write_whole(self.path, text)

@@ -1,0 +1,68 @@
+"""What a run goes on from: the checkpoint, and the best score so far."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from attnzoo import checkpoint
+from attnzoo.errors import UserError
+from attnzoo.run.folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+
+def checkpoint_to_resume(resume: str | None, ckpt_path: str | None, folder: RunFolder) -> Path | None:
+    """With resume="auto" the run folder's last checkpoint, if there is one; else ckpt_path."""
+    if resume == "auto" and folder.last.is_file():
+        return folder.last
+    if resume == "auto" and ckpt_path is None:
+        log.info(f"resume=auto: {folder.last} does not exist yet, training starts from the beginning")
+    return None if ckpt_path is None else checkpoint.existing_file(ckpt_path)
+
+
+def check_resumable(content: dict, path: Any) -> None:
+    """UserError for a checkpoint that has a model but not what training goes on with."""
+    missing = [key for key in ("optimizer_states", "lr_schedulers", "loops") if not content.get(key)]
+    if missing:
+        raise UserError(f"{path} cannot be trained on: it has no {', '.join(missing)}. Take another checkpoint of the run")
+
+
+class BestScore(lightning.Callback):
+    """When a run goes on, its best checkpoint stays until a better one is found, also if the run crashed right behind the validation
+    that found it, so that the file that the run goes on from does not know the score yet."""
+
+    def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if trainer.ckpt_path is None:
+            return
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.monitor is not None and callback.save_top_k == 1:
+                _adopt(trainer, callback)
+
+
+def _adopt(trainer: lightning.Trainer, callback: ModelCheckpoint) -> None:
+    path = Path(callback.dirpath or "") / f"{callback.filename}{callback.FILE_EXTENSION}"
+    score = None
+    if trainer.is_global_zero and path.is_file():
+        try:
+            score = _score(checkpoint.read(path), callback.monitor)
+        except UserError as error:
+            log.warning(f"{error}; the next validation takes its place")
+    score = trainer.strategy.broadcast(score)
+    if score is None:
+        return
+    value = torch.tensor(score, device=trainer.strategy.root_device)
+    callback.best_model_path = callback.kth_best_model_path = str(path)
+    callback.best_model_score = callback.kth_value = value
+    callback.best_k_models = {str(path): value}
+
+
+def _score(content: dict, monitor: str) -> float | None:
+    """What the callback that wrote a best checkpoint measured."""
+    for name, state in content.get("callbacks", {}).items():
+        if name.startswith("ModelCheckpoint") and state.get("monitor") == monitor and state.get("best_model_score") is not None:
+            return float(state["best_model_score"])
+    return None

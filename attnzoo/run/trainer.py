@@ -1,0 +1,97 @@
+"""The Trainer of a run: built from its config, with the loop and the callbacks that every run has."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, open_dict, read_write
+
+from attnzoo.errors import UserError
+from attnzoo.run.command_line import is_sweep
+from attnzoo.run.resuming import BestScore
+from attnzoo.run.steps import StepLoop
+from attnzoo.run.stopping import StopSignals
+from attnzoo.training.checkpointing import AtomicCheckpointIO, FiniteLoss
+
+
+def build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:
+    """The Trainer of a train.py config. UserError for what this machine or Lightning cannot do."""
+    callbacks = [instantiate(callback, _convert_="all") for callback in (cfg.callbacks or {}).values() if callback]
+    build = instantiate(cfg.trainer, _partial_=True, _convert_="all")
+    # where one is switched off Lightning must not bring its own
+    enable = {
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
+        "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
+    }
+    try:
+        trainer = build(callbacks=[FiniteLoss(), BestScore(), *callbacks], logger=loggers or False, plugins=[AtomicCheckpointIO()], **enable)
+    except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        if cfg.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+            build_of = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+            raise UserError(
+                f"trainer.accelerator={cfg.trainer.accelerator}, but PyTorch {torch.__version__} ({build_of}) sees no GPU; "
+                "take trainer=cpu or trainer=default, or install a driver and a CUDA build"
+            ) from error
+        raise UserError(f"trainer: {reason}") from error
+    device, precision = trainer.strategy.root_device, str(trainer.precision)
+    if device.type == "cuda" and precision.startswith("bf16") and not torch.cuda.is_bf16_supported(including_emulation=False):
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"trainer.precision={precision}, but {name} has no bfloat16; take trainer.precision=16-mixed")
+    return trainer
+
+
+def set_accumulation(trainer: lightning.Trainer, batch_tokens: int | None, data: Any) -> None:
+    """Micro-batches per optimizer step from the global batch in tokens; intervals count optimizer steps."""
+    if batch_tokens is not None:
+        micro = data.batch_size * data.seq_len * trainer.world_size
+        steps, rest = divmod(batch_tokens, micro)
+        if rest or steps < 1:
+            parts = f"data.batch_size={data.batch_size} x data.seq_len={data.seq_len} x {trainer.world_size} devices"
+            near = micro * max(1, round(batch_tokens / micro))
+            raise UserError(f"batch_tokens={batch_tokens} is not a multiple of {micro}, the tokens of a micro-step ({parts}); take {near}")
+        trainer.accumulate_grad_batches = steps
+    if isinstance(trainer.val_check_interval, int):
+        trainer.val_check_interval *= trainer.accumulate_grad_batches
+
+
+def fit(trainer: lightning.Trainer, module: Any, data: Any, ckpt_path: Path | None, run_dir: Path, *, requeue: bool) -> None:
+    """trainer.fit, which a signal stops at the end of an optimizer step. Raises SystemExit with 128 + the signal's number then."""
+    with StopSignals(requeue=requeue) as signals, _ranks_of_this_job(run_dir):
+        trainer.fit_loop.epoch_loop = StepLoop(trainer, signals)
+        try:
+            trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
+        except SystemExit as leaving:
+            if isinstance(leaving.__context__, KeyboardInterrupt):  # Lightning makes 1 of it
+                raise SystemExit(130) from leaving
+            raise
+
+
+@contextlib.contextmanager
+def _ranks_of_this_job(run_dir: Path) -> Iterator[None]:
+    """Lightning starts the other ranks of a machine by running the command again. In a sweep that must be this job alone, and its process
+    group and environment must not reach the next one."""
+    if not is_sweep():
+        yield
+        return
+    job = HydraConfig.get()
+    sys.argv = [sys.argv[0], *job.overrides.task]
+    with read_write(job), open_dict(job):
+        job.run.dir = str(run_dir)
+    environment = dict(os.environ)
+    try:
+        yield
+    finally:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
