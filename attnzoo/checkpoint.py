@@ -73,7 +73,7 @@ def read(path: str | os.PathLike, map_location: Any = "cpu") -> dict:
     if record.get("format") != FORMAT:
         raise UserError(f"{path} has checkpoint format {record.get('format')}, this version reads {FORMAT}; use the attnzoo that wrote it")
     weights = content["state_dict"]
-    if not isinstance(weights, dict) or not all(isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in weights.items()):
+    if not isinstance(weights, dict) or not all(isinstance(n, str) and isinstance(value, torch.Tensor) for n, value in weights.items()):
         raise UserError(f"{path} is damaged or no checkpoint: its state_dict must be tensors by name; take another one")
     return content
 

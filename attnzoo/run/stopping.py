@@ -47,7 +47,7 @@ class StopSignals:
         trainer._signal_connector.register_signal_handlers = lambda: None
 
     def agreed(self, trainer: lightning.Trainer) -> int:
-        """The signal that any rank has received, the same on all; 0 for none. Every rank must ask at the same step; no GPU is waited for."""
+        """The signal that any rank has received, the same on all; 0 for none. All ranks must ask at the same step; no GPU is waited for."""
         if trainer.world_size == 1:
             return self.received
         if self._group is None:

@@ -33,7 +33,8 @@ def build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:
         "enable_progress_bar": any(isinstance(callback, ProgressBar) for callback in callbacks),
     }
     try:
-        trainer = build(callbacks=[FiniteLoss(), BestScore(), *callbacks], logger=loggers or False, plugins=[AtomicCheckpointIO()], **enable)
+        every = [FiniteLoss(), BestScore(), *callbacks]
+        trainer = build(callbacks=every, logger=loggers or False, plugins=[AtomicCheckpointIO()], **enable)
     except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         if cfg.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():

@@ -89,7 +89,7 @@ def _append(path: Path, line: str) -> None:
             file.write(line.encode())
     except OSError as error:
         os.truncate(path, size)  # a part of the line may have found room
-        raise UserError(f"could not write {path}: {error.strerror}; what was there is whole. Make room and go on with resume=auto") from error
+        raise UserError(f"could not write {path}: {error.strerror}; what was there is whole. Make room and resume") from error
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
