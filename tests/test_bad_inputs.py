@@ -168,8 +168,6 @@ CONTRADICTIONS = [
     (["model=gpt2_small"], ["data.seq_len=2048"], r"model.train_context=2048 .*is longer than model.max_positions=1024"),
     ([], ["trainer.max_steps=-1"], "optimizer.schedule needs an end: set trainer.max_steps"),
     (["schedule=constant"], ["trainer.max_steps=-1", "optimizer.warmup_steps=0.1"], "optimizer.schedule needs an end"),
-    ([], ["trainer.val_check_interval=0.5", "trainer.check_val_every_n_epoch=1"],
-     r"callbacks.last.every_n_steps=0.5: must be a whole number .*it follows trainer.val_check_interval"),
     (["data=text"], ["data.paths=[/does/not/exist]"], "data.paths: '/does/not/exist' does not exist"),
     (["data=text"], [], "data.paths must be set: add data.paths=..."),
     ([], ["data.seq_len=${nowhere}"], "nowhere"),

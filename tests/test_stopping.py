@@ -291,6 +291,7 @@ def test_two_ranks_stop_together(tmp_path, to_rank):
     compose_tiny(tmp_path)  # writes the corpus
     command = [
         *(sys.executable, "train.py", *TINY, *RUN, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "batch_tokens=2048"),
+        "trainer.limit_train_batches=12",  # three steps an epoch
         *(f"data.paths=[{tmp_path / 'corpus'}]", f"data.cache_dir={tmp_path / 'cache'}", "callbacks.progress=null", "resume=auto"),
     ]
     places = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])

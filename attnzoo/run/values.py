@@ -89,7 +89,7 @@ DATA = {
     "distractors": Natural | list[Natural],
 }
 CALLBACKS = {
-    "last": {"every_n_steps": Count},
+    "last": {"every_n_steps": Count | None},
     "early_stopping": {"monitor": str, "patience": Natural, "min_delta": NonNegative},
     "sample": {"prompt": str | None, "max_new_tokens": Count, "temperature": NonNegative},
 }
@@ -134,7 +134,7 @@ def check_training(cfg: DictConfig) -> None:
     if _is_known(plain, "task.module"):
         _check_group(plain, "task", TASK)
     for name, table in CALLBACKS.items():
-        _check_callback(plain, name, table)
+        _check_group(plain, f"callbacks.{name}", table)
     _check_group(plain, "logger.wandb", WANDB)
     _check_optimizer(cfg, plain)
     _check_beginning(plain)
@@ -225,16 +225,6 @@ def _check_group(plain: Mapping[str, Any], group: str, table: Mapping[str, Any])
     for key, value in (_select(plain, group) or {}).items():
         if key in table:
             check_value(f"{group}.{key}".lstrip("."), value, table[key])
-
-
-def _check_callback(plain: Mapping[str, Any], name: str, table: Mapping[str, Any]) -> None:
-    try:
-        _check_group(plain, f"callbacks.{name}", table)
-    except ValueError as error:
-        every, interval = _select(plain, "callbacks.last.every_n_steps"), _select(plain, "trainer.val_check_interval")
-        if name == "last" and every == interval:  # the default follows it, and Lightning has intervals that are no number of steps
-            raise ValueError(f"{error}; it follows trainer.val_check_interval, so set callbacks.last.every_n_steps=... itself") from error
-        raise
 
 
 def _check_optimizer(cfg: DictConfig, plain: Mapping[str, Any]) -> None:

@@ -42,20 +42,18 @@ class FiniteLoss(lightning.Callback):
 class LastCheckpoint(StepCallback):
     """Keeps `path` at the last good step: every n optimizer steps, at the end, and where a signal stops the run.
 
-    every_n_steps: None for the steps after which validation is due, in a run without validation too; 0 for none but the end.
+    every_n_steps: None for the steps after which validation is due, in a run without validation too.
 
     It is written at the end of an optimizer step, behind a validation that is due, and never after an exception, which may strike in the
     middle of a step: the run then goes on from the last interval and repeats the same losses.
     """
 
     def __init__(self, path: str, every_n_steps: int | None = None):
-        if every_n_steps is not None and (isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 0):
-            raise ValueError(f"callbacks.last.every_n_steps={every_n_steps} must be a whole number of optimizer steps, or null")
         self.path, self.every_n_steps = Path(path), every_n_steps
 
     def on_step_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *, leaving: bool) -> None:
         every, loop = self.every_n_steps, trainer.fit_loop.epoch_loop
-        due = loop.interval_ended if every is None else every > 0 and trainer.global_step % every == 0
+        due = loop.interval_ended if every is None else trainer.global_step % every == 0
         if (due or leaving) and not trainer.fast_dev_run:
             check_losses(trainer)
             loop.save(self.path)
