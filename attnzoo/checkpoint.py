@@ -74,7 +74,7 @@ def read(path: str | os.PathLike, map_location: Any = "cpu") -> dict:
         raise UserError(f"{path} has checkpoint format {record.get('format')}, this version reads {FORMAT}; use the attnzoo that wrote it")
     weights = content["state_dict"]
     if not isinstance(weights, dict) or not all(isinstance(n, str) and isinstance(value, torch.Tensor) for n, value in weights.items()):
-        raise UserError(f"{path} is damaged or no checkpoint: its state_dict must be tensors by name; take another one")
+        raise UserError(f"{path} is damaged: its state_dict must hold tensors by name; take another one")
     return content
 
 
@@ -104,7 +104,7 @@ def rebuild(content: dict, path: str | os.PathLike, *, attention: Mapping | None
     try:
         attention_config = attention if "_target_" in attention else {**copy.deepcopy(record["attention"]), **attention}
         model_config = {**copy.deepcopy(record["model"]), **model}
-        weights = _weights(content["state_dict"])
+        weights = {name.removeprefix(PREFIX): value for name, value in content["state_dict"].items() if name.startswith(PREFIX)}
         tokenizer, task, context = _tokenizer(record["tokenizer"]), record["task"], record["context"]
         if task not in TASKS or not isinstance(context, int) or context < 1:
             raise ValueError(f"task={task!r} must be one of {', '.join(TASKS)}, and context={context!r} a positive number of tokens")
@@ -132,13 +132,6 @@ def _check_fit(path: Path, weights: Mapping[str, torch.Tensor], model: nn.Module
         raise UserError(
             f"the weights of {path} do not fit the model: {mismatch}; drop the attention or model override, or train that variant"
         )
-
-
-def _weights(state: Any) -> dict[str, torch.Tensor]:
-    """The model's, by the names that it gives them."""
-    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise ValueError("state_dict must hold tensors by name")
-    return {name.removeprefix(PREFIX): value for name, value in state.items() if name.startswith(PREFIX)}
 
 
 def _tokenizer(record: Any) -> Any:
