@@ -53,7 +53,7 @@ class FlashAttention(Attention):
         # the whole buffers, whose shapes stay the same from token to token, and the length as a number on the device
         lengths = seq.once("cache lengths", lambda: torch.full((cache.batch,), cache.length, dtype=torch.int32, device=q.device))
         return decode_attention(
-            q, cache.keys, cache.values, cache_seqlens=lengths, window_size=self.window_size, softcap=self.softcap,
+            q, cache.keys, cache.values, cache_seqlens=lengths, causal=True, window_size=self.window_size, softcap=self.softcap,
             alibi_slopes=self.alibi_slopes(seq, q.shape[-2], q.device), sinks=None if self.sinks is None else self.sinks.float())
 
     def visible_pairs(self, length: int) -> int:

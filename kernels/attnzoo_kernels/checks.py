@@ -21,6 +21,8 @@ def choice(name: str, value, choices: tuple) -> None:
 def tensor(name: str, value, what: str = "a tensor", way_out: str = "") -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: must be {what}, got {type(value).__name__}{way_out}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: must be a dense tensor, got {value.layout}; .to_dense() makes one")
 
 
 def flag(name: str, value, way_out: str = "") -> None:
@@ -84,6 +86,14 @@ def softmax_scale(value: float | None, head_dim: int) -> float:
     return float(value)
 
 
+def positive_scale(softmax_scale: float, *queries: Tensor) -> tuple:
+    """The scale and the queries as kernels take them: they scale a row's maximum, which a scale that is not positive would make its
+    minimum, so that its sign goes into the queries."""
+    if softmax_scale > 0:
+        return softmax_scale, *queries
+    return abs(softmax_scale) or 1.0, *(q * -1.0 if softmax_scale < 0 else q * 0.0 for q in queries)
+
+
 def deterministic(value: bool | None) -> bool:
     """As asked for; None follows torch."""
     if value is None:
@@ -117,14 +127,7 @@ def cu_seqlens(name: str, value: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name}: must be contiguous, got stride {value.stride(0)}")
 
 
-def max_seqlen(name: str, value) -> None:
-    if isinstance(value, Tensor):
-        raise TypeError(f"{name}: must be a Python int, got a tensor (reading it would wait for the device)")
-    if not isinstance(value, int | torch.SymInt) or value < 0:
-        raise ValueError(f"{name}: packed input needs the longest sequence as an int, got {value!r}")
-
-
-def packed_lengths(suffix: str, cu_seqlens: Tensor, longest: int, total: int) -> None:
+def packed_lengths(suffix: str, cu_seqlens: Tensor, longest: int | None, total: int) -> None:
     """What cu_seqlens holds, where looking costs no wait: on a CPU."""
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return
@@ -132,7 +135,7 @@ def packed_lengths(suffix: str, cu_seqlens: Tensor, longest: int, total: int) ->
     if bounds[0] != 0 or bounds[-1] > total or sorted(bounds) != bounds:
         raise ValueError(f"cu_seqlens_{suffix}: must rise from 0 to at most the {total} tokens, got {bounds}")
     reached = max(end - start for start, end in zip(bounds, bounds[1:], strict=False))
-    if reached > longest:
+    if longest is not None and reached > longest:
         raise ValueError(f"max_seqlen_{suffix}: must be at least the longest sequence's {reached}, got {longest}")
 
 
@@ -177,8 +180,9 @@ def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
             cu_seqlens(name, value, q)
         if cu_seqlens_q.shape != cu_seqlens_k.shape:
             raise ValueError(f"cu_seqlens_k: must have cu_seqlens_q's shape {tuple(cu_seqlens_q.shape)}, got {tuple(cu_seqlens_k.shape)}")
-        max_seqlen("max_seqlen_q", max_seqlen_q)
-        max_seqlen("max_seqlen_k", max_seqlen_k)
+        for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            if value is not None:
+                integer(name, value, 0)
         packed_lengths("q", cu_seqlens_q, max_seqlen_q, q.shape[0])
         packed_lengths("k", cu_seqlens_k, max_seqlen_k, k.shape[0])
         return packed

@@ -2,8 +2,10 @@
 
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,19 @@ from attnzoo_kernels import checks
 IMPLEMENTATIONS = ("gluon", "triton", "reference")
 
 _taken: dict[str, set[str]] = {}
+_asked = threading.local()
+
+
+class NotTaken(NotImplementedError):
+    """An implementation that was named does not take a call."""
+
+    def __init__(self, impl: str, reason: str, way_out: str = ""):
+        super().__init__(f'impl="{impl}" does not take this call: {reason}{way_out}')
+        self.reason = reason
+
+
+class _Taken(Exception):
+    """The answer where a call was only asked about."""
 
 
 def takes_reference(operator: str, impl: str | None, name: str, x: Tensor, choices: tuple[str, ...] = IMPLEMENTATIONS,
@@ -26,7 +41,7 @@ def takes_reference(operator: str, impl: str | None, name: str, x: Tensor, choic
         return True
     if not x.is_cuda:
         if impl == "gluon":
-            raise NotImplementedError(f'impl="gluon" does not take this call: {name} must be on a CUDA device, got {x.device}')
+            raise NotTaken(impl, f"{name} must be on a CUDA device, got {x.device}")
         if os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError(f'impl: "triton" needs CUDA tensors, got {x.device} (on a CPU it runs in the interpreter: TRITON_INTERPRET=1)')
     if dtypes is not None and x.dtype not in dtypes:
@@ -34,13 +49,29 @@ def takes_reference(operator: str, impl: str | None, name: str, x: Tensor, choic
     return False
 
 
-def choose(call: str, impl: str | None, why_not_gluon: Callable[[], str | None]) -> str:
+def without_autocast(reference: Callable) -> Callable:
+    """A reference whose first argument tells the device. It computes in its inputs' dtype, as the kernels do, also under autocast."""
+
+    @functools.wraps(reference)
+    def call(x: Tensor, *inputs: Any, **options: Any) -> Any:
+        if x.device.type == "meta":  # has no autocast
+            return reference(x, *inputs, **options)
+        with torch.autocast(x.device.type, enabled=False):
+            return reference(x, *inputs, **options)
+
+    return call
+
+
+def choose(call: str, impl: str | None, why_not_gluon: Callable[[], str | None], others: str = 'impl=None or "triton"') -> str:
     """The kernels that take a call such as "flash forward": Gluon's where `why_not_gluon` has nothing against it, else plain Triton's.
 
-    Those that are named take it, or NotImplementedError says why they do not."""
-    reason = "" if impl == "triton" else gluon_reason(why_not_gluon)
+    Those that are named take it, or NotTaken says why they do not, and which `others` do.
+    """
+    reason = "" if impl == "triton" else why_not_gluon() if gluon_loads() else "it does not work with the Triton that is installed"
     if impl == "gluon" and reason is not None:
-        raise NotImplementedError(f'impl="gluon" does not take this call: {reason}; impl=None or "triton" does')
+        raise NotTaken(impl, reason, f"; {others} does")
+    if asking():
+        raise _Taken
     return note(call, "gluon" if reason is None else "triton")
 
 
@@ -49,9 +80,24 @@ def choose_backward(call: str, impl: str | None, why_not_gluon: Callable[[], str
     return choose(call, "triton" if impl == "triton" else None, why_not_gluon)
 
 
-def gluon_reason(why_not_gluon: Callable[[], str | None]) -> str | None:
-    """What there is against Gluon's kernels, the Triton that is installed first."""
-    return why_not_gluon() if gluon_loads() else "it does not work with the Triton that is installed"
+def why_not_gluon(operator: Callable, *inputs: Any, **options: Any) -> str | None:
+    """Why impl="gluon" does not take a call of `operator` with these arguments; None where it does. Nothing is computed."""
+    _asked.now = True
+    try:
+        with torch.no_grad():
+            operator(*inputs, **options, impl="gluon")
+    except NotTaken as error:
+        return error.reason
+    except _Taken:
+        return None
+    finally:
+        _asked.now = False
+    raise RuntimeError(f"{operator.__name__}: asks for no kernels")
+
+
+def asking() -> bool:
+    """Whether a call is only asked about."""
+    return getattr(_asked, "now", False)
 
 
 @functools.cache

@@ -11,8 +11,13 @@ def sequence_lengths(cu_seqlens: Tensor | None, batch: int, seqlen: int, device:
     return cu_seqlens.diff().long()
 
 
-def pad_packed(tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """(total, ...) to (sequences, max_seqlen, ...), zeros after each sequence's end."""
+def pad_packed(tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Tensor:
+    """(total, ...) to (sequences, max_seqlen, ...), zeros after each sequence's end.
+
+    max_seqlen: None: the longest sequence, for which the host waits; in a compiled graph the total, which is a bound.
+    """
+    if max_seqlen is None:
+        max_seqlen = tokens.shape[0] if torch.compiler.is_compiling() else int(cu_seqlens.diff().amax())
     position = torch.arange(max_seqlen, device=tokens.device)
     start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     index = start[:, None] + position

@@ -47,7 +47,8 @@ def call(operator: str, queries: int, device: str, impl: str | None):
         "flash": lambda: flash_attention(q, k, v, causal=True, impl=impl),
         "block_sparse": lambda: block_sparse_attention(q, k, v, layout, causal=True, impl=impl),
         "differential": lambda: differential_attention(q, q2, k, k2, v, torch.rand(4, device=device), causal=True, impl=impl),
-        "dual_chunk": lambda: dual_chunk_attention(q, k, v, cos=table.cos(), sin=table.sin(), chunk_size=24, local_size=8, impl=impl),
+        "dual_chunk": lambda: dual_chunk_attention(q, k, v, cos=table.cos(), sin=table.sin(), chunk_size=24, local_size=8, causal=True,
+                                                   impl=impl),
     }[operator]()
     return torch.autograd.grad(out.float().sum(), (q, k, v))
 

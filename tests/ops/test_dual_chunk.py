@@ -125,7 +125,7 @@ def test_scores_are_the_closed_form_s(device, impl, variant, chunk_size, local_s
         k[..., channel] = 1.0
         found = scores(q, k, impl, **options, causal=False, rope_interleaved=True)
         torch.testing.assert_close(found, function(expected * angle).float())
-        causal = scores(q, k, impl, **options, rope_interleaved=True)
+        causal = scores(q, k, impl, **options, causal=True, rope_interleaved=True)
         torch.testing.assert_close(causal, found.masked_fill(torch.ones_like(found).triu(1).bool(), -torch.inf))
 
 
@@ -322,7 +322,7 @@ SOUND = {"cos": TABLE, "sin": TABLE, "chunk_size": 16, "local_size": 4}
     ({"logit_multiplier": 2.0}, TypeError, "logit_multiplier: must be a float32 tensor, got float"),
     ({"logit_multiplier": torch.ones(9)}, ValueError, r"logit_multiplier: must have shape \(8,\) or \(2, 8\), got \(9,\)"),
     ({"logit_multiplier": torch.ones(8).double()}, TypeError, "logit_multiplier: must be float32"),
-    ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'triton', 'gluon', 'reference', got 'cuda'"),
+    ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'reference', got 'cuda'"),
     ({"impl": "triton", "logit_multiplier": torch.ones(8, requires_grad=True)}, NotImplementedError,
      "logit_multiplier: only impl=\"reference\" has a gradient"),
 ])

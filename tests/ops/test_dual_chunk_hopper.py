@@ -100,8 +100,8 @@ def test_nothing_depends_on_what_lies_beyond_a_sequence(chunk_size, head_dim):
     results = []
     for q, k, v, dout in (tensors, poisoned):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out, lse = dual_chunk_attention(*leaves, cos=cos, sin=sin, chunk_size=chunk_size, local_size=32, cu_seqlens_q=cu_seqlens,
-                                        cu_seqlens_k=cu_seqlens, max_seqlen_q=539, max_seqlen_k=539, return_lse=True, impl="gluon",
+        out, lse = dual_chunk_attention(*leaves, cos=cos, sin=sin, chunk_size=chunk_size, local_size=32, causal=True,
+                                        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, return_lse=True, impl="gluon",
                                         deterministic=False)
         out.backward(dout)
         assert (out[763:] == 0).all() and (lse[:, 763:] == -torch.inf).all() and all((x.grad[763:] == 0).all() for x in leaves)

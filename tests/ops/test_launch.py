@@ -87,6 +87,18 @@ def test_rows_that_tma_cannot_read_are_copied_for_narrow_values_and_odd_widths(w
     assert (launch.readable(q.contiguous(), k.contiguous(), expanded) is not None) == copied
 
 
+@pytest.mark.parametrize("width", (16, 24, 20))
+def test_gradients_of_narrow_values_are_copied_once_whatever_their_strides(width, monkeypatch):
+    """A consumer that transposes hands over such a gradient of the output; its copy must be one that needs no copy."""
+    monkeypatch.setattr(launch, "architecture", lambda where: 90)
+    q, k, v, out = torch.randn(4, 2, 8, 2, width).half()
+    grad_out = torch.randn(2, 8, width, 2).half().mT
+    assert grad_out.stride(-1) != 1
+    copies = launch.readable(q, k, v, out, grad_out)
+    assert torch.equal(copies[4][..., :width], grad_out) and copies[4].is_contiguous()
+    assert launch.readable(*copies) is None
+
+
 @pytest.mark.parametrize("value_dim", (16, 32))
 @pytest.mark.parametrize("packed", (False, True))
 def test_narrow_values_that_tma_cannot_read(value_dim, packed, device):
@@ -126,7 +138,7 @@ def test_gradients_of_one_head_for_all_with_the_batch_last_in_memory(operator, d
         if operator == "differential":
             return differential_attention(q, q.flip(1), k, None, v, torch.tensor(0.5, device=device), impl=impl)
         cos, sin = rotary_tables(8, 16, device=device)
-        return dual_chunk_attention(q, k, v, cos=cos, sin=sin, chunk_size=8, local_size=2, impl=impl)
+        return dual_chunk_attention(q, k, v, cos=cos, sin=sin, chunk_size=8, local_size=2, causal=True, impl=impl)
 
     results = []
     for impl in ("triton", "reference"):

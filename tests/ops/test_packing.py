@@ -21,7 +21,8 @@ def operators(device):
         "flash": flash_attention,
         "block_sparse": lambda q, k, v, **options: block_sparse_attention(q, k, v, layout, **options),
         "differential": lambda q, k, v, **options: differential_attention(q, q, k, k, v, lam, **options),
-        "dual_chunk": lambda q, k, v, **options: dual_chunk_attention(q, k, v, cos=table, sin=table, chunk_size=8, local_size=2, **options),
+        "dual_chunk": lambda q, k, v, **options: dual_chunk_attention(q, k, v, cos=table, sin=table, chunk_size=8, local_size=2,
+                                                                      causal=True, **options),
     }
 
 

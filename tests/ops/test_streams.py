@@ -32,7 +32,8 @@ def call(operator: str, q, k, v, other):
         out = differential_attention(tensors[0], other, tensors[1], other, tensors[2], lam, causal=True, deterministic=True)
     else:
         table = torch.linspace(0, 1, 512 * 32, device=q.device).view(512, 32)
-        out = dual_chunk_attention(*tensors, cos=table.cos(), sin=table.sin(), chunk_size=512, local_size=128, deterministic=True)
+        out = dual_chunk_attention(*tensors, cos=table.cos(), sin=table.sin(), chunk_size=512, local_size=128, causal=True,
+                                   deterministic=True)
     return [out, *torch.autograd.grad(out, tensors, other)]
 
 

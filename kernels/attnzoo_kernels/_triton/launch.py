@@ -79,14 +79,16 @@ def tma_readable(x: Tensor) -> Tensor:
     Without TMA such tiles would go through pointers, and for some widths (33 with values of 17, 40 and more with values of 16) that was
     wrong, for what value_block says; with its widths it has not been tried.
     """
-    if x.element_size() == 4 or architecture(x) < 90 or tma_takes(x) or 0 in x.shape:
+    if x.element_size() == 4 or architecture(x) < 90 or 0 in x.shape or tma_takes(x) and (x.stride(-1) == 1 or x.shape[-1] == 1):
         return x
     return _widened(x)
 
 
 def _widened(x: Tensor) -> Tensor:
-    """A copy of the next width of whole 16 bytes."""
-    return torch.nn.functional.pad(x, (0, padded(x.shape[-1], x.element_size()) - x.shape[-1]))
+    """A contiguous copy of the next width of whole 16 bytes."""
+    copy = x.new_zeros(*x.shape[:-1], padded(x.shape[-1], x.element_size()))
+    copy[..., : x.shape[-1]] = x
+    return copy
 
 
 def tma_gradient(x: Tensor) -> Tensor:

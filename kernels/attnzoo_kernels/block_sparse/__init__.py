@@ -1,5 +1,7 @@
 """Block-sparse FlashAttention: exact attention over the kept blocks of a layout (Dao et al. 2022, arXiv:2205.14135, section 3.3)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,7 +33,8 @@ def block_sparse_attention(
 
     Dense: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, value_dim).
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
-    value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence).
+    value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence: they tell how
+    large the layout is).
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
     head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
@@ -51,7 +54,7 @@ def block_sparse_attention(
                    1 1 . . 1 1
     A query that sees no key gives zeros and LSE -inf, and finite gradients.
 
-    softmax_scale: default head_dim ** -0.5.
+    softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: True: repeated runs give the same bits. False: the Gluon backward adds up dQ in no order. None follows
         torch.are_deterministic_algorithms_enabled(). The forward, and the plain Triton path throughout, always repeat bit by bit.
@@ -65,10 +68,10 @@ def block_sparse_attention(
     by_reference = dispatch.takes_reference("block_sparse", impl, "q", q)
     window = checks.window(window_size, causal)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
-    if softmax_scale <= 0:
-        # the kernels scale a row's maximum, which a scale that is not positive would make its minimum
-        q, softmax_scale = q * ((softmax_scale > 0) - (softmax_scale < 0)), abs(softmax_scale) or 1.0
     deterministic = checks.deterministic(deterministic)
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)) if packed else ():
+        if value is None:
+            raise ValueError(f"{name}: must be an int of at least the longest sequence, which tells the layout's size, got None")
 
     ahead = 0
     if isinstance(layout, Pattern):
@@ -96,11 +99,17 @@ def block_sparse_attention(
             q, k, v, mask, block_q=block_q, block_k=block_k, window_size=window, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     else:
+        softmax_scale, q = checks.positive_scale(softmax_scale, q)
         out, lse, _ = ops.forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks, k_blocks, block_q,
                                   block_k, softmax_scale, *window)
     if ahead:
         out, lse = out[:, ahead:], lse[..., ahead:]
     return (out, lse) if return_lse else out
+
+
+def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | Pattern, **options: Any) -> str | None:
+    """Why impl="gluon" does not take a call with these arguments of block_sparse_attention; None where it does, and impl=None takes it."""
+    return dispatch.why_not_gluon(block_sparse_attention, q, k, v, layout, **options)
 
 
 def _queries_before(q: Tensor, k: Tensor, pattern: Pattern, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnzoo_kernels import checks
+
 BLOCKS = (16, 32, 64, 128, 256)
 
 
@@ -18,12 +20,21 @@ class BlockLayout:
     derived from it on the device at the first call of each kind and kept as long as the mask lives. Joined by `|` and `&`, cut by block
     indices: `layout[:m, :m]`.
 
-    mask: bool (batch or 1, heads or 1, q_blocks, k_blocks); not to be written to. block_q, block_k: tokens of a block, of BLOCKS.
+    mask: bool (batch or 1, heads or 1, q_blocks, k_blocks), contiguous; not to be written to. block_q, block_k: tokens of a block, of
+    BLOCKS. Raises TypeError or ValueError for another dtype, shape or block size.
     """
 
     mask: Tensor
     block_q: int
     block_k: int
+
+    def __post_init__(self):
+        for name, block in (("block_q", self.block_q), ("block_k", self.block_k)):
+            check_block(name, block)
+        _check_mask(self.mask)
+        if self.mask.dim() != 4 or not self.mask.is_contiguous():
+            raise ValueError(f"mask: must be (batch, heads, q_blocks, k_blocks) and contiguous, got shape {tuple(self.mask.shape)} with "
+                             f"strides {self.mask.stride()}; BlockLayout.from_mask takes it")
 
     @classmethod
     def from_mask(cls, mask: Tensor, block_q: int, block_k: int | None = None) -> BlockLayout:
@@ -33,10 +44,7 @@ class BlockLayout:
         ragged. block_k defaults to block_q. Raises TypeError or ValueError for another dtype, shape or block size.
         """
         block_k = block_q if block_k is None else block_k
-        for name, block in (("block_q", block_q), ("block_k", block_k)):
-            check_block(name, block)
-        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-            raise TypeError(f"mask: must be a bool tensor, got {getattr(mask, 'dtype', type(mask).__name__)}")
+        _check_mask(mask)
         if mask.dim() not in (2, 3, 4):
             raise ValueError(f"mask: must be (q_blocks, k_blocks), with heads or (batch, heads) before them, got shape {tuple(mask.shape)}")
         mask = mask.detach().clone(memory_format=torch.contiguous_format)
@@ -118,6 +126,12 @@ class BlockLayout:
                     extent=(0, k_blocks * self.block_k, q_blocks * self.block_q, 0))
         axes.set(xlabel="key", ylabel="query", title=f"density {kept.double().mean().item():.3f}")
         return axes
+
+
+def _check_mask(mask: Tensor) -> None:
+    checks.tensor("mask", mask, "a bool tensor")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask: must be a bool tensor, got {mask.dtype}")
 
 
 def check_block(name: str, block: int) -> None:

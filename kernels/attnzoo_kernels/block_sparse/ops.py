@@ -34,12 +34,6 @@ def _options(mask, block_q, block_k, cu_seqlens_q, *numbers):
     return Options.of(mask, block_q, block_k, cu_seqlens_q, *numbers)
 
 
-def why_not_gluon(q, k, v, options) -> str | None:
-    from attnzoo_kernels.block_sparse import hopper
-
-    return hopper.forward_reason(q, k, v, options)
-
-
 def _forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks, k_blocks, block_q, block_k, *numbers):
     from attnzoo_kernels._triton import launch
 
@@ -50,7 +44,13 @@ def _forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, determini
         return launch.narrowed(out, v), lse, stats
     mask = _mask(q, mask, pattern, q_blocks, k_blocks)
     options = _options(mask, block_q, block_k, cu_seqlens_q, *numbers)
-    if dispatch.choose("block_sparse forward", impl, lambda: why_not_gluon(q, k, v, options)) == "gluon":
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.block_sparse import hopper
+
+        return hopper.forward_reason(q, k, v, options)
+
+    if dispatch.choose("block_sparse forward", impl, why_not_gluon) == "gluon":
         from attnzoo_kernels.block_sparse import hopper
 
         return hopper.launch_forward(q, k, v, mask, options)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.flash.reference import visible
 from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
 
@@ -14,6 +15,7 @@ def element_mask(mask: Tensor, block_q: int, block_k: int, rows: int, columns: i
     return mask[:, :, i[:, None], j]
 
 
+@without_autocast
 def block_sparse_attention_reference(q, k, v, mask, *, block_q, block_k, window_size, softmax_scale, cu_seqlens_q, cu_seqlens_k,
                                      max_seqlen_q, max_seqlen_k) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; packed input is padded, attended to and packed again. Arguments are checked by the caller."""

@@ -15,6 +15,7 @@ raises NotImplementedError.
 
 from torch import Tensor
 
+from attnzoo_kernels import checks
 from attnzoo_kernels.flash import flash_attention
 
 __all__ = [
@@ -27,6 +28,15 @@ __all__ = [
 ]
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def _parts(name: str, x: Tensor, parts: int, packed: bool) -> tuple[Tensor, ...]:
+    """The queries, keys and values that lie side by side in x."""
+    checks.tensor(name, x)
+    shape = f"({'total' if packed else 'batch, seqlen'}, {parts}, heads, head_dim)"
+    if x.dim() != (4 if packed else 5) or x.shape[-3] != parts:
+        raise ValueError(f"{name}: must be {shape}, got shape {tuple(x.shape)}")
+    return x.unbind(-3)
 
 
 def _attend(
@@ -71,7 +81,8 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """q (batch, seqlen_q, heads, head_dim), kv (batch, seqlen_k, 2, kv_heads, head_dim) -> out as q."""
-    return _attend(q, *kv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _attend(q, *_parts("kv", kv, 2, False),
+                   dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -86,7 +97,8 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """qkv (batch, seqlen, 3, heads, head_dim) -> out (batch, seqlen, heads, head_dim)."""
-    return _attend(*qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+    return _attend(*_parts("qkv", qkv, 3, False),
+                   dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -133,7 +145,8 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Result:
     """q (total_q, heads, head_dim), kv (total_k, 2, kv_heads, head_dim), cu_seqlens int32 (batch + 1,) -> out as q."""
     return _attend(
-        q, *kv.unbind(1), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        q, *_parts("kv", kv, 2, True),
+                   dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
 
@@ -152,5 +165,6 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Result:
     """qkv (total, 3, heads, head_dim), cu_seqlens int32 (batch + 1,) -> out (total, heads, head_dim)."""
     return _attend(
-        *qkv.unbind(1), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        *_parts("qkv", qkv, 3, True),
+                dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen)

@@ -16,7 +16,7 @@ def decode_attention(
     v_cache: Tensor,
     *,
     cache_seqlens: Tensor,
-    causal: bool = True,
+    causal: bool = False,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
@@ -35,13 +35,13 @@ def decode_attention(
     head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
     Query i is the token cache_seqlens - seqlen_q + i of its sequence. Scores are scaled, then capped, then biased, then masked, in the
-    meaning of `flash_attention`: causal (here the default; with one query it says nothing), window_size (left, right), softcap,
+    meaning of `flash_attention`: causal (with one query it says nothing), window_size (left, right), softcap,
     alibi_slopes float32 (heads,) or (batch, heads), sinks float32 (heads,). With 2 queries and 5 tokens, causal:
         1 1 1 1 0
         1 1 1 1 1
     A query that sees no key gives zeros and LSE -inf (the sink with sinks).
 
-    softmax_scale: default head_dim ** -0.5.
+    softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q).
     impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
 
@@ -70,6 +70,7 @@ def decode_attention(
     else:
         checks.no_gradient(alibi_slopes=alibi_slopes)
         autograd.refuse_derivatives('impl="triton"', "use flash_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
+        softmax_scale, q = checks.positive_scale(softmax_scale, q)
         out, lse = ops.forward(q, k_cache, v_cache, cache_seqlens, alibi_slopes, sinks, softmax_scale, left, right, softcap)
     return (out, lse) if return_lse else out
 

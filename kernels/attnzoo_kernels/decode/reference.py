@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor
 
+from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.flash.reference import alibi_bias, visible
 
 
+@without_autocast
 def decode_attention_reference(q, k_cache, v_cache, *, cache_seqlens, window_size, softmax_scale, softcap, alibi_slopes,
                                sinks) -> tuple[Tensor, Tensor]:
     """Output (batch, seqlen_q, heads, value_dim) and log-sum-exp (batch, heads, seqlen_q). Arguments are checked by the caller."""

@@ -1,5 +1,7 @@
 """Differential attention: the difference of two softmax maps over the same values (Ye et al. 2024, arXiv:2410.05258)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,6 @@ def differential_attention(
     causal: bool = False,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
-    dropout_p: float = 0.0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -34,7 +35,8 @@ def differential_attention(
     Dense: q1, q2 (batch, seqlen_q, heads, head_dim), k1, k2 (batch, seqlen_k, kv_heads, head_dim),
     v (batch, seqlen_k, kv_heads, value_dim).
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
-    value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence).
+    value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
+    wait for the device; no kernel reads them.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free, so
     that interleaved heads q[..., 0::2, :], q[..., 1::2, :] need no copy. head_dim up to 128 (the reference: 256), value_dim up to 256.
     kv_heads divides heads; pair h reads key pair and value head h // (heads // kv_heads).
@@ -49,13 +51,13 @@ def differential_attention(
                                           1 1 0
                                           1 1 1
     window_size: (left, right), inclusive around i + seqlen_k - seqlen_q, -1 is unlimited; causal sets right to 0.
-    softmax_scale: default head_dim ** -0.5; above 0.
+    softmax_scale: any finite number; default head_dim ** -0.5.
     Both softmaxes have their own maximum and sum; they are subtracted in float32 before the only rounding. The rows of the combined map
     sum to 1 - lam. A query that sees no key gives zeros, LSEs of -inf, and finite gradients.
 
     return_lse: also return the natural log-sum-exps of both paths' scores, float32, (2, batch, heads, seqlen_q) or (2, heads, total),
         without gradient.
-    dropout_p: only 0; dropout of a difference of two maps is not defined by the paper.
+    The paper defines no dropout for the difference of two maps, and there is none.
     deterministic: True: repeated runs give the same bits in the backward too; False: Gluon's backward adds up the queries' gradients in
         any order; None follows torch.are_deterministic_algorithms_enabled(). The forward repeats bit by bit always, and so does plain
         Triton's backward.
@@ -72,14 +74,8 @@ def differential_attention(
         checks.alike("k2", k2, "k1", k1)
     _check_lambda(lam, q1)
     left, right = checks.window(window_size, causal)
-    checks.number("dropout_p", dropout_p)
-    if dropout_p != 0:
-        raise NotImplementedError(f"dropout_p: must be 0, got {dropout_p}; the paper defines no dropout for the difference of two maps, "
-                                  "and independent masks would not cancel what the maps share")
     softmax_scale = checks.softmax_scale(softmax_scale, q1.shape[-1])
     deterministic = checks.deterministic(deterministic)
-    if not softmax_scale > 0:
-        raise ValueError(f"softmax_scale: must be above 0, got {softmax_scale}; fold a sign into q1 and q2")
     if k2 is k1:
         k2 = None
     if dispatch.takes_reference("differential", impl, "q1", q1):
@@ -92,10 +88,16 @@ def differential_attention(
         if q1.shape[-1] > MAX_HEAD_DIM:
             raise NotImplementedError(f'q1: impl="triton" takes head_dim up to {MAX_HEAD_DIM}, got {q1.shape[-1]}; '
                                       'impl="reference" takes it')
+        softmax_scale, q1, q2 = checks.positive_scale(softmax_scale, q1, q2)
         differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q1, q2, k1, k2, v, lam))
         out, lse, _, _ = ops.forward(q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale,
                                      left, right, differentiable)
     return (out, lse.detach()) if return_lse else out
+
+
+def why_not_gluon(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, **options: Any) -> str | None:
+    """Why impl="gluon" does not take a call with these arguments of differential_attention; None where it does, and impl=None takes it."""
+    return dispatch.why_not_gluon(differential_attention, q1, q2, k1, k2, v, lam, **options)
 
 
 def _check_lambda(lam: Tensor, q: Tensor) -> None:

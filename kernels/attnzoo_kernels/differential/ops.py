@@ -6,12 +6,6 @@ from torch import Tensor
 from attnzoo_kernels import autograd, dispatch
 
 
-def why_not_gluon(q1, q2, k1, k2, v) -> str | None:
-    from attnzoo_kernels.differential import hopper
-
-    return hopper.forward_reason(q1, q2, k1, k2, v)
-
-
 def _forward(
     q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, impl: str | None, deterministic: bool, softmax_scale: float, window_left: int, window_right: int,
@@ -29,7 +23,13 @@ def _forward(
         return out, lse, out2, stats
     options = Options.of(cu_seqlens_q, softmax_scale, window_left, window_right)
     arguments = (q1, q2, k1, k2, v, lam, cu_seqlens_q, cu_seqlens_k, save, options)
-    if dispatch.choose("differential forward", impl, lambda: why_not_gluon(q1, q2, k1, k2, v)) == "gluon":
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.differential import hopper
+
+        return hopper.forward_reason(q1, q2, k1, k2, v)
+
+    if dispatch.choose("differential forward", impl, why_not_gluon) == "gluon":
         from attnzoo_kernels.differential import hopper
 
         return hopper.launch_forward(*arguments)

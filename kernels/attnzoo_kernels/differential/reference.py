@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.flash.reference import visible
 from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
 
@@ -19,6 +20,7 @@ def softmax_over_seen(scores: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     return weights / norm, (top + norm.log()).masked_fill(empty, -torch.inf).squeeze(-1)
 
 
+@without_autocast
 def differential_attention_reference(q1, q2, k1, k2, v, lam, *, window_size, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
                                      max_seqlen_k) -> tuple[Tensor, Tensor]:
     """Output and both log-sum-exps; packed input is padded, attended to and packed again. Arguments are checked by the caller."""

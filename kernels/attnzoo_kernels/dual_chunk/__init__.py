@@ -1,5 +1,7 @@
 """Dual Chunk attention: long contexts without a rotary distance beyond those of training (An et al. 2024, arXiv:2402.17463)."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ def dual_chunk_attention(
     chunk_size: int,
     local_size: int,
     variant: str = "paper",
-    causal: bool = True,
+    causal: bool = False,
     rope_interleaved: bool = False,
     stages: tuple[str, ...] = STAGES,
     logit_multiplier: Tensor | None = None,
@@ -36,9 +38,10 @@ def dual_chunk_attention(
 
     Dense: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, value_dim).
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
-    value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence). Each sequence has
-    its own chunks. All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other
-    strides free. head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
+    value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
+    wait for the device; no kernel reads them. Each sequence has its own chunks.
+    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
+    head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
     cos, sin: float32 (positions, rotary_dim / 2), the angles of position 0, 1, ...; at least as many as the largest position below, plus
     one. rotary_dim may be less than head_dim; the channels behind it are not rotated. rope_interleaved: channel 2c pairs with 2c + 1
@@ -61,7 +64,7 @@ def dual_chunk_attention(
         the like for long inputs). Keys stay as they are, so that decoding equals reading at once. No gradient in the Triton path.
     A query that sees no key gives zeros and LSE -inf, and finite gradients.
 
-    softmax_scale: default head_dim ** -0.5.
+    softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the logits, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: repeated runs give the same gradients bit by bit; None follows torch.are_deterministic_algorithms_enabled(). The forward
         always does, and so does plain Triton's backward.
@@ -89,9 +92,15 @@ def dual_chunk_attention(
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     else:
         checks.no_gradient(cos=cos, sin=sin, logit_multiplier=logit_multiplier)
+        softmax_scale, q = checks.positive_scale(softmax_scale, q)
         out, lse, _ = ops.forward(q, k, v, cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, impl, deterministic, *chunks, bits,
                                   causal, rope_interleaved, softmax_scale)
     return (out, lse) if return_lse else out
+
+
+def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
+    """Why impl="gluon" does not take a call with these arguments of dual_chunk_attention; None where it does, and impl=None takes it."""
+    return dispatch.why_not_gluon(dual_chunk_attention, q, k, v, **options)
 
 
 def _check_tables(q: Tensor, cos: Tensor, sin: Tensor, chunks: Geometry) -> None:

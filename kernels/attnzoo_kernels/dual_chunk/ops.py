@@ -13,12 +13,6 @@ def _options(cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, *numbers):
     return extras, Options.of(extras, *numbers)
 
 
-def why_not_gluon(q, k, v, options) -> str | None:
-    from attnzoo_kernels.dual_chunk import hopper
-
-    return hopper.forward_reason(q, k, v, options)
-
-
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, logit_multiplier: Tensor | None, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, impl: str | None, deterministic: bool, chunk: int, top: int, far: int, stages: int, causal: bool,
@@ -26,7 +20,13 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     extras, options = _options(cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, chunk, top, far, stages, causal, rope_interleaved,
                                softmax_scale)
-    if dispatch.choose("dual_chunk forward", impl, lambda: why_not_gluon(q, k, v, options)) == "gluon":
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.dual_chunk import hopper
+
+        return hopper.forward_reason(q, k, v, options)
+
+    if dispatch.choose("dual_chunk forward", impl, why_not_gluon) == "gluon":
         from attnzoo_kernels.dual_chunk import hopper
 
         return hopper.launch_forward(q, k, v, extras, options)

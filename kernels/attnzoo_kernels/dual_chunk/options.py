@@ -56,11 +56,9 @@ class Options(Call):
         return self.multiplier_stride is not None
 
     def logit_scale(self, dtype: torch.dtype) -> float:
-        """What products of rotated queries and keys are multiplied by: nothing in 16 bits, where the queries hold it.
-
-        In float32 that would cost a rounding; a scale that is not positive would turn the maximum into a minimum, and is held all the same.
-        """
-        return self.softmax_scale if dtype == torch.float32 and self.softmax_scale > 0 else 1.0
+        """What products of rotated queries and keys are multiplied by: nothing in 16 bits, where the queries hold it. In float32 that would
+        cost a rounding."""
+        return self.softmax_scale if dtype == torch.float32 else 1.0
 
     def query_scale(self, dtype: torch.dtype) -> float:
         """What rotated queries are multiplied by, beside their row multiplier."""

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.dual_chunk.geometry import Geometry
 from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
 
@@ -28,6 +29,7 @@ def stage_positions(position: Tensor, geometry: Geometry) -> tuple[Tensor, Tenso
     return inside, (inside + geometry.chunk).clamp(max=geometry.top), torch.full_like(inside, geometry.far)
 
 
+@without_autocast
 def dual_chunk_attention_reference(q, k, v, *, cos, sin, geometry, stages, causal, rope_interleaved, logit_multiplier, softmax_scale,
                                    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; packed input is padded, attended to and packed again. Arguments are checked by the caller."""

@@ -1,5 +1,7 @@
 """FlashAttention: exact attention without the quadratic matrix (Dao 2023, arXiv:2307.08691)."""
 
+from typing import Any
+
 from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
@@ -32,10 +34,10 @@ def flash_attention(
 
     Dense: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, value_dim).
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
-    value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence).
+    value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
+    wait for the device; no kernel reads them.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
-    head_dim and value_dim up to 256; from sm_90 on, 16-bit tensors of widths that are no multiple of 8 are copied to the next, and so are
-    those with value_dim up to 32 whose rows do not lie at whole 16 bytes.
+    head_dim and value_dim up to 256. From sm_90 on, tensors whose rows do not lie at whole 16 bytes may be copied.
     kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
     Scores are scaled, then capped (softcap * tanh(score / softcap), 0 is off), then biased, then masked:
@@ -52,7 +54,7 @@ def flash_attention(
                      function of (seed, offset, batch, head, i, j), drawn from torch's generator; `attnzoo_kernels.dropout` computes it.
     A query that sees no key gives zeros and LSE -inf (the sink with sinks), and finite gradients.
 
-    softmax_scale: default head_dim ** -0.5.
+    softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: True: repeated runs give the same bits in the backward too; False: Gluon's backward adds up dQ in any order where that is
         faster; None follows torch.are_deterministic_algorithms_enabled(). The forward repeats bit by bit always, and so does plain
@@ -75,7 +77,7 @@ def flash_attention(
         checks.per_head("sinks", sinks, q, heads)
     softmax_scale = checks.softmax_scale(softmax_scale, head_dim)
     deterministic = checks.deterministic(deterministic)
-    rng_state = new_rng_state(q.device) if dropout_p > 0 else None
+    rng_state = new_rng_state(q.device) if dropout_p > 0 and not dispatch.asking() else None
 
     if dispatch.takes_reference("flash", impl, "q", q):
         out, lse = flash_attention_reference(
@@ -84,22 +86,12 @@ def flash_attention(
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     else:
         checks.no_gradient(alibi_slopes=alibi_slopes)
+        softmax_scale, q = checks.positive_scale(softmax_scale, q)
         out, lse, _ = ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, impl, deterministic, softmax_scale,
                                   left, right, softcap, dropout_p)
     return (out, lse) if return_lse else out
 
 
-def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, softmax_scale: float | None = None,
-                  window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-                  sinks: Tensor | None = None, dropout_p: float = 0.0, cu_seqlens_q: Tensor | None = None) -> str | None:
+def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
     """Why impl="gluon" does not take a call with these arguments of flash_attention; None where it does, and impl=None takes it."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        checks.tensor(name, x)
-    if not q.is_cuda:
-        return f"q must be on a CUDA device, got {q.device}"
-    from attnzoo_kernels.flash.options import Options
-
-    left, right = checks.window(window_size, causal)
-    scale = checks.softmax_scale(softmax_scale, q.shape[-1])
-    options = Options.of(cu_seqlens_q, alibi_slopes, scale, left, right, softcap, dropout_p)
-    return dispatch.gluon_reason(lambda: ops.why_not_gluon(q, k, v, sinks, options))
+    return dispatch.why_not_gluon(flash_attention, q, k, v, **options)

@@ -14,12 +14,6 @@ def _options(cu_seqlens_q, alibi_slopes, *numbers):
     return Options.of(cu_seqlens_q, alibi_slopes, *numbers)
 
 
-def why_not_gluon(q, k, v, sinks, options) -> str | None:
-    from attnzoo_kernels.flash import hopper
-
-    return hopper.forward_reason(q, k, v, options, sinks=sinks is not None)
-
-
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None,
     sinks: Tensor | None, rng_state: Tensor | None, impl: str | None, deterministic: bool, softmax_scale: float, window_left: int,
@@ -33,7 +27,13 @@ def _forward(
         out, lse, stats = _forward(*readable, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, impl, deterministic, *numbers)
         return launch.narrowed(out, v), lse, stats
     options = _options(cu_seqlens_q, alibi_slopes, *numbers)
-    if dispatch.choose("flash forward", impl, lambda: why_not_gluon(q, k, v, sinks, options)) == "gluon":
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.flash import hopper
+
+        return hopper.forward_reason(q, k, v, options, sinks=sinks is not None)
+
+    if dispatch.choose("flash forward", impl, why_not_gluon) == "gluon":
         from attnzoo_kernels.flash import hopper
 
         return hopper.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options)

@@ -34,8 +34,8 @@ class Options(Call):
 
     def constants(self, q: torch.Size, v: torch.Size, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         return super().constants(q, v, dtype) | {
-            # a scale that is not positive would turn the maximum into a minimum, if it came after it; float32 follows eager's roundings
-            "PRESCALE": self.softmax_scale <= 0 or dtype == torch.float32 and (self.softcap > 0 or self.slopes_stride is not None),
+            # float32 follows eager's roundings
+            "PRESCALE": dtype == torch.float32 and (self.softcap > 0 or self.slopes_stride is not None),
             "HAS_SOFTCAP": self.softcap > 0,
             "HAS_ALIBI": self.slopes_stride is not None,
             "ONE_SIDED": self.window_right == 0,

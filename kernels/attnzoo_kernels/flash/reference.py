@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.dropout import keep_mask
 from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
 
@@ -30,6 +31,7 @@ def alibi_bias(slopes: Tensor, len_q: Tensor, len_k: Tensor, rows: int, columns:
     return -slopes.reshape(-1, slopes.shape[-1], 1, 1) * distance
 
 
+@without_autocast
 def flash_attention_reference(q, k, v, *, window_size, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, rng_state,
                               cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; packed input is padded, attended to and packed again. Arguments are checked by the caller."""

@@ -1,6 +1,6 @@
 """FlashAttention in FP8 (Shah et al. 2024, arXiv:2407.08608): a forward for inference on Hopper, twice the matrix rate of bfloat16."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def flash_attention_fp8(
     q_descale, k_descale, v_descale: float32, None for 1: (batch, kv_heads), or by blocks of 128 tokens (batch, kv_heads,
         ceil(seqlen / 128)); all of one kind. What a scale that is not positive and finite stands for is NaN.
     causal: key j is seen by query i if j <= i + seqlen_k - seqlen_q (bottom right). A query that sees no key gives zeros and LSE -inf.
-    softmax_scale: default head_dim ** -0.5.
+    softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q).
     out_dtype: of the output: bfloat16 or float16 (the reference also gives float32).
     impl: "gluon" (Hopper: head_dim and value_dim equal, 48 to 128, multiples of 16) | "reference"; None takes gluon on CUDA tensors and the
@@ -115,25 +115,21 @@ def flash_attention_fp8(
                                        softmax_scale=softmax_scale)
         out = out.to(out_dtype)
     else:
+        if softmax_scale <= 0:
+            softmax_scale, wide = checks.positive_scale(softmax_scale, q.float())
+            q = wide.to(FP8)
         out, lse = ops.forward(q, k, v, q_descale, k_descale, v_descale, causal, softmax_scale, out_dtype)
     return (out, lse) if return_lse else out
 
 
-def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None,
-                  out_dtype: torch.dtype = torch.bfloat16) -> str | None:
+def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
     """Why impl="gluon" does not take a call with these arguments of flash_attention_fp8; None where it does."""
-    for name, x in zip(NAMES, (q, k, v), strict=True):
-        checks.tensor(name, x)
-    if not q.is_cuda:
-        return f"q must be on a CUDA device, got {q.device}"
-    scale = checks.softmax_scale(softmax_scale, q.shape[-1])
-    return dispatch.gluon_reason(lambda: ops.why_not_gluon(q, k, v, scale, out_dtype))
+    return dispatch.why_not_gluon(flash_attention_fp8, q, k, v, **options)
 
 
 def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in zip(NAMES, (q, k, v), strict=True):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: must be a tensor, got {type(x).__name__}")
+        checks.tensor(name, x)
         if x.dtype != FP8:
             raise TypeError(f"{name}: must be float8_e4m3fn, got {x.dtype}; quantize_fp8 makes it")
         if x.dim() != 4:

@@ -7,22 +7,18 @@ from attnzoo_kernels import autograd, dispatch
 from attnzoo_kernels.flash_fp8.layout import BLOCK, quantized_like
 
 
-def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, out_dtype: torch.dtype) -> str | None:
-    from attnzoo_kernels.flash_fp8 import forward
-
-    return forward.forward_reason(q, k, v, softmax_scale, out_dtype)
-
-
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None, causal: bool,
     softmax_scale: float, out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    reason = dispatch.gluon_reason(lambda: why_not_gluon(q, k, v, softmax_scale, out_dtype))
-    if reason is not None:
-        raise NotImplementedError(f'impl="gluon" does not take this call: {reason}; impl="reference" does')
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.flash_fp8 import forward
+
+        return forward.forward_reason(q, k, v, softmax_scale, out_dtype)
+
+    dispatch.choose("flash_fp8 forward", "gluon", why_not_gluon, 'impl="reference"')
     from attnzoo_kernels.flash_fp8.forward import launch_forward
 
-    dispatch.note("flash_fp8 forward", "gluon")
     return launch_forward(q, k, v, q_descale, k_descale, v_descale, causal, softmax_scale, out_dtype)
 
 

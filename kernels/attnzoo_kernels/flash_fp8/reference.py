@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.flash.reference import visible
 from attnzoo_kernels.flash_fp8.layout import BLOCK
 
@@ -21,6 +22,7 @@ def rotation(width: int, device: torch.device | str = "cpu") -> Tensor:
     return (1 - 2 * ((common & 1) ^ (mixed >> 31)[:, None])).double() * width**-0.5
 
 
+@without_autocast
 def quantize_reference(x: Tensor, kv_heads: int, by_block: bool, rotate: bool) -> tuple[Tensor, Tensor]:
     """x (batch, seqlen, heads, width) in e4m3, and its scales, float32 (batch, kv_heads) or (batch, kv_heads, blocks)."""
     batch, seqlen, heads, width = x.shape
@@ -49,6 +51,7 @@ def usable(descale: Tensor) -> Tensor:
     return descale.where((descale > 0) & (descale < torch.inf), torch.nan)
 
 
+@without_autocast
 def flash_fp8_reference(q, k, v, *, q_descale, k_descale, v_descale, causal, softmax_scale, dtype=torch.float32,
                         product=None) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of what the e4m3 values and their scales stand for, computed in `dtype`. Arguments are checked by the caller.

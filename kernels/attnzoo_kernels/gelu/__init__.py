@@ -27,6 +27,8 @@ def bias_gelu(x: Tensor, bias: Tensor, *, impl: str | None = None) -> Tensor:
     if x.dim() < 1 or not x.is_contiguous():
         raise ValueError(f"x: must be (..., width) and contiguous, got shape {tuple(x.shape)} with strides {x.stride()}; "
                          "call .contiguous()")
+    if x.dtype not in checks.DTYPES:
+        raise TypeError(f"x: must be float16, bfloat16, float32 or (by the reference) float64, got {x.dtype}")
     if bias.shape != x.shape[-1:] or not bias.is_floating_point() or not bias.is_contiguous():
         raise ValueError(f"bias: must be floating point, contiguous and of shape {tuple(x.shape[-1:])}, got {tuple(bias.shape)} of "
                          f"{bias.dtype} with strides {bias.stride()}")

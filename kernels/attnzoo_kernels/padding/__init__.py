@@ -83,6 +83,7 @@ def token_indices_from_lengths(lengths: Tensor | Sequence[int], seqlen: int, *, 
     lengths: (batch,) int32 or int64 tensor; or ints on the host, which go to `device` without waiting and give exact shapes.
     max_tokens: upper bound on the sum of a tensor's lengths, as in `token_indices`.
     """
+    checks.integer("seqlen", seqlen, 0)
     total = longest = None
     if not isinstance(lengths, Tensor):
         lengths = inputs.host_lengths(lengths, seqlen)
@@ -140,6 +141,9 @@ def add_norm_pad_input(hidden: Tensor, residual: Tensor, weight: Tensor, bias: T
         checks.tensor(name, x)
         if x.shape != hidden.shape[1:] or not x.is_floating_point():
             raise ValueError(f"{name}: must be floating point of shape {tuple(hidden.shape[1:])}, got {tuple(x.shape)} of {x.dtype}")
+    for name, x in (("residual", residual), ("weight", weight), ("bias", bias)):
+        if x.device != hidden.device:
+            raise ValueError(f"{name}: must be on hidden's device {hidden.device}, got {x.device}")
     checks.finite("eps", eps)
     inputs.indices(indices, hidden, inputs.slots(batch, seqlen))
     if hidden.shape[0] != indices.shape[0]:

@@ -1,6 +1,6 @@
 """Argument checks of padding removal. What needs the values is checked on CPU tensors only: on a GPU the host would have to wait."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ def mask(name: str, value: Tensor, like: Tensor | None = None) -> None:
     checks.tensor(name, value)
     if value.dim() != 2:
         raise ValueError(f"{name}: must have shape (batch, seqlen), got {tuple(value.shape)}")
-    if value.is_complex():
-        raise TypeError(f"{name}: must be bool, integer or floating point, got {value.dtype}")
+    if value.is_complex() or value.is_floating_point() and value.element_size() == 1:
+        raise TypeError(f"{name}: must be bool, integer or floating point of at least 16 bits, got {value.dtype}")
     if like is not None:
         same_rows(name, value, like)
 
@@ -65,7 +65,11 @@ def lengths(name: str, value: Tensor, dim: int, seqlen: int) -> None:
 
 
 def host_lengths(value: Sequence[int], seqlen: int) -> list[int]:
-    value = [int(n) for n in value]
+    if not isinstance(value, Iterable) or isinstance(value, str):
+        raise TypeError(f"lengths: must be a tensor or ints, got {type(value).__name__}")
+    value = list(value)
+    for n in value:
+        checks.integer("lengths", n)
     if value and (min(value) < 0 or max(value) > seqlen):
         raise ValueError(f"lengths: must be at least 0 and at most seqlen={seqlen}, got {min(value)} and {max(value)}")
     return value

@@ -54,12 +54,15 @@ def remove(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def restore(tokens: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    if tokens.is_floating_point() and tokens.element_size() == 1:  # PyTorch moves no float8 to indices
+        return restore(tokens.view(torch.uint8), indices, batch, seqlen).view(tokens.dtype)
     rows = tokens.new_zeros(batch * seqlen + 1, *tokens.shape[1:])
     return rows.index_copy(0, indices, tokens)[:-1].unflatten(0, (batch, seqlen))
 
 
 def add_norm(hidden: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, indices: Tensor, batch: int, seqlen: int,
              eps: float) -> Tensor:
+    weight, bias = weight.to(hidden.dtype), bias.to(hidden.dtype)
     return restore(F.layer_norm(hidden + residual, weight.shape, weight, bias, eps), indices, batch, seqlen)
 
 
