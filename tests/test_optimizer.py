@@ -143,7 +143,7 @@ def test_muon_refuses_shards():
                                    total_steps=lambda: 10, scaled_gradients=False)
 
 
-def test_a_run_with_muon_learns_and_resumes(tmp_path):
+def test_a_run_with_muon_learns_and_keeps_both_states(tmp_path):
     shared = ["optimizer=muon", "schedule=wsd", "callbacks.sample=null", "callbacks.plot=null"]
     runner.train(compose_tiny(tmp_path, *shared))
     losses = [float(loss) for loss in column(tmp_path, "train/loss")]

@@ -174,7 +174,7 @@ def check_evaluation(cfg: DictConfig) -> None:
         if task:
             _check_group(plain, f"evaluation.tasks.{name}", TASKS)
     _check_group(plain, "logger.wandb", WANDB)
-    if _is_known(plain, "data"):
+    if "_target_" not in (plain.get("data") or {}) or _is_known(plain, "data"):  # keys alone go to the run's own data
         _check_group(plain, "data", DATA)
         _check_places(plain)
     given = [plain["ckpt_path"]] if plain["runs"] is None else plain["runs"] if isinstance(plain["runs"], list) else [plain["runs"]]
