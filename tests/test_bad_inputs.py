@@ -107,7 +107,7 @@ EVALUATION = [
     ([], ["remeasure"], ["3", "maybe"], "true or false"),
     ([], ["trust"], ["mine", "[3]"], "a list of texts"),
     ([], ["evaluation.lengths"], ["[0]", "[]", "[a]", "512", "abc"], "a list of positive whole numbers"),
-    ([], ["model.rope_scaling"], WORD, "none or linear or ntk or null"),
+    ([], ["model.rope_scaling"], WORD, "none or linear or ntk or dynamic"),
     ([], ["+data.batch_size"], COUNT, "a whole number of at least 1"),
     ([], ["model.rope_factor"], ["0", "-1", "abc"], "a number above 0 or null"),
     (["evaluation=passkey"], ["evaluation.tasks.passkey.examples", "evaluation.tasks.passkey.batch_tokens"], COUNT, "at least 1"),

@@ -135,8 +135,8 @@ def test_a_config_beyond_our_models_is_refused(kind, options, message):
 def test_other_models_are_refused(tmp_path):
     with pytest.raises(ValueError, match="must be a GPT2LMHeadModel, got GPT2Model"):
         from_huggingface(transformers.GPT2Model(transformers.GPT2Config(**GPT2)))
-    transformers.LlamaConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="model_type='llama': must be gpt2 or bert"):
+    transformers.MambaConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model_type='mamba': must be one of gpt2, bert, llama, qwen3, phi3"):
         from_huggingface(tmp_path)
 
 

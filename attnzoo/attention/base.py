@@ -1,7 +1,7 @@
 """The attention layer's contract: one description to build a layer from, one base that a variant extends by `attend`."""
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.attention.positions import ROPE_SCALINGS, alibi_slopes, rotary_tables, rotate
+from attnzoo.attention.norm import RMSNorm
+from attnzoo.attention.positions import ROPE_OPTIONS, ROPE_SCALINGS, Rope, alibi_slopes, make_rope, rotate
 
-POSITIONS = ("learned", "rotary", "alibi")
+POSITIONS = ("learned", "rotary", "alibi", "none")
 Impl = Literal["gluon", "triton", "reference"]  # a path of the operators; None takes the fastest that runs
 
 
@@ -29,8 +30,11 @@ class AttentionSpec:
     """What a layer is built from. `n_heads` is the baseline's: a variant that pairs or doubles heads does so itself.
 
     layer: this layer's index, from 0 to n_layers - 1. train_context: tokens a model reads at once in training.
-    positions: "learned" leaves positions to the model, "rotary" and "alibi" are applied here.
-    rope_scaling, rope_factor: see `attnzoo.attention.positions.rotary_tables`.
+    positions: "learned" leaves positions to the model, "rotary" and "alibi" are applied here, "none" are in the causal mask alone
+        (Kazemnejad et al. 2023, arXiv:2305.19466).
+    rope_base, rope_scaling, rope_factor, rope_options: see `attnzoo.attention.positions`. partial_rotary_factor: the share of a head's
+        channels that is rotated, from the first on.
+    qk_norm: queries and keys are normalised by head (RMSNorm with norm_eps, Henry et al. 2020, arXiv:2010.04245) before they are rotated.
     original_context: tokens that the rotary positions were trained on before the context was extended, None for train_context.
     mlp_matrices: dim x mlp_dim matrices of the MLP behind the layer, three with a gate.
     """
@@ -49,7 +53,11 @@ class AttentionSpec:
     rope_base: float = 10000.0
     rope_scaling: str = "none"
     rope_factor: float = 1.0
+    rope_options: Mapping[str, Any] | None = None
+    partial_rotary_factor: float = 1.0
     original_context: int | None = None
+    qk_norm: bool = False
+    norm_eps: float = 1e-5
     mlp_matrices: int = 2
 
     def __post_init__(self):
@@ -76,20 +84,38 @@ class AttentionSpec:
         """Tokens that the positions were trained on."""
         return self.original_context or self.train_context
 
+    def rope(self, head_dim: int) -> Rope:
+        """The rotation of heads of this width."""
+        options = ((name, tuple(value) if isinstance(value, list) else value) for name, value in (self.rope_options or {}).items())
+        return make_rope(self._rotary_dim(head_dim), float(self.rope_base), self.rope_scaling, float(self.rope_factor), self.known_context,
+                         tuple(sorted(options)))
+
+    def _rotary_dim(self, head_dim: int) -> int:
+        return int(head_dim * self.partial_rotary_factor)
+
     def _check_rotary(self):
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim}: rotary positions need an even one; set model.head_dim or model.positions=alibi")
+        if not 0 < self.partial_rotary_factor <= 1 or self._rotary_dim(self.head_dim) % 2 or self._rotary_dim(self.head_dim) < 2:
+            raise ValueError(f"partial_rotary_factor={self.partial_rotary_factor}: must lie in (0, 1] and leave an even number of the "
+                             f"{self.head_dim} channels of a head; no rotation at all is model.positions=none")
         if self.rope_scaling not in ROPE_SCALINGS:
             raise ValueError(f"rope_scaling={self.rope_scaling!r}: must be one of {', '.join(ROPE_SCALINGS)}")
         if not self.rope_factor > 0 or not self.rope_base > 0:
             raise ValueError(f"rope_factor={self.rope_factor}, rope_base={self.rope_base}: must be positive")
         if self.rope_scaling == "none" and self.rope_factor != 1:
             raise ValueError(f"rope_factor={self.rope_factor}: has no effect with rope_scaling=none; set model.rope_scaling=linear or ntk")
-        if self.rope_scaling != "none" and self.rope_factor == 1:
+        if self.rope_scaling not in ("none", "longrope") and self.rope_factor == 1:
             raise ValueError(f"rope_scaling={self.rope_scaling}: has no effect with rope_factor=1; set model.rope_factor, or "
                              "model.rope_scaling=none")
-        if self.rope_scaling == "ntk" and self.head_dim < 4:
-            raise ValueError(f"head_dim={self.head_dim}: rope_scaling=ntk needs at least 4; set model.rope_scaling=linear")
+        if self.rope_scaling in ("ntk", "dynamic") and self._rotary_dim(self.head_dim) < 4:
+            raise ValueError(f"head_dim={self.head_dim}: rope_scaling={self.rope_scaling} needs at least 4 rotated channels; set "
+                             "model.rope_scaling=linear")
+        known = ROPE_OPTIONS.get(self.rope_scaling, ())
+        if unknown := (self.rope_options or {}).keys() - set(known):
+            raise ValueError(f"rope_options: {', '.join(sorted(unknown))} must be {', '.join(known) or 'left out'} with "
+                             f"rope_scaling={self.rope_scaling}")
+        self.rope(self.head_dim)
 
 
 @dataclass(frozen=True)
@@ -163,7 +189,8 @@ class Attention(nn.Module):
     - `attend_cached`: a kernel of its own for the newest tokens over a cache;
     - `init_weights`, `mlp_dim`, `visible_pairs`, `metrics`, `plain`.
 
-    The parameters are `q_proj`, `k_proj`, `v_proj`, `o_proj` in all variants, so that a checkpoint of one loads into another.
+    The parameters are `q_proj`, `k_proj`, `v_proj`, `o_proj` (and `q_norm`, `k_norm`) in all variants, so that a checkpoint of one loads
+    into another.
     """
 
     supports = Supports()
@@ -178,6 +205,9 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(spec.dim, widths["k"], bias=spec.bias)
         self.v_proj = nn.Linear(spec.dim, widths["v"], bias=spec.bias)
         self.o_proj = nn.Linear(widths["out"], spec.dim, bias=spec.bias)
+        width = self.head_shapes()["q"][1]
+        self.q_norm, self.k_norm = (RMSNorm(width, eps=spec.norm_eps) if spec.qk_norm else nn.Identity() for _ in range(2))
+        self.rope = spec.rope(width) if spec.positions == "rotary" else None
 
     @property
     def name(self) -> str:
@@ -225,7 +255,7 @@ class Attention(nn.Module):
         if seq.cu_seqlens is not None:
             self.check_packed(self.spec.causal)
         q, k, v, *rest = self.project(x)
-        q, k = self.apply_positions(q, k, seq)
+        q, k = self.apply_positions(self.q_norm(q), self.k_norm(k), seq)
         if cache is None:
             out = self.attend(q, k, v, seq, *rest)
         else:
@@ -247,13 +277,12 @@ class Attention(nn.Module):
         """Queries and keys of the new tokens as `attend` and the cache see them."""
         if self.spec.positions != "rotary":
             return q, k
-        cos, sin = self.rotary(seq, q.shape[-1])
+        cos, sin = self.rotary(seq)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
-    def rotary(self, seq: SequenceInfo, rotary_dim: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the pass's tokens, float32 (*position_ids.shape, rotary_dim / 2)."""
-        options = (rotary_dim, self.spec.rope_base, self.spec.rope_scaling, self.spec.rope_factor)
-        return seq.once(("rotary", *options), lambda: rotary_tables(seq.position_ids, *options))
+    def rotary(self, seq: SequenceInfo) -> tuple[Tensor, Tensor]:
+        """cos and sin of the pass's tokens, float32 (*position_ids.shape, rotated channels / 2)."""
+        return seq.once(self.rope.key, lambda: self.rope.tables(seq.position_ids))
 
     def alibi_slopes(self, seq: SequenceInfo, n_heads: int, device: torch.device) -> Tensor | None:
         """ALiBi's slopes, float32 (n_heads,), or None with other positions."""

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
-from attnzoo.attention.positions import rotary_tables
 from attnzoo_kernels import dual_chunk_attention, padding
 from attnzoo_kernels.dual_chunk.geometry import STAGES, geometry, stage_bits
 
@@ -56,15 +55,15 @@ class DualChunkAttention(Attention):
         cos, sin = self._tables(seq, q)
         return dual_chunk_attention(
             q, k, v, cos=cos, sin=sin, chunk_size=self.chunk_size, local_size=self.local_size, variant=self.variant,
-            causal=self.spec.causal, stages=self.stages,
+            softmax_scale=q.shape[-1] ** -0.5 * self.rope.magnitude**2, causal=self.spec.causal, stages=self.stages,
             logit_multiplier=self._multiplier(q, k, seq), cu_seqlens_q=seq.cu_seqlens,
             cu_seqlens_k=seq.cu_seqlens, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen, impl=self.impl)
 
     def _tables(self, seq: SequenceInfo, q: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of every position that the chunks have, float32 (positions, head_dim / 2)."""
-        options = (q.shape[-1], self.spec.rope_base, self.spec.rope_scaling, self.spec.rope_factor)
+        """cos and sin of every position that the chunks have, float32 (positions, rotated channels / 2)."""
         positions = self.geometry.positions
-        return seq.once(("dual_chunk", positions, *options), lambda: rotary_tables(torch.arange(positions, device=q.device), *options))
+        return seq.once(("dual_chunk", positions, self.rope.key),
+                        lambda: self.rope.tables(torch.arange(positions, device=q.device), scaled=False))
 
     def _multiplier(self, q: Tensor, k: Tensor, seq: SequenceInfo) -> Tensor | None:
         """What the logits of each token are multiplied by, float32, from the token's own position, which further tokens do not change."""

@@ -1,39 +1,133 @@
 """Rotary tables and ALiBi slopes: pure functions of position, so that no length is built in and nothing lands in a state dict."""
 
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-ROPE_SCALINGS = ("none", "linear", "ntk")
+ROPE_SCALINGS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope")
+# of those that transformers computes, named as in its configs
+ROPE_OPTIONS = {
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "llama3": ("low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor", "attention_factor"),
+}
+_DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}  # the others' are transformers' own
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding (Su et al. 2021, arXiv:2104.09864) of the first `dim` channels of a head.
+
+    scaling: "linear" divides positions by factor (Chen et al. 2023, arXiv:2306.15595); "ntk" raises the base so that the slowest pair turns
+    factor times slower and the fastest one as before; "dynamic" does so only as far as the present length n asks for: beyond `context`
+    tokens the base is multiplied by (factor n / context - factor + 1)^(dim / (dim - 2)); "yarn" (Peng et al. 2023, arXiv:2309.00071) slows
+    by pairs, "llama3" (Llama 3.1) too, "longrope" (Ding et al. 2024, arXiv:2402.13753) by lists of factors, another beyond `context`.
+    context: tokens that the positions were trained on. frequencies, long: of each pair, radians a token, where they are no power of the
+    base; `long` those beyond `context`. magnitude: what the tables are multiplied by (yarn's and longrope's attention factor).
+
+    n is the highest position of a pass and one, over all sequences of a batch. Tokens that are read later do not turn the keys in a cache
+    again: as in transformers, those keep the frequencies of the length at which they were read.
+    """
+
+    dim: int
+    base: float
+    scaling: str = "none"
+    factor: float = 1.0
+    context: int = 1
+    frequencies: tuple[float, ...] = ()
+    long: tuple[float, ...] = ()
+    magnitude: float = 1.0
+    key: str = ""  # equal for equal tables
+
+    def tables(self, position_ids: Tensor, *, scaled: bool = True) -> tuple[Tensor, Tensor]:
+        """Cosine and sine, float32 (*position_ids.shape, dim / 2). scaled: times `magnitude`."""
+        return rotary_tables(position_ids, self.dim, self.base, self.scaling, self.factor, self.context, self.frequencies, self.long,
+                             self.magnitude if scaled else 1.0)
+
+
+@functools.cache
+def make_rope(dim: int, base: float, scaling: str, factor: float, context: int, options: tuple[tuple[str, Any], ...] = ()) -> Rope:
+    """options: as in ROPE_OPTIONS. ValueError for lists of another length than dim / 2."""
+    key = f"rotary {dim} {base} {scaling} {factor} {context} {options}"
+    if scaling not in ROPE_OPTIONS:
+        return Rope(dim, base, scaling, factor, context, key=key)
+    given = _DEFAULTS.get(scaling, {}) | dict(options)
+    if scaling == "longrope":
+        for name in ("short_factor", "long_factor"):
+            if not isinstance(given.get(name), Sequence) or len(given[name]) != dim // 2:
+                raise ValueError(f"rope_options.{name}={given.get(name)!r}: must be a list of {dim // 2} numbers, one for each pair")
+    short, magnitude = _frequencies_of_transformers(dim, base, scaling, factor, context, given, context)
+    long = _frequencies_of_transformers(dim, base, scaling, factor, context, given, context + 1)[0] if scaling == "longrope" else ()
+    return Rope(dim, base, scaling, factor, context, short, long, magnitude, key)
+
+
+def _frequencies_of_transformers(dim: int, base: float, scaling: str, factor: float, context: int, options: Mapping[str, Any],
+                                 length: int) -> tuple[tuple[float, ...], float]:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    options = {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
+    parameters = {"rope_type": scaling, "rope_theta": base, "factor": factor, "original_max_position_embeddings": context, **options}
+    config = LlamaConfig(hidden_size=dim, num_attention_heads=1, head_dim=dim, max_position_embeddings=round(context * factor),
+                         rope_parameters=parameters)
+    with torch.device("cpu"):  # also where a model is built on the meta device
+        frequencies, magnitude = ROPE_INIT_FUNCTIONS[scaling](config, torch.device("cpu"), seq_len=length)
+    return tuple(frequencies.tolist()), float(magnitude)
 
 
 @torch.library.custom_op("attnzoo::rotary_tables", mutates_args=())
-def rotary_tables(position_ids: Tensor, rotary_dim: int, base: float, scaling: str, factor: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of rotary embedding (Su et al. 2021, arXiv:2104.09864), float32 (*position_ids.shape, rotary_dim / 2).
+def rotary_tables(position_ids: Tensor, rotary_dim: int, base: float, scaling: str, factor: float, context: int = 1,
+                  frequencies: Sequence[float] | None = None, long: Sequence[float] | None = None,
+                  magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, float32 (*position_ids.shape, rotary_dim / 2); arguments as in Rope.
 
-    scaling "linear" divides positions by factor (Chen et al. 2023, arXiv:2306.15595), "ntk" raises the base so that the slowest pair turns
-    factor times slower and the fastest one as before. Angles are float64: float32 is off by 0.05 rad at a million tokens.
+    Angles are float64: float32 is off by 0.05 rad at a million tokens.
     """
     # an operator of its own, so that torch.compile keeps the tables instead of taking a sine for every head in every layer
-    if scaling == "ntk":
-        base = base * factor ** (rotary_dim / (rotary_dim - 2))
-    pair = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=position_ids.device)
-    angles = position_ids.double()[..., None] * base ** (-pair / rotary_dim)
-    if scaling == "linear":
-        angles = angles / factor
-    return angles.cos().float(), angles.sin().float()
+    device = position_ids.device
+    if frequencies:
+        turns = _on_device(tuple(frequencies), device)
+        if long and position_ids.numel():
+            turns = torch.where(position_ids.max() < context, turns, _on_device(tuple(long), device))
+    else:
+        pair = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device)
+        if scaling == "ntk":
+            base = base * factor ** (rotary_dim / (rotary_dim - 2))
+        turns = base ** (-pair / rotary_dim)
+        if scaling == "linear":
+            turns = turns / factor
+        if scaling == "dynamic" and position_ids.numel():
+            length = (position_ids.max() + 1).double().clamp(min=context)
+            turns = turns * (factor * length / context - (factor - 1)) ** (-pair / (rotary_dim - 2))
+    angles = position_ids.double()[..., None] * turns
+    return (angles.cos() * magnitude).float(), (angles.sin() * magnitude).float()
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """Once: a copy to the device makes the host wait."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
 @rotary_tables.register_fake
-def _(position_ids, rotary_dim, base, scaling, factor):
+def _(position_ids, rotary_dim, base, scaling, factor, context=1, frequencies=None, long=None, magnitude=1.0):
     shape = (*position_ids.shape, rotary_dim // 2)
     return position_ids.new_empty(shape, dtype=torch.float32), position_ids.new_empty(shape, dtype=torch.float32)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (..., heads, head_dim) in half style: channel c pairs with c + head_dim / 2.
+    """Rotate x (..., heads, head_dim) in half style: channel c pairs with c + half the rotated width; channels behind that stay.
 
-    cos, sin: (..., head_dim / 2), one row per token. Computed in at least float32, returned in x's dtype.
+    cos, sin: (..., width / 2), one row per token. Computed in at least float32, returned in x's dtype.
     """
+    width = 2 * cos.shape[-1]
+    if width < x.shape[-1]:
+        return torch.cat((rotate(x[..., :width], cos, sin), x[..., width:]), dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Hugging Face weights in and out: GPT-2 and BERT checkpoints become attnzoo models and go back, with equal logits."""
+"""Hugging Face weights: GPT-2, BERT, Llama, Qwen3 and Phi-3 become attnzoo models, GPT-2 and BERT go back, with equal logits."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +25,8 @@ class _Weight(NamedTuple):
 
 
 def from_huggingface(source: str | Path | nn.Module, *, attention: Callable[[AttentionSpec], Attention] = FlashAttention) -> GPT | BERT:
-    """A GPT or BERT with the weights of a GPT2LMHeadModel or BertForMaskedLM, float32, in training mode with the config's dropout.
+    """A GPT or BERT with the weights of a GPT2LMHeadModel, BertForMaskedLM, or Llama's, Qwen3's or Phi3's ForCausalLM, float32, in training
+    mode with the config's dropout.
 
     source: a folder, a name on the hub, or the transformers model itself. attention: the variant's class, or any callable as in `GPT`;
     parameters that only the variant has keep their initial values. No code of the checkpoint's author runs.
@@ -41,7 +42,7 @@ def from_huggingface(source: str | Path | nn.Module, *, attention: Callable[[Att
     parameters = dict(model.named_parameters())
     state = theirs.state_dict()
     with torch.no_grad():
-        for weight in _weights(model):
+        for weight in _weights(model, theirs.config.model_type):
             parts = [_used_rows(name, parameters[name], model.vocab_size) for name in weight.ours]
             tensor = state[weight.theirs].T if weight.transposed else state[weight.theirs]
             for part, piece in zip(parts, tensor.split([part.shape[0] for part in parts]), strict=True):
@@ -61,7 +62,7 @@ def save_huggingface(model: GPT | BERT, path: str | Path, **config: Any) -> None
     parameters = dict(model.named_parameters())
     state = {}
     described = expected.config_class(**tokens | _config_for_huggingface(model) | config)
-    for weight in _weights(model):
+    for weight in _weights(model, model_type):
         tensor = torch.cat([_used_rows(name, parameters[name].detach(), model.vocab_size) for name in weight.ours])
         state[weight.theirs] = (tensor.T if weight.transposed else tensor).contiguous()
     with torch.device("meta"):
@@ -72,12 +73,11 @@ def save_huggingface(model: GPT | BERT, path: str | Path, **config: Any) -> None
 
 
 def config_from_huggingface(config: Any) -> dict[str, Any]:
-    """The plain description (`_target_` and arguments, as for `attnzoo.models.from_config`) of a transformers GPT2Config or BertConfig."""
-    if config.model_type == "gpt2":
-        return _from_gpt2(config)
-    if config.model_type == "bert":
-        return _from_bert(config)
-    raise ValueError(f"model_type={config.model_type!r}: must be gpt2 or bert, attnzoo has no other architecture of Hugging Face's")
+    """The plain description (`_target_` and arguments, as for `attnzoo.models.from_config`) of a transformers config of these models."""
+    describe = {"gpt2": _from_gpt2, "bert": _from_bert, "llama": _from_llama, "qwen3": _from_llama, "phi3": _from_llama}
+    if config.model_type not in describe:
+        raise ValueError(f"model_type={config.model_type!r}: must be one of {', '.join(describe)}, the architectures that attnzoo has")
+    return describe[config.model_type](config)
 
 
 def _from_gpt2(config: Any) -> dict[str, Any]:
@@ -101,6 +101,39 @@ def _from_bert(config: Any) -> dict[str, Any]:
         "max_positions": config.max_position_embeddings, "train_context": config.max_position_embeddings,
         "dropout": config.hidden_dropout_prob, "attention_dropout": config.attention_probs_dropout_prob, **_shared(config),
     }
+
+
+def _from_llama(config: Any) -> dict[str, Any]:
+    """Of Llama and those that differ from it by a norm of queries and keys (Qwen3) or by partly rotated heads (Phi-3)."""
+    _require(config, hidden_act="silu", attention_bias=False, mlp_bias=False, embd_pdrop=getattr(config, "resid_pdrop", 0.0))
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < config.max_position_embeddings:
+        raise ValueError(f"{config.model_type} config sliding_window={window}: not supported, must be null or at least "
+                         f"max_position_embeddings={config.max_position_embeddings}")
+    return {
+        "_target_": "attnzoo.models.GPT", "vocab_size": config.vocab_size, "dim": config.hidden_size, "n_layers": config.num_hidden_layers,
+        "n_heads": config.num_attention_heads, "n_kv_heads": config.num_key_value_heads, "head_dim": getattr(config, "head_dim", None),
+        "mlp": "swiglu", "mlp_dim": config.intermediate_size, "norm": "rmsnorm", "norm_eps": config.rms_norm_eps, "norm_position": "pre",
+        "positions": "rotary", **_rope(config), "qk_norm": config.model_type == "qwen3", "bias": False,
+        "train_context": config.max_position_embeddings, "tie_embeddings": config.tie_word_embeddings, "pad_vocab_multiple": 64,
+        "dropout": getattr(config, "resid_pdrop", 0.0), "attention_dropout": config.attention_dropout,
+    }
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """The keys rope_* of the config's rope_parameters."""
+    given = dict(config.rope_parameters)
+    scaling, base, factor = given.pop("rope_type"), given.pop("rope_theta"), given.pop("factor", None)
+    partial, origin = given.pop("partial_rotary_factor", 1.0), given.pop("original_max_position_embeddings", None)
+    named = {"rope_base": base, "partial_rotary_factor": partial}
+    if scaling == "default":
+        return named
+    if scaling == "dynamic":
+        origin = config.max_position_embeddings
+    if factor is None:
+        factor = config.max_position_embeddings / origin
+    options = {name: value for name, value in given.items() if value is not None}
+    return named | {"rope_scaling": scaling, "rope_factor": factor, "original_context": origin, "rope_options": options or None}
 
 
 def _shared(config: Any) -> dict[str, Any]:
@@ -155,13 +188,14 @@ def _config_for_huggingface(model: GPT | BERT) -> dict[str, Any]:
     }
 
 
-_MODELS = {"gpt2": GPT, "bert": BERT}
+_MODELS = {"gpt2": GPT, "bert": BERT, "llama": GPT, "qwen3": GPT, "phi3": GPT}
 
 
 def _huggingface_class(model_type: str) -> type:
     import transformers
 
-    return {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM}[model_type]
+    return {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM, "llama": transformers.LlamaForCausalLM,
+            "qwen3": transformers.Qwen3ForCausalLM, "phi3": transformers.Phi3ForCausalLM}[model_type]
 
 
 def _load(source: str) -> nn.Module:
@@ -192,10 +226,20 @@ def _used_rows(name: str, tensor: Tensor, vocab_size: int) -> Tensor:
     return tensor[:vocab_size] if name in _BY_TOKEN else tensor
 
 
-def _weights(model: Transformer) -> Iterator[_Weight]:
+def _weights(model: Transformer, model_type: str) -> Iterator[_Weight]:
     """Which tensor of theirs holds which parameters of ours."""
     head = "token_embedding.weight" if model.head is None else "head.weight"
     blocks = range(len(model.blocks))
+    if model_type in ("llama", "qwen3", "phi3"):
+        fused = model_type == "phi3"
+        yield _Weight("model.embed_tokens.weight", ("token_embedding.weight",))
+        yield _Weight("model.norm.weight", ("final_norm.weight",))
+        yield _Weight("lm_head.weight", (head,))
+        for i in blocks:
+            names = _LLAMA_BLOCK | (_PHI3_FUSED if fused else _LLAMA_APART) | (_QWEN3_NORMS if model_type == "qwen3" else {})
+            for theirs, ours in names.items():
+                yield _Weight(f"model.layers.{i}.{theirs}.weight", tuple(f"blocks.{i}.{name}.weight" for name in ours))
+        return
     if isinstance(model, GPT):
         yield _Weight("transformer.wte.weight", ("token_embedding.weight",))
         yield _Weight("transformer.wpe.weight", ("position_embedding.weight",))
@@ -226,6 +270,21 @@ _GPT2_BLOCK = {
     "mlp.c_fc": ("mlp.up_proj",),
     "mlp.c_proj": ("mlp.down_proj",),
 }
+_LLAMA_BLOCK = {
+    "input_layernorm": ("attention_norm",),
+    "self_attn.o_proj": ("attention.o_proj",),
+    "post_attention_layernorm": ("mlp_norm",),
+    "mlp.down_proj": ("mlp.down_proj",),
+}
+_LLAMA_APART = {
+    **{f"self_attn.{x}_proj": (f"attention.{x}_proj",) for x in "qkv"},
+    **{f"mlp.{x}_proj": (f"mlp.{x}_proj",) for x in ("gate", "up")},
+}
+_PHI3_FUSED = {
+    "self_attn.qkv_proj": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+_QWEN3_NORMS = {f"self_attn.{x}_norm": (f"attention.{x}_norm",) for x in "qk"}
 _BERT_EMBEDDINGS = {"word": "token", "position": "position", "token_type": "type"}
 _BERT_BLOCK = {
     "attention.self.query": "attention.q_proj",

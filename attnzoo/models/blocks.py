@@ -5,17 +5,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.attention.base import Attention, KVCache, SequenceInfo
+from attnzoo.attention.norm import RMSNorm
 from attnzoo_kernels.gelu import bias_gelu
 
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "gelu_tanh", "swiglu")
-
-
-class RMSNorm(nn.RMSNorm):
-    """PyTorch's, whose fused kernel wants input and weight of one dtype: autocast may hand over an input in 16 bits."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def make_norm(kind: str, dim: int, eps: float, bias: bool) -> nn.Module:

@@ -1,7 +1,8 @@
 """The trunk that GPT and BERT share: embeddings, blocks, output layer; dense, padded and packed input; counts for the log."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +26,10 @@ class Transformer(nn.Module):
     train_context: tokens read at once in training (recorded, and handed to the attention layers).
     mlp: gelu | gelu_tanh | swiglu, mlp_dim wide (default as many parameters as 4 dim without a gate).
     norm: layernorm | rmsnorm, norm_eps, norm_position: pre | post.
-    positions: learned (an embedding of max_positions rows, default train_context) | rotary (rope_base, rope_scaling: none | linear | ntk,
-        rope_factor) | alibi. original_context: tokens that rotary positions were trained on before the context was extended (default
-        train_context).
+    positions: learned (an embedding of max_positions rows, default train_context) | rotary (rope_base, rope_scaling, rope_factor,
+        rope_options, partial_rotary_factor: see `attnzoo.attention.positions.Rope`) | alibi | none. original_context: tokens that rotary
+        positions were trained on before the context was extended (default train_context).
+    qk_norm: normalise queries and keys by head.
     tie_embeddings: the output matrix is the token embedding. bias: in linear layers and LayerNorm.
     dropout: after the embedding, attention and MLP; attention_dropout: on attention weights.
     """
@@ -40,7 +42,8 @@ class Transformer(nn.Module):
         train_context: int, n_kv_heads: int | None = None, head_dim: int | None = None, mlp: str = "gelu", mlp_dim: int | None = None,
         norm: str = "layernorm", norm_eps: float = 1e-5, norm_position: str = "pre", positions: str = "rotary",
         max_positions: int | None = None, rope_base: float = 10000.0, rope_scaling: str = "none", rope_factor: float = 1.0,
-        original_context: int | None = None,
+        rope_options: Mapping[str, Any] | None = None, partial_rotary_factor: float = 1.0, original_context: int | None = None,
+        qk_norm: bool = False,
         tie_embeddings: bool = True, dropout: float = 0.0, attention_dropout: float = 0.0, bias: bool = True, pad_vocab_multiple: int = 1,
     ):
         super().__init__()
@@ -69,7 +72,8 @@ class Transformer(nn.Module):
                 dim=dim, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, layer=layer, n_layers=n_layers,
                 causal=self.causal, positions=positions, train_context=train_context, dropout=attention_dropout,
                 bias=bias, rope_base=rope_base, rope_scaling=rope_scaling, rope_factor=rope_factor,
-                original_context=original_context, mlp_matrices=3 if mlp == "swiglu" else 2)
+                rope_options=rope_options, partial_rotary_factor=partial_rotary_factor,
+                original_context=original_context, qk_norm=qk_norm, norm_eps=norm_eps, mlp_matrices=3 if mlp == "swiglu" else 2)
             for layer in range(n_layers)
         ]
         self.blocks = nn.ModuleList(

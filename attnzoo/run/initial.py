@@ -85,9 +85,11 @@ def _set_contexts(cfg: DictConfig, trained: Trained, named: "_Named") -> None:
             raise UserError(f"init_from={trained.where} has {len(table)} learned positions, data.seq_len={seq_len} needs more; set "
                             f"init_positions=interpolate (or repeat), init_new=[positions], or data.seq_len={len(table)}")
         model.max_positions = max(seq_len, len(table))
-    origin = record["model"].get("original_context") or record["context"]
+    before = record["model"]
+    scaled_alike = model.get("rope_scaling", "none") == before.get("rope_scaling", "none")
+    origin = (scaled_alike and before.get("original_context")) or record["context"]
     extends = model.get("rope_scaling", "none") != "none" or get_class(cfg.attention._target_).extends_context
-    if extends and seq_len > origin and model.get("original_context") is None:
+    if extends and seq_len > origin and named.keys("model").get("original_context") is None:
         model.original_context = origin
 
 

@@ -57,13 +57,15 @@ MODEL = {
     **dict.fromkeys(("vocab_size", "n_kv_heads", "head_dim", "mlp_dim", "max_positions", "original_context"), Count | None),
     **dict.fromkeys(("norm_eps", "rope_base", "rope_factor"), Positive),
     **dict.fromkeys(("dropout", "attention_dropout"), ShareBelowOne),
-    **dict.fromkeys(("tie_embeddings", "bias"), bool),
+    **dict.fromkeys(("tie_embeddings", "bias", "qk_norm"), bool),
     "type_vocab_size": Natural,
     "mlp": Literal["gelu", "gelu_tanh", "swiglu"],
     "norm": Literal["layernorm", "rmsnorm"],
     "norm_position": Literal["pre", "post"],
-    "positions": Literal["learned", "rotary", "alibi"],
-    "rope_scaling": Literal["none", "linear", "ntk"],
+    "positions": Literal["learned", "rotary", "alibi", "none"],
+    "rope_scaling": Literal["none", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"],
+    "rope_options": dict | None,
+    "partial_rotary_factor": PositiveShare,
 }
 DATA = {
     **dict.fromkeys(("batch_size", "n_train", "n_validation", "vocab_size", "max_depth", "min_length", "max_length"), Count),
@@ -116,7 +118,9 @@ GENERATION = {
     "top_p": PositiveShare | None,
     "seed": Natural,
 }
-READ_MODEL = {"rope_scaling": Literal["none", "linear", "ntk"] | None, "rope_factor": Positive | None}
+# what may differ between readings without new weights
+READ_MODEL = {key: MODEL[key] | None for key in ("positions", "rope_base", "rope_scaling", "rope_factor", "rope_options",
+                                                  "partial_rotary_factor", "original_context")}
 TASKS = {"examples": Count, "batch_tokens": Count, "seed": Natural, "distractors": Natural, "batch_size": Count, "repeats": Count,
          "new_tokens": Count, "min_tokens": Count, "max_tokens": Count | None}
 
