@@ -41,7 +41,7 @@ def main() -> None:
             if block == [128, 128]:
                 out, dq = torch.zeros(2, 1, 256, 2, value_dim, dtype=torch.bfloat16), torch.zeros_like(q)
                 plan = hopper_backward._plan(q.device, q.dtype, False, *map(layout, (q, k, v, out[0], out[1], dq)), options, None)
-                launches = (plan.rows, plan.walk, plan.dq_rows)
+                launches = (plan.preprocess, plan.mainloop, plan.postprocess)
                 for launch in launches:
                     launch.kernel = WarmUp(launch.kernel)
                 hopper_backward.launch_backward(out[1], None, q, k, v, out[0], torch.zeros(2, 1, 2, 256), None, options)

@@ -15,10 +15,10 @@ def main() -> None:
     triton.runtime.driver.set_active(Driver())
     triton.compiler.CompiledKernel.__getitem__ = lambda self, grid: lambda *arguments: None  # a second launch of what is compiled
     from attnzoo_kernels._triton.launch import Launch
-    from attnzoo_kernels.differential import hopper, hopper_backward, hopper_parts
+    from attnzoo_kernels.differential import hopper, hopper_backward, hopper_backward_by_branch
     from attnzoo_kernels.differential.options import Options
 
-    for module in (hopper, hopper_backward, hopper_parts):
+    for module in (hopper, hopper_backward, hopper_backward_by_branch):
         module.multiprocessors = lambda device: 132
     hopper.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
     launches = []

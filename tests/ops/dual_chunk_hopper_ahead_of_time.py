@@ -47,8 +47,8 @@ def backward(hopper_backward, width, packed, ordered):
     queries, (keys, v) = torch.zeros(3, 4096, 2, width, dtype=torch.bfloat16), torch.zeros(2, 1, 4096, 2, width, dtype=torch.bfloat16)
     v = v[0] if packed else v
     tile = hopper_backward.pair_tile(width, ordered)
-    launch = hopper_backward._walk(v.device, v.dtype, 1 if packed else None, ordered, 3072, 1023, *map(layout, (queries, keys, v, keys, v)),
-                                   tile)
+    launch = hopper_backward._mainloop(v.device, v.dtype, 1 if packed else None, ordered, 3072, 1023,
+                                       *map(layout, (queries, keys, v, keys, v)), tile)
     launch.kernel = WarmUp(launch.kernel)
     ends = tuple(torch.zeros(2, 128, 2, width, dtype=torch.bfloat16) for _ in range(4)) if packed else (None,) * 4
     counter, turns, bounds = torch.zeros(3, 1, dtype=torch.int32)

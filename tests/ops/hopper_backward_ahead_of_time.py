@@ -26,12 +26,11 @@ def main() -> None:
                     options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
                     layouts = map(layout, (q, k, v, out, grad_out, q, k, v))
                     plan = hopper_backward._plan(q.device, q.dtype, False, deterministic, *layouts, options, None)
-                    launches = (plan.rows, *plan.tails, plan.walk, plan.dq_rows)
+                    launches = (plan.preprocess, *plan.tails, plan.mainloop, plan.postprocess)
                     for launch in launches:
                         launch.kernel = WarmUp(launch.kernel)
                     stats = torch.zeros(2, *rows[:-1], 5, length)
-                    hopper_backward.launch_backward(grad_out, None, q, k, v, out, stats, bounds, bounds, None, None, False, options,
-                                                    deterministic)
+                    hopper_backward.launch_backward(grad_out, None, q, k, v, out, stats, bounds, bounds, options, deterministic)
                     for launch in launches:
                         registers, stack = resources(launch.compiled.asm["cubin"])
                         print(json.dumps({"kernel": launch.kernel.kernel.__name__, "head_dim": head_dim, "length": length,

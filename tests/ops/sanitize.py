@@ -35,9 +35,9 @@ PACKED = (100, 0, 200)
 CASES = {
     "flash": [
         Case(seqlen_q=200, seqlen_k=333, heads=2, kv_heads=1, causal=True),  # the diagonal off the steps
-        Case(seqlen_q=600),  # three consumers; in order the warp group for dQ
+        Case(seqlen_q=600),  # three consumers
         Case(seqlen_q=1100, kv_heads=1, causal=True),
-        Case(seqlen_q=300, window_size=(100, 0)),  # the warp group for dQ
+        Case(seqlen_q=300, window_size=(100, 0)),  # steps of 64 queries
         Case(seqlen_q=1030, seqlen_k=200, kv_heads=1),  # dQ a step late
         Case(seqlen_q=4500, seqlen_k=400, heads=1),
         Case(lengths_q=PACKED, causal=True),

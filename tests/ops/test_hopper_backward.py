@@ -50,7 +50,7 @@ def prepared(case: Case):
     options = Options.of(bounds[0], None, case.head_dim**-0.5, case.window_size[0], right, 0.0, 0.0)
     out, lse, stats = launch_forward(inputs.q, inputs.k, inputs.v, *bounds, None, None, None, options)
     dlse = torch.randn(lse.shape, generator=torch.Generator("cuda").manual_seed(6), device="cuda")
-    return (inputs.dout, dlse, inputs.q, inputs.k, inputs.v, out, stats, *bounds, None, None, False, options), inputs
+    return (inputs.dout, dlse, inputs.q, inputs.k, inputs.v, out, stats, *bounds, options), inputs
 
 
 def reference(case: Case, inputs, dlse: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -76,10 +76,11 @@ def test_error_is_at_most_twice_that_of_eager(case, deterministic, poisoned):
 @pytest.mark.parametrize("case", [replace(case, dtype=torch.bfloat16) for case in EXTRA], ids=str)
 @pytest.mark.parametrize("deterministic", (False, True))
 def test_error_with_dq_a_step_late(case, deterministic, poisoned):
-    from attnzoo_kernels.flash.hopper_backward import launch_backward, pair_tile
+    from attnzoo_kernels._gluon.backward_plan import pair_tile
+    from attnzoo_kernels.flash.hopper_backward import launch_backward
 
     arguments, inputs = prepared(case)
-    tile = replace(pair_tile(64 if max(case.head_dim, case.value_dim or 0) <= 64 else 128, deterministic), late=True)
+    tile = replace(pair_tile(64 if max(case.head_dim, case.value_dim or 0) <= 64 else 128, deterministic), dq_lags=True)
     ours = dict(zip(("dq", "dk", "dv"), launch_backward(*arguments, deterministic, tile), strict=False))
     eager, exact = (reference(case, inputs, arguments[1], dtype) for dtype in (case.dtype, torch.float64))
     ratios = {name: error_ratio(ours[name], eager[name], exact[name]) for name in exact}
@@ -104,7 +105,7 @@ def test_ordered_gradients_repeat_bit_by_bit(case):
 def test_nothing_depends_on_what_lies_beyond_a_sequence(head_dim, causal):
     from attnzoo_kernels.flash.hopper_backward import launch_backward
 
-    (dout, dlse, q, k, v, out, stats, *bounds, _, _, _, options), _ = prepared(
+    (dout, dlse, q, k, v, out, stats, *bounds, options), _ = prepared(
         Case(lengths_q=(100, 333, 67), heads=4, kv_heads=2, head_dim=head_dim, causal=causal))
     rows = slice(100, 433)
     results = []
@@ -114,7 +115,7 @@ def test_nothing_depends_on_what_lies_beyond_a_sequence(head_dim, causal):
             if poison:
                 x[: rows.start] = torch.nan
                 x[rows.stop:] = torch.nan
-        grads = launch_backward(tensors[0], dlse, *tensors[1:], stats, *bounds, None, None, False, options, True)
+        grads = launch_backward(tensors[0], dlse, *tensors[1:], stats, *bounds, options, True)
         results.append([x[rows] for x in grads[:3]])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

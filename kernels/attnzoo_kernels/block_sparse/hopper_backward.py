@@ -1,4 +1,4 @@
-"""Block-sparse backward on Hopper: row statistics and an empty float32 dQ, one walk along the keys' lists, dQ written out.
+"""Block-sparse backward on Hopper: row statistics and an empty float32 dQ, one mainloop along the keys' lists, dQ written out.
 
 dQ is a sum without an order, so that its rounding differs from run to run; deterministic calls go to the plain kernels.
 """
@@ -10,16 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnzoo_kernels._gluon.backward_plan import Tile, mainloop_width, sources
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, ROWS
+from attnzoo_kernels._gluon.bwd_postprocess import bwd_postprocess_kernel
+from attnzoo_kernels._gluon.bwd_preprocess import bwd_preprocess_kernel
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
+from attnzoo_kernels._triton.call import Layout, layout, strides
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, tma_gradient
-from attnzoo_kernels.block_sparse.hopper_pair import block_sparse_bwd_pair_kernel
+from attnzoo_kernels.block_sparse.hopper_backward_kernel import block_sparse_bwd_hopper_kernel
 from attnzoo_kernels.block_sparse.lists import Grid
 from attnzoo_kernels.block_sparse.options import Options
 from attnzoo_kernels.block_sparse.tiles import HopperTile
-from attnzoo_kernels.flash.hopper_backward import Tile, pair_tile
-from attnzoo_kernels.flash.hopper_loads import HALF, KEYS, ROWS
-from attnzoo_kernels.flash.hopper_rows import flash_bwd_dq_rows_kernel, flash_bwd_rows_kernel
-from attnzoo_kernels.flash.options import Layout, layout, strides
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, deterministic: bool) -> str | None:
@@ -42,9 +43,9 @@ class Plan:
     tile: Tile
     width: int
     grid: Grid
-    rows: Launch
-    walk: Launch
-    dq_rows: Launch
+    preprocess: Launch
+    mainloop: Launch
+    postprocess: Launch
 
 
 @functools.lru_cache(maxsize=1024)
@@ -52,24 +53,23 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, q: Layou
           dq: Layout, options: Options, tile: Tile | None = None) -> Plan:
     sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     heads, kv_heads = q[0][-2], k[0][-2]
-    width = 64 if max(q[0][-1], v[0][-1]) <= 64 else 128
-    tile = tile or pair_tile(width, ordered=False)
+    width, tile = mainloop_width(q[0][-1], v[0][-1]), tile or Tile()
     grid = options.grid(q[0], k[0], HopperTile(ROWS.value, KEYS.value, tile.stages))
     query_tiles = options.programs(heads, seqlen_q, sequences, ROWS.value)
     key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
-    rows = Launch(
-        flash_bwd_rows_kernel, query_tiles, (*strides(out), *strides(grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads),
-        {"VALUE_DIM": v[0][-1], "WIDTH": width, "PACKED": False, "TURNS": 0, "HAS_GRAD_LSE": has_grad_lse, "BLOCK": ROWS.value}, 4, 1)
+    preprocess = Launch(
+        bwd_preprocess_kernel, query_tiles, (*strides(out), *strides(grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads),
+        {"VALUE_DIM": v[0][-1], "WIDTH": width, "PACKED": False, "SEMAPHORES": 0, "HAS_GRAD_LSE": has_grad_lse, "BLOCK": ROWS.value}, 4, 1)
     stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, *_ = options.scalars(grid, q[0], k[0], by_keys=True)
-    walk = Launch(
-        block_sparse_bwd_pair_kernel, min(key_tiles, multiprocessors(device)),
+    mainloop = Launch(
+        block_sparse_bwd_hopper_kernel, min(key_tiles, multiprocessors(device)),
         (stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, options.window_left, options.window_right, seqlen_q, seqlen_k,
          kv_heads, heads // kv_heads, query_tiles // (heads * sequences), key_tiles),
         {"WIDTH": width, "GROUPED": heads > kv_heads, "HAS_LEFT": options.window_left >= 0, "HAS_RIGHT": options.window_right >= 0,
          "STAGES": tile.stages, "REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
-    dq_rows = Launch(flash_bwd_dq_rows_kernel, query_tiles, (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),
-                     {"HEAD_DIM": q[0][-1], "WIDTH": width, "PACKED": False, "BLOCK": ROWS.value}, 4, 1)
-    return Plan(tile, width, grid, rows, walk, dq_rows)
+    postprocess = Launch(bwd_postprocess_kernel, query_tiles, (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),
+                         {"HEAD_DIM": q[0][-1], "WIDTH": width, "PACKED": False, "BLOCK": ROWS.value, "ORDERED": False, "SPACING": 1}, 4, 1)
+    return Plan(tile, width, grid, preprocess, mainloop, postprocess)
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, mask: Tensor,
@@ -80,16 +80,15 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         grad_lse = grad_lse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     plan = _plan(q.device, q.dtype, grad_lse is not None, *map(layout, (q, k, v, out, grad_out, dq)), options, tile)
-    query_tiles, width = plan.rows.programs, plan.width
+    query_tiles, width = plan.preprocess.programs, plan.width
     row_stats = stats.new_empty(query_tiles, 1, 2 * ROWS.value)
     dq_sum = stats.new_empty(1, query_tiles * ROWS.value * width // 32, 1, 32)
-    counter, turns = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (1, 0))
+    counter, semaphore = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (1, 0))
     with on_device_of(q):
         lists = options.lists(mask, plan.grid, q.shape, k.shape, by_keys=True)
-        plan.rows(out, grad_out, stats, grad_lse, row_stats, dq_sum, counter, turns, None)
-        blocks = (ROWS.value, HALF.value, HALF.value, ROWS.value)
-        plan.walk(*(descriptor(x, block, width) for x, block in zip((q, k, v, grad_out), blocks, strict=True)),
-                  descriptor(row_stats, 1, 2 * ROWS.value), descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width),
-                  descriptor(dq_sum, ROWS.value * width // 64, 32), lists.order, lists.index, lists.count, counter)
-        plan.dq_rows(dq_sum, dq, None)
+        plan.preprocess(out, grad_out, stats, grad_lse, row_stats, dq_sum, counter, semaphore, None)
+        plan.mainloop(*sources((q, k, v, grad_out), ROWS.value, width), descriptor(row_stats, 1, 2 * ROWS.value),
+                      descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width),
+                      descriptor(dq_sum, ROWS.value * width // 64, 32), lists.order, lists.index, lists.count, counter)
+        plan.postprocess(dq_sum, semaphore, dq, None)
     return dq, dk, dv

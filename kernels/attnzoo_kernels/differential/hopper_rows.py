@@ -1,20 +1,20 @@
-"""Row statistics of differential attention's Hopper backward, in plain Triton; it also clears what the walk adds to."""
+"""Row statistics of differential attention's Hopper backward, in plain Triton; it also clears what the mainloop adds to."""
 
 import triton
 import triton.language as tl
 
+from attnzoo_kernels._gluon.bwd_preprocess import program_tile_of_queries
 from attnzoo_kernels._triton.tiles import tile_source
-from attnzoo_kernels.flash.hopper_rows import by_rows, program_tile_of_queries
 
 
 @triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "stride_lb", "stride_ls", "stride_lh"],
             do_not_specialize_on_alignment=["lam_ptr", "stats_ptr", "r_ptr", "cu_seqlens"])
-def differential_bwd_rows_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats_ptr, row_stats_ptr, dq1_ptr, dq2_ptr, r_ptr, counter_ptr,
+def differential_bwd_preprocess_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats_ptr, row_stats_ptr, dq1_ptr, dq2_ptr, r_ptr, counter_ptr,
                                  cu_seqlens, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_lb, stride_ls,
                                  stride_lh, stride_stats, n_seqs, seqlen, heads, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                                  BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr,
                                  DQ_TILE: tl.constexpr):
-    """[2, STATS] of each tile: LSE in base 2 (+inf where a row sees no key, or is none) and delta of the first path, both of the second,
+    """[2, STATS] of each tile: LSE in base 2 (+inf where a row sees no key, or is none) and delta of the first branch, both of the second,
     lambda; out2's rows times dO are also the gradient of -lambda."""
     batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     rows = row + tl.arange(0, BLOCK)
@@ -33,10 +33,10 @@ def differential_bwd_rows_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats_ptr, 
     delta = tl.sum(out * do, 1) + lam * r
     lse_index = (batch * heads + head) * seqlen + first + rows
     row_stats = row_stats_ptr + tile * (2 * STATS) + tl.arange(0, BLOCK)
-    for path in tl.static_range(2):
-        top = tl.load(stats_ptr + 2 * path * stride_stats + lse_index, mask=inside, other=float("inf"))
-        log_norm = tl.load(stats_ptr + (2 * path + 1) * stride_stats + lse_index, mask=inside, other=0.0)
-        tl.store(row_stats + 2 * path * BLOCK, tl.where(top == float("inf"), top, top + log_norm))
+    for branch in tl.static_range(2):
+        top = tl.load(stats_ptr + 2 * branch * stride_stats + lse_index, mask=inside, other=float("inf"))
+        log_norm = tl.load(stats_ptr + (2 * branch + 1) * stride_stats + lse_index, mask=inside, other=0.0)
+        tl.store(row_stats + 2 * branch * BLOCK, tl.where(top == float("inf"), top, top + log_norm))
     # rows that see no key have none, whatever dO is behind the last sequence
     tl.store(r_ptr + lse_index, tl.where(top == float("inf"), 0.0, r), mask=inside)
     tl.store(row_stats + BLOCK, delta)
@@ -49,34 +49,15 @@ def differential_bwd_rows_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats_ptr, 
         tl.store(counter_ptr, 0)
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seqlen", "heads"], do_not_specialize_on_alignment=["cu_seqlens"])
-def differential_bwd_dq_rows_kernel(sums_ptr, dq1_ptr, dq2_ptr, cu_seqlens, stride_dqb, stride_dqs, stride_dqh, softmax_scale, n_seqs,
-                                    seqlen, heads, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PACKED: tl.constexpr,
-                                    BLOCK: tl.constexpr):
-    """Both paths' dQ of 64 queries, one behind the other, each in the order of a product's registers."""
-    batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
-    r = tl.arange(0, BLOCK)
-    c = tl.arange(0, BLOCK_D)
-    mask = (row + r < length)[:, None] & (c < HEAD_DIM)[None, :]
-    place = batch * stride_dqb + head * stride_dqh + (first + row + r).to(tl.int64)[:, None] * stride_dqs + c
-    sums = sums_ptr + tile * (2 * BLOCK * BLOCK_D) + tl.arange(0, BLOCK * BLOCK_D)
-    for path in tl.static_range(2):
-        held = tl.load(sums + path * (BLOCK * BLOCK_D)) * softmax_scale
-        dq = by_rows(held.to(dq1_ptr.dtype.element_ty), BLOCK, BLOCK_D)
-        if path == 0:
-            tl.store(dq1_ptr + place, dq, mask=mask)
-        else:
-            tl.store(dq2_ptr + place, dq, mask=mask)
-
-
 @triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "stride_lb", "stride_ls", "stride_lh", "n_tiles"],
             do_not_specialize_on_alignment=["lam_ptr", "stats_ptr", "r_ptr", "cu_seqlens"])
-def differential_bwd_parts_rows_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats_ptr, do2_ptr, row_stats_ptr, dq_ptr, r_ptr, counter_ptr,
-                                       cu_seqlens, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_lb,
-                                       stride_ls, stride_lh, stride_stats, n_seqs, seqlen, heads, n_tiles, VALUE_DIM: tl.constexpr,
-                                       WIDTH: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """FlashAttention's [2, BLOCK] statistics of each tile, for each path and WIDTH columns of the values; do2 = -lambda dO, what the second
-    path's softmax would have got by itself; r = rowsum(dO * out2)."""
+def differential_bwd_preprocess_by_branch_kernel(
+    out_ptr, out2_ptr, do_ptr, lam_ptr, stats_ptr, do2_ptr, row_stats_ptr, dq_ptr, r_ptr, counter_ptr, cu_seqlens, stride_ob, stride_os,
+    stride_oh, stride_dob, stride_dos, stride_doh, stride_lb, stride_ls, stride_lh, stride_stats, n_seqs, seqlen, heads, n_tiles,
+    VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_TILES: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """A softmax's [2, BLOCK] statistics of each tile, for each branch and WIDTH columns of the values; do2 = -lambda dO, what the second
+    branch's softmax would have got by itself; r = rowsum(dO * out2)."""
     batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     rows = row + tl.arange(0, BLOCK)
     inside = rows < length
@@ -85,8 +66,8 @@ def differential_bwd_parts_rows_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats
     lam = tl.load(lam_rows + rows.to(tl.int64) * stride_ls, mask=inside, other=0.0)
     lse_index = (batch * heads + head) * seqlen + first + rows
     r = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(PARTS):
-        columns = part * WIDTH + tl.arange(0, WIDTH)
+    for n in tl.static_range(VALUE_TILES):
+        columns = n * WIDTH + tl.arange(0, WIDTH)
         mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
         place = batch * stride_ob + head * stride_oh + i * stride_os + columns
         # [BLOCK, WIDTH]
@@ -95,17 +76,17 @@ def differential_bwd_parts_rows_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats
         out2 = tl.load(out2_ptr + place, mask=mask, other=0.0).to(tl.float32)
         do2 = (-lam[:, None] * do).to(do2_ptr.dtype.element_ty)
         tl.store(do2_ptr + place, do2, mask=mask)
-        of_part = tl.sum(out2 * do, 1)
-        r += of_part
-        row_stats = row_stats_ptr + (part * n_tiles + tile) * (2 * BLOCK) + tl.arange(0, BLOCK)
-        tl.store(row_stats + BLOCK, tl.sum(out * do, 1) + lam * of_part)
-        tl.store(row_stats + (PARTS * n_tiles * 2 + 1) * BLOCK, tl.sum(out2 * do2.to(tl.float32), 1))
-        for path in tl.static_range(2):
-            top = tl.load(stats_ptr + 2 * path * stride_stats + lse_index, mask=inside, other=float("inf"))
-            log_norm = tl.load(stats_ptr + (2 * path + 1) * stride_stats + lse_index, mask=inside, other=0.0)
-            tl.store(row_stats + path * PARTS * n_tiles * 2 * BLOCK, tl.where(top == float("inf"), top, top + log_norm))
+        of_columns = tl.sum(out2 * do, 1)
+        r += of_columns
+        row_stats = row_stats_ptr + (n * n_tiles + tile) * (2 * BLOCK) + tl.arange(0, BLOCK)
+        tl.store(row_stats + BLOCK, tl.sum(out * do, 1) + lam * of_columns)
+        tl.store(row_stats + (VALUE_TILES * n_tiles * 2 + 1) * BLOCK, tl.sum(out2 * do2.to(tl.float32), 1))
+        for branch in tl.static_range(2):
+            top = tl.load(stats_ptr + 2 * branch * stride_stats + lse_index, mask=inside, other=float("inf"))
+            log_norm = tl.load(stats_ptr + (2 * branch + 1) * stride_stats + lse_index, mask=inside, other=0.0)
+            tl.store(row_stats + branch * VALUE_TILES * n_tiles * 2 * BLOCK, tl.where(top == float("inf"), top, top + log_norm))
     # rows that see no key have none, whatever dO is behind the last sequence
     tl.store(r_ptr + lse_index, tl.where(top == float("inf"), 0.0, r), mask=inside)
     tl.store(dq_ptr + tile * (BLOCK * WIDTH) + tl.arange(0, BLOCK * WIDTH), tl.zeros([BLOCK * WIDTH], tl.float32))
     if tl.program_id(0) == 0:
-        tl.store(counter_ptr + tl.arange(0, 8 * PARTS), 0)
+        tl.store(counter_ptr + tl.arange(0, 8 * VALUE_TILES), 0)

@@ -1,4 +1,4 @@
-"""Dual Chunk attention's backward on Hopper: flash's walk between kernels that clear dQ and turn the gradients back.
+"""Dual Chunk attention's backward on Hopper: a softmax's mainloop between kernels that clear dQ and turn the gradients back.
 
 Without an order the sums of dQ differ from run to run by their rounding.
 """
@@ -8,19 +8,19 @@ import functools
 import torch
 from torch import Tensor
 
+from attnzoo_kernels._gluon.backward_plan import Tile, mainloop_width, pair_tile, sources
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS
+from attnzoo_kernels._gluon.bwd_preprocess import bwd_tails_kernel
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
+from attnzoo_kernels._triton.call import Layout, layout
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, strides, tma_gradient
 from attnzoo_kernels._triton.softmax import LN2
-from attnzoo_kernels.dual_chunk.hopper_gradients import dual_chunk_bwd_hopper_kernel
+from attnzoo_kernels.dual_chunk.hopper_backward_kernel import dual_chunk_bwd_hopper_kernel
 from attnzoo_kernels.dual_chunk.hopper_rows import dual_chunk_bwd_dk_rows_kernel, dual_chunk_bwd_dq_rows_kernel, dual_chunk_bwd_rows_kernel
 from attnzoo_kernels.dual_chunk.options import Extras, Options
 from attnzoo_kernels.dual_chunk.parts import parts
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
-from attnzoo_kernels.flash.hopper_backward import Tile, pair_tile
-from attnzoo_kernels.flash.hopper_loads import HALF, KEYS
-from attnzoo_kernels.flash.hopper_rows import flash_bwd_tails_kernel
-from attnzoo_kernels.flash.options import Layout, layout
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
@@ -33,7 +33,7 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
     if options.packed:
         aligned = options.same_lengths
     else:
-        aligned = (k.shape[1] - q.shape[1]) % pair_tile(64 if width <= 64 else 128, False).rows == 0
+        aligned = (k.shape[1] - q.shape[1]) % pair_tile(mainloop_width(width), False).rows == 0
     if options.chunk % KEYS.value or not aligned:
         return ("chunks must be multiples of 128 tokens and queries must begin at a multiple of 64, of 128 up to head_dim 64 (packed: one "
                 "cu_seqlens for both sides)")
@@ -41,22 +41,22 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
 
 
 @functools.lru_cache(maxsize=1024)
-def _walk(device: torch.device, dtype: torch.dtype, packed: int | None, ordered: bool, chunk: int, near: int, q: Layout, k: Layout,
+def _mainloop(device: torch.device, dtype: torch.dtype, packed: int | None, ordered: bool, chunk: int, near: int, q: Layout, k: Layout,
           v: Layout, dk: Layout, dv: Layout, tile: Tile) -> Launch:
-    """The walk over copies of queries q (3 * batches, seqlen, heads, width) and keys k."""
+    """The mainloop over copies of queries q (3 * batches, seqlen, heads, width) and keys k."""
     copies, seqlen_q, heads, dim = q[0]
     (_, seqlen_k, kv_heads, _), value_dim = k[0], v[0][-1]
-    batches, width = copies // 3, 64 if max(dim, value_dim) <= 64 else 128
+    batches, width = copies // 3, mainloop_width(dim, value_dim)
     group, query_tiles = heads // kv_heads, tiles(packed, batches, heads, seqlen_q, tile.rows)
     key_tiles = tiles(packed, batches, kv_heads, seqlen_k, KEYS.value)
     programs = min(key_tiles, multiprocessors(device))
     head_group = heads_together(batches * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs, ordered)
     return Launch(
         dual_chunk_bwd_hopper_kernel, programs,
-        (*dk[1][-3:-1], *dv[1][-3:-1], LN2.value, packed if packed is not None else batches, batches, seqlen_q, seqlen_k, kv_heads, group,
-         head_group, query_tiles // (batches * heads), key_tiles, chunk, near, query_tiles),
-        {"HEAD_DIM": dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed is not None, "ORDERED": ordered, "ROWS": tile.rows,
-         "STAGES": tile.stages, "WRITER": tile.writer, "REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
+        (*dk[1][-3:-1], *dv[1][-3:-1], LN2.value, batches if packed is None else packed, batches if packed is None else packed + 1,
+         seqlen_q, seqlen_k, kv_heads, group, head_group, query_tiles // (batches * heads), key_tiles, chunk, near, query_tiles),
+        {"HEAD_DIM": dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed is not None, "ORDERED": ordered,
+         **tile.constants()}, 4, 1)
 
 
 def tiles(packed: int | None, batches: int, heads: int, seqlen: int, block: int) -> int:
@@ -69,7 +69,7 @@ def _ends(x: Tensor, block: int, width: int, cu_seqlens: Tensor) -> Tensor:
     heads, width)."""
     ends = x.new_empty(x.shape[0], cu_seqlens.shape[0], block, x.shape[-2], width)
     for copy, end in zip(x, ends, strict=True):
-        flash_bwd_tails_kernel[(cu_seqlens.shape[0] * x.shape[-2],)](
+        bwd_tails_kernel[(cu_seqlens.shape[0] * x.shape[-2],)](
             copy, end, cu_seqlens, *copy.stride()[:2], cu_seqlens.shape[0] - 1, *copy.shape[:2], DIM=x.shape[-1], WIDTH=width, BLOCK=block,
             num_warps=4, num_stages=1)
     return ends.flatten(0, 1)
@@ -92,7 +92,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
 def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, extras, options, ordered) -> None:
     (sequences, seqlen_q, seqlen_k), heads, kv_heads = options.sizes(q.shape, k.shape), q.shape[-2], k.shape[-2]
     head_dim, value_dim = q.shape[-1], v.shape[-1]
-    width = 64 if max(head_dim, value_dim) <= 64 else 128
+    width = mainloop_width(head_dim, value_dim)
     tile, cu_seqlens = pair_tile(width, ordered), extras.cu_seqlens_q
     packed = options.sequences
     queries = rotated_copies(q, extras, options, seqlen_k, 3, queries=True, near=options.near)
@@ -101,20 +101,21 @@ def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, extras, options
     row_stats = stats.new_empty(n_tiles, 1, 2 * tile.rows)
     dq_sums = stats.new_empty(1, 3 * n_tiles * tile.rows * width // 32, 1, 32)
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
-    turns = torch.empty(n_tiles if ordered else 0, dtype=torch.int32, device=q.device)
+    semaphore = torch.empty(n_tiles if ordered else 0, dtype=torch.int32, device=q.device)
     shift = 0 if options.packed else seqlen_k - seqlen_q
     of_tiles = {"WIDTH": width, "PACKED": options.packed, "BLOCK": tile.rows}
     dual_chunk_bwd_rows_kernel[(n_tiles,)](
-        out, grad_out, stats, grad_lse, row_stats, dq_sums, counter, turns, cu_seqlens, *strides(out), *strides(grad_out), stats.stride(0),
-        sequences, seqlen_q, heads, shift, options.chunk, options.near, n_tiles, VALUE_DIM=value_dim, TURNS=1 if ordered else 0,
-        HAS_GRAD_LSE=grad_lse is not None, **of_tiles)
+        out, grad_out, stats, grad_lse, row_stats, dq_sums, counter, semaphore, cu_seqlens, *strides(out), *strides(grad_out),
+        stats.stride(0), sequences, seqlen_q, heads, shift, options.chunk, options.near, n_tiles, VALUE_DIM=value_dim,
+        SEMAPHORES=1 if ordered else 0, HAS_GRAD_LSE=grad_lse is not None, **of_tiles)
     ends = (None,) * 4
     if options.packed:
         ends = (_ends(queries, tile.rows, width, cu_seqlens), _ends(keys, KEYS.value, width, cu_seqlens),
                 _ends(v[None], KEYS.value, width, cu_seqlens), _ends(grad_out[None], tile.rows, width, cu_seqlens))
     turned = torch.empty_like(keys)
-    walk = _walk(q.device, q.dtype, packed, ordered, options.chunk, options.near, *map(layout, (queries, keys, v, turned, dv)), tile)
-    run(walk, tile.rows, width, (queries, keys, v, grad_out), row_stats, ends, turned, dv, dq_sums, counter, turns, cu_seqlens)
+    mainloop = _mainloop(q.device, q.dtype, packed, ordered, options.chunk, options.near,
+                         *map(layout, (queries, keys, v, turned, dv)), tile)
+    run(mainloop, tile.rows, width, (queries, keys, v, grad_out), row_stats, ends, turned, dv, dq_sums, counter, semaphore, cu_seqlens)
     rotation = {"HEAD_DIM": head_dim, "ROTARY_DIM": options.rotary_dim, "INTERLEAVED": options.rope_interleaved}
     dual_chunk_bwd_dq_rows_kernel[(n_tiles,)](
         dq_sums, dq, *extras[:3], cu_seqlens, *strides(dq), options.multiplier_stride or 0,
@@ -125,13 +126,9 @@ def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, extras, options
         **rotation, **of_tiles)
 
 
-def run(walk: Launch, rows: int, width: int, operands: tuple[Tensor, ...], row_stats: Tensor, ends: tuple, dk: Tensor, dv: Tensor,
+def run(mainloop: Launch, rows: int, width: int, operands: tuple[Tensor, ...], row_stats: Tensor, ends: tuple, dk: Tensor, dv: Tensor,
         dq_sums: Tensor, *rest) -> None:
     """operands: queries, keys, values and gradients of the output; ends: theirs, of packed sequences."""
-    blocks = rows, HALF.value, HALF.value, rows
-
-    def described(tensors: tuple) -> list:
-        return [x if x is None else descriptor(x, block, width) for x, block in zip(tensors, blocks, strict=True)]
-
-    walk(*described(operands), descriptor(row_stats, 1, 2 * rows), *described(ends), descriptor(dk, HALF.value, width),
-         descriptor(dv, HALF.value, width), dk, dv, descriptor(dq_sums, 128, 32), *rest)
+    mainloop(*sources(operands, rows, width), descriptor(row_stats, 1, 2 * rows), *sources(ends, rows, width),
+             descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width), dk, dv,
+             descriptor(dq_sums, rows * width // 64, 32), *rest)

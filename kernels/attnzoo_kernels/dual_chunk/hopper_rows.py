@@ -1,5 +1,5 @@
-"""What frames the Hopper backward's walk, in plain Triton: row statistics and empty float32 dQs before it; behind it the sum of the stages'
-dQ, each turned back from its frame, and dK turned back.
+"""What frames the Hopper backward's mainloop, in plain Triton: row statistics and empty float32 dQs before it; behind it the sum of the
+stages' dQ, each turned back from its frame, and dK turned back.
 
 A float32 dQ lies in tiles of 64 or 128 queries, each 64 of them in the order in which the threads of a matrix product hold them.
 """
@@ -7,8 +7,9 @@ A float32 dQ lies in tiles of 64 or 128 queries, each 64 of them in the order in
 import triton
 import triton.language as tl
 
+from attnzoo_kernels._gluon.bwd_postprocess import by_rows
+from attnzoo_kernels._gluon.bwd_preprocess import program_tile_of_queries, write_statistics
 from attnzoo_kernels.dual_chunk.rotation import load_angles, query_factor, rotate_pairs, scaled_gradient, stage_position, store_pairs
-from attnzoo_kernels.flash.hopper_rows import by_rows, program_tile_of_queries, write_statistics
 
 
 @triton.jit
@@ -24,12 +25,12 @@ def _has_copy(copy: tl.constexpr, position, chunk, near):
 
 
 @triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "shift", "chunk", "near", "copy_tiles"],
-            do_not_specialize_on_alignment=["stats_ptr", "grad_lse_ptr", "turns_ptr", "cu_seqlens"])
-def dual_chunk_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, turns_ptr, cu_seqlens,
+            do_not_specialize_on_alignment=["stats_ptr", "grad_lse_ptr", "semaphore_ptr", "cu_seqlens"])
+def dual_chunk_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr, cu_seqlens,
                                stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen, heads,
                                shift, chunk, near, copy_tiles, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
-                               TURNS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
-    """As flash_bwd_rows_kernel; cleared is what a tile's stages add to."""
+                               SEMAPHORES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
+    """As bwd_preprocess_kernel; cleared is what a tile's stages add to."""
     batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     write_statistics(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, batch, head, row, first, length, tile, stride_ob, stride_os,
                      stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, seqlen, heads, VALUE_DIM, WIDTH, HAS_GRAD_LSE, BLOCK)
@@ -39,8 +40,8 @@ def dual_chunk_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_sta
             tl.store(dq_ptr + (tile + copy * copy_tiles) * (BLOCK * WIDTH) + empty, tl.zeros([BLOCK * WIDTH], tl.float32))
     if tl.program_id(0) == 0:
         tl.store(counter_ptr, 0)
-    for n in tl.static_range(TURNS):
-        tl.store(turns_ptr + tile * TURNS + n, 0)
+    for n in tl.static_range(SEMAPHORES):
+        tl.store(semaphore_ptr + tile * SEMAPHORES + n, 0)
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "heads", "shift", "chunk", "top", "far", "near", "copy_tiles"],

@@ -69,7 +69,7 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
         from attnzoo_kernels.flash import hopper_backward
 
         ordered = deterministic or hopper_backward.in_order_anyway(q, k, v, options)
-        return hopper_backward.launch_backward(*arguments, ordered, into=into)
+        return hopper_backward.launch_backward(*arguments[:9], options, ordered, into=into)
     from attnzoo_kernels.flash import backward
 
     return backward.launch_backward(*arguments, into)

@@ -1,0 +1,153 @@
+"""The mainloop of a Hopper backward's consumers: dK and dV of a tile's keys, step by step along the queries that see them."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.backward_dq import dq_before, hand_on_dq, sum_so_far, write_to
+from attnzoo_kernels._gluon.backward_tiles import HALF, await_tile, first_and_last_query, word
+from attnzoo_kernels._gluon.hopper import async_store, box, fence_async_shared, mbarrier, product_layout, tma, warpgroup_mma_wait
+
+
+class Gradients(NamedTuple):
+    """Where dK and dV go: through TMA, but for the ends of packed sequences."""
+
+    dk_desc: Any
+    dv_desc: Any
+    dk_ptr: Any
+    dv_ptr: Any
+    stride_dk: Any  # of rows
+    stride_dv: Any
+    stride_dk_head: Any
+    stride_dv_head: Any
+    dv_from: Any = None  # float32 (tiles, KEYS, WIDTH): a sum of dV that other launches began; a null pointer adds nothing
+    dv_to: Any = None  # where the sum goes, unless that is null
+
+
+@gluon.jit
+def store_keys(desc, pointer, stride_row, stride_head, buffer, x, batch, kv_head, first_k, key, len_k, DIM: gl.constexpr,
+               PACKED: gl.constexpr):
+    """The rows `key` on of a sequence, of those that it has."""
+    if PACKED:
+        if key + HALF > len_k:
+            rows = key + gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout))
+            columns = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+            at = pointer + ((first_k + rows).to(gl.int64) * stride_row + kv_head * stride_head)[:, None] + columns[None, :]
+            gl.store(at, x, mask=(rows < len_k)[:, None] & (columns < DIM)[None, :])
+        else:
+            _store_tile(desc, buffer, x, 0, kv_head, first_k + key)
+    else:
+        _store_tile(desc, buffer, x, batch, kv_head, key)
+
+
+@gluon.jit
+def _store_tile(desc, buffer, x, batch, kv_head, row, column=0):
+    """Through a shared tile that is as wide as x, or half as wide."""
+    WIDTH: gl.constexpr = buffer.shape[1]
+    if x.shape[1] > WIDTH:
+        left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, WIDTH]), (0, 2, 1)))
+        _store_tile(desc, buffer, left, batch, kv_head, row, column)
+        _store_tile(desc, buffer, right, batch, kv_head, row, column + WIDTH)
+    else:
+        tma.store_wait(0)
+        buffer.store(x)
+        fence_async_shared()
+        async_store(desc, [batch, kv_head, row, column], box(buffer, desc))
+
+
+@gluon.jit
+def store_dv(grads, buffer, dv, batch, kv_head, first_k, key, len_k, c):
+    store_keys(grads.dv_desc, grads.dv_ptr, grads.stride_dv, grads.stride_dv_head, buffer, dv.to(buffer.dtype), batch, kv_head, first_k,
+               key, len_k, c.VALUE_DIM, c.PACKED)
+
+
+@gluon.jit
+def store_dk(grads, buffer, dk, batch, kv_head, first_k, key, len_k, c):
+    store_keys(grads.dk_desc, grads.dk_ptr, grads.stride_dk, grads.stride_dk_head, buffer, dk.to(buffer.dtype), batch, kv_head, first_k,
+               key, len_k, c.HEAD_DIM, c.PACKED)
+
+
+@gluon.jit
+def end_tile(work, bars, slot, NUMBERED: gl.constexpr = False):
+    """Gives K, V and the slot back; what writing the tile out still needs: (batch, key head, first key, where the sequence's keys begin,
+    how many it has, the tile's number if NUMBERED)."""
+    mbarrier.arrive(bars.kv_empty, count=1)
+    batch, kv_head = word(work, slot, "batch"), word(work, slot, "kv_head")
+    key, first_k, len_k = word(work, slot, "key"), word(work, slot, "first_k"), word(work, slot, "len_k")
+    number = 0
+    if NUMBERED:
+        number = word(work, slot, "number")
+    mbarrier.arrive(bars.work_empty.index(slot), count=1)
+    return batch, kv_head, key, first_k, len_k, number
+
+
+@gluon.jit
+def all_queries(of_tile, smem, slot, member, bounds):
+    """BOUNDS: the steps of a query head, between which masks begin and end: (begin, full_begin, full_end, end)."""
+    return bounds
+
+
+@gluon.jit
+def same_tile(of_tile, bars, step, n, c):
+    """ROW_TILE: the tile of queries of the n-th step."""
+    return n
+
+
+@gluon.jit
+def consume(grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, ME: gl.constexpr):
+    """dK and dV of 64 keys of each tile; own: what the hooks need beside that."""
+    ROWS: gl.constexpr = c.ROWS
+    SUMMED: gl.constexpr = grads.dv_from is not None
+    work = smem.work
+    taken = 0
+    at = 0
+    slot, more = await_tile(work, bars.work_full, taken)
+    while more != 0:
+        key = word(work, slot, "key")
+        bounds = word(work, slot, "begin"), word(work, slot, "full_begin"), word(work, slot, "full_end"), word(work, slot, "end")
+        len_q, len_k = word(work, slot, "len_q"), word(work, slot, "len_k")
+        of_tile = c.OF_TILE(own, key, len_q, len_k, c)
+        low, high = first_and_last_query(key + ME * HALF, len_q, len_k, problem.window_left, problem.window_right, c, product_layout(ROWS))
+        dk = gl.zeros([HALF, c.WIDTH], gl.float32, product_layout(c.WIDTH))
+        dv = gl.zeros([HALF, c.VALUE_WIDTH], gl.float32, product_layout(c.VALUE_WIDTH))
+        mbarrier.wait(bars.k_full, taken & 1)
+        mbarrier.wait(bars.v_full, taken & 1)
+        dq_tile = word(work, slot, "dq_tile")
+        before = at - bounds[0]
+        dq_end = dq_tile  # behind the last one that was made
+        for member in range(problem.group):
+            of_head = c.BOUNDS(of_tile, smem, slot, member, bounds)
+            for segment in gl.static_range(c.SEGMENT_BEGIN, c.SEGMENT_END):
+                for i in range(of_head[segment], of_head[segment + 1]):
+                    j = c.ROW_TILE(of_tile, bars, before + i, i, c)
+                    made = dq_tile + j
+                    if c.DQ_LAGS:
+                        made = gl.where(i > of_head[0], dq_tile + j, dq_end) - 1
+                    if not c.DQ_WARP:
+                        made += c.BUFFER(of_tile, j, c)
+                    dk, dv = c.STEP(dk, dv, smem, bars, dq_desc, made, before + i, before + i > at, scale, low - j * ROWS, high - j * ROWS,
+                                    c, ME, segment != 1)
+            before += of_head[3] - of_head[0]
+            dq_end = dq_tile + of_head[3]
+            dq_tile += problem.head_tiles
+        if c.DQ_LAGS:
+            if before + bounds[0] > at:
+                dq = warpgroup_mma_wait(0, deps=(dq_before(smem, bars, before + bounds[0], True, c, ME),))
+                hand_on_dq(dq, dq_desc, smem, dq_end - 1, bars, before + bounds[0], c, ME)
+        at = before + bounds[0]
+        batch, kv_head, key, first_k, len_k, number = end_tile(work, bars, slot, SUMMED)
+        row = key + ME * HALF
+        buffer = smem.out.index(ME)
+        if SUMMED:
+            dv += sum_so_far(grads.dv_from, number, ME, c.VALUE_WIDTH, dv.type.layout)
+            if grads.dv_to.to(gl.int64, bitcast=True) != 0:
+                write_to(grads.dv_to + (number * 2 + ME).to(gl.int64) * (HALF * c.VALUE_WIDTH), dv)
+            else:
+                store_dv(grads, buffer, dv, batch, kv_head, first_k, row, len_k, c)
+        else:
+            store_dv(grads, buffer, dv, batch, kv_head, first_k, row, len_k, c)
+        store_dk(grads, buffer, dk * dk_scale, batch, kv_head, first_k, row, len_k, c)
+        taken += 1
+        slot, more = await_tile(work, bars.work_full, taken)
+    tma.store_wait(0)

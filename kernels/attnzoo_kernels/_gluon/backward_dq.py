@@ -1,0 +1,208 @@
+"""dQ of a Hopper backward: made from both consumers' dS, added up in memory in float32, in any order or one key tile after the other.
+
+The float32 dQ lies in tiles of a step's queries, each 64 rows of them in the order in which the threads of a product hold them.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, await_tile, word
+from attnzoo_kernels._gluon.hopper import (
+    async_add,
+    async_store,
+    barrier,
+    box,
+    fence_async_shared,
+    mbarrier,
+    release,
+    ring,
+    tma,
+    warpgroup_mma,
+)
+
+
+@gluon.jit
+def dq_product(k_tiles, ds_tiles, slot, ROW: gl.constexpr, COLUMN: gl.constexpr, COLUMNS: gl.constexpr):
+    """64 rows and some columns of dQ = dS K over both consumers' keys, in flight."""
+    dq = gl.zeros([64, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
+    for c in gl.static_range(2):
+        # [64, HALF] x [HALF, COLUMNS]
+        dq = warpgroup_mma(ds_tiles.index(slot * 2 + c).slice(ROW, 64, dim=1).permute((1, 0)),
+                           k_tiles.index(c).slice(COLUMN, COLUMNS, dim=1), dq, use_acc=c > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def dq_half(smem, slot, c, ME: gl.constexpr):
+    """A consumer's half of dQ, in flight: half of the columns of 64 queries, half of the rows of 128."""
+    if c.DQ_ROWS == 64:
+        dq = dq_product(smem.k, smem.ds, slot, 0, ME * (c.WIDTH // 2), c.WIDTH // 2)
+    else:
+        dq = dq_product(smem.k, smem.ds, slot, ME * 64, 0, c.WIDTH)
+    return dq
+
+
+@gluon.jit
+def dq_before(smem, bars, step, some, c, ME: gl.constexpr):
+    """dq_half of the step before `step`, once the other consumer's dS is there; of no use unless there was `some`."""
+    slot, phase = ring(step + 1, 2)
+    mbarrier.wait(bars.ds_full[1 - ME].index(slot), phase ^ 1, pred=some)
+    return dq_half(smem, slot, c, ME)
+
+
+@gluon.constexpr_function
+def _as_registers(columns):
+    """A product [64, columns] in the order of its registers, as the tile [2 * columns, 32] that TMA reads: swizzled by 128 bytes."""
+    bases = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 2], [4, 4], [17, 0], [32, 0], [0, 8], [0, 16], [0, 32]]
+    return gl.SharedLinearLayout(bases[: 11 if columns == 32 else 12], [], 1024)
+
+
+@gluon.jit
+def hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME: gl.constexpr):
+    """dQ on its way to memory. DQ_LAGS: it is that of the step before `step`, whose dS the other consumer gets back."""
+    if c.DQ_WARP and c.DQ_LAGS:
+        mbarrier.wait(bars.dq_empty.index(ME), step & 1)
+    elif c.DQ_WARP:
+        mbarrier.wait(bars.dq_empty.index(ME), (step & 1) ^ 1)
+    else:
+        tma.store_wait(0)
+    COLUMNS: gl.constexpr = dq.shape[1]
+    smem.dq.index(ME)._reinterpret(gl.float32, [64, COLUMNS], _as_registers(COLUMNS)).store(dq)
+    fence_async_shared()
+    if c.DQ_WARP or c.DQ_LAGS:
+        barrier()
+    if c.DQ_LAGS:
+        release(bars.ds_empty[1 - ME].index((step + 1) % 2))
+    if c.DQ_WARP:
+        release(bars.dq_full.index(ME))
+    else:
+        _add_half(dq_desc, smem.dq, dq_tile, ME, 128 * COLUMNS)
+
+
+@gluon.jit
+def _add_half(dq_desc, dq_tiles, dq_tile, ME: gl.constexpr, SIZE: gl.constexpr):
+    """One consumer's half of a tile of dQ, SIZE floats, to memory."""
+    async_add(dq_desc, [0, 0, dq_tile * (SIZE // 32) + ME * (SIZE // 64), 0], box(dq_tiles.index(ME), dq_desc))
+
+
+@gluon.jit
+def _write_half(dq_desc, dq_tiles, dq_tile, ME: gl.constexpr, SIZE: gl.constexpr):
+    """As _add_half, over what was there."""
+    async_store(dq_desc, [0, 0, dq_tile * (SIZE // 32) + ME * (SIZE // 64), 0], box(dq_tiles.index(ME), dq_desc))
+
+
+@gluon.jit
+def turn_of(query_tile, key, len_q, len_k, window_right, c):
+    """What the semaphore of a query tile says when a key tile may add: those that see it do one after the other, from the last one down."""
+    last = (len_k - 1) // KEYS
+    if c.HAS_RIGHT:
+        last = gl.minimum(last, ((query_tile + 1) * c.ROWS - 1 + len_k - len_q + window_right) // KEYS)
+    return last - key // KEYS
+
+
+@gluon.jit
+def await_turn(semaphore, now, query_tile, key, len_q, len_k, window_right, c):
+    """`now` was read some time ago."""
+    mine = turn_of(query_tile, key, len_q, len_k, window_right, c)
+    while now != mine:
+        now = gl.load(semaphore, volatile=True)
+
+
+@gluon.jit
+def _pass_turn(semaphore):
+    """Once all that this warp added by TMA is in memory."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    address = gl.full([32], 0, gl.int64, one) + semaphore.to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise("{ .reg .pred one; cp.async.bulk.wait_group 0; bar.warp.sync -1; setp.eq.s32 one, $1, 0; "
+                              "@one red.release.gpu.global.add.s32 [$2], 1; mov.b32 $0, 0; }",
+                              "=r,r,l", [gl.arange(0, 32, one), address], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def first_buffer(of_tile, j, c):
+    """BUFFER: how many tiles behind its place in the first buffer of dQ that of the j-th query tile lies."""
+    return 0
+
+
+@gluon.jit
+def add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c):
+    """The warp that has both halves of dQ added to memory; the consumers run up to a step ahead of its waiting.
+
+    ORDERED: key tile by key tile, as dq_semaphore says; the first one writes over what was there unless that was CLEARED."""
+    SIZE: gl.constexpr = c.DQ_ROWS * c.WIDTH
+    window_right = problem.window_right
+    taken = 0
+    step = 0
+    slot, more = await_tile(smem.work, bars.work_full, taken)
+    while more != 0:
+        key = word(smem.work, slot, "key")
+        begin = word(smem.work, slot, "begin")
+        tiles = word(smem.work, slot, "end") - begin
+        len_q, len_k = word(smem.work, slot, "len_q"), word(smem.work, slot, "len_k")
+        tile = word(smem.work, slot, "dq_tile") + begin
+        mbarrier.arrive(bars.work_empty.index(slot), count=1)
+        of_tile = c.OF_TILE(own, key, len_q, len_k, c)
+        for _ in range(problem.group):
+            for j in range(tiles):
+                now = 0
+                mine = 1
+                if c.ORDERED:
+                    now = gl.load(dq_semaphore + tile, volatile=True)
+                    if not c.CLEARED:
+                        mine = turn_of(begin + j, key, len_q, len_k, window_right, c)
+                dq_tile = tile + c.BUFFER(of_tile, begin + j, c)
+                for half in gl.static_range(2):
+                    mbarrier.wait(bars.dq_full.index(half), step & 1)
+                    if c.ORDERED and half == 0:
+                        await_turn(dq_semaphore + tile, now, begin + j, key, len_q, len_k, window_right, c)
+                    if mine == 0:
+                        _write_half(dq_desc, smem.dq, dq_tile, half, SIZE)
+                    else:
+                        _add_half(dq_desc, smem.dq, dq_tile, half, SIZE)
+                for half in gl.static_range(2):
+                    tma.store_wait(1 - half)
+                    mbarrier.arrive(bars.dq_empty.index(half), count=1)
+                if c.ORDERED:
+                    _pass_turn(dq_semaphore + tile)
+                tile += 1
+                step += 1
+            tile += problem.head_tiles - tiles
+        taken += 1
+        slot, more = await_tile(smem.work, bars.work_full, taken)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _places(pointer, x):
+    """Addresses of x [64, N], a product, in the order of registers: four floats a thread, 16 bytes from thread to thread."""
+    product: gl.constexpr = x.type.layout
+    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, product))
+    c = gl.arange(0, x.shape[1], gl.SliceLayout(0, product))
+    place = ((c // 8) * 128 + (c % 8) // 2)[None, :] + ((r // 16) * 32 + (r % 8) * 4)[:, None]
+    return pointer.to(gl.int64, bitcast=True) + (place * 16).to(gl.int64)
+
+
+@gluon.jit
+def add_to(pointer, x):
+    """x [64, N] in a product's layout, added to memory in the order of registers."""
+    gl.inline_asm_elementwise("{ red.relaxed.gpu.global.add.v4.f32 [$5], {$1, $2, $3, $4}; mov.b32 $0, 0; }", "=r,f,f,f,f,l,l,l,l",
+                              [x, _places(pointer, x)], dtype=gl.int8, is_pure=False, pack=4)
+
+
+@gluon.jit
+def write_to(pointer, x):
+    """As add_to, over what was there."""
+    gl.inline_asm_elementwise("{ st.relaxed.gpu.global.v4.f32 [$5], {$1, $2, $3, $4}; mov.b32 $0, 0; }", "=r,f,f,f,f,l,l,l,l",
+                              [x, _places(pointer, x)], dtype=gl.int8, is_pure=False, pack=4)
+
+
+@gluon.jit
+def sum_so_far(pointer, tile, ME: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
+    """[HALF, WIDTH] of a tile as earlier launches left it by write_to; zeros if the pointer is null."""
+    x = gl.zeros([HALF, WIDTH], gl.float32, layout)
+    some = gl.full([HALF, WIDTH], 0, gl.int32, layout) + (pointer.to(gl.int64, bitcast=True) != 0).to(gl.int32)
+    place = _places(pointer + (tile * 2 + ME).to(gl.int64) * (HALF * WIDTH), x)
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred some; setp.ne.s32 some, $8, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+        "@some ld.relaxed.gpu.global.v4.f32 {$0, $1, $2, $3}, [$4]; }",
+        "=f,=f,=f,=f,l,l,l,l,r,r,r,r", [place, some], dtype=gl.float32, is_pure=False, pack=4)

@@ -1,0 +1,129 @@
+"""The warp that loads for a Hopper backward: tiles of keys and the queries that see them, by hooks for what a variant loads."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, WORK, announce
+from attnzoo_kernels._gluon.hopper import async_load, box, mbarrier, ring
+
+
+class Source(NamedTuple):
+    """Descriptors of what is loaded, and of copies of the ends of packed sequences with zeros behind them (None for dense tensors)."""
+
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    stats: Any
+    q_tail: Any
+    k_tail: Any
+    v_tail: Any
+    do_tail: Any
+
+
+@gluon.jit
+def load_step(q_desc, do_desc, stats_desc, smem, bars, stage, q_batch, batch, head, row, stats_tile):
+    """Queries from `row` on, their row statistics and their gradients of the output."""
+    bar = bars.q_full.index(stage)
+    mbarrier.expect(bar, q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
+    async_load(q_desc, [q_batch, head, row, 0], bar, box(smem.q.index(stage), q_desc))
+    async_load(stats_desc, [0, 0, stats_tile, 0], bar, box(smem.stats.index(stage), stats_desc))
+    load_gradients(do_desc, smem, bars, stage, batch, head, row)
+
+
+@gluon.jit
+def load_gradients(do_desc, smem, bars, stage, batch, head, row):
+    bar = bars.do_full.index(stage)
+    mbarrier.expect(bar, do_desc.block_type.nbytes)
+    async_load(do_desc, [batch, head, row, 0], bar, box(smem.do.index(stage), do_desc))
+
+
+@gluon.jit
+def load_halves(desc, tiles, full, batch, kv_head, key, FIRST: gl.constexpr = 0):
+    """KEYS rows from `key` on into two tiles of a barrier that expects them."""
+    for c in gl.static_range(2):
+        async_load(desc, [batch, kv_head, key + c * HALF, 0], full, box(tiles.index(FIRST + c), desc))
+
+
+@gluon.jit
+def load_keys_and_values(k_desc, v_desc, smem, bars, batch, kv_head, key):
+    mbarrier.expect(bars.k_full, 2 * k_desc.block_type.nbytes)
+    load_halves(k_desc, smem.k, bars.k_full, batch, kv_head, key)
+    mbarrier.expect(bars.v_full, 2 * v_desc.block_type.nbytes)
+    load_halves(v_desc, smem.v, bars.v_full, batch, kv_head, key)
+
+
+@gluon.jit
+def load_queries(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c):
+    """LOAD_Q: the j-th tile of a head's queries. What a tile at the end of a packed sequence would read of the next one comes from a copy
+    with zeros behind the end."""
+    ROWS: gl.constexpr = c.ROWS
+    if c.PACKED:
+        if (j + 1) * ROWS > tile.len_q:
+            load_step(source.q_tail, source.do_tail, source.stats, smem, bars, stage, sequence, sequence, head, 0, stats_tile + j)
+        else:
+            load_step(source.q, source.do, source.stats, smem, bars, stage, 0, 0, head, first_q + j * ROWS, stats_tile + j)
+    else:
+        load_step(source.q, source.do, source.stats, smem, bars, stage, tile.batch, tile.batch, head, j * ROWS, stats_tile + j)
+
+
+@gluon.jit
+def load_keys(source, smem, bars, tile, sequence, c):
+    """LOAD_K: a tile's keys and values, as LOAD_Q."""
+    if c.PACKED:
+        if tile.key + KEYS > tile.len_k:
+            load_keys_and_values(source.k_tail, source.v_tail, smem, bars, sequence, tile.kv_head, 0)
+        else:
+            load_keys_and_values(source.k, source.v, smem, bars, 0, tile.kv_head, tile.first_k + tile.key)
+    else:
+        load_keys_and_values(source.k, source.v, smem, bars, tile.batch, tile.kv_head, tile.key)
+
+
+@gluon.jit
+def all_steps(of_tile, tile, member):
+    """LOAD_STEPS: (begin, end, state) of a query head's steps."""
+    return tile.begin, tile.end, 0
+
+
+@gluon.jit
+def next_step(of_tile, state, n):
+    """LOAD_NEXT: (tile of queries of the n-th step, state)."""
+    return n, state
+
+
+@gluon.jit
+def load(source, smem, bars, problem, own, c):
+    """Takes tiles, tells the others which, and loads what they need. own: what the hooks need beside that."""
+    step = 0
+    taken = 0
+    more = 1
+    while more != 0:
+        slot, phase = ring(taken, WORK)
+        mbarrier.wait(bars.work_empty.index(slot), phase ^ 1)
+        tile, sequence, first_q = c.TILE(problem, own, c)
+        more = tile.more
+        announce(smem.work, bars.work_full, slot, tile)
+        if more != 0:
+            of_tile = c.OF_TILE(own, tile.key, tile.len_q, tile.len_k, c)
+            stats_tile = tile.dq_tile
+            loaded = 0
+            for member in range(problem.group):
+                head = tile.kv_head * problem.group + member
+                begin, end, state = c.LOAD_STEPS(of_tile, tile, member)
+                for n in range(begin, end):
+                    j, state = c.LOAD_NEXT(of_tile, state, n)
+                    stage, stage_phase = ring(step, c.STAGES)
+                    mbarrier.wait(bars.step_empty.index(stage), stage_phase ^ 1)
+                    c.LOAD_Q(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c)
+                    if loaded == 0:  # behind the first queries: keys and values have one buffer, which is freed late
+                        mbarrier.wait(bars.kv_empty, (taken & 1) ^ 1)
+                        c.LOAD_K(source, smem, bars, tile, sequence, c)
+                        loaded = 1
+                    step += 1
+                stats_tile += problem.head_tiles
+            if loaded == 0:
+                mbarrier.wait(bars.kv_empty, (taken & 1) ^ 1)
+                c.LOAD_K(source, smem, bars, tile, sequence, c)
+        taken += 1

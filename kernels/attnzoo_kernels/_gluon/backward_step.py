@@ -1,0 +1,196 @@
+"""A step of a Hopper backward by two consumers, everything transposed (keys by queries), and what it needs in shared memory."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.backward_dq import dq_before, dq_half, hand_on_dq
+from attnzoo_kernels._gluon.backward_tiles import HALF, WORK
+from attnzoo_kernels._gluon.hopper import (
+    barrier,
+    barriers,
+    fence_async_shared,
+    mbarrier,
+    product_layout,
+    release,
+    ring,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+class Barriers(NamedTuple):
+    """What is `full` was loaded or made, what is `empty` was read; those of a consumer as a tuple."""
+
+    q_full: Any
+    do_full: Any
+    step_empty: Any
+    k_full: Any
+    v_full: Any
+    kv_empty: Any
+    work_full: Any
+    work_empty: Any
+    ds_full: Any
+    dq_full: Any
+    dq_empty: Any
+    ds_empty: Any
+
+
+class Shared(NamedTuple):
+    """Tiles in shared memory."""
+
+    q: Any
+    do: Any
+    stats: Any  # rows' LSE in base 2, and delta
+    k: Any
+    v: Any
+    ds: Any  # of two steps and both consumers
+    dq: Any  # on its way to memory
+    out: Any  # dK or dV on their way to memory
+    columns: Any  # 0, 1, 2 ...: which query of a step a column is
+    work: Any  # of KeyTile
+
+
+@gluon.jit
+def step_barriers(STAGES: gl.constexpr, KEY_READERS: gl.constexpr, TILE_READERS: gl.constexpr):
+    """The first eight of Barriers: what is loaded is read by two consumers."""
+    bar: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    step_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], bar)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1], bar)
+    work_full = gl.allocate_shared_memory(gl.int64, [WORK, 1], bar)
+    work_empty = gl.allocate_shared_memory(gl.int64, [WORK, 1], bar)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    mbarrier.init(kv_empty, count=KEY_READERS)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+        mbarrier.init(step_empty.index(i), count=2)
+    for i in gl.static_range(WORK):
+        mbarrier.init(work_full.index(i), count=1)
+        mbarrier.init(work_empty.index(i), count=TILE_READERS)
+    return q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty
+
+
+@gluon.jit
+def pair_barriers(c):
+    """Of two consumers that make dQ between them, which a warp has added to memory under DQ_WARP, a step late under DQ_LAGS."""
+    q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = step_barriers(c.STAGES, 2, 3 if c.DQ_WARP else 2)
+    ds_full = (barriers(2, 1), barriers(2, 1))
+    ds_empty, dq_full, dq_empty = (), (), ()
+    if c.DQ_LAGS:
+        ds_empty = (barriers(2, 1), barriers(2, 1))
+    if c.DQ_WARP:
+        dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
+    return Barriers(q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, dq_full, dq_empty, ds_empty)
+
+
+@gluon.jit
+def column_numbers(ROWS: gl.constexpr):
+    columns = gl.allocate_shared_memory(gl.int32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
+    return columns
+
+
+@gluon.jit
+def pair_tiles(dtype: gl.constexpr, c):
+    """Shared of pair_step."""
+    ROWS: gl.constexpr = c.ROWS
+    WIDTH: gl.constexpr = c.WIDTH
+    STAGES: gl.constexpr = c.STAGES
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
+    keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, WIDTH], dtype)
+    half: gl.constexpr = [ROWS * WIDTH // 64, 32]
+    q = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
+    do = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
+    k = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
+    v = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
+    out = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
+    ds = gl.allocate_shared_memory(dtype, [4, HALF, ROWS], gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype))
+    dq = gl.allocate_shared_memory(gl.float32, [2] + half, gl.NVMMASharedLayout.get_default_for(half, gl.float32))
+    stats = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * ROWS], gl.NVMMASharedLayout.get_default_for([1, 2 * ROWS], gl.float32))
+    columns = column_numbers(ROWS)
+    work = gl.allocate_shared_memory(gl.int32, [WORK, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Shared(q, do, stats, k, v, ds, dq, out, columns, work)
+
+
+@gluon.jit
+def row_statistics(stats_tiles, stage, WHICH: gl.constexpr, ROWS: gl.constexpr, column: gl.constexpr):
+    """Of a step's queries: 0 the LSE in base 2, 1 delta."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return stats_tiles.index(stage)._reinterpret(gl.float32, [2 * ROWS], flat).slice(WHICH * ROWS, ROWS).load(column)
+
+
+@gluon.jit
+def masked_scores(x, columns, low, high, c):
+    """-inf where a query does not see the key: `columns` come from memory, for in registers they would have to be spilled."""
+    i = columns.load(gl.SliceLayout(0, x.type.layout))[None, :]
+    seen = i >= low[:, None]
+    if c.HAS_LEFT:
+        seen = seen & (i <= high[:, None])
+    return gl.where(seen, x, -float("inf"))
+
+
+@gluon.jit
+def base_2_scores(scores, smem, stage, scale, low, high, c, MASKED: gl.constexpr):
+    """Scores in base 2 less the LSE."""
+    x = scores * scale - row_statistics(smem.stats, stage, 0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))[None, :]
+    if MASKED:
+        x = masked_scores(x, smem.columns, low, high, c)
+    return x
+
+
+@gluon.jit
+def pair_step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
+    """STEP: adds what a step gives to dK and dV, and hands on this consumer's half of dQ; DQ_LAGS: that of the step before, if there was
+    `some`, so that the consumers need not keep step with each other.
+
+    Scores and dP are in flight together, dQ before dK: it goes its way while the tensor cores are busy with dK.
+    """
+    ROWS: gl.constexpr = c.ROWS
+    scores_layout: gl.constexpr = product_layout(ROWS)
+    weights_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    dtype: gl.constexpr = smem.q.dtype
+    nothing = gl.zeros([HALF, ROWS], gl.float32, scores_layout)
+    stage, phase = ring(step, c.STAGES)
+    mbarrier.wait(bars.q_full.index(stage), phase)
+    # [HALF, WIDTH] x [WIDTH, ROWS]
+    pending = warpgroup_mma(smem.k.index(ME), smem.q.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    mbarrier.wait(bars.do_full.index(stage), phase)
+    dweights_pending = warpgroup_mma(smem.v.index(ME), smem.do.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(pending,))
+    weights = gl.exp2(base_2_scores(scores, smem, stage, scale, low, high, c, MASKED))
+    p = gl.convert_layout(weights.to(dtype), weights_layout)
+    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
+    delta = row_statistics(smem.stats, stage, 1, ROWS, gl.SliceLayout(0, scores_layout))
+    dscores = (weights * (dweights - delta[None, :])).to(dtype)
+    ds_slot, ds_phase = ring(step, 2)
+    if c.DQ_LAGS:
+        mbarrier.wait(bars.ds_empty[ME].index(ds_slot), ds_phase ^ 1)
+    smem.ds.index(ds_slot * 2 + ME).store(dscores)
+    # [HALF, ROWS] x [ROWS, WIDTH]
+    dv_pending = warpgroup_mma(p, smem.do.index(stage), dv, is_async=True)
+    fence_async_shared()
+    barrier()
+    release(bars.ds_full[ME].index(ds_slot))
+    ds = gl.convert_layout(dscores, weights_layout)
+    if c.DQ_LAGS:
+        dq_pending = dq_before(smem, bars, step, some, c, ME)
+    else:
+        mbarrier.wait(bars.ds_full[1 - ME].index(ds_slot), ds_phase)
+        dq_pending = dq_half(smem, ds_slot, c, ME)
+    dk_pending = warpgroup_mma(ds, smem.q.index(stage), dk, is_async=True)
+    dv, dq, p = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p))
+    if c.DQ_LAGS:
+        if some:
+            hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME)
+    else:
+        hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME)
+    dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
+    release(bars.step_empty.index(stage))
+    return dk, dv

@@ -1,0 +1,213 @@
+"""Tiles of keys of a Hopper backward: which comes next, which queries see it, and how the loading warp tells the others of it."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.hopper import constants, mbarrier, ring
+from attnzoo_kernels._gluon.tiles import find_sequence
+
+ROWS = gl.constexpr(64)  # queries of a step, if nothing else is said
+KEYS = gl.constexpr(128)  # of a program
+HALF = gl.constexpr(64)  # keys of a consumer
+WORK = gl.constexpr(2)  # tiles that the loading warp may be ahead
+
+
+@constants
+class Config:
+    """What a kernel of the backward is compiled for, and its hooks."""
+
+    HEAD_DIM: gl.constexpr
+    VALUE_DIM: gl.constexpr
+    WIDTH: gl.constexpr  # of tiles of queries and keys
+    VALUE_WIDTH: gl.constexpr  # of tiles of values
+    ROWS: gl.constexpr  # queries of a step
+    DQ_ROWS: gl.constexpr  # rows of dQ that a step makes
+    STAGES: gl.constexpr  # steps that are loaded ahead
+    PACKED: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    ORDERED: gl.constexpr  # dQ is added up in the order of its semaphores
+    CLEARED: gl.constexpr  # dQ was cleared before, though it is ORDERED
+    DQ_WARP: gl.constexpr  # a warp of its own has dQ added to memory
+    DQ_LAGS: gl.constexpr  # dQ is made a step late, so that the consumers need not keep step with each other
+    SEGMENT_BEGIN: gl.constexpr  # of the segments of the queries that see a tile: 0 has a mask, 1 none, 2 again one
+    SEGMENT_END: gl.constexpr
+    OF_TILE: gl.constexpr  # what the hooks below need of a tile, from what they need of the problem: as same_for_all
+    TILE: gl.constexpr  # the next tile of keys, as next_key_tile
+    BOUNDS: gl.constexpr  # the segments of a query head's steps, as all_queries
+    LOAD_STEPS: gl.constexpr  # the loading warp's steps of a query head, as all_steps,
+    LOAD_NEXT: gl.constexpr  # and which tile of queries the next one loads, as next_step
+    ROW_TILE: gl.constexpr  # which tile of queries a consumer's step has, as same_tile
+    LOAD_Q: gl.constexpr  # what a step loads, as load_queries
+    LOAD_K: gl.constexpr  # what a tile of keys loads, as load_keys
+    STEP: gl.constexpr  # what a consumer does with a step, as pair_step
+    BUFFER: gl.constexpr  # which buffer of dQ a step adds to, as first_buffer
+
+
+class Problem(NamedTuple):
+    """What a program takes its tiles from; sequences and lengths as the kernels' arguments."""
+
+    counter: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    n_seqs: Any
+    seqlen_q: Any
+    seqlen_k: Any
+    kv_heads: Any
+    group: Any  # query heads of a key head
+    head_group: Any  # key heads whose tiles are taken in turn
+    head_tiles: Any  # tiles of dQ and of row statistics of a head
+    n_tiles: Any
+    window_left: Any
+    window_right: Any
+
+
+class KeyTile(NamedTuple):
+    """A tile of KEYS keys, as the loading warp tells the others of it by int32 in shared memory."""
+
+    more: Any  # 0 behind the last tile
+    batch: Any  # coordinate in the tensors: 0 where sequences are packed
+    kv_head: Any
+    key: Any  # its first key, counted in its sequence
+    begin: Any  # steps of queries that see it: those before full_begin and from full_end on need a mask
+    full_begin: Any
+    full_end: Any
+    end: Any
+    len_q: Any  # of its sequence
+    len_k: Any
+    first_k: Any  # where its sequence's keys begin
+    dq_tile: Any  # where the tiles of dQ of its first query head begin
+    number: Any  # of the tile, where its kernel needs one
+
+
+@gluon.constexpr_function
+def _place_of(name):
+    fields = KeyTile._fields
+    return fields.index(name)
+
+
+@gluon.jit
+def word(work, slot, NAME: gl.constexpr):
+    """Of the tile in a slot what KeyTile calls NAME. Each is read where it is needed: between them they would fill registers."""
+    WHICH: gl.constexpr = _place_of(NAME)
+    return gl.max(work.index(slot).slice(WHICH, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def announce(work, full, slot, tile):
+    """Tells the others of a tile."""
+    n = gl.arange(0, work.shape[1], gl.BlockedLayout([1], [32], [1], [0]))
+    written = n * 0
+    for i in gl.static_range(len(tile)):
+        written = gl.where(n == i, tile[i], written)
+    work.index(slot).store(written)
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def await_tile(work, full, taken):
+    """(slot of the next tile, whether there is one)."""
+    slot, phase = ring(taken, WORK)
+    mbarrier.wait(full.index(slot), phase)
+    return slot, word(work, slot, "more")
+
+
+@gluon.jit
+def same_for_all(own, key, len_q, len_k, c):
+    """OF_TILE: what it is given."""
+    return own
+
+
+@gluon.jit
+def query_tiles(key, len_q, len_k, window_left, window_right, c):
+    """Tiles of ROWS queries that see the KEYS keys from `key` on: (begin, full_begin, full_end, end); before full_begin and from full_end
+    on they need a mask."""
+    ROWS: gl.constexpr = c.ROWS
+    shift = len_k - len_q
+    last = gl.minimum(key + KEYS, len_k) - 1
+    tiles = (len_q + ROWS - 1) // ROWS
+    begin = 0
+    full_begin = 0
+    end = tiles
+    full_end = tiles
+    if c.HAS_RIGHT:
+        begin = gl.minimum(gl.maximum(key - shift - window_right, 0) // ROWS, tiles)
+        full_begin = (gl.maximum(last - shift - window_right, 0) + ROWS - 1) // ROWS
+    if c.HAS_LEFT:
+        end = gl.minimum(tiles, (gl.maximum(last - shift + window_left + 1, 0) + ROWS - 1) // ROWS)
+        full_end = gl.minimum(tiles, gl.maximum(key - shift + window_left + 1, 0) // ROWS)
+    end = gl.maximum(end, begin)
+    full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
+    if key + KEYS > len_k:  # keys behind the end
+        full_begin = end
+    full_end = gl.maximum(gl.minimum(full_end, end), full_begin)
+    return begin, full_begin, full_end, end
+
+
+@gluon.jit
+def first_and_last_query(key, len_q, len_k, window_left, window_right, c, layout: gl.constexpr):
+    """(first, last) query that sees each of the HALF keys from `key` on; the last one counts under a window only."""
+    shift = len_k - len_q
+    j = gl.arange(0, HALF, gl.SliceLayout(1, layout)) + key
+    low = gl.where(j < len_k, 0, 1 << 30)
+    if c.HAS_RIGHT:  # keys behind the end are seen by no query that there is
+        low = gl.where(j < len_k, j - shift - window_right, 1 << 30)
+    return low, j - shift + window_left
+
+
+@gluon.jit
+def next_key_tile(problem, own, c):
+    """TILE: (the next tile that has keys, its sequence, where the sequence's queries begin).
+
+    Dense tiles go by groups of `head_group` heads, whose queries stay in L2, inside a group by first key; ORDERED from the last one down,
+    so that a tile only ever waits for those that were taken before it.
+    """
+    index = gl.atomic_add(problem.counter, 1, sem="relaxed")
+    sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _decode_keys(index, problem, c)
+    if c.PACKED:
+        while (key >= len_k) & (index < problem.n_tiles):
+            index = gl.atomic_add(problem.counter, 1, sem="relaxed")
+            sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _decode_keys(index, problem, c)
+    batch = sequence
+    if c.PACKED:
+        batch = 0
+    begin, full_begin, full_end, end = query_tiles(key, len_q, len_k, problem.window_left, problem.window_right, c)
+    more = (index < problem.n_tiles).to(gl.int32)
+    return KeyTile(more, batch, kv_head, key, begin, full_begin, full_end, end, len_q, len_k, first_k, dq_tile, index), sequence, first_q
+
+
+@gluon.jit
+def _decode_keys(index, problem, c):
+    """Of the index-th tile (sequence, key head, first key, first_q, len_q, first_k, len_k, first tile of dQ)."""
+    n_seqs = problem.n_seqs
+    if c.PACKED:
+        slots = problem.seqlen_k // KEYS + n_seqs + 1
+        kv_head = index // slots
+        slot = index % slots
+        sequence = find_sequence(problem.cu_seqlens_k, slot, n_seqs, KEYS)
+        after = gl.minimum(sequence + 1, n_seqs)
+        first_q = gl.load(problem.cu_seqlens_q + sequence)
+        first_k = gl.load(problem.cu_seqlens_k + sequence)
+        len_q = gl.load(problem.cu_seqlens_q + after) - first_q
+        len_k = gl.where(sequence == n_seqs, problem.seqlen_k, gl.load(problem.cu_seqlens_k + after)) - first_k
+        tile = slot - (first_k // KEYS + sequence)
+        if c.ORDERED:
+            tiles = (len_k + KEYS - 1) // KEYS
+            tile = gl.where(tile < tiles, tiles - 1 - tile, tile)
+        dq_tile = kv_head * problem.group * problem.head_tiles + first_q // c.ROWS + sequence
+    else:
+        rows = n_seqs * problem.kv_heads
+        key_tiles = (problem.seqlen_k + KEYS - 1) // KEYS
+        first_row = index // (problem.head_group * key_tiles) * problem.head_group
+        members = gl.maximum(gl.minimum(problem.head_group, rows - first_row), 1)
+        place = index - first_row * key_tiles
+        owner = first_row + place % members
+        tile = place // members
+        if c.ORDERED:
+            tile = key_tiles - 1 - tile
+        sequence, kv_head = owner // problem.kv_heads, owner % problem.kv_heads
+        first_q, first_k, len_q, len_k = 0, 0, problem.seqlen_q, problem.seqlen_k
+        dq_tile = owner * problem.group * problem.head_tiles
+    return sequence, kv_head, tile * KEYS, first_q, len_q, first_k, len_k, dq_tile

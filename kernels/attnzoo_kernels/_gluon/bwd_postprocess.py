@@ -1,0 +1,35 @@
+"""What follows a Hopper backward's mainloop, in plain Triton: dQ in 16 bits, in rows.
+
+The float32 dQ lies in tiles of 64 or 128 queries, each 64 of them in the order in which the threads of a matrix product hold them.
+"""
+
+import triton
+import triton.language as tl
+
+from attnzoo_kernels._gluon.bwd_preprocess import program_tile_of_queries
+
+
+@triton.jit
+def by_rows(x, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """[BLOCK * WIDTH] in the order of registers as [BLOCK, WIDTH]."""
+    # halves of 64 rows, 8 columns, 16 rows, row of 8, pair of columns, half of 16 rows, column of a pair
+    x = tl.reshape(x, [BLOCK // 64, WIDTH // 8, 4, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(x, [0, 2, 5, 3, 1, 4, 6]), [BLOCK, WIDTH])
+
+
+@triton.jit(do_not_specialize=["n_seqs", "seqlen", "heads"], do_not_specialize_on_alignment=["semaphore_ptr", "cu_seqlens"])
+def bwd_postprocess_kernel(sum_ptr, semaphore_ptr, dq_ptr, cu_seqlens, stride_dqb, stride_dqs, stride_dqh, softmax_scale, n_seqs, seqlen,
+                           heads, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+                           ORDERED: tl.constexpr = False, SPACING: tl.constexpr = 1):
+    """dQ of a tile, every SPACING-th of those in memory. ORDERED: where no key tile took its turn, the sum was never written."""
+    batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    written = True
+    if ORDERED:
+        written = tl.load(semaphore_ptr + tile) > 0
+    r = tl.arange(0, BLOCK)
+    c = tl.arange(0, WIDTH)
+    place = sum_ptr + tile * (SPACING * BLOCK * WIDTH) + tl.arange(0, BLOCK * WIDTH)
+    dq = tl.load(place, mask=written, other=0.0) * softmax_scale
+    dq = by_rows(dq.to(dq_ptr.dtype.element_ty), BLOCK, WIDTH)
+    rows = dq_ptr + batch * stride_dqb + head * stride_dqh + (first + row + r).to(tl.int64)[:, None] * stride_dqs
+    tl.store(rows + c, dq, mask=(row + r < length)[:, None] & (c < HEAD_DIM)[None, :])

@@ -1,0 +1,82 @@
+"""The Gluon kernel of the Hopper backward: the library's mainloop over queries rotated for the stage of the keys.
+
+A tile of 128 keys lies in one chunk, a step's queries too. dQ of the three stages is added up in three float32 buffers, because it lies
+in the frame of its stage; hopper_rows.py turns it back.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, same_tile
+from attnzoo_kernels._gluon.backward_kernel import run_pair
+from attnzoo_kernels._gluon.backward_load import Source, all_steps, load_keys, load_step, next_step
+from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles
+from attnzoo_kernels._gluon.backward_tiles import Config, Problem, next_key_tile
+
+
+class Stages(NamedTuple):
+    """Where the stages of a tile of keys begin."""
+
+    first: Any  # tile of queries that is one chunk behind the keys
+    second: Any  # tile of queries that stands at the last copy's position to them
+    copy: Any  # batches, or sequences and one, of a copy of the queries
+    buffer: Any  # tiles of a buffer of dQ
+
+
+@gluon.jit
+def _stages_of_tile(own, key, len_q, len_k, c):
+    """OF_TILE: `own` is (chunk, near, batches of a copy, tiles of a buffer)."""
+    first = ((key // own[0] + 1) * own[0] - (len_k - len_q)) // c.ROWS
+    return Stages(first, first + (own[1] + c.ROWS - 1) // c.ROWS, own[2], own[3])
+
+
+@gluon.jit
+def _stage(of_tile, j):
+    return (j >= of_tile.first).to(gl.int32) + (j >= of_tile.second).to(gl.int32)
+
+
+@gluon.jit
+def _buffer(of_tile, j, c):
+    """BUFFER: that of the stage."""
+    return _stage(of_tile, j) * of_tile.buffer
+
+
+@gluon.jit
+def _load_queries(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c):
+    """LOAD_Q: of the copy for the stage."""
+    ROWS: gl.constexpr = c.ROWS
+    copy = _stage(of_tile, j)
+    if c.PACKED:
+        if (j + 1) * ROWS > tile.len_q:
+            load_step(source.q_tail, source.do_tail, source.stats, smem, bars, stage, copy * of_tile.copy + sequence, sequence, head, 0,
+                      stats_tile + j)
+        else:
+            load_step(source.q, source.do, source.stats, smem, bars, stage, copy, 0, head, first_q + j * ROWS, stats_tile + j)
+    else:
+        load_step(source.q, source.do, source.stats, smem, bars, stage, copy * of_tile.copy + tile.batch, tile.batch, head, j * ROWS,
+                  stats_tile + j)
+
+
+@gluon.jit(do_not_specialize=["n_seqs", "copy", "seqlen_q", "seqlen_k",
+                              "kv_heads", "head_group", "head_tiles", "n_tiles", "chunk", "near", "buffer"],
+           do_not_specialize_on_alignment=["dq_semaphore", "cu_seqlens"])
+def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc, dk_desc,
+                                 dv_desc, dk_ptr, dv_ptr, dq_desc, counter, dq_semaphore, cu_seqlens, stride_dks, stride_dkh, stride_dvs,
+                                 stride_dvh, dk_scale, n_seqs, copy, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles,
+                                 n_tiles, chunk, near, buffer, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr,
+                                 PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+                                 DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
+    """copy and buffer: as `Stages` has them; the rest as softmax_bwd_kernel."""
+    c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
+               PACKED=PACKED, HAS_LEFT=False, HAS_RIGHT=True, ORDERED=ORDERED, CLEARED=True, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
+               SEGMENT_BEGIN=0, SEGMENT_END=2, OF_TILE=_stages_of_tile, TILE=next_key_tile, BOUNDS=all_queries, LOAD_STEPS=all_steps,
+               LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=_load_queries, LOAD_K=load_keys, STEP=pair_step, BUFFER=_buffer)
+    smem = pair_tiles(q_desc.dtype, c)
+    bars = pair_barriers(c)
+    source = Source(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc)
+    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, stride_dkh, stride_dvh, None, None)
+    problem = Problem(counter, cu_seqlens, cu_seqlens, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0)
+    run_pair(source, grads, smem, bars, dq_desc, dq_semaphore, problem, (chunk, near, copy, buffer), 1.0, dk_scale, REGISTERS,
+             LOAD_REGISTERS, c)
