@@ -2,6 +2,7 @@
 signatures take longer than a launch; torch.compile sees custom operators. Triton is imported behind both."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -60,8 +61,14 @@ def differentiable(name: str, operator: str, function: Callable, fake: Callable,
 
 
 def eager_function(operator: str, function: Callable, prepare: Callable, derive: Callable) -> Callable:
+    def launch(*inputs):
+        return function(*inputs)
+
+    # autograd binds the arguments to it in every call: to that of `function`, made anew, it takes as long as a launch
+    launch.__signature__ = inspect.signature(launch)
+
     class Eager(torch.autograd.Function):
-        forward = staticmethod(function)
+        forward = staticmethod(launch)
         setup_context = staticmethod(prepare)
         backward = staticmethod(derive)
 
