@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import constants, mbarrier
+from attnzoo_kernels._gluon.hopper import barriers, constants
 
 ROWS = gl.constexpr(64)  # of a consumer: what one matrix instruction takes
 WORK = gl.constexpr(2)  # tiles that the loading warp may be ahead
@@ -130,36 +130,14 @@ def tiles_like(desc, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def forward_barriers(config):
-    Q_PLACES: gl.constexpr = config.Q_SLOTS * config.CONSUMERS
-    STAGES: gl.constexpr = config.STAGES
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_PLACES, 1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    work_full = gl.allocate_shared_memory(gl.int64, [WORK, 1], mbarrier.MBarrierLayout())
-    work_empty = gl.allocate_shared_memory(gl.int64, [WORK, 1], mbarrier.MBarrierLayout())
-    for n in gl.static_range(Q_PLACES):
-        mbarrier.init(q_full.index(n), count=1)
-        mbarrier.init(q_empty.index(n), count=1)
-    for n in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(n), count=1)
-        mbarrier.init(v_full.index(n), count=1)
-        mbarrier.init(k_empty.index(n), count=config.CONSUMERS)
-        mbarrier.init(v_empty.index(n), count=config.CONSUMERS)
-    for n in gl.static_range(WORK):
-        mbarrier.init(work_full.index(n), count=1)
-        mbarrier.init(work_empty.index(n), count=config.CONSUMERS)
-    return Barriers(q_full, q_empty, k_full, k_empty, v_full, v_empty, work_full, work_empty)
-
-
-@gluon.jit
 def work_and_barriers(config, WORDS: gl.constexpr = 3):
     """Where WORDS of the next tiles are written for the consumers, and Barriers."""
     work = gl.allocate_shared_memory(gl.int32, [WORDS * WORK, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return work, forward_barriers(config)
+    PLACES: gl.constexpr = config.Q_SLOTS * config.CONSUMERS
+    bars = Barriers(barriers(PLACES, 1), barriers(PLACES, 1), barriers(config.STAGES, 1), barriers(config.STAGES, config.CONSUMERS),
+                    barriers(config.STAGES, 1), barriers(config.STAGES, config.CONSUMERS), barriers(WORK, 1),
+                    barriers(WORK, config.CONSUMERS))
+    return work, bars
 
 
 @gluon.jit

@@ -88,7 +88,7 @@ def ring(step, SLOTS: gl.constexpr):
 
 @gluon.jit
 def stage_of(step, STAGES: gl.constexpr):
-    """As ring; of 2 or 4 stages by masks, for what a signed division takes delays a step's first product."""
+    """As ring; of 2 or 4 stages by masks (fault 12)."""
     if STAGES == 2 or STAGES == 4:
         slot = step & (STAGES - 1)
         phase = (step >> (STAGES // 2)) & 1
@@ -122,8 +122,8 @@ def load_tile(desc, tiles, full, slot, batch, head, row):
 
 @gluon.jit
 def release(bar):
-    """Arrives by one thread, without the two barriers of the warp group that mbarrier.arrive brings along: for tiles that only matrix
-    instructions read, behind the wait for them, or behind a barrier of the caller's own."""
+    """Arrives by one thread (fault 13): for tiles that only matrix instructions read, behind the wait for them, or behind a barrier of the
+    caller's own."""
     mbarrier.expect(bar, 0)
 
 
@@ -139,9 +139,8 @@ def _invalidate_ring(made):
 
 @gluon.jit
 def invalidate(rings):
-    """Ends the barriers of a tuple, and of tuples in it, behind all that uses them. One that a configuration never waits for would else be
-    dead after its start, and Triton lays other data into its place: with an atomic's result there, tiles were lost where processes shared
-    the GPU."""
+    """Ends the barriers of a tuple, and of tuples in it, behind all that uses them: else one that a configuration never waits for would be
+    dead after its start (fault 1)."""
     RINGS: gl.constexpr = len(rings)
     for n in gl.static_range(RINGS):
         if isinstance(rings[n], gl.tuple):

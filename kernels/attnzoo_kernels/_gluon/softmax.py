@@ -11,17 +11,17 @@ def partial_row_sums(x):
 
 
 @gluon.jit
-def row_maximum(x, FROM_ZERO: gl.constexpr):
-    """[M, N] to [M]. FROM_ZERO: a maximum below zero need only be some number below zero. Floats from zero on compare as integers do, of
+def row_maximum(x, NOT_NEGATIVE: gl.constexpr):
+    """[M, N] to [M]. NOT_NEGATIVE: a maximum below zero need only be some number below zero. Floats from zero on compare as integers do, of
     which one instruction takes the maximum of three."""
-    if FROM_ZERO:
+    if NOT_NEGATIVE:
         return gl.max(x.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
     return gl.max(x, 1)
 
 
 @gluon.jit
 def packed(x, dtype: gl.constexpr):
-    """[M, N] in 16 bits, two in an int32 of [M, N / 2]: from one loop to the next each would be carried in a register of its own."""
+    """[M, N] in 16 bits, two in an int32 of [M, N / 2] (fault 5)."""
     even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     if dtype == gl.bfloat16:
         words = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1)
@@ -42,19 +42,19 @@ def unpacked(words, layout: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(scores, top, norm, scale, MASKED: gl.constexpr, FROM_ZERO: gl.constexpr = False):
-    """One step over scores [M, N] (-inf where masked), which `scale` > 0 brings to base 2. FROM_ZERO: no maximum was below zero before.
+def softmax_step(scores, row_max, row_sum, scale, MASKED: gl.constexpr, NOT_NEGATIVE: gl.constexpr = False):
+    """One step over scores [M, N] (-inf where masked), which `scale` > 0 brings to base 2. NOT_NEGATIVE: no maximum was below zero before.
 
     Returns weights, the maximum (unscaled), partial sums and the factor for what was accumulated before.
     """
-    new_top = gl.maximum(top, row_maximum(scores, FROM_ZERO))
-    base = new_top
+    new_max = gl.maximum(row_max, row_maximum(scores, NOT_NEGATIVE))
+    base = new_max
     if MASKED:  # a row that saw no key yet must not make inf - inf
-        base = gl.where(new_top == -float("inf"), 0.0, new_top)
-    rescale = gl.exp2((top - base) * scale)
+        base = gl.where(new_max == -float("inf"), 0.0, new_max)
+    rescale = gl.exp2((row_max - base) * scale)
     weights = gl.exp2(scores * scale - (base * scale)[:, None])
-    norm = norm * gl.convert_layout(rescale, gl.SliceLayout(1, norm.type.layout))[:, None] + partial_row_sums(weights)
-    return weights, new_top, norm, rescale
+    row_sum = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + partial_row_sums(weights)
+    return weights, new_max, row_sum, rescale
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Block-sparse forward for Hopper in Gluon: FlashAttention's persistent walk, along lists of kept tiles that a loading warp reads ahead.
+"""Block-sparse forward for Hopper in Gluon: FlashAttention's, along lists of kept tiles that the loading warp reads ahead.
 
 Two warp groups of 64 queries each share a tile's list, from its last entry to its first; entries that need a mask are the list's last ones.
 Where blocks have 64 queries, one warp group has a list, and two or three programs share a multiprocessor.

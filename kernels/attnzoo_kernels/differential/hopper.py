@@ -1,8 +1,8 @@
 """Differential attention's forward for Hopper in Gluon: one launch, both softmaxes of a tile one after the other in the same program.
 
 Two accumulators at once would not leave registers for the overlap of products and softmax that flash's forward has. So each warp group
-walks the keys of the second path, keeps that result in float32 in shared memory, or above head_dim 64 in memory that stays in L2, walks
-those of the first path and subtracts; the values, which both paths read, come from L2 the second time.
+attends with the second branch, keeps that result in float32 in shared memory, or above head_dim 64 in memory that stays in L2, attends with
+the first branch and subtracts; the values, which both branches read, come from L2 the second time.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Dual Chunk attention's forward for Hopper in Gluon: flash's persistent programs, with the queries exchanged where a stage begins.
 
-A tile of queries lies in one chunk. It walks its own chunk's keys, those of the chunk before and all others, each from the last one down:
-tiles of keys begin at seams, so that only the first tile of a stage can need a mask.
+A tile of queries lies in one chunk. It attends to its own chunk's keys, those of the chunk before and all others, each from the last one
+down: tiles of keys begin at seams, so that only the first tile of a relation can need a mask.
 """
 
 import functools
@@ -165,7 +165,7 @@ def _plan(device: torch.device, dtype: torch.dtype, queries: Layout, keys: Layou
     chunk, group = options.chunk, out[0][-2] // v[0][-2]
     sequences, seqlen_q, seqlen_k = options.sizes(out[0], v[0])
     width, value_width = tile_width(queries[0][-1]), tile_width(v[0][-1])
-    tile = tile or hopper_forward_tile(width, value_width, seqlen_q // sequences if options.packed else seqlen_q, chunk)
+    tile = tile or hopper_forward_tile(width, value_width, seqlen_q // max(sequences, 1) if options.packed else seqlen_q, chunk)
     block = tile.block_m
     if options.packed:
         tiles = seqlen_q // block + seqlen_q // chunk + 3 * (sequences + 1)

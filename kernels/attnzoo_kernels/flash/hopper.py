@@ -1,7 +1,6 @@
 """FlashAttention-3's forward for Hopper in Gluon: a warp loads through TMA, warp groups of 64 queries have products and softmax in flight.
 
-A program stays on its multiprocessor and takes tiles from a counter. Each warp group of matrix instructions (a consumer) walks the keys
-from the last tile that it sees to the first; while the tensor cores add up P V of one tile, they multiply Q K^T of the next.
+While the tensor cores add up P V of one tile of keys, they multiply Q K^T of the next (`_gluon.forward`).
 """
 
 import functools

@@ -1,8 +1,8 @@
-"""FP8 attention on Hopper in Gluon: the bfloat16 forward's structure (`flash/hopper.py`), with a walk of its own and other loads.
+"""FP8 attention on Hopper in Gluon: the bfloat16 forward's structure (`_gluon`), with a mainloop and loads of its own.
 
 FP8's matrix instructions read both operands along the dimension that they sum over. Values therefore lie token by token, and of every four
-keys TMA brings two and two into the halves of a tile, which gives weights the order that `walk.py` needs. A step of the walk waits once:
-its keys share a barrier with the values of the tile before.
+keys TMA brings two and two into the halves of a tile, which gives weights the order that `mainloop.py` needs. A step waits
+once: its keys share a barrier with the values of the tile before.
 """
 
 import functools

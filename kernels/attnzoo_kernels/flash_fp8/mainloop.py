@@ -1,4 +1,4 @@
-"""The FP8 forward's inner walk: a warp group's queries against the keys that a loading warp brings.
+"""The FP8 forward's mainloop: a warp group's queries against the keys that a loading warp brings.
 
 Weights become the first operand of P V in the registers where the product Q Kᵀ left their scores, because the keys of a tile lie in the
 order in which that operand counts: columns (h, w, b) of a tile of scores are its keys 4 w + 2 h + b.
@@ -24,7 +24,7 @@ TO_E4M3 = gl.constexpr("""{
 
 @gluon.jit
 def unknown(x):
-    """x, of which the compiler knows nothing: what is the same in all walks it would compute once and keep in registers."""
+    """x, of which the compiler knows nothing (fault 11)."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
 
 
@@ -62,7 +62,7 @@ def of_four_keys(x):
 
 @gluon.jit
 def packed(first, second, third, fourth):
-    """Weights in e4m3, four in an int32 of [M, KEYS / 4]: a loop would carry every e4m3 in a register of its own."""
+    """Weights in e4m3, four in an int32 of [M, KEYS / 4] (fault 5)."""
     return gl.inline_asm_elementwise(TO_E4M3, "=r,r,r,r,r", [first, second, third, fourth], gl.int32, True, 1)
 
 
@@ -84,8 +84,8 @@ def partial_sums(first, second, third, fourth):
 @gluon.jit
 def take_steps(q, k_tiles, v_tiles, bars, step, last_step, tile, full_end, row, len_q, len_k, scale, k_scales,
                v_scales, v_scale, row_max, row_sum, p, acc, rescale, CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr,
-               FROM_ZERO: gl.constexpr):
-    """Steps of the walk from `step` on. FROM_ZERO: no row's maximum was below zero before.
+               NOT_NEGATIVE: gl.constexpr):
+    """Steps of the mainloop from `step` on. NOT_NEGATIVE: no row's maximum was below zero before.
 
     What they carry on: the last tile and its values' scale, the maximum in base 2, partial sums, the weights, the accumulator without their
     product, and the factor that it still needs.
@@ -118,7 +118,7 @@ def take_steps(q, k_tiles, v_tiles, bars, step, last_step, tile, full_end, row, 
         if LOOP_MASK:
             if tile >= full_end:
                 scores = keys_seen(scores, row, tile * KEYS, len_q, len_k, CAUSAL)
-        new_max = gl.maximum(row_max, gl.convert_layout(row_maximum(scores, FROM_ZERO), score_row) * tile_scale)
+        new_max = gl.maximum(row_max, gl.convert_layout(row_maximum(scores, NOT_NEGATIVE), score_row) * tile_scale)
         base = new_max
         if LOOP_MASK:  # a row that saw no key yet must not make inf - inf
             base = gl.where(new_max == -float("inf"), 0.0, new_max)
@@ -128,7 +128,7 @@ def take_steps(q, k_tiles, v_tiles, bars, step, last_step, tile, full_end, row, 
         if WIDTH == 128:  # half of them beside the product; three warp groups make enough beside each other's
             first = gl.exp2(first * tile_scale - offset)
             second = gl.exp2(second * tile_scale - offset)
-            # never waits: it is a branch, above which the assembler leaves the exponentials that it would move behind the product
+            # fault 4: it never waits
             mbarrier.wait(bars.k_full.index(slot), phase, pred=row < 0)
         next_slot, next_phase = stage_of(s + 1, STAGES)  # of the next keys and this tile's values
         mbarrier.wait(bars.k_full.index(next_slot), next_phase, pred=s + 1 < last_step)
@@ -170,7 +170,7 @@ def mainloop(q, k_tiles, v_tiles, bars, step, skipped, taken, span, scale, k_sca
     no_product = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout)
 
     begin, full_end, len_q = span.loaded_begin, span.full_end, span.len_q  # without a window all see the first tile
-    end = unknown(span.end)  # fault 11
+    end = unknown(span.end)
     row = unknown(span.row)
     len_k = unknown(span.len_k)
     slot, phase = stage_of(step, STAGES)
