@@ -52,7 +52,7 @@ def main() -> None:
             bounds = torch.zeros(2, dtype=torch.int32) if packed else None
             options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
             launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, layout(q), layout(k), layout(v), options, None)
-            launch.kernel = WarmUp(launch.kernel)
+            launch.kernel, launch.other = WarmUp(launch.kernel), None
             hopper.launch_forward(q, k, v, bounds, bounds, options)
             kernel = launch.compiled
             registers, stack = resources(kernel.asm["cubin"])

@@ -1,6 +1,7 @@
 """The host's side of a Hopper forward: a plan, which is made once for each layout, and the tensors of a launch."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -67,6 +68,18 @@ def plan_forward(kernel: Any, device: torch.device, call: Call, tile: ForwardTil
                     tuple(scalars[name] for name in kernel.arg_names if name in scalars),
                     {name: constants[name] for name in kernel.arg_names if name in constants}, 4, 1, options=options or {})
     return ForwardPlan(launch, tile, width, value_width, call.packed)
+
+
+def compiled_together(plans: Iterable[ForwardPlan]) -> ForwardPlan:
+    """The first of some plans for the same tensors, with whose kernel those of the others are compiled."""
+    first, *others = plans
+    for plan in others:
+        launch = first.launch
+        while launch.constants != plan.launch.constants and launch.other is not None:
+            launch = launch.other
+        if launch.constants != plan.launch.constants:
+            launch.other = plan.launch
+    return first
 
 
 def outputs(q: Tensor, value_dim: int, softmaxes: int = 1) -> tuple[Tensor, Tensor, Tensor]:

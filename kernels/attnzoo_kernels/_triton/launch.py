@@ -186,8 +186,10 @@ class Launch:
         self.constants = dict(sorted(self.constants.items(), key=lambda item: position.get(item[0], len(position))))
 
     def compile(self, *tensors) -> Any:
-        """The kernel for such tensors, launched or not."""
+        """The kernel for such tensors, launched or not; `other` with it."""
         given = [descriptor(x, *self.blocks[n]) if n in self.blocks else x for n, x in enumerate(tensors)]
+        if self.other is not None:
+            self.other.compile(*tensors)
         return self.kernel.warmup(*given, *self.scalars, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages,
                                   **self.options, grid=(self.programs,))
 

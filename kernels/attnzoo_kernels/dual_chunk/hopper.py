@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
 from attnzoo_kernels._gluon.forward_consumer import consume, rows_before, run_forward, write_tile
-from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, outputs, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, outputs, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import attend_step, first_weights, last_product, mask_scores
 from attnzoo_kernels._gluon.forward_producer import produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
@@ -26,7 +26,7 @@ from attnzoo_kernels.dual_chunk.hopper_tiles import load_tile, next_tile, relati
 from attnzoo_kernels.dual_chunk.options import Extras, Options
 from attnzoo_kernels.dual_chunk.parts import parts
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
-from attnzoo_kernels.dual_chunk.tiles import hopper_forward_tile
+from attnzoo_kernels.dual_chunk.tiles import FORWARD_LENGTHS, hopper_forward_tile
 from attnzoo_kernels.flash.options import Layout, layout
 
 Q_SLOTS = gl.constexpr(2)  # the next relation's queries are loaded while the last one's are read
@@ -162,18 +162,26 @@ def dual_chunk_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, queries: Layout, keys: Layout, v: Layout, out: Layout, stride_stats: int,
           options: Options, tile: ForwardTile | None) -> ForwardPlan:
-    chunk, group = options.chunk, out[0][-2] // v[0][-2]
+    """Of a call's mean length; the kernels of all other lengths are compiled with it."""
+    sequences, seqlen_q, _ = options.sizes(out[0], v[0])
+    widths = tile_width(queries[0][-1]), tile_width(v[0][-1])
+    lengths = (seqlen_q // max(sequences, 1) if options.packed else seqlen_q, *FORWARD_LENGTHS)
+    tiles = [hopper_forward_tile(*widths, length, options.chunk) for length in lengths] if tile is None else [tile]
+    return compiled_together(_plan_of_tile(tile, device, queries, v, out, stride_stats, options) for tile in tiles)
+
+
+def _plan_of_tile(tile: ForwardTile, device: torch.device, queries: Layout, v: Layout, out: Layout, stride_stats: int,
+                  options: Options) -> ForwardPlan:
+    chunk, group, block = options.chunk, out[0][-2] // v[0][-2], tile.block_m
     sequences, seqlen_q, seqlen_k = options.sizes(out[0], v[0])
-    width, value_width = tile_width(queries[0][-1]), tile_width(v[0][-1])
-    tile = tile or hopper_forward_tile(width, value_width, seqlen_q // max(sequences, 1) if options.packed else seqlen_q, chunk)
-    block = tile.block_m
     if options.packed:
         tiles = seqlen_q // block + seqlen_q // chunk + 3 * (sequences + 1)
     else:
         tiles = sequences * dense_tiles(seqlen_q, seqlen_k, chunk, block)
     scalars = {
         "stride_os": out[1][-3], "stride_oh": out[1][-2], "stride_stats": stride_stats, "chunk": chunk, "near": options.near,
-        "head_group": heads_in_l2(seqlen_k, width + value_width, 1) * group,  # twice L2_GROUP is faster, three times slower
+        # of twice L2_GROUP: half of it is slower, and so is more
+        "head_group": heads_in_l2(seqlen_k, tile_width(queries[0][-1]) + tile_width(v[0][-1]), 1) * group,
         "batches": queries[0][0] // 3, "n_tiles": out[0][-2] * tiles,
     }
     constants = {

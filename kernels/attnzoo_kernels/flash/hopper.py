@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
 from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_forward
-from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, outputs, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, outputs, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import produce_prefetched
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
@@ -22,7 +22,7 @@ from attnzoo_kernels._gluon.tile_scheduler import next_tile, span, take
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.flash.options import Layout, Options, layout
-from attnzoo_kernels.flash.tiles import hopper_forward_tile
+from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile
 
 
 @gluon.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
@@ -48,16 +48,23 @@ def flash_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layout, k: Layout, v: Layout, options: Options,
           tile: ForwardTile | None = None) -> ForwardPlan:
-    sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
+    """Of a call's mean length; the kernels of all other lengths are compiled with it."""
+    sequences, seqlen_q, _ = options.sizes(q[0], k[0])
+    lengths = (seqlen_q // max(sequences, 1) if options.packed else seqlen_q, *(FORWARD_LENGTHS if tile is None else ()))
+    return compiled_together(_plan_of_length(length, device, same_lengths, q, k, v, options, tile) for length in lengths)
+
+
+def _plan_of_length(length: int, device: torch.device, same_lengths: bool, q: Layout, k: Layout, v: Layout, options: Options,
+                    tile: ForwardTile | None) -> ForwardPlan:
+    _, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
-    mean = seqlen_q // sequences if options.packed else seqlen_q
-    tile = tile or hopper_forward_tile(width, value_width, mean, causal=options.causal, window=options.window_left >= 0,
+    tile = tile or hopper_forward_tile(width, value_width, length, causal=options.causal, window=options.window_left >= 0,
                                        packed=options.packed)
     shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
     mask_in_loop = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
     # half of the first tile left out: 64 causal 512, 2048, 8192 257, 436, 557 TFLOP/s for 247, 430, 550; at 128 351, 590, 712 for 347, 601,
     # 730; three consumers whose loop masks would spill
-    half_tile = options.causal and (width == value_width == 64 or mean <= 512) and not (tile.consumers == 3 and mask_in_loop)
+    half_tile = options.causal and (width == value_width == 64 or length <= 512) and not (tile.consumers == 3 and mask_in_loop)
     constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": half_tile,
                  "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop}
     head_group = heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2])

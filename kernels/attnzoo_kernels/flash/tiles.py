@@ -101,6 +101,9 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: 
     return Tile(32, 32, 8, 1)
 
 
+FORWARD_LENGTHS = (512, 1024, 2048, 2**31 - 1)  # the last ones before hopper_forward_tile may say something else
+
+
 def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, *, causal: bool, window: bool, packed: bool) -> ForwardTile:
     """seqlen_q: of packed sequences the mean."""
     if max(block_d, block_dv) == 128:
