@@ -4,9 +4,12 @@ import contextlib
 import csv
 import dataclasses
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
+from tiny_run import ROOT
 
 from attnzoo_kernels import flash_attention
 from attnzoo_kernels.flash import cases
@@ -278,3 +281,15 @@ def test_case_names_are_unique_and_lengths_mixed():
     assert (case.batch, case.heads, case.flops()) == (2, 16, 4 * 2 * 16 * 8192**2 * 128 / 2)  # 4 B H N^2 D, halved
     assert case.flops(backward=True) == 2.5 * case.flops()
 
+
+
+@pytest.mark.slow
+def test_two_checkouts_are_compared_cell_by_cell(tmp_path):
+    """Dry, and with itself: the same outputs, a ratio for each direction."""
+    command = [sys.executable, "-m", "benchmarks.side_by_side", "--other", str(ROOT), "--dry-run", "--rounds", "1", "--output",
+               str(tmp_path / "rows.csv")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
+    assert [row["direction"] for row in rows] == ["forward", "backward"]
+    assert all(float(row["speed"]) > 0 and row["forward_bits_equal"] == "True" and not row["note"] for row in rows)
