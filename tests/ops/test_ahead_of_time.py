@@ -28,7 +28,7 @@ def test_kernels_fit_and_do_not_spill(arch):
 @pytest.mark.parametrize("causal", (False, True))
 def test_row_statistics_cover_every_tile(arch, itemsize, width, causal):
     """dK/dV reads the statistics in its own tiles, which must lie within those that dQ wrote."""
-    dq, dkdv = dq_tile(arch, width, width, itemsize, causal=causal), dkdv_tile(arch, width, width, itemsize, causal=causal)
+    dq, dkdv = dq_tile(arch, width, width, itemsize), dkdv_tile(arch, width, width, itemsize, causal=causal)
     assert STATS_BLOCK % dq.block_m == 0 and dq.block_m % dkdv.block_m == 0
 
 

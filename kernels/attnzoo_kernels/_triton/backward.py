@@ -1,9 +1,16 @@
-"""What backwards of two kernels share: one by rows of queries that leaves row statistics, one by rows of keys that reads them."""
+"""The backward in two kernels, each recomputing the weights: dQ by tiles of queries, dK and dV by tiles of keys.
+
+Two more products than one fused loop, and in return no atomic addition: every gradient repeats bit by bit. dQ runs first and leaves each
+row's statistics for the second kernel, padded to whole tiles (maximum +inf, delta 0), so that it reads them without a mask.
+"""
 
 import triton
 import triton.language as tl
 
-from attnzoo_kernels._triton.softmax import score_dot
+from attnzoo_kernels._triton.forward import products_only
+from attnzoo_kernels._triton.mainloop import KeyTile, QueryTile, RowStats
+from attnzoo_kernels._triton.softmax import add_dot, repeat_weights, score_dot
+from attnzoo_kernels._triton.tiles import first_lse, head_rows, in_registers, load_rows, store_rows
 
 STATS_BLOCK = 128  # a sequence's row statistics lie at a multiple of this; dQ tiles divide it, and dK/dV tiles divide dQ's
 
@@ -27,3 +34,235 @@ def transposed_dot(keys, queries, PRECISION: tl.constexpr):
     else:
         products = score_dot(keys, queries, PRECISION)
     return products
+
+
+@triton.jit
+def nothing_dropped(x, own, weights, dweights, at, TRANSPOSED: tl.constexpr):
+    """DROP where there is no dropout: the weights that O was made of, and what reaches the weights from dO."""
+    return weights, dweights
+
+
+@triton.jit
+def softmax_gradient(weights, dweights, delta):
+    """GRADIENT of a softmax: of its scores."""
+    return weights * (dweights - delta)
+
+
+@triton.jit
+def repeated(q, k, stats, x, own, at, position, edge, MASKED: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, WEIGHTS: tl.constexpr,
+             ROW_BIAS: tl.constexpr):
+    """The forward's weights of a tile of keys [BLOCK_N, BLOCK_D], and the scores' derivative."""
+    PRECISION: tl.constexpr = x.shape.PRECISION
+    # [BLOCK_M, BLOCK_N]
+    products = score_dot(q, k, PRECISION)
+    j = at + tl.arange(0, x.shape.BLOCK_N)[None, :]
+    scores, by_row, derivative = SCORE(x, own, products, x.i, j, x.place.row)
+    less = stats.lse_log2[:, None]
+    if ROW_BIAS:
+        less += by_row
+    weights = WEIGHTS(scores, x.unit, less, stats.row_sum[:, None], PRECISION == "ieee")
+    if MASKED == "all":
+        weights = tl.where(MASK(x, own, x.i, j, position), weights, 0.0)
+    elif MASKED == "edges":
+        if edge:
+            weights = tl.where(MASK(x, own, x.i, j, position), weights, 0.0)
+    return weights, derivative
+
+
+@triton.jit
+def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr, MASK: tl.constexpr,
+            SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = repeat_weights,
+            GRADIENT: tl.constexpr = softmax_gradient, ROW_BIAS: tl.constexpr = False):
+    """One tile of keys into (dQ not yet scaled [BLOCK_M, BLOCK_D], under x.EXACT_DELTA the rows' sums of weights times their gradients)."""
+    dq, exact_delta = state
+    # [BLOCK_N, BLOCK_D]
+    k = load_rows(x.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+    # [BLOCK_N, BLOCK_DV]
+    v = load_rows(x.value_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_N, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
+    # [BLOCK_M, BLOCK_N]
+    weights, derivative = repeated(x.q, k, x.stats, x, own, at, position, edge, MASKED, SCORE, MASK, WEIGHTS, ROW_BIAS)
+    dweights = score_dot(x.do, v, x.shape.PRECISION)
+    _, dweights = DROP(x, own, weights, dweights, at, False)
+    if x.EXACT_DELTA:
+        exact_delta += tl.sum(weights * dweights, 1)
+    dscores = GRADIENT(weights, dweights, x.stats.delta[:, None]) * derivative
+    # [BLOCK_M, BLOCK_D]
+    dq = add_dot(dscores.to(k.dtype), k, dq, x.shape.PRECISION)
+    return dq, exact_delta
+
+
+@triton.jit
+def pass_on_softmax(stats, stride_stats, row_stats, stride_rows, inside, kept, PRECISION: tl.constexpr):
+    """lse_log2 and row_sum of a tile's rows from softmax_stats, which also go to the row statistics, where `kept`."""
+    lse_log2 = tl.load(stats, mask=inside, other=float("inf"))
+    row_sum = tl.load(stats + stride_stats, mask=inside, other=1.0)
+    if PRECISION == "ieee":
+        tl.store(row_stats + 2 * stride_rows, row_sum, mask=kept)
+    else:
+        lse_log2 += row_sum
+    tl.store(row_stats, lse_log2, mask=kept)
+    return lse_log2, row_sum
+
+
+@triton.jit
+def store_scaled(rows, dq, softmax_scale, place, own, shape):
+    """FINISH of dQ."""
+    store_rows(rows, dq * softmax_scale, place.row, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D)
+
+
+@triton.jit
+def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, stats_ptr, delta_ptr, row_stats_ptr, stride_stats,
+                stride_rows, unit, softmax_scale, own, n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr,
+                HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr, STATS_BLOCK: tl.constexpr, FINISH: tl.constexpr = store_scaled,
+                stats_end=None):
+    """A whole program: LOOPS(state, x, own) gives dq_step's last state; this stores the rows' statistics, and FINISH dQ.
+
+    EXACT_DELTA: delta without the rounding of O goes to delta_ptr, which lies as the LSE does. stats_end: the first row that has its
+    statistics from another program, where tiles may end before BLOCK_M rows; loads then stop at the tile's end, too.
+    """
+    PRECISION: tl.constexpr = shape.PRECISION
+    i = place.row + tl.arange(0, shape.BLOCK_M)
+    lse_at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, shape.PACKED) + i
+    q_rows = head_rows(queries, place.batch, place.head, place.first, place.length, shape.TMA)
+    k_rows = head_rows(keys, place.batch, place.head // group, place.other_first, place.other_length, shape.TMA)
+    v_rows = head_rows(values, place.batch, place.head // group, place.other_first, place.other_length, shape.TMA)
+    do_rows = head_rows(grads, place.batch, place.head, place.first, place.length, shape.TMA)
+    out_rows = head_rows(out, place.batch, place.head, place.first, place.length, False)
+    # [BLOCK_M, BLOCK_DV]
+    do = load_rows(do_rows, place.row, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV,
+                   not shape.TMA or stats_end is not None, shape.TMA)
+    o = load_rows(out_rows, place.row, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV, True, False)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    grad_lse = tl.zeros([shape.BLOCK_M], tl.float32)
+    if HAS_GRAD_LSE:
+        grad_lse = tl.load(grad_lse_ptr + lse_at, mask=i < place.length, other=0.0).to(tl.float32)
+        delta -= grad_lse
+    row_stats = row_stats_ptr + first_stats_row(place.head, place.sequence, place.first, n_seqs, seqlen_q, heads, shape.PACKED,
+                                                STATS_BLOCK) + i
+    lse_log2, row_sum = pass_on_softmax(stats_ptr + lse_at, stride_stats, row_stats, stride_rows, i < place.length,
+                                        None if stats_end is None else i < stats_end, PRECISION)
+    # [BLOCK_M, BLOCK_D]
+    q = load_rows(q_rows, place.row, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D, not shape.TMA, shape.TMA)
+    if shape.TMA:
+        do = in_registers(do)  # the shared memory saved lets a second program in
+
+    exact_delta = tl.zeros([shape.BLOCK_M], tl.float32)
+    # float32 takes the keys twice: delta from the weights themselves cancels where rowsum(dO * O), summed in another order, would not
+    for sweep in tl.static_range(2 if PRECISION == "ieee" else 1):
+        if sweep == 1:
+            delta = exact_delta - grad_lse
+        state = tl.zeros([shape.BLOCK_M, shape.BLOCK_D], tl.float32), tl.zeros([shape.BLOCK_M], tl.float32)
+        dq, exact_delta = LOOPS(state, QueryTile(q, do, RowStats(lse_log2, row_sum, delta), k_rows, v_rows, place,
+                                                 place.row + tl.arange(0, shape.BLOCK_M)[:, None], unit, shape,
+                                                 EXACT_DELTA or PRECISION == "ieee"), own)
+    tl.store(row_stats + stride_rows, delta, mask=None if stats_end is None else i < stats_end)
+    dq_rows = head_rows(dq_out, place.batch, place.head, place.first, place.length, False)
+    FINISH(dq_rows, dq, softmax_scale, place, own, shape)
+    if EXACT_DELTA:
+        tl.store(delta_ptr + lse_at, exact_delta - grad_lse, mask=i < place.length)
+
+
+@triton.jit
+def load_row_stats(row_stats, stride_rows, at, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr):
+    """RowStats of BLOCK_M queries."""
+    lanes = tl.arange(0, BLOCK_M)
+    lse_log2 = tl.load(row_stats + at + lanes)
+    delta = tl.load(row_stats + stride_rows + at + lanes)
+    row_sum = 1.0
+    if PRECISION == "ieee":
+        row_sum = tl.load(row_stats + 2 * stride_rows + at + lanes)
+    return RowStats(lse_log2, row_sum, delta)
+
+
+@triton.jit
+def load_queries(x, own, at, GUARD: tl.constexpr):
+    """LOAD_Q: queries at .. at + BLOCK_M, [BLOCK_M, BLOCK_D]."""
+    return load_rows(x.query_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+
+
+@triton.jit
+def load_stats(x, own, at):
+    """LOAD_STATS: the RowStats of these queries."""
+    return load_row_stats(x.row_stats, x.stride_rows, at, x.shape.BLOCK_M, x.shape.PRECISION)
+
+
+@triton.jit
+def repeated_transposed(k, q, stats, x, own, at, position, edge, MASKED: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr,
+                        WEIGHTS: tl.constexpr, ROW_BIAS: tl.constexpr, FROM_STATS: tl.constexpr):
+    """The forward's weights of a tile of queries, [BLOCK_N, BLOCK_M], and the scores' derivative."""
+    PRECISION: tl.constexpr = x.shape.PRECISION
+    i = at + tl.arange(0, x.shape.BLOCK_M)[None, :]
+    if FROM_STATS:
+        products = tl.dot(k, tl.trans(q), tl.broadcast_to((stats.lse_log2 * (-1 / x.unit))[None, :], [x.shape.BLOCK_N, x.shape.BLOCK_M]))
+    else:
+        products = transposed_dot(k, q, PRECISION)
+    scores, by_row, derivative = SCORE(x, own, products, i, x.j, x.place.row)
+    less = stats.lse_log2[None, :]
+    if ROW_BIAS:
+        less += by_row
+    if FROM_STATS:
+        weights = tl.exp2(scores * x.unit)
+    else:
+        weights = WEIGHTS(scores, x.unit, less, stats.row_sum[None, :] if PRECISION == "ieee" else 1.0, PRECISION == "ieee")
+    if MASKED == "all":
+        weights = tl.where(MASK(x, own, i, x.j, position), weights, 0.0)
+    elif MASKED == "edges":
+        if edge:
+            weights = tl.where(MASK(x, own, i, x.j, position), weights, 0.0)
+    return weights, derivative
+
+
+@triton.jit
+def dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr, MASK: tl.constexpr,
+              SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = repeat_weights,
+              GRADIENT: tl.constexpr = softmax_gradient, ROW_BIAS: tl.constexpr = False, FROM_STATS: tl.constexpr = False,
+              LOAD_Q: tl.constexpr = load_queries, LOAD_STATS: tl.constexpr = load_stats):
+    """One tile of queries into (dK not yet scaled [BLOCK_N, BLOCK_D], dV [BLOCK_N, BLOCK_DV]); its tiles are keys by queries.
+
+    FROM_STATS: the products begin with minus the row statistics, which then need no registers; only where SCORE leaves scores alone.
+    """
+    dk, dv = state
+    # [BLOCK_M, BLOCK_D]
+    q = LOAD_Q(x, own, at, GUARD)
+    # [BLOCK_M, BLOCK_DV]
+    do = load_rows(x.grad_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_M, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
+    stats = LOAD_STATS(x, own, at)
+    # [BLOCK_N, BLOCK_M]
+    weights, derivative = repeated_transposed(x.k, q, stats, x, own, at, position, edge, MASKED, SCORE, MASK, WEIGHTS, ROW_BIAS, FROM_STATS)
+    if FROM_STATS:
+        dweights = tl.dot(x.v, tl.trans(do), tl.broadcast_to(-stats.delta[None, :], [x.shape.BLOCK_N, x.shape.BLOCK_M]))
+    else:
+        dweights = transposed_dot(x.v, do, x.shape.PRECISION)
+    kept, dweights = DROP(x, own, weights, dweights, at, True)
+    # [BLOCK_N, BLOCK_DV]
+    dv = add_dot(kept.to(do.dtype), do, dv, x.shape.PRECISION)
+    dscores = (weights * dweights if FROM_STATS else GRADIENT(weights, dweights, stats.delta[None, :])) * derivative
+    # [BLOCK_N, BLOCK_D]
+    dk = add_dot(dscores.to(q.dtype), q, dk, x.shape.PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def backward_dkdv(place, queries, keys, values, grads, dk_out, dv_out, row_stats_ptr, stride_rows, unit, softmax_scale, keep_prob, own,
+                  n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr, STATS_BLOCK: tl.constexpr):
+    """A whole program: LOOPS(state, x, own) adds one head's queries to dkdv_step's state, and this stores dK and dV."""
+    k_rows = head_rows(keys, place.batch, place.head, place.first, place.length, shape.TMA)
+    v_rows = head_rows(values, place.batch, place.head, place.first, place.length, shape.TMA)
+    # [BLOCK_N, BLOCK_D]
+    k = load_rows(k_rows, place.row, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D, not shape.TMA, shape.TMA)
+    # [BLOCK_N, BLOCK_DV]
+    v = load_rows(v_rows, place.row, shape.VALUE_DIM, shape.BLOCK_N, shape.BLOCK_DV, not shape.TMA, shape.TMA)
+    dk = tl.zeros([shape.BLOCK_N, shape.BLOCK_D], tl.float32)
+    dv = tl.zeros([shape.BLOCK_N, shape.BLOCK_DV], tl.float32)
+    for member in range(group):
+        head = place.head * group + member
+        q_rows = head_rows(queries, place.batch, head, place.other_first, place.other_length, shape.TMA)
+        do_rows = head_rows(grads, place.batch, head, place.other_first, place.other_length, shape.TMA)
+        row_stats = row_stats_ptr + first_stats_row(head, place.sequence, place.other_first, n_seqs, seqlen_q, heads, shape.PACKED,
+                                                    STATS_BLOCK)
+        dk, dv = LOOPS((dk, dv), KeyTile(k, v, q_rows, do_rows, row_stats, stride_rows, place, head,
+                                         place.row + tl.arange(0, shape.BLOCK_N)[:, None], unit, shape), own)
+    dk_rows = head_rows(dk_out, place.batch, place.head, place.first, place.length, False)
+    dv_rows = head_rows(dv_out, place.batch, place.head, place.first, place.length, False)
+    store_rows(dk_rows, dk * softmax_scale, place.row, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D)
+    store_rows(dv_rows, dv / keep_prob, place.row, shape.VALUE_DIM, shape.BLOCK_N, shape.BLOCK_DV)

@@ -28,6 +28,15 @@ def tma_kind(wanted: bool, tensors: tuple[Layout, ...], itemsize: int, packed: b
     return BY_SEQUENCE.value if packed else 1
 
 
+def read_blocks(tile: Any, constants: dict[str, Any], grad_out: int | None = None) -> dict[int, tuple]:
+    """A Launch's blocks where TMA reads q, k, v, its first tensors, and grad_out at its position: tiles of `tile`'s rows."""
+    width, value_width, packed = constants["BLOCK_D"], constants["BLOCK_DV"], constants["PACKED"]
+    blocks = {0: (tile.block_m, width, packed), 1: (tile.block_n, width, packed), 2: (tile.block_n, value_width, packed)}
+    if grad_out is not None:
+        blocks[grad_out] = (tile.block_m, value_width, packed)
+    return blocks if constants["TMA"] else {}
+
+
 def packed_sequences(cu_seqlens: Tensor | None) -> int | None:
     """The number of sequences that are packed; None where the call is dense."""
     return None if cu_seqlens is None else cu_seqlens.shape[0] - 1

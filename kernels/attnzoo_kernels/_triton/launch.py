@@ -32,7 +32,7 @@ def block_width(width: int) -> int:
 def value_block(head_dim: int, value_dim: int) -> int:
     """block_width of values, or of keys where that is wider, up to 64: rows of 32, 64, and 128 or more bytes are swizzled differently.
 
-    The last keys of a walk and their values lie at one address in turn. Where it is read with two swizzles, ptxas 12.8 makes the values'
+    The last keys of a loop and their values lie at one address in turn. Where it is read with two swizzles, ptxas 12.8 makes the values'
     descriptors by adding to a register that it has not set: wrong on Hopper, or an illegal access. `tests/ops/ahead_of_time.py` finds it.
     """
     return max(block_width(value_dim), min(block_width(head_dim), 64))

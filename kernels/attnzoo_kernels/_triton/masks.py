@@ -1,41 +1,51 @@
 """Which keys a query sees: element masks, and the tile ranges that need them."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 
+class Window(NamedTuple):
+    """Which keys are seen around the diagonal; left and right hold where HAS_LEFT and HAS_RIGHT."""
+
+    left: Any
+    right: Any
+    HAS_LEFT: Any
+    HAS_RIGHT: Any
+
+
 @triton.jit
-def keys_seen(i, j, len_q, len_k, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def keys_seen(i, j, len_q, len_k, window):
     """Which keys j [1, N] the queries i [M, 1] see, aligned to the bottom right; bounds are taken by row, one comparison an element.
 
     Queries beyond len_q see anything: nothing of them is stored.
     """
     last = i * 0 + (len_k - 1)
-    if HAS_RIGHT:
-        last = tl.minimum(last, i + (len_k - len_q + window_right))
+    if window.HAS_RIGHT:
+        last = tl.minimum(last, i + (len_k - len_q + window.right))
     seen = j <= last
-    if HAS_LEFT:
-        seen = seen & (j >= i + (len_k - len_q - window_left))
+    if window.HAS_LEFT:
+        seen = seen & (j >= i + (len_k - len_q - window.left))
     return seen
 
 
 @triton.jit
-def queries_seeing(i, j, len_q, len_k, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):
+def queries_seeing(i, j, len_q, len_k, window):
     """Which queries i [1, M] see the keys j [N, 1]: the same relation, bounds by key.
 
     Lengths are not looked at: of keys beyond len_k nothing is stored, and queries beyond len_q have LSE +inf.
     """
     seen = i >= j * 0
-    if HAS_RIGHT:
-        seen = seen & (i >= j - (len_k - len_q + window_right))
-    if HAS_LEFT:
-        seen = seen & (i <= j - (len_k - len_q - window_left))
+    if window.HAS_RIGHT:
+        seen = seen & (i >= j - (len_k - len_q + window.right))
+    if window.HAS_LEFT:
+        seen = seen & (i <= j - (len_k - len_q - window.left))
     return seen
 
 
 @triton.jit
-def key_ranges(row, len_q, len_k, window_left, window_right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, GUARD_TAIL: tl.constexpr):
+def key_ranges(row, len_q, len_k, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD_TAIL: tl.constexpr):
     """Bounds of the keys that a tile of queries starting at `row` sees: (begin, full_begin, full_end, tail, end).
 
     Tiles from full_begin to full_end are seen whole; those before and behind need a mask. Under GUARD_TAIL the tile that crosses len_k has
@@ -47,19 +57,18 @@ def key_ranges(row, len_q, len_k, window_left, window_right, BLOCK_M: tl.constex
     full_begin = 0
     end = len_k
     full_end = len_k
-    if HAS_RIGHT:
-        end = tl.minimum(end, last + shift + window_right + 1)
-        full_end = tl.minimum(full_end, row + shift + window_right + 1)
-    if HAS_LEFT:
-        begin = tl.maximum(row + shift - window_left, 0) // BLOCK_N * BLOCK_N
-        full_begin = tl.cdiv(tl.maximum(last + shift - window_left, 0), BLOCK_N) * BLOCK_N
+    if window.HAS_RIGHT:
+        end = tl.minimum(end, last + shift + window.right + 1)
+        full_end = tl.minimum(full_end, row + shift + window.right + 1)
+    if window.HAS_LEFT:
+        begin = tl.maximum(row + shift - window.left, 0) // BLOCK_N * BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(last + shift - window.left, 0), BLOCK_N) * BLOCK_N
     full_end = tl.maximum(full_end, 0) // BLOCK_N * BLOCK_N
     return _ordered(begin, full_begin, full_end, end, len_k, BLOCK_N, GUARD_TAIL)
 
 
 @triton.jit
-def query_ranges(column, len_q, len_k, window_left, window_right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, GUARD_TAIL: tl.constexpr):
+def query_ranges(column, len_q, len_k, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD_TAIL: tl.constexpr):
     """Bounds of the queries that see a tile of keys starting at `column`, as key_ranges, in multiples of BLOCK_M.
 
     A tile that crosses len_q counts as seen whole: the rows behind have LSE +inf and weight zero.
@@ -70,12 +79,12 @@ def query_ranges(column, len_q, len_k, window_left, window_right, BLOCK_M: tl.co
     full_begin = 0
     end = len_q
     full_end = tl.cdiv(len_q, BLOCK_M) * BLOCK_M
-    if HAS_RIGHT:
-        begin = tl.maximum(column - shift - window_right, 0) // BLOCK_M * BLOCK_M
-        full_begin = tl.cdiv(tl.maximum(last - shift - window_right, 0), BLOCK_M) * BLOCK_M
-    if HAS_LEFT:
-        end = tl.minimum(end, last - shift + window_left + 1)
-        full_end = tl.minimum(full_end, tl.maximum(column - shift + window_left + 1, 0) // BLOCK_M * BLOCK_M)
+    if window.HAS_RIGHT:
+        begin = tl.maximum(column - shift - window.right, 0) // BLOCK_M * BLOCK_M
+        full_begin = tl.cdiv(tl.maximum(last - shift - window.right, 0), BLOCK_M) * BLOCK_M
+    if window.HAS_LEFT:
+        end = tl.minimum(end, last - shift + window.left + 1)
+        full_end = tl.minimum(full_end, tl.maximum(column - shift + window.left + 1, 0) // BLOCK_M * BLOCK_M)
     return _ordered(begin, full_begin, full_end, end, len_q, BLOCK_M, GUARD_TAIL)
 
 

@@ -113,7 +113,7 @@ def add_dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def softmax_weights(scores, top, scale, MASKED: tl.constexpr, EXACT: tl.constexpr, LAGS: tl.constexpr, less=None):
+def softmax_weights(scores, row_max, scale, MASKED: tl.constexpr, EXACT: tl.constexpr, LAGS: tl.constexpr, less=None):
     """A step of the online softmax over scores [M, N] (-inf where masked), which `scale` brings to its units, but for the sum.
 
     LAGS, but for EXACT: the maximum stays where it is at most LAG behind, so that what was accumulated seldom needs a factor.
@@ -121,32 +121,32 @@ def softmax_weights(scores, top, scale, MASKED: tl.constexpr, EXACT: tl.constexp
 
     Returns the weights relative to the new maximum, the new maximum, and the factor for what was accumulated before.
     """
-    row_top = tl.max(scores, 1) * scale
+    tile_max = tl.max(scores, 1) * scale
     if less is not None:
-        row_top -= less
+        tile_max -= less
     if LAGS and not EXACT:
-        new_top = tl.where(row_top > top + LAG, row_top, top)
+        new_max = tl.where(tile_max > row_max + LAG, tile_max, row_max)
     else:
-        new_top = tl.maximum(top, row_top)
-    base = new_top
+        new_max = tl.maximum(row_max, tile_max)
+    base = new_max
     if MASKED:
         # a row that saw no key yet must not make inf - inf
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-    rescale = _exp(top - base, EXACT)
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    rescale = _exp(row_max - base, EXACT)
     if less is not None:
         base += less
-    return _exp(scores * scale - base[:, None], EXACT), new_top, rescale
+    return _exp(scores * scale - base[:, None], EXACT), new_max, rescale
 
 
 @triton.jit
-def softmax_step(scores, top, norm, scale, MASKED: tl.constexpr, EXACT: tl.constexpr):
+def softmax_step(scores, row_max, row_sum, scale, MASKED: tl.constexpr, EXACT: tl.constexpr):
     """softmax_weights with the sum: the weights, the new maximum and sum, and the factor for what was accumulated before."""
-    weights, new_top, rescale = softmax_weights(scores, top, scale, MASKED, EXACT, False)
-    return weights, new_top, norm * rescale + tl.sum(weights, 1), rescale
+    weights, new_max, rescale = softmax_weights(scores, row_max, scale, MASKED, EXACT, False)
+    return weights, new_max, row_sum * rescale + tl.sum(weights, 1), rescale
 
 
 @triton.jit
-def rescaled(acc, rescale, top, old_top, BY_WARP: tl.constexpr):
+def rescaled(acc, rescale, row_max, old_max, BY_WARP: tl.constexpr):
     """acc [M, N] times rescale [M], in float32. BY_WARP: where no maximum of a warp's rows moved, it leaves them as they are.
 
     Only for sums of Hopper's products, of 64 rows to four warps: what a thread multiplies at once must be of the two rows that it asks for.
@@ -155,7 +155,7 @@ def rescaled(acc, rescale, top, old_top, BY_WARP: tl.constexpr):
         moved = tl.inline_asm_elementwise(
             "{ .reg .pred moved, other; setp.neu.f32 moved, $2, $4; setp.neu.f32 other, $3, $5; or.pred moved, moved, other;"
             " vote.sync.any.pred moved, moved, 0xffffffff; selp.s32 $0, 1, 0, moved; mov.s32 $1, $0; }",
-            "=&r,=&r,f,f,f,f", [top, old_top], dtype=tl.int32, is_pure=True, pack=2)
+            "=&r,=&r,f,f,f,f", [row_max, old_max], dtype=tl.int32, is_pure=True, pack=2)
         operands = [acc, rescale[:, None], moved[:, None]]
         if acc.shape[1] >= 64:
             acc = tl.inline_asm_elementwise(PRODUCT_32, REGISTERS_32, operands, dtype=tl.float32, is_pure=True, pack=32)
@@ -167,35 +167,35 @@ def rescaled(acc, rescale, top, old_top, BY_WARP: tl.constexpr):
 
 
 @triton.jit
-def log_sum_exp(top, norm, EXACT: tl.constexpr):
+def log_sum_exp(row_max, row_sum, EXACT: tl.constexpr):
     """Natural log-sum-exp from the maximum and sum; -inf for a row without a key."""
-    positive = tl.where(norm > 0, norm, 1.0)
+    positive = tl.where(row_sum > 0, row_sum, 1.0)
     if EXACT:
-        lse = top + tl.log(positive)
+        lse = row_max + tl.log(positive)
     else:
-        lse = top * LN2_HIGH + (top * LN2_LOW + tl.log2(positive) * LN2)  # the logarithm that softmax_stats takes, too
-    return tl.where(norm > 0, lse, -float("inf"))
+        lse = row_max * LN2_HIGH + (row_max * LN2_LOW + tl.log2(positive) * LN2)  # the logarithm that softmax_stats takes, too
+    return tl.where(row_sum > 0, lse, -float("inf"))
 
 
 @triton.jit
-def softmax_stats(top, norm, EXACT: tl.constexpr):
+def softmax_stats(row_max, row_sum, EXACT: tl.constexpr):
     """What the backward needs of each row: the maximum (+inf for a row without a key, whose weights are then zero), and the sum's log2,
     under EXACT the sum itself.
 
     Kept apart, they repeat the forward's weights to the last bits; the LSE alone would lose as many as its magnitude takes.
     """
-    norm_stat = tl.where(norm > 0, norm, 1.0)
+    sum_stat = tl.where(row_sum > 0, row_sum, 1.0)
     if not EXACT:
-        norm_stat = tl.log2(norm_stat)
-    return tl.where(norm > 0, top, float("inf")), norm_stat
+        sum_stat = tl.log2(sum_stat)
+    return tl.where(row_sum > 0, row_max, float("inf")), sum_stat
 
 
 @triton.jit
-def repeat_weights(scores, scale, top, norm_stat, EXACT: tl.constexpr):
-    """The forward's softmax weights from the saved statistics, which broadcast to the tile; without EXACT `top` is their sum."""
+def repeat_weights(scores, scale, row_max, sum_stat, EXACT: tl.constexpr):
+    """The forward's softmax weights from the saved statistics, which broadcast to the tile; without EXACT `row_max` is their sum."""
     if EXACT:
-        weights = _exp(scores * scale - top, EXACT)
-        weights = tl.div_rn(weights, norm_stat + tl.zeros_like(weights))
+        weights = _exp(scores * scale - row_max, EXACT)
+        weights = tl.div_rn(weights, sum_stat + tl.zeros_like(weights))
     else:
-        weights = tl.exp2(scores * scale - top)
+        weights = tl.exp2(scores * scale - row_max)
     return weights

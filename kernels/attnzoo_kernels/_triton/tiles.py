@@ -1,5 +1,7 @@
 """Tiles of packed and dense sequences: where a program's tile lies, and loads and stores of its rows."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton import knobs
@@ -9,6 +11,57 @@ from attnzoo_kernels._triton import launch
 BY_SEQUENCE = tl.constexpr(2)
 SEQUENCE_END = tl.constexpr(launch.SEQUENCE_END)
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as @triton.jit sees it, when this module is imported
+
+
+class Shape(NamedTuple):
+    """A launch's constants: widths of keys and values, the powers of two that tiles hold of them, rows of a tile of queries and of keys."""
+
+    HEAD_DIM: Any
+    VALUE_DIM: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    PACKED: Any
+    PRECISION: Any  # "ieee" for float32, which follows eager's roundings
+    TMA: Any  # as load_rows has it
+
+
+class Place(NamedTuple):
+    """Where a program's tile lies: rows row .. row + BLOCK of a head of a sequence, at `first` of `length` rows on this side.
+
+    `other` is the side that the mainloop runs over. batch is 0 and `first` an offset where packed, the other way round where dense;
+    `sequence` numbers both. A program with row >= length has no tile.
+    """
+
+    sequence: Any
+    batch: Any
+    head: Any
+    row: Any
+    first: Any
+    length: Any
+    other_first: Any
+    other_length: Any
+
+
+class Operand(NamedTuple):
+    """A tensor (batch, seqlen, heads, width) as a kernel takes it: a pointer, or a descriptor where TMA reads it, and its strides."""
+
+    source: Any
+    stride_batch: Any
+    stride_row: Any
+    stride_head: Any
+
+
+class Rows(NamedTuple):
+    """One head of one sequence of an Operand, for load_rows."""
+
+    source: Any  # the descriptor as it is, or the pointer moved to the head's first row
+    batch: Any
+    head: Any
+    first: Any
+    length: Any
+    stride: Any
 
 
 @triton.jit
@@ -40,13 +93,11 @@ def find_tile(cu_seqlens, other_cu_seqlens, slot, n_seqs, total, BLOCK: tl.const
 @triton.jit
 def program_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, BLOCK: tl.constexpr, PACKED: tl.constexpr,
                  LAST_FIRST: tl.constexpr, together=None):
-    """The tile of this program: (sequence, batch, head, row, first, length, other_first, other_length).
+    """This program's Place.
 
-    Tiles run over rows of one side (queries, or keys), `other` is the side that the kernel walks. Tiles of one head follow each other,
-    so that they share what they walk in L2; LAST_FIRST starts with the last one (causal: the heaviest). together: so many heads take
-    turns, and the heavy tiles of all come before the light ones; it divides their number (where dense, in all sequences). `row` counts
-    from the sequence's first token; a program with row >= length has no tile. batch is 0 and `first` the offset where packed, the other
-    way round where dense; sequence numbers both.
+    Tiles of one head follow each other, so that they share the other side in L2; LAST_FIRST starts with the last one (causal: the
+    heaviest). together: so many heads take turns, and the heavy tiles of all come before the light ones; it divides their number (where
+    dense, in all sequences).
     """
     if PACKED:
         slots = seqlen // BLOCK + n_seqs + 1
@@ -75,7 +126,7 @@ def program_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, hea
     row = tile * BLOCK
     if LAST_FIRST:
         row = tl.where(tile < tiles, (tiles - 1 - tile) * BLOCK, length)
-    return seq, batch, head, row, first, length, other_first, other_length
+    return Place(seq, batch, head, row, first, length, other_first, other_length)
 
 
 @triton.jit
@@ -100,8 +151,19 @@ def tile_source(source, batch, head, first, stride_batch, stride_row, stride_hea
 
 
 @triton.jit
-def load_rows(source, batch, head, first, row, length, stride_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-              GUARD: tl.constexpr, TMA: tl.constexpr):
+def head_rows(operand, batch, head, first, length, TMA: tl.constexpr):
+    """The Rows of one head of one sequence."""
+    moved = tile_source(operand.source, batch, head, first, operand.stride_batch, operand.stride_row, operand.stride_head, TMA)
+    return Rows(moved, batch, head, first, length, operand.stride_row)
+
+
+@triton.jit
+def _offsets(stride, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    return tl.arange(0, BLOCK)[:, None] * stride + tl.arange(0, BLOCK_WIDTH)[None, :]
+
+
+@triton.jit
+def load_rows(rows_of, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr):
     """Rows row .. row + BLOCK of a sequence, [BLOCK, BLOCK_WIDTH], zero beyond WIDTH and, under GUARD, beyond the sequence's length.
 
     TMA: 0 for pointers, 1 for a descriptor, which reads zeros beyond the tensor, BY_SEQUENCE for one that does beyond the sequence.
@@ -110,19 +172,19 @@ def load_rows(source, batch, head, first, row, length, stride_row, WIDTH: tl.con
     if TMA:
         if TMA == BY_SEQUENCE:
             # the sequence's last row is the last one that the descriptor has
-            at = [SEQUENCE_END, first + length, head, SEQUENCE_END - length + row, 0]
+            at = [SEQUENCE_END, rows_of.first + rows_of.length, rows_of.head, SEQUENCE_END - rows_of.length + row, 0]
         else:
-            at = [batch, head, first + row, 0]
-        tile = source.load(at).reshape(BLOCK, BLOCK_WIDTH)
+            at = [rows_of.batch, rows_of.head, rows_of.first + row, 0]
+        tile = rows_of.source.load(at).reshape(BLOCK, BLOCK_WIDTH)
         if GUARD:
-            tile = tl.where((rows < length)[:, None], tile, 0.0)
+            tile = tl.where((rows < rows_of.length)[:, None], tile, 0.0)
     else:
         columns = tl.arange(0, BLOCK_WIDTH)
-        pointers = source + tl.cast(row, tl.int64) * stride_row + (tl.arange(0, BLOCK)[:, None] * stride_row + columns[None, :])
+        pointers = rows_of.source + tl.cast(row, tl.int64) * rows_of.stride + _offsets(rows_of.stride, BLOCK, BLOCK_WIDTH)
         if GUARD and WIDTH < BLOCK_WIDTH:
-            tile = tl.load(pointers, mask=(rows < length)[:, None] & (columns < WIDTH)[None, :], other=0.0)
+            tile = tl.load(pointers, mask=(rows < rows_of.length)[:, None] & (columns < WIDTH)[None, :], other=0.0)
         elif GUARD:
-            tile = tl.load(pointers, mask=(rows < length)[:, None], other=0.0)
+            tile = tl.load(pointers, mask=(rows < rows_of.length)[:, None], other=0.0)
         elif WIDTH < BLOCK_WIDTH:
             tile = tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
         else:
@@ -143,9 +205,9 @@ def in_registers(tile):
 
 
 @triton.jit
-def store_rows(pointer, tile, row, length, stride_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+def store_rows(rows_of, tile, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """Store [BLOCK, BLOCK_WIDTH] at rows row .. row + BLOCK of a sequence, inside its length and WIDTH only."""
     rows = row + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_WIDTH)
-    pointers = pointer + tl.cast(row, tl.int64) * stride_row + (tl.arange(0, BLOCK)[:, None] * stride_row + columns[None, :])
-    tl.store(pointers, tile.to(pointer.dtype.element_ty), mask=(rows < length)[:, None] & (columns < WIDTH)[None, :])
+    pointers = rows_of.source + tl.cast(row, tl.int64) * rows_of.stride + _offsets(rows_of.stride, BLOCK, BLOCK_WIDTH)
+    tl.store(pointers, tile.to(rows_of.source.dtype.element_ty), mask=(rows < rows_of.length)[:, None] & (columns < WIDTH)[None, :])

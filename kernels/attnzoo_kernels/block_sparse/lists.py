@@ -1,4 +1,4 @@
-"""From a layout's mask to what the kernels walk: for each tile of one side the tiles of the other side, and an order of the programs.
+"""From a layout's mask to what the kernels read: for each tile of one side the tiles of the other side, and an order of the programs.
 
 Two kernels and a sort make them; nothing here waits for the device. Lists are kept with the mask that they were made from.
 """
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attnzoo_kernels.block_sparse.kept import Kept
+from attnzoo_kernels.block_sparse.layout_cache import LayoutCache
 
 MAX_KEPT = 16  # lists kept for one mask, each for other tiles or lengths
 MAX_PARTS = 32  # blocks in a tile, one bit each
@@ -56,7 +56,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class TileLists:
-    """What one kernel walks; its own side are rows (queries) or columns (keys), the other side is what the lists hold.
+    """What one kernel reads; its own side are rows (queries) or columns (keys), the other side is what the lists hold.
 
     index: int32 (batch or 1, heads or 1, own tiles, other tiles + 1). A list begins with the tiles that need no mask, the others follow,
         both ascending; what comes behind is no part of it but may be read: a kernel may look one entry ahead.
@@ -158,7 +158,7 @@ def block_sparse_lists_kernel(mask_ptr, index_ptr, count_ptr, bits_ptr, q_blocks
 
 @triton.jit
 def _list_lengths(count_ptr, entry, n, tiles, heads, stride_batch, stride_head, group):
-    """How many tiles the programs `entry` walk, `group` lists each."""
+    """How many tiles the programs `entry` read, `group` lists each."""
     head = entry // tiles % heads
     number = entry // tiles // heads * stride_batch + head * group * stride_head + entry % tiles
     length = entry * 0
@@ -191,7 +191,7 @@ def tile_lists(mask: Tensor, grid: Grid, batch: int, heads: int, group: int, by_
     """Lists by rows of queries for each of `heads`, or by_keys for each key head, `group` query heads together."""
     kept = _kept.get(mask)
     if kept is None:
-        kept = _kept.setdefault(mask, Kept(MAX_KEPT))
+        kept = _kept.setdefault(mask, LayoutCache(MAX_KEPT))
     wanted = (grid, batch, heads, group, by_keys)
     return kept.get(wanted, mask.device, lambda: _make(mask, *wanted))
 

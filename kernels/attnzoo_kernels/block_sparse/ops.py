@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
-from attnzoo_kernels.block_sparse.kept import made_apart
+from attnzoo_kernels.block_sparse.layout_cache import made_apart
 from attnzoo_kernels.block_sparse.patterns import kept_layout
 
 

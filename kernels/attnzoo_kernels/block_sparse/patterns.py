@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels import checks
-from attnzoo_kernels.block_sparse.kept import Kept
 from attnzoo_kernels.block_sparse.layout import BlockLayout, check_block
+from attnzoo_kernels.block_sparse.layout_cache import LayoutCache
 from attnzoo_kernels.dropout import philox
 
 Device = torch.device | str
@@ -214,13 +214,13 @@ class Pattern:
         return f"Pattern({', '.join([repr(self.name), *(f'{k}={v!r}' for k, v in self.options.items())])})"
 
 
-_kept = Kept(16)
+_cache = LayoutCache(16)
 
 
 def kept_layout(key: str, q_blocks: int, k_blocks: int, device: torch.device) -> BlockLayout:
     """Of a Pattern's layout for k_blocks blocks the last q_blocks rows."""
     wanted = (key, q_blocks, k_blocks, device)
-    return _kept.get(wanted, device, lambda: _make_layout(*wanted))
+    return _cache.get(wanted, device, lambda: _make_layout(*wanted))
 
 
 def _make_layout(key: str, q_blocks: int, k_blocks: int, device: torch.device) -> BlockLayout:

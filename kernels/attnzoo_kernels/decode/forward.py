@@ -3,7 +3,7 @@
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnzoo_kernels._triton.call import Layout, layout
+from attnzoo_kernels._triton.forward import forward_step
 from attnzoo_kernels._triton.launch import (
     Launch,
     architecture,
@@ -20,54 +22,54 @@ from attnzoo_kernels._triton.launch import (
     on_device_of,
     tma_takes_layout,
 )
-from attnzoo_kernels._triton.masks import keys_seen
-from attnzoo_kernels._triton.softmax import add_dot, in_units, log_sum_exp, score_dot, softmax_step
-from attnzoo_kernels._triton.tiles import load_rows, tile_source
+from attnzoo_kernels._triton.mainloop import QueryTile, range_loop, window_seen
+from attnzoo_kernels._triton.masks import Window
+from attnzoo_kernels._triton.scores import modified_scores
+from attnzoo_kernels._triton.softmax import in_units, log_sum_exp, softmax_step
+from attnzoo_kernels._triton.tiles import Operand, Place, Shape, head_rows
 from attnzoo_kernels.decode.shares import find_sequence, sequence_tiles, total_tiles
 from attnzoo_kernels.decode.tiles import decode_tile
-from attnzoo_kernels.flash.options import Layout, layout
-from attnzoo_kernels.flash.scores import modified_scores
 
 MERGED = 16384  # floats of parts that the second kernel reads at once: 32 parts of four rows of width 128
 
 
-@triton.jit
-def _attend(acc, top, norm, q, k_rows, v_rows, begin, end, batch, kv_head, i, len_q, len_k, stride_ks, stride_vs, window_left,
-            window_right, scale, softcap, slope, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-            BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-            PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr,
-            PRECISION: tl.constexpr, TMA: tl.constexpr):
-    """Walk the keys begin .. end; i [BLOCK_M, 1] are the rows' queries."""
-    for column in tl.range(begin, end, BLOCK_N):
-        # [BLOCK_N, BLOCK_D]
-        k = load_rows(k_rows, batch, kv_head, 0, column, len_k, stride_ks, HEAD_DIM, BLOCK_N, BLOCK_D, GUARD, TMA)
-        # [BLOCK_M, BLOCK_N]
-        scores = score_dot(q, k, PRECISION)
-        j = column + tl.arange(0, BLOCK_N)[None, :]
-        if PRESCALE:
-            scores, _ = modified_scores(scores, i, j, len_k - len_q, slope, scale, softcap, HAS_SOFTCAP, HAS_ALIBI, PRECISION == "ieee",
-                                        HARDWARE_TANH)
-        scores = tl.where(keys_seen(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT), scores, -float("inf"))
-        weights, top, norm, rescale = softmax_step(scores, top, norm, 1.0 if PRESCALE else scale, True, PRECISION == "ieee")
-        # [BLOCK_N, BLOCK_DV]
-        v = load_rows(v_rows, batch, kv_head, 0, column, len_k, stride_vs, VALUE_DIM, BLOCK_N, BLOCK_DV, GUARD, TMA)
-        # [BLOCK_M, BLOCK_DV]
-        acc = add_dot(weights.to(v.dtype), v, acc * rescale[:, None], PRECISION)
-    return acc, top, norm
+class Own(NamedTuple):
+    window: Any
+    slope: Any  # [BLOCK_M, 1]
+    scale: Any
+    softcap: Any
+    PRESCALE: Any
+    HAS_SOFTCAP: Any
+    HAS_ALIBI: Any
+    HARDWARE_TANH: Any
 
 
 @triton.jit
-def _store_result(acc, top, norm, out_ptr, lse_ptr, seq, head, i, real, seqlen_q, heads, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-                  PRECISION: tl.constexpr):
+def _modified(x, own, products, i, j, at):
+    scores = products
+    if own.PRESCALE:
+        scores, _ = modified_scores(products, i, j, x.place.other_length - x.place.length, own.slope, own.scale, own.softcap,
+                                    own.HAS_SOFTCAP, own.HAS_ALIBI, x.shape.PRECISION == "ieee", own.HARDWARE_TANH)
+    return scores, 0.0, 1.0
+
+
+@triton.jit
+def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
+    return forward_step(state, x, own, at, position, edge, MASKED, GUARD, window_seen, _modified, LAGS=False)
+
+
+@triton.jit
+def _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, seqlen_q, heads, VALUE_DIM: tl.constexpr,
+                  BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr):
     """Output and LSE of the rows (query i, head) from their sums."""
     columns = tl.arange(0, BLOCK_DV)
-    divisor = tl.broadcast_to(tl.where(norm > 0, norm, 1.0)[:, None], acc.shape)
+    divisor = tl.broadcast_to(tl.where(row_sum > 0, row_sum, 1.0)[:, None], acc.shape)
     result = tl.div_rn(acc, divisor) if PRECISION == "ieee" else acc / divisor
     index = (tl.cast(seq, tl.int64) * seqlen_q + i) * heads + head
     tl.store(out_ptr + index[:, None] * VALUE_DIM + columns[None, :], result.to(out_ptr.dtype.element_ty),
              mask=real[:, None] & (columns < VALUE_DIM)[None, :])
     lse_index = (tl.cast(seq, tl.int64) * heads + head) * seqlen_q + i
-    tl.store(lse_ptr + lse_index, log_sum_exp(top, norm, PRECISION == "ieee"), mask=real)
+    tl.store(lse_ptr + lse_index, log_sum_exp(row_max, row_sum, PRECISION == "ieee"), mask=real)
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "batch", "max_len", "seqlen_q", "pieces", "parts", "programs"],
@@ -121,31 +123,34 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=real & (begin == 0), other=-float("inf")).to(tl.float32)
             sink = in_units(sink, PRECISION == "ieee")
-        top = sink
-        norm = tl.where(top == -float("inf"), 0.0, 1.0)
+        row_max = sink
+        row_sum = tl.where(row_max == -float("inf"), 0.0, 1.0)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
-        k_rows = tile_source(k_source, seq, kv_head, 0, stride_kb, stride_ks, stride_kh, TMA)
-        v_rows = tile_source(v_source, seq, kv_head, 0, stride_vb, stride_vs, stride_vh, TMA)
+        k_rows = head_rows(Operand(k_source, stride_kb, stride_ks, stride_kh), seq, kv_head, 0, len_k, TMA)
+        v_rows = head_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), seq, kv_head, 0, len_k, TMA)
         first_key = (first + begin) * BLOCK_N
         last_key = (first + end) * BLOCK_N
         # pointers guard every tile at no cost; what TMA loaded is only guarded where the tile crosses the end
         tail = first_key if not TMA else tl.minimum(last_key, len_k // BLOCK_N * BLOCK_N)
         for part in tl.static_range(2):
             if part == 1 or TMA:
-                acc, top, norm = _attend(
-                    acc, top, norm, q, k_rows, v_rows, tail if part == 1 else first_key, last_key if part == 1 else tail, seq, kv_head,
-                    i[:, None], seqlen_q, len_k, stride_ks, stride_vs, window_left, window_right, scale, softcap, slope, HEAD_DIM,
-                    VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, part == 1, HAS_LEFT, HAS_RIGHT, PRESCALE, HAS_SOFTCAP, HAS_ALIBI,
-                    HARDWARE_TANH, PRECISION, TMA)
+                acc, row_max, row_sum = range_loop(
+                    _step, (acc, row_max, row_sum),
+                    QueryTile(q, None, None, k_rows, v_rows, Place(seq, seq, kv_head, 0, 0, seqlen_q, 0, len_k), i[:, None],
+                              1.0 if PRESCALE else scale,
+                              Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, PRECISION, TMA), False),
+                    Own(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), slope, scale, softcap, PRESCALE, HAS_SOFTCAP, HAS_ALIBI,
+                        HARDWARE_TANH),
+                    tail if part == 1 else first_key, last_key if part == 1 else tail, 0, 0, BLOCK_N, "all", part == 1, None)
 
         if begin == 0 and end == tiles:
-            _store_result(acc, top, norm, out_ptr, lse_ptr, seq, head, i, real, seqlen_q, heads, VALUE_DIM, BLOCK_DV, PRECISION)
+            _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, seqlen_q, heads, VALUE_DIM, BLOCK_DV, PRECISION)
         else:
             index = tl.cast(slot, tl.int64) * BLOCK_M + lanes
             tl.store(acc_ptr + index[:, None] * BLOCK_DV + value_columns[None, :], acc, mask=real[:, None])
-            tl.store(stats_ptr + 2 * index, top, mask=real)
-            tl.store(stats_ptr + 2 * index + 1, norm, mask=real)
+            tl.store(stats_ptr + 2 * index, row_max, mask=real)
+            tl.store(stats_ptr + 2 * index + 1, row_sum, mask=real)
             if begin > 0 and end == tiles:
                 # the last part: what the second kernel needs to find the others
                 first_program = (unit - begin) // share
@@ -180,8 +185,8 @@ def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, seqlen
         lanes = first_lane + tl.arange(0, BLOCK_R)
         row = piece % parts * BLOCK_M + lanes
         real = row < seqlen_q * group
-        top = tl.full([BLOCK_R], -float("inf"), tl.float32)
-        norm = tl.zeros([BLOCK_R], tl.float32)
+        row_max = tl.full([BLOCK_R], -float("inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_R], tl.float32)
         acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
         for start in range(first, last + 1, BLOCK_S):
             program = start + tl.arange(0, BLOCK_S)
@@ -189,15 +194,15 @@ def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, seqlen
             # [BLOCK_R, BLOCK_S]
             there = real[:, None] & (program <= last)[None, :]
             index = tl.cast(slot, tl.int64)[None, :] * BLOCK_M + lanes[:, None]
-            tops = tl.load(stats_ptr + 2 * index, mask=there, other=-float("inf"))
-            norms = tl.load(stats_ptr + 2 * index + 1, mask=there, other=0.0)
+            maxima = tl.load(stats_ptr + 2 * index, mask=there, other=-float("inf"))
+            sums = tl.load(stats_ptr + 2 * index + 1, mask=there, other=0.0)
             # [BLOCK_R, BLOCK_S, BLOCK_DV]
             values = tl.load(acc_ptr + index[:, :, None] * BLOCK_DV + columns[None, None, :], mask=there[:, :, None], other=0.0)
-            weights, top, _weights_sum, rescale = softmax_step(tops, top, norm, 1.0, True, PRECISION == "ieee")
-            norm = norm * rescale + tl.sum(weights * norms, 1)
+            weights, row_max, _weights_sum, rescale = softmax_step(maxima, row_max, row_sum, 1.0, True, PRECISION == "ieee")
+            row_sum = row_sum * rescale + tl.sum(weights * sums, 1)
             acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 1)
-        _store_result(acc, top, norm, out_ptr, lse_ptr, seq, piece // parts * group + row % group, row // group, real, seqlen_q, heads,
-                      VALUE_DIM, BLOCK_DV, PRECISION)
+        _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, piece // parts * group + row % group, row // group, real, seqlen_q,
+                      heads, VALUE_DIM, BLOCK_DV, PRECISION)
 
 
 @functools.cache

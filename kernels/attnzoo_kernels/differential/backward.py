@@ -1,65 +1,76 @@
-"""Differential attention's backward in two kernels, each recomputing both paths' weights: dQ1 and dQ2 by rows of queries, dK1, dK2 and dV
-by rows of keys.
+"""Differential attention's backward in two kernels, as `_triton.backward` has it, each for both branches.
 
 With O2 = P2 V, r = rowsum(dO * O2), dP = dO Vᵀ and lambda by row:
 
     dS1 = P1 * (dP - rowsum(dO * O) - lambda r)      dS2 = -lambda P2 * (dP - r)      dV = (P1 - lambda P2)ᵀ dO      dlambda = -r
 
-dP is one product for both paths. There is no atomic addition: every gradient repeats bit by bit. The dQ kernel runs first and leaves each
-row's statistics for the second one, padded to whole tiles (maxima +inf, the rest 0), so that it reads them without a mask.
+dP is one product for both branches. The row statistics are those of `_triton.backward` for each branch, with r as the second one's delta,
+and lambda.
 """
+
+import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.backward import STATS_BLOCK, first_stats_row, transposed_dot
-from attnzoo_kernels._triton.launch import architecture, descriptor, strides, tma_takes
-from attnzoo_kernels._triton.masks import key_ranges, keys_seen, queries_seeing, query_ranges
+from attnzoo_kernels._triton.backward import (
+    STATS_BLOCK,
+    first_stats_row,
+    load_row_stats,
+    pass_on_softmax,
+    repeated,
+    repeated_transposed,
+    transposed_dot,
+)
+from attnzoo_kernels._triton.call import Layout, layout, strides, tma_kind
+from attnzoo_kernels._triton.forward import products_only
+from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
+from attnzoo_kernels._triton.mainloop import (
+    KeyTile,
+    QueryTile,
+    RowStats,
+    key_loops,
+    query_loops,
+    window_seen,
+    window_seen_transposed,
+)
+from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.softmax import add_dot, in_units, repeat_weights, score_dot
-from attnzoo_kernels._triton.tiles import first_lse, load_rows, program_tile, store_rows, tile_source
+from attnzoo_kernels._triton.tiles import Operand, Shape, first_lse, head_rows, load_rows, program_tile, store_rows
+from attnzoo_kernels.differential.hooks import Branch2, Branch2Keys, load_branch, load_lambda
 from attnzoo_kernels.differential.options import Options, lambda_strides
-from attnzoo_kernels.differential.tiles import Tile, dkdv_tile, dq_tile
+from attnzoo_kernels.differential.tiles import dkdv_tile, dq_tile
 
 
 @triton.jit
-def _add_dq(dq1, dq2, exact_delta, exact_r, q1, q2, do, top1, norm_stat1, top2, norm_stat2, delta, r, k1_rows, k2_rows, v_rows, begin, end,
-            batch, kv_head, first_k, row, len_q, len_k, stride_k1s, stride_k2s, stride_vs, window_left, window_right, softmax_scale,
-            HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-            BLOCK_N: tl.constexpr, SHARED_K: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr,
-            HAS_RIGHT: tl.constexpr, EXACT_DELTA: tl.constexpr, EXACT_R: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
-    """Walk the keys begin .. end. dq2 lacks the factor -lambda of its rows."""
-    i = row + tl.arange(0, BLOCK_M)[:, None]
-    scale = in_units(softmax_scale, PRECISION == "ieee")
-    for column in tl.range(begin, end, BLOCK_N):
-        # [BLOCK_N, BLOCK_D]
-        k1 = load_rows(k1_rows, batch, kv_head, first_k, column, len_k, stride_k1s, HEAD_DIM, BLOCK_N, BLOCK_D, GUARD, TMA)
-        k2 = k1
-        if not SHARED_K:
-            k2 = load_rows(k2_rows, batch, kv_head, first_k, column, len_k, stride_k2s, HEAD_DIM, BLOCK_N, BLOCK_D, GUARD, TMA)
-        # [BLOCK_N, BLOCK_DV]
-        v = load_rows(v_rows, batch, kv_head, first_k, column, len_k, stride_vs, VALUE_DIM, BLOCK_N, BLOCK_DV, GUARD, TMA)
-        # [BLOCK_M, BLOCK_N]
-        scores1 = score_dot(q1, k1, PRECISION)
-        scores2 = score_dot(q2, k2, PRECISION)
-        weights1 = repeat_weights(scores1, scale, top1[:, None], norm_stat1[:, None], PRECISION == "ieee")
-        weights2 = repeat_weights(scores2, scale, top2[:, None], norm_stat2[:, None], PRECISION == "ieee")
-        if MASKED:
-            j = column + tl.arange(0, BLOCK_N)[None, :]
-            seen = keys_seen(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-            weights1 = tl.where(seen, weights1, 0.0)
-            weights2 = tl.where(seen, weights2, 0.0)
-        # [BLOCK_M, BLOCK_N], once for both paths
-        dweights = score_dot(do, v, PRECISION)
-        if EXACT_DELTA:
-            exact_delta += tl.sum(weights1 * dweights, 1)
-        if EXACT_R:
-            exact_r += tl.sum(weights2 * dweights, 1)
-        # [BLOCK_M, BLOCK_D]
-        dq1 = add_dot((weights1 * (dweights - delta[:, None])).to(k1.dtype), k1, dq1, PRECISION)
-        dq2 = add_dot((weights2 * (dweights - r[:, None])).to(k2.dtype), k2, dq2, PRECISION)
+def _dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
+    """dq2 lacks the factor -lambda of its rows."""
+    dq1, dq2, exact_delta, exact_r = state
+    k1 = load_rows(x.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+    k2 = k1 if own.SHARED_K else load_rows(own.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+    v = load_rows(x.value_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_N, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
+    weights1, _ = repeated(x.q, k1, x.stats, x, own, at, position, edge, MASKED, products_only, window_seen, repeat_weights, False)
+    weights2, _ = repeated(own.q, k2, own.stats, x, own, at, position, edge, MASKED, products_only, window_seen, repeat_weights, False)
+    # [BLOCK_M, BLOCK_N], once for both branches
+    dweights = score_dot(x.do, v, x.shape.PRECISION)
+    if x.EXACT_DELTA and x.shape.PRECISION == "ieee":
+        exact_delta += tl.sum(weights1 * dweights, 1)
+    if x.EXACT_DELTA:
+        exact_r += tl.sum(weights2 * dweights, 1)
+    # [BLOCK_M, BLOCK_D]
+    dq1 = add_dot((weights1 * (dweights - x.stats.delta[:, None])).to(k1.dtype), k1, dq1, x.shape.PRECISION)
+    dq2 = add_dot((weights2 * (dweights - own.stats.delta[:, None])).to(k2.dtype), k2, dq2, x.shape.PRECISION)
     return dq1, dq2, exact_delta, exact_r
+
+
+@triton.jit
+def _row_delta(out, do, place, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """rowsum(dO * O)."""
+    rows = head_rows(out, place.batch, place.head, place.first, place.length, False)
+    o = load_rows(rows, place.row, VALUE_DIM, BLOCK_M, BLOCK_DV, True, False)
+    return tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "heads", "stride_stats", "stride_lb",
@@ -76,130 +87,94 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
                                SHARED_K: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                                PRECISION: tl.constexpr, EXACT_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                                STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
-    seq, batch, head, row, first_q, len_q, first_k, len_k = program_tile(
-        cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT)
-    if row >= len_q:
+    place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT)
+    if place.row >= place.length:
         return
-    kv_head = head // group
-    i = row + tl.arange(0, BLOCK_M)
-    lse_index = first_lse(batch, head, first_q, seqlen_q, heads, PACKED) + i
-
-    q1_rows = tile_source(q1_source, batch, head, first_q, stride_q1b, stride_q1s, stride_q1h, TMA)
-    q2_rows = tile_source(q2_source, batch, head, first_q, stride_q2b, stride_q2s, stride_q2h, TMA)
-    k1_rows = tile_source(k1_source, batch, kv_head, first_k, stride_k1b, stride_k1s, stride_k1h, TMA)
-    k2_rows = tile_source(k2_source, batch, kv_head, first_k, stride_k2b, stride_k2s, stride_k2h, TMA)
-    v_rows = tile_source(v_source, batch, kv_head, first_k, stride_vb, stride_vs, stride_vh, TMA)
-    do_rows = tile_source(do_source, batch, head, first_q, stride_dob, stride_dos, stride_doh, TMA)
+    EXACT: tl.constexpr = PRECISION == "ieee"
+    BRANCH_STATS: tl.constexpr = 3 if EXACT else 2
+    i = place.row + tl.arange(0, BLOCK_M)
+    inside = i < place.length
+    lse_at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, PACKED) + i
+    do_rows = head_rows(Operand(do_source, stride_dob, stride_dos, stride_doh), place.batch, place.head, place.first, place.length, TMA)
+    v_rows = head_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), place.batch, place.head // group, place.other_first,
+                       place.other_length, TMA)
     # [BLOCK_M, BLOCK_DV]
-    do = load_rows(do_rows, batch, head, first_q, row, len_q, stride_dos, VALUE_DIM, BLOCK_M, BLOCK_DV, not TMA, TMA)
-    lam_rows = tile_source(lam_ptr, batch, head, first_q, stride_lb, stride_ls, stride_lh, False)
-    # behind the last sequence, where no query sees a key, there may be anything
-    lam = tl.load(lam_rows + i.to(tl.int64) * stride_ls, mask=(i < len_q) & (len_k > 0), other=0.0)
+    do = load_rows(do_rows, place.row, VALUE_DIM, BLOCK_M, BLOCK_DV, not TMA, TMA)
+    lam = load_lambda(Operand(lam_ptr, stride_lb, stride_ls, stride_lh), place, i)
     delta = tl.zeros([BLOCK_M], tl.float32)
     r = tl.zeros([BLOCK_M], tl.float32)
-    if PRECISION != "ieee":
-        out_rows = tile_source(out_ptr, batch, head, first_q, stride_ob, stride_os, stride_oh, False)
-        out = load_rows(out_rows, batch, head, first_q, row, len_q, stride_os, VALUE_DIM, BLOCK_M, BLOCK_DV, True, False)
-        delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-        out2_rows = tile_source(out2_ptr, batch, head, first_q, stride_ob, stride_os, stride_oh, False)
-        out2 = load_rows(out2_rows, batch, head, first_q, row, len_q, stride_os, VALUE_DIM, BLOCK_M, BLOCK_DV, True, False)
-        r = tl.sum(out2.to(tl.float32) * do.to(tl.float32), 1)
+    if not EXACT:
+        delta = _row_delta(Operand(out_ptr, stride_ob, stride_os, stride_oh), do, place, VALUE_DIM, BLOCK_M, BLOCK_DV)
+        r = _row_delta(Operand(out2_ptr, stride_ob, stride_os, stride_oh), do, place, VALUE_DIM, BLOCK_M, BLOCK_DV)
         delta += lam * r
-    top1 = tl.load(stats_ptr + lse_index, mask=i < len_q, other=float("inf"))
-    norm_stat1 = tl.load(stats_ptr + stride_stats + lse_index, mask=i < len_q, other=1.0)
-    top2 = tl.load(stats_ptr + 2 * stride_stats + lse_index, mask=i < len_q, other=float("inf"))
-    norm_stat2 = tl.load(stats_ptr + 3 * stride_stats + lse_index, mask=i < len_q, other=1.0)
-    row_stats = row_stats_ptr + first_stats_row(head, seq, first_q, n_seqs, seqlen_q, heads, PACKED, STATS_BLOCK) + i
-    if PRECISION == "ieee":
-        tl.store(row_stats + 5 * stride_rows, norm_stat1)
-        tl.store(row_stats + 6 * stride_rows, norm_stat2)
-    else:
-        top1 += norm_stat1
-        top2 += norm_stat2
-    tl.store(row_stats, top1)
-    tl.store(row_stats + stride_rows, top2)
-    tl.store(row_stats + 2 * stride_rows, lam)
-    # [BLOCK_M, BLOCK_D]
-    q1 = load_rows(q1_rows, batch, head, first_q, row, len_q, stride_q1s, HEAD_DIM, BLOCK_M, BLOCK_D, not TMA, TMA)
-    q2 = load_rows(q2_rows, batch, head, first_q, row, len_q, stride_q2s, HEAD_DIM, BLOCK_M, BLOCK_D, not TMA, TMA)
+    row_stats = row_stats_ptr + i + first_stats_row(place.head, place.sequence, place.first, n_seqs, seqlen_q, heads, PACKED, STATS_BLOCK)
+    row_stats2 = row_stats + BRANCH_STATS * stride_rows
+    lse1, sum1 = pass_on_softmax(stats_ptr + lse_at, stride_stats, row_stats, stride_rows, inside, None, PRECISION)
+    lse2, sum2 = pass_on_softmax(stats_ptr + 2 * stride_stats + lse_at, stride_stats, row_stats2, stride_rows, inside, None, PRECISION)
+    tl.store(row_stats2 + BRANCH_STATS * stride_rows, lam)
+    q1, k1_rows = load_branch(Operand(q1_source, stride_q1b, stride_q1s, stride_q1h),
+                              Operand(k1_source, stride_k1b, stride_k1s, stride_k1h), place, group, HEAD_DIM, BLOCK_M, BLOCK_D,
+                              not TMA, TMA)
+    q2, k2_rows = load_branch(Operand(q2_source, stride_q2b, stride_q2s, stride_q2h),
+                              Operand(k2_source, stride_k2b, stride_k2s, stride_k2h), place, group, HEAD_DIM, BLOCK_M, BLOCK_D,
+                              not TMA, TMA)
 
-    GUARD_TAIL: tl.constexpr = PACKED or not TMA
-    bounds = key_ranges(row, len_q, len_k, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, GUARD_TAIL)
     exact_delta = tl.zeros([BLOCK_M], tl.float32)
     exact_r = tl.zeros([BLOCK_M], tl.float32)
-    # float32 walks the keys twice, first for the statistics: from the weights themselves they cancel where rowsum(dO * O) would not
-    for sweep in tl.static_range(2 if PRECISION == "ieee" else 1):
+    zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # float32 takes the keys twice, first for the statistics: from the weights themselves they cancel where rowsum(dO * O) would not
+    for sweep in tl.static_range(2 if EXACT else 1):
         if sweep == 1:
             delta = exact_delta
             r = exact_r
-        dq1 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        dq2 = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for part in tl.static_range(4):
-            if (part == 0 and HAS_LEFT) or part == 1 or (part == 2 and (HAS_RIGHT or not GUARD_TAIL)) or (part == 3 and GUARD_TAIL):
-                dq1, dq2, exact_delta, exact_r = _add_dq(
-                    dq1, dq2, exact_delta, exact_r, q1, q2, do, top1, norm_stat1, top2, norm_stat2, delta, r, k1_rows, k2_rows, v_rows,
-                    bounds[part], bounds[part + 1], batch, kv_head, first_k, row, len_q, len_k, stride_k1s, stride_k2s, stride_vs,
-                    window_left, window_right, softmax_scale, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, SHARED_K,
-                    part != 1, part == 3, HAS_LEFT, HAS_RIGHT, PRECISION == "ieee" and sweep == 0,
-                    (EXACT_R or PRECISION == "ieee") and sweep == 0, PRECISION, TMA)
+        dq1, dq2, exact_delta, exact_r = key_loops(
+            _dq_step, (zeros, zeros, exact_delta, exact_r),
+            QueryTile(q1, do, RowStats(lse1, sum1, delta), k1_rows, v_rows, place, i[:, None], in_units(softmax_scale, EXACT),
+                      Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
+                      (EXACT_R or EXACT) and sweep == 0),
+            Branch2(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), q2, k2_rows, RowStats(lse2, sum2, r), SHARED_K, False),
+            False, False)
     # what was read behind the sequence's end must not reach the second kernel
-    tl.store(row_stats + 3 * stride_rows, tl.where(i < len_q, delta, 0.0))
-    tl.store(row_stats + 4 * stride_rows, tl.where(i < len_q, r, 0.0))
-    dq1_rows = tile_source(dq1_ptr, batch, head, first_q, stride_dq1b, stride_dq1s, stride_dq1h, False)
-    dq2_rows = tile_source(dq2_ptr, batch, head, first_q, stride_dq2b, stride_dq2s, stride_dq2h, False)
-    store_rows(dq1_rows, dq1 * softmax_scale, row, len_q, stride_dq1s, HEAD_DIM, BLOCK_M, BLOCK_D)
-    store_rows(dq2_rows, dq2 * (-lam * softmax_scale)[:, None], row, len_q, stride_dq2s, HEAD_DIM, BLOCK_M, BLOCK_D)
+    tl.store(row_stats + stride_rows, tl.where(inside, delta, 0.0))
+    tl.store(row_stats2 + stride_rows, tl.where(inside, r, 0.0))
+    dq1_rows = head_rows(Operand(dq1_ptr, stride_dq1b, stride_dq1s, stride_dq1h), place.batch, place.head, place.first, place.length, False)
+    dq2_rows = head_rows(Operand(dq2_ptr, stride_dq2b, stride_dq2s, stride_dq2h), place.batch, place.head, place.first, place.length, False)
+    store_rows(dq1_rows, dq1 * softmax_scale, place.row, HEAD_DIM, BLOCK_M, BLOCK_D)
+    store_rows(dq2_rows, dq2 * (-lam * softmax_scale)[:, None], place.row, HEAD_DIM, BLOCK_M, BLOCK_D)
     if EXACT_R:
-        tl.store(r_ptr + lse_index, exact_r, mask=i < len_q)
+        tl.store(r_ptr + lse_at, exact_r, mask=inside)
 
 
 @triton.jit
-def _add_dkdv(dk1, dk2, dv, k1, k2, v, q1_rows, q2_rows, do_rows, row_stats, stride_rows, begin, end, batch, head, first_q, column, len_q,
-              len_k, stride_q1s, stride_q2s, stride_dos, window_left, window_right, softmax_scale,
-              HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr, SHARED_K: tl.constexpr, MASKED: tl.constexpr, GUARD: tl.constexpr, HAS_LEFT: tl.constexpr,
-              HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):
-    """Walk the queries begin .. end; tiles are transposed, keys by queries. SHARED_K sums both paths' dK in dk1."""
-    j = column + tl.arange(0, BLOCK_N)[:, None]
-    scale = in_units(softmax_scale, PRECISION == "ieee")
-    for row in tl.range(begin, end, BLOCK_M):
-        # [BLOCK_M, BLOCK_D]
-        q1 = load_rows(q1_rows, batch, head, first_q, row, len_q, stride_q1s, HEAD_DIM, BLOCK_M, BLOCK_D, GUARD, TMA)
-        q2 = load_rows(q2_rows, batch, head, first_q, row, len_q, stride_q2s, HEAD_DIM, BLOCK_M, BLOCK_D, GUARD, TMA)
-        # [BLOCK_M, BLOCK_DV]
-        do = load_rows(do_rows, batch, head, first_q, row, len_q, stride_dos, VALUE_DIM, BLOCK_M, BLOCK_DV, GUARD, TMA)
-        stats = row_stats + row + tl.arange(0, BLOCK_M)
-        top1 = tl.load(stats)[None, :]
-        top2 = tl.load(stats + stride_rows)[None, :]
-        lam = tl.load(stats + 2 * stride_rows)[None, :]
-        delta = tl.load(stats + 3 * stride_rows)[None, :]
-        r = tl.load(stats + 4 * stride_rows)[None, :]
-        norm_stat1 = 1.0
-        norm_stat2 = 1.0
-        if PRECISION == "ieee":
-            norm_stat1 = tl.load(stats + 5 * stride_rows)[None, :]
-            norm_stat2 = tl.load(stats + 6 * stride_rows)[None, :]
-        # [BLOCK_N, BLOCK_M]
-        scores1 = transposed_dot(k1, q1, PRECISION)
-        scores2 = transposed_dot(k2, q2, PRECISION)
-        weights1 = repeat_weights(scores1, scale, top1, norm_stat1, PRECISION == "ieee")
-        weights2 = repeat_weights(scores2, scale, top2, norm_stat2, PRECISION == "ieee") * lam
-        if MASKED:
-            i = row + tl.arange(0, BLOCK_M)[None, :]
-            seen = queries_seeing(i, j, len_q, len_k, window_left, window_right, HAS_LEFT, HAS_RIGHT)
-            weights1 = tl.where(seen, weights1, 0.0)
-            weights2 = tl.where(seen, weights2, 0.0)
-        # [BLOCK_N, BLOCK_DV]; the difference is rounded once
-        dv = add_dot((weights1 - weights2).to(do.dtype), do, dv, PRECISION)
-        # [BLOCK_N, BLOCK_M], once for both paths
-        dweights = transposed_dot(v, do, PRECISION)
-        # [BLOCK_N, BLOCK_D]
-        dk1 = add_dot((weights1 * (dweights - delta)).to(q1.dtype), q1, dk1, PRECISION)
-        dscores2 = (weights2 * (r - dweights)).to(q2.dtype)
-        if SHARED_K:
-            dk1 = add_dot(dscores2, q2, dk1, PRECISION)
-        else:
-            dk2 = add_dot(dscores2, q2, dk2, PRECISION)
+def _dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
+    """SHARED_K sums both branches' dK in dk1."""
+    dk1, dk2, dv = state
+    PRECISION: tl.constexpr = x.shape.PRECISION
+    BRANCH_STATS: tl.constexpr = 3 if PRECISION == "ieee" else 2
+    q1 = load_rows(x.query_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+    q2 = load_rows(own.query_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+    do = load_rows(x.grad_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_M, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
+    row_stats2 = x.row_stats + BRANCH_STATS * x.stride_rows
+    stats1 = load_row_stats(x.row_stats, x.stride_rows, at, x.shape.BLOCK_M, PRECISION)
+    stats2 = load_row_stats(row_stats2, x.stride_rows, at, x.shape.BLOCK_M, PRECISION)
+    lam = tl.load(row_stats2 + BRANCH_STATS * x.stride_rows + at + tl.arange(0, x.shape.BLOCK_M))[None, :]
+    # [BLOCK_N, BLOCK_M]
+    weights1, _ = repeated_transposed(x.k, q1, stats1, x, own, at, position, edge, MASKED, products_only, window_seen_transposed,
+                                      repeat_weights, False, False)
+    weights2, _ = repeated_transposed(own.k, q2, stats2, x, own, at, position, edge, MASKED, products_only, window_seen_transposed,
+                                      repeat_weights, False, False)
+    weights2 *= lam
+    # [BLOCK_N, BLOCK_DV]; the difference is rounded once
+    dv = add_dot((weights1 - weights2).to(do.dtype), do, dv, PRECISION)
+    # [BLOCK_N, BLOCK_M], once for both branches
+    dweights = transposed_dot(x.v, do, PRECISION)
+    # [BLOCK_N, BLOCK_D]
+    dk1 = add_dot((weights1 * (dweights - stats1.delta[None, :])).to(q1.dtype), q1, dk1, PRECISION)
+    dscores2 = (weights2 * (stats2.delta[None, :] - dweights)).to(q2.dtype)
+    if own.SHARED_K:
+        dk1 = add_dot(dscores2, q2, dk1, PRECISION)
+    else:
+        dk2 = add_dot(dscores2, q2, dk2, PRECISION)
     return dk1, dk2, dv
 
 
@@ -215,59 +190,84 @@ def differential_bwd_dkdv_kernel(q1_source, q2_source, k1_source, k2_source, v_s
                                  SHARED_K: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                                  PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr,
                                  TMA: tl.constexpr):
-    kv_heads = heads // group
-    seq, batch, kv_head, column, first_k, len_k, first_q, len_q = program_tile(
-        cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, kv_heads, BLOCK_N, PACKED, False)
-    if column >= len_k:
+    place = program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False)
+    if place.row >= place.length:
         return
-    k1_rows = tile_source(k1_source, batch, kv_head, first_k, stride_k1b, stride_k1s, stride_k1h, TMA)
-    v_rows = tile_source(v_source, batch, kv_head, first_k, stride_vb, stride_vs, stride_vh, TMA)
+    k1_rows = head_rows(Operand(k1_source, stride_k1b, stride_k1s, stride_k1h), place.batch, place.head, place.first, place.length, TMA)
+    v_rows = head_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), place.batch, place.head, place.first, place.length, TMA)
     # [BLOCK_N, BLOCK_D]
-    k1 = load_rows(k1_rows, batch, kv_head, first_k, column, len_k, stride_k1s, HEAD_DIM, BLOCK_N, BLOCK_D, not TMA, TMA)
+    k1 = load_rows(k1_rows, place.row, HEAD_DIM, BLOCK_N, BLOCK_D, not TMA, TMA)
     k2 = k1
     if not SHARED_K:
-        k2_rows = tile_source(k2_source, batch, kv_head, first_k, stride_k2b, stride_k2s, stride_k2h, TMA)
-        k2 = load_rows(k2_rows, batch, kv_head, first_k, column, len_k, stride_k2s, HEAD_DIM, BLOCK_N, BLOCK_D, not TMA, TMA)
+        k2_rows = head_rows(Operand(k2_source, stride_k2b, stride_k2s, stride_k2h), place.batch, place.head, place.first, place.length, TMA)
+        k2 = load_rows(k2_rows, place.row, HEAD_DIM, BLOCK_N, BLOCK_D, not TMA, TMA)
     # [BLOCK_N, BLOCK_DV]
-    v = load_rows(v_rows, batch, kv_head, first_k, column, len_k, stride_vs, VALUE_DIM, BLOCK_N, BLOCK_DV, not TMA, TMA)
+    v = load_rows(v_rows, place.row, VALUE_DIM, BLOCK_N, BLOCK_DV, not TMA, TMA)
 
     dk1 = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     # a number where it is not used
     dk2 = 0.0 if SHARED_K else tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    GUARD_TAIL: tl.constexpr = PACKED or not TMA
-    bounds = query_ranges(column, len_q, len_k, window_left, window_right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT, GUARD_TAIL)
     for member in range(group):
-        head = kv_head * group + member
-        q1_rows = tile_source(q1_source, batch, head, first_q, stride_q1b, stride_q1s, stride_q1h, TMA)
-        q2_rows = tile_source(q2_source, batch, head, first_q, stride_q2b, stride_q2s, stride_q2h, TMA)
-        do_rows = tile_source(do_source, batch, head, first_q, stride_dob, stride_dos, stride_doh, TMA)
-        row_stats = row_stats_ptr + first_stats_row(head, seq, first_q, n_seqs, seqlen_q, heads, PACKED, STATS_BLOCK)
-        for part in tl.static_range(4):
-            if (part == 0 and HAS_RIGHT) or part == 1 or (part == 2 and HAS_LEFT) or (part == 3 and GUARD_TAIL):
-                dk1, dk2, dv = _add_dkdv(
-                    dk1, dk2, dv, k1, k2, v, q1_rows, q2_rows, do_rows, row_stats, stride_rows, bounds[part], bounds[part + 1], batch, head,
-                    first_q, column, len_q, len_k, stride_q1s, stride_q2s, stride_dos, window_left, window_right, softmax_scale, HEAD_DIM,
-                    VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, SHARED_K, part != 1, part == 3, HAS_LEFT, HAS_RIGHT, PRECISION, TMA)
-    dk1_rows = tile_source(dk1_ptr, batch, kv_head, first_k, stride_dk1b, stride_dk1s, stride_dk1h, False)
-    dv_rows = tile_source(dv_ptr, batch, kv_head, first_k, stride_dvb, stride_dvs, stride_dvh, False)
-    store_rows(dk1_rows, dk1 * softmax_scale, column, len_k, stride_dk1s, HEAD_DIM, BLOCK_N, BLOCK_D)
-    store_rows(dv_rows, dv, column, len_k, stride_dvs, VALUE_DIM, BLOCK_N, BLOCK_DV)
+        head = place.head * group + member
+        q1_rows = head_rows(Operand(q1_source, stride_q1b, stride_q1s, stride_q1h), place.batch, head, place.other_first,
+                            place.other_length, TMA)
+        q2_rows = head_rows(Operand(q2_source, stride_q2b, stride_q2s, stride_q2h), place.batch, head, place.other_first,
+                            place.other_length, TMA)
+        do_rows = head_rows(Operand(do_source, stride_dob, stride_dos, stride_doh), place.batch, head, place.other_first,
+                            place.other_length, TMA)
+        row_stats = row_stats_ptr + first_stats_row(head, place.sequence, place.other_first, n_seqs, seqlen_q, heads, PACKED, STATS_BLOCK)
+        dk1, dk2, dv = query_loops(
+            _dkdv_step, (dk1, dk2, dv),
+            KeyTile(k1, v, q1_rows, do_rows, row_stats, stride_rows, place, head, place.row + tl.arange(0, BLOCK_N)[:, None],
+                    in_units(softmax_scale, PRECISION == "ieee"),
+                    Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA)),
+            Branch2Keys(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), k2, q2_rows, SHARED_K), False)
+    dk1_rows = head_rows(Operand(dk1_ptr, stride_dk1b, stride_dk1s, stride_dk1h), place.batch, place.head, place.first, place.length, False)
+    dv_rows = head_rows(Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), place.batch, place.head, place.first, place.length, False)
+    store_rows(dk1_rows, dk1 * softmax_scale, place.row, HEAD_DIM, BLOCK_N, BLOCK_D)
+    store_rows(dv_rows, dv, place.row, VALUE_DIM, BLOCK_N, BLOCK_DV)
     if not SHARED_K:
-        dk2_rows = tile_source(dk2_ptr, batch, kv_head, first_k, stride_dk2b, stride_dk2s, stride_dk2h, False)
-        store_rows(dk2_rows, dk2 * softmax_scale, column, len_k, stride_dk2s, HEAD_DIM, BLOCK_N, BLOCK_D)
+        dk2_rows = head_rows(Operand(dk2_ptr, stride_dk2b, stride_dk2s, stride_dk2h), place.batch, place.head, place.first, place.length,
+                             False)
+        store_rows(dk2_rows, dk2 * softmax_scale, place.row, HEAD_DIM, BLOCK_N, BLOCK_D)
 
 
-def _sources(tile: Tile, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, grad_out: Tensor,
-             flags: dict) -> tuple[bool, list, list]:
-    """Whether the tensors are read by TMA, what the kernel then takes for them, and their strides."""
-    tensors = [q1, q2, k1, k1 if k2 is None else k2, v, grad_out]
-    tensor_strides = [stride for x in tensors for stride in strides(x)]
-    if not (tile.tma and all(map(tma_takes, tensors))):
-        return False, tensors, tensor_strides
+def _blocks(tile, constants: dict) -> dict[int, tuple]:
+    """Tiles of q1, q2, k1, k2, v and grad_out, the first tensors, where TMA reads them."""
     rows = [tile.block_m] * 2 + [tile.block_n] * 3 + [tile.block_m]
-    widths = [flags["BLOCK_D"]] * 4 + [flags["BLOCK_DV"]] * 2
-    return True, [descriptor(*of) for of in zip(tensors, rows, widths, strict=True)], tensor_strides
+    widths = [constants["BLOCK_D"]] * 4 + [constants["BLOCK_DV"]] * 2
+    return {n: (*of, constants["PACKED"]) for n, of in enumerate(zip(rows, widths, strict=True))} if constants["TMA"] else {}
+
+
+@functools.lru_cache(maxsize=1024)
+def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, shared_k: bool, exact_r: bool, sources: tuple[Layout, ...],
+             out: Layout, dq1: Layout, dq2: Layout, lam: tuple[int, int, int], stats_stride: int, rows_stride: int,
+             options: Options) -> Launch:
+    q1, k1, v = sources[0], sources[2], sources[4]
+    sequences, seqlen_q, _ = options.sizes(q1[0], k1[0])
+    constants = options.constants(q1[0], v[0], dtype, shared_k=shared_k)
+    tile = dq_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize)
+    constants |= {"EXACT_R": exact_r, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK,
+                  "TMA": tma_kind(tile.tma and aligned, sources, dtype.itemsize, options.packed)}
+    scalars = (*(stride for x in sources for stride in strides(x)), *lam, *(stride for x in (out, dq1, dq2) for stride in strides(x)),
+               stats_stride, rows_stride, *options.scalars(q1[0], k1[0]))
+    return Launch(differential_bwd_dq_kernel, options.programs(q1[0][-2], seqlen_q, sequences, tile.block_m), scalars, constants,
+                  tile.num_warps, tile.num_stages, _blocks(tile, constants))
+
+
+@functools.lru_cache(maxsize=1024)
+def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, shared_k: bool, sources: tuple[Layout, ...], dk1: Layout,
+               dk2: Layout, dv: Layout, rows_stride: int, options: Options) -> Launch:
+    q1, k1, v = sources[0], sources[2], sources[4]
+    sequences, _, seqlen_k = options.sizes(q1[0], k1[0])
+    constants = options.constants(q1[0], v[0], dtype, shared_k=shared_k)
+    tile = dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize)
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK,
+                  "TMA": tma_kind(tile.tma and aligned, sources, dtype.itemsize, options.packed)}
+    scalars = (*(stride for x in (*sources, dk1, dk2, dv) for stride in strides(x)), rows_stride, *options.scalars(q1[0], k1[0]))
+    return Launch(differential_bwd_dkdv_kernel, options.programs(k1[0][-2], seqlen_k, sequences, tile.block_n), scalars, constants,
+                  tile.num_warps, tile.num_stages, _blocks(tile, constants))
 
 
 def launch_dq(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, out: Tensor, out2: Tensor,
@@ -275,39 +275,30 @@ def launch_dq(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor |
               options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ1, dQ2, the row statistics that launch_dkdv reads, and r without the rounding of O2, like an LSE (empty unless exact_r)."""
     sequences, seqlen_q, _ = options.sizes(q1.shape, k1.shape)
-    heads, flags = q1.shape[-2], options.constants(q1.shape, v.shape, q1.dtype, shared_k=k2 is None)
     dq1, dq2 = q1.new_empty(q1.shape), q2.new_empty(q2.shape)
     r = torch.empty_like(stats[0]) if exact_r else stats.new_empty(0)
-    kinds, rows = 7 if q1.dtype == torch.float32 else 5, options.programs(heads, seqlen_q, sequences, STATS_BLOCK) * STATS_BLOCK
-    row_stats = stats.new_empty(kinds, rows)
+    rows = options.programs(q1.shape[-2], seqlen_q, sequences, STATS_BLOCK) * STATS_BLOCK
+    row_stats = stats.new_empty(7 if q1.dtype == torch.float32 else 5, rows)
     if stats.numel() == 0:
         return dq1, dq2, row_stats, r
-    tile = dq_tile(architecture(q1), flags["BLOCK_D"], flags["BLOCK_DV"], q1.element_size(), causal=options.causal)
-    tma, sources, tensor_strides = _sources(tile, q1, q2, k1, k2, v, grad_out, flags)
-    differential_bwd_dq_kernel[(options.programs(heads, seqlen_q, sequences, tile.block_m),)](
-        *sources, lam, out, out2, stats, r, row_stats, dq1, dq2, cu_seqlens_q, cu_seqlens_k, *tensor_strides,
-        *lambda_strides(lam, options.packed), *strides(out), *strides(dq1), *strides(dq2), stats.stride(0), row_stats.stride(0),
-        *options.scalars(q1.shape, k1.shape), **flags,
-        EXACT_R=exact_r, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, STATS_BLOCK=STATS_BLOCK, TMA=tma, num_warps=tile.num_warps,
-        num_stages=tile.num_stages)
+    sources = (q1, q2, k1, k1 if k2 is None else k2, v, grad_out)
+    launch = _dq_plan(q1.device, q1.dtype, are_aligned(*sources, out, out2), k2 is None, exact_r, tuple(map(layout, sources)), layout(out),
+                      layout(dq1), layout(dq2), lambda_strides(lam, options.packed), stats.stride(0), rows, options)
+    launch(*sources, lam, out, out2, stats, r, row_stats, dq1, dq2, cu_seqlens_q, cu_seqlens_k)
     return dq1, dq2, row_stats, r
 
 
 def launch_dkdv(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, row_stats: Tensor,
                 cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """dK1 (of both paths where they share K), dK2 (else empty) and dV from the row statistics of launch_dq."""
-    sequences, _, seqlen_k = options.sizes(q1.shape, k1.shape)
-    kv_heads, flags = k1.shape[-2], options.constants(q1.shape, v.shape, q1.dtype, shared_k=k2 is None)
+    """dK1 (of both branches where they share K), dK2 (else empty) and dV from the row statistics of launch_dq."""
     dk1, dv = k1.new_empty(k1.shape), v.new_empty(v.shape)
     dk2 = k1.new_empty(0) if k2 is None else k2.new_empty(k2.shape)
     if k1.numel() == 0:
         return dk1, dk2, dv
-    tile = dkdv_tile(architecture(q1), flags["BLOCK_D"], flags["BLOCK_DV"], q1.element_size(), causal=options.causal)
-    tma, sources, tensor_strides = _sources(tile, q1, q2, k1, k2, v, grad_out, flags)
-    differential_bwd_dkdv_kernel[(options.programs(kv_heads, seqlen_k, sequences, tile.block_n),)](
-        *sources, row_stats, dk1, dk2, dv, cu_seqlens_q, cu_seqlens_k, *tensor_strides, *strides(dk1), *strides(dk1 if k2 is None else dk2),
-        *strides(dv), row_stats.stride(0), *options.scalars(q1.shape, k1.shape), **flags, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        STATS_BLOCK=STATS_BLOCK, TMA=tma, num_warps=tile.num_warps, num_stages=tile.num_stages)
+    sources = (q1, q2, k1, k1 if k2 is None else k2, v, grad_out)
+    launch = _dkdv_plan(q1.device, q1.dtype, are_aligned(*sources), k2 is None, tuple(map(layout, sources)), layout(dk1),
+                        layout(dk1 if k2 is None else dk2), layout(dv), row_stats.shape[1], options)
+    launch(*sources, row_stats, dk1, dk2, dv, cu_seqlens_q, cu_seqlens_k)
     return dk1, dk2, dv
 
 
@@ -325,8 +316,9 @@ def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Te
     """dQ1, dQ2, dK1, dK2 (empty where K is shared), dV and dlambda (empty unless needs_dlam)."""
     if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()  # autograd may hand over an expanded gradient, which no kernel can read row by row
-    dq1, dq2, row_stats, r = launch_dq(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam,
-                                        options)
-    dk1, dk2, dv = launch_dkdv(grad_out, q1, q2, k1, k2, v, row_stats, cu_seqlens_q, cu_seqlens_k, options)
+    with on_device_of(q1):
+        dq1, dq2, row_stats, r = launch_dq(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam,
+                                           options)
+        dk1, dk2, dv = launch_dkdv(grad_out, q1, q2, k1, k2, v, row_stats, cu_seqlens_q, cu_seqlens_k, options)
     dlam = reduce_like(-r, lam, options.packed) if needs_dlam else lam.new_empty(0)
     return dq1, dq2, dk1, dk2, dv, dlam

@@ -19,7 +19,7 @@ def hopper_forward_tile(block_d: int, block_dv: int) -> ForwardTile:
     return ForwardTile(64 if block_dv > 128 else 128, 2, joint_release=block_d == block_dv)
 
 
-def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:
+def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
     if arch == 0:
         return INTERPRETER
     if itemsize == 4:
@@ -32,7 +32,7 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causa
     return Tile(32, 32, 8, 1) if block_dv > 128 else Tile(64, 32, 8, 1)
 
 
-def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:
+def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
     if arch == 0:
         return INTERPRETER
     if itemsize == 4:
@@ -47,7 +47,7 @@ def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bo
     return Tile(32, 32, 8, 1)
 
 
-def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:
+def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
     if arch == 0:
         return INTERPRETER
     if itemsize == 4:

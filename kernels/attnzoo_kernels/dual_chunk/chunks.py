@@ -1,12 +1,14 @@
-"""Tiles that end at chunk seams, and the ranges of the five stages that a walk along the other side goes through.
+"""Tiles that end at chunk seams, and the ranges of the five relations that the mainloop over the other side goes through.
 
-Stages by the chunks from the query's back to the key's: 0 two or more before, 1 the one before, 2 the same, 3 the one behind, 4 two or more
-behind (3 and 4 only if not causal). Stage s is |s - 2| chunks apart; the later of query and key stands at that stage's position, which
-rotated copies have under the number |s - 2|, the other one at its place in its chunk, copy 0.
+Relations by the chunks from the query's back to the key's: 0 two or more before, 1 the one before, 2 the same, 3 the one behind, 4 two or
+more behind (3 and 4 only if not causal). Relation r is |r - 2| chunks apart; the later of query and key stands at that relation's position,
+which rotated copies have under the number |r - 2|, the other one at its place in its chunk, copy 0.
 """
 
 import triton
 import triton.language as tl
+
+from attnzoo_kernels._triton.tiles import Place
 
 
 @triton.jit
@@ -31,10 +33,10 @@ def _find_chunk_tile(cu_seqlens, slot, n_seqs, total, chunk, BLOCK: tl.constexpr
 @triton.jit
 def chunk_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, chunk, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
                PACKED: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """The tile of this program: (sequence, batch, head, index, row, end, first, length, other_first, other_length).
+    """(This program's Place, its chunk, the sequence's length on this side).
 
-    As tiles.program_tile, but rows row .. end all lie in chunk `index`, which may be negative for queries that lie before the first key.
-    A program with row >= end has no tile.
+    As tiles.program_tile, but the Place's rows row .. length all lie in one chunk, whose number may be negative for queries that lie before
+    the first key.
     """
     if PACKED:
         slots = seqlen // BLOCK + seqlen // chunk + 3 * (n_seqs + 1)
@@ -67,27 +69,27 @@ def chunk_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads
     position = index * chunk + tile % per_chunk * BLOCK
     row = tl.maximum(position - offset, 0)
     end = tl.minimum(tl.minimum(position + BLOCK, (index + 1) * chunk) - offset, length)
-    return seq, batch, head, index, row, end, first, length, other_first, other_length
+    return Place(seq, batch, head, row, first, end, other_first, other_length), index, length
 
 
 @triton.jit
-def stage_range(step, index, chunk, low, high):
-    """Positions of the step-th of five stages from chunk `index`, in ascending order, inside low .. high; empty ones have begin >= end."""
-    begin = tl.where(step == 0, low, tl.maximum((index + step - 2) * chunk, low))
-    end = tl.where(step == 4, high, tl.minimum((index + step - 1) * chunk, high))
+def relation_range(relation, index, chunk, low, high):
+    """Positions of a relation's tokens from chunk `index`, in ascending order, inside low .. high; empty ones have begin >= end."""
+    begin = tl.where(relation == 0, low, tl.maximum((index + relation - 2) * chunk, low))
+    end = tl.where(relation == 4, high, tl.minimum((index + relation - 1) * chunk, high))
     return begin, end
 
 
 @triton.jit
-def chunks_apart(stage):
-    return tl.abs(stage - 2)
+def chunks_apart(relation):
+    return tl.abs(relation - 2)
 
 
 @triton.jit
-def query_copy(stage):
-    return tl.maximum(2 - stage, 0)
+def query_copy(relation):
+    return tl.maximum(2 - relation, 0)
 
 
 @triton.jit
-def key_copy(stage):
-    return tl.maximum(stage - 2, 0)
+def key_copy(relation):
+    return tl.maximum(relation - 2, 0)

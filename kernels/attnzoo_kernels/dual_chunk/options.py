@@ -70,7 +70,7 @@ class Options(Call):
         return 1 if self.causal else 3
 
     def tiles_end_at_seams(self, q: torch.Size, k: torch.Size, block_m: int, block_n: int) -> bool:
-        """Whether a walk over queries in tiles of block_m from a key tile's first row on never straddles a seam between stages."""
+        """Whether a mainloop over queries in tiles of block_m from a key tile's first row on never straddles a seam between relations."""
         aligned = self.same_lengths if self.packed else (k[1] - q[1]) % block_m == 0
         return aligned and self.stages == 7 and self.chunk % block_m == 0 and block_n % block_m == 0
 

@@ -16,8 +16,7 @@ class Tile(flash.Tile):
     max_registers: int | None = None  # a thread's, where TMA is used: what is spilled lies around the inner loops, a program more fits in
 
     def launch_options(self, tma: bool) -> dict[str, Any]:
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options | {"maxnreg": self.max_registers} if tma and self.max_registers else options
+        return {"maxnreg": self.max_registers} if tma and self.max_registers else {}
 
 
 INTERPRETER = Tile(32, 32, 4, 1)

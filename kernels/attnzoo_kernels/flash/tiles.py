@@ -61,7 +61,7 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causa
     return Tile(64, 64, 8, 1)
 
 
-def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool) -> Tile:
+def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
     width = max(block_d, block_dv)
     if arch == 0:
         return INTERPRETER

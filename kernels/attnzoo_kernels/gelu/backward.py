@@ -1,4 +1,4 @@
-"""bias_gelu's backward: each program walks down some rows of its columns and keeps their sum."""
+"""bias_gelu's backward: each program goes down some rows of its columns and keeps their sum."""
 
 import torch
 import triton

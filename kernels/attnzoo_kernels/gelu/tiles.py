@@ -23,7 +23,7 @@ def backward_tile(width: int) -> Tile:
 
 
 def backward_steps(rows: int, width: int, tile: Tile) -> int:
-    """Tiles that a program walks down."""
+    """Tiles that a program goes down."""
     tiles = -(-rows // tile.rows) * -(-width // tile.columns)
     return max(1, min(tiles // BACKWARD_PROGRAMS, 32))
 

@@ -12,7 +12,7 @@ import torch
 _here = threading.local()
 
 
-class Kept:
+class LayoutCache:
     """The last `limit` values that were asked for, and all that a CUDA graph's capture found here: the graph reads them at each replay."""
 
     def __init__(self, limit: int):

@@ -1,4 +1,4 @@
-"""From q·k to FlashAttention's scores: scale, softcap, ALiBi. Shared by forward and backward.
+"""From q·k to scores: scale, softcap, ALiBi. Shared by forward and backward, and by decoding.
 
 Scores are left in the unit that saves a multiplication of each: the softmax multiplies by the unit, which brings them to its own.
 """

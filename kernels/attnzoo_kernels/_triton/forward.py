@@ -1,0 +1,116 @@
+"""The forward: a program keeps a tile of queries, goes through the keys and gathers O, the row maxima and the row sums."""
+
+import triton
+import triton.language as tl
+
+from attnzoo_kernels._triton.mainloop import QueryTile
+from attnzoo_kernels._triton.softmax import add_dot, log_sum_exp, rescaled, score_dot, softmax_stats, softmax_weights
+from attnzoo_kernels._triton.tiles import first_lse, head_rows, in_registers, load_rows, store_rows
+
+
+@triton.jit
+def products_only(x, own, products, i, j, at):
+    """SCORE where nothing is done to scores: (scores, what those of a row are less by, the scores' derivative)."""
+    return products, 0.0, 1.0
+
+
+@triton.jit
+def nothing_dropped(x, own, weights, at):
+    """DROP where there is no dropout."""
+    return weights
+
+
+@triton.jit
+def scored(q, k, x, own, at, position, edge, MASKED: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):
+    """Scores of a tile of keys [BLOCK_N, BLOCK_D], -inf where masked, and what those of a row are less by."""
+    # [BLOCK_M, BLOCK_N]
+    products = score_dot(q, k, x.shape.PRECISION)
+    j = at + tl.arange(0, x.shape.BLOCK_N)[None, :]
+    scores, less, _ = SCORE(x, own, products, x.i, j, at)
+    if MASKED == "all":
+        scores = tl.where(MASK(x, own, x.i, j, position), scores, -float("inf"))
+    elif MASKED == "edges":
+        if edge:
+            scores = tl.where(MASK(x, own, x.i, j, position), scores, -float("inf"))
+    return scores, less
+
+
+@triton.jit
+def forward_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr, MASK: tl.constexpr,
+                 SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = softmax_weights,
+                 LAGS: tl.constexpr = True, ROW_BIAS: tl.constexpr = False, BY_WARP: tl.constexpr = False,
+                 SUMS_LAST: tl.constexpr = False):
+    """One tile of keys into (O not yet divided [BLOCK_M, BLOCK_DV], row maxima, row sums).
+
+    LAGS: row maxima may stay behind. ROW_BIAS: SCORE's second result counts. BY_WARP: as `rescaled` has it. SUMS_LAST: row sums behind the
+    values' load, which gains under dropout with wide values only.
+    """
+    acc, row_max, row_sum = state
+    # [BLOCK_N, BLOCK_D]
+    k = load_rows(x.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+    # [BLOCK_M, BLOCK_N]
+    scores, less = scored(x.q, k, x, own, at, position, edge, MASKED, SCORE, MASK)
+    weights, new_max, rescale = WEIGHTS(scores, row_max, x.unit, MASKED != "none", x.shape.PRECISION == "ieee", LAGS,
+                                        less.reshape(x.shape.BLOCK_M) if ROW_BIAS else None)
+    if not SUMS_LAST:
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+    kept = DROP(x, own, weights, at)
+    acc = rescaled(acc, rescale, new_max, row_max, BY_WARP)  # before the wait for the values
+    # [BLOCK_N, BLOCK_DV]
+    v = load_rows(x.value_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_N, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
+    if SUMS_LAST:
+        row_sum = row_sum * rescale + tl.sum(weights, 1)
+    # [BLOCK_M, BLOCK_DV]
+    acc = add_dot(kept.to(v.dtype), v, acc, x.shape.PRECISION)
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def softmax_state(sink, shape):
+    """The state of forward_step before the first key. sink: a first key of weight one that has no value, or -inf."""
+    row_max = tl.zeros([shape.BLOCK_M], tl.float32) + sink
+    row_sum = tl.where(row_max == -float("inf"), 0.0, 1.0)
+    return tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), row_max, row_sum
+
+
+@triton.jit
+def normalised(acc, row_sum, keep_prob, PRECISION: tl.constexpr):
+    """acc [M, N] / (row_sum [M] * keep_prob), and zeros where the sum is zero."""
+    divisor = (tl.where(row_sum > 0, row_sum, 1.0) * keep_prob)[:, None]
+    return tl.div_rn(acc, tl.broadcast_to(divisor, acc.shape)) if PRECISION == "ieee" else acc * (1.0 / divisor)
+
+
+@triton.jit
+def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats, unit, keep_prob, own, seqlen_q, heads, group, shape,
+            LOOPS: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr):
+    """A whole program: LOOPS(x, own) gives forward_step's last state, and this stores O, the LSE and what the backward needs of it.
+
+    Q_REGISTERS: queries are an operand in registers, not in shared memory; Q_SELECT: they pass a select on their way there.
+    """
+    PRECISION: tl.constexpr = shape.PRECISION
+    q_rows = head_rows(queries, place.batch, place.head, place.first, place.length, shape.TMA)
+    k_rows = head_rows(keys, place.batch, place.head // group, place.other_first, place.other_length, shape.TMA)
+    v_rows = head_rows(values, place.batch, place.head // group, place.other_first, place.other_length, shape.TMA)
+    # [BLOCK_M, BLOCK_D]
+    q = load_rows(q_rows, place.row, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D, not shape.TMA or Q_SELECT, shape.TMA)
+    if shape.TMA and Q_REGISTERS and not Q_SELECT:
+        q = in_registers(q)
+    i = place.row + tl.arange(0, shape.BLOCK_M)[:, None]
+    acc, row_max, row_sum = LOOPS(QueryTile(q, None, None, k_rows, v_rows, place, i, unit, shape, False), own)
+
+    acc = normalised(acc, row_sum, keep_prob, PRECISION)
+    out_rows = head_rows(out, place.batch, place.head, place.first, place.length, False)
+    store_rows(out_rows, acc, place.row, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV)
+    i = place.row + tl.arange(0, shape.BLOCK_M)
+    at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, shape.PACKED) + i
+    store_softmax(lse_ptr, stats_ptr, stride_stats, at, i < place.length, row_max, row_sum, PRECISION)
+
+
+@triton.jit
+def store_softmax(lse_ptr, stats_ptr, stride_stats, at, inside, row_max, row_sum, PRECISION: tl.constexpr, SAVE: tl.constexpr = True):
+    """Store the LSE and, under SAVE, softmax_stats of a tile's rows."""
+    tl.store(lse_ptr + at, log_sum_exp(row_max, row_sum, PRECISION == "ieee"), mask=inside)
+    if SAVE:
+        row_max, sum_stat = softmax_stats(row_max, row_sum, PRECISION == "ieee")
+        tl.store(stats_ptr + at, row_max, mask=inside)
+        tl.store(stats_ptr + stride_stats + at, sum_stat, mask=inside)

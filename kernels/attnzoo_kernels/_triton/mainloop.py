@@ -1,0 +1,135 @@
+"""The loops over tiles of the other side, which all passes share, and what a step in them reads.
+
+A step is a jit function `STEP(state, x, own, at, position, edge, MASKED, GUARD)` that returns the next state. x is a QueryTile or a
+KeyTile, own is the variant's, `at` the first row of the other side's tile, `position` the tile's place in a list. MASKED: "none", "all",
+or "edges", where `edge` says whether this tile needs a mask. GUARD: the tile may cross the sequence's end, so that loads must look. A
+variant's step names its hooks and calls a step of `_triton.forward` or `_triton.backward`.
+
+Structs that hold constants are made where they are handed on: a name that they were assigned to would hold
+tensors in place of constants. `values` and `type` cannot be fields: Triton gives them to every tuple.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from attnzoo_kernels._triton.masks import key_ranges, keys_seen, queries_seeing, query_ranges
+
+
+class RowStats(NamedTuple):
+    """What the backward knows of each row of queries: the softmax's LSE in base 2 (in float32 the maximum, in natural units), in float32
+    its sum, and delta = rowsum(dO * O) - dLSE."""
+
+    lse_log2: Any
+    row_sum: Any
+    delta: Any
+
+
+class QueryTile(NamedTuple):
+    """A program's tile of queries, and the keys and values that a forward or dQ loads for it."""
+
+    q: Any  # [BLOCK_M, BLOCK_D]
+    do: Any  # [BLOCK_M, BLOCK_DV], dQ
+    stats: Any  # RowStats, dQ
+    key_rows: Any  # Rows
+    value_rows: Any  # Rows
+    place: Any  # Place of the queries
+    i: Any  # [BLOCK_M, 1], the queries' rows
+    unit: Any  # what scores count in the softmax's units
+    shape: Any  # Shape
+    EXACT_DELTA: Any  # dQ: the rows' sums of weights times their gradients are wanted
+
+
+class KeyTile(NamedTuple):
+    """A program's tile of keys and values, and the queries and output gradients that dK/dV loads for it."""
+
+    k: Any  # [BLOCK_N, BLOCK_D]
+    v: Any  # [BLOCK_N, BLOCK_DV]
+    query_rows: Any  # Rows
+    grad_rows: Any  # Rows
+    row_stats: Any  # the sequence's first row in the row statistics, which lie stride_rows apart
+    stride_rows: Any
+    place: Any  # Place of the keys
+    head: Any  # of the queries
+    j: Any  # [BLOCK_N, 1], the keys' rows
+    unit: Any
+    shape: Any
+
+
+@triton.jit
+def window_seen(x, own, i, j, position):
+    """MASK of forward and dQ: which keys j [1, N] the queries i [M, 1] of a QueryTile see in own.window."""
+    return keys_seen(i, j, x.place.length, x.place.other_length, own.window)
+
+
+@triton.jit
+def window_seen_transposed(x, own, i, j, position):
+    """MASK of dK/dV: which queries i [1, M] see the keys j [N, 1] of a KeyTile."""
+    return queries_seeing(i, j, x.place.other_length, x.place.length, own.window)
+
+
+@triton.jit
+def range_loop(STEP: tl.constexpr, state, x, own, begin, end, full_begin, full_end, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+               GUARD: tl.constexpr, STAGES: tl.constexpr):
+    """Steps over the rows begin .. end; under MASKED "edges" those outside full_begin .. full_end need a mask."""
+    for at in tl.range(begin, end, BLOCK, num_stages=STAGES):
+        edge = False
+        if MASKED == "edges":
+            edge = (at < full_begin) | (at >= full_end)
+        state = STEP(state, x, own, at, 0, edge, MASKED, GUARD)
+    return state
+
+
+@triton.jit
+def range_loops(STEP: tl.constexpr, state, x, own, bounds, BLOCK: tl.constexpr, BEFORE: tl.constexpr, BEHIND: tl.constexpr,
+                TAIL: tl.constexpr, ONE_LOOP: tl.constexpr, SHORT_BEHIND: tl.constexpr, SHORT_TAIL: tl.constexpr):
+    """Steps over the ranges of key_ranges or query_ranges: tiles that need no mask, those BEFORE and BEHIND them that do, and the TAIL
+    that crosses the end. ONE_LOOP: all but the tail in one loop, where masks are a branch.
+
+    SHORT_BEHIND, SHORT_TAIL: that loop has one stage, which keeps a pipeline for a tile or two out of all programs.
+    """
+    for part in tl.static_range(4):
+        if part == 0 and (BEFORE or ONE_LOOP) or part == 1 and not ONE_LOOP or part == 2 and BEHIND and not ONE_LOOP or part == 3 and TAIL:
+            state = range_loop(
+                STEP, state, x, own, bounds[part], bounds[3 if ONE_LOOP and part == 0 else part + 1], bounds[1], bounds[2], BLOCK,
+                "none" if part == 1 else "edges" if ONE_LOOP and part == 0 else "all", part == 3,
+                1 if part == 3 and SHORT_TAIL or part == 2 and SHORT_BEHIND else None)
+    return state
+
+
+@triton.jit
+def key_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr, SHORT_TAIL: tl.constexpr):
+    """Steps over the keys that a QueryTile sees in own.window."""
+    # a descriptor reads zeros beyond the sequence: only pointers need a loop of their own for the tail
+    TAIL: tl.constexpr = not x.shape.TMA
+    bounds = key_ranges(x.place.row, x.place.length, x.place.other_length, own.window, x.shape.BLOCK_M, x.shape.BLOCK_N, TAIL)
+    return range_loops(STEP, state, x, own, bounds, x.shape.BLOCK_N, own.window.HAS_LEFT, own.window.HAS_RIGHT or not TAIL, TAIL, ONE_LOOP,
+                       SHORT_TAIL and not (own.window.HAS_LEFT or own.window.HAS_RIGHT), SHORT_TAIL)
+
+
+@triton.jit
+def query_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr):
+    """Steps over the queries that see a KeyTile in own.window."""
+    TAIL: tl.constexpr = not x.shape.TMA
+    bounds = query_ranges(x.place.row, x.place.other_length, x.place.length, own.window, x.shape.BLOCK_M, x.shape.BLOCK_N, TAIL)
+    return range_loops(STEP, state, x, own, bounds, x.shape.BLOCK_M, own.window.HAS_RIGHT, own.window.HAS_LEFT, TAIL, ONE_LOOP, False,
+                       False)
+
+
+@triton.jit
+def listed_loop(STEP: tl.constexpr, TILE: tl.constexpr, state, x, own, begin, end, first_masked, BLOCK: tl.constexpr, MASKED: tl.constexpr,
+                GUARD: tl.constexpr):
+    """Steps over the listed tiles begin .. end. TILE(own, n, MASKED) gives the n-th one's position in the list and its number;
+    under MASKED "edges" those from first_masked on need a mask."""
+    position, tile = TILE(own, begin, MASKED)
+    for n in tl.range(begin, end):
+        at = tile * BLOCK
+        here = position
+        # the next entry is read ahead: the loads of the tile would wait for their own
+        position, tile = TILE(own, n + 1, MASKED)
+        edge = False
+        if MASKED == "edges":
+            edge = n >= first_masked
+        state = STEP(state, x, own, at, here, edge, MASKED, GUARD)
+    return state

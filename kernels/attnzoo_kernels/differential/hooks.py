@@ -1,0 +1,46 @@
+"""What the plain kernels of differential attention have beside flash's: a second branch of queries and keys, and lambda."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from attnzoo_kernels._triton.tiles import head_rows, load_rows, tile_source
+
+
+class Branch2(NamedTuple):
+    """The second branch of a tile of queries, for the steps over keys; the first one is the QueryTile."""
+
+    window: Any
+    q: Any  # [BLOCK_M, BLOCK_D]
+    key_rows: Any
+    stats: Any  # RowStats, backward
+    SHARED_K: Any
+    BY_WARP: Any
+
+
+class Branch2Keys(NamedTuple):
+    """The second branch of a tile of keys, for the steps over queries; the first one is the KeyTile."""
+
+    window: Any
+    k: Any  # [BLOCK_N, BLOCK_D]
+    query_rows: Any
+    SHARED_K: Any
+
+
+@triton.jit
+def load_branch(queries, keys, place, group, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
+                TMA: tl.constexpr):
+    """A branch's queries [BLOCK_M, BLOCK_D], and the Rows of its keys."""
+    q_rows = head_rows(queries, place.batch, place.head, place.first, place.length, TMA)
+    k_rows = head_rows(keys, place.batch, place.head // group, place.other_first, place.other_length, TMA)
+    return load_rows(q_rows, place.row, HEAD_DIM, BLOCK_M, BLOCK_D, GUARD, TMA), k_rows
+
+
+@triton.jit
+def load_lambda(operand, place, i):
+    """Lambda of rows i [BLOCK_M]."""
+    rows = tile_source(operand.source, place.batch, place.head, place.first, operand.stride_batch, operand.stride_row, operand.stride_head,
+                       False)
+    # behind the last sequence, where no query sees a key, there may be anything
+    return tl.load(rows + i.to(tl.int64) * operand.stride_row, mask=(i < place.length) & (place.other_length > 0), other=0.0)

@@ -1,0 +1,123 @@
+"""Compile the plain kernels of all attention variants for a GPU that is not here: `python plain_ahead_of_time.py 90 [operator ...]` prints a
+JSON line per kernel. A process of its own, as ahead_of_time.py, whose driver it takes.
+"""
+
+import json
+import sys
+
+import torch
+import triton
+from ahead_of_time import ARCH, Driver, operands_clash, resources, stale_descriptor
+from triton.runtime.jit import JITFunction
+
+BF16, F32 = torch.bfloat16, torch.float32
+CAUSAL, FULL, WINDOW = (-1, 0), (-1, -1), (48, 16)
+
+
+def tensors(dtype, packed, kv_heads, widths, tokens=256, heads=4):
+    """q, k, v, and grad_out, by `widths` (head_dim, value_dim), and cu_seqlens."""
+    rows = (tokens,) if packed else (2, tokens)
+    q, k = (torch.zeros(*rows, n, widths[0], dtype=dtype) for n in (heads, kv_heads))
+    v, grad_out = (torch.zeros(*rows, n, widths[1], dtype=dtype) for n in (kv_heads, heads))
+    return q, k, v, grad_out, torch.zeros(3, dtype=torch.int32) if packed else None
+
+
+def flash():
+    from attnzoo_kernels.flash import ops
+
+    for dtype, widths, (left, right), packed, kv_heads, softcap, alibi, sinks, dropout, exact_delta in (
+            (BF16, (64, 64), FULL, False, 4, 0.0, False, False, 0.0, False),
+            (BF16, (128, 128), CAUSAL, False, 2, 0.0, False, True, 0.0, True),
+            (BF16, (128, 128), FULL, False, 4, 0.0, False, False, 0.1, False),
+            (BF16, (256, 256), CAUSAL, False, 4, 0.0, False, False, 0.0, False),
+            (BF16, (64, 64), CAUSAL, False, 4, 0.0, True, False, 0.0, False),
+            (BF16, (64, 64), WINDOW, True, 2, 0.0, True, True, 0.0, True),
+            (BF16, (128, 96), CAUSAL, True, 4, 0.0, False, False, 0.0, False),
+            (BF16, (128, 128), WINDOW, False, 4, 30.0, False, False, 0.0, False),
+            (BF16, (64, 64), FULL, False, 4, 30.0, False, False, 0.1, False),
+            (F32, (64, 64), WINDOW, False, 2, 0.0, False, True, 0.1, True),
+            (F32, (128, 40), CAUSAL, True, 4, 30.0, True, False, 0.0, False)):
+        q, k, v, grad_out, bounds = tensors(dtype, packed, kv_heads, widths)
+        slopes, sink, rng = (torch.zeros(4) if alibi else None, torch.zeros(4) if sinks else None,
+                             torch.zeros(2, dtype=torch.int64) if dropout else None)
+        numbers = ("triton", True, widths[0] ** -0.5, left, right, softcap, dropout)
+        out, lse, stats = ops._forward(q, k, v, bounds, bounds, slopes, sink, rng, *numbers)
+        ops._gradients(grad_out, lse if exact_delta else None, q, k, v, out, stats, bounds, bounds, slopes, rng, exact_delta, *numbers)
+
+
+def block_sparse():
+    from attnzoo_kernels.block_sparse import ops
+
+    for dtype, widths, (left, right), packed, kv_heads, block, grad_lse in (
+            (BF16, (64, 64), FULL, False, 4, 128, False), (BF16, (128, 128), CAUSAL, False, 2, 64, True),
+            (BF16, (256, 256), CAUSAL, False, 4, 128, False), (BF16, (64, 64), WINDOW, False, 4, 32, False),
+            (BF16, (128, 128), CAUSAL, True, 2, 128, False), (BF16, (64, 64), FULL, True, 4, 16, True),
+            (F32, (64, 64), CAUSAL, False, 4, 32, True), (F32, (128, 96), WINDOW, True, 2, 16, False)):
+        q, k, v, grad_out, bounds = tensors(dtype, packed, kv_heads, widths)
+        blocks = 256 // block
+        mask = torch.ones(1, 4, blocks, blocks, dtype=torch.bool)
+        options = ("", "triton", True, blocks, blocks, block, block, widths[0] ** -0.5, left, right)
+        out, lse, stats = ops._forward(q, k, v, mask, bounds, bounds, *options)
+        ops._gradients(grad_out, lse if grad_lse else None, q, k, v, out, stats, mask, bounds, bounds, *options)
+
+
+def differential():
+    from attnzoo_kernels.differential import ops
+
+    for dtype, widths, (left, right), packed, kv_heads, shared_k, needs_dlam in (
+            (BF16, (64, 128), CAUSAL, False, 4, False, True), (BF16, (64, 64), FULL, False, 4, True, False),
+            (BF16, (128, 256), CAUSAL, False, 4, False, True), (BF16, (128, 128), CAUSAL, True, 2, True, True),
+            (BF16, (64, 64), WINDOW, True, 2, False, False), (F32, (64, 128), CAUSAL, False, 4, False, True),
+            (F32, (64, 64), WINDOW, True, 2, True, False)):
+        q, k, v, grad_out, bounds = tensors(dtype, packed, kv_heads, widths)
+        q2, k2, lam = torch.zeros_like(q), None if shared_k else torch.zeros_like(k), torch.zeros(4)
+        numbers = ("triton", True, widths[0] ** -0.5, left, right)
+        out, _, out2, stats = ops._forward(q, q2, k, k2, v, lam, bounds, bounds, *numbers, True)
+        ops._gradients(grad_out, q, q2, k, k2, v, lam, out, out2, stats, bounds, bounds, needs_dlam, *numbers)
+
+
+def dual_chunk():
+    from attnzoo_kernels.dual_chunk import ops
+
+    for dtype, widths, causal, packed, kv_heads, multiplier, stages, grad_lse in (
+            (BF16, (64, 64), True, False, 4, False, 7, False), (BF16, (128, 128), True, False, 2, True, 7, True),
+            (BF16, (256, 256), True, False, 4, False, 7, False), (BF16, (64, 64), False, False, 4, False, 7, True),
+            (BF16, (128, 128), True, True, 2, False, 7, False), (BF16, (64, 64), True, False, 4, False, 5, False),
+            (F32, (64, 64), True, False, 4, True, 7, True), (F32, (128, 96), False, True, 2, False, 7, False)):
+        q, k, v, grad_out, bounds = tensors(dtype, packed, kv_heads, widths)
+        cos, sin = torch.zeros(2, 256, widths[0] // 2)
+        factors = torch.zeros(q.shape[:-2]) if multiplier else None
+        options = ("triton", True, 128, 159, 159, stages, causal, False, widths[0] ** -0.5)
+        out, lse, stats = ops.forward(q, k, v, cos, sin, factors, bounds, bounds, *options)
+        ops.backward(grad_out, lse if grad_lse else None, q, k, v, out, stats, cos, sin, factors, bounds, bounds, *options)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Driver())
+    triton.compiler.CompiledKernel.__getitem__ = lambda self, grid: lambda *arguments: None  # a second launch of what is compiled
+    compiled, run = [], JITFunction.run
+
+    def warm_up(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled.append((self.fn.__name__, options, kernel))
+        return kernel
+
+    JITFunction.run = warm_up
+    from attnzoo_kernels._triton import launch
+
+    launch.architecture = lambda where: ARCH
+    for operator in sys.argv[2:] or ("flash", "block_sparse", "differential", "dual_chunk"):
+        compiled.clear()
+        globals()[operator]()
+        for name, constants, kernel in {id(kernel): (name, constants, kernel) for name, constants, kernel in compiled}.values():
+            if "PRECISION" not in constants:
+                continue
+            cubin = kernel.asm["cubin"]
+            registers, stack = resources(cubin)
+            shown = {key: constants[key] for key in ("HEAD_DIM", "VALUE_DIM", "PRECISION", "BLOCK_M", "BLOCK_N", "PACKED", "TMA")}
+            print(json.dumps({"kernel": name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
+                              "clash": operands_clash(cubin), "stale": stale_descriptor(cubin), **shown}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
