@@ -1,5 +1,5 @@
-"""Compile the plain kernels of all attention variants for a GPU that is not here: `python plain_ahead_of_time.py 90 [operator ...]` prints a
-JSON line per kernel. A process of its own, as ahead_of_time.py, whose driver it takes.
+"""Compile all variants' plain kernels for a GPU that is not here: `python plain_ahead_of_time.py 90 [operator ...]` prints a JSON line per
+kernel. A process of its own, as ahead_of_time.py, whose driver it takes.
 """
 
 import json
@@ -88,8 +88,8 @@ def dual_chunk():
         cos, sin = torch.zeros(2, 256, widths[0] // 2)
         factors = torch.zeros(q.shape[:-2]) if multiplier else None
         options = ("triton", True, 128, 159, 159, stages, causal, False, widths[0] ** -0.5)
-        out, lse, stats = ops.forward(q, k, v, cos, sin, factors, bounds, bounds, *options)
-        ops.backward(grad_out, lse if grad_lse else None, q, k, v, out, stats, cos, sin, factors, bounds, bounds, *options)
+        out, lse, stats = ops._forward(q, k, v, cos, sin, factors, bounds, bounds, *options)
+        ops._gradients(grad_out, lse if grad_lse else None, q, k, v, out, stats, cos, sin, factors, bounds, bounds, *options)
 
 
 def main() -> None:
