@@ -1,6 +1,7 @@
 """Where there is no GPU, Triton kernels run in Triton's interpreter, which has to be chosen before a kernel is defined."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +11,21 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
 
+OPERATORS = Path(__file__).parent / "ops"
 
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
-    if torch.cuda.is_available():
-        return
+    seen = set()
     for item in items:
-        if "gpu" in item.keywords:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        elif OPERATORS in item.path.parents and "slow" not in item.keywords:
+            # one case of each test is quick: `-m "not slow"` meets every test of the operators, the whole run every case
+            test = item.nodeid.partition("[")[0]
+            if test in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(test)
 
 
 @pytest.fixture

@@ -77,7 +77,9 @@ class MustNotWait(lightning.Callback):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("objective", [[], ["model=bert_tiny", "data.balance_lengths=true"]], ids=["lm", "mlm"])
+@pytest.mark.parametrize(
+    "objective", [[], ["model=bert_tiny", "data.balance_lengths=true"], ["optimizer=muon"]], ids=["lm", "mlm", "muon"]
+)
 def test_a_step_does_not_wait_for_the_gpu(tmp_path, objective, monkeypatch):
     overrides = ["trainer=gpu", "trainer.precision=bf16-mixed", "trainer.log_every_n_steps=100", "trainer.limit_val_batches=0"]
     cfg = compose_tiny(tmp_path, *objective, *overrides, "callbacks.last=null", "callbacks.best=null", "callbacks.sample=null")
