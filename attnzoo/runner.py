@@ -74,7 +74,8 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
             write_whole(folder.config, OmegaConf.to_yaml(OmegaConf.create(plain(cfg))))
             for logger in loggers:
                 logger.log_hyperparams(plain(cfg))
-            log.info(report.beginning(choices("model", "attention", "data"), trainer, module, data, run_dir))
+            names = choices("model", "attention", "data") if origin is None else [*initial.names(module.model), *choices("data")]
+            log.info(report.beginning(names, trainer, module, data, run_dir))
             if begun:
                 log.info(initial.describe(origin, begun, cfg))
         fit(trainer, module, data, ckpt_path, run_dir, requeue=cfg.resume == "auto")

@@ -29,6 +29,7 @@ NEEDS = {
     "text_classification": ["task=classification", "model=bert_tiny", "data.name=parquet"],
     "classification": ["model=bert_tiny"],
     "mlm": ["model=bert_tiny"],
+    "drope": ["init_from=runs/a"],
 }
 
 

@@ -128,6 +128,12 @@ def test_what_the_command_names_wins(tmp_path):
     assert configured(file, "attention.softcap=5")["attention"] == {**FLASH, "softcap": 5}
 
 
+def test_what_an_experiment_says_counts_too(tmp_path):
+    write_checkpoint(tmp_path / "a.ckpt", rope_base=500.0)
+    found = configured(tmp_path / "a.ckpt", "experiment=drope")
+    assert (found["model"]["positions"], found["model"]["dim"], found["model"]["rope_base"]) == ("none", 16, 500.0)
+
+
 def test_the_task_is_the_one_that_was_trained(tmp_path):
     write_checkpoint(tmp_path / "a.ckpt", "BERT", "mlm")
     found = configured(tmp_path / "a.ckpt")
@@ -150,7 +156,7 @@ def test_dual_chunks_are_those_of_the_context_that_positions_know(tmp_path):
     ({"_target_": "os.system", "command": "true"}, "os.system.* is outside attnzoo"),
     ({"_target_": "attnzoo.checkpoint.shutil.rmtree", "path": "x"}, "attnzoo.checkpoint.shutil.rmtree.*"),
     ({**FLASH, "softcap": {"_target_": "attnzoo.checkpoint.os.system"}}, "attnzoo.checkpoint.os.system.*"),
-    ({**FLASH, "impl": "${oc.env:HOME}"}, "attention holds an interpolation"),
+    ({**FLASH, "impl": "${oc.env:HOME}"}, "attention must be a `_target_` and plain values"),
 ])
 def test_a_strangers_description_is_not_taken(tmp_path, attention, message):
     write_checkpoint(tmp_path / "a.ckpt")
@@ -198,6 +204,23 @@ def test_a_longer_table_of_learned_positions(tmp_path, how):
     assert done["loaded"] == len(model.state_dict()) - (how == "new")
 
 
+def test_a_name_that_nothing_has_is_refused(tmp_path):
+    write_checkpoint(tmp_path / "a.ckpt")
+    names = r"token_embedding.weight, blocks.\*.attention.q_proj.weight"
+    with pytest.raises(UserError, match=rf"init_new=\['vocabluary'\]: no parameter .*{names}"):
+        initial.load(built(), trained.read(str(tmp_path / "a.ckpt"), key="init_from"), new=["vocabluary", "*mlp*"])
+
+
+@pytest.mark.parametrize("wrong", [{"task": "dance"}, {"context": -5}, {"model": [1]}, {"model": {}}, {"attention": None}], ids=str)
+def test_a_record_that_cannot_be_is_refused_in_one_line(tmp_path, wrong):
+    write_checkpoint(tmp_path / "a.ckpt")
+    content = checkpoint.read(tmp_path / "a.ckpt")
+    content["attnzoo"] |= wrong
+    with pytest.raises(UserError, match=f"init_from=a: {next(iter(wrong))}") as error, command("init_from=a") as cfg:
+        initial.configure(cfg, trained.Trained("a", "checkpoint", content))
+    assert "\n" not in str(error.value)
+
+
 def test_another_tokenizer_is_refused_or_begins_the_vocabulary_anew(tmp_path):
     write_checkpoint(tmp_path / "a.ckpt", vocab_size=300, tokenizer={"kind": "numbers", "vocab_size": 300})
     sizes = [f"model.{key}={size}" for key, size in SIZES.items()]
@@ -233,19 +256,30 @@ def test_our_exported_folder_is_read(tmp_path):
     assert all(torch.equal(value, ours.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+@pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "qwen3"])
 def test_weights_of_hugging_face_are_read(kind, tmp_path):
     torch.manual_seed(0)
     if kind == "gpt2":
         sizes = {"vocab_size": 259, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 4}
         theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
+    elif kind in ("llama", "qwen3"):
+        sizes = {"vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        rope = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 2.0, "original_max_position_embeddings": 8}
+        sizes |= {"intermediate_size": 48, "head_dim": 8, "max_position_embeddings": 16, "rope_parameters": rope}
+        config, model = {"llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+                         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM)}[kind]
+        theirs = model(config(**sizes)).eval()
     else:
         sizes = {"vocab_size": 259, "max_position_embeddings": 16, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
         theirs = transformers.BertForMaskedLM(transformers.BertConfig(**sizes, intermediate_size=48)).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     found = configured(tmp_path / "theirs", "data.seq_len=12", "model.dropout=0")
-    assert found["task"]["objective"] == {"gpt2": "lm", "bert": "mlm"}[kind]
-    assert (found["model"]["dim"], found["model"]["max_positions"], found["model"]["train_context"]) == (32, 16, 12)
+    assert found["task"]["objective"] == ("mlm" if kind == "bert" else "lm")
+    assert (found["model"]["dim"], found["model"]["train_context"]) == (32, 12)
+    if kind in ("gpt2", "bert"):
+        assert found["model"]["max_positions"] == 16
+    else:
+        assert (found["model"]["rope_scaling"], found["model"]["original_context"]) == ("yarn", 8)
     ours = from_config({k: v for k, v in found["model"].items() if k != "attention"}, found["attention"]).eval()
     done = initial.load(ours, trained.read(str(tmp_path / "theirs"), key="init_from"))
     assert done["new"] == done["left_out"] == []

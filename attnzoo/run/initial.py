@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from attnzoo.data import tokenizers
 from attnzoo.errors import UserError
 from attnzoo.run import values
+from attnzoo.signatures import Count, check_value
 from attnzoo.targets import check_targets, resolve, targets
 from attnzoo.trained import Trained
 
@@ -37,15 +38,15 @@ def configure(cfg: DictConfig, trained: Trained) -> DictConfig:
     a key (`model.rope_scaling=yarn`) alone. Outside of a Hydra application everything is named.
     """
     record, named = trained.record, _Named(cfg)
-    _check_record(trained)
+    taken = [group for group in ("model", "attention") if not named.chosen(group)]
+    _check_record(trained, taken)
     if not named.chosen("task") and record["task"] != cfg.task.objective:
         cfg = named.compose_again(f"task={record['task']}")
     cfg = cfg.copy()
     OmegaConf.set_struct(cfg, False)
-    for group in ("model", "attention"):
-        if not named.chosen(group):
-            theirs = _encoder(record["model"]) if group == "model" else {**record["attention"], "_partial_": True}
-            cfg[group] = {**theirs, **named.keys(group)}
+    for group in taken:
+        theirs = _encoder(record["model"]) if group == "model" else {**record["attention"], "_partial_": True}
+        cfg[group] = {**theirs, **named.keys(group)}
     cfg.model.attention, cfg.model.train_context = "${attention}", "${data.seq_len}"
     if "vocabulary" in cfg.init_new and "vocab_size" not in named.keys("model"):
         cfg.model.vocab_size = None
@@ -61,17 +62,20 @@ def _encoder(model: Mapping[str, Any]) -> dict[str, Any]:
     return {**{k: v for k, v in model.items() if k not in ("n_classes", "pooling")}, "_target_": "attnzoo.models.BERT"}
 
 
-def _check_record(trained: Trained) -> None:
+def _check_record(trained: Trained, groups: Iterable[str]) -> None:
     """A checkpoint may be a stranger's: nothing but attnzoo's own classes and plain values is taken from it."""
+    record = trained.record
     try:
-        for group in ("model", "attention"):
-            described = trained.record[group]
-            check_targets(described, ("attnzoo",), group)
-            for _, target in targets(described, group):
+        check_value("task", record.get("task"), values.TASK["objective"])
+        check_value("context", record.get("context"), Count)
+        for group in groups:
+            check_value(group, record.get(group), dict)
+            check_targets(record[group], ("attnzoo",), group)
+            for _, target in targets(record[group], group):
                 resolve(target, ("attnzoo",))
-            if "${" in json.dumps(described):
-                raise ValueError(f"{group} holds an interpolation, which no checkpoint of attnzoo does")
-    except ValueError as error:
+            if "_target_" not in record[group] or "${" in json.dumps(record[group]):
+                raise ValueError(f"{group} must be a `_target_` and plain values, as attnzoo writes it")
+    except (ValueError, TypeError) as error:
         reason = str(error).partition(";")[0]
         raise UserError(f"init_from={trained.where}: {reason}; name it on the command line, such as attention=...") from error
 
@@ -121,6 +125,8 @@ def load(model: nn.Module, trained: Trained, *, new: Sequence[str] = (), positio
     of learned positions of another length is made ("interpolate" between its rows, or "repeat" them). UserError for other shapes.
     """
     weights, state, loaded = trained.weights, model.state_dict(), {}
+    if idle := [part for part in new if not any(_begins_anew(name, [part]) for name in state)]:
+        raise UserError(f"init_new={idle}: no parameter of the model has such a name; they are {', '.join(_gathered(state))}")
     for name, ours in state.items():
         theirs = weights.get(name)
         if theirs is None or _begins_anew(name, new):
@@ -160,6 +166,11 @@ def describe(trained: Trained, done: Mapping[str, Any], cfg: DictConfig) -> str:
     if changed := changes(trained, cfg):
         lines.append("not as they were trained: " + ", ".join(f"{key}={new} (was {old})" for key, (old, new) in changed.items()))
     return "\n  ".join(lines)
+
+
+def names(model: nn.Module) -> list[str]:
+    """What the run trains, which no preset says: the model's class and its attention."""
+    return [type(model).__name__, model.blocks[0].attention.name]
 
 
 def changes(trained: Trained, cfg: DictConfig) -> dict[str, list[Any]]:
