@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from attnzoo.batch import IGNORED
+from attnzoo.batch import IGNORED, Batch
 from attnzoo.data.masking import MaskedRows
 
 VOCAB, EOS, PAD, MASK, CLS, SEP = 1000, 990, 991, 992, 993, 994
@@ -84,6 +84,7 @@ def test_logits_at_are_the_targets():
         batch = everything(make_rows([5, 40, 9], packed=packed))
         assert torch.equal(batch["logits_at"], (batch["labels"].flatten() != IGNORED).nonzero()[:, 0])
         assert batch["n_targets"] == len(batch["logits_at"])
+        assert batch.keys() <= Batch.__annotations__.keys()
 
 
 def test_packed_and_padded_hold_the_same():

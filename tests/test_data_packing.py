@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnzoo.batch import IGNORED
+from attnzoo.batch import IGNORED, Batch
 from attnzoo.data.packing import CausalRows, packed_fields
 
 EOS, PAD = 0, -1
@@ -51,6 +51,7 @@ def test_training_predicts_every_token_of_every_document(lengths, seq_len, shuff
         seen |= {t for t in tokens if t != EOS}
     assert seen == follower.keys()
     assert batch["n_tokens"] == len(batch["input_ids"]) == rows.n_rows * seq_len
+    assert batch.keys() <= Batch.__annotations__.keys()
 
 
 @settings(deadline=None, max_examples=60)

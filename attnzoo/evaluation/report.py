@@ -10,6 +10,7 @@ from attnzoo.evaluation.plots import draw
 from attnzoo.evaluation.results import COLUMNS, Row, shown_metrics, write_csv
 from attnzoo.evaluation.seeds import average, shown
 from attnzoo.evaluation.summary import summary
+from attnzoo.run.files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ def conclude(rows: list[Row], loggers: Iterable, folder: Path) -> list[Row]:
         write_csv(averages, folder / "averages.csv")
         written.append("averages.csv")
     text = summary(rows, averages)
-    (folder / "summary.md").write_text(text, encoding="utf-8")
+    write_whole(folder / "summary.md", text)
     plots = draw(shown(rows, averages), folder)
     _tell(loggers, rows, averages, plots)
     log.info(f"{text}\n{folder}: {', '.join([*written, *(path.name for path in plots)])}")
