@@ -82,13 +82,16 @@ def plot(rows: list[Row], path: Path, x_label: str, title: str) -> None:
 
     panels, directions, labels = (list(dict.fromkeys(getattr(row, name) for row in rows)) for name in ("panel", "direction", "label"))
     ticks = sorted({row.x for row in rows})
+    styles = list(itertools.islice(itertools.cycle(STYLES), len(labels)))
+    if len(labels) > len(STYLES):  # no two curves in one colour
+        styles = [(pyplot.cm.turbo(i / (len(labels) - 1)), *rest) for i, (_, *rest) in enumerate(styles)]
     figure, axes = pyplot.subplots(
         len(directions), len(panels), squeeze=False, sharex=True, sharey="row", figsize=(1 + 3 * len(panels), 0.8 + 2.6 * len(directions)))
     for i, direction in enumerate(directions):
         for j, panel in enumerate(panels):
             axis = axes[i][j]
             here = [row for row in rows if (row.panel, row.direction) == (panel, direction) and row.value is not None]
-            for label, (colour, marker, dash) in zip(labels, itertools.cycle(STYLES), strict=False):
+            for label, (colour, marker, dash) in zip(labels, styles, strict=True):
                 points = sorted((row.x, row.value) for row in here if row.label == label)
                 if points:
                     width = 2.4 if label == rows[0].baseline else 1.2

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
-from attnzoo.evaluation.plots import COLOURS, LINES, MARKERS
+from attnzoo.evaluation.plots import TRAINING_CONTEXT, style_of
 from benchmarks.zoo_tables import OMITTED, Table, label
 
 
@@ -62,17 +62,12 @@ def _drawn(table: Table) -> list[tuple[str, str]]:
     return [line for line in dict.fromkeys(table.lines() + table.lines("cost")) if not line[1].endswith(OMITTED)]
 
 
-def _style(lines: Sequence[tuple[str, str]], line: tuple[str, str]) -> dict:
-    i = lines.index(line)
-    return {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linestyle": LINES[i % len(LINES)]}
-
-
 def _curves(panel, table: Table, lines: Sequence[tuple[str, str]], task: str, metric: str = "") -> None:
     for line in lines:
         if at := [n for n in table.lengths(line, task) if table.values(line, task, n, metric)]:
             means = [statistics.mean(table.values(line, task, n, metric)) for n in at]
-            panel.plot(at, means, markersize=5, label=label(line), **_style(lines, line))
-    panel.axvline(1024, color="0.4", linestyle=":", linewidth=1)
+            panel.plot(at, means, markersize=5, label=label(line), **style_of(lines.index(line), len(lines)))
+    panel.axvline(1024, color="0.4", linestyle=":", linewidth=1, label=TRAINING_CONTEXT)
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:.0f}")
     panel.set_xlabel("context length (bytes); trained at 1024")
@@ -82,7 +77,7 @@ def _points(panel, table: Table, lines: Sequence[tuple[str, str]], places: Mappi
     """Losses at a length, each seed's, over these places on the x axis. Names stand above, or below where a neighbour is close above."""
     points = [(line, place, losses) for line, place in places.items() if (losses := table.values(line, "perplexity_windows", length))]
     for line, place, losses in points:
-        panel.plot([place] * len(losses), losses, markersize=8, **{**_style(lines, line), "linestyle": ""})
+        panel.plot([place] * len(losses), losses, markersize=8, **{**style_of(lines.index(line), len(lines)), "linestyle": ""})
     panel.margins(0.2, 0.15)
     panel.autoscale_view()
     to_axes = panel.transData + panel.transAxes.inverted()

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 import torch
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
 from tiny_run import ROOT
 
 from attnzoo_kernels import flash_attention
@@ -168,6 +170,13 @@ def test_table_and_files(compared, tmp_path):
     assert written[2]["value"] == ""
     report.plot(compared, tmp_path / "op.png", "sequence length", "title")
     assert (tmp_path / "op.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_two_curves_of_a_panel_have_one_colour(compared, tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: figures.append(self))
+    report.plot([dataclasses.replace(compared[0], label=str(i)) for i in range(12)], tmp_path / "op.png", "sequence length", "title")
+    assert len({to_hex(line.get_color()) for line in figures[0].axes[0].lines}) == 12
 
 
 MASKS = [

@@ -89,7 +89,7 @@ def _curves(rows: Sequence[Row], panel_by: str, x: str, xlabel: str, path: Path)
         here = [row for row in rows if getattr(row, panel_by) == name]
         for i, (line, label) in enumerate(labels.items()):
             points = sorted((row for row in here if row.line == line), key=lambda row: getattr(row, x))
-            _line(panel, _style(i, len(labels)), label, [getattr(row, x) for row in points], points, _floor(rows if together else here))
+            _line(panel, style_of(i, len(labels)), label, [getattr(row, x) for row in points], points, _floor(rows if together else here))
         for i, context in enumerate(contexts):
             panel.axvline(context, color="0.4", linestyle=":", linewidth=1, label="_another" if i else TRAINING_CONTEXT)
         panel.set(title=TITLES.get(name, "" if panel_by == "metric" else name), xlabel=xlabel)
@@ -118,7 +118,7 @@ def _quality_against_cost(pairs: Sequence[tuple[Row, float]], path: Path) -> Pat
         for i, (line, label) in enumerate(labels.items()):
             points = sorted(((row, seconds) for row, seconds in here if row.line == line), key=lambda pair: pair[0].length)
             floor = _floor([row for row, _ in here])
-            _line(panel, _style(i, len(labels)), label, [seconds for _, seconds in points], [row for row, _ in points], floor)
+            _line(panel, style_of(i, len(labels)), label, [seconds for _, seconds in points], [row for row, _ in points], floor)
             for row, seconds in points:
                 if not math.isfinite(row.value):
                     continue
@@ -146,7 +146,7 @@ def _hide_covered(figure, texts: Sequence) -> None:
             shown.append(box)
 
 
-def _style(i: int, n: int) -> dict[str, Any]:
+def style_of(i: int, n: int) -> dict[str, Any]:
     """Of curve i of n: a colour that no other has, of those for colour-blind eyes while they suffice; marker and line change as well."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
