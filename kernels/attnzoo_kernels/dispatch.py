@@ -62,7 +62,8 @@ def without_autocast(reference: Callable) -> Callable:
     return call
 
 
-def choose(call: str, impl: str | None, why_not_gluon: Callable[[], str | None], others: str = 'impl=None or "triton"') -> str:
+def choose(call: str, impl: str | None, why_not_gluon: Callable[[], str | None] = lambda: "there is none",
+           others: str = 'impl=None or "triton"') -> str:
     """The kernels that take a call such as "flash forward": Gluon's where `why_not_gluon` has nothing against it, else plain Triton's.
 
     Those that are named take it, or NotTaken says why they do not, and which `others` do.
@@ -82,17 +83,22 @@ def choose_backward(call: str, impl: str | None, why_not_gluon: Callable[[], str
 
 def why_not_gluon(operator: Callable, *inputs: Any, **options: Any) -> str | None:
     """Why impl="gluon" does not take a call of `operator` with these arguments; None where it does. Nothing is computed."""
+    with torch.no_grad():
+        return why_not("gluon", operator, *inputs, **options)
+
+
+def why_not(impl: str, operator: Callable, *inputs: Any, **options: Any) -> str | None:
+    """As why_not_gluon, of those kernels that `impl` names, and with gradients where they are enabled."""
     _asked.now = True
     try:
-        with torch.no_grad():
-            operator(*inputs, **options, impl="gluon")
-    except NotTaken as error:
-        return error.reason
+        operator(*inputs, **options, impl=impl)
+    except NotImplementedError as error:
+        return getattr(error, "reason", str(error))
     except _Taken:
         return None
     finally:
         _asked.now = False
-    raise RuntimeError(f"{operator.__name__}: asks for no kernels")
+    raise RuntimeError(f"{operator.__name__}: asked for no kernels")
 
 
 def asking() -> bool:

@@ -12,7 +12,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     from attnzoo_kernels.decode.forward import launch_forward
 
-    dispatch.note("decode forward", "triton")
+    dispatch.choose("decode forward", "triton")
     return launch_forward(q, k_cache, v_cache, cache_seqlens, alibi_slopes, sinks, softmax_scale, window_left, window_right, softcap)
 
 
