@@ -1,6 +1,7 @@
 """The field's rule for a kernel's error: at most twice that of the same maths in eager PyTorch at the same dtype, plus a rounding floor."""
 
 import math
+from collections.abc import Mapping
 
 from torch import Tensor
 
@@ -26,3 +27,14 @@ def _share(error: float, allowed: float) -> float:
     if allowed > 0:
         return error / allowed
     return 0.0 if error == 0 else math.inf
+
+
+def assert_accurate(ours, eager, exact) -> None:
+    """Refuses results that break the rule: tensors, sequences of them, or mappings, whose names the message has."""
+    if isinstance(ours, Tensor):
+        ours, eager, exact = [ours], [eager], [exact]
+    if not isinstance(ours, Mapping):
+        ours, eager, exact = (dict(enumerate(results)) for results in (ours, eager, exact))
+    ratios = {name: error_ratio(*(results[name].detach() for results in (ours, eager, exact))) for name in exact}
+    wrong = {name: round(ratio, 2) for name, ratio in ratios.items() if ratio > 1}
+    assert ratios and not wrong, f"errors as shares of what twice eager's allow: {wrong}"

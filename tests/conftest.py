@@ -16,11 +16,17 @@ OPERATORS = Path(__file__).parent / "ops"
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
+    gpu = torch.cuda.is_available()
+    hopper = gpu and torch.cuda.get_device_capability() == (9, 0)
     seen = set()
     for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("hopper"):
+            item.add_marker(pytest.mark.gpu)
+            if not hopper:
+                item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU"))
+        elif "gpu" in item.keywords and not gpu:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        elif OPERATORS in item.path.parents and "slow" not in item.keywords:
+        if OPERATORS in item.path.parents and not item.get_closest_marker("skip") and "slow" not in item.keywords:
             # one case of each test is quick: `-m "not slow"` meets every test of the operators, the whole run every case
             test = item.nodeid.partition("[")[0]
             if test in seen:

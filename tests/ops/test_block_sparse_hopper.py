@@ -9,10 +9,8 @@ from test_block_sparse import run
 
 from attnzoo_kernels import BlockLayout, block_sparse_attention, dispatch
 from attnzoo_kernels.block_sparse.cases import Case
-from benchmarks.accuracy import error_ratio
+from benchmarks.accuracy import assert_accurate
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-hopper = pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")
 SHARED_MEMORY = 232448
 LENGTHS = tuple(Case(seqlen_q=n, head_dim=d, block_q=128, causal=causal, masks="head", density=0.6)
                 for n in (1, 97, 128, 129, 384, 1023, 1025) for causal in (False, True) for d in (64, 128))
@@ -44,8 +42,7 @@ COVERED = [replace(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float1
            for case in LENGTHS + SMALL + BLOCKS + UNLIKE + GROUPED + OPTIONS]
 
 
-@pytest.mark.gpu
-@hopper
+@pytest.mark.hopper
 @pytest.mark.parametrize("case", COVERED, ids=str)
 def test_error_is_at_most_twice_that_of_eager(case, poisoned):
     inputs = case.inputs("cuda")
@@ -54,12 +51,10 @@ def test_error_is_at_most_twice_that_of_eager(case, poisoned):
     backward = "gluon" if (case.block_k or case.block_q) % 128 == 0 else "triton"
     assert dispatch.implementations_taken() == {"block_sparse forward": ["gluon"], "block_sparse backward": [backward]}
     eager, exact = run(inputs, "reference"), run(inputs, "reference", torch.float64)
-    ratios = {name: error_ratio(ours[name], eager[name], exact[name]) for name in exact}
-    assert max(ratios.values()) <= 1, {name: round(ratio, 2) for name, ratio in ratios.items()}
+    assert_accurate(ours, eager, exact)
 
 
-@pytest.mark.gpu
-@hopper
+@pytest.mark.hopper
 @pytest.mark.parametrize("block", (64, 128))
 @pytest.mark.parametrize("head_dim", (64, 128))
 def test_repeats_are_bitwise_equal_but_for_dq(head_dim, block):
@@ -70,8 +65,7 @@ def test_repeats_are_bitwise_equal_but_for_dq(head_dim, block):
         assert all(torch.equal(first[name], again[name]) for name in ("out", "lse", "dk", "dv"))
 
 
-@pytest.mark.gpu
-@hopper
+@pytest.mark.hopper
 def test_deterministic_calls_repeat_bit_by_bit():
     inputs = Case(seqlen_q=1024, heads=4, head_dim=128, block_q=128, causal=True, masks="head").inputs("cuda")
     q, k, v = (x.requires_grad_() for x in inputs[:3])
@@ -80,8 +74,7 @@ def test_deterministic_calls_repeat_bit_by_bit():
     assert all(torch.equal(a, b) for again in grads for a, b in zip(again, grads[0], strict=True))
 
 
-@pytest.mark.gpu
-@hopper
+@pytest.mark.hopper
 def test_a_row_of_no_block_is_zero_with_finite_gradients():
     mask = torch.ones(4, 4, dtype=torch.bool, device="cuda")
     mask[1] = False
@@ -95,8 +88,7 @@ def test_a_row_of_no_block_is_zero_with_finite_gradients():
     assert not q.grad[:, rows].any() and not k.grad[:, columns].any() and not v.grad[:, columns].any() and v.grad.any()
 
 
-@pytest.mark.gpu
-@hopper
+@pytest.mark.hopper
 def test_a_graph_replays_it_and_the_making_of_a_layout():
     inputs = Case(batch=2, seqlen_q=600, kv_heads=1, block_q=128, causal=True, masks="head").inputs("cuda")
     q, k, v = (x.requires_grad_() for x in inputs[:3])
@@ -119,8 +111,7 @@ def test_a_graph_replays_it_and_the_making_of_a_layout():
         assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
-@pytest.mark.gpu
-@hopper
+@pytest.mark.hopper
 def test_no_launch_waits_for_the_host_nor_does_a_new_layout():
     inputs = Case(batch=2, seqlen_q=600, kv_heads=1, block_q=128, causal=True, masks="head").inputs("cuda")
     run(inputs, "gluon")
@@ -133,8 +124,7 @@ def test_no_launch_waits_for_the_host_nor_does_a_new_layout():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.gpu
-@hopper
+@pytest.mark.hopper
 def test_no_compiling_for_a_new_length_batch_or_layout():
     from triton import knobs
 
@@ -154,8 +144,7 @@ def test_no_compiling_for_a_new_length_batch_or_layout():
         knobs.runtime.jit_post_compile_hook = None
 
 
-@pytest.mark.gpu
-@hopper
+@pytest.mark.hopper
 def test_none_takes_gluon_where_it_holds_and_a_named_path_is_refused_elsewhere():
     inputs = Case(seqlen_q=300, block_q=128, causal=True).inputs("cuda")
     by_name, by_itself, plain = (run(inputs, impl) for impl in ("gluon", None, "triton"))

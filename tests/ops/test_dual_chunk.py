@@ -14,7 +14,7 @@ from attnzoo_kernels.dual_chunk.options import Extras, Options
 from attnzoo_kernels.dual_chunk.reference import rotate, stage_positions
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
 from attnzoo_kernels.dual_chunk.tiles import Tile
-from benchmarks.accuracy import error_ratio
+from benchmarks.accuracy import assert_accurate
 
 GPU = torch.cuda.is_available()
 if GPU:
@@ -43,8 +43,7 @@ def call(tensors, options, impl):
 def check(case: Case, device: str) -> None:
     inputs = case.inputs(device)
     ours, eager, exact = run(inputs, "triton"), run(inputs, "reference"), run(inputs, "reference", torch.float64)
-    ratios = {name: error_ratio(ours[name], eager[name], exact[name]) for name in exact}
-    assert max(ratios.values()) <= 1, ratios
+    assert_accurate(ours, eager, exact)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

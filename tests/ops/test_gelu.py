@@ -7,7 +7,7 @@ import torch
 
 from attnzoo_kernels.gelu import bias_gelu
 from attnzoo_kernels.gelu.cases import BENCHMARK, CORRECTNESS, Case
-from benchmarks.accuracy import error_ratio
+from benchmarks.accuracy import assert_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [*CORRECTNESS] + [replace(case, dtype=torch.bfloat16) for case in (*CORRECTNESS, BENCHMARK[0])] * (DEVICE == "cuda")
@@ -25,7 +25,7 @@ def test_error_is_at_most_twice_that_of_eager(case, poisoned):
     ours, eager, exact = run(case, "triton"), run(case, "reference"), run(case, "reference", torch.float64)
     assert [x.dtype for x in ours] == [x.dtype for x in eager]
     for value, same_maths, truth in zip(ours, eager, exact, strict=True):
-        assert error_ratio(value, same_maths, truth) <= 1
+        assert_accurate(value, same_maths, truth)
     assert all(torch.equal(a, b) for a, b in zip(ours, run(case, "triton"), strict=True))
 
 

@@ -10,8 +10,7 @@ from attnzoo_kernels._triton.tiles import find_tile
 from attnzoo_kernels.dual_chunk.cases import rotary_tables
 from attnzoo_kernels.packing import pad_packed, unpad_packed
 
-HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-gluon = pytest.param("gluon", marks=(pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs compute capability 9.0")))
+gluon = pytest.param("gluon", marks=pytest.mark.hopper)
 
 
 def operators(device):
