@@ -72,10 +72,10 @@ def no_hydra_before(monkeypatch):
     monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
 
 
-def start(*overrides: str):
+def start(*overrides: str, command: str = "train"):
     """The configuration after Hydra told the callback that a run or sweep starts."""
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3", job_name="train"):
-        config = compose("train", overrides=list(overrides), return_hydra_config=True)
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3", job_name=command):
+        config = compose(command, overrides=list(overrides), return_hydra_config=True)
     mode = "multirun" if "hydra.mode=MULTIRUN" in overrides else "run"
     getattr(ClaimRunFolder(), f"on_{mode}_start")(config=config)
     return config
@@ -118,6 +118,12 @@ def test_resume_auto_needs_a_folder_that_stays_the_same(tmp_path, monkeypatch, c
         start("resume=auto", f"hydra.mode={mode}")
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "resume=auto needs a run folder that stays the same" in line and not list(tmp_path.iterdir())
+
+
+def test_a_command_without_a_run_claims_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    start("ckpt_path=x.ckpt", command="generate")
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_ranks_claim_nothing(tmp_path, monkeypatch):

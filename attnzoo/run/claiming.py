@@ -23,6 +23,8 @@ class ClaimRunFolder(Callback):
     """
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        if "run_dir" not in config:  # generate.py writes nothing
+            return
         HydraConfig.instance().set_config(config)  # which Hydra itself does later, and the folder's name refers to
         folder, stamped = Path(config.hydra.run.dir), _is_stamped(config.hydra.run)
         if (number := rank()) > 0:
