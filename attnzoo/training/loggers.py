@@ -121,6 +121,13 @@ class SafeWandbLogger(WandbLogger):
     has_until = -1  # the last step, counted from 0, that an earlier start sent
 
     @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        try:
+            super().log_hyperparams(params)
+        except ConnectionError as error:  # of a service that died in an earlier job of a sweep; what W&B refuses at its start is an error
+            self._lose(error)
+
+    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if not self.lost and (step is None or step > self.has_until):
             self._guarded(super().log_metrics, metrics, step)
@@ -134,8 +141,14 @@ class SafeWandbLogger(WandbLogger):
         try:
             call(*arguments)
         except Exception as error:  # its own, of its service, of the network
-            self.lost = True
-            log.warning(f"W&B failed ({type(error).__name__}: {error}); the run goes on, its metrics are in metrics.csv alone")
+            self._lose(error)
+
+    def _lose(self, error: Exception) -> None:
+        from wandb.sdk.lib.import_hooks import unregister_all_post_import_hooks
+
+        self.lost = True
+        unregister_all_post_import_hooks()  # through which a later import would fail
+        log.warning(f"W&B failed ({type(error).__name__}: {error}); the run goes on, its metrics are in metrics.csv alone")
 
 
 def has_wandb_key() -> bool:
