@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, consume, same_tile
 from attnzoo_kernels._gluon.backward_dq import add_dq, first_buffer
-from attnzoo_kernels._gluon.backward_load import Source, all_steps, load, load_keys, load_queries, next_step
+from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load, load_keys, load_queries, next_step
 from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles
 from attnzoo_kernels._gluon.backward_tiles import Config, Problem, next_key_tile, same_for_all
 from attnzoo_kernels._gluon.hopper import invalidate
@@ -35,7 +35,7 @@ def softmax_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc,
                STEP=pair_step, BUFFER=first_buffer)
     smem = pair_tiles(q_desc.dtype, c)
     bars = pair_barriers(c)
-    source = Source(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc)
+    source = Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc), stats_desc)
     grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
                       window_left, window_right)

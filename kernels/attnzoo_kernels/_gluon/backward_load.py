@@ -10,27 +10,28 @@ from attnzoo_kernels._gluon.hopper import async_load, box, mbarrier, ring
 
 
 class Source(NamedTuple):
-    """Descriptors of what is loaded, and of copies of the ends of packed sequences with zeros behind them (None for dense tensors)."""
+    """Descriptors of what is loaded."""
 
+    tensors: Any  # Operands, or what a variant's hooks take for them
+    tails: Any  # the same of copies of the ends of packed sequences with zeros behind them; None for dense tensors
+    stats: Any
+
+
+class Operands(NamedTuple):
     q: Any
     k: Any
     v: Any
     do: Any
-    stats: Any
-    q_tail: Any
-    k_tail: Any
-    v_tail: Any
-    do_tail: Any
 
 
 @gluon.jit
-def load_step(q_desc, do_desc, stats_desc, smem, bars, stage, q_batch, batch, head, row, stats_tile):
+def load_step(operands, stats_desc, smem, bars, stage, q_batch, batch, head, row, stats_tile):
     """Queries from `row` on, their row statistics and their gradients of the output."""
     bar = bars.q_full.index(stage)
-    mbarrier.expect(bar, q_desc.block_type.nbytes + stats_desc.block_type.nbytes)
-    async_load(q_desc, [q_batch, head, row, 0], bar, box(smem.q.index(stage), q_desc))
+    mbarrier.expect(bar, operands.q.block_type.nbytes + stats_desc.block_type.nbytes)
+    async_load(operands.q, [q_batch, head, row, 0], bar, box(smem.q.index(stage), operands.q))
     async_load(stats_desc, [0, 0, stats_tile, 0], bar, box(smem.stats.index(stage), stats_desc))
-    load_gradients(do_desc, smem, bars, stage, batch, head, row)
+    load_gradients(operands.do, smem, bars, stage, batch, head, row)
 
 
 @gluon.jit
@@ -43,42 +44,48 @@ def load_gradients(do_desc, smem, bars, stage, batch, head, row):
 @gluon.jit
 def load_halves(desc, tiles, full, batch, kv_head, key, FIRST: gl.constexpr = 0):
     """KEYS rows from `key` on into two tiles of a barrier that expects them."""
-    for c in gl.static_range(2):
-        async_load(desc, [batch, kv_head, key + c * HALF, 0], full, box(tiles.index(FIRST + c), desc))
+    for half in gl.static_range(2):
+        async_load(desc, [batch, kv_head, key + half * HALF, 0], full, box(tiles.index(FIRST + half), desc))
 
 
 @gluon.jit
-def load_keys_and_values(k_desc, v_desc, smem, bars, batch, kv_head, key):
-    mbarrier.expect(bars.k_full, 2 * k_desc.block_type.nbytes)
-    load_halves(k_desc, smem.k, bars.k_full, batch, kv_head, key)
-    mbarrier.expect(bars.v_full, 2 * v_desc.block_type.nbytes)
-    load_halves(v_desc, smem.v, bars.v_full, batch, kv_head, key)
+def load_queries(operands, stats_desc, smem, bars, of_tile, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
+    """LOAD_Q: a step's queries. j: their tile; IN_TAIL: they are the end of a packed sequence."""
+    load_step(operands, stats_desc, smem, bars, stage, batch, batch, head, row, stats_tile)
 
 
 @gluon.jit
-def load_queries(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c):
-    """LOAD_Q: the j-th tile of a head's queries. What a tile at the end of a packed sequence would read of the next one comes from a copy
-    with zeros behind the end."""
+def load_keys(operands, smem, bars, batch, kv_head, key):
+    """LOAD_K: a tile's keys and values."""
+    mbarrier.expect(bars.k_full, 2 * operands.k.block_type.nbytes)
+    load_halves(operands.k, smem.k, bars.k_full, batch, kv_head, key)
+    mbarrier.expect(bars.v_full, 2 * operands.v.block_type.nbytes)
+    load_halves(operands.v, smem.v, bars.v_full, batch, kv_head, key)
+
+
+@gluon.jit
+def _load_queries(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c):
+    """What a tile at the end of a packed sequence would read of the next one comes from a copy with zeros behind the end."""
     ROWS: gl.constexpr = c.ROWS
     if c.PACKED:
         if (j + 1) * ROWS > tile.len_q:
-            load_step(source.q_tail, source.do_tail, source.stats, smem, bars, stage, sequence, sequence, head, 0, stats_tile + j)
+            c.LOAD_Q(source.tails, source.stats, smem, bars, of_tile, stage, sequence, head, 0, j, stats_tile + j, True, c)
         else:
-            load_step(source.q, source.do, source.stats, smem, bars, stage, 0, 0, head, first_q + j * ROWS, stats_tile + j)
+            c.LOAD_Q(source.tensors, source.stats, smem, bars, of_tile, stage, 0, head, first_q + j * ROWS, j, stats_tile + j, False, c)
     else:
-        load_step(source.q, source.do, source.stats, smem, bars, stage, tile.batch, tile.batch, head, j * ROWS, stats_tile + j)
+        c.LOAD_Q(source.tensors, source.stats, smem, bars, of_tile, stage, tile.batch, head, j * ROWS, j, stats_tile + j, False, c)
 
 
 @gluon.jit
-def load_keys(source, smem, bars, tile, sequence, c):
-    """LOAD_K: a tile's keys and values, as LOAD_Q."""
+def _load_keys(source, smem, bars, tile, sequence, taken, c):
+    mbarrier.wait(bars.kv_empty, (taken & 1) ^ 1)
     if c.PACKED:
         if tile.key + KEYS > tile.len_k:
-            load_keys_and_values(source.k_tail, source.v_tail, smem, bars, sequence, tile.kv_head, 0)
+            c.LOAD_K(source.tails, smem, bars, sequence, tile.kv_head, 0)
         else:
-            load_keys_and_values(source.k, source.v, smem, bars, 0, tile.kv_head, tile.first_k + tile.key)
+            c.LOAD_K(source.tensors, smem, bars, 0, tile.kv_head, tile.first_k + tile.key)
     else:
-        load_keys_and_values(source.k, source.v, smem, bars, tile.batch, tile.kv_head, tile.key)
+        c.LOAD_K(source.tensors, smem, bars, tile.batch, tile.kv_head, tile.key)
 
 
 @gluon.jit
@@ -116,14 +123,12 @@ def load(source, smem, bars, problem, own, c):
                     j, state = c.LOAD_NEXT(of_tile, state, n)
                     stage, stage_phase = ring(step, c.STAGES)
                     mbarrier.wait(bars.step_empty.index(stage), stage_phase ^ 1)
-                    c.LOAD_Q(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c)
+                    _load_queries(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c)
                     if loaded == 0:  # behind the first queries: keys and values have one buffer, which is freed late
-                        mbarrier.wait(bars.kv_empty, (taken & 1) ^ 1)
-                        c.LOAD_K(source, smem, bars, tile, sequence, c)
+                        _load_keys(source, smem, bars, tile, sequence, taken, c)
                         loaded = 1
                     step += 1
                 stats_tile += problem.head_tiles
             if loaded == 0:
-                mbarrier.wait(bars.kv_empty, (taken & 1) ^ 1)
-                c.LOAD_K(source, smem, bars, tile, sequence, c)
+                _load_keys(source, smem, bars, tile, sequence, taken, c)
         taken += 1

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries
 from attnzoo_kernels._gluon.backward_dq import first_buffer
 from attnzoo_kernels._gluon.backward_kernel import run_pair
-from attnzoo_kernels._gluon.backward_load import Source, load_keys, load_step
+from attnzoo_kernels._gluon.backward_load import Operands, Source, load_keys, load_step
 from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles
 from attnzoo_kernels._gluon.backward_tiles import KEYS, ROWS, Config, KeyTile, Problem, same_for_all, word
 from attnzoo_kernels._gluon.hopper import mbarrier, ring
@@ -71,10 +71,10 @@ def _bounds_of_head(lists, smem, slot, member, bounds):
 
 
 @gluon.jit
-def _load_queries(source, smem, bars, lists, stage, tile, sequence, first_q, head, j, stats_tile, c):
+def _load_queries(operands, stats_desc, smem, bars, lists, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
     """LOAD_Q: says which tile it is."""
     lists.numbers.index(stage).store(gl.full([1], j, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    load_step(source.q, source.do, source.stats, smem, bars, stage, tile.batch, tile.batch, head, j * ROWS, stats_tile + j)
+    load_step(operands, stats_desc, smem, bars, stage, batch, batch, head, row, stats_tile)
 
 
 @gluon.jit
@@ -101,7 +101,7 @@ def block_sparse_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, 
     smem = pair_tiles(q_desc.dtype, c)
     bars = pair_barriers(c)
     numbers = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    source = Source(q_desc, k_desc, v_desc, do_desc, stats_desc, None, None, None, None)
+    source = Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc)
     grads = Gradients(dk_desc, dv_desc, None, None, 0, 0, 0, 0, None, None)
     problem = Problem(counter, None, None, 0, seqlen_q, seqlen_k, kv_heads, group, 0, head_tiles, n_tiles, window_left, window_right)
     lists = Lists(order, index, count, list_tiles, list_width, stride_lb, stride_lh, numbers)

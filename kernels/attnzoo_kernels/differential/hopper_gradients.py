@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_consume import Gradients, end_tile, store_dk, store_dv, store_keys
 from attnzoo_kernels._gluon.backward_dq import add_to
-from attnzoo_kernels._gluon.backward_load import all_steps, load, next_step
+from attnzoo_kernels._gluon.backward_load import Source, all_steps, load, next_step
 from attnzoo_kernels._gluon.backward_step import Barriers, Shared, column_numbers, masked_scores, step_barriers
 from attnzoo_kernels._gluon.backward_tiles import (
     HALF,
@@ -35,7 +35,7 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels.differential.hopper_loads import STATS, Source, load_keys, load_queries
+from attnzoo_kernels.differential.hopper_loads import STATS, Branches, load_keys, load_queries
 
 
 @gluon.jit
@@ -262,8 +262,8 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
     smem = Shared(q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles, ds_tiles, (), out_tiles, columns, work)
     q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = step_barriers(STAGES, 2, 2)
     bars = Barriers(q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, barriers(4, 2), (), (), ())
-    source = Source(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, v_desc, stats_desc, q1_tail_desc, q2_tail_desc, do_tail_desc,
-                    k1_tail_desc, k2_tail_desc, v_tail_desc)
+    source = Source(Branches(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, v_desc),
+                    Branches(q1_tail_desc, q2_tail_desc, do_tail_desc, k1_tail_desc, k2_tail_desc, v_tail_desc), stats_desc)
     grads = Gradients(dk1_desc, dv_desc, dk1_ptr, dv_ptr, kv_heads * HEAD_DIM, kv_heads * VALUE_DIM, HEAD_DIM, VALUE_DIM, None, None)
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
                       window_left, window_right)

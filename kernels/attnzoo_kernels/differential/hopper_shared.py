@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, same_tile
 from attnzoo_kernels._gluon.backward_dq import dq_before, first_buffer, hand_on_dq
 from attnzoo_kernels._gluon.backward_kernel import run_pair
-from attnzoo_kernels._gluon.backward_load import all_steps, next_step
+from attnzoo_kernels._gluon.backward_load import Source, all_steps, next_step
 from attnzoo_kernels._gluon.backward_step import Shared, column_numbers, pair_barriers
 from attnzoo_kernels._gluon.backward_tiles import HALF, ROWS, WORK, Config, Problem, next_key_tile, same_for_all
 from attnzoo_kernels._gluon.hopper import (
@@ -25,7 +25,7 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma_wait,
 )
 from attnzoo_kernels.differential.hopper_gradients import halves, statistics, weights_of, whole
-from attnzoo_kernels.differential.hopper_loads import STATS, Source, load_keys, load_queries
+from attnzoo_kernels.differential.hopper_loads import STATS, Branches, load_keys, load_queries
 
 BOTH = gl.constexpr(128)  # queries of both branches in a step
 
@@ -107,8 +107,8 @@ def differential_bwd_shared_kernel(q1_desc, q2_desc, do_desc, k_desc, v_desc, st
     work = gl.allocate_shared_memory(gl.int32, [WORK, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     smem = Shared(q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles, ds_tiles, dq_tiles, out_tiles, columns, work)
     bars = pair_barriers(c)
-    source = Source(q1_desc, q2_desc, do_desc, k_desc, None, v_desc, stats_desc, q1_tail_desc, q2_tail_desc, do_tail_desc, k_tail_desc,
-                    None, v_tail_desc)
+    source = Source(Branches(q1_desc, q2_desc, do_desc, k_desc, None, v_desc),
+                    Branches(q1_tail_desc, q2_tail_desc, do_tail_desc, k_tail_desc, None, v_tail_desc), stats_desc)
     grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, kv_heads * HEAD_DIM, kv_heads * VALUE_DIM, HEAD_DIM, VALUE_DIM, None, None)
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
                       window_left, window_right)

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, same_tile
 from attnzoo_kernels._gluon.backward_kernel import run_pair
-from attnzoo_kernels._gluon.backward_load import Source, all_steps, load_keys, load_step, next_step
+from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load_keys, load_step, next_step
 from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles
 from attnzoo_kernels._gluon.backward_tiles import Config, Problem, next_key_tile
 
@@ -44,19 +44,12 @@ def _buffer(of_tile, j, c):
 
 
 @gluon.jit
-def _load_queries(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c):
-    """LOAD_Q: of the copy for the stage."""
-    ROWS: gl.constexpr = c.ROWS
+def _load_queries(operands, stats_desc, smem, bars, of_tile, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
+    """LOAD_Q: of the copy for the stage. A copy of packed sequences is one batch, one of their ends is not."""
     copy = _stage(of_tile, j)
-    if c.PACKED:
-        if (j + 1) * ROWS > tile.len_q:
-            load_step(source.q_tail, source.do_tail, source.stats, smem, bars, stage, copy * of_tile.copy + sequence, sequence, head, 0,
-                      stats_tile + j)
-        else:
-            load_step(source.q, source.do, source.stats, smem, bars, stage, copy, 0, head, first_q + j * ROWS, stats_tile + j)
-    else:
-        load_step(source.q, source.do, source.stats, smem, bars, stage, copy * of_tile.copy + tile.batch, tile.batch, head, j * ROWS,
-                  stats_tile + j)
+    if IN_TAIL or not c.PACKED:
+        copy *= of_tile.copy
+    load_step(operands, stats_desc, smem, bars, stage, copy + batch, batch, head, row, stats_tile)
 
 
 @gluon.jit(do_not_specialize=["n_seqs", "copy", "seqlen_q", "seqlen_k",
@@ -75,7 +68,7 @@ def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_
                LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=_load_queries, LOAD_K=load_keys, STEP=pair_step, BUFFER=_buffer)
     smem = pair_tiles(q_desc.dtype, c)
     bars = pair_barriers(c)
-    source = Source(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc)
+    source = Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc), stats_desc)
     grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, stride_dkh, stride_dvh, None, None)
     problem = Problem(counter, cu_seqlens, cu_seqlens, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0)
     run_pair(source, grads, smem, bars, dq_desc, dq_semaphore, problem, (chunk, near, copy, buffer), 1.0, dk_scale, REGISTERS,
