@@ -27,6 +27,23 @@ def program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED: tl.conste
 
 
 @triton.jit
+def lse_log2(stats_ptr, stride_stats, index, inside):
+    """The LSE in base 2 from the forward's maxima and logarithms of sums; +inf where a row sees no key, or is none."""
+    row_max = tl.load(stats_ptr + index, mask=inside, other=float("inf"))
+    log_sum = tl.load(stats_ptr + stride_stats + index, mask=inside, other=0.0)
+    return tl.where(row_max == float("inf"), row_max, row_max + log_sum)
+
+
+@triton.jit
+def reset(counter_ptr, semaphore_ptr, tile, SEMAPHORES: tl.constexpr):
+    """The counter of tiles of keys, and a tile's dQ semaphores."""
+    if tl.program_id(0) == 0:
+        tl.store(counter_ptr, 0)
+    for n in tl.static_range(SEMAPHORES):
+        tl.store(semaphore_ptr + tile * SEMAPHORES + n, 0)
+
+
+@triton.jit
 def write_statistics(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, batch, head, row, first, length, tile, stride_ob, stride_os,
                      stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, seqlen, heads, VALUE_DIM: tl.constexpr,
                      WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
@@ -43,10 +60,8 @@ def write_statistics(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, ba
     lse_index = (batch * heads + head) * seqlen + first + rows
     if HAS_GRAD_LSE:
         delta -= tl.load(grad_lse_ptr + lse_index, mask=inside, other=0.0)
-    top = tl.load(stats_ptr + lse_index, mask=inside, other=float("inf"))
-    log_norm = tl.load(stats_ptr + stride_stats + lse_index, mask=inside, other=0.0)
     place = row_stats_ptr + tile * (2 * BLOCK) + tl.arange(0, BLOCK)
-    tl.store(place, tl.where(top == float("inf"), top, top + log_norm))
+    tl.store(place, lse_log2(stats_ptr, stride_stats, lse_index, inside))
     tl.store(place + BLOCK, delta)
 
 
@@ -62,10 +77,7 @@ def bwd_preprocess_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_pt
     if SEMAPHORES == 0:  # else the first key tile in turn writes
         empty = tl.arange(0, BLOCK * WIDTH)
         tl.store(dq_ptr + tile * (BLOCK * WIDTH) + empty, tl.zeros([BLOCK * WIDTH], tl.float32))
-    if tl.program_id(0) == 0:
-        tl.store(counter_ptr, 0)
-    for n in tl.static_range(SEMAPHORES):
-        tl.store(semaphore_ptr + tile * SEMAPHORES + n, 0)
+    reset(counter_ptr, semaphore_ptr, tile, SEMAPHORES)
 
 
 @triton.jit(do_not_specialize=["n_seqs", "heads"], do_not_specialize_on_alignment=["cu_seqlens"])

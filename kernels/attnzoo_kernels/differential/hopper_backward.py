@@ -17,10 +17,10 @@ from attnzoo_kernels._triton.call import Layout, layout, strides
 from attnzoo_kernels._triton.launch import Launch, block_width, multiprocessors, on_device_of, tma_gradient
 from attnzoo_kernels.differential import hopper_backward_by_branch
 from attnzoo_kernels.differential.backward import reduce_like
-from attnzoo_kernels.differential.hopper_gradients import differential_bwd_hopper_kernel
+from attnzoo_kernels.differential.hopper_backward_kernel import differential_bwd_hopper_kernel
+from attnzoo_kernels.differential.hopper_backward_shared_kernel import differential_bwd_shared_kernel
+from attnzoo_kernels.differential.hopper_bwd_preprocess import differential_bwd_preprocess_kernel
 from attnzoo_kernels.differential.hopper_loads import STATS
-from attnzoo_kernels.differential.hopper_rows import differential_bwd_preprocess_kernel
-from attnzoo_kernels.differential.hopper_shared import differential_bwd_shared_kernel
 from attnzoo_kernels.differential.options import Options, lambda_strides
 
 

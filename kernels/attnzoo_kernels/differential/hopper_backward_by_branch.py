@@ -21,7 +21,7 @@ from attnzoo_kernels._gluon.tiles import heads_together
 from attnzoo_kernels._triton.call import Layout, layout, strides
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of
 from attnzoo_kernels.differential.backward import reduce_like
-from attnzoo_kernels.differential.hopper_rows import differential_bwd_preprocess_by_branch_kernel
+from attnzoo_kernels.differential.hopper_bwd_preprocess import differential_bwd_preprocess_by_branch_kernel
 from attnzoo_kernels.differential.options import Options, lambda_strides
 
 WIDTH = 128  # of heads, and the widest values of one launch

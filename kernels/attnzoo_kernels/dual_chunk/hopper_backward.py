@@ -17,7 +17,11 @@ from attnzoo_kernels._triton.call import Layout, layout
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, strides, tma_gradient
 from attnzoo_kernels._triton.softmax import LN2
 from attnzoo_kernels.dual_chunk.hopper_backward_kernel import dual_chunk_bwd_hopper_kernel
-from attnzoo_kernels.dual_chunk.hopper_rows import dual_chunk_bwd_dk_rows_kernel, dual_chunk_bwd_dq_rows_kernel, dual_chunk_bwd_rows_kernel
+from attnzoo_kernels.dual_chunk.hopper_bwd_processing import (
+    dual_chunk_bwd_postprocess_dk_kernel,
+    dual_chunk_bwd_postprocess_dq_kernel,
+    dual_chunk_bwd_preprocess_kernel,
+)
 from attnzoo_kernels.dual_chunk.options import Extras, Options
 from attnzoo_kernels.dual_chunk.parts import parts
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
@@ -104,7 +108,7 @@ def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, extras, options
     semaphore = torch.empty(n_tiles if ordered else 0, dtype=torch.int32, device=q.device)
     shift = 0 if options.packed else seqlen_k - seqlen_q
     of_tiles = {"WIDTH": width, "PACKED": options.packed, "BLOCK": tile.rows}
-    dual_chunk_bwd_rows_kernel[(n_tiles,)](
+    dual_chunk_bwd_preprocess_kernel[(n_tiles,)](
         out, grad_out, stats, grad_lse, row_stats, dq_sums, counter, semaphore, cu_seqlens, *strides(out), *strides(grad_out),
         stats.stride(0), sequences, seqlen_q, heads, shift, options.chunk, options.near, n_tiles, VALUE_DIM=value_dim,
         SEMAPHORES=1 if ordered else 0, HAS_GRAD_LSE=grad_lse is not None, **of_tiles)
@@ -117,11 +121,11 @@ def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, extras, options
                          *map(layout, (queries, keys, v, turned, dv)), tile)
     run(mainloop, tile.rows, width, (queries, keys, v, grad_out), row_stats, ends, turned, dv, dq_sums, counter, semaphore, cu_seqlens)
     rotation = {"HEAD_DIM": head_dim, "ROTARY_DIM": options.rotary_dim, "INTERLEAVED": options.rope_interleaved}
-    dual_chunk_bwd_dq_rows_kernel[(n_tiles,)](
+    dual_chunk_bwd_postprocess_dq_kernel[(n_tiles,)](
         dq_sums, dq, *extras[:3], cu_seqlens, *strides(dq), options.multiplier_stride or 0,
         options.softmax_scale, sequences, seqlen_q, heads, shift, options.chunk, options.top, options.far, options.near, n_tiles,
         HAS_MULTIPLIER=options.has_multiplier, **rotation, **of_tiles)
-    dual_chunk_bwd_dk_rows_kernel[(tiles(packed, sequences, kv_heads, seqlen_k, tile.rows),)](
+    dual_chunk_bwd_postprocess_dk_kernel[(tiles(packed, sequences, kv_heads, seqlen_k, tile.rows),)](
         turned, dk, *extras[:2], cu_seqlens, *strides(turned), *strides(dk), sequences, seqlen_k, kv_heads, options.chunk,
         **rotation, **of_tiles)
 

@@ -1,7 +1,7 @@
 """The Gluon kernel of the Hopper backward: the library's mainloop over queries rotated for the stage of the keys.
 
 A tile of 128 keys lies in one chunk, a step's queries too. dQ of the three stages is added up in three float32 buffers, because it lies
-in the frame of its stage; hopper_rows.py turns it back.
+in the frame of its stage; hopper_bwd_processing.py turns it back.
 """
 
 from typing import Any, NamedTuple

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from attnzoo_kernels._gluon.bwd_postprocess import by_rows
-from attnzoo_kernels._gluon.bwd_preprocess import program_tile_of_queries, write_statistics
+from attnzoo_kernels._gluon.bwd_preprocess import program_tile_of_queries, reset, write_statistics
 from attnzoo_kernels.dual_chunk.rotation import load_angles, query_factor, rotate_pairs, scaled_gradient, stage_position, store_pairs
 
 
@@ -26,10 +26,10 @@ def _has_copy(copy: tl.constexpr, position, chunk, near):
 
 @triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "shift", "chunk", "near", "copy_tiles"],
             do_not_specialize_on_alignment=["stats_ptr", "grad_lse_ptr", "semaphore_ptr", "cu_seqlens"])
-def dual_chunk_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr, cu_seqlens,
-                               stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen, heads,
-                               shift, chunk, near, copy_tiles, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
-                               SEMAPHORES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
+def dual_chunk_bwd_preprocess_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr,
+                                     cu_seqlens, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs,
+                                     seqlen, heads, shift, chunk, near, copy_tiles, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+                                     PACKED: tl.constexpr, SEMAPHORES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
     """As bwd_preprocess_kernel; cleared is what a tile's stages add to."""
     batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     write_statistics(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, batch, head, row, first, length, tile, stride_ob, stride_os,
@@ -38,18 +38,15 @@ def dual_chunk_bwd_rows_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_sta
     for copy in tl.static_range(3):
         if _has_copy(copy, row + shift, chunk, near):
             tl.store(dq_ptr + (tile + copy * copy_tiles) * (BLOCK * WIDTH) + empty, tl.zeros([BLOCK * WIDTH], tl.float32))
-    if tl.program_id(0) == 0:
-        tl.store(counter_ptr, 0)
-    for n in tl.static_range(SEMAPHORES):
-        tl.store(semaphore_ptr + tile * SEMAPHORES + n, 0)
+    reset(counter_ptr, semaphore_ptr, tile, SEMAPHORES)
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "heads", "shift", "chunk", "top", "far", "near", "copy_tiles"],
             do_not_specialize_on_alignment=["multiplier", "cu_seqlens"])
-def dual_chunk_bwd_dq_rows_kernel(sum_ptr, dq_ptr, cos, sin, multiplier, cu_seqlens, stride_dqb, stride_dqs, stride_dqh, stride_mb,
-                                  softmax_scale, n_seqs, seqlen, heads, shift, chunk, top, far, near, copy_tiles,
-                                  HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr,
-                                  PACKED: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr):
+def dual_chunk_bwd_postprocess_dq_kernel(sum_ptr, dq_ptr, cos, sin, multiplier, cu_seqlens, stride_dqb, stride_dqs, stride_dqh, stride_mb,
+                                         softmax_scale, n_seqs, seqlen, heads, shift, chunk, top, far, near, copy_tiles,
+                                         HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr,
+                                         PACKED: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, BLOCK: tl.constexpr):
     batch, head, row, first_row, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     inside = ((row + shift) % chunk + chunk) % chunk + tl.arange(0, BLOCK)
     first = tl.zeros([BLOCK, WIDTH // 2], tl.float32)
@@ -70,9 +67,9 @@ def dual_chunk_bwd_dq_rows_kernel(sum_ptr, dq_ptr, cos, sin, multiplier, cu_seql
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "heads", "chunk"], do_not_specialize_on_alignment=["cu_seqlens"])
-def dual_chunk_bwd_dk_rows_kernel(turned_ptr, dk_ptr, cos, sin, cu_seqlens, stride_tb, stride_ts, stride_th, stride_dkb, stride_dks,
-                                  stride_dkh, n_seqs, seqlen, heads, chunk, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-                                  INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+def dual_chunk_bwd_postprocess_dk_kernel(turned_ptr, dk_ptr, cos, sin, cu_seqlens, stride_tb, stride_ts, stride_th, stride_dkb, stride_dks,
+                                         stride_dkh, n_seqs, seqlen, heads, chunk, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
+                                         INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr):
     batch, head, row, first, length, _ = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     i = row + tl.arange(0, BLOCK)
     columns = tl.arange(0, WIDTH)

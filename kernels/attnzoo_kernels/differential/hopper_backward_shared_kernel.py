@@ -24,7 +24,7 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels.differential.hopper_gradients import halves, statistics, weights_of, whole
+from attnzoo_kernels.differential.hopper_backward_kernel import halves, statistics, weights_of, whole
 from attnzoo_kernels.differential.hopper_loads import STATS, Branches, load_keys, load_queries
 
 BOTH = gl.constexpr(128)  # queries of both branches in a step

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from attnzoo_kernels._gluon.bwd_preprocess import program_tile_of_queries
+from attnzoo_kernels._gluon.bwd_preprocess import lse_log2, program_tile_of_queries
 from attnzoo_kernels._triton.tiles import tile_source
 
 
@@ -34,11 +34,10 @@ def differential_bwd_preprocess_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats
     lse_index = (batch * heads + head) * seqlen + first + rows
     row_stats = row_stats_ptr + tile * (2 * STATS) + tl.arange(0, BLOCK)
     for branch in tl.static_range(2):
-        top = tl.load(stats_ptr + 2 * branch * stride_stats + lse_index, mask=inside, other=float("inf"))
-        log_norm = tl.load(stats_ptr + (2 * branch + 1) * stride_stats + lse_index, mask=inside, other=0.0)
-        tl.store(row_stats + 2 * branch * BLOCK, tl.where(top == float("inf"), top, top + log_norm))
+        lse = lse_log2(stats_ptr + 2 * branch * stride_stats, stride_stats, lse_index, inside)
+        tl.store(row_stats + 2 * branch * BLOCK, lse)
     # rows that see no key have none, whatever dO is behind the last sequence
-    tl.store(r_ptr + lse_index, tl.where(top == float("inf"), 0.0, r), mask=inside)
+    tl.store(r_ptr + lse_index, tl.where(lse == float("inf"), 0.0, r), mask=inside)
     tl.store(row_stats + BLOCK, delta)
     tl.store(row_stats + 3 * BLOCK, r)
     tl.store(row_stats + 4 * BLOCK, lam)
@@ -82,11 +81,10 @@ def differential_bwd_preprocess_by_branch_kernel(
         tl.store(row_stats + BLOCK, tl.sum(out * do, 1) + lam * of_columns)
         tl.store(row_stats + (VALUE_TILES * n_tiles * 2 + 1) * BLOCK, tl.sum(out2 * do2.to(tl.float32), 1))
         for branch in tl.static_range(2):
-            top = tl.load(stats_ptr + 2 * branch * stride_stats + lse_index, mask=inside, other=float("inf"))
-            log_norm = tl.load(stats_ptr + (2 * branch + 1) * stride_stats + lse_index, mask=inside, other=0.0)
-            tl.store(row_stats + branch * VALUE_TILES * n_tiles * 2 * BLOCK, tl.where(top == float("inf"), top, top + log_norm))
+            lse = lse_log2(stats_ptr + 2 * branch * stride_stats, stride_stats, lse_index, inside)
+            tl.store(row_stats + branch * VALUE_TILES * n_tiles * 2 * BLOCK, lse)
     # rows that see no key have none, whatever dO is behind the last sequence
-    tl.store(r_ptr + lse_index, tl.where(top == float("inf"), 0.0, r), mask=inside)
+    tl.store(r_ptr + lse_index, tl.where(lse == float("inf"), 0.0, r), mask=inside)
     tl.store(dq_ptr + tile * (BLOCK * WIDTH) + tl.arange(0, BLOCK * WIDTH), tl.zeros([BLOCK * WIDTH], tl.float32))
     if tl.program_id(0) == 0:
         tl.store(counter_ptr + tl.arange(0, 8 * VALUE_TILES), 0)
