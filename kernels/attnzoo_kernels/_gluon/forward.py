@@ -34,7 +34,6 @@ class Config:
     EMPTY_ROWS: gl.constexpr  # a row may still see no key after the first tile of keys
     Q_SLOTS: gl.constexpr  # a consumer's tiles of queries in shared memory
     Q_IN_REGISTERS: gl.constexpr  # its queries move on to registers, and their place is free at once
-    CLEAR: gl.constexpr  # values behind a sequence's end are another sequence's, whatever they hold, and are overwritten
     JOINT_RELEASE: gl.constexpr  # keys of a step and values of the one before go back to the producer together
     INDEX_EARLY: gl.constexpr  # the producer asks for the next tile before it loads this one's
     Q_PLAIN: gl.constexpr  # packed queries are loaded by rows of all sequences, and do not end where theirs does

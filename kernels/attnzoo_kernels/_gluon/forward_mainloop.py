@@ -5,7 +5,6 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS
 from attnzoo_kernels._gluon.hopper import (
-    barrier,
     fence_async_shared,
     mbarrier,
     product_layout,
@@ -18,21 +17,6 @@ from attnzoo_kernels._gluon.hopper import (
 from attnzoo_kernels._gluon.softmax import packed, partial_row_sums, softmax_step, unpacked
 
 BELOW_ZERO = gl.constexpr(8.0)  # in base 2: so far a row's maximum is raised to zero, its weights are then 2^-8 or more
-
-
-@gluon.jit
-def clear_rows(tile, valid):
-    """Zeros in the rows of a shared tile from `valid` on: they are another sequence's, whatever they hold. Each warp group writes
-    them without waiting for the others, which write the same."""
-    PART: gl.constexpr = 32
-    blocked: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    for part in gl.static_range(tile.shape[0] // PART):
-        rows = tile.slice(part * PART, PART)
-        inside = (part * PART + gl.arange(0, PART, gl.SliceLayout(1, blocked)))[:, None] < valid
-        x = rows.load(blocked)
-        rows.store(gl.where(inside, x, gl.zeros([PART, tile.shape[1]], x.dtype, blocked)))
-    fence_async_shared()
-    barrier()
 
 
 @gluon.jit
@@ -75,7 +59,7 @@ def queries_in_registers(program, config, ME: gl.constexpr, taken, there):
 
 
 @gluon.jit
-def first_weights(q, keys, values, k_empty, v_full, phase, valid, masked, column, span, scale, program, config):
+def first_weights(q, keys, k_empty, masked, column, span, scale, program, config):
     """(row_max, partial sums, weights) of the first tile; `keys` are its BLOCK_N keys, or half of them where no query sees the others.
     ROW_MAX_NOT_NEGATIVE: a maximum somewhat below zero becomes zero, and weights are `packed`."""
     KEYS: gl.constexpr = keys.shape[0]
@@ -87,10 +71,6 @@ def first_weights(q, keys, values, k_empty, v_full, phase, valid, masked, column
         q = gl.convert_layout(q, gl.DotOperandLayout(0, scores_layout, 2))
     # [ROWS, KEYS]
     pending = warpgroup_mma(q, keys.permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, scores_layout), use_acc=False, is_async=True)
-    if config.CLEAR:
-        if valid < config.BLOCK_N:
-            mbarrier.wait(v_full, phase)
-            clear_rows(values, valid)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     release(k_empty)
     if masked:
@@ -177,14 +157,13 @@ def attend(q, span, step, program, config):
     slot, phase = stage_of(step, config.STAGES)
     mbarrier.wait(bars.k_full.index(slot), phase)
     masked = span.end > span.full_end or (config.HAS_LEFT and span.end <= span.full_begin)
-    valid = span.len_k - (span.end - 1) * config.BLOCK_N
     HALF: gl.constexpr = config.BLOCK_N // 2
     if config.HALF_TILE and span.row + ROWS + (span.len_k - span.len_q + program.problem.window_right) <= column + HALF:
-        row_max, row_sum, p = first_weights(q, tiles.k.index(slot).slice(0, HALF), tiles.v.index(slot), bars.k_empty.index(slot),
-                                            bars.v_full.index(slot), phase, valid, masked, column, span, scale, program, config)
+        row_max, row_sum, p = first_weights(q, tiles.k.index(slot).slice(0, HALF), bars.k_empty.index(slot), masked, column, span, scale,
+                                            program, config)
     else:
-        row_max, row_sum, p = first_weights(q, tiles.k.index(slot), tiles.v.index(slot), bars.k_empty.index(slot),
-                                            bars.v_full.index(slot), phase, valid, masked, column, span, scale, program, config)
+        row_max, row_sum, p = first_weights(q, tiles.k.index(slot), bars.k_empty.index(slot), masked, column, span, scale, program,
+                                            config)
     # [ROWS, BLOCK_DV]
     acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, acc_layout)
     step += 1

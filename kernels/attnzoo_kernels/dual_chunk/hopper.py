@@ -59,8 +59,8 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
     mbarrier.wait(bars.q_full.index(at), q_phase)
     slot, phase = stage_of(step, config.STAGES)
     mbarrier.wait(bars.k_full.index(slot), phase)
-    row_max, row_sum, p = first_weights(tiles.q.index(at), tiles.k.index(slot), tiles.v.index(slot), bars.k_empty.index(slot),
-                                        bars.v_full.index(slot), phase, 0, True, (keys - 1) * config.BLOCK_N, span, 1.0, program, config)
+    row_max, row_sum, p = first_weights(tiles.q.index(at), tiles.k.index(slot), bars.k_empty.index(slot), True,
+                                        (keys - 1) * config.BLOCK_N, span, 1.0, program, config)
     # [ROWS, BLOCK_DV]
     acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
     successive_step = step + keys

@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, Tiles, tiles_like, work_and_barriers
 from attnzoo_kernels._gluon.forward_consumer import LN2, run_forward, write_tile
-from attnzoo_kernels._gluon.forward_producer import NONE, load_queries
+from attnzoo_kernels._gluon.forward_producer import load_queries, produce_segments
 from attnzoo_kernels._gluon.hopper import (
     async_load,
     box,
@@ -30,7 +30,7 @@ from attnzoo_kernels._gluon.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels._gluon.tile_scheduler import leave_at_zero, loaded_tiles, next_index, next_tile, publish, span, take
+from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, next_tile, span, take
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.launch import L2_GROUP, Launch, architecture, descriptor_like, multiprocessors, on_device_of, tma_takes
 from attnzoo_kernels.flash_fp8.layout import BLOCK, quantized_like
@@ -53,47 +53,37 @@ class OwnConfig:
 
 
 @gluon.jit
-def produce(program, config):
-    """PRODUCE: the values of a tile of keys come with the next one."""
-    problem, bars, own = program.problem, program.bars, program.own
-    k_desc, v_desc = program.descs.k, program.descs.v
+def load_tile(tile, step, q_step, program, config):
+    """LOAD_TILE: the values of a tile of keys come with the next one."""
+    bars, own, k_desc, v_desc = program.bars, program.own, program.descs.k, program.descs.v
     k_full, v_tiles = bars.k_full, program.tiles.v
-    step = 0
-    taken = 0
-    tile = next_tile(gl.program_id(0), program, config)
-    while tile.index < problem.n_tiles:
-        publish(program, taken, tile.words)
-        begin, end = loaded_tiles(tile.row, tile.len_q, tile.len_k, problem, config)
-        sequence, kv_head = tile.sequence, tile.head // problem.group
-        key = (end - 1) * KEYS
-        for j in range(end - begin):
-            slot, phase = stage_of(step, STAGES)
-            mbarrier.wait(bars.k_empty.index(slot), phase ^ 1)
-            if j == 0:
-                mbarrier.expect(k_full.index(slot), 2 * k_desc.block_type.nbytes)
-            else:
-                mbarrier.expect(k_full.index(slot), 2 * k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-            for half in gl.static_range(2):
-                async_load(k_desc, [sequence, kv_head, key // 4, 2 * half, 0], k_full.index(slot),
-                           box(own.k_halves.index(2 * slot + half), k_desc))
-            if j == 0:
-                load_queries(program.descs.q, tile, taken, program, config)
-            else:  # values of the tile before
-                before, phase_before = stage_of(step - 1, STAGES)
-                mbarrier.wait(bars.v_empty.index(before), phase_before ^ 1)
-                async_load(v_desc, [sequence, kv_head, 0, key + KEYS], k_full.index(slot), box(v_tiles.index(before), v_desc))
-            if j == end - begin - 1:
-                mbarrier.wait(bars.v_empty.index(slot), phase ^ 1)
-                last_full = bars.v_full.index(taken % STAGES)
-                mbarrier.expect(last_full, v_desc.block_type.nbytes)
-                async_load(v_desc, [sequence, kv_head, 0, key], last_full, box(v_tiles.index(slot), v_desc))
-                # not earlier: the next tile is for the program that is ready for it first
-                tile = next_tile(next_index(problem), program, config)
-            key -= KEYS
-            step += 1
-        taken += 1
-    leave_at_zero(problem, tile.index)
-    publish(program, taken, NONE)
+    begin, end = loaded_tiles(tile.row, tile.len_q, tile.len_k, program.problem, config)
+    kv_head = tile.head // program.problem.group
+    key = (end - 1) * KEYS
+    for j in range(end - begin):
+        slot, phase = stage_of(step, STAGES)
+        mbarrier.wait(bars.k_empty.index(slot), phase ^ 1)
+        if j == 0:
+            mbarrier.expect(k_full.index(slot), 2 * k_desc.block_type.nbytes)
+        else:
+            mbarrier.expect(k_full.index(slot), 2 * k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        for half in gl.static_range(2):
+            async_load(k_desc, [tile.sequence, kv_head, key // 4, 2 * half, 0], k_full.index(slot),
+                       box(own.k_halves.index(2 * slot + half), k_desc))
+        if j == 0:
+            load_queries(program.descs.q, tile, q_step, program, config)
+        else:  # values of the tile before
+            before, phase_before = stage_of(step - 1, STAGES)
+            mbarrier.wait(bars.v_empty.index(before), phase_before ^ 1)
+            async_load(v_desc, [tile.sequence, kv_head, 0, key + KEYS], k_full.index(slot), box(v_tiles.index(before), v_desc))
+        if j == end - begin - 1:
+            mbarrier.wait(bars.v_empty.index(slot), phase ^ 1)
+            last_full = bars.v_full.index(q_step % STAGES)
+            mbarrier.expect(last_full, v_desc.block_type.nbytes)
+            async_load(v_desc, [tile.sequence, kv_head, 0, key], last_full, box(v_tiles.index(slot), v_desc))
+        key -= KEYS
+        step += 1
+    return step, q_step + 1
 
 
 @gluon.jit
@@ -157,7 +147,8 @@ def flash_fp8_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, q_scales,
                             CAUSAL: gl.constexpr, MASK_IN_LOOP: gl.constexpr, BY_BLOCK: gl.constexpr, REGISTERS: gl.constexpr):
     config = Config(
         BLOCK_N=KEYS, BLOCK_DV=WIDTH, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=False, HAS_LEFT=False,
-        HAS_RIGHT=CAUSAL, MASK_IN_LOOP=MASK_IN_LOOP, Q_SLOTS=2, OPTIONS=OwnConfig(BY_BLOCK=BY_BLOCK), PRODUCE=produce, CONSUME=consume)
+        HAS_RIGHT=CAUSAL, MASK_IN_LOOP=MASK_IN_LOOP, Q_SLOTS=2, OPTIONS=OwnConfig(BY_BLOCK=BY_BLOCK), PRODUCE=produce_segments,
+        NEXT_TILE=next_tile, LOAD_TILE=load_tile, CONSUME=consume)
     dtype: gl.constexpr = q_desc.dtype
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, WIDTH], dtype)
     descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
