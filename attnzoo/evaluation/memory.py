@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -29,7 +30,11 @@ def free_bytes(device: torch.device) -> int | None:
         lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         free = 1024 * int(lines["MemAvailable"].split()[0])
         limit = (CGROUP / "memory.max").read_text().strip() if (CGROUP / "memory.max").exists() else "max"
-        return free if limit == "max" else min(free, int(limit) - int((CGROUP / "memory.current").read_text()))
+        if limit == "max":
+            return free
+        kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(kinds["file"])  # the cache of files is given back when it is needed
+        return min(free, int(limit) - used)
     except (OSError, ValueError, KeyError):
         return None
 
@@ -41,5 +46,5 @@ def shortage(model: torch.nn.Module, length: int) -> str | None:
     needed, free = least_bytes(model, length), free_bytes(next(model.parameters()).device)
     if free is None or needed <= free:
         return None
-    return (f"a row of {length} tokens needs at least {needed / 1e9:.3g} GB of memory, and {max(free, 0) / 1e9:.3g} GB are free; "
-            "shorten evaluation.lengths")
+    return (f"a row of {length} tokens needs at least {tqdm.format_sizeof(needed, 'B')} of memory, and about {max(free, 0) / 1e9:.0f} GB "
+            "are free; shorten evaluation.lengths")
