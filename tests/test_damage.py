@@ -112,8 +112,9 @@ def test_a_state_of_the_loader_that_is_none(state):
         (lambda text: text + "\0\0\0\0\n", True),
         (lambda text: "\x7fELF\x02\n,,\n" * 9, False),
         (lambda text: "", False),
+        (lambda text: "step,train/loss\n1," + "x" * 200_000 + "\n", False),  # more than the csv module takes
     ],
-    ids=["cut", "half", "zeros", "garbage", "empty"],
+    ids=["cut", "half", "zeros", "garbage", "empty", "long"],
 )
 def test_a_damaged_metrics_csv_is_resumed(copy, stopped, damage, kept, caplog):
     copy.metrics.write_text(damage(copy.metrics.read_text()))
@@ -125,7 +126,7 @@ def test_a_damaged_metrics_csv_is_resumed(copy, stopped, damage, kept, caplog):
     else:
         assert [step for step, _ in read_metrics(copy.metrics)["train/loss"]] == [9, 10, 11]
     aside = copy.path / "metrics.csv.damaged"
-    assert aside.exists() == ("ELF" in before) and (not aside.exists() or aside.read_text() == before)
+    assert aside.exists() == (not kept and before != "") and (not aside.exists() or aside.read_text() == before)
 
 
 def test_an_empty_record_is_resumed(copy, stopped):

@@ -17,6 +17,7 @@ from attnzoo import runner
 from attnzoo.run import files
 from attnzoo.run.command_line import one_line_errors
 from attnzoo.run.folder import RunFolder
+from attnzoo.run.stopping import StopSignals
 from attnzoo.training.loggers import MetricsCSV, read_metrics
 
 # four micro-batches a step, five steps an epoch, dropout; STOP lies within the second epoch
@@ -126,6 +127,18 @@ def test_a_signal_while_metrics_are_written(tmp_path, whole, monkeypatch):
     monkeypatch.undo()
     runner.train(config(tmp_path, "resume=auto"))
     assert_equal(tmp_path, whole)
+
+
+def test_a_signal_after_the_terminal_is_gone_is_still_a_flag(monkeypatch):
+    monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(BrokenPipeError))
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert signals.received == signal.SIGUSR1
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert in_child(lambda: os.kill(os.getpid(), signal.SIGINT)) == 0  # a worker of the loader
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path):
@@ -285,9 +298,8 @@ def test_without_validation_the_interval_still_saves(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to_rank", [0, 1])
-def test_two_ranks_stop_together(tmp_path, to_rank):
-    """SIGTERM reaches one rank in the middle of a step; both stop at its end, and the run goes on exactly."""
+def test_two_ranks_stop_together(tmp_path):
+    """SIGTERM reaches one rank, then the other, in the middle of a step; both stop at its end, and the run goes on exactly."""
     compose_tiny(tmp_path)  # writes the corpus
     command = [
         *(sys.executable, "train.py", *TINY, *RUN, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "batch_tokens=2048"),
@@ -302,8 +314,9 @@ def test_two_ranks_stop_together(tmp_path, to_rank):
         return subprocess.run(arguments, cwd=ROOT, timeout=200, capture_output=True, text=True, env=environment)
 
     assert train("whole").returncode == 0
-    stopped = train("parts", send("on_train_batch_end", 7, 3, "SIGTERM", rank=to_rank))
-    assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
-    assert "stopped by SIGTERM after step 8" in stopped.stdout
+    for step, rank in ((3, 1), (7, 0)):
+        stopped = train("parts", send("on_train_batch_end", step, 3, "SIGTERM", rank=rank))
+        assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
+        assert f"stopped by SIGTERM after step {step + 1}" in stopped.stdout
     assert train("parts").returncode == 0
     assert_equal(tmp_path / "parts", tmp_path / "whole")

@@ -1,5 +1,6 @@
 """Signals that ask a run to stop: flags, upon which the training loop acts at the end of an optimizer step."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -8,6 +9,8 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment
+
+from attnzoo.run.folder import rank
 
 WORDS = b"\nstopping at the end of this optimizer step (Ctrl-C: at once, without a checkpoint)\n"
 
@@ -23,6 +26,7 @@ class StopSignals:
         self.requeue = requeue
         self._before: dict[int, Any] = {}
         self._group: Any = None
+        self._process = os.getpid()
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
@@ -36,10 +40,13 @@ class StopSignals:
         self._before = {}
 
     def _receive(self, number: int, _: Any) -> None:
+        if os.getpid() != self._process:  # a worker that the loader forked: the training process ends it
+            return
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self.received:
-            os.write(2, WORDS)  # a logger's lock may be held by what the signal interrupted
+        if not self.received and rank() == 0:
+            with contextlib.suppress(OSError):  # `| tee` dies of the same Ctrl-C
+                os.write(2, WORDS)  # a logger's lock may be held by what the signal interrupted
         self.received = number
 
     def install(self, trainer: lightning.Trainer) -> None:

@@ -1,5 +1,6 @@
 """Where metrics go: a CSV that survives a resumed run, and Weights & Biases."""
 
+import contextlib
 import csv
 import io
 import logging
@@ -48,7 +49,7 @@ class MetricsCSV(Logger):
         row = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in metrics.items()} | {"step": step}
         if self._columns is None:
             self._columns = _read(self.path)[0]
-        if row.keys() <= set(self._columns):
+        if row.keys() <= set(self._columns) and self.path.exists():
             _append(self.path, _text([[row.get(name, "") for name in self._columns]]))
             return
         header, rows = _read(self.path)
@@ -83,12 +84,14 @@ def _text(rows: Iterable[list]) -> str:
 
 
 def _append(path: Path, line: str) -> None:
+    """Adds the line, or nothing and raises UserError."""
     size = path.stat().st_size
     try:
-        with path.open("ab", buffering=0) as file:
+        with path.open("ab") as file:
             file.write(line.encode())
     except OSError as error:
-        os.truncate(path, size)  # a part of the line may have found room
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)  # a part of the line may have found room
         raise UserError(f"could not write {path}: {error.strerror}; what was there is whole. Make room and resume") from error
 
 
@@ -97,7 +100,10 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
     if not path.exists():
         return [], []
     text = path.read_bytes().decode(errors="replace").replace("\0", "")
-    header, *rows = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))) or [[]]
+    try:
+        header, *rows = list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))) or [[]]
+    except csv.Error:
+        return [], []
     if "step" not in header:
         return [], []
     found = [dict(zip(header, row, strict=True)) for row in rows if len(row) == len(header)]
@@ -110,7 +116,8 @@ def read_metrics(path: str | os.PathLike) -> dict[str, list[tuple[int, float]]]:
     for row in _read(Path(path))[1]:
         for name, value in row.items():
             if value and name not in ("step", "epoch"):
-                series.setdefault(name, []).append((int(row["step"]) + 1, float(value)))
+                with contextlib.suppress(ValueError):
+                    series.setdefault(name, []).append((int(row["step"]) + 1, float(value)))
     return series
 
 

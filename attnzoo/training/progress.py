@@ -1,5 +1,6 @@
 """One progress bar over all optimizer steps."""
 
+import contextlib
 import sys
 from typing import Any
 
@@ -46,7 +47,8 @@ class StepProgress(ProgressBar, StepCallback):
         if "val bpb" in shown:  # there is room for one of them
             shown.pop("val acc", None)
         self.bar.set_postfix(shown, refresh=False)
-        self.bar.update(trainer.global_step - self.bar.n)
+        with contextlib.suppress(BrokenPipeError):  # `| tee` dies of the Ctrl-C that stops the run, too
+            self.bar.update(trainer.global_step - self.bar.n)
 
     def on_validation_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self.bar is not None:
@@ -75,8 +77,9 @@ class StepProgress(ProgressBar, StepCallback):
             self.validation_bar.close()
             self.validation_bar = None
         if self.bar is not None:
-            self.bar.refresh()
-            self.bar.close()
+            with contextlib.suppress(BrokenPipeError):
+                self.bar.refresh()
+                self.bar.close()
             self.bar = None
 
 
