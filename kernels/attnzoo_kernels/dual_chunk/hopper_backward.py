@@ -13,7 +13,7 @@ from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS
 from attnzoo_kernels._gluon.bwd_preprocess import bwd_tails_kernel
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
-from attnzoo_kernels._triton.call import Layout, layout
+from attnzoo_kernels._triton.call import Call, Layout, layout
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, strides, tma_gradient
 from attnzoo_kernels._triton.softmax import LN2
 from attnzoo_kernels.dual_chunk.hopper_backward_kernel import dual_chunk_bwd_hopper_kernel
@@ -51,21 +51,17 @@ def _mainloop(device: torch.device, dtype: torch.dtype, packed: int | None, orde
     copies, seqlen_q, heads, dim = q[0]
     (_, seqlen_k, kv_heads, _), value_dim = k[0], v[0][-1]
     batches, width = copies // 3, mainloop_width(dim, value_dim)
-    group, query_tiles = heads // kv_heads, tiles(packed, batches, heads, seqlen_q, tile.rows)
-    key_tiles = tiles(packed, batches, kv_heads, seqlen_k, KEYS.value)
+    call, sequences, group = Call(sequences=packed, softmax_scale=1.0), batches if packed is None else packed, heads // kv_heads
+    query_tiles = call.programs(heads, seqlen_q, sequences, tile.rows)
+    key_tiles = call.programs(kv_heads, seqlen_k, sequences, KEYS.value)
     programs = min(key_tiles, multiprocessors(device))
     head_group = heads_together(batches * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs, ordered)
     return Launch(
         dual_chunk_bwd_hopper_kernel, programs,
-        (*dk[1][-3:-1], *dv[1][-3:-1], LN2.value, batches if packed is None else packed, batches if packed is None else packed + 1,
-         seqlen_q, seqlen_k, kv_heads, group, head_group, query_tiles // (batches * heads), key_tiles, chunk, near, query_tiles),
+        (*dk[1][-3:-1], *dv[1][-3:-1], LN2.value, sequences, batches if packed is None else packed + 1, seqlen_q,
+         seqlen_k, kv_heads, group, head_group, query_tiles // (batches * heads), key_tiles, chunk, near, query_tiles),
         {"HEAD_DIM": dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed is not None, "ORDERED": ordered,
          **tile.constants()}, 4, 1)
-
-
-def tiles(packed: int | None, batches: int, heads: int, seqlen: int, block: int) -> int:
-    """Tiles of all heads; for packed sequences find_tile's slots."""
-    return heads * (batches * -(-seqlen // block) if packed is None else seqlen // block + packed + 1)
 
 
 def _ends(x: Tensor, block: int, width: int, cu_seqlens: Tensor) -> Tensor:
@@ -101,7 +97,7 @@ def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, extras, options
     packed = options.sequences
     queries = rotated_copies(q, extras, options, seqlen_k, 3, queries=True, near=options.near)
     keys = rotated_copies(k, extras, options, seqlen_q, 1, queries=False)
-    n_tiles = tiles(packed, sequences, heads, seqlen_q, tile.rows)
+    n_tiles = options.programs(heads, seqlen_q, sequences, tile.rows)
     row_stats = stats.new_empty(n_tiles, 1, 2 * tile.rows)
     dq_sums = stats.new_empty(1, 3 * n_tiles * tile.rows * width // 32, 1, 32)
     counter = torch.empty(1, dtype=torch.int32, device=q.device)
@@ -125,7 +121,7 @@ def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, extras, options
         dq_sums, dq, *extras[:3], cu_seqlens, *strides(dq), options.multiplier_stride or 0,
         options.softmax_scale, sequences, seqlen_q, heads, shift, options.chunk, options.top, options.far, options.near, n_tiles,
         HAS_MULTIPLIER=options.has_multiplier, **rotation, **of_tiles)
-    dual_chunk_bwd_postprocess_dk_kernel[(tiles(packed, sequences, kv_heads, seqlen_k, tile.rows),)](
+    dual_chunk_bwd_postprocess_dk_kernel[(options.programs(kv_heads, seqlen_k, sequences, tile.rows),)](
         turned, dk, *extras[:2], cu_seqlens, *strides(turned), *strides(dk), sequences, seqlen_k, kv_heads, options.chunk,
         **rotation, **of_tiles)
 
