@@ -15,7 +15,7 @@ from attnzoo_kernels import (
 )
 
 GPU = torch.cuda.is_available()
-WIDTH, KEYS, BLOCK = (64, 128, 64) if GPU else (16, 32, 16)  # on a GPU what Gluon takes
+WIDTH, KEYS, BLOCK = (64, 128, 64) if GPU else (16, 20, 16)  # on a GPU what Gluon takes
 
 
 class Calls(TorchDispatchMode):
@@ -37,7 +37,7 @@ def heads_first(seqlen: int, heads: int, device: str) -> torch.Tensor:
 
 
 def call(operator: str, queries: int, device: str, impl: str | None):
-    q, q2, k, k2, v = (heads_first(*shape, device) for shape in ((queries, 4), (queries, 4), (KEYS, 2), (KEYS, 2), (KEYS, 2)))
+    q, q2, k, k2, v = (heads_first(*shape, device) for shape in ((queries, 2), (queries, 2), (KEYS, 1), (KEYS, 1), (KEYS, 1)))
     table = torch.linspace(0, 1, 64 * WIDTH // 2, device=device).view(64, -1)
     layout = BlockLayout.from_mask(torch.ones(-(-queries // BLOCK), 2, dtype=torch.bool, device=device), BLOCK)
     if operator == "decode":
@@ -46,7 +46,7 @@ def call(operator: str, queries: int, device: str, impl: str | None):
     out = {
         "flash": lambda: flash_attention(q, k, v, causal=True, impl=impl),
         "block_sparse": lambda: block_sparse_attention(q, k, v, layout, causal=True, impl=impl),
-        "differential": lambda: differential_attention(q, q2, k, k2, v, torch.rand(4, device=device), causal=True, impl=impl),
+        "differential": lambda: differential_attention(q, q2, k, k2, v, torch.rand(2, device=device), causal=True, impl=impl),
         "dual_chunk": lambda: dual_chunk_attention(q, k, v, cos=table.cos(), sin=table.sin(), chunk_size=24, local_size=8, causal=True,
                                                    impl=impl),
     }[operator]()

@@ -88,7 +88,7 @@ def test_a_shared_lambda_s_gradient_is_the_sum_of_the_tokens(packed, dtype):
     assert_close(grads[()], tokens.double().sum().float())
 
 
-@needs_triton
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", [
     Case(batch=2, seqlen_q=40, kv_heads=1, head_dim=16, value_dim=32, lam="head", causal=True),
     Case(lengths_q=(17, 0, 33), head_dim=16, shared_keys=True, lam="scalar"),
