@@ -92,10 +92,10 @@ def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.c
 
 
 @triton.jit
-def pass_on_softmax(stats, stride_stats, row_stats, stride_rows, inside, kept, PRECISION: tl.constexpr):
+def pass_on_softmax(stats_ptr, stride_stats, at, row_stats, stride_rows, inside, kept, PRECISION: tl.constexpr):
     """lse_log2 and row_sum of a tile's rows from softmax_stats, which also go to the row statistics, where `kept`."""
-    lse_log2 = tl.load(stats, mask=inside, other=float("inf"))
-    row_sum = tl.load(stats + stride_stats, mask=inside, other=1.0)
+    lse_log2 = tl.load(stats_ptr + at, mask=inside, other=float("inf"))
+    row_sum = tl.load(stats_ptr + stride_stats + at, mask=inside, other=1.0)
     if PRECISION == "ieee":
         tl.store(row_stats + 2 * stride_rows, row_sum, mask=kept)
     else:
@@ -139,7 +139,7 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
         delta -= grad_lse
     row_stats = row_stats_ptr + first_stats_row(place.head, place.sequence, place.first, n_seqs, seqlen_q, heads, shape.PACKED,
                                                 STATS_BLOCK) + i
-    lse_log2, row_sum = pass_on_softmax(stats_ptr + lse_at, stride_stats, row_stats, stride_rows, i < place.length,
+    lse_log2, row_sum = pass_on_softmax(stats_ptr, stride_stats, lse_at, row_stats, stride_rows, i < place.length,
                                         None if stats_end is None else i < stats_end, PRECISION)
     # [BLOCK_M, BLOCK_D]
     q = load_rows(q_rows, place.row, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D, not shape.TMA, shape.TMA)

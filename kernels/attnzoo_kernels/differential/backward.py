@@ -109,8 +109,8 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
         delta += lam * r
     row_stats = row_stats_ptr + i + first_stats_row(place.head, place.sequence, place.first, n_seqs, seqlen_q, heads, PACKED, STATS_BLOCK)
     row_stats2 = row_stats + BRANCH_STATS * stride_rows
-    lse1, sum1 = pass_on_softmax(stats_ptr + lse_at, stride_stats, row_stats, stride_rows, inside, None, PRECISION)
-    lse2, sum2 = pass_on_softmax(stats_ptr + 2 * stride_stats + lse_at, stride_stats, row_stats2, stride_rows, inside, None, PRECISION)
+    lse1, sum1 = pass_on_softmax(stats_ptr, stride_stats, lse_at, row_stats, stride_rows, inside, None, PRECISION)
+    lse2, sum2 = pass_on_softmax(stats_ptr + 2 * stride_stats, stride_stats, lse_at, row_stats2, stride_rows, inside, None, PRECISION)
     tl.store(row_stats2 + BRANCH_STATS * stride_rows, lam)
     q1, k1_rows = load_branch(Operand(q1_source, stride_q1b, stride_q1s, stride_q1h),
                               Operand(k1_source, stride_k1b, stride_k1s, stride_k1h), place, group, HEAD_DIM, BLOCK_M, BLOCK_D,

@@ -296,10 +296,12 @@ def _launch_part(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, extras, op
     sources = (queries, keys, v, grad_out)
     layouts = tuple(map(layout, sources))
     if stats.numel() > 0:
-        launch = _dq_plan(q.device, q.dtype, are_aligned(*sources, out), grad_lse is not None, q.shape, k.shape, layouts, layout(out),
+        launch = _dq_plan(q.device, q.dtype, are_aligned(*sources, out, dq, *extras[:2]),
+                          grad_lse is not None, q.shape, k.shape, layouts, layout(out),
                           layout(dq), stats.stride(0), row_stats.stride(0), options)
         launch(queries, keys, v, out, grad_out, grad_lse, stats, row_stats, dq, *extras)
     if k.numel() > 0:
-        launch = _dkdv_plan(q.device, q.dtype, are_aligned(*sources), q.shape, k.shape, layouts, layout(dk), layout(dv),
+        launch = _dkdv_plan(q.device, q.dtype, are_aligned(*sources, dk, dv, *extras[:2]), q.shape, k.shape, layouts, layout(dk),
+                            layout(dv),
                             row_stats.stride(0), options)
         launch(*sources, row_stats, dk, dv, *extras[:2], *extras[3:])

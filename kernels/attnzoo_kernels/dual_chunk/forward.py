@@ -103,6 +103,6 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, stats: Te
     queries = rotated_copies(q, extras, options, seqlen_k, 3, queries=True)
     keys = rotated_copies(k, extras, options, seqlen_q, options.key_copies, queries=False)
     v = tma_readable(v)
-    launch = _plan(q.device, q.dtype, are_aligned(queries, keys, v), layout(queries), layout(keys), q.shape, k.shape, layout(v),
+    launch = _plan(q.device, q.dtype, are_aligned(queries, keys, v, out), layout(queries), layout(keys), q.shape, k.shape, layout(v),
                    layout(out), stats.stride(0), options)
     launch(queries, keys, v, out, lse, stats, *extras[3:])

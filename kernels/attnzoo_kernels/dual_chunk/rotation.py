@@ -4,12 +4,15 @@ Copies hold rotated channels pair by pair, 2c and 2c + 1, whatever the style: th
 keeps in its registers, and the half style is no more than another order of columns when q, k are loaded and their gradients stored.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import next_power_of_2, padded, strides
+from attnzoo_kernels._triton.call import Layout, layout, strides
+from attnzoo_kernels._triton.launch import Launch, are_aligned, next_power_of_2, padded
 from attnzoo_kernels._triton.tiles import program_tile
 from attnzoo_kernels.dual_chunk.options import Extras, Options
 
@@ -141,6 +144,22 @@ def rotate_kernel(x_ptr, copies_ptr, cos, sin, multiplier, cu_seqlens, other_cu_
             tl.store(rows_c + channel, tile, mask=kept & (channel < WIDTH))
 
 
+@functools.lru_cache(maxsize=1024)
+def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, x: Layout, out: Layout, other_seqlen: int, copies: int, queries: bool,
+          near: int, options: Options) -> Launch:
+    batches, seqlen = (1, x[0][0]) if options.packed else x[0][:2]
+    heads, head_dim = x[0][-2:]
+    sequences = options.sequences if options.packed else batches
+    bunch = min(ROTATE_HEADS, next_power_of_2(heads))
+    block = ROTATE_ROWS // bunch
+    scalars = (*strides(x), *strides(out), options.multiplier_stride or 0, options.query_scale(dtype), sequences, seqlen, other_seqlen,
+               heads, batches, *options.chunks, near)
+    constants = options.rotation_constants(head_dim) | {
+        "HAS_MULTIPLIER": queries and options.has_multiplier, "QUERIES": queries, "PACKED": options.packed, "COPIES": copies,
+        "BLOCK": block, "HEADS": bunch, "WIDTH": out[0][-1]}
+    return Launch(rotate_kernel, options.programs(-(-heads // bunch), seqlen, sequences, block), scalars, constants, 4, 3)
+
+
 def rotated_copies(x: Tensor, extras: Extras, options: Options, other_seqlen: int, copies: int, *, queries: bool,
                    near: int | None = None) -> Tensor:
     """x at the positions of the first `copies` stages, (copies * batch, seqlen, heads, width), batch 1 where packed; channels pair by pair.
@@ -150,22 +169,13 @@ def rotated_copies(x: Tensor, extras: Extras, options: Options, other_seqlen: in
     Queries are also multiplied by their row multiplier and, but in float32, by softmax scale and log2(e).
     """
     batches, seqlen = (1, x.shape[0]) if options.packed else x.shape[:2]
-    heads, head_dim = x.shape[-2:]
-    width = padded(head_dim, x.element_size())
+    heads, width = x.shape[-2], padded(x.shape[-1], x.element_size())
     # heads first: what a tile holds lies in one piece
     out = torch.empty(copies * batches, heads, seqlen, width, dtype=x.dtype, device=x.device).transpose(1, 2)
     if out.numel() == 0:
         return out
     own, other = (extras.cu_seqlens_q, extras.cu_seqlens_k) if queries else (extras.cu_seqlens_k, extras.cu_seqlens_q)
-    sequences = options.sequences if options.packed else batches
-    bunch = min(ROTATE_HEADS, next_power_of_2(heads))
-    block = ROTATE_ROWS // bunch
-    tiles = seqlen // block + sequences + 1 if options.packed else sequences * -(-seqlen // block)
-    rotate_kernel[(-(-heads // bunch) * tiles,)](
-        x, out, *extras[:3], own, other, *strides(x), *strides(out), options.multiplier_stride or 0,
-        options.query_scale(x.dtype), sequences, seqlen, other_seqlen, heads, batches, *options.chunks,
-        options.chunk if near is None else near, **options.rotation_constants(head_dim),
-        HAS_MULTIPLIER=queries and options.has_multiplier, QUERIES=queries, PACKED=options.packed, COPIES=copies,
-        BLOCK=block, HEADS=bunch,
-        WIDTH=width, num_warps=4)
+    launch = _plan(x.device, x.dtype, are_aligned(x, *extras[:2]), layout(x), layout(out), other_seqlen, copies, queries,
+                   options.chunk if near is None else near, options)
+    launch(x, out, *extras[:3], own, other)
     return out

@@ -1,0 +1,16 @@
+"""The plain kernels of block_sparse and dual_chunk compile for sm_90, fit its shared memory and spill little."""
+
+import pytest
+from compiled_kernels import compiled_kernels
+
+SHARED_MEMORY = 232448
+SPILLED = 512  # bytes of stack a thread; the most is 296, of 16-bit packed dK/dV at head dim 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator, count", (("block_sparse", 24), ("dual_chunk", 22)))
+def test_kernels_fit_and_spill_little(operator, count):
+    kernels = compiled_kernels("plain_ahead_of_time.py", 90, operator)
+    assert len(kernels) == count
+    wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["stack"] > SPILLED or kernel["stale"]]
+    assert not wrong, "\n".join(map(str, wrong))
