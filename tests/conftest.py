@@ -1,7 +1,6 @@
 """Where there is no GPU, Triton kernels run in Triton's interpreter, which has to be chosen before a kernel is defined."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +10,10 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
 
-OPERATORS = Path(__file__).parent / "ops"
-
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items):
+    """One case of each test is quick, and the others are slow: `-m "not slow"` meets every test, the whole run every case."""
     gpu = torch.cuda.is_available()
     hopper = gpu and torch.cuda.get_device_capability() == (9, 0)
     seen = set()
@@ -26,8 +24,7 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs a Hopper GPU"))
         elif "gpu" in item.keywords and not gpu:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
-        if OPERATORS in item.path.parents and not item.get_closest_marker("skip") and "slow" not in item.keywords:
-            # one case of each test is quick: `-m "not slow"` meets every test of the operators, the whole run every case
+        if not item.get_closest_marker("skip") and "slow" not in item.keywords:
             test = item.nodeid.partition("[")[0]
             if test in seen:
                 item.add_marker(pytest.mark.slow)

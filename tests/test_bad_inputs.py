@@ -140,6 +140,7 @@ def said(name: str, choices: list[str], *overrides: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_all_options_pass():
     for name, table in (("train", TRAINING), ("eval", EVALUATION)):
         for choices in {tuple(choices) for choices, *_ in table}:

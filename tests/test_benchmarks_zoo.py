@@ -139,6 +139,7 @@ def test_a_cell_that_broke_gives_no_number(results):
     assert zoo_tables.Table(results).values(("flash", ""), "perplexity_windows", 8192) == [7.0]
 
 
+@pytest.mark.slow
 def test_the_other_tables(results):
     write_run(results.parent / "in/butterfly_1", 1, "listops", "listops")
     texts = {"classes": ["0", "1"], "splits": {"train": {"tokens": 4000, "documents": 4}}}

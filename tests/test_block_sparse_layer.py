@@ -58,6 +58,7 @@ def test_reading_with_the_cache_equals_reading_at_once(name):
     assert_close(torch.cat(steps, dim=1), model(tokens))
 
 
+@pytest.mark.slow
 def test_the_kernels_serve_the_layer(device):
     reference, model = build(GPT, BIGBIRD), build(GPT, BIGBIRD, impl="triton").to(device)
     tokens, cu_seqlens = ids(100), torch.tensor([0, 67, 100], dtype=torch.int32)

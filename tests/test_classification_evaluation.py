@@ -45,6 +45,7 @@ def test_other_models_and_splits_are_a_row_that_says_why(run, tmp_path):
     assert row.value is None and "task=classification" in row.note
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_table(run, tmp_path, capsys):
     from hydra import compose as compose_config
     from hydra import initialize_config_dir

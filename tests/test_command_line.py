@@ -118,6 +118,7 @@ def test_values_of_the_wrong_kind_are_one_line(tmp_path, override, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_resuming_in_a_fixed_folder_starts_and_goes_on(tmp_path):
     arguments = ["resume=auto", f"hydra.run.dir={tmp_path / 'run'}", "data=text", f"data.paths=[{ROOT / 'README.md'}]", "data.seq_len=32"]
     arguments += [f"data.cache_dir={tmp_path}", "model.dim=16", "model.n_layers=1", "trainer=cpu", "callbacks.plot=null"]

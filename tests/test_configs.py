@@ -99,6 +99,7 @@ def test_an_experiment_begins_with_its_command(option):
     assert command.startswith("# python train.py ") and f"experiment={option}" in command
 
 
+@pytest.mark.slow
 def test_presets_have_no_dropout_and_runs_are_reproducible_by_default():
     for model in options("model"):
         cfg = compose(f"model={model}")

@@ -132,6 +132,7 @@ def test_other_rows_cannot_be_resumed(tmp_path, capsys):
     assert "cannot resume in the middle of the data" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_copying_is_learnt(tmp_path):
     """Four tokens out of a vocabulary of six, by a model of two layers: more than a guess of one in six by far."""
     data = ["data=copying", "data.seq_len=8", "data.vocab_size=8", "data.batch_size=64", "data.n_train=4000", "data.n_validation=200"]

@@ -139,6 +139,7 @@ def test_overridden_options_stand_in_every_row(flash, evaluate, override, label)
     assert value(changed, "validation") != value(as_trained, "validation")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [name for name, can in SUPPORTS.items() if can.causal and "rotary" in can.positions])
 def test_every_variant_reads_beyond_its_training_context(variant, train, evaluate):
     rows_of = [] if SUPPORTS[variant].packed else ["data.packed=false", "data.cross_documents=true"]
@@ -283,6 +284,7 @@ class Recorder:
         pass
 
 
+@pytest.mark.slow
 def test_loggers_get_the_metrics_the_table_and_the_plots(flash, bert, evaluate, monkeypatch):
     recorder = Recorder()
     without = evaluate(f"ckpt_path={flash[0]}")

@@ -99,6 +99,7 @@ def test_what_is_measured_is_not_measured_again(runs, evaluate, measured):
     assert len(measured) == N, "only the new run is measured"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -116,6 +117,7 @@ def test_what_changes_the_result_is_measured_again(runs, evaluate, measured, cha
     assert len(measured) == (4 if "stride" in change else N)
 
 
+@pytest.mark.slow
 def test_other_weights_are_measured_again(runs, evaluate, measured):
     evaluate(f"ckpt_path={runs / '1'}")
     shutil.copy(runs / "2" / "checkpoints" / "best.ckpt", runs / "1" / "checkpoints" / "best.ckpt")
@@ -158,6 +160,7 @@ def test_a_line_that_was_cut_off_is_measured_again(runs, evaluate, measured):
     assert measured == []
 
 
+@pytest.mark.slow
 def test_memory_that_does_not_suffice_is_a_row_and_the_rest_goes_on(runs, evaluate, measured, monkeypatch):
     score = perplexity.score
 
@@ -224,6 +227,7 @@ def test_a_device_that_is_not_there_is_one_line(runs, evaluate):
         assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_run_is_read_in_several_ways(runs, evaluate):
     ways = '["","attention=dual_chunk","model.rope_scaling=ntk model.rope_factor=4","attention=flash"]'
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
@@ -339,6 +343,7 @@ def test_results_that_cannot_be_kept_are_an_error_at_once(runs, evaluate, tmp_pa
         evaluate(f"ckpt_path={runs / '1'}", f"store={tmp_path / 'file' / 'below'}")
 
 
+@pytest.mark.slow
 def test_everything_at_once(runs, evaluate, tmp_path):
     small = [
         "evaluation=long_context",

@@ -161,6 +161,7 @@ def test_a_prompt_is_taken_as_it_is_typed(text):
     assert as_typed("top_k=3", ["prompt"]) == "top_k=3"
 
 
+@pytest.mark.slow
 def test_the_command(source, tmp_path):
     """It writes text and no files, and refuses in one line; an empty folder that it was called in stays."""
     def run(*arguments):

@@ -116,6 +116,7 @@ def test_a_checkpoint_becomes_a_pretrained_model(tmp_path):
         assert torch.equal(again(ids(1, 9)).logits, trained.eval()(ids(1, 9)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", (
     "import attnzoo.hub", "from transformers import AutoModelForCausalLM; import attnzoo.hub"))
 def test_transformers_knows_ours_whichever_is_imported_first(order, tmp_path):

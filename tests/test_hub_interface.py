@@ -205,6 +205,7 @@ def test_what_a_model_masks_otherwise_is_refused():
         use_block_sparse(model, "no_such_pattern")
 
 
+@pytest.mark.slow
 def test_the_names_are_there_where_a_folder_hides_the_package(tmp_path):
     """Beside a clone named attnzoo Python takes its folder for the package, and runs no attnzoo/__init__.py."""
     code = ("import sys, types\n"

@@ -68,6 +68,7 @@ def test_a_run_begins_with_the_weights_and_nothing_else(run, tmp_path, caplog):
     assert "model.train_context=48 (was 32)" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_its_own_weights(run, tmp_path):
     source = tmp_path / "source.ckpt"
     source.write_bytes((run / "checkpoints" / "last.ckpt").read_bytes())
@@ -81,6 +82,7 @@ def test_a_resumed_run_goes_on_with_its_own_weights(run, tmp_path):
     assert checkpoint.read(tmp_path / "run" / "checkpoints" / "last.ckpt")["attnzoo"]["init"] == begun
 
 
+@pytest.mark.slow
 def test_a_classifier_begins_with_a_masked_language_model(tmp_path):
     write_checkpoint(tmp_path / "mlm.ckpt", "BERT", "mlm", tokenizer=None)
     for kind in ("good", "bad"):
@@ -110,6 +112,7 @@ def test_the_model_is_the_one_that_was_trained(tmp_path):
     assert found["model"].get("original_context") is None  # positions as trained: the new context takes the old one's place
 
 
+@pytest.mark.slow
 def test_what_the_command_names_wins(tmp_path):
     write_checkpoint(tmp_path / "a.ckpt", rope_base=500.0)
     file = tmp_path / "a.ckpt"
@@ -317,6 +320,7 @@ def test_contradictions_are_refused(tmp_path, overrides, message):
         runner.train(compose_tiny(tmp_path, *overrides))
 
 
+@pytest.mark.slow
 def test_the_command_extends_a_run(run, tmp_path):
     """A subprocess, as typed: sizes from the run, positions and attention from the line."""
     options = [option for option in TINY if not option.startswith(("model.", "data.seq_len"))]

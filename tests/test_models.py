@@ -217,6 +217,7 @@ def test_residual_stream_under_autocast(norm_position, dtype):
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_gpt2s_kind_compiles_whole():
     torch._dynamo.reset()
     model = build(attention=SDPAttention, positions="learned", mlp="gelu_tanh", pad_vocab_multiple=64)

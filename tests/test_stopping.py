@@ -160,6 +160,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path):
     assert left.value.code == 130 and not RunFolder(tmp_path / "run").last.exists()
 
 
+@pytest.mark.slow
 def test_a_signal_at_the_last_step_leaves_a_finished_run(tmp_path, whole):
     runner.train(config(tmp_path, send("on_validation_end", 11, 1, "SIGTERM")))
     assert RunFolder(tmp_path / "run").read_record()["status"] == "finished"
@@ -244,6 +245,7 @@ def test_kills_while_files_are_written(tmp_path, whole):
     assert_equal(tmp_path, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.yaml", "record.json", "metrics.csv", "loss.png", "last.ckpt", "best.ckpt"])
 def test_a_disk_that_is_full_when_a_file_is_written(tmp_path, whole, monkeypatch, capsys, name):
     """Full from that file's second writing on; config.yaml is written once."""

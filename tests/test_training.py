@@ -295,6 +295,7 @@ def test_wandb_key(tmp_path, monkeypatch):
     assert has_wandb_key()
 
 
+@pytest.mark.slow
 def test_each_run_is_its_own_wandb_run_and_is_closed(tmp_path, monkeypatch, caplog):
     import wandb
 

@@ -93,6 +93,7 @@ def test_every_block_kept_is_flash_attention(device, causal):
     torch.testing.assert_close(ours, flash_attention(x.q, x.k, x.v, causal=causal, impl="reference"), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", (False, True))
 def test_nothing_depends_on_what_lies_beyond_a_sequence(device, causal):
     """Packed sequences with NaN in their neighbours, and in the tokens behind the last one."""
@@ -183,6 +184,7 @@ def test_lists_hold_each_visible_tile_once_and_heavy_ones_come_first(device, by_
     assert tile_lists(mask, grid, 2, heads, group, by_keys) is lists
 
 
+@pytest.mark.slow
 def test_programs_run_by_bunches_of_heads_and_very_long_ones_before_all(device, monkeypatch):
     from attnzoo_kernels.block_sparse import lists
 
@@ -197,6 +199,7 @@ def test_programs_run_by_bunches_of_heads_and_very_long_ones_before_all(device, 
     assert order[2:] == sorted(order[2:], key=lambda entry: (entry // 64, -lengths[entry], entry))
 
 
+@pytest.mark.slow
 def test_a_layout_is_prepared_once_and_a_few_geometries_are_kept(device):
     layout = patterns.longformer(160, block=16, device=device)
     q = torch.randn(1, 160, 2, 16, device=device)

@@ -22,6 +22,7 @@ def call(q, k, v, dout, layout, options):
     return out, *torch.autograd.grad(out, (q, k, v), dout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", (
     Case(seqlen_q=70, seqlen_k=97, block_q=32, causal=True, dtype=torch.float32),
     Case(seqlen_q=70, block_q=16, window_size=(40, 9), dtype=torch.float32),
@@ -43,6 +44,7 @@ def test_descriptors_give_what_pointers_give(case, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ("pattern", "layout"))
 def test_compiles_whole_and_at_most_twice_as_lengths_change(device, kind):
     """Static, then dynamic, the layout made outside or looked up inside; gradients through the compiled graph are the eager ones."""

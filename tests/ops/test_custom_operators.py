@@ -53,6 +53,7 @@ def call(operator: str, queries: int, device: str, impl: str | None):
     return torch.autograd.grad(out.float().sum(), (q, k, v))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "decode"))
 @pytest.mark.parametrize("queries", (KEYS, KEYS - 9))
 @pytest.mark.parametrize("impl", (None, "triton") if GPU else ("triton",))

@@ -83,6 +83,7 @@ def test_rows_without_a_key(impl, device):
     assert (out[empty] == 0).all() and torch.equal(lse.transpose(1, 2)[empty], sinks.expand(6, -1))
 
 
+@pytest.mark.slow
 def test_compiles_whole_and_at_most_twice_as_lengths_change(device):
     counter = CompileCounterWithBackend("aot_eager")
     dtype = torch.bfloat16 if GPU else torch.float32

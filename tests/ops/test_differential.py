@@ -38,6 +38,7 @@ def check(case):
     assert_accurate(run(case, "triton"), run(case, "reference"), run(case, "reference", torch.float64))
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CORRECTNESS, ids=str)
@@ -52,6 +53,7 @@ def test_kernels_keep_the_rule_at_length(case, dtype):
     check(replace(case, dtype=dtype))
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("case", ONE_KEY, ids=str)
 def test_one_visible_key_gives_the_value_and_no_gradient_to_scores(case):
@@ -72,6 +74,7 @@ def test_widths_that_tma_cannot_read_are_copied_to_wider_ones(case, monkeypatch)
     check(replace(case, dtype=torch.float16))
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("packed", [False, True])

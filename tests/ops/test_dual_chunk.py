@@ -107,6 +107,7 @@ def test_one_copy_of_queries_serves_all_chunks_that_they_have_one_position_to(ca
         torch.testing.assert_close(copy[:, read], expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("variant", ("paper", "chunkllama"))
 @pytest.mark.parametrize("chunk_size, local_size", [(10, 4), (12, 8), (7, 0)])
@@ -165,6 +166,7 @@ def test_equals_plain_rotary_attention_up_to_the_edge_and_not_beyond(device, imp
     assert difference[edge] > 100 * (difference[:edge].max() if causal else torch.finfo(plain.dtype).eps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_reading_in_parts_equals_reading_at_once(device, impl):
     """Each part's queries against all keys so far, with the multiplier of their own positions; one token at a time at the end."""
@@ -181,6 +183,7 @@ def test_reading_in_parts_equals_reading_at_once(device, impl):
 BATCHED = Case(batch=3, seqlen_q=9, heads=2, kv_heads=2, head_dim=16, chunk_size=8, local_size=2, multiplier=True, dtype=torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case, scratch, launches", [
     (BATCHED, 1, 6),  # single key heads
     (BATCHED, 2 * (3 * 2 + 2) * 9 * 16 * 4, 2),  # two batch rows
@@ -211,6 +214,7 @@ def test_repeated_runs_are_bitwise_equal(case, device):
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", (False, True))
 def test_nothing_depends_on_what_lies_beyond_a_sequence(device, causal):
     """Packed sequences with NaN in their neighbours, and in the tokens behind the last one."""
@@ -246,6 +250,7 @@ def test_rows_without_a_key_are_zero_with_finite_gradients(device, impl):
         assert (q.grad[:, :empty] == 0).all() and all(x.grad.isfinite().all() for x in tensors)
 
 
+@pytest.mark.slow
 def test_reference_gradients_by_gradcheck():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, h, 4, dtype=torch.float64, requires_grad=True) for n, h in ((6, 2), (9, 1), (9, 1)))
@@ -260,6 +265,7 @@ def test_reference_gradients_by_gradcheck():
         assert torch.autograd.gradgradcheck(lambda *x, attend=attend: attend(*x)[0], (q, k, v))
 
 
+@pytest.mark.slow
 def test_compiles_as_one_graph(device):
     q, k, v, dout, options = Case(seqlen_q=40, head_dim=16, chunk_size=16, local_size=4, dtype=torch.float32).inputs(device)
     results = []

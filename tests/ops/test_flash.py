@@ -37,6 +37,7 @@ def run(case: Case, inputs, impl: str, dtype: torch.dtype | None = None) -> dict
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_error_is_at_most_twice_that_of_eager(case, device, poisoned):
     inputs = case.inputs(device)
@@ -54,6 +55,7 @@ def test_repeated_runs_are_bitwise_equal(case, device):
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", (Case(batch=2, seqlen_q=70, heads=3, causal=True, dtype=torch.float16),
                                   Case(lengths_q=(40, 0, 25), heads=6, causal=True, dtype=torch.float16)), ids=str)
 def test_how_many_heads_take_turns_changes_no_bit(case, device, monkeypatch):
@@ -108,6 +110,7 @@ def test_a_window_beyond_32_bits_is_no_window(device):
             assert torch.equal(flash_attention(q, k, v, causal=causal, window_size=window, impl=impl), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))  # on Hopper by pointers and by descriptors
 @pytest.mark.parametrize("causal", (False, True))
 def test_nothing_depends_on_what_lies_beyond_a_sequence(device, causal, dtype):

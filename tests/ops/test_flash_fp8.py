@@ -225,6 +225,7 @@ def test_no_tile_is_lost_where_another_process_shares_the_gpu(head_dim):
             assert torch.equal(flash_attention_fp8(**inputs, causal=True), first)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs compute capability 9.0, or the reference on a CPU")
 @pytest.mark.parametrize("block", (None, BLOCK))
 def test_a_compiled_graph_gives_the_same(block, device):

@@ -21,6 +21,7 @@ def project(x, weight, shapes):
     return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "value_dim"), [(2, 2, 64, 64), (4, 2, 64, 40), (1, 1, 128, 128)])

@@ -99,6 +99,7 @@ def test_gradients_of_narrow_values_are_copied_once_whatever_their_strides(width
     assert launch.readable(*copies) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value_dim", (16, 32))
 @pytest.mark.parametrize("packed", (False, True))
 def test_narrow_values_that_tma_cannot_read(value_dim, packed, device):

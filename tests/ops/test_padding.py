@@ -255,6 +255,7 @@ def test_add_norm_and_restore(case, dtype, poisoned):
     assert all(torch.equal(a, b) for a, b in zip(ours, run("triton", dtype), strict=True))
 
 
+@pytest.mark.slow
 def test_operators_are_sound():
     """Fakes, strides and autograd registration, by PyTorch's own check."""
     mask = torch.tensor([[1, 0, 1], [0, 0, 1]], device=DEVICE)
