@@ -20,7 +20,7 @@ from attnzoo.run.files import write_whole
 from attnzoo.run.folder import RunFolder, rank
 from attnzoo.run.loggers import build_loggers, close_loggers
 from attnzoo.run.resuming import checkpoint_to_resume
-from attnzoo.run.trainer import build_trainer, fit, set_accumulation
+from attnzoo.run.trainer import fit, make_trainer, set_accumulation
 from attnzoo.training import report
 from attnzoo.training.record import versions
 
@@ -120,6 +120,12 @@ def evaluate(cfg: DictConfig) -> None:
     finally:
         close_loggers(loggers)
         folder.release()
+
+
+def build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:
+    """The Trainer of a train.py config."""
+    callbacks = [instantiate(callback, _convert_="all") for callback in (cfg.callbacks or {}).values() if callback]
+    return make_trainer(instantiate(cfg.trainer, _partial_=True, _convert_="all"), callbacks, loggers, cfg.trainer.accelerator)
 
 
 def _build_module(cfg: DictConfig, data: Any) -> lightning.LightningModule:

@@ -1,32 +1,27 @@
 """The Trainer of a run: built from its config, with the loop and the callbacks that every run has."""
 
-import contextlib
-import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
-from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from omegaconf import DictConfig, open_dict, read_write
 
 from attnzoo.errors import UserError
-from attnzoo.run.command_line import is_sweep
+from attnzoo.run.ranks import ranks_of_this_job
 from attnzoo.run.resuming import BestScore
 from attnzoo.run.steps import StepLoop
 from attnzoo.run.stopping import StopSignals
 from attnzoo.training.checkpointing import AtomicCheckpointIO, FiniteLoss
 
 
-def build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:
-    """The Trainer of a train.py config. UserError for what this machine or Lightning cannot do."""
-    callbacks = [instantiate(callback, _convert_="all") for callback in (cfg.callbacks or {}).values() if callback]
-    build = instantiate(cfg.trainer, _partial_=True, _convert_="all")
+def make_trainer(build: Callable, callbacks: list[lightning.Callback], loggers: list[Any], accelerator: str) -> lightning.Trainer:
+    """The Trainer of a run. build: lightning.Trainer with the config's arguments, of which the accelerator is named in errors.
+
+    Raises UserError for what this machine or Lightning cannot do.
+    """
     # where one is switched off Lightning must not bring its own
     enable = {
         "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
@@ -37,10 +32,10 @@ def build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:
         trainer = build(callbacks=every, logger=loggers or False, plugins=[AtomicCheckpointIO()], **enable)
     except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        if cfg.trainer.accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
+        if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
             build_of = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
             raise UserError(
-                f"trainer.accelerator={cfg.trainer.accelerator}, but PyTorch {torch.__version__} ({build_of}) sees no GPU; "
+                f"trainer.accelerator={accelerator}, but PyTorch {torch.__version__} ({build_of}) sees no GPU; "
                 "take trainer=cpu or trainer=default, or install a driver and a CUDA build"
             ) from error
         raise UserError(f"trainer: {reason}") from error
@@ -67,7 +62,7 @@ def set_accumulation(trainer: lightning.Trainer, batch_tokens: int | None, data:
 
 def fit(trainer: lightning.Trainer, module: Any, data: Any, ckpt_path: Path | None, run_dir: Path, *, requeue: bool) -> None:
     """trainer.fit, which a signal stops at the end of an optimizer step. Raises SystemExit with 128 + the signal's number then."""
-    with StopSignals(requeue=requeue) as signals, _ranks_of_this_job(run_dir):
+    with StopSignals(requeue=requeue) as signals, ranks_of_this_job(run_dir):
         trainer.fit_loop.epoch_loop = StepLoop(trainer, signals)
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
@@ -75,24 +70,3 @@ def fit(trainer: lightning.Trainer, module: Any, data: Any, ckpt_path: Path | No
             if isinstance(leaving.__context__, KeyboardInterrupt):  # Lightning makes 1 of it
                 raise SystemExit(130) from leaving
             raise
-
-
-@contextlib.contextmanager
-def _ranks_of_this_job(run_dir: Path) -> Iterator[None]:
-    """Lightning starts the other ranks of a machine by running the command again. In a sweep that must be this job alone, and its process
-    group and environment must not reach the next one."""
-    if not is_sweep():
-        yield
-        return
-    job = HydraConfig.get()
-    sys.argv = [sys.argv[0], *job.overrides.task]
-    with read_write(job), open_dict(job):
-        job.run.dir = str(run_dir)
-    environment = dict(os.environ)
-    try:
-        yield
-    finally:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        os.environ.clear()
-        os.environ.update(environment)
