@@ -156,7 +156,8 @@ def prepare(entries: list[Entry]) -> Prepared:
             ready.notes[entry.label] = f"{type(problem).__name__}: {lines[0][:160]}"
         else:
             ready.errors[entry.label] = error
-            notes = [f"{direction} by {' and '.join(paths)}" for direction, paths in dispatch.implementations_taken().items()]
+            taken = {call: [impl for impl in impls if impl != "reference"] for call, impls in dispatch.implementations_taken().items()}
+            notes = [f"{call} by {' and '.join(impls)}" for call, impls in taken.items() if impls]
             if error > 1:
                 notes.append(f"{error:.2f} times the allowed error")
             if notes:
