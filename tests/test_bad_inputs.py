@@ -147,6 +147,7 @@ def test_all_options_pass():
             (checks.check_training if name == "train" else checks.check_evaluation)(composed(name, *choices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "table"), [("train", TRAINING), ("eval", EVALUATION)])
 def test_what_is_out_of_range_is_named_with_what_it_must_be(name, table):
     unanswered = []

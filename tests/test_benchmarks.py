@@ -221,6 +221,7 @@ def test_sdpa_refuses_what_it_would_compute_otherwise(change):
         peers.BACKENDS["sdpa-fa2"].make(case, case.inputs())
 
 
+@pytest.mark.slow
 def test_dry_run_covers_every_table(tmp_path, capsys):
     arguments = ["--dry-run", *flash.TABLES, "--backends", "attnzoo-reference", "sdpa-fa2", "--output", str(tmp_path), "--name", "tiny"]
     assert flash.main(arguments) == 0

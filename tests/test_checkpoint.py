@@ -169,6 +169,7 @@ def test_a_failed_save_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatc
     assert torch.load(path, weights_only=True) == {"step": torch.tensor(1)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of file sizes are POSIX")
 def test_a_file_that_the_disk_does_not_hold(tmp_path):
     script = f"""

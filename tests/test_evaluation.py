@@ -162,6 +162,7 @@ def test_other_text_is_read_in_trainings_way_and_said(flash, evaluate, tmp_path)
     assert {row["length"] for row in rows if row["task"] == "validation"} == {str(SEQ_LEN)}
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_where_runs_fail(train, flash, bert, evaluate, tmp_path):
     sweep = flash[0].parent
     train("sweep/2_learned", "model.positions=learned", "attention=sdpa")

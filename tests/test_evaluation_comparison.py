@@ -85,6 +85,7 @@ def table(path: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_what_is_measured_is_not_measured_again(runs, evaluate, measured):
     first = evaluate(f"runs={runs}")
     assert len(measured) == 3 * N

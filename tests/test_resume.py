@@ -68,6 +68,7 @@ def uninterrupted(request, tmp_path_factory):
     return LENGTHS[request.param], folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "error"), [("exception", RuntimeError), ("SIGINT", SystemExit), ("SIGTERM", SystemExit)])
 def test_resumed_run_equals_one_that_never_stopped(tmp_path, uninterrupted, how, error):
     length, whole = uninterrupted
@@ -87,6 +88,7 @@ def test_resumed_run_equals_one_that_never_stopped(tmp_path, uninterrupted, how,
     assert ours["lr_schedulers"] == theirs["lr_schedulers"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uninterrupted", ["steps"], indirect=True)
 def test_a_finished_run_can_be_made_longer(tmp_path, uninterrupted):
     length, whole = uninterrupted

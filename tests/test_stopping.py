@@ -81,6 +81,7 @@ def send(hook: str, step: int, nth: int, name: str, **more: int) -> str:
     return f"+callbacks.send={{_target_: test_stopping.Send, {', '.join(f'{key}: {value}' for key, value in values.items())}}}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "step", "nth", "name", "saved"),
     [
@@ -113,6 +114,7 @@ def test_a_signal_stops_at_the_end_of_its_step(tmp_path, whole, hook, step, nth,
     assert_equal(tmp_path, whole)
 
 
+@pytest.mark.slow
 def test_a_signal_while_metrics_are_written(tmp_path, whole, monkeypatch):
     log_metrics = MetricsCSV.log_metrics
 
@@ -175,6 +177,7 @@ class Crash(lightning.Callback):
             raise RuntimeError("out of luck")
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_stays_the_best_after_a_crash(tmp_path, whole):
     """last.ckpt is older than best.ckpt, and what follows is worse."""
     crash = "+callbacks.crash={_target_: test_stopping.Crash}"

@@ -32,6 +32,7 @@ def test_a_variant_without_packed_sequences_is_told_so_before_data_are_prepared(
     assert runner.train(compose_tiny(tmp_path, "data.cross_documents=true"))["val/loss"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "objective", [[], ["model=bert_tiny", "data.packed=false"], ["data.cross_documents=true"]], ids=["lm", "mlm", "dense"]
 )

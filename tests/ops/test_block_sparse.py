@@ -61,6 +61,7 @@ def test_a_row_of_no_block_is_zero_with_finite_gradients(device, impl, block_q, 
     assert not q.grad[:, rows].any() and not k.grad[:, columns].any() and not v.grad[:, columns].any() and v.grad.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("len_q, len_k", ((96, 96), (96, 128), (128, 80)))
 def test_a_block_above_the_causal_diagonal_changes_nothing(device, len_q, len_k):
     inputs = Case(seqlen_q=len_q, seqlen_k=len_k, block_q=16, causal=True, dtype=torch.float32).inputs(device)
@@ -381,6 +382,7 @@ def test_a_layout_is_prefix_stable(name, causal):
     assert make(36 * BLOCK + 1, block=BLOCK, causal=causal, **OPTIONS[name]) == long
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ("triton", "reference"))
 def test_a_pattern_stands_for_its_layout_and_for_the_last_queries_of_a_cache(device, impl):
     pattern = Pattern("bigbird", block=16, window=1, n_random=1, heads=2, seed=3)

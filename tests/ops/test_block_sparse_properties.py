@@ -138,6 +138,7 @@ def test_beyond_two_to_the_31_elements():
     assert_accurate(out[:, -256:, -1:], eager[:, 256:], exact[:, 256:])
 
 
+@pytest.mark.slow
 def test_a_layout_s_replacement_is_another_layout(device):
     """Lists belong to a mask: what was derived from one never serves another of the same shape."""
     inputs = Case(seqlen_q=64, block_q=16, dtype=torch.float32).inputs(device)

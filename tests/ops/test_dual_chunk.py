@@ -238,6 +238,7 @@ def test_nothing_depends_on_what_lies_beyond_a_sequence(device, causal):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 def test_rows_without_a_key_are_zero_with_finite_gradients(device, impl):
     """More queries than keys, and the first chunk where only far keys are attended to."""

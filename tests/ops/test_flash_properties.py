@@ -20,6 +20,7 @@ def call(q, k, v, dout, **options):
     return out, q.grad, k.grad, v.grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", (
     Case(seqlen_q=70, seqlen_k=97, causal=True, dtype=torch.float32), Case(seqlen_q=70, window_size=(20, 9), dtype=torch.float32),
     Case(seqlen_q=70, head_dim=40, dtype=torch.float32), Case(lengths_q=(17, 0, 50), causal=True, dtype=torch.float32)), ids=str)
@@ -40,6 +41,7 @@ def test_descriptors_and_either_loop_give_what_pointers_give(case, one_loop, mon
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_compiles_whole_and_at_most_twice_as_lengths_change(device):
     """Static, then dynamic; gradients through the compiled graph are the eager ones."""
     counter = CompileCounterWithBackend("aot_eager")
