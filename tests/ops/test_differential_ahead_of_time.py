@@ -8,8 +8,8 @@ SHARED_MEMORY = 232448
 KERNELS = {"differential_fwd_hopper_kernel", "differential_bwd_hopper_kernel", "differential_bwd_shared_kernel", "softmax_bwd_kernel",
            "differential_bwd_preprocess_kernel", "differential_bwd_preprocess_by_branch_kernel",
            "bwd_postprocess_kernel", "bwd_tails_kernel"}
-# the sums take most registers there: the scalars of a tile move to memory, before the loops over steps and behind them
-SPILLS = {"differential_fwd_hopper_kernel", "differential_bwd_hopper_kernel", "softmax_bwd_kernel"}
+# bytes: the sums take most registers there, and the scalars of a tile move to memory, before the loops over steps and behind them
+SPILLS = {"differential_fwd_hopper_kernel": 200, "differential_bwd_hopper_kernel": 240, "softmax_bwd_kernel": 192}
 
 
 @pytest.mark.slow
@@ -17,5 +17,5 @@ def test_tiles_fit_and_do_not_spill():
     kernels = compiled_kernels("differential_ahead_of_time.py")
     assert {kernel["kernel"] for kernel in kernels} == KERNELS
     wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]
-             or kernel["stack"] and kernel["kernel"] not in SPILLS]
+             or kernel["stack"] > SPILLS.get(kernel["kernel"], 0)]
     assert not wrong, "\n".join(map(str, wrong))
