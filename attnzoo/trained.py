@@ -1,5 +1,6 @@
 """Trained models wherever they lie: run folders, checkpoints, folders of save_pretrained, Hugging Face's weights."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,18 +84,22 @@ def _from_pretrained(source: str, key: str) -> Trained:
     except Exception as error:
         raise UserError(f"{key}={source}: {_first_line(error)}") from error
     record = {
-        "format": checkpoint.FORMAT, "model": described, "attention": attention, "tokenizer": _tokenizer(source, config),
+        "format": checkpoint.FORMAT, "model": described, "attention": attention, "tokenizer": _tokenizer(source),
         "task": TASKS[type(model).__name__], "context": described["train_context"],
     }
     return Trained(source, kind, {"attnzoo": record, "state_dict": {checkpoint.PREFIX + k: v for k, v in model.state_dict().items()}})
 
 
-def _tokenizer(source: str, config: Any) -> dict | None:
+def _tokenizer(source: str) -> dict | None:
     """The record of the tokenizer that lies beside the weights."""
     from attnzoo.data import tokenizers
+    from attnzoo.hub.configs import TOKENIZER_RECORD
 
-    if (ours := getattr(config, "tokenizer", None)) is not None:
-        return ours
+    if (ours := Path(source) / TOKENIZER_RECORD).is_file():
+        try:
+            return json.loads(ours.read_text())
+        except ValueError as error:
+            raise UserError(f"{ours} cannot be read: {_first_line(error)}") from error
     try:
         return tokenizers.load(source).record()
     except ValueError:

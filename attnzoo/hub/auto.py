@@ -31,8 +31,7 @@ def from_checkpoint(path: str | Path, *, trust: tuple[str, ...] = ()) -> Any:
         raise ValueError(f"{path}: must hold one of {', '.join(classes)}, got {kind}")
     config, model = classes[kind]
     tokens = {f"{role}_token_id": getattr(loaded.tokenizer, f"{role}_id") for role in ("eos", "pad")}
-    small = loaded.record["tokenizer"] if loaded.record["tokenizer"]["kind"] != "huggingface" else None
-    result = model(config(model=loaded.record["model"], attention=loaded.record["attention"], tokenizer=small, **tokens))
+    result = model(config(model=loaded.record["model"], attention=loaded.record["attention"], **tokens))
     result.model.load_state_dict(loaded.model.state_dict())
-    result.tokenizer = to_transformers(loaded.tokenizer, context=loaded.context)
+    result.tokenizer, result.tokenizer_record = to_transformers(loaded.tokenizer, context=loaded.context), loaded.record["tokenizer"]
     return result.eval()

@@ -5,14 +5,14 @@
 
 from transformers import PreTrainedConfig
 
+TOKENIZER_RECORD = "attnzoo_tokenizer.json"  # beside transformers' files: the record of attnzoo.data.tokenizers
+
 
 class ZooConfig(PreTrainedConfig):
-    """model, attention: `_target_` and arguments, as in configs/model and configs/attention. tokenizer: the record of one that needs no
-    files (bytes, numbers), see attnzoo.data.tokenizers."""
+    """model, attention: `_target_` and arguments, as in configs/model and configs/attention."""
 
     model: dict | None = None
     attention: dict | None = None
-    tokenizer: dict | None = None
 
     @property
     def vocab_size(self) -> int:

@@ -1,7 +1,9 @@
 """attnzoo's models as transformers' PreTrainedModel: what `attnzoo.hub.auto` registers."""
 
+import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 
 from attnzoo.attention.base import KVCache
-from attnzoo.hub.configs import BERTConfig, GPTConfig
+from attnzoo.hub.configs import TOKENIZER_RECORD, BERTConfig, GPTConfig
 from attnzoo.models import from_config
 
 
@@ -43,13 +45,15 @@ def _copy(cache: KVCache, batch: int, max_len: int, rows: Any) -> KVCache:
 
 class _Pretrained(PreTrainedModel):
     base_model_prefix = "model"
-    tokenizer: Any = None  # transformers', of a model that came from a checkpoint
+    tokenizer: Any = None  # transformers', of a model that came from a checkpoint, and our own's record
+    tokenizer_record: dict | None = None
 
     def save_pretrained(self, save_directory: str | os.PathLike, **options: Any) -> None:
         """As transformers', and the tokenizer beside it."""
         super().save_pretrained(save_directory, **options)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
+            (Path(save_directory) / TOKENIZER_RECORD).write_text(json.dumps(self.tokenizer_record))
 
     def __init__(self, config: GPTConfig | BERTConfig):
         if not config.model or not config.attention:
