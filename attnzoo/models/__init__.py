@@ -32,7 +32,7 @@ def from_config(model: Mapping, attention: Mapping, *, trust: Sequence[str] = ()
             raise ValueError(f"{name}: needs a `_target_` such as {_EXAMPLES[name]}, got the keys {sorted(config)}")
     layer, trunk = resolve(attention["_target_"], trusted, Attention), resolve(model["_target_"], trusted, nn.Module)
     check_options("attention", layer, attention)
-    check_options("model", trunk, model)
+    check_options("model", trunk, {key: value for key, value in model.items() if key != "attention"})
     arguments = _arguments({key: value for key, value in model.items() if key != "attention"}, trusted)
     return trunk(attention=partial(layer, **_arguments(attention, trusted)), **arguments)
 
