@@ -98,7 +98,7 @@ def fits(value: Any, hint: Any) -> bool:
         # as JSON, where a list may be meant for a tuple, and strictly, so that "3" is no number and true is no 1
         _adapter(hint).validate_json(written)
     except ValidationError as error:
-        return any(one["type"] == "needs_python_object" for one in error.errors())  # a class
+        return any(one["type"] in ("needs_python_object", "callable_type") for one in error.errors())  # made by other code
     except PydanticUserError:  # not a type that values are read by, such as a Callable's
         return True
     return True

@@ -198,6 +198,10 @@ def test_contradictions_and_what_is_not_there(choices, overrides, message):
     assert re.search(message, said("train", choices, *overrides))
 
 
+def test_evaluation_takes_tokenizer_and_objective_from_the_checkpoint():
+    checks.check_evaluation(composed("eval", "data=text", f"data.paths=[{ROOT}]", "data.tokenizer=none"))
+
+
 def test_evaluation_asks_for_what_is_there():
     assert "missing.ckpt does not exist" in said("eval", [], "ckpt_path=missing.ckpt")
     assert "evaluation.tasks.passkey.example: passkey has no such option; like it: examples" in said(

@@ -92,6 +92,7 @@ def prepare(source, tokenizer, cache_dir: str | Path) -> Path:
 
 
 def _write(source, tokenizer, folder: Path) -> None:
+    import datasets  # noqa: F401  # takes seconds, which the bar must not count
     from tqdm.auto import tqdm
 
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)

@@ -180,7 +180,7 @@ def check_evaluation(cfg: DictConfig) -> None:
     _check_group(plain, "logger.wandb", WANDB)
     if "_target_" not in (plain.get("data") or {}) or _is_known(plain, "data"):  # keys alone go to the run's own data
         _check_group(plain, "data", DATA)
-        _check_places(plain)
+        _check_places(plain, tokenizer=False)  # the checkpoint's is taken
     given = [plain["ckpt_path"]] if plain["runs"] is None else plain["runs"] if isinstance(plain["runs"], list) else [plain["runs"]]
     for path in filter(None, given):
         if not Path(path).expanduser().exists():
@@ -188,9 +188,9 @@ def check_evaluation(cfg: DictConfig) -> None:
 
 
 def check_target(where: str, config: DictConfig) -> None:
-    """check_options for what will be built; the size of the vocabulary may be left to the tokenizer."""
+    """check_options for what will be built; the vocabulary's size may be left to the tokenizer, eval.py's objective to the checkpoint."""
     plain: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
-    given = {key: value for key, value in plain.items() if (key, value) != ("vocab_size", None)}
+    given = {key: value for key, value in plain.items() if value is not None or key not in ("vocab_size", "objective")}
     module, _, name = str(config.get("_target_")).rpartition(".")
     try:
         target = getattr(import_module(module), name)
@@ -276,8 +276,8 @@ def check_model(plain: Mapping[str, Any]) -> None:
                         f"set model.max_positions={context}, or model.positions=rotary")
 
 
-def _check_places(plain: Mapping[str, Any]) -> None:
-    """Files and names that are given exist."""
+def _check_places(plain: Mapping[str, Any], *, tokenizer: bool = True) -> None:
+    """Files and names that are given exist; tokenizer: its name, too."""
     for data in ("data", "data.text"):
         if not _is_known(plain, data):
             continue
@@ -286,7 +286,7 @@ def _check_places(plain: Mapping[str, Any]) -> None:
             for path in _texts(group.get(key)):
                 if not (Path(path).expanduser().exists() or glob.has_magic(path)):
                     raise FileNotFoundError(f"{data}.{key}: {path!r} does not exist (relative to {Path.cwd()})")
-        if isinstance(name := group.get("tokenizer"), str):
+        if tokenizer and isinstance(name := group.get("tokenizer"), str):
             from attnzoo.data.tokenizers import check_name
 
             check_name(name)
