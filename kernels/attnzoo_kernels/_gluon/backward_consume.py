@@ -140,7 +140,7 @@ def consume(grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, ME: gl
         row = key + ME * HALF
         buffer = smem.out.index(ME)
         if SUMMED:
-            dv += sum_so_far(grads.dv_from, number, ME, c.VALUE_WIDTH, dv.type.layout)
+            dv += sum_so_far(grads.dv_from, number, ME, c.VALUE_WIDTH, product_layout(c.VALUE_WIDTH))
             if grads.dv_to.to(gl.int64, bitcast=True) != 0:
                 write_to(grads.dv_to + (number * 2 + ME).to(gl.int64) * (HALF * c.VALUE_WIDTH), dv)
             else:

@@ -35,9 +35,6 @@ class Rotation(NamedTuple):
     far: Any
     multiplier: Any
     stride_multiplier: Any
-    ROTARY_DIM: Any
-    INTERLEAVED: Any
-    HAS_MULTIPLIER: Any
 
 
 @triton.jit
@@ -55,7 +52,7 @@ def _dq_loops(state, x, own):
         turn = stage_position(query_copy(relation), inside, own.chunk, own.rotation.top, own.rotation.far)
         turn -= tl.where(relation == (2 if own.CAUSAL else 4), 0,
                          stage_position(query_copy(relation + 1), inside, own.chunk, own.rotation.top, own.rotation.far))
-        dq = turn_back(dq, own.rotation.cos, own.rotation.sin, turn, own.rotation.ROTARY_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D)
+        dq = turn_back(dq, own.rotation.cos, own.rotation.sin, turn, own.ROTARY_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D)
     return dq, exact_delta
 
 
@@ -63,10 +60,10 @@ def _dq_loops(state, x, own):
 def _store_dq(rows, dq, softmax_scale, place, own, shape):
     """FINISH."""
     factor = query_factor(own.rotation.multiplier, place.batch, place.first, place.row, place.length, own.rotation.stride_multiplier,
-                          softmax_scale, own.rotation.HAS_MULTIPLIER, shape.BLOCK_M)
+                          softmax_scale, own.HAS_MULTIPLIER, shape.BLOCK_M)
     a, b = tl.split(scaled_gradient(dq, factor[:, None]).reshape(shape.BLOCK_M, shape.BLOCK_D // 2, 2))
-    store_pairs(rows.source, a, b, place.row, place.length, rows.stride, shape.HEAD_DIM, own.rotation.ROTARY_DIM, shape.BLOCK_M,
-                shape.BLOCK_D, own.rotation.INTERLEAVED)
+    store_pairs(rows.source, a, b, place.row, place.length, rows.stride, shape.HEAD_DIM, own.ROTARY_DIM, shape.BLOCK_M,
+                shape.BLOCK_D, own.INTERLEAVED)
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen_q", "seqlen_k", "heads", "batches", "chunk", "top", "far", "stages", "stride_stats"],
@@ -91,8 +88,8 @@ def dual_chunk_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, g
                 Operand(do_source, stride_dob, stride_dos, stride_doh), Operand(dq_ptr, stride_dqb, stride_dqs, stride_dqh), grad_lse_ptr,
                 stats_ptr, None, row_stats_ptr, stride_stats, stride_rows, logit_scale if PRECISION == "ieee" else 1.0, softmax_scale,
                 Chunked(Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh), batches,
-                        index, chunk, stages, place.row + place.other_length - len_q, group, CAUSAL,
-                        Rotation(cos, sin, top, far, multiplier, stride_mb, ROTARY_DIM, INTERLEAVED, HAS_MULTIPLIER)),
+                        index, chunk, stages, place.row + place.other_length - len_q, group, CAUSAL, ROTARY_DIM, INTERLEAVED,
+                        HAS_MULTIPLIER, Rotation(cos, sin, top, far, multiplier, stride_mb)),
                 n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
                 _dq_loops, HAS_GRAD_LSE, False, STATS_BLOCK, _store_dq, stats_end)
 

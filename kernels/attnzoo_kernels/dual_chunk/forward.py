@@ -63,7 +63,7 @@ def dual_chunk_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_
             Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh), lse_ptr, stats_ptr,
             stride_stats, logit_scale if PRECISION == "ieee" else 1.0, 1.0,
             Chunked(Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh), batches, index,
-                    chunk, stages, place.row + place.other_length - len_q, group, CAUSAL, None),
+                    chunk, stages, place.row + place.other_length - len_q, group, CAUSAL),
             seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
             _loops_by_warp if BY_WARP else _loops, False, False)
 

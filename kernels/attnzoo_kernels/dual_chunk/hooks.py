@@ -25,7 +25,10 @@ class Chunked(NamedTuple):
     position: Any  # of its first query
     group: Any
     CAUSAL: Any
-    rotation: Any  # Rotation, dQ
+    ROTARY_DIM: Any = None  # from here on dQ only; the constants stand here, because Triton 3.6 loses those of a tuple in this one
+    INTERLEAVED: Any = None
+    HAS_MULTIPLIER: Any = None
+    rotation: Any = None  # Rotation
 
 
 class Relation(NamedTuple):
