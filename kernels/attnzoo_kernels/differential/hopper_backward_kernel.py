@@ -35,7 +35,7 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels.differential.hopper_loads import STATS, Branches, load_keys, load_queries
+from attnzoo_kernels.differential.hopper_loads import STATS, Branches, load_keys, load_queries_apart
 
 
 @gluon.jit
@@ -75,7 +75,7 @@ def _second_branch(scores, p, dweights, smem, stage, SIDE: gl.constexpr, low, hi
     """Of half a step: dS of the second branch, and the combined weights, rounded once more."""
     layout: gl.constexpr = scores.type.layout
     column: gl.constexpr = gl.SliceLayout(0, layout)
-    dtype: gl.constexpr = smem.q.dtype
+    dtype: gl.constexpr = smem.k.dtype
     weights = weights_of(scores, smem, stage, 2, SIDE, low, high, scale, c, MASKED)
     weights = weights * statistics(smem.stats, stage, 4, SIDE, column)
     ds = (weights * (statistics(smem.stats, stage, 3, SIDE, column) - dweights)).to(dtype)
@@ -108,10 +108,11 @@ def _unpacked(x, dtype: gl.constexpr, layout: gl.constexpr):
 def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, ME: gl.constexpr, SHARED_K: gl.constexpr,
           MASKED: gl.constexpr, LAST: gl.constexpr):
     """Adds what a step gives to dK1, dK2 and dV; takes its first branch's scores, and gives those of the next step."""
-    q_tiles, k_tiles, ds_tiles = smem.q, smem.k, smem.ds
+    q1_tiles, q2_tiles = smem.q  # one buffer for both would be read with more registers, which are spilled
+    k_tiles, ds_tiles = smem.k, smem.ds
     scores_layout: gl.constexpr = scores.type.layout
     dv_operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
-    dtype: gl.constexpr = q_tiles.dtype
+    dtype: gl.constexpr = q1_tiles.dtype
     second: gl.constexpr = 0 if SHARED_K else 2  # where the second branch's keys lie
     nothing = gl.zeros([HALF, ROWS], gl.float32, scores_layout)
     stage, phase = ring(step, c.STAGES)
@@ -135,9 +136,9 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
     fence_async_shared()
     mbarrier.arrive(bars.ds_full.index(slot * 2), count=1)
     # [HALF, BLOCK_D] x [BLOCK_D, ROWS]
-    pending = warpgroup_mma(k_tiles.index(second + ME), q_tiles.index(stage * 2 + 1).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    pending = warpgroup_mma(k_tiles.index(second + ME), q2_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     # [HALF, ROWS] x [ROWS, BLOCK_D]; dS from shared memory, where it lies for dQ: as operands in registers there would be no room
-    dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + ME), q_tiles.index(stage * 2), dk1, is_async=True)
+    dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + ME), q1_tiles.index(stage), dk1, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(pending,))
     left, right = halves(scores)
     ds_left, p_left = _second_branch(left, pleft, dleft, smem, stage, 0, low, high, scale, c, MASKED)
@@ -150,9 +151,9 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
     fence_async_shared()
     mbarrier.arrive(bars.ds_full.index(slot * 2 + 1), count=1)
     if SHARED_K:
-        dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + 2 + ME), q_tiles.index(stage * 2 + 1), dk1_pending, is_async=True)
+        dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + 2 + ME), q2_tiles.index(stage), dk1_pending, is_async=True)
     else:
-        dk2_pending = warpgroup_mma(ds_tiles.index(slot * 4 + 2 + ME), q_tiles.index(stage * 2 + 1), dk2, is_async=True)
+        dk2_pending = warpgroup_mma(ds_tiles.index(slot * 4 + 2 + ME), q2_tiles.index(stage), dk2, is_async=True)
     mbarrier.wait(bars.ds_full.index(slot * 2 + ME), slot_phase)
     width: gl.constexpr = dk1.shape[1]
     dq = gl.zeros([ROWS, width], gl.float32, product_layout(width))
@@ -170,7 +171,7 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
     if not LAST:  # not before dQ is out of the registers
         next_stage, next_phase = ring(step + 1, c.STAGES)
         mbarrier.wait(bars.q_full.index(next_stage), next_phase)
-        pending = warpgroup_mma(k_tiles.index(ME), q_tiles.index(next_stage * 2).permute((1, 0)), nothing, use_acc=False, is_async=True)
+        pending = warpgroup_mma(k_tiles.index(ME), q1_tiles.index(next_stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(pending,))
     return scores, dk1, dk2, dv
 
@@ -203,7 +204,7 @@ def _consume(grads, dk2_desc, dk2_ptr, dq_ptr, smem, bars, problem, scale, dk_sc
                 stage, phase = ring(step, c.STAGES)
                 mbarrier.wait(bars.q_full.index(stage), phase)
                 # [HALF, BLOCK_D] x [BLOCK_D, ROWS]
-                pending = warpgroup_mma(smem.k.index(ME), smem.q.index(stage * 2).permute((1, 0)),
+                pending = warpgroup_mma(smem.k.index(ME), smem.q[0].index(stage).permute((1, 0)),
                                         gl.zeros([HALF, ROWS], gl.float32, scores_layout), use_acc=False, is_async=True)
                 scores = warpgroup_mma_wait(0, deps=(pending,))
                 before = step - begin
@@ -243,13 +244,14 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
     """k2, dk2 and their tails are None where the branches share their keys."""
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=BLOCK_D, VALUE_WIDTH=BLOCK_DV, ROWS=ROWS, STAGES=STAGES, PACKED=PACKED,
                HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=False, OF_TILE=same_for_all, TILE=next_key_tile, LOAD_STEPS=all_steps,
-               LOAD_NEXT=next_step, LOAD_Q=load_queries, LOAD_K=load_keys)
+               LOAD_NEXT=next_step, LOAD_Q=load_queries_apart, LOAD_K=load_keys)
     dtype: gl.constexpr = q1_desc.dtype
     BRANCHES: gl.constexpr = 1 if k2_desc is None else 2
     d_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
     dv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], dtype)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
-    q_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_D], d_layout)  # of both branches in turn
+    q1_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_D], d_layout)
+    q2_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_D], d_layout)
     do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_DV], dv_layout)
     k_tiles = gl.allocate_shared_memory(dtype, [2 * BRANCHES, HALF, BLOCK_D], d_layout)
     v_tiles = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_DV], dv_layout)
@@ -259,7 +261,7 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
                                             gl.NVMMASharedLayout.get_default_for([1, STATS], gl.float32))
     columns = column_numbers(ROWS)
     work = gl.allocate_shared_memory(gl.int32, [WORK, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    smem = Shared(q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles, ds_tiles, (), out_tiles, columns, work)
+    smem = Shared((q1_tiles, q2_tiles), do_tiles, stats_tiles, k_tiles, v_tiles, ds_tiles, (), out_tiles, columns, work)
     q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = step_barriers(STAGES, 2, 2)
     bars = Barriers(q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, barriers(4, 2), (), (), ())
     source = Source(Branches(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, v_desc),

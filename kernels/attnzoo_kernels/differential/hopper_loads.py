@@ -23,15 +23,28 @@ class Branches(NamedTuple):
 
 
 @gluon.jit
-def load_queries(branches, stats_desc, smem, bars, of_tile, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
-    """LOAD_Q: both branches' queries lie in one buffer in turn."""
+def _load_queries(branches, stats_desc, first, second, smem, bars, stage, batch, head, row, stats_tile):
+    """Both branches' queries into buffers of a stage."""
     bar = bars.q_full.index(stage)
     mbarrier.expect(bar, 2 * branches.q1.block_type.nbytes + 2 * stats_desc.block_type.nbytes)
-    async_load(branches.q1, [batch, head, row, 0], bar, box(smem.q.index(stage * 2), branches.q1))
+    async_load(branches.q1, [batch, head, row, 0], bar, box(first, branches.q1))
     for n in gl.static_range(2):
         async_load(stats_desc, [0, 0, stats_tile * 2 + n, 0], bar, box(smem.stats.index(stage * 2 + n), stats_desc))
-    async_load(branches.q2, [batch, head, row, 0], bar, box(smem.q.index(stage * 2 + 1), branches.q2))
+    async_load(branches.q2, [batch, head, row, 0], bar, box(second, branches.q2))
     load_gradients(branches.do, smem, bars, stage, batch, head, row)
+
+
+@gluon.jit
+def load_queries(branches, stats_desc, smem, bars, of_tile, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
+    """LOAD_Q: both branches' queries lie in one buffer in turn."""
+    _load_queries(branches, stats_desc, smem.q.index(stage * 2), smem.q.index(stage * 2 + 1), smem, bars, stage, batch, head, row,
+                  stats_tile)
+
+
+@gluon.jit
+def load_queries_apart(branches, stats_desc, smem, bars, of_tile, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
+    """LOAD_Q: each branch's queries have a buffer of their own."""
+    _load_queries(branches, stats_desc, smem.q[0].index(stage), smem.q[1].index(stage), smem, bars, stage, batch, head, row, stats_tile)
 
 
 @gluon.jit
