@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from attnzoo.attention.block_sparse import BlockSparseAttention
 from attnzoo.models import GPT
 from attnzoo_kernels import block_sparse_attention, dispatch
-from attnzoo_kernels.block_sparse import kept, patterns
+from attnzoo_kernels.block_sparse import layout_cache, patterns
 
 PATTERNS = [{"name": "bigbird", "window": 0, "n_random": 1}, {"name": "sliding_window", "window": 1}]
 LENGTHS = (640, 520)
@@ -35,8 +35,8 @@ def loss_of(model, tokens):
 @pytest.fixture(autouse=True)
 def fresh():
     torch.compiler.reset()
-    patterns._kept.recent.clear()
-    patterns._kept.captured.clear()
+    patterns._cache.recent.clear()
+    patterns._cache.captured.clear()
     yield
     torch.compiler.reset()
 
@@ -65,7 +65,7 @@ def test_training_in_graphs_gives_the_uncompiled_losses(dtype, head_dim, block, 
     graphs, model = train(torch.compile(loss_of, mode="reduce-overhead"))
     assert path is None or dispatch.implementations_taken() == {"block_sparse backward": [path], "block_sparse forward": [path]}
     assert_close(graphs, eager)
-    assert patterns._kept.captured, "no capture found a layout that the warm-up had made"
+    assert patterns._cache.captured, "no capture found a layout that the warm-up had made"
     # other lengths push out what is recent, and not what a graph reads
     compiled = torch.compile(loss_of, mode="reduce-overhead")
     model.eval()
@@ -74,7 +74,7 @@ def test_training_in_graphs_gives_the_uncompiled_losses(dtype, head_dim, block, 
             for tokens in batches(3):
                 torch.compiler.cudagraph_mark_step_begin()
                 assert_close(compiled(model, tokens).to(dtype), loss_of(model, tokens).to(dtype))
-            for length in range(1, patterns._kept.limit + 1):
+            for length in range(1, patterns._cache.limit + 1):
                 model(tokens[:, : length * block % LENGTHS[0] + 1])
     prompt = tokens[:, :40]
     assert torch.equal(model.generate(prompt, 3, temperature=0), model.generate(prompt, 3, temperature=0))
@@ -109,7 +109,7 @@ def test_a_graph_of_ones_own_reads_lists_that_were_there_before():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call()
-    for blocks in range(1, 2 * patterns._kept.limit):
+    for blocks in range(1, 2 * patterns._cache.limit):
         pattern.layout(64 * blocks, q.device)
     freed = [torch.full((1 << 16,), 1 << 20, dtype=torch.int32, device="cuda") for _ in range(64)]
     out.zero_()
@@ -123,7 +123,7 @@ def test_the_last_values_are_kept_and_all_that_a_capture_found(monkeypatch):
     def get(key):
         return values.get(key, CPU, lambda: made.append(key) or key)
 
-    values = kept.Kept(2)
+    values = layout_cache.LayoutCache(2)
     assert [get(key) for key in "abaca"] == list("abaca") and made == list("abc")
     assert get("b") == "b" and made == list("abcb")
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -139,10 +139,10 @@ def test_the_last_values_are_kept_and_all_that_a_capture_found(monkeypatch):
 def test_what_a_compiled_call_makes_is_asked_for_apart(monkeypatch):
     apart = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(kept, "_made_apart", lambda make, device: apart.append(device) or make())
-    values, cuda = kept.Kept(4), torch.device("cuda", 0)
+    monkeypatch.setattr(layout_cache, "_made_apart", lambda make, device: apart.append(device) or make())
+    values, cuda = layout_cache.LayoutCache(4), torch.device("cuda", 0)
     values.get(1, cuda, list)
-    with kept.made_apart():
+    with layout_cache.made_apart():
         values.get(2, cuda, list)
         values.get(3, CPU, list)
     values.get(4, cuda, list)

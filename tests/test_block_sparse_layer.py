@@ -155,7 +155,7 @@ def test_layouts_are_made_once_for_all_lengths_of_so_many_blocks(monkeypatch):
     model = build(GPT, "sliding_window")
     made, make = [], patterns._make_layout
     monkeypatch.setattr(patterns, "_make_layout", lambda *wanted: made.append(wanted) or make(*wanted))
-    patterns._kept.recent.clear()
+    patterns._cache.recent.clear()
     for length in (33, 40, 48, 49):
         model(ids(1, length))
     assert [blocks for _, blocks, _, _ in made] == [3, 4]

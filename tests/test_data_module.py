@@ -17,7 +17,7 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 NEEDED = {
     "text": ["data.paths=[{text}]"],
     "hf": ["data.name=json"],
-    "listops": ["task=classification"],
+    **dict.fromkeys(("listops", "pathfinder", "pathx", "images"), ["task=classification"]),
     "text_classification": ["task=classification", "data.name=json"],
 }
 

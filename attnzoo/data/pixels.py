@@ -49,7 +49,7 @@ class PathfinderSource:
         processes: that draw; None takes one for each core.
     """
 
-    kind, splits, classes = "pathfinder", SPLITS, ["apart", "joined"]
+    splits, classes = SPLITS, ["apart", "joined"]
 
     def __init__(self, n_train: int, n_validation: int, n_test: int, generator_seed: int, settings: pathfinder_task.Settings,
                  processes: int | None = None):
@@ -60,6 +60,7 @@ class PathfinderSource:
         if not isinstance(generator_seed, int) or generator_seed < 0:
             raise ValueError(f"data.generator_seed={generator_seed} must be a whole number, at least 0")
         self.generator_seed, self.settings, self.processes = generator_seed, settings, processes
+        self.kind = "pathx" if settings.size == 128 else "pathfinder"
 
     def record(self) -> dict:
         rows = {f"n_{split}": n for split, n in self.n_rows.items()}

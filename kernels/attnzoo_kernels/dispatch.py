@@ -53,11 +53,12 @@ def without_autocast(reference: Callable) -> Callable:
     """A reference whose first argument tells the device. It computes in its inputs' dtype, as the kernels do, also under autocast."""
 
     @functools.wraps(reference)
-    def call(x: Tensor, *inputs: Any, **options: Any) -> Any:
+    def call(*inputs: Any, **options: Any) -> Any:
+        x = inputs[0] if inputs else next(iter(options.values()))
         if x.device.type == "meta":  # has no autocast
-            return reference(x, *inputs, **options)
+            return reference(*inputs, **options)
         with torch.autocast(x.device.type, enabled=False):
-            return reference(x, *inputs, **options)
+            return reference(*inputs, **options)
 
     return call
 

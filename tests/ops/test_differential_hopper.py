@@ -32,9 +32,9 @@ def run(case: Case, impl: str, dtype: torch.dtype | None = None) -> list[torch.T
 @pytest.mark.parametrize("case", COVERED, ids=str)
 def test_error_is_at_most_twice_that_of_eager(case):
     dispatch.forget()
-    ours, eager, exact = run(case, "gluon"), run(case, "reference"), run(case, "reference", torch.float64)
+    ours = run(case, "gluon")
     assert dispatch.implementations_taken() == {"differential forward": ["gluon"], "differential backward": ["gluon"]}
-    assert_accurate(ours, eager, exact)
+    assert_accurate(ours, run(case, "reference"), run(case, "reference", torch.float64))
 
 
 @pytest.mark.parametrize("case", PACKED + (Case(batch=2, seqlen_q=2048, heads=8, head_dim=64, value_dim=128, causal=True),), ids=str)
