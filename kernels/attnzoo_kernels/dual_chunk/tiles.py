@@ -79,4 +79,4 @@ def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, chunk: int) 
         return ForwardTile(128, 2)
     if min(seqlen_q, chunk) < 768:
         return ForwardTile(128, 3)
-    return ForwardTile(128, 3, 3, 160, k_before_pv=True)  # 2.29, two consumers 2.35
+    return ForwardTile(128, 3, 3, 160, k_before_pv=True)  # three consumers take 3 % less time than two
