@@ -134,7 +134,8 @@ def test_the_grid_shows_how_far_a_model_looks_back(task):
     assert found[400, 1.0] == 1.0 and found[400, 0.0] == 0.0
     assert found[400, None] == 0.5 and found[260, None] == (found[260, 0.0] + found[260, 1.0]) / 2
     assert {row.count for row in rows if row.depth is not None} == {3}
-    assert {row.count for row in rows if row.depth is None} == {6}
+    assert {row.count for row in rows if row.length and row.depth is None} == {6}
+    assert [(row.metric, row.value) for row in rows if row.task == "effective_length"] == [(task.__name__, 260.0)]
     assert all(value == 1.0 for value in table(run(task(Copier(), text(), lengths=[400], depths=3, examples=2)), "exact_match").values())
 
 
@@ -146,7 +147,7 @@ def test_passkeys_of_bpe_models(bpe):
 @pytest.mark.parametrize("task", [passkey, needle])
 def test_distractors_make_a_task_of_their_own(task):
     rows = run(task(Copier(), text(), lengths=[700], depths=[0.5], examples=3, distractors=3))
-    assert {row.task for row in rows} == {f"{task.__name__}_4_keys"}
+    assert {row.task for row in rows} == {f"{task.__name__}_4_keys", "effective_length"}
     # it goes on as after the longest earlier match, which holds the name
     assert table(rows, "exact_match")[700, 0.5] == 1.0
 
@@ -260,8 +261,8 @@ class Reader(nn.Module):
 def test_ruler_of_a_model_that_reads_all_or_only_the_end(bpe):
     for tokenizer in (BYTES, bpe):
         rows = run(ruler(Reader(tokenizer), text(tokenizer=tokenizer), lengths=[1024], examples=3))
-        assert {row.task for row in rows} == {"ruler", *(f"ruler_{name}" for name in TASKS)}
-        assert {row.value for row in rows} == {1.0}
+        assert {row.task for row in rows} == {"ruler", "effective_length", *(f"ruler_{name}" for name in TASKS)}
+        assert {row.value for row in rows if row.length} == {1.0}
     blind = {row.task: row.value for row in run(ruler(Reader(reach=600), text(), lengths=[2048], examples=8))}
     assert blind["ruler"] == pytest.approx(sum(blind[f"ruler_{name}"] for name in TASKS) / len(TASKS))
     assert 0 < blind["ruler"] < 0.7

@@ -4,15 +4,19 @@ Greedy decoding gives an answer exactly if each of its tokens is the likeliest o
 over prompt and answer says whether it would, for variants with a KV cache and without.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from attnzoo.batch import IGNORED
-from attnzoo.evaluation.results import Row, mean_row
+from attnzoo.evaluation.results import SHARES, Row, mean_row
+
+WRONG = "zero: every answer is wrong, and no input was cut off"
+LLAMA2_AT_4K = 0.856  # what Llama 2 7B reaches in RULER at 4096 tokens, RULER's measure of what satisfies
 
 
 @dataclass(frozen=True)
@@ -65,4 +69,32 @@ def _check_vocabulary(model: torch.nn.Module, input_ids: torch.Tensor) -> None:
 
 def answer_rows(answers: Sequence[Answer], metrics: Sequence[str], **columns) -> list[Row]:
     """The mean of each metric over the examples; the first of `metrics` is the one that is shown."""
-    return [mean_row([getattr(one, metric) for one in answers], metric=metric, **columns) for metric in metrics]
+    return explain_zeros(mean_row([getattr(one, metric) for one in answers], metric=metric, **columns) for metric in metrics)
+
+
+def explain_zeros(rows: Iterable[Row], reason: str = WRONG) -> list[Row]:
+    """The rows, with a note at each share of right answers that is zero. What has no room, or is NaN, has a note of its own."""
+    return [
+        replace(row, note="; ".join(filter(None, (row.note, reason)))) if row.metric in SHARES and row.value == 0 else row for row in rows
+    ]
+
+
+def effective_length(rows: Sequence[Row], task: str, metric: str, threshold: float = LLAMA2_AT_4K) -> list[Row]:
+    """RULER's effective length (Hsieh et al. 2024, arXiv:2404.06654): the longest length, in tokens, at which the share of right answers
+    exceeds the threshold. A row without a length, whose metric is the task; none where the task has no value.
+
+    rows: those of `task` and `metric` count, all depths together.
+    """
+    own = [row for row in rows if (row.task, row.metric, row.depth) == (task, metric, None)]
+    shares = {row.length: row.value for row in own if row.value is not None}
+    if not shares:
+        return []
+    longest = max((length for length, share in shares.items() if share > threshold), default=0)
+    note = f"the longest length with more than {threshold:.1%} right answers"
+    if all(map(math.isnan, shares.values())):
+        return [Row(task="effective_length", metric=task, value=math.nan, count=len(shares), note="no share of right answers is a number")]
+    if not longest:
+        note = f"zero: at no length more than {threshold:.1%} of the answers are right"
+    elif longest == max(shares):
+        note += ", and the longest that was measured"
+    return [Row(task="effective_length", metric=task, value=float(longest), count=len(shares), note=note)]

@@ -1,5 +1,6 @@
 """A comparison: every task on every run in every reading, and what was measured before taken over."""
 
+import inspect
 import logging
 import math
 import time
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from attnzoo.errors import UserError
+from attnzoo.errors import NoRoom, UserError
 from attnzoo.evaluation.cost import TASK as COST
+from attnzoo.evaluation.logits import mark_nan, watched
 from attnzoo.evaluation.measurement import FILE, Measurement, Store, key
 from attnzoo.evaluation.memory import shortage
 from attnzoo.evaluation.perplexity import default_lengths
@@ -39,7 +41,8 @@ def run(
 ) -> list[Row]:
     """Evaluates what cfg names; writes results.csv, summary.md and plots into folder, tells the loggers, returns the table.
 
-    cfg: the keys of configs/eval.yaml. tasks: by name, each called as task(model, data, lengths=..., context=...) -> Plan; None is skipped.
+    cfg: the keys of configs/eval.yaml. tasks: by name, each called as task(model, data, lengths=..., context=...) -> Plan, and with
+    reader=... (of subject.Subject) where it has such an argument; None is skipped.
     build_data: a `data` configuration as a plain dict -> data module. readings: the ways in which each run is read in turn.
     loggers: Lightning's.
 
@@ -120,7 +123,11 @@ def _evaluate(
     table: Table,
     progress: Progress,
 ) -> None:
-    plans = {name: task(subject.model, subject.data, lengths=lengths, context=subject.context) for name, task in tasks.items()}
+    given = {"lengths": lengths, "context": subject.context}
+    plans = {
+        name: task(subject.model, subject.data, **given, **({"reader": subject.reader} if _takes_reader(task) else {}))
+        for name, task in tasks.items()
+    }
     measurements = [measurement for plan in plans.values() for measurement in plan.measurements]
     keys = {id(one): key(subject.identity, one.task, one.length, dict(one.settings)) for one in measurements}
     known = {} if remeasure else store.finished
@@ -148,16 +155,25 @@ def _evaluate(
             log.info(f"{title}: {task} took {seconds:.0f} s")
 
 
+def _takes_reader(task: Callable) -> bool:
+    return "reader" in inspect.signature(task).parameters
+
+
 def _measure(one: Measurement, subject: Subject, progress: Progress) -> list[Row]:
     """Its rows, or one that says why there are none."""
     if one.tokens and one.length and (note := shortage(subject.model, one.length)):
         return [Row(task=one.task, length=one.length, note=f"not tried: {note}")]
     try:
         with torch.inference_mode():
-            rows = one.measure(progress.advance)
-        if subject.broken and one.task != COST:  # answers of such a model are all the first token, which reads like a result
+            if one.task == COST:  # which is timed, and for which no logit counts
+                return one.measure(progress.advance)
+            with watched(subject.model) as broken:
+                rows = one.measure(progress.advance)
+        if subject.broken:
             return [row if row.value is None else replace(row, value=math.nan, stderr=None, note=subject.broken) for row in rows]
-        return rows
+        return mark_nan(rows, reason) if (reason := broken()) else rows
+    except NoRoom as error:
+        return [Row(task=one.task, length=one.length, note=f"no room: {error}")]
     except Exception as error:  # more than the learned positions or the memory; whatever it is, the others go on
         log.debug("", exc_info=error)
         note = f"could not run: {_reason(error)}"

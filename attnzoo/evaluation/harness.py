@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from attnzoo.errors import UserError
+from attnzoo.evaluation.answers import WRONG
 from attnzoo.evaluation.measurement import Measurement, Plan, digest, refusal
 from attnzoo.evaluation.results import Row
 
@@ -121,6 +122,7 @@ def _measure(
                         value=float(value),
                         stderr=stderr if isinstance(stderr, float) else None,
                         count=found.get("n-samples", {}).get(task, {}).get("effective", 0),
+                        note=adapter.limits() or (WRONG if value == 0 else ""),
                     )
                 )
     return rows

@@ -19,6 +19,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.model, self.text, self.max_length, self.batch_tokens = model, tokenizer, max_length, batch_tokens
         self._device = next(model.parameters()).device
+        self.inputs = self.cut = self.short = 0  # read; of these without their beginning; with less room for the answer than the task gives
 
     @property
     def eot_token_id(self) -> int:
@@ -26,6 +27,16 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
         return self.text.encode(string)
+
+    def limits(self) -> str:
+        """How many inputs were read in part, or left no room for the answer; "" for none."""
+        said = f"of {self.inputs} inputs are longer than max_length={self.max_length} allows"
+        cut = f"{self.cut} {said} and were read without their beginning" if self.cut else ""
+        short = f"{self.short} {said} and left the answer less room than the task gives" if self.short else ""
+        return "; ".join(filter(None, (cut, short)))
+
+    def _count(self, *, cut: bool, short: bool = False) -> None:
+        self.inputs, self.cut, self.short = self.inputs + 1, self.cut + cut, self.short + short
 
     def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         return super().loglikelihood(requests, disable_tqdm=True)
@@ -52,6 +63,7 @@ class HarnessModel(TemplateLM):
         at, targets = [], []
         for row, (context, continuation) in enumerate(pairs):
             tokens = (context + continuation)[-(self.max_length + 1) :]
+            self._count(cut=len(context + continuation) > len(tokens))
             input_ids[row, : len(tokens) - 1] = torch.tensor(tokens[:-1])
             end = row * longest + len(tokens) - 1
             at += range(end - len(continuation), end)
@@ -84,8 +96,11 @@ class HarnessModel(TemplateLM):
     def _generate(self, context: str, options: dict[str, Any]) -> str:
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else until
-        n_new = min(options.get("max_gen_toks", MAX_NEW_TOKENS), self.max_length - 1)
-        prompt = (self.tok_encode(context) or [self.prefix_token_id])[n_new - self.max_length :]
+        asked = options.get("max_gen_toks", MAX_NEW_TOKENS)
+        n_new = min(asked, self.max_length - 1)
+        whole = self.tok_encode(context) or [self.prefix_token_id]
+        prompt = whole[n_new - self.max_length :]
+        self._count(cut=len(prompt) < len(whole), short=n_new < asked)
         temperature = options.get("temperature", 0.0) if options.get("do_sample", False) else 0.0
         input_ids = torch.tensor([prompt], device=self._device)
         written = self.model.generate(input_ids, n_new, temperature=temperature)[0, len(prompt) :].tolist()

@@ -15,6 +15,8 @@ Two more views have targets of their own:
   it in the list and at most `length`. Each length holds other documents: this compares models, not lengths.
 - `loss_by_position`: the loss of the non-overlapping windows by tokens of context.
 
+Beside each of the first three stands LongPPL, over those of its targets that need a long context (longppl.py): `longppl_windows` and so on.
+
 A length that leaves fewer than `min_tokens` targets, because few documents are that long, gets a row that says so and does not narrow the
 targets of the others. The standard errors take documents as the independent draws; as all runs predict the same tokens, differences
 between them are surer than these errors.
@@ -24,6 +26,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +35,9 @@ from torch import Tensor
 from attnzoo.batch import IGNORED
 from attnzoo.evaluation.measurement import Measurement, Plan, refusal
 from attnzoo.evaluation.results import Row, language_model_rows
+
+if TYPE_CHECKING:
+    from attnzoo.evaluation.longppl import LongPPL, Reader
 
 SPLIT = "validation"
 PROTOCOLS = ("windows", "sliding", "documents")
@@ -149,13 +155,16 @@ def by_length(
     min_tokens: int = 4096,
     max_tokens: int | None = 32768,
     batch_tokens: int = 8192,
+    longppl: "LongPPL | None" = None,
+    reader: "Reader | None" = None,
 ) -> Plan:
     """Loss, perplexity and bits per byte at every length, and the loss by position; the module's docstring says how.
 
     data: a data module; its `objective` and `documents(split)` are used. lengths: in tokens. context: the training context, in tokens.
     protocols: of windows, sliding, documents. stride: of the sliding windows, a float for a share of the length, an int for tokens.
     min_tokens: targets without which a length is not run. max_tokens: about as many targets are used, None for all. batch_tokens: tokens
-    that the model reads at once.
+    that the model reads at once. longppl: who chooses LongPPL's key tokens; None leaves LongPPL out. reader: gives an evaluator that
+    longppl names.
     """
     if unknown := set(protocols) - set(PROTOCOLS):
         raise ValueError(f"protocols: {', '.join(sorted(unknown))} is none of {', '.join(PROTOCOLS)}")
@@ -173,12 +182,16 @@ def by_length(
     bytes_per_token = torch.as_tensor(dataset["n_bytes"][:], dtype=torch.float64) / torch.tensor(sizes)
     lengths = sorted(lengths)
     settings = {"lengths": lengths, "stride": stride, "min_tokens": min_tokens, "max_tokens": max_tokens, "batch_tokens": batch_tokens}
+    long = None
+    if longppl is not None:
+        settings["longppl"] = longppl.settings(reader)
+        long = partial(longppl.rows, model, reader, context=context, batch_tokens=batch_tokens)
     measurements = []
     for task, length, windows in _plan(sizes, lengths, protocols, stride, min_tokens, max_tokens):
         if isinstance(windows, str):
             measure, tokens = partial(_no_windows, task, length, windows), 0
         else:
-            measure = partial(_measure, model, dataset, bytes_per_token, task, length, windows, context, batch_tokens)
+            measure = partial(_measure, model, dataset, bytes_per_token, task, length, windows, context, batch_tokens, long)
             tokens = len(windows) * length
         measurements.append(Measurement(task, measure, {**settings, "context": context}, tokens, length))
     return Plan(measurements)
@@ -188,13 +201,17 @@ def _no_windows(task: str, length: int, reason: str, advance: Callable) -> list[
     return [Row(task=task, length=length, note=reason)]
 
 
-def _measure(model, dataset, bytes_per_token, task, length, windows, context, batch_tokens, advance) -> list[Row]:
+def _measure(model, dataset, bytes_per_token, task, length, windows, context, batch_tokens, long, advance) -> list[Row]:
     documents = {i: dataset[i]["input_ids"] for i in sorted({window.document for window in windows})}
     scores = score(model, documents, windows, length, batch_tokens=batch_tokens, advance=advance)
     ratio = bytes_per_token[scores.document].mean().item()
     count, note = len(scores.nll), f"{len(scores.nll)} tokens of {len(documents)} document(s)"
-    rows = language_model_rows(*_mean(scores), ratio, task=task, length=length, count=count, note=note)
-    return rows + (loss_by_position(length, scores, unit=context) if task == "perplexity_windows" else [])
+    rows = language_model_rows(*mean_loss(scores), ratio, task=task, length=length, count=count, note=note)
+    if task == "perplexity_windows":
+        rows += loss_by_position(length, scores, unit=context)
+    if long is not None:
+        rows += long(task.replace("perplexity", "longppl"), length, documents, windows, scores)
+    return rows
 
 
 def loss_by_position(length: int, scores: Scores, unit: int) -> list[Row]:
@@ -209,7 +226,7 @@ def loss_by_position(length: int, scores: Scores, unit: int) -> list[Row]:
     rows = []
     for group in groups.unique().tolist():
         here = groups == group
-        loss, stderr = _mean(Scores(scores.document[here], scores.context[here], scores.nll[here]))
+        loss, stderr = mean_loss(scores, here)
         rows.append(Row(task="loss_by_position", length=length, depth=ends[group].item(), value=loss, stderr=stderr, count=int(here.sum())))
     return rows
 
@@ -247,6 +264,7 @@ def _thin(spans: list, max_tokens: int | None) -> list:
     return [spans[i * len(spans) // keep] for i in range(keep)]
 
 
-def _mean(scores: Scores) -> tuple[float, float | None]:
-    _, document = scores.document.unique(return_inverse=True)
-    return mean_and_stderr(torch.bincount(document, weights=scores.nll), torch.bincount(document).double())
+def mean_loss(scores: Scores, here: Tensor | slice = slice(None)) -> tuple[float, float | None]:
+    """The mean negative log-likelihood in nats over the tokens `here`, bool (n,), and its standard error with documents as the draws."""
+    _, document = scores.document[here].unique(return_inverse=True)
+    return mean_and_stderr(torch.bincount(document, weights=scores.nll[here]), torch.bincount(document).double())

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attnzoo.evaluation.heatmaps import heat_map
-from attnzoo.evaluation.results import Row, shown_metrics
+from attnzoo.evaluation.results import SHARES, Row, shown_metrics
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#56B4E9", "#E69F00")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
@@ -18,11 +18,15 @@ TITLES = {
     "perplexity_sliding": "sliding windows",
     "perplexity_documents": "whole documents, by their size",
     "loss_by_position": "loss by position in the longest windows",
+    "longppl_windows": "tokens that need a long context, windows",
+    "longppl_sliding": "tokens that need a long context, sliding",
+    "longppl_documents": "tokens that need a long context, documents",
 }
 UNITS = {
     "loss": "loss (nats per token)",
     "perplexity": "perplexity",
     "bits_per_byte": "bits per byte",
+    "longppl": "LongPPL",
     "exact_match": "exact match",
     "string_match": "share of answers found",
     "tokens_per_second": "tokens per second",
@@ -33,7 +37,6 @@ UNITS = {
     "training_memory_gb": "peak memory in training (GB)",
 }
 TRAINING_CONTEXT = "training context"  # what the legend calls the dotted lines
-SHARES = ("exact_match", "accuracy", "string_match")  # from 0 to 1
 COST = "prefill_seconds"
 
 
@@ -47,6 +50,8 @@ def draw(rows: Iterable[Row], folder: Path) -> list[Path]:
         drawn.append(_validation(chosen, folder / "validation.png"))
     if chosen := [row for row in whole if row.task.startswith("perplexity_")]:
         drawn.append(_curves(chosen, "task", "length", "context length (tokens)", folder / "perplexity_by_length.png"))
+    if chosen := [row for row in whole if row.task.startswith("longppl_")]:
+        drawn.append(_curves(chosen, "task", "length", "context length (tokens)", folder / "longppl_by_length.png"))
     if chosen := _longest([row for row in rows if row.task == "loss_by_position"]):
         drawn.append(_curves(chosen, "task", "depth", "tokens of context", folder / "loss_by_position.png"))
     grids = dict.fromkeys(row.task for row in rows if row.depth is not None and row.metric in SHARES)
@@ -57,7 +62,8 @@ def draw(rows: Iterable[Row], folder: Path) -> list[Path]:
         drawn.append(_curves(chosen, "task", "length", "context length (tokens)", folder / "answers_by_length.png"))
     if cost := [row for row in rows if row.task == "cost"]:
         drawn.append(_curves(cost, "metric", "length", "context length (tokens)", folder / "cost_by_length.png"))
-    quality = [row for row in whole if row.task not in ("validation", "cost", "perplexity_documents") and not _is_part(row.task, whole)]
+    without = ("validation", "cost", "perplexity_documents", "longppl_documents")
+    quality = [row for row in whole if row.task not in without and not _is_part(row.task, whole)]
     if chosen := _against_cost(rows, quality):
         drawn.append(_quality_against_cost(chosen, folder / "quality_against_cost.png"))
     return drawn

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attnzoo.evaluation.measurement import Measurement, Plan, refusal
-from attnzoo.evaluation.perplexity import SPLIT, Window, choose_targets, mean_and_stderr, place_windows, score
+from attnzoo.evaluation.perplexity import SPLIT, Window, choose_targets, mean_loss, place_windows, score
 from attnzoo.evaluation.results import Row
 from attnzoo.evaluation.retrieval import is_text
 
@@ -61,7 +61,6 @@ def _measure(
     said, rows = f"n-grams of {ngram} tokens", []
     for task, here in (("repeated_tokens", repeated), ("other_tokens", ~repeated), ("all_tokens", torch.ones_like(repeated))):
         if n := int(here.sum()):
-            _, document = scores.document[here].unique(return_inverse=True)
-            loss, stderr = mean_and_stderr(torch.bincount(document, weights=scores.nll[here]), torch.bincount(document).double())
+            loss, stderr = mean_loss(scores, here)
             rows.append(Row(task=task, length=context, value=loss, stderr=stderr, count=n, note=said))
     return rows

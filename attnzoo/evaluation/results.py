@@ -53,6 +53,7 @@ class Row:
 COLUMNS = tuple(field.name for field in fields(Row))
 OLD_COLUMNS = {"overrides": "reading"}  # what files written before may call a column
 METRICS = ("loss", "perplexity", "bits_per_byte")
+SHARES = ("exact_match", "accuracy", "string_match")  # of right answers, from 0 to 1
 
 
 def with_new_names(row: Mapping[str, Any]) -> dict[str, Any]:

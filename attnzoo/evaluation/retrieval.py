@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from attnzoo.data.synthetic import passkey as task
-from attnzoo.evaluation.answers import answer, answer_rows
+from attnzoo.evaluation.answers import LLAMA2_AT_4K, answer, answer_rows, effective_length, explain_zeros
 from attnzoo.evaluation.measurement import Measurement, Plan, refusal
 from attnzoo.evaluation.perplexity import SPLIT
 from attnzoo.evaluation.results import Row, over_depths
@@ -31,17 +31,19 @@ def passkey(
     distractors: int = 0,
     seed: int = 0,
     batch_tokens: int = 8192,
+    effective_threshold: float = LLAMA2_AT_4K,
 ) -> Plan:
     """Whether greedy decoding finds the key, at every length and depth, and what was likely in its place.
 
     data: a data module; its `tokenizer` is used. depths: shares of the filler before the key, or how many from 0 to 1. examples: at each
     length and depth. keys: the smallest and the largest; None: those that the run was trained on, else the published ones.
     distractors: further keys at random depths, each with a name; the task is then called passkey_<keys in all>_keys.
-    batch_tokens: read at once.
+    batch_tokens: read at once. effective_threshold: the share of right answers beyond which a length counts as effective.
     """
     if (refused := _refused("passkey", data)) is not None:
         return refused
-    return _grid("passkey", model, data, lengths, depths, examples, keys, distractors, seed, batch_tokens, lambda length, rng: None)
+    return _grid("passkey", model, data, lengths, depths, examples, keys, distractors, seed, batch_tokens, effective_threshold,
+                 lambda length, rng: None)
 
 
 def needle(
@@ -56,6 +58,7 @@ def needle(
     distractors: int = 0,
     seed: int = 0,
     batch_tokens: int = 8192,
+    effective_threshold: float = LLAMA2_AT_4K,
 ) -> Plan:
     """The same in the validation text, from a random place of it on; a text shorter than the length is read again from its start."""
     if (refused := _refused("needle", data)) is not None:
@@ -65,7 +68,7 @@ def needle(
     def filler(length: int, rng: np.random.Generator) -> np.ndarray:
         return text[(rng.integers(len(text)) + np.arange(length)) % len(text)]
 
-    return _grid("needle", model, data, lengths, depths, examples, keys, distractors, seed, batch_tokens, filler)
+    return _grid("needle", model, data, lengths, depths, examples, keys, distractors, seed, batch_tokens, effective_threshold, filler)
 
 
 def _refused(name: str, data) -> Plan | None:
@@ -92,6 +95,7 @@ def _grid(
     distractors: int,
     seed: int,
     batch_tokens: int,
+    effective_threshold: float,
     filler: Callable[[int, np.random.Generator], np.ndarray | None],
 ) -> Plan:
     if examples < 1:
@@ -120,7 +124,11 @@ def _grid(
         for length in sorted(lengths)
         for depth in spread(depths)
     ]
-    return Plan(measurements, over_depths)
+    def conclude(rows: list[Row]) -> list[Row]:
+        means = explain_zeros(over_depths(rows))
+        return means + effective_length(means, name, METRICS[0], effective_threshold)
+
+    return Plan(measurements, conclude)
 
 
 def spread(depths: int | Sequence[float]) -> list[float]:

@@ -1,6 +1,7 @@
-"""RULER by length: the model goes on from the prompt, greedily, and what it writes is searched for the answers (ruler_tasks.py).
+"""RULER's retrieval and tracing tasks by length: the model goes on from the prompt, greedily; what it writes is searched for the answers.
 
 Length counts the prompt and the tokens to be generated: as many as published, or twice the answer's where a tokenizer needs more for it.
+ruler_tasks.py has the tasks and says where they differ from the published ones; every row's note repeats it (DEVIATIONS).
 """
 
 import math
@@ -10,6 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from attnzoo.evaluation.answers import LLAMA2_AT_4K, WRONG, effective_length, explain_zeros
 from attnzoo.evaluation.measurement import Measurement, Plan, refusal
 from attnzoo.evaluation.perplexity import SPLIT
 from attnzoo.evaluation.results import Row, mean_row
@@ -17,6 +19,12 @@ from attnzoo.evaluation.retrieval import is_text
 from attnzoo.evaluation.ruler_tasks import NEW_TOKENS, TASKS, ask, prompt, score
 
 METRIC = "string_match"
+# beside what ruler_tasks.py says of the texts
+DEVIATIONS = (
+    "not comparable with published RULER: at most 9 of its 13 tasks, fewer examples, validation text for essays, shorter word lists, no "
+    "worked example in vt; lengths count this model's tokens, bytes for a byte tokenizer, and the room of the answer"
+)
+SILENT = "zero: nothing was written before the end of the text"
 
 
 def ruler(
@@ -29,10 +37,12 @@ def ruler(
     examples: int = 20,
     seed: int = 0,
     batch_tokens: int = 8192,
+    effective_threshold: float = LLAMA2_AT_4K,
 ) -> Plan:
     """The mean share of answers found, by task and length, and the mean over the tasks.
 
     data: a data module; its `tokenizer` and `documents(split)` are used. tasks: of TASKS, None for all. examples: of each at each length.
+    effective_threshold: the share of answers beyond which a length counts as effective, RULER's own by default.
     """
     names = list(TASKS) if tasks is None else list(tasks)
     if unknown := set(names) - set(TASKS):
@@ -56,7 +66,7 @@ def ruler(
         for length in sorted(lengths)
         for name in names
     ]
-    return Plan(measurements, partial(_mean_over_tasks, len(names)))
+    return Plan(measurements, partial(_conclude, names, effective_threshold))
 
 
 @torch.inference_mode()
@@ -77,16 +87,24 @@ def _measure(
     rngs = [np.random.default_rng((seed, TASKS.index(name), i, length)) for i in range(examples)]
     n_new = max(NEW_TOKENS[name], *(2 * len(tokenizer.encode(one.answer)) for one in asked))
     prompts = [prompt(name, one, length, n_new, encode=tokenizer.encode, text=text, rng=rng) for one, rng in zip(asked, rngs, strict=True)]
-    scores = []
+    scores, texts = [], []
     rows = max(1, batch_tokens // length)
     for i in range(0, examples, rows):
         input_ids = torch.from_numpy(np.stack(prompts[i : i + rows])).to(device)
         written = model.generate(input_ids, n_new, temperature=0.0)[:, input_ids.shape[1] :].tolist()
         for one, ids in zip(asked[i : i + rows], written, strict=True):
             end = ids.index(tokenizer.eos_id) if tokenizer.eos_id in ids else len(ids)
-            scores.append(score(one.references, tokenizer.decode(ids[:end])))
+            texts.append(tokenizer.decode(ids[:end]))
+            scores.append(score(one.references, texts[-1]))
         advance(input_ids.shape[0] * length)
-    return [mean_row(scores, task=f"ruler_{name}", length=length, metric=METRIC)]
+    row = mean_row(scores, task=f"ruler_{name}", length=length, metric=METRIC, note=DEVIATIONS)
+    return explain_zeros([row], WRONG if "".join(texts).strip() else SILENT)
+
+
+def _conclude(names: Sequence[str], effective_threshold: float, rows: list[Row]) -> list[Row]:
+    means = _mean_over_tasks(len(names), rows)
+    (shown,) = [f"ruler_{name}" for name in names] if len(names) == 1 else ["ruler"]
+    return means + effective_length(means or rows, shown, METRIC, effective_threshold)
 
 
 def _mean_over_tasks(n_tasks: int, rows: list[Row]) -> list[Row]:
@@ -98,6 +116,6 @@ def _mean_over_tasks(n_tasks: int, rows: list[Row]) -> list[Row]:
             errors = [row.stderr for row in here]
             stderr = None if None in errors else math.sqrt(sum(error**2 for error in errors)) / n_tasks
             value, count = sum(row.value for row in here) / n_tasks, sum(row.count for row in here)
-            note = f"mean of {n_tasks} tasks"
+            note = f"mean of {n_tasks} tasks; {DEVIATIONS}"
             means.append(Row(task="ruler", length=length, metric=METRIC, value=value, count=count, stderr=stderr, note=note))
     return means

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnzoo.data.synthetic import haystack
+from attnzoo.errors import NoRoom
 
 ADJECTIVES = (
     "able ancient bitter brave bright broken calm cheap clean clever cold curious damp dark dear deep distant dusty eager early easy "
@@ -95,15 +96,15 @@ def prompt(
 ) -> np.ndarray:
     """The question's prompt, int64 (length - n_new,): introduction, filler with the sentences in it, question.
 
-    n_new: tokens that are to follow. text: token ids of the natural text, read from a random place on. Raises ValueError where there is no
-    room.
+    n_new: tokens that are to follow. text: token ids of the natural text, read from a random place on. Raises NoRoom where `length` is too
+    short.
     """
     kind = NIAH[name].haystack if name in NIAH else "noise"
     needles = [encode(f"\n{sentence}\n") for sentence in asked.sentences]
     parts = {"introduction": encode(asked.introduction), "question": encode(asked.question)}
     needed = sum(map(len, (*parts.values(), *needles)))
     if (room := length - n_new - needed) < 0:
-        raise ValueError(f"needs a length of at least {needed + n_new}: {needed} tokens of needles and question, {n_new} of answer")
+        raise NoRoom(f"needs a length of at least {needed + n_new}: {needed} tokens of needles and question, {n_new} of answer")
     if kind == "needles":
         needles, depths = _among_others(needles, asked.question, NIAH[name], room, encode, rng)
     else:

@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,8 @@ from attnzoo import checkpoint as checkpoints
 from attnzoo.attention.base import check_path
 from attnzoo.errors import UserError
 from attnzoo.evaluation.measurement import digest
-from attnzoo.evaluation.runs import Run
+from attnzoo.evaluation.measurement import key as name_of
+from attnzoo.evaluation.runs import Run, find
 from attnzoo.run.config import plain
 from attnzoo.targets import check_targets, resolve, targets
 from attnzoo.training.record import versions
@@ -31,7 +33,9 @@ OBJECTIVE = ("cross_documents", "packed", "mask_rate", "eval_mask_rate")
 @dataclass(frozen=True)
 class Subject:
     """model: on its device, in eval mode. data: a data module, set up. context: the training context in tokens. columns: of every row.
-    identity: plain JSON, all that decides what is measured beside the task. broken: why no number of it means anything, "" mostly."""
+    identity: plain JSON, all that decides what is measured beside the task. broken: why no number of it means anything, "" mostly.
+    reader: called with a checkpoint (None: the same one) and overrides of attention and model, gives what identifies that model and a
+    function that loads it onto the device in the same precision."""
 
     model: torch.nn.Module
     data: Any
@@ -39,6 +43,7 @@ class Subject:
     columns: dict[str, Any]
     identity: dict[str, Any]
     broken: str = ""
+    reader: Callable[[str | None, Mapping, Mapping], tuple[str, Callable[[], torch.nn.Module]]] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -70,7 +75,22 @@ def prepare(run: Run, attention: dict, model: dict, cfg: DictConfig, build_data:
         **_machine(device),
         "code": _code(checkpoint.model),
     }
-    return Subject(placed, data, checkpoint.context, _columns(run, checkpoint, data.record()), identity, _not_finite(checkpoint.model))
+
+    def reader(ckpt_path: str | None, attention: Mapping, model: Mapping) -> tuple[str, Callable[[], torch.nn.Module]]:
+        other = path if ckpt_path is None else find(ckpt_path, None, cfg.checkpoint)[0].existing_checkpoint()
+        load = partial(_load_beside, checkpoint, other, attention, model, cfg, precision)
+        return name_of(digest(other), dict(attention), dict(model)), load
+
+    columns = _columns(run, checkpoint, data.record())
+    return Subject(placed, data, checkpoint.context, columns, identity, _not_finite(checkpoint.model), reader)
+
+
+def _load_beside(checkpoint: checkpoints.Checkpoint, path: Path, attention: Mapping, model: Mapping, cfg: DictConfig,
+                 precision: str | int) -> torch.nn.Module:
+    other = checkpoints.load(path, attention=attention, model=model, trust=tuple(cfg.trust))
+    if other.tokenizer.record() != checkpoint.tokenizer.record():
+        raise UserError(f"{path} has the tokenizer {other.tokenizer.name}, and not that of the evaluated checkpoint")
+    return _place(other.model, cfg.accelerator, precision)
 
 
 def _not_finite(model: torch.nn.Module) -> str:

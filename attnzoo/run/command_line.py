@@ -16,6 +16,7 @@ from typing import Any
 from attnzoo.errors import UserError
 from attnzoo.run.folder import RunFolder
 
+RENAMED = {"variants": "readings", "again": "remeasure"}  # keys of earlier versions
 EXTRAS = {"optuna": "optuna", "submitit_slurm": "slurm", "submitit_local": "slurm"}  # of this project, by what Hydra does not find
 
 
@@ -124,6 +125,8 @@ def _composition_message(error: Exception) -> str:
         extra = f"; pip install -e '.[{EXTRAS[option]}]' brings it" if option in EXTRAS else ""
         return f"{group}={option}: there is no such option; it must be one of {', '.join(error.options)}{extra}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
+        if (name := RENAMED.get(str(cause.key), "")) in cause.parent_node:
+            return f"{cause.full_key}: there is no such key; it is called {name} now"
         near = difflib.get_close_matches(str(cause.key), map(str, cause.parent_node))
         if not near and cause.parent_node._get_parent() is None:
             near = [path for path in _paths(OmegaConf.to_container(cause.parent_node)) if path.endswith(f".{cause.key}")]

@@ -122,7 +122,7 @@ GENERATION = {
 READ_MODEL = {key: MODEL[key] | None for key in ("positions", "rope_base", "rope_scaling", "rope_factor", "rope_options",
                                                   "partial_rotary_factor", "original_context")}
 TASKS = {"examples": Count, "batch_tokens": Count, "seed": Natural, "distractors": Natural, "batch_size": Count, "repeats": Count,
-         "new_tokens": Count, "min_tokens": Count, "max_tokens": Count | None}
+         "new_tokens": Count, "min_tokens": Count, "max_tokens": Count | None, "effective_threshold": ShareBelowOne}
 
 
 def check_training(cfg: DictConfig) -> None:

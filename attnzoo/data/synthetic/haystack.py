@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnzoo.batch import IGNORED
+from attnzoo.errors import NoRoom
 
 # Landmark attention (Mohtashami & Jaggi 2023, arXiv:2305.16300)
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -63,7 +64,8 @@ def hide(
         filler: token ids, cut to what is needed, or repeated if there are too few.
 
     Raises:
-        ValueError: there is no room, a depth is out of range, or a part is missing.
+        NoRoom: `length` does not hold all of it.
+        ValueError: a depth is out of range, or a part is missing.
     """
     if not len(question) or not len(answer) or not len(filler):
         raise ValueError(f"question, answer, filler: must have at least one token each, got {len(question)}, {len(answer)}, {len(filler)}")
@@ -72,7 +74,7 @@ def hide(
     needed = len(introduction) + sum(map(len, needles)) + len(question) + len(answer)
     n_filler = length - needed
     if n_filler < 0:
-        raise ValueError(f"length={length} must be at least {needed}, the tokens of introduction, needles, question and answer")
+        raise NoRoom(f"length={length} must be at least {needed}, the tokens of introduction, needles, question and answer")
     fill = np.resize(np.asarray(filler, np.int64), n_filler)
     parts, spans, at, taken = [introduction], {}, len(introduction), 0
     for i in np.argsort(depths, kind="stable"):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from attnzoo.batch import IGNORED
+from attnzoo.errors import NoRoom
 
 
 def example(
@@ -57,7 +58,7 @@ def check(seq_len: int, n_pairs: int, vocab_size: int, power: float, random_fill
     if n_pairs < 1:
         raise ValueError(f"n_pairs={n_pairs} must be at least 1")
     if seq_len % 2 or seq_len < 4 * n_pairs:
-        raise ValueError(f"seq_len={seq_len} must be even and at least 4 n_pairs = {4 * n_pairs}: a pair takes two tokens, as does a query")
+        raise NoRoom(f"seq_len={seq_len} must be even and at least 4 n_pairs = {4 * n_pairs}: a pair takes two tokens, as does a query")
     if vocab_size // 2 - 1 < n_pairs:
         raise ValueError(f"vocab_size={vocab_size} must be at least 2 n_pairs + 2 = {2 * n_pairs + 2}: keys and values are distinct")
     if not power > 0:
