@@ -95,6 +95,7 @@ def evaluate(cfg: DictConfig) -> None:
     from attnzoo.evaluation.readings import compose_readings
 
     checks.check_evaluation(cfg)
+    readings = compose_readings(cfg)
     run_dir = Path(cfg.run_dir).absolute()
     folder = RunFolder(run_dir)
     folder.claim(again=True)
@@ -106,7 +107,7 @@ def evaluate(cfg: DictConfig) -> None:
             cfg,
             tasks=instantiate(cfg.evaluation.tasks or {}, _convert_="all"),
             build_data=lambda config: instantiate(config, _convert_="all"),
-            readings=compose_readings(cfg),
+            readings=readings,
             loggers=loggers,
             folder=run_dir,
         )

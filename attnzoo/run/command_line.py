@@ -102,7 +102,7 @@ def one_line_compositions() -> Iterator[None]:
         if sys.stderr is held and isinstance(error, HydraException | OmegaConfBaseException | ValueError):
             held.seek(0)
             held.truncate()
-            held.write(f"error: {_composition_message(error)}\n")
+            held.write(f"error: {composition_message(error)}\n")
         raise
     finally:
         _show_stderr()
@@ -114,7 +114,8 @@ def _show_stderr() -> None:
         sys.stderr.write(held.getvalue())
 
 
-def _composition_message(error: Exception) -> str:
+def composition_message(error: Exception) -> str:
+    """What is wrong with a command, in one line, with what is like it."""
     from hydra.errors import MissingConfigException
     from omegaconf import OmegaConf
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError
