@@ -7,6 +7,7 @@ import lightning
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from attnzoo.checkpoint import read, save
+from attnzoo.run.folder import RunFolder
 from attnzoo.run.resuming import check_resumable
 from attnzoo.run.steps import StepCallback, check_losses, is_last_step
 
@@ -40,7 +41,7 @@ class FiniteLoss(lightning.Callback):
 
 
 class LastCheckpoint(StepCallback):
-    """Keeps `path` at the last good step: every n optimizer steps, at the end, and where a signal stops the run.
+    """Keeps the run folder's last.ckpt at the last good step: every n optimizer steps, at the end, and where a signal stops the run.
 
     every_n_steps: None for the steps after which validation is due, in a run without validation too.
 
@@ -48,8 +49,8 @@ class LastCheckpoint(StepCallback):
     middle of a step: the run then goes on from the last interval and repeats the same losses.
     """
 
-    def __init__(self, path: str, every_n_steps: int | None = None):
-        self.path, self.every_n_steps = Path(path), every_n_steps
+    def __init__(self, run_dir: str, every_n_steps: int | None = None):
+        self.path, self.every_n_steps = RunFolder(Path(run_dir)).last, every_n_steps
 
     def on_step_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *, leaving: bool) -> None:
         every, loop = self.every_n_steps, trainer.fit_loop.epoch_loop

@@ -10,6 +10,7 @@ import lightning
 
 from attnzoo.errors import UserError
 from attnzoo.run.files import write_whole
+from attnzoo.run.folder import RunFolder
 from attnzoo.training.loggers import read_metrics
 
 log = logging.getLogger(__name__)
@@ -18,8 +19,9 @@ log = logging.getLogger(__name__)
 class LossPlot(lightning.Callback):
     """Draws training and validation loss over the steps from metrics.csv."""
 
-    def __init__(self, metrics: str, path: str):
-        self.metrics, self.path = Path(metrics), Path(path)
+    def __init__(self, run_dir: str):
+        folder = RunFolder(Path(run_dir))
+        self.metrics, self.path = folder.metrics, folder.plot
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         if trainer.is_global_zero and self.metrics.exists():

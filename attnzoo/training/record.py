@@ -52,15 +52,15 @@ def git_state() -> dict[str, Any] | None:
 
 
 class RunRecord(lightning.Callback):
-    """Keeps `path` (JSON) up to date from the first step to the end, whichever it is, and metrics.csv free of steps that are done again."""
+    """Keeps record.json up to date from the first step to the end, whichever it is, and metrics.csv free of steps that are done again."""
 
-    def __init__(self, path: str):
-        self.path = Path(path)
+    def __init__(self, run_dir: str):
+        self.folder = RunFolder(Path(run_dir))
         self.content: dict[str, Any] = {}
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         self.started = time.time()
-        self.earlier_wandb = RunFolder(self.path.parent).read_record().get("wandb")
+        self.earlier_wandb = self.folder.read_record().get("wandb")
         device = pl_module.device
         cpu = f"{platform.machine()} {device.type}, {os.cpu_count()} cores"
         self.content = {
@@ -111,4 +111,4 @@ class RunRecord(lightning.Callback):
 
     def _write(self, trainer: lightning.Trainer) -> None:
         if trainer.is_global_zero and not trainer.fast_dev_run:
-            write_whole(self.path, json.dumps(self.content, indent=1))
+            write_whole(self.folder.record, json.dumps(self.content, indent=1))

@@ -6,16 +6,17 @@ from typing import Any
 import lightning
 
 from attnzoo.run.files import write_whole
+from attnzoo.run.folder import RunFolder
 
 
 class Sample(lightning.Callback):
-    """At the end, writes `path`: how the model goes on from (or fills in) the beginning of a validation document.
+    """At the end, writes the run folder's sample: how the model goes on from (or fills in) the beginning of a validation document.
 
     prompt: a text to start from in place of the document. max_new_tokens, temperature: for generation.
     """
 
-    def __init__(self, path: str, prompt: str | None = None, max_new_tokens: int = 96, temperature: float = 0.8):
-        self.path, self.prompt = Path(path), prompt
+    def __init__(self, run_dir: str, prompt: str | None = None, max_new_tokens: int = 96, temperature: float = 0.8):
+        self.path, self.prompt = RunFolder(Path(run_dir)).sample, prompt
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:

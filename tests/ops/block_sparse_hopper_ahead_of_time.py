@@ -3,19 +3,15 @@
 A process of its own, as ahead_of_time.py, whose driver it takes.
 """
 
-import json
-
 import torch
-import triton
-from ahead_of_time import Driver, resources
-from hopper_ahead_of_time import WarmUp, complaints
+from hopper_ahead_of_time import WarmUp, compile_only, report
 
 # full, causal, causal with the diagonal off the tiles and grouped heads, window; more keys
 MASKS = ((-1, -1, 0), (-1, 0, 0), (-1, 0, 3), (64, 0, 0))
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Driver())
+    compile_only()
     from attnzoo_kernels.block_sparse import hopper, hopper_backward
     from attnzoo_kernels.block_sparse.lists import TileLists
     from attnzoo_kernels.block_sparse.options import Options
@@ -37,7 +33,7 @@ def main() -> None:
             launch.kernel = WarmUp(launch.kernel)
             hopper.launch_forward(q, k, v, None, options)
             case = {"head_dim": head_dim, "value_dim": value_dim, "block": block, "mask": (left, right, more)}
-            report(launch, **case)
+            report(launch.compiled, **case)
             if block == [128, 128]:
                 out, dq = torch.zeros(2, 1, 256, 2, value_dim, dtype=torch.bfloat16), torch.zeros_like(q)
                 plan = hopper_backward._plan(q.device, q.dtype, False, *map(layout, (q, k, v, out[0], out[1], dq)), options, None)
@@ -46,14 +42,7 @@ def main() -> None:
                     launch.kernel = WarmUp(launch.kernel)
                 hopper_backward.launch_backward(out[1], None, q, k, v, out[0], torch.zeros(2, 1, 2, 256), None, options)
                 for launch in launches:
-                    report(launch, **case)
-
-
-def report(launch, **case) -> None:
-    kernel = launch.compiled
-    registers, stack = resources(kernel.asm["cubin"])
-    print(json.dumps({"kernel": launch.kernel.kernel.__name__, **case, "registers": registers, "stack": stack,
-                      "shared": kernel.metadata.shared, "complaints": complaints(kernel.asm["ptx"])}), flush=True)
+                    report(launch.compiled, **case)
 
 
 if __name__ == "__main__":

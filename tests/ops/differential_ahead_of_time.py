@@ -1,18 +1,15 @@
 """Compile differential attention's Gluon kernels for Hopper without one: `python differential_ahead_of_time.py 90` prints a JSON line per
 kernel, width and mask."""
 
-import json
-
 import torch
 import triton
-from ahead_of_time import Driver, resources
-from hopper_ahead_of_time import WarmUp, complaints
+from hopper_ahead_of_time import WarmUp, compile_only, report
 
 WIDTHS = ((64, 128, False), (64, 64, True), (128, 256, False), (128, 128, True))
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Driver())
+    compile_only()
     triton.compiler.CompiledKernel.__getitem__ = lambda self, grid: lambda *arguments: None  # a second launch of what is compiled
     from attnzoo_kernels._triton.launch import Launch
     from attnzoo_kernels.differential import hopper, hopper_backward, hopper_backward_by_branch
@@ -44,11 +41,7 @@ def main() -> None:
             hopper_backward.launch_backward(grad_out, q1, q2, k1, k2, v, lam, out, out, torch.zeros(4, *stats), bounds, bounds, True,
                                             options)
             for of_call in launches:
-                registers, stack = resources(of_call.compiled.asm["cubin"])
-                print(json.dumps({"kernel": of_call.kernel.kernel.__name__, "head_dim": head_dim, "value_dim": value_dim,
-                                  "packed": packed, "window": (left, right), "registers": registers, "stack": stack,
-                                  "shared": of_call.compiled.metadata.shared,
-                                  "complaints": complaints(of_call.compiled.asm["ptx"])}), flush=True)
+                report(of_call.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, window=(left, right))
 
 
 if __name__ == "__main__":

@@ -4,19 +4,16 @@ A process of its own, as ahead_of_time.py, whose driver it takes.
 """
 
 import itertools
-import json
 
 import torch
-import triton
-from ahead_of_time import Driver, resources
-from hopper_ahead_of_time import WarmUp, complaints
+from hopper_ahead_of_time import WarmUp, compile_only, report
 
 from attnzoo_kernels._triton.call import layout
 from attnzoo_kernels.dual_chunk.options import Options
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Driver())
+    compile_only()
     from attnzoo_kernels.dual_chunk import hopper, hopper_backward
 
     hopper.multiprocessors = hopper_backward.multiprocessors = lambda device: 132
@@ -24,9 +21,9 @@ def main() -> None:
             ((64, 64, 512, 256), (64, 64, 4096, 3072), (64, 64, 4096, 2000), (64, 128, 4096, 3072), (128, 128, 4096, 3072),
              (128, 128, 4096, 2000)), (False, True)):
         launch, tile = forward(hopper, head_dim, value_dim, seqlen, chunk, packed)
-        show(launch, head_dim=head_dim, value_dim=value_dim, chunk=chunk, packed=packed, consumers=tile.consumers)
+        report(launch.compiled, head_dim=head_dim, value_dim=value_dim, chunk=chunk, packed=packed, consumers=tile.consumers)
     for width, packed, ordered in itertools.product((64, 128), (False, True), (False, True)):
-        show(backward(hopper_backward, width, packed, ordered), head_dim=width, value_dim=width, packed=packed, ordered=ordered)
+        report(backward(hopper_backward, width, packed, ordered).compiled, head_dim=width, value_dim=width, packed=packed, ordered=ordered)
 
 
 def forward(hopper, head_dim, value_dim, seqlen, chunk, packed):
@@ -55,13 +52,6 @@ def backward(hopper_backward, width, packed, ordered):
     hopper_backward.run(launch, tile.rows, width, (queries, keys, v, v), torch.zeros(64, 1, 2 * tile.rows), ends, keys, v,
                         torch.zeros(1, 128, 1, 32), counter, turns, bounds if packed else None)
     return launch
-
-
-def show(launch, **case) -> None:
-    kernel = launch.compiled
-    registers, stack = resources(kernel.asm["cubin"])
-    print(json.dumps(case | {"kernel": kernel.name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
-                             "complaints": complaints(kernel.asm["ptx"])}), flush=True)
 
 
 if __name__ == "__main__":

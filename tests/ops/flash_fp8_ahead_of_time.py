@@ -4,13 +4,11 @@ A process of its own, as ahead_of_time.py, whose driver it takes.
 """
 
 import itertools
-import json
 import re
 
 import torch
-import triton
-from ahead_of_time import Driver, listing, loops_with, resources
-from hopper_ahead_of_time import WarmUp, complaints
+from ahead_of_time import listing, loops_with
+from hopper_ahead_of_time import WarmUp, compile_only, report
 
 
 def spilled_in_steps(sass: str) -> int:
@@ -24,7 +22,7 @@ def spilled_in_steps(sass: str) -> int:
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Driver())
+    compile_only()
     from attnzoo_kernels.flash_fp8 import forward
     from attnzoo_kernels.flash_fp8.layout import BLOCK, quantized_like
 
@@ -39,12 +37,9 @@ def main() -> None:
         launch.kernel = WarmUp(launch.kernel)
         forward.launch_forward(q, k, v, *scales, causal, 1.0, torch.bfloat16)
         kernel = launch.compiled
-        registers, _ = resources(kernel.asm["cubin"])
         sass = listing(kernel.asm["cubin"], "nvdisasm")
-        print(json.dumps({"head_dim": head_dim, "causal": causal, "shift": shift, "by_block": by_block, "registers": registers,
-                          "spilled": spilled_in_steps(sass), "shared": kernel.metadata.shared, "complaints": complaints(kernel.asm["ptx"]),
-                          "shuffled": sass.count("PRMT")}),
-              flush=True)
+        report(kernel, head_dim=head_dim, causal=causal, shift=shift, by_block=by_block, spilled=spilled_in_steps(sass),
+               shuffled=sass.count("PRMT"))
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
 A process of its own, as ahead_of_time.py, whose driver it takes.
 """
 
+import contextlib
+import io
 import itertools
 import json
-import os
 import re
-import subprocess
-import tempfile
 
 import torch
 import triton
 from ahead_of_time import Driver, resources
+from triton.backends.nvidia.compiler import CUDABackend
 
 BOUNDS = ((-1, -1), (-1, 0), (-1, 3), (64, 0))  # full, causal, causal with the diagonal off the steps, window
 
@@ -27,19 +27,34 @@ def shared_with_barriers(ptx: str) -> list[str]:
     return [f"{place} holds a barrier and something else" for place in sorted(barriers & used)]
 
 
-def complaints(ptx: str) -> list[str]:
-    """What the assembler says of matrix instructions that it had to serialise, and barriers whose place is not theirs alone."""
-    tool = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/ptxas")
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        said = subprocess.run([tool, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull], capture_output=True, text=True, check=True)
-    serialised = [line for line in said.stderr.splitlines() if any(code in line for code in ("C7510", "C7512", "C7513", "C7514"))]
-    return serialised + shared_with_barriers(ptx)
+def compile_only() -> None:
+    """Takes the driver that compiles for a GPU that is not here; what the assembler says of a kernel is kept in its metadata."""
+    triton.runtime.driver.set_active(Driver())
+    triton.knobs.nvidia.dump_ptxas_log = True
+    assemble = CUDABackend.make_cubin
+
+    def and_keep_the_log(self, src, metadata, *options):
+        with contextlib.redirect_stdout(io.StringIO()) as log:
+            cubin = assemble(self, src, metadata, *options)
+        metadata["ptxas_log"] = log.getvalue()
+        return cubin
+
+    CUDABackend.make_cubin = and_keep_the_log
+
+
+def report(kernel, **case) -> None:
+    """Prints a JSON line of a compiled kernel. Its complaints are the matrix instructions that the assembler had to serialise, and the
+    barriers whose place is not theirs alone.
+    """
+    registers, stack = resources(kernel.asm["cubin"])
+    assert "Used" in kernel.metadata.ptxas_log
+    serialised = [line for line in kernel.metadata.ptxas_log.splitlines() if re.search("C751[0234]", line)]
+    print(json.dumps({"kernel": kernel.metadata.name, **case, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
+                      "complaints": serialised + shared_with_barriers(kernel.asm["ptx"])}), flush=True)
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Driver())
+    compile_only()
     from attnzoo_kernels.flash import hopper
     from attnzoo_kernels.flash.options import Options, layout
 
@@ -54,11 +69,7 @@ def main() -> None:
             launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, layout(q), layout(k), layout(v), options, None)
             launch.kernel, launch.other = WarmUp(launch.kernel), None
             hopper.launch_forward(q, k, v, bounds, bounds, options)
-            kernel = launch.compiled
-            registers, stack = resources(kernel.asm["cubin"])
-            print(json.dumps({"head_dim": head_dim, "value_dim": value_dim, "packed": packed, "window": (left, right),
-                              "consumers": tile.consumers, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
-                              "complaints": complaints(kernel.asm["ptx"])}), flush=True)
+            report(launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, window=(left, right), consumers=tile.consumers)
 
 
 class WarmUp:

@@ -1,17 +1,14 @@
 """Compile the Gluon backward for Hopper without one: `python hopper_backward_ahead_of_time.py 90` prints a JSON line per tile and mask."""
 
 import itertools
-import json
 from dataclasses import asdict
 
 import torch
-import triton
-from ahead_of_time import Driver, resources
-from hopper_ahead_of_time import WarmUp, complaints
+from hopper_ahead_of_time import WarmUp, compile_only, report
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(Driver())
+    compile_only()
     from attnzoo_kernels.flash import hopper_backward
     from attnzoo_kernels.flash.options import Options, layout
 
@@ -32,12 +29,8 @@ def main() -> None:
                     stats = torch.zeros(2, *rows[:-1], 5, length)
                     hopper_backward.launch_backward(grad_out, None, q, k, v, out, stats, bounds, bounds, options, deterministic)
                     for launch in launches:
-                        registers, stack = resources(launch.compiled.asm["cubin"])
-                        print(json.dumps({"kernel": launch.kernel.kernel.__name__, "head_dim": head_dim, "length": length,
-                                          "packed": packed, "window": (left, right), "deterministic": deterministic,
-                                          "tile": asdict(plan.tile), "registers": registers, "stack": stack,
-                                          "shared": launch.compiled.metadata.shared,
-                                          "complaints": complaints(launch.compiled.asm["ptx"])}), flush=True)
+                        report(launch.compiled, head_dim=head_dim, length=length, packed=packed, window=(left, right),
+                               deterministic=deterministic, tile=asdict(plan.tile))
 
 
 if __name__ == "__main__":
