@@ -17,6 +17,8 @@ def main() -> None:
         for packed in (False, True):
             for left, right in ((-1, -1), (-1, 0), (64, 0)):
                 for deterministic in (False, True):
+                    if (head_dim == 64) ^ (length > 256) ^ packed ^ deterministic:
+                        continue  # the half that is left has every combination of any three of them
                     rows = (length,) if packed else (1, length)
                     q, k, v, out, grad_out = torch.zeros(5, *rows, 5, head_dim, dtype=torch.bfloat16)
                     bounds = torch.zeros(2, dtype=torch.int32) if packed else None

@@ -7,7 +7,7 @@ import sys
 
 import torch
 import triton
-from ahead_of_time import ARCH, Driver, operands_clash, resources, stale_descriptor
+from ahead_of_time import ARCH, Driver, resources, wgmma_faults
 from triton.runtime.jit import JITFunction
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -112,11 +112,10 @@ def main() -> None:
         for name, constants, kernel in {id(kernel): (name, constants, kernel) for name, constants, kernel in compiled}.values():
             if "PRECISION" not in constants:
                 continue
-            cubin = kernel.asm["cubin"]
-            registers, stack = resources(cubin)
+            registers, stack = resources(kernel.asm["cubin"])
             shown = {key: constants[key] for key in ("HEAD_DIM", "VALUE_DIM", "PRECISION", "BLOCK_M", "BLOCK_N", "PACKED", "TMA")}
             print(json.dumps({"kernel": name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
-                              "clash": operands_clash(cubin), "stale": stale_descriptor(cubin), **shown}), flush=True)
+                              **wgmma_faults(kernel), **shown}), flush=True)
 
 
 if __name__ == "__main__":
