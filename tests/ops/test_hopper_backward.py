@@ -116,7 +116,6 @@ def test_nothing_depends_on_what_lies_beyond_a_sequence(head_dim, causal):
     ({"head_dim": 192}, {}, "must be 33 to 128"),
     ({"head_dim": 111}, {}, "widths of multiples of 8"),
     ({}, {"softcap": 5.0}, "no softcap"),
-    ({}, {"softmax_scale": -1.0}, "softmax_scale must be positive"),
 ])
 def test_what_is_not_covered_has_a_reason(changes, options, words):
     from attnzoo_kernels.flash.hopper_backward import backward_reason

@@ -1,7 +1,11 @@
 """How a persistent program gets its tiles of queries: the loading warp takes them from a counter and tells the consumers."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -176,3 +180,27 @@ def span(tile, ME: gl.constexpr, taken, program, config):
         end = gl.where(row < len_q, end, loaded_begin + 1)
         begin = loaded_begin
     return Span(row, len_q, len_k, loaded_begin, loaded_end, begin, full_begin, full_end, end)
+
+
+_counters: dict[tuple[int, int], Tensor] = {}
+_lock = threading.Lock()
+
+
+def tile_counter(device: torch.device) -> Tensor:
+    """The counter of a launch, a zero int32 (1,) that each kernel leaves at zero for the next one. It is kept for the current stream, whose
+    kernels follow each other; a captured graph may run beside them and has its own."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    key = device.index, torch.cuda.current_stream(device).cuda_stream
+    counter = _counters.get(key)
+    if counter is None:
+        with _lock, ThreadPoolExecutor(1) as apart:  # a compiled graph warms up with its memory pool as this thread's
+            counter, made = apart.submit(_new_counter, device).result()
+            torch.cuda.current_stream(device).wait_event(made)
+            _counters[key] = counter
+    return counter
+
+
+def _new_counter(device: torch.device) -> tuple[Tensor, torch.cuda.Event]:
+    with torch.cuda.device(device):
+        return torch.zeros(1, dtype=torch.int32, device=device), torch.cuda.current_stream().record_event()

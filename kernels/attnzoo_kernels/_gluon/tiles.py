@@ -8,8 +8,7 @@ from attnzoo_kernels._triton.launch import L2_GROUP
 
 def heads_together(heads: int, head_bytes: int, tiles: int, programs: int, ordered: bool) -> int:
     """Of how many heads a backward takes the tiles in turn: of as many as L2 holds. Where these have fewer tiles than there are programs,
-    the longest tiles of the last heads end late: then of 1.5 tiles a program, groups alike in size (8 key heads, causal 8192 and 2048:
-    head dim 128 604 and 474 instead of 569 and 454 TFLOP/s, 64 533 and 418 instead of 482 and 394; in order 390 instead of 495)."""
+    the longest tiles of the last heads end late: then of 1.5 tiles a program, groups alike in size. Sums in order wait more then."""
     in_l2 = max(1, L2_GROUP // head_bytes)
     if ordered or 10 * in_l2 * tiles >= 9 * programs:
         return in_l2

@@ -1,7 +1,7 @@
 """The block-sparse kernels' tile tables: pure functions of widths, element size, architecture and the block on
 the mainloop's side (`block`: of keys for forward and dQ, of queries for dK/dV).
 
-Hopper's entries at widths up to 128 were measured on an H200 over random causal blocks and windows (16 heads, 16384 tokens, width 128);
+Hopper's entries at widths up to 128 were measured on an H200 over random causal blocks and windows (benchmarks/NOTES.md);
 the others are FlashAttention's, or the largest that compile without spills. Where blocks are small a tile takes as few of them as pays: one
 that is touched is computed whole. A tile holds at most 32 blocks of 16 x 16 tokens (`lists.MAX_PARTS`), so 8192 elements.
 """
@@ -37,7 +37,7 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, block: i
         return Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     if _hopper_like(arch):
         if width <= 128 and block <= 32:
-            return Tile(64, 32, 4, 4, tma=True, q_registers=True)  # random 0.25 of 32: 1.20 ms, 64x64 1.86; a window 0.219, 0.224
+            return Tile(64, 32, 4, 4, tma=True, q_registers=True)
         if width <= 128:
             return Tile(64, 64, 4, 3, tma=True, q_registers=True)
         return Tile(128, 64, 8, 2, tma=True, q_registers=True)
@@ -56,7 +56,7 @@ def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, block: int) -
         return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 16, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     if _hopper_like(arch):
         if width <= 128 and block <= 32:
-            return Tile(64, 32, 4, 3, tma=True)  # random 0.25 of 32: 1.40 ms, 64x64 2.66; a window 0.285, 0.384
+            return Tile(64, 32, 4, 3, tma=True)
         if width <= 64:
             return Tile(64, 64, 4, 4, tma=True)
         if width <= 128:
@@ -77,7 +77,7 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, block: int)
         return Tile(32, 32, 4, 1) if width <= 64 else Tile(16, 32, 8, 1) if width <= 128 else Tile(16, 16, 8, 1)
     if _hopper_like(arch):
         if width <= 128 and block <= 32:
-            return Tile(32, 64, 4, 3, tma=True)  # random 0.25 of 32: 1.78 ms, 64x64 2.83; a window 0.336, 0.401
+            return Tile(32, 64, 4, 3, tma=True)
         if width <= 64:
             return Tile(64, 64, 4, 3, tma=True)
         if width <= 128:
@@ -100,8 +100,7 @@ class HopperTile:
 
 
 def hopper_forward_tile(block_d: int, block_dv: int, block_q: int, block_k: int) -> ForwardTile:
-    """Random 0.25 at width 128: of 128 0.42 ms, 64 keys with 3 or 4 stages a tenth more; of 64 0.48. At width 64: of 128 0.30 ms, of 64
-    0.31, with two programs 0.33."""
+    """Blocks of 64 queries give each consumer a list of its own; two or three programs of one consumer share a multiprocessor then."""
     wide = max(block_d, block_dv) == 128
     if block_q < 128:
         return ForwardTile(64, 2 if wide else 3, 1, programs=2 if wide else 3)

@@ -252,8 +252,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
         {
             "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "HAS_LEFT": window_left >= 0,
             "HAS_RIGHT": window_right >= 0 and seqlen_q > 1,
-            # a scale that is not positive would turn the maximum into a minimum, if it came after it
-            "PRESCALE": softcap > 0 or has_alibi or softmax_scale <= 0,
+            "PRESCALE": softcap > 0 or has_alibi,
             "HAS_SOFTCAP": softcap > 0, "HAS_ALIBI": has_alibi,
             "HARDWARE_TANH": dtype != torch.float32 and arch >= 75 and torch.version.cuda is not None,
             "PRECISION": precision, "HAS_SINKS": has_sinks, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma,

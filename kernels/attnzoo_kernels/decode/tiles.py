@@ -30,8 +30,8 @@ def decode_tile(arch: int, block_d: int, block_dv: int, rows: int, itemsize: int
         return Tile(16, 16, 4, 1, 2)
     warps = 8 if block_m == 64 else 4
     if width == 128 and block_m == 16 and arch // 10 in (9, 10) and pieces < 2:
-        # against 64 keys, 4 warps, 2 programs, one / 16 sequences of 64k / 4k: 1 and 4 % faster; 64 of 4k / 1k, where programs take many
-        # pieces and one's start is another's middle: 1.5 and 8 % slower; TMA no faster
+        # one program with more keys is faster where it has few pieces; among many, one of two programs begins a piece while the other
+        # one is in the middle of its own
         return Tile(block_m, 128, 8, 3, 1)
     if width <= 128:
         return Tile(block_m, 64, warps, 3, 2)

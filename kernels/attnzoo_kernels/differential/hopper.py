@@ -13,7 +13,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
 from attnzoo_kernels._gluon.forward_consumer import consume, inside, run_forward, write_tile
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, outputs, plan_forward, tile_width
@@ -21,12 +20,12 @@ from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step
 from attnzoo_kernels._gluon.forward_producer import Keys, load_segment, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import constants, product_layout, why_not_tma
-from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, next_tile, span, take
+from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, next_tile, span, take, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
+from attnzoo_kernels._triton.call import Layout, layout
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.differential.options import Options, lambda_strides
 from attnzoo_kernels.differential.tiles import hopper_forward_tile
-from attnzoo_kernels.flash.options import Layout, layout
 
 
 class Own(NamedTuple):

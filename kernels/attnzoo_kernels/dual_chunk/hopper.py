@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
 from attnzoo_kernels._gluon.forward_consumer import consume, rows_before, run_forward, write_tile
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, outputs, plan_forward, tile_width
@@ -20,14 +19,14 @@ from attnzoo_kernels._gluon.forward_mainloop import attend_step, first_weights, 
 from attnzoo_kernels._gluon.forward_producer import produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import constants, mbarrier, product_layout, ring, stage_of, why_not_tma
-from attnzoo_kernels._gluon.tile_scheduler import take
+from attnzoo_kernels._gluon.tile_scheduler import take, tile_counter
+from attnzoo_kernels._triton.call import Layout, layout
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.dual_chunk.hopper_tiles import load_tile, next_tile, relation_keys, span
 from attnzoo_kernels.dual_chunk.options import Extras, Options
 from attnzoo_kernels.dual_chunk.parts import parts
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
 from attnzoo_kernels.dual_chunk.tiles import FORWARD_LENGTHS, hopper_forward_tile
-from attnzoo_kernels.flash.options import Layout, layout
 
 Q_SLOTS = gl.constexpr(2)  # the next relation's queries are loaded while the last one's are read
 

@@ -12,12 +12,6 @@ from attnzoo_kernels._gluon.tile_scheduler import next_index
 from attnzoo_kernels._gluon.tiles import sequence_bounds
 
 
-class Chunks(NamedTuple):
-    chunk: Any  # tokens
-    near: Any  # queries of a chunk, from its first on, that see the chunk before at other positions than all others
-    batches: Any  # of a rotated copy
-
-
 class Tile(NamedTuple):
     """As `_gluon.tile_scheduler.Tile`; queries may lie before row 0, whose tile begins at a seam all the same."""
 

@@ -1,7 +1,7 @@
 """Dual Chunk attention's tile tables: pure functions of widths, element size and architecture.
 
-Hopper's entries for widths up to 128 were measured on an H200 (milliseconds at 16384 causal tokens, hidden 2048, bf16), dkdv_tile's on an
-earlier form of its kernel; the others were chosen by registers and shared memory.
+Hopper's entries for widths up to 128 were measured on an H200 (benchmarks/NOTES.md), dkdv_tile's on an earlier form of its kernel; the
+others were chosen by registers and shared memory.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
         return _float32_tile(width)
     if arch >= 90:
         if width <= 64:
-            return Tile(64, 64, 4, 3, tma=True, max_registers=128)  # 2.44; without a bound 2.62, 128x64 2.92
+            return Tile(64, 64, 4, 3, tma=True, max_registers=128)  # 7 % faster than without a bound
         return Tile(64, 64, 4, 3, tma=True) if width <= 128 else Tile(64, 64, 8, 2, tma=True)
     if width <= 128:
         return Tile(64, 64, 4, 2)
@@ -49,7 +49,7 @@ def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
         return _float32_tile(width)
     if arch >= 90:
         if width <= 64:
-            return Tile(64, 64, 4, 3, tma=True, max_registers=168)  # 2.70; without a bound 2.99, 128x64 3.65
+            return Tile(64, 64, 4, 3, tma=True, max_registers=168)  # 10 % faster than without a bound
         return Tile(64, 64, 4, 3, tma=True) if width <= 128 else Tile(64, 64, 8, 2, tma=True)
     if width <= 128:
         return Tile(64, 64, 4, 2) if width <= 64 else Tile(64, 32, 8, 1)
@@ -79,4 +79,4 @@ def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, chunk: int) 
         return ForwardTile(128, 2)
     if min(seqlen_q, chunk) < 768:
         return ForwardTile(128, 3)
-    return ForwardTile(128, 3, 3, 160, k_before_pv=True)  # three consumers take 3 % less time than two
+    return ForwardTile(128, 3, 3, 160, k_before_pv=True)

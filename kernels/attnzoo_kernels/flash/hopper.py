@@ -10,7 +10,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
 from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_forward
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, outputs, plan_forward, tile_width
@@ -18,10 +17,11 @@ from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step
 from attnzoo_kernels._gluon.forward_producer import produce_prefetched
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import why_not_tma
-from attnzoo_kernels._gluon.tile_scheduler import next_tile, span, take
+from attnzoo_kernels._gluon.tile_scheduler import next_tile, span, take, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
+from attnzoo_kernels._triton.call import Layout, layout
 from attnzoo_kernels._triton.launch import on_device_of
-from attnzoo_kernels.flash.options import Layout, Options, layout
+from attnzoo_kernels.flash.options import Options
 from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile
 
 
@@ -62,8 +62,7 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, q: La
                                        packed=options.packed)
     shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
     mask_in_loop = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
-    # half of the first tile left out: 64 causal 512, 2048, 8192 257, 436, 557 TFLOP/s for 247, 430, 550; at 128 351, 590, 712 for 347, 601,
-    # 730; three consumers whose loop masks would spill
+    # half of the first tile is left out where that gains, at width 128 in short calls only; three consumers whose loop masks would spill
     half_tile = options.causal and (width == value_width == 64 or length <= 512) and not (tile.consumers == 3 and mask_in_loop)
     constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": half_tile,
                  "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop}
@@ -77,8 +76,6 @@ def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, *, sinks: 
         return f"head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
     if options.softcap > 0 or options.slopes_stride is not None or options.dropout_p > 0 or sinks:
         return "it has no softcap, alibi_slopes, dropout_p or sinks"
-    if options.softmax_scale <= 0:
-        return f"softmax_scale must be positive, got {options.softmax_scale}"
     return why_not_tma(q, k, v)
 
 

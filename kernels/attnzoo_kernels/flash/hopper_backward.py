@@ -18,8 +18,9 @@ from attnzoo_kernels._gluon.bwd_postprocess import bwd_postprocess_kernel
 from attnzoo_kernels._gluon.bwd_preprocess import bwd_preprocess_kernel
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
+from attnzoo_kernels._triton.call import Layout, layout, strides
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, tma_gradient
-from attnzoo_kernels.flash.options import Layout, Options, layout, strides
+from attnzoo_kernels.flash.options import Options
 
 
 def backward_tile(width: int, ordered: bool, full: bool, window: bool, queries: float) -> Tile:
@@ -31,10 +32,7 @@ def backward_tile(width: int, ordered: bool, full: bool, window: bool, queries: 
 
 
 # (wider than 64, causal, longest sequence, tiles of keys for each multiprocessor): up to and from which on sums in order cost at most 3 %.
-# How many times the rate in any order they have, as nothing is cleared but programs wait for turns, with 31, 15, 8 and 4 tiles: 64 causal
-# 512 1.13, 1.10, 1.08, 1.01, 2048 1.04, 1.01, 0.97, 0.89, 4096 1.01, 0.98, 0.94, 8192 0.99, 0.96, 0.91, 16384 0.98; full 512 1.04, -, 1.00,
-# 2048 1.05, 1.04, 1.02, 0.96, 4096 0.99, 1.01, 0.98, 8192 0.98, 0.96. With 15, 8 and 4 tiles: 128 full 512 1.06, 1024 1.03, 2048 1.01,
-# 0.98, 0.91, 4096 0.99, 0.95, 8192 0.98, 0.93, 16384 0.96; causal 512 1.06, 2048 0.97, 4096 0.94.
+# Nothing is cleared for them, but programs wait for turns: they are even faster where sequences are short and tiles many.
 ORDER_COSTS_LITTLE = (
     (False, True, 512, 0), (False, True, 1024, 7.5), (False, True, 4096, 15), (False, True, 16384, 30),
     (False, False, 4096, 7.5), (False, False, 16384, 30),
@@ -58,8 +56,6 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, exact_del
         return f"the wider of head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
     if options.softcap > 0 or options.slopes_stride is not None or options.dropout_p > 0 or exact_delta:
         return "it has no softcap, alibi_slopes, dropout_p or gradient of sinks"
-    if options.softmax_scale <= 0:
-        return f"softmax_scale must be positive, got {options.softmax_scale}"
     return why_not_tma(q, k, v)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Call, Layout, layout, packed_sequences, strides, tma_kind
+from attnzoo_kernels._triton.call import Call, layout, packed_sequences
 from attnzoo_kernels._triton.launch import architecture
 from attnzoo_kernels.dropout import drop_threshold
 
-__all__ = ["Layout", "Options", "layout", "strides", "tma_kind"]
+__all__ = ["Options", "layout"]
 
 
 @dataclass(frozen=True, kw_only=True)

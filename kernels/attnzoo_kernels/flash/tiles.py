@@ -1,7 +1,7 @@
 """FlashAttention's tile tables: pure functions of widths, element size, architecture and mask kind.
 
-Hopper's entries were measured on an H200 (`python -m benchmarks.tune`; figures are TFLOP/s of all products computed, N = 8192, bf16,
-full / causal). The others are the largest that compile without spills for sm_80 and fit the 99 KB of shared memory that every later card
+Hopper's entries were measured on an H200 (`python -m benchmarks.tune`); benchmarks/NOTES.md has the figures, under "What the tile tables
+were chosen by". The others are the largest that compile without spills for sm_80 and fit the 99 KB of shared memory that every later card
 has. A dQ tile's rows divide `_triton.backward.STATS_BLOCK`, and a dK/dV tile's rows divide the dQ tile's. Head dim 128 uses the loops,
 as the other widths do: Triton's own warp specialisation was faster there, but works with Triton 3.6 only (benchmarks/NOTES.md).
 """
@@ -42,17 +42,16 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causa
         return Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     if _hopper_like(arch):
         if width <= 64:
-            # full, 512 358, 2048 454, 4096 476, 8192 480, 16384 487; 64x128 with queries in shared memory 320, 438, 478, 497, 494
+            # twice the keys pay where many follow each other, and no mask takes their registers
             if long and not (causal or window or heavy):
                 return Tile(64, 128, 4, 2, tma=True)
             return Tile(64, 64, 4, 3, tma=True, q_registers=True)
         if width <= 128 and (causal or window or packed) and not heavy:
-            # causal, 512 274, 2048 463, 8192 548, window 450, packed 395; loops of their own 254, 441, 527, 408, 379; but full 557 for 584,
-            # softcap 429 for 498. At narrower widths ptxas 12.8 gives the queries' registers to the operand of P V, too
+            # one loop is faster wherever a call has masks, but slower without them and under softcap. At narrower widths ptxas 12.8 gives
+            # the queries' registers to the operand of P V, too
             return Tile(64, 64, 4, 3, tma=True, q_registers=min(block_d, block_dv) > 64, one_loop=True)
         if width <= 128:
-            # q_select at 8192 584, else 551
-            return Tile(64, 64, 4, 3, tma=True, q_registers=True, q_select=not heavy)  # 128x64 without q_registers 540
+            return Tile(64, 64, 4, 3, tma=True, q_registers=True, q_select=not heavy)  # the select gains 6 % in long calls
         return Tile(128, 64, 8, 2, tma=True, q_registers=True)
     if width <= 64:
         return Tile(64, 64, 4, 3)
@@ -69,9 +68,9 @@ def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
         return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 16, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
     if _hopper_like(arch):
         if width <= 64:
-            return Tile(64, 64, 4, 3, tma=True)  # full, 512 435, 8192 661; 64x128 367 and 707; causal 16384 631, with masks in one loop 620
+            return Tile(64, 64, 4, 3, tma=True)  # twice the keys gain in long full calls, and lose more in short ones
         if width <= 128:
-            return Tile(64, 64, 4, 3, tma=True)  # masks in one loop: 319 for 311 at 512 causal, but 729 for 752 at 16384
+            return Tile(64, 64, 4, 3, tma=True)  # masks in one loop gain in short causal calls, and lose more in long ones
         return Tile(64, 64, 8, 2, tma=True)
     if width <= 64:
         return Tile(64, 32, 4, 3)
@@ -88,10 +87,10 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: 
         return Tile(32, 32, 4, 1) if width <= 64 else Tile(16, 32, 8, 1) if width <= 128 else Tile(16, 16, 8, 1)
     if _hopper_like(arch):
         if width <= 64:
-            # 633 / 599, packed causal 457; without from_stats 557 / 520 and 301, but packed full 482, with it 428
+            # beginning with the statistics is a seventh faster, and slower only for packed sequences without a causal mask
             return Tile(64, 64, 4, 3, tma=True, one_loop=True, from_stats=causal or not packed)
         if width <= 128:
-            # 689 / 643; 64x128 with 8 warps 531 / 521; packed causal 481, in one loop 464
+            # packed causal sequences are faster with loops of their own for masks
             return Tile(64, 64, 4, 2, tma=True, one_loop=not (packed and causal or heavy), from_stats=packed and causal)
         return Tile(16, 32, 4, 2) if causal else Tile(32, 64, 8, 1, tma=True)
     if width <= 64:
@@ -108,14 +107,10 @@ def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, *, causal: b
     """seqlen_q: of packed sequences the mean."""
     if max(block_d, block_dv) == 128:
         # prefetching a tile gains 2 to 3 % in short causal calls, and loses as little in long full ones
-        # row_max_not_negative: full 512, 2048, 8192, 16384 567, 703, 746, 749 for 572, 696, 735, 732; causal 2048, 8192, 16384
-        # 598, 718, 739 for 602, 714, 736; packed causal 8192 674 for 664
+        # maxima by integers gain up to 2 % in long calls, and cost in short ones
         not_negative = block_d == block_dv and not window and seqlen_q > (2048 if causal else 1024)
         return ForwardTile(128, 2, prefetch_tile=causal and not window, row_max_not_negative=not_negative)
-    # the third loop spills at 160 registers; 192 rows would leave a short sequence's last tile mostly empty (packed causal, means of 1229
-    # and 4915: 273 and 472 TFLOP/s, two consumers 329 and 455)
+    # the masked loop of a window spills at 160 registers, and 192 rows would leave a short sequence's last tile mostly empty
     if window or seqlen_q <= (2048 if packed else 1024 if causal else 512):
-        # prefetch_tile: full 512, 2048 403, 542 for 387, 531
         return ForwardTile(128, 3, prefetch_tile=not window)
-    # 16 x 8192 causal, 8 heads: 2.67 ms, two consumers 2.90; 8192 full, causal 593, 562 TFLOP/s, three stages 585, 558
     return ForwardTile(128, 4, 3, 160, q_slots=2, joint_release=True, k_before_pv=True, prefetch_tile=True)

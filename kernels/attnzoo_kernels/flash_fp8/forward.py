@@ -15,7 +15,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnzoo_kernels._gluon.counter import tile_counter
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, Tiles, tiles_like, work_and_barriers
 from attnzoo_kernels._gluon.forward_consumer import LN2, run_forward, write_tile
 from attnzoo_kernels._gluon.forward_producer import load_queries, produce_segments
@@ -30,7 +29,7 @@ from attnzoo_kernels._gluon.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, next_tile, span, take
+from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, next_tile, span, take, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.launch import L2_GROUP, Launch, architecture, descriptor_like, multiprocessors, on_device_of, tma_takes
 from attnzoo_kernels.flash_fp8.layout import BLOCK, quantized_like
@@ -211,15 +210,13 @@ def _plan(device: torch.device, q: torch.Size, k: torch.Size, blocks: tuple[int,
     return Launch(flash_fp8_hopper_kernel, min(n_tiles, multiprocessors(device)), scalars, constants, 4, 1), width
 
 
-def forward_reason(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, out_dtype: torch.dtype) -> str | None:
+def forward_reason(q: Tensor, k: Tensor, v: Tensor, out_dtype: torch.dtype) -> str | None:
     """Why this path does not take the call; None if it does."""
     if architecture(q) != 90:
         return "it runs on compute capability 9.0 (Hopper) only"
     head_dim, value_dim = q.shape[-1], v.shape[-1]
     if head_dim != value_dim or not 32 < head_dim <= 128 or head_dim % 16:
         return f"head_dim and value_dim must be equal, 48 to 128 and multiples of 16, got {head_dim} and {value_dim}"
-    if softmax_scale <= 0:
-        return f"softmax_scale must be positive, got {softmax_scale}"
     if out_dtype not in (torch.bfloat16, torch.float16):
         return f"out_dtype must be bfloat16 or float16, got {out_dtype}"
     for name, x in (("q", q), ("k", k)):

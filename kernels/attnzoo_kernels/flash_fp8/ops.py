@@ -14,7 +14,7 @@ def _forward(
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.flash_fp8 import forward
 
-        return forward.forward_reason(q, k, v, softmax_scale, out_dtype)
+        return forward.forward_reason(q, k, v, out_dtype)
 
     dispatch.choose("flash_fp8 forward", "gluon", why_not_gluon, 'impl="reference"')
     from attnzoo_kernels.flash_fp8.forward import launch_forward

@@ -13,4 +13,4 @@ def forward_tile(width: int, *, loop_mask: bool) -> Tile:
     """loop_mask: more than the first tile of keys may need a mask."""
     if width == 128 or loop_mask:  # three consumers would spill
         return Tile(2, 240)
-    return Tile(3, 160)  # 630 TFLOP/s at 8192, full, with an earlier mainloop; two consumers 491
+    return Tile(3, 160)
