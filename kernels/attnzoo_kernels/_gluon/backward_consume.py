@@ -95,10 +95,60 @@ def same_tile(of_tile, bars, step, n, c):
 
 
 @gluon.jit
+def start_pair(own, smem, slot, c):
+    """START: (dK, dV)."""
+    dk = gl.zeros([HALF, c.WIDTH], gl.float32, product_layout(c.WIDTH))
+    return dk, gl.zeros([HALF, c.VALUE_WIDTH], gl.float32, product_layout(c.VALUE_WIDTH))
+
+
+@gluon.jit
+def walk_pair(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
+    """WALK: the steps of a group's query heads, in segments with a mask and without; dQ goes out step by step."""
+    ROWS: gl.constexpr = c.ROWS
+    dk, dv = state
+    dq_tile = word(smem.work, slot, "dq_tile")
+    before = at - bounds[0]
+    dq_end = dq_tile  # behind the last one that was made
+    for member in range(problem.group):
+        of_head = c.BOUNDS(of_tile, smem, slot, member, bounds)
+        for segment in gl.static_range(c.SEGMENT_BEGIN, c.SEGMENT_END):
+            for i in range(of_head[segment], of_head[segment + 1]):
+                j = c.ROW_TILE(of_tile, bars, before + i, i, c)
+                made = dq_tile + j
+                if c.DQ_LAGS:
+                    made = gl.where(i > of_head[0], dq_tile + j, dq_end) - 1
+                if not c.DQ_WARP:
+                    made += c.BUFFER(of_tile, j, c)
+                dk, dv = c.STEP(dk, dv, smem, bars, dq_desc, made, before + i, before + i > at, scale, low - j * ROWS, high - j * ROWS, c,
+                                ME, segment != 1)
+        before += of_head[3] - of_head[0]
+        dq_end = dq_tile + of_head[3]
+        dq_tile += problem.head_tiles
+    if c.DQ_LAGS:
+        if before + bounds[0] > at:
+            dq = warpgroup_mma_wait(0, deps=(dq_before(smem, bars, before + bounds[0], True, c, ME),))
+            hand_on_dq(dq, dq_desc, smem, dq_end - 1, bars, before + bounds[0], c, ME)
+    return (dk, dv), before + bounds[0]
+
+
+@gluon.jit
+def store_pair(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
+    """STORE of dK and dV, whose sum may go through memory from launch to launch."""
+    dk, dv = state
+    if grads.dv_from is not None:
+        dv += sum_so_far(grads.dv_from, number, ME, c.VALUE_WIDTH, product_layout(c.VALUE_WIDTH))
+        if grads.dv_to.to(gl.int64, bitcast=True) != 0:
+            write_to(grads.dv_to + (number * 2 + ME).to(gl.int64) * (HALF * c.VALUE_WIDTH), dv)
+        else:
+            store_dv(grads, buffer, dv, batch, kv_head, first_k, row, len_k, c)
+    else:
+        store_dv(grads, buffer, dv, batch, kv_head, first_k, row, len_k, c)
+    store_dk(grads, buffer, dk * dk_scale, batch, kv_head, first_k, row, len_k, c)
+
+
+@gluon.jit
 def consume(grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, ME: gl.constexpr):
     """dK and dV of 64 keys of each tile; own: what the hooks need beside that."""
-    ROWS: gl.constexpr = c.ROWS
-    SUMMED: gl.constexpr = grads.dv_from is not None
     work = smem.work
     taken = 0
     at = 0
@@ -108,46 +158,14 @@ def consume(grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, ME: gl
         bounds = word(work, slot, "begin"), word(work, slot, "full_begin"), word(work, slot, "full_end"), word(work, slot, "end")
         len_q, len_k = word(work, slot, "len_q"), word(work, slot, "len_k")
         of_tile = c.OF_TILE(own, key, len_q, len_k, c)
-        low, high = first_and_last_query(key + ME * HALF, len_q, len_k, problem.window_left, problem.window_right, c, product_layout(ROWS))
-        dk = gl.zeros([HALF, c.WIDTH], gl.float32, product_layout(c.WIDTH))
-        dv = gl.zeros([HALF, c.VALUE_WIDTH], gl.float32, product_layout(c.VALUE_WIDTH))
+        low, high = first_and_last_query(key + ME * HALF, len_q, len_k, problem.window_left, problem.window_right, c,
+                                         product_layout(c.ROWS))
+        state = c.START(own, smem, slot, c)
         mbarrier.wait(bars.k_full, taken & 1)
         mbarrier.wait(bars.v_full, taken & 1)
-        dq_tile = word(work, slot, "dq_tile")
-        before = at - bounds[0]
-        dq_end = dq_tile  # behind the last one that was made
-        for member in range(problem.group):
-            of_head = c.BOUNDS(of_tile, smem, slot, member, bounds)
-            for segment in gl.static_range(c.SEGMENT_BEGIN, c.SEGMENT_END):
-                for i in range(of_head[segment], of_head[segment + 1]):
-                    j = c.ROW_TILE(of_tile, bars, before + i, i, c)
-                    made = dq_tile + j
-                    if c.DQ_LAGS:
-                        made = gl.where(i > of_head[0], dq_tile + j, dq_end) - 1
-                    if not c.DQ_WARP:
-                        made += c.BUFFER(of_tile, j, c)
-                    dk, dv = c.STEP(dk, dv, smem, bars, dq_desc, made, before + i, before + i > at, scale, low - j * ROWS, high - j * ROWS,
-                                    c, ME, segment != 1)
-            before += of_head[3] - of_head[0]
-            dq_end = dq_tile + of_head[3]
-            dq_tile += problem.head_tiles
-        if c.DQ_LAGS:
-            if before + bounds[0] > at:
-                dq = warpgroup_mma_wait(0, deps=(dq_before(smem, bars, before + bounds[0], True, c, ME),))
-                hand_on_dq(dq, dq_desc, smem, dq_end - 1, bars, before + bounds[0], c, ME)
-        at = before + bounds[0]
-        batch, kv_head, key, first_k, len_k, number = end_tile(work, bars, slot, SUMMED)
-        row = key + ME * HALF
-        buffer = smem.out.index(ME)
-        if SUMMED:
-            dv += sum_so_far(grads.dv_from, number, ME, c.VALUE_WIDTH, product_layout(c.VALUE_WIDTH))
-            if grads.dv_to.to(gl.int64, bitcast=True) != 0:
-                write_to(grads.dv_to + (number * 2 + ME).to(gl.int64) * (HALF * c.VALUE_WIDTH), dv)
-            else:
-                store_dv(grads, buffer, dv, batch, kv_head, first_k, row, len_k, c)
-        else:
-            store_dv(grads, buffer, dv, batch, kv_head, first_k, row, len_k, c)
-        store_dk(grads, buffer, dk * dk_scale, batch, kv_head, first_k, row, len_k, c)
+        state, at = c.WALK(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME)
+        batch, kv_head, key, first_k, len_k, number = end_tile(work, bars, slot, grads.dv_from is not None)
+        c.STORE(grads, own, smem.out.index(ME), state, dk_scale, batch, kv_head, first_k, key + ME * HALF, len_k, number, c, ME)
         taken += 1
         slot, more = await_tile(work, bars.work_full, taken)
     tma.store_wait(0)

@@ -5,33 +5,23 @@ keys each in registers and go along the queries in steps of 64, of all heads of 
 and dV are one product for both. Each consumer makes one branch's dQ from both consumers' dS and adds it to a float32 buffer from registers.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, end_tile, store_dk, store_dv, store_keys
+from attnzoo_kernels._gluon.backward_consume import Gradients, start_pair, store_keys, store_pair
 from attnzoo_kernels._gluon.backward_dq import add_to
-from attnzoo_kernels._gluon.backward_load import Source, all_steps, load, next_step
+from attnzoo_kernels._gluon.backward_kernel import run_pair
+from attnzoo_kernels._gluon.backward_load import Source, all_steps, next_step
 from attnzoo_kernels._gluon.backward_step import Barriers, Shared, column_numbers, masked_scores, step_barriers
-from attnzoo_kernels._gluon.backward_tiles import (
-    HALF,
-    ROWS,
-    WORK,
-    Config,
-    Problem,
-    await_tile,
-    first_and_last_query,
-    next_key_tile,
-    same_for_all,
-    word,
-)
+from attnzoo_kernels._gluon.backward_tiles import HALF, ROWS, WORK, Config, Problem, next_key_tile, same_for_all, word
 from attnzoo_kernels._gluon.hopper import (
     barriers,
     fence_async_shared,
-    invalidate,
     mbarrier,
     product_layout,
     ring,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -105,10 +95,21 @@ def _unpacked(x, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
+def _first_scores(smem, bars, step, c, ME: gl.constexpr):
+    """The first branch's scores of a step."""
+    stage, phase = ring(step, c.STAGES)
+    mbarrier.wait(bars.q_full.index(stage), phase)
+    # [HALF, BLOCK_D] x [BLOCK_D, ROWS]
+    pending = warpgroup_mma(smem.k.index(ME), smem.q[0].index(stage).permute((1, 0)),
+                            gl.zeros([HALF, ROWS], gl.float32, product_layout(ROWS)), use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, deps=(pending,))
+
+
+@gluon.jit
 def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, ME: gl.constexpr, SHARED_K: gl.constexpr,
           MASKED: gl.constexpr, LAST: gl.constexpr):
     """Adds what a step gives to dK1, dK2 and dV; takes its first branch's scores, and gives those of the next step."""
-    q1_tiles, q2_tiles = smem.q  # one buffer for both would be read with more registers, which are spilled
+    q1_tiles, q2_tiles = smem.q
     k_tiles, ds_tiles = smem.k, smem.ds
     scores_layout: gl.constexpr = scores.type.layout
     dv_operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
@@ -169,66 +170,85 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
     dq = warpgroup_mma_wait(0, deps=(dq,))
     add_to(dq_tile, dq)
     if not LAST:  # not before dQ is out of the registers
-        next_stage, next_phase = ring(step + 1, c.STAGES)
-        mbarrier.wait(bars.q_full.index(next_stage), next_phase)
-        pending = warpgroup_mma(k_tiles.index(ME), q1_tiles.index(next_stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, deps=(pending,))
+        scores = _first_scores(smem, bars, step + 1, c, ME)
     return scores, dk1, dk2, dv
 
 
 @gluon.jit
-def _consume(grads, dk2_desc, dk2_ptr, dq_ptr, smem, bars, problem, scale, dk_scale, c, ME: gl.constexpr):
-    """dK1, dK2 and dV of 64 keys of each tile, and the dQ of branch ME. grads: of the first branch and the values."""
-    SHARED_K: gl.constexpr = dk2_desc is None
-    work = smem.work
-    scores_layout: gl.constexpr = product_layout(ROWS)
-    taken = 0
-    step = 0
-    slot, more = await_tile(work, bars.work_full, taken)
-    while more != 0:
-        key = word(work, slot, "key")
-        begin, full_begin = word(work, slot, "begin"), word(work, slot, "full_begin")
-        full_end, end = word(work, slot, "full_end"), word(work, slot, "end")
-        len_q, len_k = word(work, slot, "len_q"), word(work, slot, "len_k")
-        low, high = first_and_last_query(key + ME * HALF, len_q, len_k, problem.window_left, problem.window_right, c, scores_layout)
-        dk1 = gl.zeros([HALF, c.WIDTH], gl.float32, product_layout(c.WIDTH))
-        dk2 = 0
-        if not SHARED_K:
-            dk2 = gl.zeros([HALF, c.WIDTH], gl.float32, product_layout(c.WIDTH))
-        dv = gl.zeros([HALF, c.VALUE_WIDTH], gl.float32, product_layout(c.VALUE_WIDTH))
-        dq_tile = dq_ptr + word(work, slot, "dq_tile").to(gl.int64) * (ROWS * c.WIDTH)
-        mbarrier.wait(bars.k_full, taken & 1)
-        mbarrier.wait(bars.v_full, taken & 1)
-        if end > begin:
-            for _ in range(problem.group):
-                stage, phase = ring(step, c.STAGES)
-                mbarrier.wait(bars.q_full.index(stage), phase)
-                # [HALF, BLOCK_D] x [BLOCK_D, ROWS]
-                pending = warpgroup_mma(smem.k.index(ME), smem.q[0].index(stage).permute((1, 0)),
-                                        gl.zeros([HALF, ROWS], gl.float32, scores_layout), use_acc=False, is_async=True)
-                scores = warpgroup_mma_wait(0, deps=(pending,))
-                before = step - begin
-                bounds = (begin, gl.maximum(gl.minimum(full_begin, end - 1), begin), gl.maximum(gl.minimum(full_end, end - 1), begin),
-                          end - 1, end)
-                for segment in gl.static_range(4):
-                    if segment != 2 or c.HAS_LEFT:
-                        for i in range(bounds[segment], bounds[segment + 1]):
-                            scores, dk1, dk2, dv = _step(
-                                scores, dk1, dk2, dv, smem, bars, dq_tile + i * (ROWS * c.WIDTH), before + i, scale, low - i * ROWS,
-                                high - i * ROWS, c, ME, SHARED_K, segment != 1, segment == 3)
-                step = before + end
-                dq_tile += problem.head_tiles * (ROWS * c.WIDTH)
-        batch, kv_head, key, first_k, len_k, _ = end_tile(work, bars, slot)
-        row = key + ME * HALF
-        buffer = smem.out.index(ME)
-        store_dv(grads, buffer, dv, batch, kv_head, first_k, row, len_k, c)
-        store_dk(grads, buffer, dk1 * dk_scale, batch, kv_head, first_k, row, len_k, c)
-        if not SHARED_K:
-            store_keys(dk2_desc, dk2_ptr, grads.stride_dk, grads.stride_dk_head, buffer, (dk2 * dk_scale).to(buffer.dtype), batch, kv_head,
-                       first_k, row, len_k, c.HEAD_DIM, c.PACKED)
-        taken += 1
-        slot, more = await_tile(work, bars.work_full, taken)
-    tma.store_wait(0)
+def branch_tiles(dtype: gl.constexpr, KEYS_OF: gl.constexpr, JOINT: gl.constexpr, c):
+    """Shared of both branches, with the keys of one or two. JOINT: a step's queries of both lie in one buffer, side by side as columns of
+    scores, and dQ goes through shared memory; apart, one buffer would be read with more registers, which are spilled."""
+    rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, c.WIDTH], dtype)
+    of_values: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, c.VALUE_WIDTH], dtype)
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
+    if JOINT:
+        q = gl.allocate_shared_memory(dtype, [2 * c.STAGES, ROWS, c.WIDTH], rows)
+    else:
+        first = gl.allocate_shared_memory(dtype, [c.STAGES, ROWS, c.WIDTH], rows)
+        q = first, gl.allocate_shared_memory(dtype, [c.STAGES, ROWS, c.WIDTH], rows)
+    do = gl.allocate_shared_memory(dtype, [c.STAGES, ROWS, c.VALUE_WIDTH], of_values)
+    k = gl.allocate_shared_memory(dtype, [2 * KEYS_OF, HALF, c.WIDTH], rows)
+    v = gl.allocate_shared_memory(dtype, [2, HALF, c.VALUE_WIDTH], of_values)
+    if JOINT:
+        ds = gl.allocate_shared_memory(dtype, [4, HALF, 2 * ROWS], gl.NVMMASharedLayout.get_default_for([HALF, 2 * ROWS], dtype))
+        dq = gl.allocate_shared_memory(gl.float32, [2, 128, 32], gl.NVMMASharedLayout.get_default_for([128, 32], gl.float32))
+    else:
+        ds = gl.allocate_shared_memory(dtype, [8, HALF, ROWS], square)  # of two steps, both branches and both consumers
+        dq = ()
+    out = gl.allocate_shared_memory(dtype, [2, HALF, 64], square)
+    stats = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, 1, STATS], gl.NVMMASharedLayout.get_default_for([1, STATS], gl.float32))
+    columns = column_numbers(ROWS)
+    work = gl.allocate_shared_memory(gl.int32, [WORK, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Shared(q, do, stats, k, v, ds, dq, out, columns, work)
+
+
+class Own(NamedTuple):
+    dq: Any  # both branches' float32 dQ
+    dk2_desc: Any  # None where the branches share their keys
+    dk2_ptr: Any
+
+
+@gluon.jit
+def _start(own, smem, slot, c):
+    """START: (dK1, dK2, dV, place in a branch's dQ)."""
+    dk2 = 0
+    if own.dk2_desc is not None:
+        dk2 = gl.zeros([HALF, c.WIDTH], gl.float32, product_layout(c.WIDTH))
+    dk1, dv = start_pair(own, smem, slot, c)
+    return dk1, dk2, dv, word(smem.work, slot, "dq_tile").to(gl.int64) * (ROWS * c.WIDTH)
+
+
+@gluon.jit
+def _walk(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
+    """WALK: the first branch's scores are a step ahead, but for those of a head's first step."""
+    dk1, dk2, dv, dq_place = state
+    begin, full_begin, full_end, end = bounds
+    dq_tile = own.dq[ME] + dq_place
+    if end > begin:
+        for _ in range(problem.group):
+            scores = _first_scores(smem, bars, at, c, ME)
+            before = at - begin
+            segments = (begin, gl.maximum(gl.minimum(full_begin, end - 1), begin), gl.maximum(gl.minimum(full_end, end - 1), begin),
+                        end - 1, end)
+            for segment in gl.static_range(4):
+                if segment != 2 or c.HAS_LEFT:
+                    for i in range(segments[segment], segments[segment + 1]):
+                        scores, dk1, dk2, dv = _step(
+                            scores, dk1, dk2, dv, smem, bars, dq_tile + i * (ROWS * c.WIDTH), before + i, scale, low - i * ROWS,
+                            high - i * ROWS, c, ME, own.dk2_desc is None, segment != 1, segment == 3)
+            at = before + end
+            dq_tile += problem.head_tiles * (ROWS * c.WIDTH)
+    return (dk1, dk2, dv), at
+
+
+@gluon.jit
+def _store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
+    """STORE. grads: of the first branch and the values."""
+    dk1, dk2, dv = state
+    store_pair(grads, own, buffer, (dk1, dv), dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME)
+    if own.dk2_desc is not None:
+        store_keys(own.dk2_desc, own.dk2_ptr, grads.stride_dk, grads.stride_dk_head, buffer, (dk2 * dk_scale).to(buffer.dtype), batch,
+                   kv_head, first_k, row, len_k, c.HEAD_DIM, c.PACKED)
 
 
 @gluon.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group", "head_tiles",
@@ -244,24 +264,8 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
     """k2, dk2 and their tails are None where the branches share their keys."""
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=BLOCK_D, VALUE_WIDTH=BLOCK_DV, ROWS=ROWS, STAGES=STAGES, PACKED=PACKED,
                HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=False, OF_TILE=same_for_all, TILE=next_key_tile, LOAD_STEPS=all_steps,
-               LOAD_NEXT=next_step, LOAD_Q=load_queries_apart, LOAD_K=load_keys)
-    dtype: gl.constexpr = q1_desc.dtype
-    BRANCHES: gl.constexpr = 1 if k2_desc is None else 2
-    d_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
-    dv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], dtype)
-    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
-    q1_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_D], d_layout)
-    q2_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_D], d_layout)
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_DV], dv_layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [2 * BRANCHES, HALF, BLOCK_D], d_layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_DV], dv_layout)
-    ds_tiles = gl.allocate_shared_memory(dtype, [8, HALF, ROWS], square)  # of two steps, both branches and both consumers
-    out_tiles = gl.allocate_shared_memory(dtype, [2, HALF, 64], square)
-    stats_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, STATS],
-                                            gl.NVMMASharedLayout.get_default_for([1, STATS], gl.float32))
-    columns = column_numbers(ROWS)
-    work = gl.allocate_shared_memory(gl.int32, [WORK, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    smem = Shared((q1_tiles, q2_tiles), do_tiles, stats_tiles, k_tiles, v_tiles, ds_tiles, (), out_tiles, columns, work)
+               LOAD_NEXT=next_step, LOAD_Q=load_queries_apart, LOAD_K=load_keys, START=_start, WALK=_walk, STORE=_store)
+    smem = branch_tiles(q1_desc.dtype, 1 if k2_desc is None else 2, False, c)
     q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = step_barriers(STAGES, 2, 2)
     bars = Barriers(q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, barriers(4, 2), (), (), ())
     source = Source(Branches(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, v_desc),
@@ -269,9 +273,5 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
     grads = Gradients(dk1_desc, dv_desc, dk1_ptr, dv_ptr, kv_heads * HEAD_DIM, kv_heads * VALUE_DIM, HEAD_DIM, VALUE_DIM, None, None)
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
                       window_left, window_right)
-    gl.warp_specialize([
-        (_consume, (grads, dk2_desc, dk2_ptr, dq1_ptr, smem, bars, problem, scale, softmax_scale, c, 0)),
-        (_consume, (grads, dk2_desc, dk2_ptr, dq2_ptr, smem, bars, problem, scale, softmax_scale, c, 1)),
-        (load, (source, smem, bars, problem, (), c)),
-    ], [4, 1], [REGISTERS, 24])
-    invalidate(bars)
+    run_pair(source, grads, smem, bars, None, None, problem, Own((dq1_ptr, dq2_ptr), dk2_desc, dk2_ptr), scale, softmax_scale, REGISTERS,
+             24, c)

@@ -8,12 +8,12 @@ so that they need not keep step with each other; a warp has it added to memory.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, same_tile
+from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, same_tile, start_pair, store_pair, walk_pair
 from attnzoo_kernels._gluon.backward_dq import dq_before, first_buffer, hand_on_dq
 from attnzoo_kernels._gluon.backward_kernel import run_pair
 from attnzoo_kernels._gluon.backward_load import Source, all_steps, next_step
-from attnzoo_kernels._gluon.backward_step import Shared, column_numbers, pair_barriers
-from attnzoo_kernels._gluon.backward_tiles import HALF, ROWS, WORK, Config, Problem, next_key_tile, same_for_all
+from attnzoo_kernels._gluon.backward_step import pair_barriers
+from attnzoo_kernels._gluon.backward_tiles import HALF, ROWS, Config, Problem, next_key_tile, same_for_all
 from attnzoo_kernels._gluon.hopper import (
     barrier,
     fence_async_shared,
@@ -24,8 +24,8 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels.differential.hopper_backward_kernel import halves, statistics, weights_of, whole
-from attnzoo_kernels.differential.hopper_loads import STATS, Branches, load_keys, load_queries
+from attnzoo_kernels.differential.hopper_backward_kernel import branch_tiles, halves, statistics, weights_of, whole
+from attnzoo_kernels.differential.hopper_loads import Branches, load_keys, load_queries
 
 BOTH = gl.constexpr(128)  # queries of both branches in a step
 
@@ -88,24 +88,9 @@ def differential_bwd_shared_kernel(q1_desc, q2_desc, do_desc, k_desc, v_desc, st
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=BLOCK_D, VALUE_WIDTH=BLOCK_DV, ROWS=ROWS, DQ_ROWS=BOTH, STAGES=STAGES,
                PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=False, CLEARED=True, DQ_WARP=True, DQ_LAGS=True,
                SEGMENT_BEGIN=0, SEGMENT_END=3 if HAS_LEFT else 2, OF_TILE=same_for_all, TILE=next_key_tile, BOUNDS=all_queries,
-               LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys, STEP=_step,
-               BUFFER=first_buffer)
-    dtype: gl.constexpr = q1_desc.dtype
-    d_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], dtype)
-    dv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], dtype)
-    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
-    q_tiles = gl.allocate_shared_memory(dtype, [2 * STAGES, ROWS, BLOCK_D], d_layout)  # of both branches in turn
-    do_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, BLOCK_DV], dv_layout)
-    k_tiles = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_D], d_layout)
-    v_tiles = gl.allocate_shared_memory(dtype, [2, HALF, BLOCK_DV], dv_layout)
-    ds_tiles = gl.allocate_shared_memory(dtype, [4, HALF, BOTH], gl.NVMMASharedLayout.get_default_for([HALF, BOTH], dtype))
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 128, 32], gl.NVMMASharedLayout.get_default_for([128, 32], gl.float32))
-    out_tiles = gl.allocate_shared_memory(dtype, [2, HALF, 64], square)
-    stats_tiles = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, STATS],
-                                            gl.NVMMASharedLayout.get_default_for([1, STATS], gl.float32))
-    columns = column_numbers(ROWS)
-    work = gl.allocate_shared_memory(gl.int32, [WORK, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    smem = Shared(q_tiles, do_tiles, stats_tiles, k_tiles, v_tiles, ds_tiles, dq_tiles, out_tiles, columns, work)
+               LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys, START=start_pair,
+               WALK=walk_pair, STEP=_step, STORE=store_pair, BUFFER=first_buffer)
+    smem = branch_tiles(q1_desc.dtype, 1, True, c)
     bars = pair_barriers(c)
     source = Source(Branches(q1_desc, q2_desc, do_desc, k_desc, None, v_desc),
                     Branches(q1_tail_desc, q2_tail_desc, do_tail_desc, k_tail_desc, None, v_tail_desc), stats_desc)
