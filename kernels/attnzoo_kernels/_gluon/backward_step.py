@@ -146,45 +146,47 @@ def base_2_scores(scores, smem, stage, scale, low, high, c, MASKED: gl.constexpr
 
 
 @gluon.jit
-def pair_step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
-    """STEP: adds what a step gives to dK and dV, and hands on this consumer's half of dQ; DQ_LAGS: that of the step before, if there was
-    `some`, so that the consumers need not keep step with each other.
-
-    Scores and dP are in flight together, dQ before dK: it goes its way while the tensor cores are busy with dK.
-    """
-    ROWS: gl.constexpr = c.ROWS
-    scores_layout: gl.constexpr = product_layout(ROWS)
-    weights_layout: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    dtype: gl.constexpr = smem.q.dtype
-    nothing = gl.zeros([HALF, ROWS], gl.float32, scores_layout)
+def products(q_tiles, smem, bars, step, c, ME: gl.constexpr):
+    """(stage of a step, its scores, dO Vᵀ still in flight)."""
+    ROWS: gl.constexpr = q_tiles.shape[1]
     stage, phase = ring(step, c.STAGES)
     mbarrier.wait(bars.q_full.index(stage), phase)
     # [HALF, WIDTH] x [WIDTH, ROWS]
-    pending = warpgroup_mma(smem.k.index(ME), smem.q.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    pending = warpgroup_mma(smem.k.index(ME), q_tiles.index(stage).permute((1, 0)),
+                            gl.zeros([HALF, ROWS], gl.float32, product_layout(ROWS)), use_acc=False, is_async=True)
     mbarrier.wait(bars.do_full.index(stage), phase)
-    dweights_pending = warpgroup_mma(smem.v.index(ME), smem.do.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=(pending,))
-    weights = gl.exp2(base_2_scores(scores, smem, stage, scale, low, high, c, MASKED))
-    p = gl.convert_layout(weights.to(dtype), weights_layout)
-    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
-    delta = row_statistics(smem.stats, stage, 1, ROWS, gl.SliceLayout(0, scores_layout))
-    dscores = (weights * (dweights - delta[None, :])).to(dtype)
+    # [HALF, VALUE_WIDTH] x [VALUE_WIDTH, c.ROWS]
+    dweights_pending = warpgroup_mma(smem.v.index(ME), smem.do.index(stage).permute((1, 0)),
+                                     gl.zeros([HALF, c.ROWS], gl.float32, product_layout(c.ROWS)), use_acc=False, is_async=True)
+    return stage, warpgroup_mma_wait(1, deps=(pending,)), dweights_pending
+
+
+@gluon.jit
+def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME: gl.constexpr, DV_PENDING: gl.constexpr):
+    """The sums with a step's dS and weights `p`, whose dV may be in flight already; hands on this consumer's half of dQ: under DQ_LAGS that
+    of the step before, if there was `some`, so that the consumers need not keep step with each other.
+
+    dQ comes before dK: it goes its way while the tensor cores are busy with dK.
+    """
     ds_slot, ds_phase = ring(step, 2)
     if c.DQ_LAGS:
         mbarrier.wait(bars.ds_empty[ME].index(ds_slot), ds_phase ^ 1)
     smem.ds.index(ds_slot * 2 + ME).store(dscores)
-    # [HALF, ROWS] x [ROWS, WIDTH]
-    dv_pending = warpgroup_mma(p, smem.do.index(stage), dv, is_async=True)
+    dv_pending = dv
+    if not DV_PENDING:
+        # [HALF, c.ROWS] x [c.ROWS, VALUE_WIDTH]
+        dv_pending = warpgroup_mma(p, smem.do.index(stage), dv, is_async=True)
     fence_async_shared()
     barrier()
     release(bars.ds_full[ME].index(ds_slot))
-    ds = gl.convert_layout(dscores, weights_layout)
+    ds = gl.convert_layout(dscores, gl.DotOperandLayout(0, dk.type.layout, 2))
     if c.DQ_LAGS:
         dq_pending = dq_before(smem, bars, step, some, c, ME)
     else:
         mbarrier.wait(bars.ds_full[1 - ME].index(ds_slot), ds_phase)
         dq_pending = dq_half(smem, ds_slot, c, ME)
-    dk_pending = warpgroup_mma(ds, smem.q.index(stage), dk, is_async=True)
+    # [HALF, ROWS] x [ROWS, WIDTH]
+    dk_pending = warpgroup_mma(ds, q_tiles.index(stage), dk, is_async=True)
     dv, dq, p = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p))
     if c.DQ_LAGS:
         if some:
@@ -194,3 +196,15 @@ def pair_step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high
     dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
     release(bars.step_empty.index(stage))
     return dk, dv
+
+
+@gluon.jit
+def pair_step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
+    """STEP: adds what a step gives to dK and dV."""
+    stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
+    weights = gl.exp2(base_2_scores(scores, smem, stage, scale, low, high, c, MASKED))
+    p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
+    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
+    delta = row_statistics(smem.stats, stage, 1, c.ROWS, gl.SliceLayout(0, product_layout(c.ROWS)))
+    dscores = (weights * (dweights - delta[None, :])).to(smem.q.dtype)
+    return add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, False)

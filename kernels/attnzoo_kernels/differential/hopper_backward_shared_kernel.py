@@ -9,21 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, same_tile, start_pair, store_pair, walk_pair
-from attnzoo_kernels._gluon.backward_dq import dq_before, first_buffer, hand_on_dq
+from attnzoo_kernels._gluon.backward_dq import first_buffer
 from attnzoo_kernels._gluon.backward_kernel import run_pair
 from attnzoo_kernels._gluon.backward_load import Source, all_steps, next_step
-from attnzoo_kernels._gluon.backward_step import pair_barriers
-from attnzoo_kernels._gluon.backward_tiles import HALF, ROWS, Config, Problem, next_key_tile, same_for_all
-from attnzoo_kernels._gluon.hopper import (
-    barrier,
-    fence_async_shared,
-    mbarrier,
-    product_layout,
-    release,
-    ring,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from attnzoo_kernels._gluon.backward_step import add_step, pair_barriers, products
+from attnzoo_kernels._gluon.backward_tiles import ROWS, Config, Problem, next_key_tile, same_for_all
+from attnzoo_kernels._gluon.hopper import product_layout, warpgroup_mma, warpgroup_mma_wait
 from attnzoo_kernels.differential.hopper_backward_kernel import branch_tiles, halves, statistics, weights_of, whole
 from attnzoo_kernels.differential.hopper_loads import Branches, load_keys, load_queries
 
@@ -33,47 +24,22 @@ BOTH = gl.constexpr(128)  # queries of both branches in a step
 @gluon.jit
 def _step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
     """STEP: hands on branch ME's dQ of the step before, if there was `some`."""
-    scores_layout: gl.constexpr = product_layout(BOTH)
-    half_layout: gl.constexpr = product_layout(ROWS)
-    column: gl.constexpr = gl.SliceLayout(0, half_layout)
+    column: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
     dtype: gl.constexpr = smem.q.dtype
     q_tiles = smem.q._reinterpret(dtype, [c.STAGES, BOTH, c.WIDTH], smem.q.layout)
-    stage, phase = ring(step, c.STAGES)
-    mbarrier.wait(bars.q_full.index(stage), phase)
-    # [HALF, BLOCK_D] x [BLOCK_D, BOTH]
-    pending = warpgroup_mma(smem.k.index(ME), q_tiles.index(stage).permute((1, 0)), gl.zeros([HALF, BOTH], gl.float32, scores_layout),
-                            use_acc=False, is_async=True)
-    mbarrier.wait(bars.do_full.index(stage), phase)
-    # [HALF, BLOCK_DV] x [BLOCK_DV, ROWS]
-    dweights_pending = warpgroup_mma(smem.v.index(ME), smem.do.index(stage).permute((1, 0)),
-                                     gl.zeros([HALF, ROWS], gl.float32, half_layout), use_acc=False, is_async=True)
-    left, right = halves(warpgroup_mma_wait(1, deps=(pending,)))
+    stage, scores, dweights_pending = products(q_tiles, smem, bars, step, c, ME)
+    left, right = halves(scores)
     left = weights_of(left, smem, stage, 0, 0, low, high, scale, c, MASKED)
     right = weights_of(right, smem, stage, 2, 0, low, high, scale, c, MASKED)
     right = right * statistics(smem.stats, stage, 4, 0, column, ROWS)
     p = gl.convert_layout((left - right).to(dtype), gl.DotOperandLayout(0, dv.type.layout, 2))
     # [HALF, ROWS] x [ROWS, BLOCK_DV]
-    dv_pending = warpgroup_mma(p, smem.do.index(stage), dv, is_async=True)
+    dv = warpgroup_mma(p, smem.do.index(stage), dv, is_async=True)
     dweights = warpgroup_mma_wait(1, deps=(dweights_pending,))
     left = left * (dweights - statistics(smem.stats, stage, 1, 0, column, ROWS))
     right = right * (statistics(smem.stats, stage, 3, 0, column, ROWS) - dweights)
-    dscores = whole(left.to(dtype), right.to(dtype), scores_layout)
-    slot, slot_phase = ring(step, 2)
-    mbarrier.wait(bars.ds_empty[ME].index(slot), slot_phase ^ 1)
-    smem.ds.index(slot * 2 + ME).store(dscores)
-    fence_async_shared()
-    barrier()
-    release(bars.ds_full[ME].index(slot))
-    ds = gl.convert_layout(dscores, gl.DotOperandLayout(0, dk.type.layout, 2))
-    dq_pending = dq_before(smem, bars, step, some, c, ME)
-    # [HALF, BOTH] x [BOTH, BLOCK_D]
-    dk_pending = warpgroup_mma(ds, q_tiles.index(stage), dk, is_async=True)
-    dv, dq, p = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p))
-    if some:
-        hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME)
-    dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
-    release(bars.step_empty.index(stage))
-    return dk, dv
+    dscores = whole(left.to(dtype), right.to(dtype), product_layout(BOTH))
+    return add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, True)
 
 
 @gluon.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group", "head_tiles",
