@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from attnzoo import layers as by_layer
 from attnzoo.errors import UserError
 from attnzoo.run.files import write_whole
 
@@ -89,7 +90,8 @@ def load(
     """Rebuild the model of a checkpoint with its weights.
 
     attention: a dict with `_target_` replaces the variant, without it its keys are merged over the checkpoint's. model: keys merged over
-    the checkpoint's (rope_scaling, ...). trust: modules whose classes a checkpoint may name beside attnzoo's.
+    the checkpoint's (rope_scaling, ...); `layers` with a `pattern` replaces the checkpoint's, without one its kinds are merged over them.
+    trust: modules whose classes a checkpoint may name beside attnzoo's.
     """
     return rebuild(read(path, map_location), path, attention=attention, model=model, trust=trust)
 
@@ -104,6 +106,8 @@ def rebuild(content: dict, path: str | os.PathLike, *, attention: Mapping | None
     try:
         attention_config = attention if "_target_" in attention else {**copy.deepcopy(record["attention"]), **attention}
         model_config = {**copy.deepcopy(record["model"]), **model}
+        if "layers" in model:
+            model_config["layers"] = by_layer.merged(record["model"].get("layers"), model["layers"])
         weights = {name.removeprefix(PREFIX): value for name, value in content["state_dict"].items() if name.startswith(PREFIX)}
         tokenizer, task, context = _tokenizer(record["tokenizer"]), record["task"], record["context"]
         if task not in TASKS or not isinstance(context, int) or context < 1:
@@ -124,6 +128,8 @@ def rebuild(content: dict, path: str | os.PathLike, *, attention: Mapping | None
         for group, config, recorded in (("attention", attention_config, record["attention"]), ("model", model_config, record["model"]))
         if (changed := {key: value for key, value in config.items() if key not in recorded or recorded[key] != value})
     }
+    if "layers" in overrides.get("model", {}):  # each key of it that differs, by its place
+        overrides["model"] |= by_layer.changes(record["model"].get("layers"), overrides["model"].pop("layers"))
     return Checkpoint(built.eval(), tokenizer, task, context, record, overrides)
 
 

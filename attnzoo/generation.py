@@ -52,7 +52,8 @@ class Writer:
                             "none; take a GPT, which python train.py model=gpt_tiny trains")
         self.cfg, self.tokenizer, self.context = cfg, loaded.tokenizer, loaded.context
         self.fabric, self.model = _place(loaded.model, cfg)
-        check_path(loaded.overrides.get("attention", given.record["attention"]).get("impl"), self.device)
+        for block in loaded.model.blocks:
+            check_path(getattr(block.attention, "impl", None), self.device)
         self.generator = torch.Generator(self.device).manual_seed(cfg.seed)
 
     @property

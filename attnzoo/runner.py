@@ -54,10 +54,13 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
     loggers = build_loggers(cfg, run_dir, "train", resumed=ckpt_path is not None)
     try:
         trainer = build_trainer(cfg, loggers)
-        check_path(cfg.attention.get("impl"), trainer.strategy.root_device)
+        layers = checks.attentions(cfg).values()
+        for layer in layers:
+            check_path(layer.get("impl"), trainer.strategy.root_device)
         data = instantiate(cfg.data, **(initial.data_tokenizer(cfg, origin) if origin else {}), _convert_="all")
         if getattr(data, "packs", False):
-            get_class(cfg.attention._target_).check_packed(causal=data.objective == "lm")
+            for layer in layers:
+                get_class(layer["_target_"]).check_packed(causal=data.objective == "lm")
         if origin:
             initial.check_tokenizer(cfg, origin, data.tokenizer)
         data.prepare_data()
@@ -74,7 +77,7 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
             write_whole(folder.config, OmegaConf.to_yaml(OmegaConf.create(plain(cfg))))
             for logger in loggers:
                 logger.log_hyperparams(plain(cfg))
-            names = choices("model", "attention", "data") if origin is None else [*initial.names(module.model), *choices("data")]
+            names = choices("model", "attention", "layers", "data") if origin is None else [*initial.names(module.model), *choices("data")]
             log.info(report.beginning(names, trainer, module, data, run_dir))
             if begun:
                 log.info(initial.describe(origin, begun, cfg))

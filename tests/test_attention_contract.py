@@ -185,6 +185,26 @@ def test_reading_with_the_cache_equals_reading_at_once(variant, positions):
         build(variant)(ids, cache=caches)
 
 
+@pytest.mark.parametrize("variant, kind", [(variant, kind) for variant in VARIANTS for kind in MODELS if is_supported(variant, kind)])
+def test_a_gate_and_a_temperature_go_with_every_variant(variant, kind, tokens):
+    """Packed, single and cached reading agree, gradients reach what is learned, and the gate is counted."""
+    options = {"attention_gate": "elementwise" if kind == "gpt" else "head", "attention_temperature": "ssmax"}
+    model, plain = build(variant, kind, **options).train(), build(variant, kind)
+    ids, cu_seqlens = tokens
+    single = torch.cat([model(part[None])[0] for part in ids.split(LENGTHS) if len(part)])
+    if supports(variant).packed:
+        assert_close(model(ids, cu_seqlens=cu_seqlens, max_seqlen=max(LENGTHS)), single)
+    if kind == "gpt" and supports(variant).cache:
+        caches = model.new_cache(1, 12)
+        steps = [model(part, cache=caches) for part in ids[None, -12:].split([6, 1, 5], dim=1)]
+        assert_close(torch.cat(steps, dim=1)[0], single[-12:])
+    single.logsumexp(-1).sum().backward()
+    gated = model.blocks[1].attention
+    for parameter in (gated.g_proj.weight, gated.ssmax_scale):
+        assert parameter.grad.isfinite().all() and parameter.grad.any()
+    assert model.flops([9]) - plain.flops([9]) == 6 * 9 * sum(block.attention.g_proj.weight.numel() for block in model.blocks)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_state_dicts_go_round_and_between_variants_of_the_same_parameters(variant):
     ids = torch.arange(10)[None]
@@ -320,6 +340,12 @@ SPEC = {
         ({"rope_scaling": "linear"}, "no effect with rope_factor=1"),
         ({"positions": "alibi", "rope_scaling": "ntk", "rope_factor": 2.0}, "no effect with positions=alibi"),
         ({"dropout": 1.0}, "attention_dropout=1.0"),
+        ({"rope_proportion": 0.2}, "rope_proportion=0.2: must lie in .* one pair of channels turn"),
+        ({"gate": "token"}, "attention_gate='token': must be one of none, elementwise, head"),
+        ({"temperature": "hot"}, "attention_temperature='hot': must be none, ssmax, log, yarn, llama4"),
+        ({"temperature": {"name": "log", "floor_scale": 8}}, "attention_temperature: floor_scale must be left out with name=log"),
+        ({"temperature": {"name": "llama4", "floor_scale": 0}}, "attention_temperature.floor_scale=0: must be a number above 0"),
+        ({"temperature": "log", "train_context": 1}, "attention_temperature=log: needs a context of at least 2"),
         ({"train_context": None}, "train_context: must be a positive integer, got None"),
     ],
 )

@@ -17,7 +17,7 @@ from attnzoo.run import checks
 from attnzoo.run.command_line import one_line_errors
 
 CONFIGS = ROOT / "configs"
-TRAIN_GROUPS = ("attention", "callbacks", "data", "debug", "experiment", "logger", "model", "optimizer", "recipe", "schedule",
+TRAIN_GROUPS = ("attention", "callbacks", "data", "debug", "experiment", "layers", "logger", "model", "optimizer", "recipe", "schedule",
                 "task", "trainer")
 # what a user must say beside the option
 TEXT = [f"data.paths=[{ROOT / 'pyproject.toml'}]"]
@@ -30,6 +30,7 @@ NEEDS = {
     "classification": ["model=bert_tiny"],
     "mlm": ["model=bert_tiny"],
     "drope": ["init_from=runs/a"],
+    "gemma3": ["model.n_layers=6"],
 }
 
 
@@ -50,7 +51,7 @@ def test_every_option_composes_and_builds(group, option, monkeypatch):
     if group in ("data", "experiment"):
         data = instantiate(cfg.data, _convert_="all")
         assert data.objective == cfg.task.objective
-    if group in ("attention", "model", "experiment", "task"):
+    if group in ("attention", "layers", "model", "experiment", "task"):
         with torch.device("meta"):
             model = instantiate(cfg.model, vocab_size=cfg.model.vocab_size or 259, _convert_="all")
         assert model.train_context == cfg.data.seq_len

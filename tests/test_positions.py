@@ -27,6 +27,8 @@ PARAMETERS = {
     "yarn not truncated": {"factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
     "llama3": {"factor": 8.0, "original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "longrope": {"original_max_position_embeddings": 16, **LISTS},
+    "proportional": {"partial_rotary_factor": 0.5},
+    "proportional with factor": {"partial_rotary_factor": 0.75, "factor": 4.0},
     "longrope with factor": {"factor": 4.0, "original_max_position_embeddings": 16, **LISTS},
 }
 
@@ -89,7 +91,7 @@ def test_saved_weights_are_read(tied, tmp_path):
 @pytest.mark.parametrize(("kind", "options", "message"), [
     ("llama", {"attention_bias": True}, "llama config attention_bias=True: not supported, must be False"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu': not supported, must be 'silu'"),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding_window=8: not supported"),
+    ("qwen3", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types: linear_attention not supported, must be"),
 ])
 def test_what_our_models_have_not_is_refused(kind, options, message):
     with pytest.raises(ValueError, match=message):
@@ -99,6 +101,17 @@ def test_what_our_models_have_not_is_refused(kind, options, message):
 def angles(rope, positions):
     cos, sin = rope.tables(torch.as_tensor(positions))
     return torch.atan2(sin.double(), cos.double()), cos.double().square() + sin.double().square()
+
+
+def test_p_rope_turns_the_fastest_pairs_only():
+    whole, share = make_rope(16, 10000.0, "none", 1.0, 16), make_rope(16, 10000.0, "none", 1.0, 16, proportion=0.4)
+    positions = torch.arange(40)
+    for there, here, still in zip(whole.tables(positions), share.tables(positions), (1.0, 0.0), strict=True):
+        assert torch.equal(here[:, :3], there[:, :3])  # three of the eight pairs, as three eighths are the last share below 0.4
+        assert torch.equal(here[:, 3:], torch.full_like(here[:, 3:], still))
+    # yarn's attention factor is that of all channels
+    cos, _ = make_rope(16, 10000.0, "yarn", 4.0, 16, proportion=0.5).tables(positions)
+    assert_close(cos[:, 4:], torch.full_like(cos[:, 4:], 0.1 * math.log(4) + 1))
 
 
 def test_yarn_is_the_papers_formula():

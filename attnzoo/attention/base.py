@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from attnzoo.attention.norm import RMSNorm
 from attnzoo.attention.positions import ROPE_OPTIONS, ROPE_SCALINGS, Rope, alibi_slopes, make_rope, rotate
+from attnzoo.attention.temperature import make_temperature
 
+GATES = ("none", "elementwise", "head")
 POSITIONS = ("learned", "rotary", "alibi", "none")
 Impl = Literal["gluon", "triton", "reference"]  # a path of the operators; None takes the fastest that runs
 
@@ -33,9 +35,12 @@ class AttentionSpec:
     positions: "learned" leaves positions to the model, "rotary" and "alibi" are applied here, "none" are in the causal mask alone
         (Kazemnejad et al. 2023, arXiv:2305.19466).
     rope_base, rope_scaling, rope_factor, rope_options: see `attnzoo.attention.positions`. partial_rotary_factor: the share of a head's
-        channels that is rotated, from the first on.
+        channels that is rotated, from the first on. rope_proportion: the share of its pairs that turn, the fastest.
     qk_norm: queries and keys are normalised by head (RMSNorm with norm_eps, Henry et al. 2020, arXiv:2010.04245) before they are rotated.
-    original_context: tokens that the rotary positions were trained on before the context was extended, None for train_context.
+    temperature: what queries are multiplied by, see `attnzoo.attention.temperature.make_temperature`.
+    gate: the output is multiplied by sigmoid(x W), a number for each channel ("elementwise") or each head ("head") of it (Qiu et al. 2025,
+        arXiv:2505.06708).
+    original_context: tokens that the positions were trained on before the context was extended, None for train_context.
     mlp_matrices: dim x mlp_dim matrices of the MLP behind the layer, three with a gate.
     """
 
@@ -55,9 +60,12 @@ class AttentionSpec:
     rope_factor: float = 1.0
     rope_options: Mapping[str, Any] | None = None
     partial_rotary_factor: float = 1.0
+    rope_proportion: float = 1.0
     original_context: int | None = None
     qk_norm: bool = False
     norm_eps: float = 1e-5
+    temperature: str | Mapping[str, Any] = "none"
+    gate: str = "none"
     mlp_matrices: int = 2
 
     def __post_init__(self):
@@ -73,6 +81,9 @@ class AttentionSpec:
             raise ValueError(f"positions={self.positions!r}: must be one of {', '.join(POSITIONS)}; set model.positions")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"attention_dropout={self.dropout}: must lie in [0, 1)")
+        if self.gate not in GATES:
+            raise ValueError(f"attention_gate={self.gate!r}: must be one of {', '.join(GATES)}; set model.attention_gate")
+        make_temperature(self.temperature, self.known_context)
         if self.positions == "rotary":
             self._check_rotary()
         elif self.rope_scaling != "none":
@@ -88,7 +99,7 @@ class AttentionSpec:
         """The rotation of heads of this width."""
         options = ((name, tuple(value) if isinstance(value, list) else value) for name, value in (self.rope_options or {}).items())
         return make_rope(self._rotary_dim(head_dim), float(self.rope_base), self.rope_scaling, float(self.rope_factor), self.known_context,
-                         tuple(sorted(options)))
+                         tuple(sorted(options)), float(self.rope_proportion))
 
     def _rotary_dim(self, head_dim: int) -> int:
         return int(head_dim * self.partial_rotary_factor)
@@ -99,6 +110,9 @@ class AttentionSpec:
         if not 0 < self.partial_rotary_factor <= 1 or self._rotary_dim(self.head_dim) % 2 or self._rotary_dim(self.head_dim) < 2:
             raise ValueError(f"partial_rotary_factor={self.partial_rotary_factor}: must lie in (0, 1] and leave an even number of the "
                              f"{self.head_dim} channels of a head; no rotation at all is model.positions=none")
+        if not 0 < self.rope_proportion <= 1 or int(self.rope_proportion * self._rotary_dim(self.head_dim) / 2) < 1:
+            raise ValueError(f"rope_proportion={self.rope_proportion}: must lie in (0, 1] and let one pair of channels turn at least; no "
+                             "rotation at all is model.positions=none")
         if self.rope_scaling not in ROPE_SCALINGS:
             raise ValueError(f"rope_scaling={self.rope_scaling!r}: must be one of {', '.join(ROPE_SCALINGS)}")
         if not self.rope_factor > 0 or not self.rope_base > 0:
@@ -154,6 +168,11 @@ class Supports:
     dropout: bool = True
     cache: bool = True
 
+    def common(self, other: "Supports") -> "Supports":
+        """What both can do."""
+        both = {name: mine and getattr(other, name) for name, mine in vars(self).items() if name != "positions"}
+        return Supports(**both, positions=tuple(name for name in self.positions if name in other.positions))
+
 
 class KVCache:
     """Keys and values of the tokens read so far, (batch, max_len, heads, width). Takes its memory at the first append."""
@@ -189,8 +208,8 @@ class Attention(nn.Module):
     - `attend_cached`: a kernel of its own for the newest tokens over a cache;
     - `init_weights`, `mlp_dim`, `visible_pairs`, `metrics`, `plain`.
 
-    The parameters are `q_proj`, `k_proj`, `v_proj`, `o_proj` (and `q_norm`, `k_norm`) in all variants, so that a checkpoint of one loads
-    into another.
+    The parameters are `q_proj`, `k_proj`, `v_proj`, `o_proj` (and, as the spec asks for them, `q_norm`, `k_norm`, `g_proj`, `ssmax_scale`)
+    in all variants, so that a checkpoint of one loads into another.
     """
 
     supports = Supports()
@@ -199,7 +218,7 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec):
         super().__init__()
         self.spec = spec
-        self._check_supported()
+        self.check_supported(spec.causal, spec.positions, spec.dropout)
         widths = {name: heads * width for name, (heads, width) in self.head_shapes().items()}
         self.q_proj = nn.Linear(spec.dim, widths["q"], bias=spec.bias)
         self.k_proj = nn.Linear(spec.dim, widths["k"], bias=spec.bias)
@@ -208,23 +227,33 @@ class Attention(nn.Module):
         width = self.head_shapes()["q"][1]
         self.q_norm, self.k_norm = (RMSNorm(width, eps=spec.norm_eps) if spec.qk_norm else nn.Identity() for _ in range(2))
         self.rope = spec.rope(width) if spec.positions == "rotary" else None
+        out_heads, out_width = self.head_shapes()["out"]
+        gates = {"none": 0, "elementwise": out_heads * out_width, "head": out_heads}[spec.gate]
+        self.g_proj = nn.Linear(spec.dim, gates, bias=spec.bias) if gates else None
+        self.temperature = make_temperature(spec.temperature, spec.known_context)
+        self.ssmax_scale = None
+        if self.temperature is not None and self.temperature.kind == "ssmax":
+            # so that the mean factor over the trained context is one at first
+            self.ssmax_scale = nn.Parameter(torch.full((self.head_shapes()["q"][0],), 1 / self.temperature.mean_log))
 
     @property
     def name(self) -> str:
         """The variant's name on the command line: its module's."""
         return type(self).__module__.rpartition(".")[2]
 
-    def _check_supported(self) -> None:
-        spec, supports = self.spec, self.supports
-        if spec.causal and not supports.causal:
-            raise ValueError(f"attention={self.name} is bidirectional only; use a bert model or attention=flash")
-        if not spec.causal and not supports.bidirectional:
-            raise ValueError(f"attention={self.name} is causal only; use a gpt model or attention=flash")
-        if spec.positions not in supports.positions:
-            ways = " or ".join(f"model.positions={name}" for name in supports.positions)
-            raise ValueError(f"attention={self.name} does not support positions={spec.positions}; set {ways}, or attention=flash")
-        if spec.dropout > 0 and not supports.dropout:
-            raise ValueError(f"attention={self.name} has no attention dropout, got {spec.dropout}; set model.attention_dropout=0")
+    @classmethod
+    def check_supported(cls, causal: bool, positions: str, dropout: float) -> None:
+        """Raises ValueError for a model that `supports` leaves out."""
+        supports, name = cls.supports, cls.__module__.rpartition(".")[2]
+        if causal and not supports.causal:
+            raise ValueError(f"attention={name} is bidirectional only; use a bert model or attention=flash")
+        if not causal and not supports.bidirectional:
+            raise ValueError(f"attention={name} is causal only; use a gpt model or attention=flash")
+        if positions not in supports.positions:
+            ways = " or ".join(f"model.positions={way}" for way in supports.positions)
+            raise ValueError(f"attention={name} does not support positions={positions}; set {ways}, or attention=flash")
+        if dropout > 0 and not supports.dropout:
+            raise ValueError(f"attention={name} has no attention dropout, got {dropout}; set model.attention_dropout=0")
 
     @classmethod
     def check_packed(cls, causal: bool) -> None:
@@ -241,7 +270,7 @@ class Attention(nn.Module):
 
     def init_weights(self, std: float, residual_std: float) -> None:
         """Normal weights, zero biases; `residual_std` is for the projection that writes to the residual stream."""
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.o_proj):
+        for projection in filter(None, (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.g_proj)):
             nn.init.normal_(projection.weight, std=residual_std if projection is self.o_proj else std)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
@@ -256,11 +285,15 @@ class Attention(nn.Module):
             self.check_packed(self.spec.causal)
         q, k, v, *rest = self.project(x)
         q, k = self.apply_positions(self.q_norm(q), self.k_norm(k), seq)
+        q = self.temper(q, seq)
         if cache is None:
             out = self.attend(q, k, v, seq, *rest)
         else:
             cache.append(k, v)
             out = self.attend_cached(q, cache, seq, *rest)
+        if self.g_proj is not None:
+            gate = self.g_proj(x).sigmoid()
+            out = out * (gate.view_as(out) if self.spec.gate == "elementwise" else gate[..., None])
         return self.o_proj(out.flatten(-2))
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -279,6 +312,25 @@ class Attention(nn.Module):
             return q, k
         cos, sin = self.rotary(seq)
         return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    def temper(self, q: Tensor, seq: SequenceInfo) -> Tensor:
+        """Queries (..., heads, width) times the factors of their positions, which is what the logits are multiplied by."""
+        if self.temperature is None:
+            return q
+        factor = seq.once(self.temperature.key, lambda: self.temperature.factor(self._context_lengths(q, seq)))[..., None]
+        if self.ssmax_scale is not None:
+            factor = factor * self.ssmax_scale
+        return (q * factor[..., None].to(torch.promote_types(q.dtype, torch.float32))).to(q.dtype)
+
+    def _context_lengths(self, q: Tensor, seq: SequenceInfo) -> Tensor:
+        """Tokens that each token may see, as far as the model's kind and the packing say: int64, like position_ids."""
+        if self.spec.causal:
+            return seq.position_ids + 1
+        if seq.cu_seqlens is None:
+            return torch.full_like(seq.position_ids, q.shape[1])
+        tokens = torch.arange(q.shape[0], device=q.device, dtype=torch.int32)
+        sequence = torch.searchsorted(seq.cu_seqlens[1:], tokens, right=True).clamp(max=seq.cu_seqlens.shape[0] - 2)
+        return seq.cu_seqlens.diff()[sequence].clamp(min=1).long()
 
     def rotary(self, seq: SequenceInfo) -> tuple[Tensor, Tensor]:
         """cos and sin of the pass's tokens, float32 (*position_ids.shape, rotated channels / 2)."""
@@ -324,10 +376,10 @@ class Attention(nn.Module):
     def flops(self, lengths: list[int]) -> float:
         """Floating point operations of forward and backward (twice the forward) over sequences of these lengths."""
         shapes = self.head_shapes()
-        projections = sum(p.weight.numel() for p in (self.q_proj, self.k_proj, self.v_proj, self.o_proj))
+        projections = sum(p.weight.numel() for p in (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.g_proj) if p is not None)
         per_pair = shapes["q"][0] * (shapes["q"][1] + shapes["v"][1])
         return 6.0 * (projections * sum(lengths) + per_pair * sum(map(self.visible_pairs, lengths)))
 
     def metrics(self) -> dict[str, float]:
-        """What is worth logging during training, by name; the model adds the layer."""
-        return {}
+        """What is worth logging during training, by name; the model adds the layer. ssmax_scale: the heads' mean."""
+        return {} if self.ssmax_scale is None else {"ssmax_scale": self.ssmax_scale.mean().item()}

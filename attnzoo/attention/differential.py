@@ -108,7 +108,8 @@ class DifferentialAttention(Attention):
         unit = spec.mlp_matrices * spec.dim + (spec.mlp_matrices - 1) * spec.bias
         ours = sum(p.numel() for p in self.parameters())
         heads, kv_heads = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-        theirs = 2 * spec.dim * (heads + kv_heads) + spec.bias * (heads + 2 * kv_heads + spec.dim)
+        gates = {"none": 0, "elementwise": heads, "head": spec.n_heads}[spec.gate]
+        theirs = spec.dim * (2 * heads + 2 * kv_heads + gates) + spec.bias * (heads + 2 * kv_heads + gates + spec.dim)
         width = baseline
         if self.match_parameters:
             width = baseline - 8 * round((ours - theirs) / (8 * unit))
@@ -126,7 +127,7 @@ class DifferentialAttention(Attention):
 
     def metrics(self) -> dict[str, float]:
         """lambda: version 2's is the mean over heads and tokens of the last training step."""
-        return {"lambda": (self.lambda_of_layer() if self.version == 1 else self.mean_lambda).item()}
+        return super().metrics() | {"lambda": (self.lambda_of_layer() if self.version == 1 else self.mean_lambda).item()}
 
 
 def _at_least_float32(x: Tensor) -> Tensor:

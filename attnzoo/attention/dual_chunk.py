@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
+from attnzoo.attention.temperature import make_temperature
 from attnzoo_kernels import dual_chunk_attention, padding
 from attnzoo_kernels.dual_chunk.geometry import STAGES, geometry, stage_bits
 
@@ -41,7 +42,10 @@ class DualChunkAttention(Attention):
         self.stages = tuple(stages)
         if temperature not in TEMPERATURES:
             raise ValueError(f"attention.temperature={temperature!r}: must be one of {', '.join(TEMPERATURES)}")
-        self.temperature = temperature
+        if temperature != "none" and self.temperature is not None:
+            raise ValueError(f"attention.temperature={temperature}: does not go with attention_temperature={spec.temperature}; set one of "
+                             "them to none")
+        self.chunk_temperature = None if temperature == "none" else make_temperature(temperature, spec.known_context)
         try:
             self.geometry = geometry(self.chunk_size, self.local_size, variant)
             stage_bits(self.stages)
@@ -67,16 +71,15 @@ class DualChunkAttention(Attention):
 
     def _multiplier(self, q: Tensor, k: Tensor, seq: SequenceInfo) -> Tensor | None:
         """What the logits of each token are multiplied by, float32, from the token's own position, which further tokens do not change."""
-        if self.temperature == "none":
+        if (temperature := self.chunk_temperature) is None:
             return None
-        context = self.spec.known_context
 
         def make() -> Tensor:
             if seq.cu_seqlens is not None:
-                return _yarn_temperature(padding.position_ids(seq.cu_seqlens, q.shape[0]), context)
-            return _yarn_temperature(torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device), context)
+                return temperature.factor(padding.position_ids(seq.cu_seqlens, q.shape[0]) + 1)
+            return temperature.factor(torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device) + 1)
 
-        return seq.once(("dual_chunk temperature", context), make)
+        return seq.once(("dual_chunk", *temperature.key), make)
 
     def visible_pairs(self, length: int) -> int:
         chunk = self.geometry.chunk
@@ -88,9 +91,3 @@ class DualChunkAttention(Attention):
         successive = (1 if self.spec.causal else 2) * (max(whole - 1, 0) * chunk * chunk + (rest * chunk if whole else 0))
         pairs = {"intra": intra, "successive": successive, "inter": super().visible_pairs(length) - intra - successive}
         return sum(pairs[stage] for stage in set(self.stages))
-
-
-def _yarn_temperature(positions: Tensor, train_context: int) -> Tensor:
-    """YaRN's temperature (Peng et al. 2023, arXiv:2309.00071) for the context that ends with each token, float32 like positions."""
-    ratio = ((positions + 1) / train_context).clamp(min=1)
-    return ((0.1 * ratio.double().log() + 1) ** 2).float()

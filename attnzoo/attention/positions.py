@@ -28,6 +28,7 @@ class Rope:
     by pairs, "llama3" (Llama 3.1) too, "longrope" (Ding et al. 2024, arXiv:2402.13753) by lists of factors, another beyond `context`.
     context: tokens that the positions were trained on. frequencies, long: of each pair, radians a token, where they are no power of the
     base; `long` those beyond `context`. magnitude: what the tables are multiplied by (yarn's and longrope's attention factor).
+    proportion: the share of the pairs that turn, the fastest ones (p-RoPE, Barbero et al. 2024, arXiv:2410.06205); the others stand still.
 
     n is the highest position of a pass and one, over all sequences of a batch. Tokens that are read later do not turn the keys in a cache
     again: as in transformers, those keep the frequencies of the length at which they were read.
@@ -41,20 +42,22 @@ class Rope:
     frequencies: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
     magnitude: float = 1.0
+    proportion: float = 1.0
     key: str = ""  # equal for equal tables
 
     def tables(self, position_ids: Tensor, *, scaled: bool = True) -> tuple[Tensor, Tensor]:
         """Cosine and sine, float32 (*position_ids.shape, dim / 2). scaled: times `magnitude`."""
         return rotary_tables(position_ids, self.dim, self.base, self.scaling, self.factor, self.context, self.frequencies, self.long,
-                             self.magnitude if scaled else 1.0)
+                             self.magnitude if scaled else 1.0, self.proportion)
 
 
 @functools.cache
-def make_rope(dim: int, base: float, scaling: str, factor: float, context: int, options: tuple[tuple[str, Any], ...] = ()) -> Rope:
+def make_rope(dim: int, base: float, scaling: str, factor: float, context: int, options: tuple[tuple[str, Any], ...] = (),
+              proportion: float = 1.0) -> Rope:
     """options: as in ROPE_OPTIONS. ValueError for lists of another length than dim / 2."""
-    key = f"rotary {dim} {base} {scaling} {factor} {context} {options}"
+    key = f"rotary {dim} {base} {scaling} {factor} {context} {options} {proportion}"
     if scaling not in ROPE_OPTIONS:
-        return Rope(dim, base, scaling, factor, context, key=key)
+        return Rope(dim, base, scaling, factor, context, proportion=proportion, key=key)
     given = _DEFAULTS.get(scaling, {}) | dict(options)
     if scaling == "longrope":
         for name in ("short_factor", "long_factor"):
@@ -62,7 +65,7 @@ def make_rope(dim: int, base: float, scaling: str, factor: float, context: int, 
                 raise ValueError(f"rope_options.{name}={given.get(name)!r}: must be a list of {dim // 2} numbers, one for each pair")
     short, magnitude = _frequencies_of_transformers(dim, base, scaling, factor, context, given, context)
     long = _frequencies_of_transformers(dim, base, scaling, factor, context, given, context + 1)[0] if scaling == "longrope" else ()
-    return Rope(dim, base, scaling, factor, context, short, long, magnitude, key)
+    return Rope(dim, base, scaling, factor, context, short, long, magnitude, proportion, key)
 
 
 def _frequencies_of_transformers(dim: int, base: float, scaling: str, factor: float, context: int, options: Mapping[str, Any],
@@ -81,8 +84,8 @@ def _frequencies_of_transformers(dim: int, base: float, scaling: str, factor: fl
 
 @torch.library.custom_op("attnzoo::rotary_tables", mutates_args=())
 def rotary_tables(position_ids: Tensor, rotary_dim: int, base: float, scaling: str, factor: float, context: int = 1,
-                  frequencies: Sequence[float] | None = None, long: Sequence[float] | None = None,
-                  magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
+                  frequencies: Sequence[float] | None = None, long: Sequence[float] | None = None, magnitude: float = 1.0,
+                  proportion: float = 1.0) -> tuple[Tensor, Tensor]:
     """Cosine and sine, float32 (*position_ids.shape, rotary_dim / 2); arguments as in Rope.
 
     Angles are float64: float32 is off by 0.05 rad at a million tokens.
@@ -103,6 +106,8 @@ def rotary_tables(position_ids: Tensor, rotary_dim: int, base: float, scaling: s
         if scaling == "dynamic" and position_ids.numel():
             length = (position_ids.max() + 1).double().clamp(min=context)
             turns = turns * (factor * length / context - (factor - 1)) ** (-pair / (rotary_dim - 2))
+    if proportion < 1:
+        turns = turns * (torch.arange(rotary_dim // 2, device=device) < int(proportion * rotary_dim / 2))
     angles = position_ids.double()[..., None] * turns
     return (angles.cos() * magnitude).float(), (angles.sin() * magnitude).float()
 
@@ -115,7 +120,7 @@ def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 @rotary_tables.register_fake
-def _(position_ids, rotary_dim, base, scaling, factor, context=1, frequencies=None, long=None, magnitude=1.0):
+def _(position_ids, rotary_dim, base, scaling, factor, context=1, frequencies=None, long=None, magnitude=1.0, proportion=1.0):
     shape = (*position_ids.shape, rotary_dim // 2)
     return position_ids.new_empty(shape, dtype=torch.float32), position_ids.new_empty(shape, dtype=torch.float32)
 

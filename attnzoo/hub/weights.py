@@ -1,4 +1,4 @@
-"""Hugging Face weights: GPT-2, BERT, Llama, Qwen3 and Phi-3 become attnzoo models, GPT-2 and BERT go back, with equal logits."""
+"""Hugging Face weights: GPT-2, BERT, Llama, Qwen3, Phi-3 and SmolLM3 become attnzoo models, GPT-2 and BERT go back, with equal logits."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,11 +25,12 @@ class _Weight(NamedTuple):
 
 
 def from_huggingface(source: str | Path | nn.Module, *, attention: Callable[[AttentionSpec], Attention] = FlashAttention) -> GPT | BERT:
-    """A GPT or BERT with the weights of a GPT2LMHeadModel, BertForMaskedLM, or Llama's, Qwen3's or Phi3's ForCausalLM, float32, in training
-    mode with the config's dropout.
+    """A GPT or BERT with the weights of a GPT2LMHeadModel, BertForMaskedLM, or Llama's, Qwen3's, Phi3's or SmolLM3's ForCausalLM, float32,
+    in training mode with the config's dropout.
 
     source: a folder, a name on the hub, or the transformers model itself. attention: the variant's class, or any callable as in `GPT`;
-    parameters that only the variant has keep their initial values. No code of the checkpoint's author runs.
+    parameters that only the variant has keep their initial values, and layers with a sliding window need one that takes window_size. No
+    code of the checkpoint's author runs.
 
     Raises ValueError for a missing or incomplete checkpoint and for options that attnzoo's models do not have.
     """
@@ -74,7 +75,8 @@ def save_huggingface(model: GPT | BERT, path: str | Path, **config: Any) -> None
 
 def config_from_huggingface(config: Any) -> dict[str, Any]:
     """The plain description (`_target_` and arguments, as for `attnzoo.models.from_config`) of a transformers config of these models."""
-    describe = {"gpt2": _from_gpt2, "bert": _from_bert, "llama": _from_llama, "qwen3": _from_llama, "phi3": _from_llama}
+    describe = {"gpt2": _from_gpt2, "bert": _from_bert, "llama": _from_llama, "qwen3": _from_llama, "phi3": _from_llama,
+                "smollm3": _from_llama}
     if config.model_type not in describe:
         raise ValueError(f"model_type={config.model_type!r}: must be one of {', '.join(describe)}, the architectures that attnzoo has")
     return describe[config.model_type](config)
@@ -104,20 +106,40 @@ def _from_bert(config: Any) -> dict[str, Any]:
 
 
 def _from_llama(config: Any) -> dict[str, Any]:
-    """Of Llama and those that differ from it by a norm of queries and keys (Qwen3) or by partly rotated heads (Phi-3)."""
+    """Of Llama and those that differ from it by a norm of queries and keys (Qwen3), partly rotated heads (Phi-3), windows in all or some
+    layers (Qwen3, Phi-3), or layers without rotation (SmolLM3)."""
     _require(config, hidden_act="silu", attention_bias=False, mlp_bias=False, embd_pdrop=getattr(config, "resid_pdrop", 0.0))
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < config.max_position_embeddings:
-        raise ValueError(f"{config.model_type} config sliding_window={window}: not supported, must be null or at least "
-                         f"max_position_embeddings={config.max_position_embeddings}")
     return {
         "_target_": "attnzoo.models.GPT", "vocab_size": config.vocab_size, "dim": config.hidden_size, "n_layers": config.num_hidden_layers,
         "n_heads": config.num_attention_heads, "n_kv_heads": config.num_key_value_heads, "head_dim": getattr(config, "head_dim", None),
         "mlp": "swiglu", "mlp_dim": config.intermediate_size, "norm": "rmsnorm", "norm_eps": config.rms_norm_eps, "norm_position": "pre",
         "positions": "rotary", **_rope(config), "qk_norm": config.model_type == "qwen3", "bias": False,
         "train_context": config.max_position_embeddings, "tie_embeddings": config.tie_word_embeddings, "pad_vocab_multiple": 64,
-        "dropout": getattr(config, "resid_pdrop", 0.0), "attention_dropout": config.attention_dropout,
+        "dropout": getattr(config, "resid_pdrop", 0.0), "attention_dropout": config.attention_dropout, "layers": _layers(config),
     }
+
+
+def _layers(config: Any) -> dict[str, Any] | None:
+    """The pattern of layers with a sliding window or without rotation; None where there are neither."""
+    n_layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None) or n_layers * ["sliding_attention"]
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"{config.model_type} config layer_types: {', '.join(sorted(unknown))} not supported, must be full_attention or "
+                         "sliding_attention")
+    if window is None or window >= config.max_position_embeddings or not getattr(config, "use_sliding_window", True):
+        types = n_layers * ["full_attention"]
+    rotated = getattr(config, "no_rope_layers", None) or n_layers * [1]
+    kinds = {
+        "full": {}, "full_nope": {"positions": "none"},
+        "local": {"attention": {"window_size": [(window or 0) - 1, 0]}},  # transformers counts the query's own key
+    }
+    kinds["local_nope"] = kinds["local"] | kinds["full_nope"]
+    pattern = [("local" if kind == "sliding_attention" else "full") + ("" if turned else "_nope")
+               for kind, turned in zip(types[:n_layers], rotated[:n_layers], strict=True)]
+    if set(pattern) == {"full"}:
+        return None
+    period = next(n for n in range(1, n_layers + 1) if all(kind == pattern[i % n] for i, kind in enumerate(pattern)))
+    return {"pattern": pattern[:period], **{kind: kinds[kind] for kind in dict.fromkeys(pattern)}}
 
 
 def _rope(config: Any) -> dict[str, Any]:
@@ -128,6 +150,9 @@ def _rope(config: Any) -> dict[str, Any]:
     named = {"rope_base": base, "partial_rotary_factor": partial}
     if scaling == "default":
         return named
+    if scaling == "proportional":  # p-RoPE
+        named = {"rope_base": base, "rope_proportion": partial}
+        return named if factor in (None, 1) else named | {"rope_scaling": "linear", "rope_factor": factor}
     if scaling == "dynamic":
         origin = config.max_position_embeddings
     if factor is None:
@@ -159,8 +184,12 @@ def _config_for_huggingface(model: GPT | BERT) -> dict[str, Any]:
     block = model.blocks[0]
     spec, norm = block.attention.spec, block.attention_norm
     gpt = isinstance(model, GPT)
+    specs = [block.attention.spec for block in model.blocks]
     needs = {
         "attention=flash or sdpa without window, softcap and sinks": all(b.attention.plain for b in model.blocks),
+        "model.qk_norm=false": not any(spec.qk_norm for spec in specs),
+        "model.attention_gate=none": all(spec.gate == "none" for spec in specs),
+        "model.attention_temperature=none": all(b.attention.temperature is None for b in model.blocks),
         "model.positions=learned": spec.positions == "learned",
         "model.norm=layernorm": isinstance(norm, nn.LayerNorm),
         f"model.norm_position={'pre' if gpt else 'post'}": block.pre_norm == gpt,
@@ -188,14 +217,15 @@ def _config_for_huggingface(model: GPT | BERT) -> dict[str, Any]:
     }
 
 
-_MODELS = {"gpt2": GPT, "bert": BERT, "llama": GPT, "qwen3": GPT, "phi3": GPT}
+_MODELS = {"gpt2": GPT, "bert": BERT, "llama": GPT, "qwen3": GPT, "phi3": GPT, "smollm3": GPT}
 
 
 def _huggingface_class(model_type: str) -> type:
     import transformers
 
     return {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM, "llama": transformers.LlamaForCausalLM,
-            "qwen3": transformers.Qwen3ForCausalLM, "phi3": transformers.Phi3ForCausalLM}[model_type]
+            "qwen3": transformers.Qwen3ForCausalLM, "phi3": transformers.Phi3ForCausalLM,
+            "smollm3": transformers.SmolLM3ForCausalLM}[model_type]
 
 
 def _load(source: str) -> nn.Module:
@@ -230,7 +260,7 @@ def _weights(model: Transformer, model_type: str) -> Iterator[_Weight]:
     """Which tensor of theirs holds which parameters of ours."""
     head = "token_embedding.weight" if model.head is None else "head.weight"
     blocks = range(len(model.blocks))
-    if model_type in ("llama", "qwen3", "phi3"):
+    if model_type in ("llama", "qwen3", "phi3", "smollm3"):
         fused = model_type == "phi3"
         yield _Weight("model.embed_tokens.weight", ("token_embedding.weight",))
         yield _Weight("model.norm.weight", ("final_norm.weight",))

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from attnzoo import layers as by_layer
 from attnzoo.attention.base import Attention
 from attnzoo.models.bert import BERT
 from attnzoo.models.classifier import BERTClassifier
@@ -30,11 +31,19 @@ def from_config(model: Mapping, attention: Mapping, *, trust: Sequence[str] = ()
         check_targets(config, trusted, name)
         if "_target_" not in config:
             raise ValueError(f"{name}: needs a `_target_` such as {_EXAMPLES[name]}, got the keys {sorted(config)}")
-    layer, trunk = resolve(attention["_target_"], trusted, Attention), resolve(model["_target_"], trusted, nn.Module)
-    check_options("attention", layer, attention)
-    check_options("model", trunk, {key: value for key, value in model.items() if key != "attention"})
-    arguments = _arguments({key: value for key, value in model.items() if key != "attention"}, trusted)
-    return trunk(attention=partial(layer, **_arguments(attention, trusted)), **arguments)
+    trunk = resolve(model["_target_"], trusted, nn.Module)
+    described = {key: value for key, value in model.items() if key != "attention"}
+    check_options("model", trunk, described)
+    makers = {}
+    for key, config in {"attention": attention, **by_layer.attentions(described, attention)}.items():
+        layer = resolve(config["_target_"], trusted, Attention)
+        check_options(key, layer, config)
+        makers[key] = partial(layer, **_arguments(config, trusted))
+    if described.get("layers"):
+        kinds = {name: {**(own or {}), "attention": makers[key]} for name, own in described["layers"].items()
+                 if (key := f"layers.{name}.attention") in makers}
+        described["layers"] = {"pattern": described["layers"].get("pattern"), **kinds}
+    return trunk(attention=makers["attention"], **_arguments(described, trusted))
 
 
 _EXAMPLES = {"model": "attnzoo.models.GPT", "attention": "attnzoo.attention.flash.FlashAttention"}

@@ -1,7 +1,7 @@
 """The trunk that GPT and BERT share: embeddings, blocks, output layer; dense, padded and packed input; counts for the log."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from attnzoo import layers as by_layer
 from attnzoo.attention.base import POSITIONS, Attention, AttentionSpec, KVCache, SequenceInfo, Supports
 from attnzoo.models.blocks import Block, default_mlp_dim, in_compute_dtype, make_norm
+from attnzoo.signatures import check_options
 from attnzoo_kernels import padding
 
 INIT_STD = 0.02
@@ -27,9 +29,10 @@ class Transformer(nn.Module):
     mlp: gelu | gelu_tanh | swiglu, mlp_dim wide (default as many parameters as 4 dim without a gate).
     norm: layernorm | rmsnorm, norm_eps, norm_position: pre | post.
     positions: learned (an embedding of max_positions rows, default train_context) | rotary (rope_base, rope_scaling, rope_factor,
-        rope_options, partial_rotary_factor: see `attnzoo.attention.positions.Rope`) | alibi | none. original_context: tokens that rotary
-        positions were trained on before the context was extended (default train_context).
-    qk_norm: normalise queries and keys by head.
+        rope_options, partial_rotary_factor, rope_proportion: see `attnzoo.attention.base.AttentionSpec`) | alibi | none. original_context:
+        tokens that the positions were trained on before the context was extended (default train_context).
+    qk_norm: normalise queries and keys by head. attention_temperature, attention_gate: `temperature` and `gate` of the AttentionSpec.
+    layers: which of these, and of the attention, differ by layer, see `attnzoo.layers`; None for layers that are all alike.
     tie_embeddings: the output matrix is the token embedding. bias: in linear layers and LayerNorm.
     dropout: after the embedding, attention and MLP; attention_dropout: on attention weights.
     """
@@ -42,8 +45,9 @@ class Transformer(nn.Module):
         train_context: int, n_kv_heads: int | None = None, head_dim: int | None = None, mlp: str = "gelu", mlp_dim: int | None = None,
         norm: str = "layernorm", norm_eps: float = 1e-5, norm_position: str = "pre", positions: str = "rotary",
         max_positions: int | None = None, rope_base: float = 10000.0, rope_scaling: str = "none", rope_factor: float = 1.0,
-        rope_options: Mapping[str, Any] | None = None, partial_rotary_factor: float = 1.0, original_context: int | None = None,
-        qk_norm: bool = False,
+        rope_options: Mapping[str, Any] | None = None, partial_rotary_factor: float = 1.0, rope_proportion: float = 1.0,
+        original_context: int | None = None, qk_norm: bool = False, attention_temperature: str | Mapping[str, Any] = "none",
+        attention_gate: str = "none", layers: Mapping[str, Any] | None = None,
         tie_embeddings: bool = True, dropout: float = 0.0, attention_dropout: float = 0.0, bias: bool = True, pad_vocab_multiple: int = 1,
     ):
         super().__init__()
@@ -67,19 +71,21 @@ class Transformer(nn.Module):
         self.token_embedding = nn.Embedding(rows, dim)
         self.position_embedding = self._make_position_embedding(positions, max_positions)
         self.embedding_dropout = nn.Dropout(dropout)
-        specs = [
-            AttentionSpec(
-                dim=dim, n_heads=n_heads, n_kv_heads=n_kv_heads, head_dim=head_dim, layer=layer, n_layers=n_layers,
-                causal=self.causal, positions=positions, train_context=train_context, dropout=attention_dropout,
-                bias=bias, rope_base=rope_base, rope_scaling=rope_scaling, rope_factor=rope_factor,
-                rope_options=rope_options, partial_rotary_factor=partial_rotary_factor,
-                original_context=original_context, qk_norm=qk_norm, norm_eps=norm_eps, mlp_matrices=3 if mlp == "swiglu" else 2)
-            for layer in range(n_layers)
-        ]
+        by_layer.check_positions(layers, positions)
+        self.kinds = by_layer.kinds(layers, n_layers)
+        mixable = {
+            "positions": positions, "rope_base": rope_base, "rope_scaling": rope_scaling, "rope_factor": rope_factor,
+            "rope_options": rope_options, "partial_rotary_factor": partial_rotary_factor, "rope_proportion": rope_proportion,
+            "original_context": original_context, "qk_norm": qk_norm, "attention_temperature": attention_temperature,
+            "attention_gate": attention_gate}
+        shared = {
+            "dim": dim, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim, "n_layers": n_layers, "causal": self.causal,
+            "train_context": train_context, "dropout": attention_dropout, "bias": bias, "norm_eps": norm_eps,
+            "mlp_matrices": 3 if mlp == "swiglu" else 2}
         self.blocks = nn.ModuleList(
-            Block(attention(spec), dim=dim, mlp=mlp, mlp_dim=mlp_dim, norm=norm, norm_eps=norm_eps,
-                  norm_position=norm_position, bias=bias, dropout=dropout)
-            for spec in specs)
+            Block(_attention(attention, layers, kind, mixable, layer=layer, **shared), dim=dim, mlp=mlp, mlp_dim=mlp_dim, norm=norm,
+                  norm_eps=norm_eps, norm_position=norm_position, bias=bias, dropout=dropout)
+            for layer, kind in enumerate(self.kinds))
         self.make_norm = partial(make_norm, norm, dim, norm_eps, bias)
         self.final_norm = self.make_norm() if norm_position == "pre" else nn.Identity()
         self.head = None if tie_embeddings else nn.Linear(dim, rows, bias=False)
@@ -200,8 +206,8 @@ class Transformer(nn.Module):
 
     @property
     def supports(self) -> Supports:
-        """What the attention variant can do."""
-        return self.blocks[0].attention.supports
+        """What the attention of all layers can do."""
+        return reduce(Supports.common, (block.attention.supports for block in self.blocks))
 
     @property
     def n_parameters(self) -> int:
@@ -233,6 +239,25 @@ class Transformer(nn.Module):
             for layer, block in enumerate(self.blocks)
             for name, value in block.attention.metrics().items()
         }
+
+
+def _attention(make: Callable[[AttentionSpec], Attention], layers: Mapping[str, Any] | None, kind: str | None, mixable: Mapping[str, Any],
+               **shared: Any) -> Attention:
+    """The attention of a layer of this kind; ValueErrors name the kind."""
+    try:
+        own = ((layers or {}).get(kind) or {}).get("attention") or {}
+        if callable(own):
+            make = own
+        elif own:
+            check_options("attention", make.func if isinstance(make, partial) else make, own)
+            make = partial(make, **own)
+        described = {**mixable, **by_layer.overrides(layers, kind)}
+        named = {name.removeprefix("attention_"): value for name, value in described.items()}
+        return make(AttentionSpec(**named, **shared))
+    except ValueError as error:
+        if kind is None:
+            raise
+        raise ValueError(f"layers.{kind}: {error}") from error
 
 
 def _check_sizes(**sizes) -> None:

@@ -1,12 +1,15 @@
 """Every group of a composed config against the signatures of what it will build, before anything is built."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
+from attnzoo import layers as by_layer
 from attnzoo.errors import UserError
 from attnzoo.run import values
+from attnzoo.run.config import plain
 from attnzoo.run.values import check_target
 
 
@@ -19,11 +22,39 @@ def check_training(cfg: DictConfig) -> None:
 
         if cfg.compile not in list_mode_options():
             raise UserError(f"compile={cfg.compile} must be false, true, or a mode of torch.compile: {', '.join(list_mode_options())}")
-    if "_target_" not in cfg.attention or cfg.attention.get("_partial_") is not True:
-        raise UserError("attention: its file must say _target_, the layer's class, and `_partial_: true`, because the model describes each "
-                        f"layer to it, got the keys {', '.join(cfg.attention)}")
+    _check_partial("attention", plain(cfg.attention))
     for where, config in _targets("", cfg):
         check_target(where, config)
+    if cfg.init_from is None:  # else the weights say what the model and its attention are
+        check_layers(cfg)
+
+
+def attentions(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    """The attention's description of each kind of layer of a train.py config, by its key."""
+    return by_layer.attentions(plain(cfg.model), plain(cfg.attention))
+
+
+def check_layers(cfg: DictConfig) -> None:
+    """Holds the attention of each kind of layer against its signature, and against what the variant supports in this model."""
+    model = plain(cfg.model)
+    for where, config in attentions(cfg).items():
+        _check_partial(where, config)
+        check_target(where, OmegaConf.create(config))
+        if not values.is_known({"model": model}, "model"):
+            continue
+        kind = where.split(".")[1] if where != "attention" else None
+        own = {**model, **by_layer.overrides(model.get("layers"), kind)}
+        try:
+            get_class(config["_target_"]).check_supported(
+                get_class(model["_target_"]).causal, own.get("positions", "rotary"), own.get("attention_dropout", 0.0))
+        except ValueError as error:
+            raise UserError(f"layers.{kind}: {error}" if kind else str(error)) from error
+
+
+def _check_partial(where: str, config: Mapping[str, Any]) -> None:
+    if "_target_" not in config or config.get("_partial_") is not True:
+        raise UserError(f"{where}: its file must say _target_, the layer's class, and `_partial_: true`, because the model describes each "
+                        f"layer to it, got the keys {', '.join(config)}")
 
 
 def check_evaluation(cfg: DictConfig) -> None:

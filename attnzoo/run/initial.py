@@ -16,9 +16,11 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
+from attnzoo import layers as by_layer
 from attnzoo.data import tokenizers
 from attnzoo.errors import UserError
-from attnzoo.run import values
+from attnzoo.run import checks, values
+from attnzoo.run.config import plain
 from attnzoo.signatures import Count, check_value
 from attnzoo.targets import check_targets, resolve, targets
 from attnzoo.trained import Trained
@@ -47,11 +49,14 @@ def configure(cfg: DictConfig, trained: Trained) -> DictConfig:
     for group in taken:
         theirs = _encoder(record["model"]) if group == "model" else {**record["attention"], "_partial_": True}
         cfg[group] = {**theirs, **named.keys(group)}
-    cfg.model.attention, cfg.model.train_context = "${attention}", "${data.seq_len}"
+    cfg.model.attention, cfg.model.train_context, cfg.model.layers = "${attention}", "${data.seq_len}", "${oc.select:layers}"
+    if "model" in taken and not named.chosen("layers"):
+        cfg.model.layers = by_layer.merged(record["model"].get("layers"), plain(cfg.get("layers")))
     if "vocabulary" in cfg.init_new and "vocab_size" not in named.keys("model"):
         cfg.model.vocab_size = None
     _set_contexts(cfg, trained, named)
     values.check_model(OmegaConf.to_container(cfg, resolve=True))
+    checks.check_layers(cfg)
     return cfg
 
 
@@ -170,7 +175,7 @@ def describe(trained: Trained, done: Mapping[str, Any], cfg: DictConfig) -> str:
 
 def names(model: nn.Module) -> list[str]:
     """What the run trains, which no preset says: the model's class and its attention."""
-    return [type(model).__name__, model.blocks[0].attention.name]
+    return [type(model).__name__, "+".join(dict.fromkeys(block.attention.name for block in model.blocks))]
 
 
 def changes(trained: Trained, cfg: DictConfig) -> dict[str, list[Any]]:

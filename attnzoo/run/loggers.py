@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def build_loggers(cfg: DictConfig, run_dir: Path, job_type: str, *, resumed: bool = False) -> list[Any]:
-    """The loggers of cfg.logger. W&B is told the sweep as group, the job type, and model and attention as tags."""
+    """The loggers of cfg.logger. W&B is told the sweep as group, the job type, and model, attention and layers as tags."""
     loggers = []
     for name, config in (cfg.get("logger") or {}).items():
         if config is not None:
@@ -45,7 +45,7 @@ def _wandb_arguments(cfg: DictConfig, run_dir: Path, job_type: str, resumed: boo
         "job_type": job_type,
         "group": cfg.logger.wandb.group or sweep,
         "name": cfg.logger.wandb.name or run_dir.name,
-        "tags": [*choices("model", "attention"), *cfg.get("tags", [])],
+        "tags": [*choices("model", "attention", "layers"), *cfg.get("tags", [])],
         **({"id": earlier} if earlier else {}),
     }
 

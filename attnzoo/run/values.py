@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from omegaconf import DictConfig, OmegaConf
 from pydantic import Field
 
+from attnzoo import layers as by_layer
 from attnzoo.errors import UserError
 from attnzoo.signatures import Count, Natural, NonNegative, Positive, PositiveShare, Share, ShareBelowOne, check_options, check_value, fits
 
@@ -66,6 +67,10 @@ MODEL = {
     "rope_scaling": Literal["none", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope"],
     "rope_options": dict | None,
     "partial_rotary_factor": PositiveShare,
+    "rope_proportion": PositiveShare,
+    "attention_temperature": Literal["none", "ssmax", "log", "yarn", "llama4"] | dict,
+    "attention_gate": Literal["none", "elementwise", "head"],
+    "layers": dict | None,
 }
 DATA = {
     **dict.fromkeys(("batch_size", "n_train", "n_validation", "vocab_size", "max_depth", "min_length", "max_length"), Count),
@@ -119,8 +124,8 @@ GENERATION = {
     "seed": Natural,
 }
 # what may differ between readings without new weights
-READ_MODEL = {key: MODEL[key] | None for key in ("positions", "rope_base", "rope_scaling", "rope_factor", "rope_options",
-                                                  "partial_rotary_factor", "original_context")}
+READ_MODEL = {key: MODEL[key] | None for key in ("positions", *by_layer.ROTARY, "original_context", "attention_temperature", "layers")}
+BY_LAYER = {**{key: MODEL[key] for key in by_layer.BY_LAYER if key != "attention"}, "attention": dict | None}
 TASKS = {"examples": Count, "batch_tokens": Count, "seed": Natural, "distractors": Natural, "batch_size": Count, "repeats": Count,
          "new_tokens": Count, "min_tokens": Count, "max_tokens": Count | None, "effective_threshold": ShareBelowOne}
 
@@ -133,9 +138,9 @@ def check_training(cfg: DictConfig) -> None:
             raise UserError(f"{group}={plain.get(group)} must be an option of configs/{group}: --help lists them")
     _check_group(plain, "", TOP)
     for group, table in (("trainer", TRAINER), ("data", DATA), ("data.text", DATA), ("model", MODEL)):
-        if _is_known(plain, group):
+        if is_known(plain, group):
             _check_group(plain, group, table)
-    if _is_known(plain, "task.module"):
+    if is_known(plain, "task.module"):
         _check_group(plain, "task", TASK)
     for name, table in CALLBACKS.items():
         _check_group(plain, f"callbacks.{name}", table)
@@ -152,6 +157,7 @@ def check_generation(cfg: DictConfig) -> None:
     plain = _plain(cfg)
     _check_group(plain, "", GENERATION)
     _check_group(plain, "model", READ_MODEL)
+    _check_layers(plain["model"]["layers"])
     if plain["prompt"] is not None and plain["prompt_file"] is not None:
         raise UserError("prompt, prompt_file: say one of them")
     if plain["prompt"] is None and plain["prompt_file"] is None and not plain["interactive"]:
@@ -171,6 +177,7 @@ def check_evaluation(cfg: DictConfig) -> None:
     plain = _plain(cfg)
     _check_group(plain, "", EVALUATION)
     _check_group(plain, "model", READ_MODEL)
+    _check_layers(plain["model"]["layers"])
     lengths = plain["evaluation"]["lengths"]
     if lengths is not None and not fits(lengths, Annotated[list[Count], Field(min_length=1)]):
         raise UserError(f"evaluation.lengths={lengths} must be a list of positive whole numbers, such as [512,2048], or null")
@@ -178,7 +185,7 @@ def check_evaluation(cfg: DictConfig) -> None:
         if task:
             _check_group(plain, f"evaluation.tasks.{name}", TASKS)
     _check_group(plain, "logger.wandb", WANDB)
-    if "_target_" not in (plain.get("data") or {}) or _is_known(plain, "data"):  # keys alone go to the run's own data
+    if "_target_" not in (plain.get("data") or {}) or is_known(plain, "data"):  # keys alone go to the run's own data
         _check_group(plain, "data", DATA)
         _check_places(plain, tokenizer=False)  # the checkpoint's is taken
     given = [plain["ckpt_path"]] if plain["runs"] is None else plain["runs"] if isinstance(plain["runs"], list) else [plain["runs"]]
@@ -219,7 +226,7 @@ def _select(plain: Mapping[str, Any], path: str) -> Any:
     return plain
 
 
-def _is_known(plain: Mapping[str, Any], group: str) -> bool:
+def is_known(plain: Mapping[str, Any], group: str) -> bool:
     """Whether a class of this project or of Lightning takes the group, whose keys are then those of the tables."""
     target = (_select(plain, group) or {}).get("_target_")
     return isinstance(target, str) and target.startswith(("attnzoo.", "lightning."))
@@ -232,7 +239,7 @@ def _check_group(plain: Mapping[str, Any], group: str, table: Mapping[str, Any])
 
 
 def _check_optimizer(cfg: DictConfig, plain: Mapping[str, Any]) -> None:
-    if not _is_known(plain, "optimizer"):
+    if not is_known(plain, "optimizer"):
         return
     check_target("optimizer", cfg.optimizer)
     _check_there(plain, "optimizer", "lr", "betas", "eps", "weight_decay", "schedule", "warmup_steps", "final_lr")
@@ -240,7 +247,7 @@ def _check_optimizer(cfg: DictConfig, plain: Mapping[str, Any]) -> None:
     schedule, warmup, steps = optimizer["schedule"], optimizer["warmup_steps"], optimizer.get("total_steps") or trainer.get("max_steps", -1)
     if isinstance(schedule, str):
         raise UserError(f"optimizer.schedule={schedule!r}: must be the options of one; choose it with schedule={schedule}")
-    if _is_known(plain, "optimizer.schedule"):
+    if is_known(plain, "optimizer.schedule"):
         check_target("optimizer.schedule", cfg.optimizer.schedule)
     endless = steps == -1 and trainer.get("max_epochs") in (-1, None) and not trainer.get("fast_dev_run")
     if endless and (0 < warmup < 1 or schedule.get("decay_share") != 0):
@@ -262,7 +269,7 @@ def check_model(plain: Mapping[str, Any]) -> None:
         if model.get("_target_") == target and objective in others:
             way_out = {"BERT": "take model=bert_tiny, or task=lm", "GPT": "take model=gpt_tiny, or task=mlm"}[needed]
             raise UserError(f"task={objective} must go with a {needed}, got model._target_={target}; {way_out}")
-    if not _is_known(plain, "model"):
+    if not is_known(plain, "model"):
         return
     _check_there(plain, "model", "dim", "n_layers", "n_heads", "train_context")
     dim, n_heads, n_kv_heads = model["dim"], model["n_heads"], model.get("n_kv_heads") or model["n_heads"]
@@ -270,16 +277,33 @@ def check_model(plain: Mapping[str, Any]) -> None:
         raise UserError(f"model.dim={dim} is not divisible by model.n_heads={n_heads}; change one of them or set model.head_dim")
     if n_heads % n_kv_heads:
         raise UserError(f"model.n_heads={n_heads} must be a multiple of model.n_kv_heads={n_kv_heads}")
+    _check_layers(model.get("layers"))
+    try:
+        by_layer.kinds(model.get("layers"), model["n_layers"])
+        by_layer.check_positions(model.get("layers"), model.get("positions", "rotary"))
+    except ValueError as error:
+        raise UserError(str(error)) from error
     context, rows = model["train_context"], model.get("max_positions")
     if model.get("positions") == "learned" and rows is not None and context > rows:
         raise UserError(f"model.train_context={context} (data.seq_len) is longer than model.max_positions={rows}; "
                         f"set model.max_positions={context}, or model.positions=rotary")
 
 
+def _check_layers(layers: Mapping[str, Any] | None) -> None:
+    """Whether a pattern by layer is one, and what its kinds of layers override is of the model's types."""
+    try:
+        by_layer.check(layers)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    for name, own in (layers or {}).items():
+        if name != "pattern":
+            _check_group({"layers": {name: own or {}}}, f"layers.{name}", BY_LAYER)
+
+
 def _check_places(plain: Mapping[str, Any], *, tokenizer: bool = True) -> None:
     """Files and names that are given exist; tokenizer: its name, too."""
     for data in ("data", "data.text"):
-        if not _is_known(plain, data):
+        if not is_known(plain, data):
             continue
         group = _select(plain, data)
         for key in ("paths", "val_paths", "path", "val_path"):

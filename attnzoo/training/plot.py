@@ -9,6 +9,7 @@ from typing import Any
 import lightning
 
 from attnzoo.errors import UserError
+from attnzoo.layers import attention_name
 from attnzoo.run.files import write_whole
 from attnzoo.run.folder import RunFolder
 from attnzoo.training.loggers import read_metrics
@@ -25,7 +26,7 @@ class LossPlot(lightning.Callback):
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         if trainer.is_global_zero and self.metrics.exists():
-            size, variant = pl_module.n_parameters / 1e6, pl_module.record["attention"]["_target_"].split(".")[-2]
+            size, variant = pl_module.n_parameters / 1e6, attention_name(pl_module.record["model"], pl_module.record["attention"])
             title = f"{type(pl_module.model).__name__} of {size:.3g} M parameters, {variant}, {trainer.datamodule.kind}"
             plot_losses(self.metrics, self.path, title)
 

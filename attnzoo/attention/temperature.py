@@ -1,0 +1,86 @@
+"""Temperature by position: what queries are multiplied by, so that attention stays as sharp in longer contexts. No kernel knows of it."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TEMPERATURES: dict[str, dict[str, float]] = {  # with the options that each takes and their defaults, named as by transformers
+    "ssmax": {},
+    "log": {},
+    "yarn": {},
+    "llama4": {"floor_scale": 8192, "attn_scale": 0.1},
+}
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """The factor of a query whose context has n tokens, itself included: those up to it in a causal model, else its whole sequence.
+
+    "ssmax": log n, which each head multiplies by a number that it learns (Nakanishi 2025, arXiv:2501.19399). "log": log n / log context,
+    at least 1 (Qwen's log-n attention). "yarn": (0.1 log(n / context) + 1)^2, at least 1 (Peng et al. 2023, arXiv:2309.00071).
+    "llama4": attn_scale log(floor(n / floor_scale) + 1) + 1. context: tokens that the positions were trained on.
+    """
+
+    kind: str
+    context: int
+    floor_scale: float = 0.0
+    attn_scale: float = 0.0
+
+    def factor(self, n: Tensor) -> Tensor:
+        """n: whole numbers. float32 of the same shape."""
+        return temperature_factor(n, self.kind, self.context, self.floor_scale, self.attn_scale)
+
+    @property
+    def key(self) -> tuple:
+        """Equal for equal factors."""
+        return "temperature", self.kind, self.context, self.floor_scale, self.attn_scale
+
+    @property
+    def mean_log(self) -> float:
+        """The mean of log n over n from 1 to context."""
+        return math.lgamma(self.context + 1) / self.context
+
+
+def make_temperature(given: str | Mapping[str, Any], context: int) -> Temperature | None:
+    """given: "none", a name of TEMPERATURES, or {name: ..., option: ...}. None for no temperature. Raises ValueError for anything else."""
+    options = dict(given) if isinstance(given, Mapping) else {"name": given}
+    name = options.pop("name", None)
+    if name == "none" and not options:
+        return None
+    if name not in TEMPERATURES:
+        raise ValueError(f"attention_temperature={given!r}: must be none, {', '.join(TEMPERATURES)}, or {{name: ..., option: ...}} with "
+                         "one of these names; set model.attention_temperature")
+    known = TEMPERATURES[name]
+    if unknown := options.keys() - known.keys():
+        raise ValueError(f"attention_temperature: {', '.join(sorted(unknown))} must be {', '.join(known) or 'left out'} with name={name}")
+    for option, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"attention_temperature.{option}={value!r}: must be a number above 0")
+    if name in ("ssmax", "log") and context < 2:
+        raise ValueError(f"attention_temperature={name}: needs a context of at least 2 tokens, got {context}")
+    return Temperature(name, context, **known | options)
+
+
+@torch.library.custom_op("attnzoo::temperature_factor", mutates_args=())
+def temperature_factor(n: Tensor, kind: str, context: int, floor_scale: float, attn_scale: float) -> Tensor:
+    """As in Temperature. Computed in float64."""
+    # an operator of its own, so that torch.compile keeps the factors instead of taking a logarithm for every channel of every head
+    n = n.double()
+    if kind == "ssmax":
+        factor = n.log()
+    elif kind == "log":
+        factor = (n.log() / math.log(context)).clamp(min=1)
+    elif kind == "yarn":
+        factor = (0.1 * (n / context).clamp(min=1).log() + 1) ** 2
+    else:
+        factor = attn_scale * (torch.floor(n / floor_scale) + 1).log() + 1
+    return factor.float()
+
+
+@temperature_factor.register_fake
+def _(n, kind, context, floor_scale, attn_scale):
+    return torch.empty_like(n, dtype=torch.float32)
