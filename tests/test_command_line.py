@@ -28,8 +28,8 @@ def test_each_help_lists_its_own_groups():
         lines = command(ROOT, script, "--help").stdout.partition("Groups and their options")[2].partition("Keys (")[0].splitlines()[1:]
         listed[script] = dict(line.split(": ") for line in lines if line)
     assert {"model", "optimizer", "trainer", "experiment"} <= listed["train.py"].keys() and "evaluation" not in listed["train.py"]
-    assert listed["eval.py"].keys() == {"evaluation", "attention", "data", "logger"}
-    assert listed["generate.py"].keys() == {"attention"}
+    assert listed["eval.py"].keys() == {"evaluation", "attention", "layers", "data", "logger"}
+    assert listed["generate.py"].keys() == {"attention", "layers"}
     for groups in listed.values():
         for group, options in groups.items():
             assert options.split(", ") == sorted(path.stem for path in (ROOT / "configs" / group).glob("*.yaml"))

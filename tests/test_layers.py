@@ -8,7 +8,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from test_configs import compose
 from test_init_from import command, configured
-from tiny_run import FLASH, RANDOM, ROOT, column, compose_tiny, write_checkpoint
+from tiny_run import FLASH, RANDOM, column, compose_tiny, write_checkpoint
 from torch.testing import assert_close
 
 from attnzoo import checkpoint, hub, layers, runner
@@ -18,7 +18,7 @@ from attnzoo.hub import config_from_huggingface, from_huggingface
 from attnzoo.hub.configs import GPTConfig
 from attnzoo.models import from_config
 from attnzoo.run import checks
-from attnzoo.run.command_line import register_options
+from attnzoo.run.claiming import ClaimRunFolder
 from attnzoo.run.config import choices
 
 transformers = pytest.importorskip("transformers")
@@ -160,7 +160,7 @@ def test_a_command_chooses_and_changes_a_pattern():
 
 @pytest.mark.parametrize(("overrides", "name"), [([], "gpt_tiny_flash"), (["layers=nope", "attention=sdpa"], "gpt_tiny_sdpa_nope")])
 def test_a_run_is_named_after_its_pattern(overrides, name):
-    register_options(ROOT / "configs")
+    ClaimRunFolder()
     with command(*overrides):
         assert HydraConfig.get().run.dir.endswith(f"_{name}")
         assert choices("attention", "layers") == name.removeprefix("gpt_tiny_").split("_")

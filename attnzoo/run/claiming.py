@@ -12,6 +12,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from attnzoo.errors import UserError
+from attnzoo.run.config import choices
 from attnzoo.run.folder import RunFolder, new_folder, rank
 
 
@@ -19,8 +20,12 @@ class ClaimRunFolder(Callback):
     """Claims the run folder before Hydra writes its log and `.hydra` in it.
 
     A folder that is named after the time gets a number where another command took the name in the same second. A folder that the user names
-    is refused where a run is in it, but for a resume; eval.py opens its own again.
+    is refused where a run is in it, but for a resume; eval.py opens its own again. Names may refer to what was chosen of some groups,
+    `${chosen:model,attention}`, which stands between underscores.
     """
+
+    def __init__(self):
+        OmegaConf.register_new_resolver("chosen", lambda *groups: "_".join(choices(*groups)), replace=True)
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         if "run_dir" not in config:  # generate.py writes nothing

@@ -78,17 +78,13 @@ def _leave(*_: Any) -> None:
 
 
 def register_options(configs: Path) -> None:
-    """Makes `${options:attention}` the names of the files in the folder configs/attention, and `${chosen:model,attention}` what was chosen
-    of these groups, between underscores."""
+    """Makes `${options:attention}` the names of the files in the folder configs/attention."""
     from omegaconf import OmegaConf
-
-    from attnzoo.run.config import choices
 
     def options(group: str) -> str:
         return ", ".join(sorted(path.stem for path in (configs / group).glob("*.yaml")))
 
     OmegaConf.register_new_resolver("options", options, replace=True)
-    OmegaConf.register_new_resolver("chosen", lambda *groups: "_".join(choices(*groups)), replace=True)
 
 
 @contextlib.contextmanager
