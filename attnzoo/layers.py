@@ -75,24 +75,29 @@ def attention(layers: Mapping[str, Any] | None, kind: str | None, base: Mapping[
     return dict(own) if "_target_" in own else {**base, **own}
 
 
-def attentions(model: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The attention's description of each kind that a described model has, by its key on the command line."""
+def by_kind(model: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
+    """A described model as layers of each of its kinds see it, with their attention; by None where there is no pattern."""
     layers = model.get("layers")
     check(layers)
     found = dict.fromkeys((layers or {}).get("pattern") or [None])
-    return {f"layers.{kind}.attention" if kind else "attention": attention(layers, kind, base) for kind in found}
+    return {kind: {**model, **overrides(layers, kind), "attention": attention(layers, kind, base)} for kind in found}
+
+
+def key(kind: str | None) -> str:
+    """Where the attention of a kind stands on the command line."""
+    return f"layers.{kind}.attention" if kind else "attention"
 
 
 def attention_name(model: Mapping[str, Any], base: Mapping[str, Any]) -> str:
     """The variants of a described model, such as flash, or flash+differential where layers differ."""
-    return "+".join(dict.fromkeys(found["_target_"].split(".")[-2] for found in attentions(model, base).values()))
+    return "+".join(dict.fromkeys(own["attention"]["_target_"].split(".")[-2] for own in by_kind(model, base).values()))
 
 
 def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """`new` in place of `old` where it has a `pattern`, which may be null; without one its keys merged over those of `old`."""
-    if not new or "pattern" in new:
-        return copy.deepcopy(dict(new) if new else old)
-    return _merged(old or {}, new)
+    """`new` in place of `old` where it is a pattern with its kinds; kinds alone, or a pattern alone, are merged over those of `old`."""
+    if new and "pattern" in new and len(new) > 1:
+        return copy.deepcopy(dict(new))
+    return _merged(old or {}, new) if new else copy.deepcopy(old)
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

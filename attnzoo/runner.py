@@ -10,6 +10,7 @@ from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from attnzoo import checkpoint, trained
+from attnzoo import layers as by_layer
 from attnzoo.attention.base import check_path
 from attnzoo.errors import UserError
 from attnzoo.run import checks, initial
@@ -54,13 +55,13 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
     loggers = build_loggers(cfg, run_dir, "train", resumed=ckpt_path is not None)
     try:
         trainer = build_trainer(cfg, loggers)
-        layers = checks.attentions(cfg).values()
-        for layer in layers:
-            check_path(layer.get("impl"), trainer.strategy.root_device)
+        attentions = [own["attention"] for own in by_layer.by_kind(plain(cfg.model), plain(cfg.attention)).values()]
+        for attention in attentions:
+            check_path(attention.get("impl"), trainer.strategy.root_device)
         data = instantiate(cfg.data, **(initial.data_tokenizer(cfg, origin) if origin else {}), _convert_="all")
         if getattr(data, "packs", False):
-            for layer in layers:
-                get_class(layer["_target_"]).check_packed(causal=data.objective == "lm")
+            for attention in attentions:
+                get_class(attention["_target_"]).check_packed(causal=data.objective == "lm")
         if origin:
             initial.check_tokenizer(cfg, origin, data.tokenizer)
         data.prepare_data()

@@ -9,6 +9,7 @@ from hydra.utils import instantiate
 from test_configs import compose
 from test_init_from import command, configured
 from tiny_run import FLASH, RANDOM, column, compose_tiny, write_checkpoint
+from torch._dynamo.testing import CompileCounter
 from torch.testing import assert_close
 
 from attnzoo import checkpoint, hub, layers, runner
@@ -88,6 +89,16 @@ def test_packed_cached_and_single_sequences_agree():
     assert_close(torch.cat(steps, dim=1)[0], single[8:])
     # differential's values are twice as wide, so each layer has a cache of its own shape
     assert [cache.values.shape[-1] for cache in caches] == [8, 8, 16, 8]
+
+
+@pytest.mark.slow
+def test_mixed_layers_compile_without_a_graph_break_and_twice_at_most():
+    torch._dynamo.reset()
+    model, counter = build({**MIXED, "pattern": ["local", "full"]}, n_layers=2), CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for length in (9, 10, 16):
+        assert_close(compiled(ids_of(2, length)), model(ids_of(2, length)))
+    assert counter.frame_count <= 2
 
 
 def test_generation_equals_reading_everything_again():
@@ -239,7 +250,10 @@ def test_a_checkpoint_is_read_with_other_kinds_and_says_so(tmp_path):
     assert wider.overrides == {"model": {"layers.local.attention.window_size": [7, 0]}}
     assert wider.model.blocks[0].attention.window_size == (7, 0) and wider.model.blocks[0].attention.spec.rope_base == 500.0
     assert wider.model.blocks[2].attention.name == "differential"
-    # and replace them where there is a pattern; null: all layers are alike, which these weights are not
+    # a pattern alone is one of the checkpoint's kinds; null: all layers are alike, which these weights are not
+    again = checkpoint.load(tmp_path / "a.ckpt", model={"layers": {"pattern": MIXED["pattern"]}})
+    assert again.overrides == {} and torch.equal(again.model(tokens), trained(tokens))
+    # a pattern with its kinds replaces the checkpoint's
     same = {**MIXED, "local": {}}
     replaced = checkpoint.load(tmp_path / "a.ckpt", model={"layers": same})
     assert replaced.model.blocks[0].attention.window_size == (-1, -1)
@@ -262,6 +276,13 @@ def test_a_run_without_a_pattern_is_read_with_one(tmp_path):
     assert plain.model == {}
     (some,) = compose_readings(compose(f"ckpt_path={tmp_path}", "+layers.local.attention.window_size=[7,0]", name="eval"))
     assert some.model == {"layers": {"local": {"attention": {"window_size": [7, 0]}}}}
+
+
+def test_a_temperature_by_the_trained_context_keeps_it(tmp_path):
+    write_checkpoint(tmp_path / "a.ckpt", layers={"pattern": ["full"], "full": {"attention_temperature": "log"}})
+    assert configured(tmp_path / "a.ckpt", "data.seq_len=64")["model"]["original_context"] == 32
+    assert configured(tmp_path / "a.ckpt", "data.seq_len=64", "+layers.full.attention_temperature=llama4")["model"].get(
+        "original_context") is None
 
 
 @pytest.mark.slow

@@ -34,16 +34,16 @@ def from_config(model: Mapping, attention: Mapping, *, trust: Sequence[str] = ()
     trunk = resolve(model["_target_"], trusted, nn.Module)
     described = {key: value for key, value in model.items() if key != "attention"}
     check_options("model", trunk, described)
+    attentions = {None: attention, **{kind: own["attention"] for kind, own in by_layer.by_kind(described, attention).items()}}
     makers = {}
-    for key, config in {"attention": attention, **by_layer.attentions(described, attention)}.items():
+    for kind, config in attentions.items():
         layer = resolve(config["_target_"], trusted, Attention)
-        check_options(key, layer, config)
-        makers[key] = partial(layer, **_arguments(config, trusted))
-    if described.get("layers"):
-        kinds = {name: {**(own or {}), "attention": makers[key]} for name, own in described["layers"].items()
-                 if (key := f"layers.{name}.attention") in makers}
-        described["layers"] = {"pattern": described["layers"].get("pattern"), **kinds}
-    return trunk(attention=makers["attention"], **_arguments(described, trusted))
+        check_options(by_layer.key(kind), layer, config)
+        makers[kind] = partial(layer, **_arguments(config, trusted))
+    if layers := described.pop("layers", None):
+        kinds = {name: {**(own or {}), "attention": makers[name]} for name, own in layers.items() if name in makers}
+        described["layers"] = {"pattern": layers.get("pattern"), **kinds}
+    return trunk(attention=makers[None], **_arguments(described, trusted))
 
 
 _EXAMPLES = {"model": "attnzoo.models.GPT", "attention": "attnzoo.attention.flash.FlashAttention"}

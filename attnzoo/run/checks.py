@@ -29,24 +29,16 @@ def check_training(cfg: DictConfig) -> None:
         check_layers(cfg)
 
 
-def attentions(cfg: DictConfig) -> dict[str, dict[str, Any]]:
-    """The attention's description of each kind of layer of a train.py config, by its key."""
-    return by_layer.attentions(plain(cfg.model), plain(cfg.attention))
-
-
 def check_layers(cfg: DictConfig) -> None:
     """Holds the attention of each kind of layer against its signature, and against what the variant supports in this model."""
-    model = plain(cfg.model)
-    for where, config in attentions(cfg).items():
-        _check_partial(where, config)
-        check_target(where, OmegaConf.create(config))
+    for kind, model in by_layer.by_kind(plain(cfg.model), plain(cfg.attention)).items():
+        _check_partial(by_layer.key(kind), model["attention"])
+        check_target(by_layer.key(kind), OmegaConf.create(model["attention"]))
         if not values.is_known({"model": model}, "model"):
             continue
-        kind = where.split(".")[1] if where != "attention" else None
-        own = {**model, **by_layer.overrides(model.get("layers"), kind)}
         try:
-            get_class(config["_target_"]).check_supported(
-                get_class(model["_target_"]).causal, own.get("positions", "rotary"), own.get("attention_dropout", 0.0))
+            get_class(model["attention"]["_target_"]).check_supported(
+                get_class(model["_target_"]).causal, model.get("positions", "rotary"), model.get("attention_dropout", 0.0))
         except ValueError as error:
             raise UserError(f"layers.{kind}: {error}" if kind else str(error)) from error
 

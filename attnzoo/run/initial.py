@@ -97,9 +97,16 @@ def _set_contexts(cfg: DictConfig, trained: Trained, named: "_Named") -> None:
     before = record["model"]
     scaled_alike = model.get("rope_scaling", "none") == before.get("rope_scaling", "none")
     origin = (scaled_alike and before.get("original_context")) or record["context"]
-    extends = model.get("rope_scaling", "none") != "none" or get_class(cfg.attention._target_).extends_context
+    extends = any(map(_extends, by_layer.by_kind(plain(model), plain(cfg.attention)).values()))
     if extends and seq_len > origin and named.keys("model").get("original_context") is None:
         model.original_context = origin
+
+
+def _extends(layer: Mapping[str, Any]) -> bool:
+    """Whether layers of this description read longer contexts by what they know of the trained one."""
+    temperature = layer.get("attention_temperature", "none")
+    return (layer.get("rope_scaling", "none") != "none" or get_class(layer["attention"]["_target_"]).extends_context
+            or (temperature.get("name") if isinstance(temperature, Mapping) else temperature) in ("log", "yarn"))
 
 
 def data_tokenizer(cfg: DictConfig, trained: Trained) -> dict[str, Any]:

@@ -290,9 +290,10 @@ def check_model(plain: Mapping[str, Any]) -> None:
 
 
 def _check_layers(layers: Mapping[str, Any] | None) -> None:
-    """Whether a pattern by layer is one, and what its kinds of layers override is of the model's types."""
+    """Whether a pattern by layer is one, and what its kinds of layers override is of the model's types. A pattern alone is one of a
+    checkpoint's kinds."""
     try:
-        by_layer.check(layers)
+        by_layer.check(layers if not layers or len(layers) > 1 else {**layers, "pattern": None})
     except ValueError as error:
         raise UserError(str(error)) from error
     for name, own in (layers or {}).items():
