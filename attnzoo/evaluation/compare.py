@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from attnzoo.errors import NoRoom, UserError
 from attnzoo.evaluation.cost import TASK as COST
 from attnzoo.evaluation.logits import mark_nan, watched
 from attnzoo.evaluation.measurement import FILE, Measurement, Store, key
 from attnzoo.evaluation.memory import shortage
+from attnzoo.evaluation.page import About
 from attnzoo.evaluation.perplexity import default_lengths
 from attnzoo.evaluation.progress import Progress
 from attnzoo.evaluation.readings import Reading
@@ -26,6 +27,7 @@ from attnzoo.evaluation.results import Row, Table
 from attnzoo.evaluation.runs import Run, find
 from attnzoo.evaluation.seeds import name_settings
 from attnzoo.evaluation.subject import Subject, prepare
+from attnzoo.training.record import versions
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,7 @@ def run(
     loggers: Iterable = (),
     folder: str | Path,
 ) -> list[Row]:
-    """Evaluates what cfg names; writes results.csv, summary.md and plots into folder, tells the loggers, returns the table.
+    """Evaluates what cfg names; writes results.csv, summary.md, report.html and plots into folder, tells the loggers, returns the table.
 
     cfg: the keys of configs/eval.yaml. tasks: by name, each called as task(model, data, lengths=..., context=...) -> Plan, and with
     reader=... (of subject.Subject) where it has such an argument; None is skipped.
@@ -55,7 +57,7 @@ def run(
         raise UserError("evaluation.tasks is empty: nothing would be measured; choose an evaluation=..., or leave one of its tasks in")
     lengths, of_run = _lengths(cfg.evaluation.lengths, found), _columns(found)
     pairs = [(one, reading) for one in found for reading in readings]
-    table = Table(folder / "results.csv")
+    table, devices = Table(folder / "results.csv"), set()
     log.info(f"{len(pairs)} to evaluate; results go to {folder}")
     try:
         with Progress(len(pairs)) as progress:
@@ -66,6 +68,7 @@ def run(
                 try:
                     subject = prepare(one, reading.attention, reading.model, cfg, build_data)
                     columns |= subject.columns
+                    devices.add(subject.identity["device"])
                     if (columns["run"], columns["reading"]) in {row.line for row in table.rows}:
                         log.info(f"{title}: nothing new, {reading.line or 'no override'} is how it was read before")
                     else:
@@ -81,7 +84,8 @@ def run(
                 progress.end_reading()
     finally:  # an interrupted comparison leaves what it has
         table.write()
-    return conclude(table.rows, loggers, folder)
+    about = About(OmegaConf.to_yaml(cfg, resolve=True), versions(), sorted(devices))
+    return conclude(table.rows, loggers, folder, about)
 
 
 def _columns(found: Sequence[Run]) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a comparison leaves: averages, a summary, plots, and what the loggers are told."""
+"""What a comparison leaves: averages, a summary, plots, a page, and what the loggers are told."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -6,6 +6,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 from attnzoo.errors import UserError
+from attnzoo.evaluation.page import About, page
 from attnzoo.evaluation.plots import draw
 from attnzoo.evaluation.results import COLUMNS, Row, shown_metrics, write_csv
 from attnzoo.evaluation.seeds import average, shown
@@ -15,19 +16,20 @@ from attnzoo.run.files import write_whole
 log = logging.getLogger(__name__)
 
 
-def conclude(rows: list[Row], loggers: Iterable, folder: Path) -> list[Row]:
-    """Writes averages, summary and plots of the rows into folder, tells the loggers, returns the rows.
+def conclude(rows: list[Row], loggers: Iterable, folder: Path, about: About) -> list[Row]:
+    """Writes averages, summary, plots and page of the rows into folder, tells the loggers, returns the rows.
 
     Raises UserError where no row has a value.
     """
     averages = average(rows)
-    written = ["results.csv", "summary.md"]
+    written = ["results.csv", "summary.md", "report.html"]
     if averages:
         write_csv(averages, folder / "averages.csv")
         written.append("averages.csv")
     text = summary(rows, averages)
     write_whole(folder / "summary.md", text)
     plots = draw(shown(rows, averages), folder)
+    write_whole(folder / "report.html", page(rows, averages, plots, about))
     _tell(loggers, rows, averages, plots)
     log.info(f"{text}\n{folder}: {', '.join([*written, *(path.name for path in plots)])}")
     if all(row.value is None for row in rows):

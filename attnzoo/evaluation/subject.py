@@ -25,7 +25,7 @@ from attnzoo.targets import check_targets, resolve, targets
 from attnzoo.training.record import versions
 
 # sources that change no number
-SHOWING = ("plots.py", "heatmaps.py", "summary.py", "seeds.py", "compare.py", "progress.py", "report.py")
+SHOWING = ("plots.py", "heatmaps.py", "summary.py", "overview.py", "seeds.py", "compare.py", "progress.py", "report.py", "page.py")
 # of a run's `data`, what belongs to the objective and not to the text
 OBJECTIVE = ("cross_documents", "packed", "mask_rate", "eval_mask_rate")
 
