@@ -149,6 +149,7 @@ finally:
     assert done.stdout.strip().endswith("set()"), "a library was imported before the command line was read"
 
 
+@pytest.mark.slow
 def test_a_job_of_a_sweep_that_fails_does_not_stop_the_others(tmp_path):
     command = [
         sys.executable,

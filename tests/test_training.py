@@ -123,6 +123,7 @@ def test_accumulation_changes_nothing(tmp_path):
     assert_same_losses(tmp_path / "four", tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_two_ranks_train_as_one(tmp_path):
     """And with activation checkpointing as without."""
     one, two = tmp_path / "one", tmp_path / "two"
