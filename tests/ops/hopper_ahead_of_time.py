@@ -59,17 +59,18 @@ def main() -> None:
     from attnzoo_kernels.flash.options import Options, layout
 
     hopper.multiprocessors, hopper.tile_counter = lambda device: 132, lambda device: torch.zeros(1, dtype=torch.int32)
-    for head_dim, value_dim, seqlen in ((64, 64, 512), (64, 64, 4096), (128, 128, 4096), (64, 128, 4096)):
-        for packed, (left, right) in itertools.product((False, True), BOUNDS):
-            rows = (seqlen,) if packed else (1, seqlen)
-            q, k = torch.zeros(2, *rows, 2, head_dim, dtype=torch.bfloat16)
-            v = torch.zeros(*rows, 2, value_dim, dtype=torch.bfloat16)
-            bounds = torch.zeros(2, dtype=torch.int32) if packed else None
-            options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
-            launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, layout(q), layout(k), layout(v), options, None)
-            launch.kernel, launch.other = WarmUp(launch.kernel), None
-            hopper.launch_forward(q, k, v, bounds, bounds, options)
-            report(launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, window=(left, right), consumers=tile.consumers)
+    shapes = ((64, 64, 512), (64, 64, 4096), (128, 128, 4096), (64, 128, 4096))
+    for (i, (head_dim, value_dim, seqlen)), (j, (left, right)) in itertools.product(enumerate(shapes), enumerate(BOUNDS)):
+        packed = (i + j) % 2 == 0  # every shape and every mask is met packed and dense
+        rows = (seqlen,) if packed else (1, seqlen)
+        q, k = torch.zeros(2, *rows, 2, head_dim, dtype=torch.bfloat16)
+        v = torch.zeros(*rows, 2, value_dim, dtype=torch.bfloat16)
+        bounds = torch.zeros(2, dtype=torch.int32) if packed else None
+        options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
+        launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, layout(q), layout(k), layout(v), options, None)
+        launch.kernel, launch.other = WarmUp(launch.kernel), None
+        hopper.launch_forward(q, k, v, bounds, bounds, options)
+        report(launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, window=(left, right), consumers=tile.consumers)
 
 
 class WarmUp:

@@ -56,7 +56,7 @@ def test_compiles_whole_and_at_most_twice_as_lengths_change(device, kind):
         return block_sparse_attention(q * 1.0, k, v, layout, causal=True, impl="triton").square().sum()
 
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for seqlen in (17, 33, 40, 65, 100):
+    for seqlen in (17, 40, 65):
         layout = pattern if kind == "pattern" else BlockLayout.from_mask(pattern.layout(seqlen, device).mask, 16)
         tensors = [torch.randn(2, seqlen, 2, 16, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
         ours, eager = (torch.autograd.grad(f(layout, *tensors), tensors) for f in (compiled, model))

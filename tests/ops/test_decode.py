@@ -89,7 +89,7 @@ def test_compiles_whole_and_at_most_twice_as_lengths_change(device):
     dtype = torch.bfloat16 if GPU else torch.float32
     compiled = torch.compile(lambda q, *x, cache_seqlens: decode_attention(q * 1.0, *x, cache_seqlens=cache_seqlens, impl="triton"),
                              fullgraph=True, backend=counter)
-    for max_len in (17, 33, 40, 65, 128):
+    for max_len in (17, 40, 65):
         inputs = Case(lengths=(max_len, 5), dtype=dtype).inputs(device)
         cache_seqlens = inputs.options["cache_seqlens"]
         expected = decode_attention(*inputs[:3], cache_seqlens=cache_seqlens, impl="triton")

@@ -51,7 +51,7 @@ def test_compiles_whole_and_at_most_twice_as_lengths_change(device):
         return flash_attention(q * 1.0, k, v, causal=True, sinks=sinks, impl="triton").square().sum()
 
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    for seqlen in (17, 33, 40, 65, 128):
+    for seqlen in (17, 40, 65):
         tensors = [torch.randn(2, seqlen, 2, 32, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
         tensors.append(torch.randn(2, device=device, requires_grad=True))
         ours, eager = (torch.autograd.grad(f(*tensors), tensors) for f in (compiled, model))
