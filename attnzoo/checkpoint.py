@@ -34,6 +34,7 @@ class Checkpoint:
     context: int  # tokens read at once in training
     record: dict  # what the file says of model, attention, tokenizer, data and versions
     overrides: dict = field(default_factory=dict)  # what differs from the record: {"attention": {...}, "model": {...}}
+    attention: str = ""  # the names of its variants
 
 
 def save(content: dict, path: str | os.PathLike) -> None:
@@ -130,7 +131,8 @@ def rebuild(content: dict, path: str | os.PathLike, *, attention: Mapping | None
     }
     if "layers" in overrides.get("model", {}):  # each key of it that differs, by its place
         overrides["model"] |= by_layer.changes(record["model"].get("layers"), overrides["model"].pop("layers"))
-    return Checkpoint(built.eval(), tokenizer, task, context, record, overrides)
+    name = by_layer.attention_name(model_config, attention_config)
+    return Checkpoint(built.eval(), tokenizer, task, context, record, overrides, name)
 
 
 def _check_fit(path: Path, weights: Mapping[str, torch.Tensor], model: nn.Module) -> None:

@@ -89,8 +89,10 @@ def key(kind: str | None) -> str:
 
 
 def attention_name(model: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    """The variants of a described model, such as flash, or flash+differential where layers differ."""
-    return "+".join(dict.fromkeys(own["attention"]["_target_"].split(".")[-2] for own in by_kind(model, base).values()))
+    """The variants of a described model and the kinds of its pattern, such as flash, or flash+differential[plain,last]."""
+    found = by_kind(model, base)
+    variants = "+".join(dict.fromkeys(own["attention"]["_target_"].split(".")[-2] for own in found.values()))
+    return variants if None in found else f"{variants}[{','.join(map(str, found))}]"
 
 
 def merged(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -121,7 +123,7 @@ def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None, where:
     found: dict[str, Any] = {}
     for key, value in (new or {}).items():
         before = (old or {}).get(key)
-        if isinstance(value, Mapping) and isinstance(before, Mapping):
+        if isinstance(value, Mapping) and (isinstance(before, Mapping) or (value and "_target_" not in value)):
             found |= changes(before, value, f"{where}.{key}")
         elif value != before:
             found[f"{where}.{key}"] = value

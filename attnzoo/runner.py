@@ -78,8 +78,8 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
             write_whole(folder.config, OmegaConf.to_yaml(OmegaConf.create(plain(cfg))))
             for logger in loggers:
                 logger.log_hyperparams(plain(cfg))
-            names = choices("model", "attention", "layers", "data") if origin is None else [*initial.names(module.model), *choices("data")]
-            log.info(report.beginning(names, trainer, module, data, run_dir))
+            chosen = choices("model", "attention", "layers") if origin is None else initial.names(module.model, module.record)
+            log.info(report.beginning([*chosen, *choices("data")], trainer, module, data, run_dir))
             if begun:
                 log.info(initial.describe(origin, begun, cfg))
         fit(trainer, module, data, ckpt_path, run_dir, requeue=cfg.resume == "auto")

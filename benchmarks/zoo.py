@@ -40,6 +40,8 @@ def variant(record: dict) -> str:
         name += f" V{attention['version']}" + ("" if attention["norm"] else " without norm")
     if record["model"].get("positions") == "alibi":
         name += " ALiBi"
+    if pattern := (record["model"].get("layers") or {}).get("pattern"):
+        name += f" in layers {', '.join(dict.fromkeys(pattern))}"
     return name
 
 

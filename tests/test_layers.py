@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from attnzoo import checkpoint, hub, layers, runner
 from attnzoo.errors import UserError
 from attnzoo.evaluation.readings import compose_readings
+from attnzoo.evaluation.seeds import name_settings
 from attnzoo.hub import config_from_huggingface, from_huggingface
 from attnzoo.hub.configs import GPTConfig
 from attnzoo.models import from_config
@@ -54,7 +55,8 @@ def test_layers_take_the_kinds_in_turn():
     # a kind without rotation leaves the model's scaling of it behind
     assert (full.window_size, full.spec.positions, full.spec.rope_scaling, full.spec.gate) == ((-1, -1), "none", "none", "head")
     assert (other.spec.positions, other.version, last.window_size) == ("rotary", 1, (3, 0))
-    assert layers.attention_name({**SIZES, "layers": MIXED}, FLASH) == "flash+differential"
+    assert layers.attention_name({**SIZES, "layers": MIXED}, FLASH) == "flash+differential[local,full,other]"
+    assert layers.attention_name(SIZES, FLASH) == "flash"
 
 
 def test_each_layer_is_what_it_would_be_alone():
@@ -169,6 +171,13 @@ def test_a_command_chooses_and_changes_a_pattern():
     assert kinds("layers=differential_last", "attention@layers.differential.attention=dual_chunk")[3] == ("dual_chunk", None)
 
 
+def test_runs_of_unlike_patterns_are_told_apart_once():
+    named = name_settings({
+        window: {"attention": FLASH, "layers": chosen, "model": {"dim": 8, "layers": chosen}}
+        for window in (3, 7) for chosen in [{"pattern": ["local"], "local": {"attention": {"window_size": [window, 0]}}}]})
+    assert named == {window: f"flash model.layers.local.attention.window_size=[{window}, 0]" for window in (3, 7)}
+
+
 @pytest.mark.parametrize(("overrides", "name"), [([], "gpt_tiny_flash"), (["layers=nope", "attention=sdpa"], "gpt_tiny_sdpa_nope")])
 def test_a_run_is_named_after_its_pattern(overrides, name):
     ClaimRunFolder()
@@ -248,6 +257,9 @@ def test_a_checkpoint_is_read_with_other_kinds_and_says_so(tmp_path):
     # kinds are merged over the checkpoint's
     wider = checkpoint.load(tmp_path / "a.ckpt", model={"layers": {"local": {"attention": {"window_size": [7, 0]}}}})
     assert wider.overrides == {"model": {"layers.local.attention.window_size": [7, 0]}}
+    other = checkpoint.load(tmp_path / "a.ckpt", model={"layers": {"full": {"attention": {"softcap": 5.0}}}})
+    assert other.overrides == {"model": {"layers.full.attention.softcap": 5.0}}
+    assert as_trained.attention == other.attention == "flash+differential[local,full,other]"
     assert wider.model.blocks[0].attention.window_size == (7, 0) and wider.model.blocks[0].attention.spec.rope_base == 500.0
     assert wider.model.blocks[2].attention.name == "differential"
     # a pattern alone is one of the checkpoint's kinds; null: all layers are alike, which these weights are not

@@ -84,7 +84,7 @@ def _is_implied(key: str, flat: Mapping[str, Mapping]) -> bool:
 
 
 def _leaves(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key, without seeds and places, callbacks that only watch, and the attention that the model repeats."""
+    """Values by dotted key, without seeds and places, callbacks that only watch, and what the model repeats or is told."""
     callbacks = {
         name: {key: value for key, value in options.items() if not str(value).startswith(f"{config.get('run_dir')}/")}
         for name, options in (config.get("callbacks") or {}).items() if options and options.get("_target_") not in WATCHING
@@ -96,7 +96,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     leaves = {}
     for name, value in config.items():
         key = f"{prefix}{name}"
-        if name == "seed" or key in PLACES or key in ("model.attention", "trainer.default_root_dir"):
+        if name == "seed" or key in PLACES or key in ("model.attention", "layers", "trainer.default_root_dir"):
             continue
         if isinstance(value, Mapping):
             leaves |= _flat(value, f"{key}.")

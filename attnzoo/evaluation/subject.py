@@ -151,11 +151,10 @@ def _check_data(config: dict, trust: Sequence[str]) -> None:
 
 
 def _columns(run: Run, checkpoint: checkpoints.Checkpoint, data: dict) -> dict[str, Any]:
-    target = checkpoint.overrides.get("attention", {}).get("_target_") or checkpoint.record["attention"]["_target_"]
     trained_on_it = data["sha256"] == checkpoint.record["data"]["sha256"]
     return {
         "run": run.name,
-        "attention": _variant(target),
+        "attention": checkpoint.attention,
         "reading": " ".join(_overrides(checkpoint.overrides)),
         "tokenizer": checkpoint.tokenizer.name,
         "data": f"{data['source']['kind']}@{data['sha256'][:8]}" + ("" if trained_on_it else " (not that of training)"),

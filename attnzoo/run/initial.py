@@ -180,9 +180,9 @@ def describe(trained: Trained, done: Mapping[str, Any], cfg: DictConfig) -> str:
     return "\n  ".join(lines)
 
 
-def names(model: nn.Module) -> list[str]:
+def names(model: nn.Module, record: Mapping[str, Any]) -> list[str]:
     """What the run trains, which no preset says: the model's class and its attention."""
-    return [type(model).__name__, "+".join(dict.fromkeys(block.attention.name for block in model.blocks))]
+    return [type(model).__name__, by_layer.attention_name(record["model"], record["attention"])]
 
 
 def changes(trained: Trained, cfg: DictConfig) -> dict[str, list[Any]]:
