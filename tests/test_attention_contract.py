@@ -345,6 +345,7 @@ SPEC = {
         ({"temperature": "hot"}, "attention_temperature='hot': must be none, ssmax, log, yarn, llama4"),
         ({"temperature": {"name": "log", "floor_scale": 8}}, "attention_temperature: floor_scale must be left out with name=log"),
         ({"temperature": {"name": "llama4", "floor_scale": 0}}, "attention_temperature.floor_scale=0: must be a number above 0"),
+        ({"temperature": {"name": "llama4", "first": 2}}, "attention_temperature.first=2: must be 0 or 1"),
         ({"temperature": "log", "train_context": 1}, "attention_temperature=log: needs a context of at least 2"),
         ({"train_context": None}, "train_context: must be a positive integer, got None"),
     ],

@@ -202,6 +202,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 CASES = [
     ("SmolLM3", {}), ("SmolLM3", WINDOW), ("SmolLM3", {"no_rope_layers": [0, 1, 1, 0]}), ("Qwen3", {**WINDOW, "max_window_layers": 2}),
     ("Qwen3", {**WINDOW, "layer_types": 2 * ["sliding_attention", "full_attention"]}), ("Phi3", {"sliding_window": 8}),
+    ("Mistral", {"sliding_window": 8}),
 ]
 
 

@@ -40,7 +40,10 @@ def theirs_of(kind, case, **options):
     rope = {"rope_type": name, "rope_theta": 10000.0, **PARAMETERS[case]}
     sizes = {**SIZES, "max_position_embeddings": context, "rope_parameters": rope, **options}
     torch.manual_seed(0)
-    if kind == "phi3":
+    if kind == "ministral3":
+        rope |= {"llama_4_scaling_beta": 0.3}
+        model = transformers.Ministral3ForCausalLM(transformers.Ministral3Config(**sizes, head_dim=8))
+    elif kind == "phi3":
         model = transformers.Phi3ForCausalLM(transformers.Phi3Config(
             **sizes, sliding_window=None, original_max_position_embeddings=16 if name == "longrope" else context))
     elif kind == "qwen3":
@@ -52,7 +55,8 @@ def theirs_of(kind, case, **options):
     return model.eval()
 
 
-CASES = [("llama", case) for case in PARAMETERS] + [("qwen3", "default"), ("qwen3", "yarn"), ("phi3", "default"), ("phi3", "longrope")]
+CASES = [("llama", case) for case in PARAMETERS] + [("qwen3", "default"), ("qwen3", "yarn"), ("phi3", "default"), ("phi3", "longrope"),
+                                                      ("ministral3", "yarn")]
 
 
 @pytest.mark.parametrize(("kind", "case"), CASES)

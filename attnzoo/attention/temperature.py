@@ -12,7 +12,7 @@ TEMPERATURES: dict[str, dict[str, float]] = {  # with the options that each take
     "ssmax": {},
     "log": {},
     "yarn": {},
-    "llama4": {"floor_scale": 8192, "attn_scale": 0.1},
+    "llama4": {"floor_scale": 8192, "attn_scale": 0.1, "first": 1},
 }
 
 
@@ -22,22 +22,24 @@ class Temperature:
 
     "ssmax": log n, which each head multiplies by a number that it learns (Nakanishi 2025, arXiv:2501.19399). "log": log n / log context,
     at least 1 (Qwen's log-n attention). "yarn": (0.1 log(n / context) + 1)^2, at least 1 (Peng et al. 2023, arXiv:2309.00071).
-    "llama4": attn_scale log(floor(n / floor_scale) + 1) + 1. context: tokens that the positions were trained on.
+    "llama4": attn_scale log(floor(n / floor_scale) + 1) + 1, with n less one where `first`, the number of the first token, is 0 as for
+    Ministral 3. context: tokens that the positions were trained on.
     """
 
     kind: str
     context: int
     floor_scale: float = 0.0
     attn_scale: float = 0.0
+    first: int = 1
 
     def factor(self, n: Tensor) -> Tensor:
         """n: whole numbers. float32 of the same shape."""
-        return temperature_factor(n, self.kind, self.context, self.floor_scale, self.attn_scale)
+        return temperature_factor(n, self.kind, self.context, self.floor_scale, self.attn_scale, self.first)
 
     @property
     def key(self) -> tuple:
         """Equal for equal factors."""
-        return "temperature", self.kind, self.context, self.floor_scale, self.attn_scale
+        return "temperature", self.kind, self.context, self.floor_scale, self.attn_scale, self.first
 
     @property
     def mean_log(self) -> float:
@@ -57,8 +59,10 @@ def make_temperature(given: str | Mapping[str, Any], context: int) -> Temperatur
     known = TEMPERATURES[name]
     if unknown := options.keys() - known.keys():
         raise ValueError(f"attention_temperature: {', '.join(sorted(unknown))} must be {', '.join(known) or 'left out'} with name={name}")
+    if options.get("first", 1) not in (0, 1):
+        raise ValueError(f"attention_temperature.first={options['first']!r}: must be 0 or 1")
     for option, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        if option != "first" and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
             raise ValueError(f"attention_temperature.{option}={value!r}: must be a number above 0")
     if name in ("ssmax", "log") and context < 2:
         raise ValueError(f"attention_temperature={name}: needs a context of at least 2 tokens, got {context}")
@@ -66,7 +70,7 @@ def make_temperature(given: str | Mapping[str, Any], context: int) -> Temperatur
 
 
 @torch.library.custom_op("attnzoo::temperature_factor", mutates_args=())
-def temperature_factor(n: Tensor, kind: str, context: int, floor_scale: float, attn_scale: float) -> Tensor:
+def temperature_factor(n: Tensor, kind: str, context: int, floor_scale: float, attn_scale: float, first: int) -> Tensor:
     """As in Temperature. Computed in float64."""
     # an operator of its own, so that torch.compile keeps the factors instead of taking a logarithm for every channel of every head
     n = n.double()
@@ -77,10 +81,10 @@ def temperature_factor(n: Tensor, kind: str, context: int, floor_scale: float, a
     elif kind == "yarn":
         factor = (0.1 * (n / context).clamp(min=1).log() + 1) ** 2
     else:
-        factor = attn_scale * (torch.floor(n / floor_scale) + 1).log() + 1
+        factor = attn_scale * (torch.floor((n - 1 + first) / floor_scale) + 1).log() + 1
     return factor.float()
 
 
 @temperature_factor.register_fake
-def _(n, kind, context, floor_scale, attn_scale):
+def _(n, kind, context, floor_scale, attn_scale, first):
     return torch.empty_like(n, dtype=torch.float32)

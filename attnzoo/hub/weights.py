@@ -1,4 +1,4 @@
-"""Hugging Face weights: GPT-2, BERT, Llama, Qwen3, Phi-3 and SmolLM3 become attnzoo models, GPT-2 and BERT go back, with equal logits."""
+"""Hugging Face weights: GPT-2, BERT and Llama with its kin become attnzoo models, GPT-2 and BERT go back, with equal logits."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,8 +25,8 @@ class _Weight(NamedTuple):
 
 
 def from_huggingface(source: str | Path | nn.Module, *, attention: Callable[[AttentionSpec], Attention] = FlashAttention) -> GPT | BERT:
-    """A GPT or BERT with the weights of a GPT2LMHeadModel, BertForMaskedLM, or Llama's, Qwen3's, Phi3's or SmolLM3's ForCausalLM, float32,
-    in training mode with the config's dropout.
+    """A GPT or BERT with the weights of a GPT2LMHeadModel, BertForMaskedLM, or the ForCausalLM of Llama, Mistral, Ministral3, Qwen3, Phi3
+    or SmolLM3, float32, in training mode with the config's dropout.
 
     source: a folder, a name on the hub, or the transformers model itself. attention: the variant's class, or any callable as in `GPT`;
     parameters that only the variant has keep their initial values, and layers with a sliding window need one that takes window_size. No
@@ -75,8 +75,7 @@ def save_huggingface(model: GPT | BERT, path: str | Path, **config: Any) -> None
 
 def config_from_huggingface(config: Any) -> dict[str, Any]:
     """The plain description (`_target_` and arguments, as for `attnzoo.models.from_config`) of a transformers config of these models."""
-    describe = {"gpt2": _from_gpt2, "bert": _from_bert, "llama": _from_llama, "qwen3": _from_llama, "phi3": _from_llama,
-                "smollm3": _from_llama}
+    describe = {"gpt2": _from_gpt2, "bert": _from_bert, **dict.fromkeys(_LLAMAS, _from_llama)}
     if config.model_type not in describe:
         raise ValueError(f"model_type={config.model_type!r}: must be one of {', '.join(describe)}, the architectures that attnzoo has")
     return describe[config.model_type](config)
@@ -107,7 +106,7 @@ def _from_bert(config: Any) -> dict[str, Any]:
 
 def _from_llama(config: Any) -> dict[str, Any]:
     """Of Llama and those that differ from it by a norm of queries and keys (Qwen3), partly rotated heads (Phi-3), windows in all or some
-    layers (Qwen3, Phi-3), or layers without rotation (SmolLM3)."""
+    layers (Mistral, Qwen3, Phi-3), layers without rotation (SmolLM3), or Llama 4's temperature (Ministral 3)."""
     _require(config, hidden_act="silu", attention_bias=False, mlp_bias=False, embd_pdrop=getattr(config, "resid_pdrop", 0.0))
     return {
         "_target_": "attnzoo.models.GPT", "vocab_size": config.vocab_size, "dim": config.hidden_size, "n_layers": config.num_hidden_layers,
@@ -147,6 +146,8 @@ def _rope(config: Any) -> dict[str, Any]:
     given = dict(config.rope_parameters)
     scaling, base, factor = given.pop("rope_type"), given.pop("rope_theta"), given.pop("factor", None)
     partial, origin = given.pop("partial_rotary_factor", 1.0), given.pop("original_max_position_embeddings", None)
+    beta = given.pop("llama_4_scaling_beta", None)
+    given.pop("max_position_embeddings", None)  # the config's own
     named = {"rope_base": base, "partial_rotary_factor": partial}
     if scaling == "default":
         return named
@@ -158,6 +159,8 @@ def _rope(config: Any) -> dict[str, Any]:
     if factor is None:
         factor = config.max_position_embeddings / origin
     options = {name: value for name, value in given.items() if value is not None}
+    if beta is not None:
+        named["attention_temperature"] = {"name": "llama4", "floor_scale": origin, "attn_scale": beta, "first": 0}
     return named | {"rope_scaling": scaling, "rope_factor": factor, "original_context": origin, "rope_options": options or None}
 
 
@@ -217,15 +220,16 @@ def _config_for_huggingface(model: GPT | BERT) -> dict[str, Any]:
     }
 
 
-_MODELS = {"gpt2": GPT, "bert": BERT, "llama": GPT, "qwen3": GPT, "phi3": GPT, "smollm3": GPT}
+_LLAMAS = {"llama": "Llama", "qwen3": "Qwen3", "phi3": "Phi3", "smollm3": "SmolLM3", "mistral": "Mistral", "ministral3": "Ministral3"}
+_MODELS = {"gpt2": GPT, "bert": BERT, **dict.fromkeys(_LLAMAS, GPT)}
 
 
 def _huggingface_class(model_type: str) -> type:
     import transformers
 
-    return {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM, "llama": transformers.LlamaForCausalLM,
-            "qwen3": transformers.Qwen3ForCausalLM, "phi3": transformers.Phi3ForCausalLM,
-            "smollm3": transformers.SmolLM3ForCausalLM}[model_type]
+    if model_type in _LLAMAS:
+        return getattr(transformers, f"{_LLAMAS[model_type]}ForCausalLM")
+    return {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM}[model_type]
 
 
 def _load(source: str) -> nn.Module:
@@ -260,7 +264,7 @@ def _weights(model: Transformer, model_type: str) -> Iterator[_Weight]:
     """Which tensor of theirs holds which parameters of ours."""
     head = "token_embedding.weight" if model.head is None else "head.weight"
     blocks = range(len(model.blocks))
-    if model_type in ("llama", "qwen3", "phi3", "smollm3"):
+    if model_type in _LLAMAS:
         fused = model_type == "phi3"
         yield _Weight("model.embed_tokens.weight", ("token_embedding.weight",))
         yield _Weight("model.norm.weight", ("final_norm.weight",))
