@@ -31,6 +31,8 @@ def check_training(cfg: DictConfig) -> None:
 
 def check_layers(cfg: DictConfig) -> None:
     """Holds the attention of each kind of layer against its signature, and against what the variant supports in this model."""
+    from attnzoo.attention.temperature import make_temperature  # imports torch
+
     for kind, model in by_layer.by_kind(plain(cfg.model), plain(cfg.attention)).items():
         _check_partial(by_layer.key(kind), model["attention"])
         check_target(by_layer.key(kind), OmegaConf.create(model["attention"]))
@@ -39,6 +41,7 @@ def check_layers(cfg: DictConfig) -> None:
         try:
             get_class(model["attention"]["_target_"]).check_supported(
                 get_class(model["_target_"]).causal, model.get("positions", "rotary"), model.get("attention_dropout", 0.0))
+            make_temperature(model.get("attention_temperature", "none"), model.get("original_context") or model["train_context"])
         except ValueError as error:
             raise UserError(f"layers.{kind}: {error}" if kind else str(error)) from error
 
