@@ -38,13 +38,14 @@ def conclude(rows: list[Row], loggers: Iterable, folder: Path, about: About) -> 
 
 
 def _tell(loggers: Iterable, rows: Sequence[Row], averages: Sequence[Row], plots: Sequence[Path]) -> None:
-    """Metrics eval/<task>/<length> (with several runs /<run> behind it) for every logger; W&B gets a table a task, one of its averages and
-    the plots too, under keys of their own, because the last thing logged under a key replaces what was there."""
+    """Metrics eval/<task>/<length>, or <metric> where there is no length, for every logger (with several runs /<run> behind it). W&B gets a
+    table a task, one of its averages and the plots too, under keys of their own, because the last thing logged under a key replaces what
+    was there."""
     several, of_task = len({row.line for row in rows}) > 1, shown_metrics(rows)
     metrics = {
-        "/".join(["eval", row.task, *([str(row.length)] if row.length else []), *(filter(None, row.line) if several else [])]): row.value
+        "/".join(["eval", row.task, str(row.length or row.metric), *(filter(None, row.line) if several else [])]): row.value
         for row in rows
-        if row.value is not None and row.depth is None and row.metric == of_task[row.task]
+        if row.value is not None and row.depth is None and (row.metric == of_task[row.task] or not row.length)
     }
     for logger in loggers:
         logger.log_metrics(metrics)
