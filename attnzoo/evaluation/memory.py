@@ -13,11 +13,10 @@ def least_bytes(model: torch.nn.Module, length: int) -> int:
 
     On CPU the operators' reference path holds the scores of all pairs of tokens besides, also at least in 16 bits.
     """
-    layer = model.blocks[0].attention
-    spec = layer.spec
+    spec = model.blocks[0].attention.spec
     linear = length * (4 * spec.dim + 2 * spec.head_dim * (spec.n_heads + 2 * spec.n_kv_heads))
     on_cpu = next(model.parameters()).device.type == "cpu"
-    reference = on_cpu and getattr(layer, "impl", "sdpa") in (None, "reference")
+    reference = on_cpu and any(getattr(block.attention, "impl", "sdpa") in (None, "reference") for block in model.blocks)
     return linear + (2 * spec.n_heads * length**2 if reference else 0)
 
 
