@@ -22,7 +22,7 @@ from attnzoo.evaluation.results import (
     write_csv,
 )
 from attnzoo.evaluation.seeds import average, name_settings, shown
-from attnzoo.evaluation.summary import summary
+from attnzoo.evaluation.summary import notes, summary
 
 RUN = {"run": "0_flash", "attention": "flash", "tokenizer": "bytes", "data": "text@12345678", "context": 64}
 
@@ -176,6 +176,13 @@ def test_summary_has_a_line_a_run_and_says_what_could_not_be_run():
     assert "- 0_flash, 1_sdpa model.rope_factor=2; perplexity_windows; length 128: too long" in lines
     assert "- 0_flash, 1_sdpa model.rope_factor=2; perplexity_windows; length 32, 64: 100 tokens" in lines
     assert "- 2_lost: failed: gone" in lines
+
+
+def test_a_note_of_several_tasks_stands_once():
+    one = Row(**RUN, task="ruler_vt", length=64, metric="string_match", value=1.0, note="differs")
+    rows = [one, replace(one, task="ruler_niah"), replace(one, task="passkey", length=32), replace(one, run="1", note="other")]
+    assert notes(rows) == ["0_flash; ruler_vt, ruler_niah; length 64: differs", "0_flash; passkey; length 32: differs",
+                           "1; ruler_vt; length 64: other"]
 
 
 def test_notes_of_all_runs_name_none():

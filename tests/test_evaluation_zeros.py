@@ -186,8 +186,27 @@ def test_effective_length_is_the_longest_beyond_the_threshold(values, length, sa
     assert effective_length(shares(0.6), "passkey", "exact_match", threshold=0.5)[0].value == 1024
 
 
-def test_effective_length_is_a_row_of_the_summary(tmp_path):
+@pytest.fixture
+def trained(tmp_path):
     runner.train(compose_tiny(tmp_path, "trainer.max_steps=2", "model.n_layers=1", "callbacks.sample=null", "callbacks.plot=null"))
+    return tmp_path
+
+
+def test_a_command_notices_nan_logits_of_finite_weights(trained):
+    path = trained / "run" / "checkpoints" / "best.ckpt"
+    content = torch.load(path, weights_only=True)
+    content["state_dict"]["model.blocks.0.mlp.up_proj.weight"].fill_(1e38)
+    torch.save(content, path)
+    asked = ["evaluation=ruler", "evaluation.lengths=[700]", "evaluation.tasks.ruler.tasks=[niah_single_1]", "accelerator=cpu",
+             "evaluation.tasks.ruler.examples=1", "precision=32"]
+    runner.evaluate(compose_tiny(trained, f"run_dir={trained / 'result'}", f"ckpt_path={trained / 'run'}", *asked, config="eval"))
+    with open(trained / "result" / "results.csv", newline="") as file:
+        row, effective = csv.DictReader(file)
+    assert (row["value"], effective["value"]) == ("nan", "nan") and "NaN logits in" in row["note"]
+
+
+def test_effective_length_is_a_row_of_the_summary(trained):
+    tmp_path = trained
     asked = ["evaluation=passkey", "evaluation.lengths=[32,320]", "evaluation.tasks.passkey.depths=1", "accelerator=cpu",
              "evaluation.tasks.passkey.examples=1", "evaluation.tasks.passkey.effective_threshold=0.5", "precision=32"]
     runner.evaluate(compose_tiny(tmp_path, f"run_dir={tmp_path / 'result'}", f"ckpt_path={tmp_path / 'run'}", *asked, config="eval"))

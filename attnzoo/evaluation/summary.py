@@ -71,16 +71,19 @@ def _table(rows: Sequence[Row], metric: str) -> tuple[str, pd.DataFrame]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Each note once, with the task, the lengths and, unless it holds for all of them, the runs."""
-    lines = []
+    """Each note once, with the tasks, the lengths and, unless it holds for all of them, the runs."""
+    tasks: dict[tuple, list[str]] = {}  # by note, runs and lengths
     for task, note in dict.fromkeys((row.task, row.note) for row in rows if row.note):
         here = [row for row in rows if (row.task, row.note) == (task, note)]
-        runs = list(dict.fromkeys(" ".join(filter(None, row.line)) for row in here))
-        lengths = list(dict.fromkeys(row.length for row in here))
+        runs = tuple(dict.fromkeys(" ".join(filter(None, row.line)) for row in here))
+        lengths = tuple(dict.fromkeys(row.length for row in here))
+        tasks.setdefault((note, runs, lengths), []).append(task)
+    n_lines, lines = len({row.line for row in rows}), []
+    for (note, runs, lengths), names in tasks.items():
         parts = [
-            ", ".join(runs) if len(runs) < len({row.line for row in rows}) else "",
-            task,
-            "" if lengths == [None] else f"length {', '.join(map(str, lengths))}",
+            ", ".join(runs) if len(runs) < n_lines else "",
+            ", ".join(filter(None, names)),
+            "" if lengths == (None,) else f"length {', '.join(map(str, lengths))}",
         ]
         lines.append(f"{'; '.join(filter(None, parts)) or 'all runs'}: {note}")
     return lines
