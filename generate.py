@@ -1,19 +1,6 @@
 """Let a trained model write: `python generate.py --help` lists what can be chosen."""
 
-from pathlib import Path
-from typing import Any
-
-from attnzoo.run import command_line, values
-
-
-@command_line.command(Path(__file__).parent / "configs", "generate", texts=("prompt",))
-def main(cfg: Any) -> None:
-    values.check_generation(cfg)
-    from attnzoo import generation  # here and not above: torch takes seconds to import, `--help` must not
-
-    command_line.begins()
-    generation.generate(cfg)
-
+from attnzoo.commands.generate import main
 
 if __name__ == "__main__":
     main()

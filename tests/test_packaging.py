@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +64,33 @@ print(attnzoo_kernels.flash_attention(q, q, q, causal=True).shape)
 def test_nothing_named_kernels_is_ours(tmp_path):
     done = run("import importlib.util as u; s = u.find_spec('kernels'); print(s.origin if s else None)", tmp_path)
     assert "attnzoo" not in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+def test_a_wheel_has_the_commands_and_the_configs(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "kernels", source / "kernels", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("attnzoo", "configs"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source], check=True)
+    site, empty = tmp_path / "site", tmp_path / "empty"
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, *tmp_path.glob("*.whl")], check=True)
+    empty.mkdir()
+
+    def command(name, *arguments):
+        environment = os.environ | {"PYTHONPATH": str(site)}
+        done = subprocess.run([sys.executable, site / "bin" / name, *arguments], cwd=empty, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    for name in ("attnzoo-train", "attnzoo-eval", "attnzoo-generate"):
+        assert "attention: " in command(name, "--help") and not any(empty.iterdir())
+    shutil.copytree(ROOT / "tests" / "data" / "earlier_run" / "corpus", empty / "corpus")
+    tiny = ("data.seq_len=16", "model.dim=8", "model.n_layers=1", "model.n_heads=1", "data=text", "data.paths=[corpus]")
+    command("attnzoo-train", *tiny, "trainer.max_steps=2", "hydra.run.dir=run", f"data.cache_dir={tmp_path / 'cache'}")
+    assert (empty / "run" / "checkpoints" / "best.ckpt").is_file()
+    command("attnzoo-eval", "ckpt_path=run", "evaluation=validation", "hydra.run.dir=read")
+    assert (empty / "read" / "results.csv").is_file()
