@@ -33,7 +33,7 @@ class Checkpoint:
     task: str  # lm or mlm
     context: int  # tokens read at once in training
     record: dict  # what the file says of model, attention, tokenizer, data and versions
-    overrides: dict = field(default_factory=dict)  # what differs from the record: {"attention": {...}, "model": {...}}
+    overrides: dict = field(default_factory=dict)  # what differs from the record, by group: {"attention": {...}, "model": {...}}
     attention: str = ""  # the names of its variants
 
 
@@ -129,8 +129,11 @@ def rebuild(content: dict, path: str | os.PathLike, *, attention: Mapping | None
         for group, config, recorded in (("attention", attention_config, record["attention"]), ("model", model_config, record["model"]))
         if (changed := {key: value for key, value in config.items() if key not in recorded or recorded[key] != value})
     }
-    if "layers" in overrides.get("model", {}):  # each key of it that differs, by its place
-        overrides["model"] |= by_layer.changes(record["model"].get("layers"), overrides["model"].pop("layers"))
+    if "layers" in overrides.get("model", {}):  # each key of it that differs, by its place; a variant is a group of its own
+        for key, value in by_layer.changes(record["model"].get("layers"), overrides["model"].pop("layers")).items():
+            group, part = (key, value) if isinstance(value, Mapping) else ("model", {key: value})
+            overrides[group] = {**overrides.get(group, {}), **part}
+        overrides = {group: changed for group, changed in overrides.items() if changed}
     name = by_layer.attention_name(model_config, attention_config)
     return Checkpoint(built.eval(), tokenizer, task, context, record, overrides, name)
 

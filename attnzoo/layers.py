@@ -119,12 +119,13 @@ def check_positions(layers: Mapping[str, Any] | None, positions: str) -> None:
 
 
 def changes(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None, where: str = "layers") -> dict[str, Any]:
-    """By dotted keys what of `new` differs from `old`."""
+    """By dotted keys what of `new` differs from `old`; a variant in place of another one is a mapping, with its `_target_`."""
     found: dict[str, Any] = {}
     for key, value in (new or {}).items():
         before = (old or {}).get(key)
-        if isinstance(value, Mapping) and (isinstance(before, Mapping) or (value and "_target_" not in value)):
-            found |= changes(before, value, f"{where}.{key}")
+        inner = before if isinstance(before, Mapping) else {}
+        if isinstance(value, Mapping) and value and value.get("_target_") in (None, inner.get("_target_")):
+            found |= changes(inner, value, f"{where}.{key}")
         elif value != before:
             found[f"{where}.{key}"] = value
     return found

@@ -261,6 +261,10 @@ def test_a_checkpoint_is_read_with_other_kinds_and_says_so(tmp_path):
     assert wider.overrides == {"model": {"layers.local.attention.window_size": [7, 0]}}
     other = checkpoint.load(tmp_path / "a.ckpt", model={"layers": {"full": {"attention": {"softcap": 5.0}}}})
     assert other.overrides == {"model": {"layers.full.attention.softcap": 5.0}}
+    dual = {"_target_": "attnzoo.attention.dual_chunk.DualChunkAttention", "_partial_": True, "chunk_size": 8}
+    swapped = checkpoint.load(tmp_path / "a.ckpt", model={"layers": {"local": {"attention": dual, "attention_temperature": "none"}}})
+    assert swapped.overrides == {"model": {"layers.local.attention_temperature": "none"}, "layers.local.attention": dual}
+    assert swapped.attention == "dual_chunk+flash+differential[local,full,other]"
     assert as_trained.attention == other.attention == "flash+differential[local,full,other]"
     assert wider.model.blocks[0].attention.window_size == (7, 0) and wider.model.blocks[0].attention.spec.rope_base == 500.0
     assert wider.model.blocks[2].attention.name == "differential"
