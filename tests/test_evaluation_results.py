@@ -202,6 +202,22 @@ def test_unlike_data_are_pointed_out():
     assert "unlike data" in summary([*table(), *table(run="1", data="text@87654321")])
 
 
+@pytest.mark.parametrize(
+    ("lines", "who", "warned"),
+    [
+        ([("a", "")], "the model itself", False),
+        ([("a", ""), ("a", "attention=dual_chunk")], "the model itself", True),
+        ([("a", ""), ("a", "attention=dual_chunk")], "its checkpoint read with attention=dual_chunk", False),
+        ([("a", ""), ("b", "")], "its checkpoint read with attention=dual_chunk", True),
+        ([("a", ""), ("b", "")], "/runs/c", False),
+    ],
+)
+def test_key_tokens_that_are_not_the_same_are_pointed_out(lines, who, warned):
+    one = Row(task="longppl_windows", length=64, metric="longppl", value=2.0, note=f"key tokens chosen by {who}")
+    rows = [replace(one, run=run, reading=reading) for run, reading in lines]
+    assert ("key tokens are not the same" in summary(rows)) == warned
+
+
 def test_plots_are_drawn_for_what_there_is(tmp_path):
     rows = [*table(), *table(run="1_sdpa", attention="sdpa")]
     assert [path.name for path in draw(rows, tmp_path)] == ["validation.png", "perplexity_by_length.png", "loss_by_position.png"]

@@ -30,6 +30,7 @@ from attnzoo.evaluation.perplexity import Scores, Window, mean_loss, place_windo
 from attnzoo.evaluation.results import Row, language_model_rows
 from attnzoo.signatures import Count
 
+ITSELF, ITS_CHECKPOINT = "the model itself", "its checkpoint"  # as notes say who chose
 Reader = Callable[[str | None, Mapping, Mapping], tuple[str, Callable[[], nn.Module]]]
 
 
@@ -123,11 +124,11 @@ class LongPPL:
 
     def _who(self) -> str:
         if not (self.ckpt_path or self.attention or self.model):
-            return "the model itself"
+            return ITSELF
         read = [f"attention={self.attention['_target_'].split('.')[-2]}"] if "_target_" in self.attention else []
         for group, options in (("attention", self.attention), ("model", self.model)):
             read += [f"{group}.{key}={value}" for key, value in options.items() if "_target_" not in options]
-        return " ".join([self.ckpt_path or "its checkpoint", *(["read with"] if read else []), *read])
+        return " ".join([self.ckpt_path or ITS_CHECKPOINT, *(["read with"] if read else []), *read])
 
     def _scores(self, evaluator: nn.Module, documents: Mapping, windows: Sequence[Window], length: int, batch_tokens: int) -> Scores:
         """As `perplexity.score`, but what the evaluator has read once serves all lengths and all models."""

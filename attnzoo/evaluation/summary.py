@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from attnzoo.evaluation.longppl import ITS_CHECKPOINT, ITSELF
 from attnzoo.evaluation.overview import LINE, cell, overview
 from attnzoo.evaluation.results import METRICS, Row, frame, shown_metrics
 
@@ -36,6 +37,11 @@ def warnings(rows: Sequence[Row]) -> list[str]:
         said.append("The runs were evaluated on unlike data, so their numbers are not comparable; `data=...` gives all of them the same.")
     if len({row.tokenizer for row in rows if row.tokenizer}) > 1:
         said.append("The runs have unlike tokenizers: bits per byte are compared, perplexities cannot be.")
+    long = [row for row in rows if row.metric == "longppl" and row.value is not None]
+    itself, checkpoint = ([row for row in long if f"chosen by {who}" in row.note] for who in (ITSELF, ITS_CHECKPOINT))
+    if len({row.line for row in itself}) > 1 or len({row.run for row in checkpoint}) > 1:
+        said.append("LongPPL's key tokens are not the same in all lines, because each model or each run's checkpoint chose its own; "
+                    "evaluation.tasks.perplexity.longppl.ckpt_path=... gives all of them the same.")
     return said
 
 

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from attnzoo import layers as by_layer
 from attnzoo.errors import UserError
+from attnzoo.run.command_line import RENAMED
 from attnzoo.signatures import Count, Natural, NonNegative, Positive, PositiveShare, Share, ShareBelowOne, check_options, check_value, fits
 
 log = logging.getLogger(__name__)
@@ -175,6 +176,8 @@ def _check_beginning(plain: Mapping[str, Any]) -> None:
 def check_evaluation(cfg: DictConfig) -> None:
     """The same for a config of eval.py."""
     plain = _plain(cfg)
+    for old in RENAMED.keys() & plain.keys():  # added with +
+        raise UserError(f"{old}: there is no such key; it is called {RENAMED[old]} now")
     _check_group(plain, "", EVALUATION)
     _check_group(plain, "model", READ_MODEL)
     _check_layers(plain["model"]["layers"])
