@@ -26,6 +26,7 @@ class Tile(NamedTuple):
     len_q: Any
     first_k: Any
     len_k: Any
+    own: Any  # what a variant's hooks need beside that, as in Taken and Span
 
 
 class Taken(NamedTuple):
@@ -38,6 +39,7 @@ class Taken(NamedTuple):
     len_q: Any
     first_k: Any
     len_k: Any
+    own: Any
 
 
 class Span(NamedTuple):
@@ -52,6 +54,7 @@ class Span(NamedTuple):
     full_begin: Any
     full_end: Any
     end: Any
+    own: Any
 
 
 @gluon.jit
@@ -103,7 +106,7 @@ def next_tile(index, program, config):
         if config.HAS_RIGHT:  # the last tile of a sequence first: it sees most keys
             row = ((len_q + BLOCK_M - 1) // BLOCK_M - 1 - tile) * BLOCK_M
     first_k, len_k = sequence_bounds(problem.cu_seqlens_k, sequence, problem.n_seqs, problem.seqlen_k, config.PACKED, False)
-    return Tile(index, (sequence, head, row), sequence, head, row, first_q, len_q, first_k, len_k)
+    return Tile(index, (sequence, head, row), sequence, head, row, first_q, len_q, first_k, len_k, ())
 
 
 @gluon.jit
@@ -146,7 +149,7 @@ def take(taken, program, config):
     there = gl.maximum(sequence, 0)
     first_q, len_q = sequence_bounds(problem.cu_seqlens_q, there, problem.n_seqs, problem.seqlen_q, config.PACKED, True)
     first_k, len_k = sequence_bounds(problem.cu_seqlens_k, there, problem.n_seqs, problem.seqlen_k, config.PACKED, False)
-    return Taken(sequence, head, row, first_q, len_q, first_k, len_k)
+    return Taken(sequence, head, row, first_q, len_q, first_k, len_k, ())
 
 
 @gluon.jit
@@ -179,7 +182,7 @@ def span(tile, ME: gl.constexpr, taken, program, config):
     if config.PREFETCH_TILE:  # all is handed on before the mainloop: the producer may need it to get to the tile that is waited for behind
         end = gl.where(row < len_q, end, loaded_begin + 1)
         begin = loaded_begin
-    return Span(row, len_q, len_k, loaded_begin, loaded_end, begin, full_begin, full_end, end)
+    return Span(row, len_q, len_k, loaded_begin, loaded_end, begin, full_begin, full_end, end, ())
 
 
 _counters: dict[tuple[int, int], Tensor] = {}

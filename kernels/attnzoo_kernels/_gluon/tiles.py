@@ -22,14 +22,21 @@ def masks_in_loop(window_left: int, window_right: int, shift: int | None, rows: 
 
 
 @gluon.jit
-def find_sequence(cu_seqlens, slot, n_seqs, BLOCK: gl.constexpr):
-    """The sequence that owns `slot`: b owns those from cu_seqlens[b] // BLOCK + b on; n_seqs is what lies behind the last one."""
+def first_slot(token, sequence, block, own):
+    """FIRST_SLOT of tiles of `block` rows."""
+    return token // block + sequence
+
+
+@gluon.jit
+def find_sequence(cu_seqlens, slot, n_seqs, BLOCK: gl.constexpr, own=None, FIRST_SLOT: gl.constexpr = first_slot):
+    """The sequence that owns `slot`: b owns those from FIRST_SLOT(cu_seqlens[b], b, BLOCK, own) on; n_seqs is what lies behind the last
+    one."""
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     sequence = -1
     for start in range(0, n_seqs + 1, 32):
         b = start + lanes
-        first_slot = gl.load(cu_seqlens + b, mask=b <= n_seqs, other=0) // BLOCK + b
-        sequence += gl.sum(((first_slot <= slot) & (b <= n_seqs)).to(gl.int32), 0)
+        first = FIRST_SLOT(gl.load(cu_seqlens + b, mask=b <= n_seqs, other=0), b, BLOCK, own)
+        sequence += gl.sum(((first <= slot) & (b <= n_seqs)).to(gl.int32), 0)
     return sequence
 
 

@@ -19,7 +19,7 @@ from attnzoo_kernels._gluon.forward_mainloop import mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import Keys, load_segment, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import why_not_tma
-from attnzoo_kernels._gluon.tile_scheduler import take_words, tile_counter
+from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, take_words, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout
 from attnzoo_kernels._triton.launch import on_device_of
@@ -29,46 +29,21 @@ from attnzoo_kernels.block_sparse.options import Options
 from attnzoo_kernels.block_sparse.tiles import hopper_forward_tile
 
 
-class Tile(NamedTuple):
-    """As `_gluon.tile_scheduler.Tile`, with its list."""
+class OfList(NamedTuple):
+    """Of a tile's list: what the loading warp knows beside a Tile's fields."""
 
-    index: Any
-    words: Any  # batch, head, row, entries, those that need no mask, first key of the last one, number of the list
-    sequence: Any
-    head: Any
-    row: Any
-    first_q: Any
-    len_q: Any
     length: Any
     begin: Any
-    last: Any
+    last: Any  # its last entry
 
 
-class Taken(NamedTuple):
-    sequence: Any
-    head: Any
-    row: Any
-    first_q: Any
+class ToTake(NamedTuple):
+    """The same as a consumer knows it, beside Taken's fields, and beside those of a Span, which has positions in the list."""
+
     length: Any
-    clear: Any
-    column: Any
+    clear: Any  # entries that need no mask
+    column: Any  # first key of the last one
     begin: Any
-
-
-class Span(NamedTuple):
-    """As `_gluon.tile_scheduler.Span` of positions in a list."""
-
-    row: Any
-    len_q: Any
-    len_k: Any
-    loaded_begin: Any
-    loaded_end: Any
-    begin: Any
-    full_begin: Any
-    full_end: Any
-    end: Any
-    column: Any
-    entries: Any
 
 
 class Lists(NamedTuple):
@@ -93,43 +68,43 @@ def next_tile(index, program, config):
     last = gl.load(begin + gl.maximum(length - 1, 0))
     last = gl.where(length > 0, last, 0)  # a tile that sees no key gets one to look at
     row = tile * (config.CONSUMERS * ROWS)
-    return Tile(index, (batch, head, row, length, clear, last * config.BLOCK_N, number), batch, head, row, 0, problem.seqlen_q, length,
-                begin, last)
+    words = batch, head, row, length, clear, last * config.BLOCK_N, number
+    return Tile(index, words, batch, head, row, 0, problem.seqlen_q, 0, problem.seqlen_k, OfList(length, begin, last))
 
 
 @gluon.jit
 def next_entry(j, tile, program, config):
     """A step ahead: the load of keys would wait for it."""
-    return gl.load(tile.begin + gl.maximum(tile.length - 2 - j, 0))
+    return gl.load(tile.own.begin + gl.maximum(tile.own.length - 2 - j, 0))
 
 
 @gluon.jit
 def load_tile(tile, step, q_step, program, config):
-    keys = Keys(tile.sequence, tile.head // program.problem.group, 0, program.problem.seqlen_k)
-    return load_segment(program.descs.q, program.descs.k, tile, keys, 0, tile.last, gl.maximum(tile.length, 1), step, q_step, program,
-                        config)
+    keys = Keys(tile.sequence, tile.head // program.problem.group, 0, tile.len_k)
+    return load_segment(program.descs.q, program.descs.k, tile, keys, 0, tile.own.last, gl.maximum(tile.own.length, 1), step, q_step,
+                        program, config)
 
 
 @gluon.jit
 def take(taken, program, config):
-    words = take_words(7, taken, program)
-    return Taken(words[0], words[1], words[2], 0, words[3], words[4], words[5], find_list(program.own.entries, words[6], program.own.width))
+    batch, head, row, length, clear, column, number = take_words(7, taken, program)
+    begin = find_list(program.own.entries, number, program.own.width)
+    return Taken(batch, head, row, 0, program.problem.seqlen_q, 0, program.problem.seqlen_k, ToTake(length, clear, column, begin))
 
 
 @gluon.jit
 def span(tile, ME: gl.constexpr, taken, program, config):
-    problem = program.problem
-    len_k = gl.where(tile.length > 0, problem.seqlen_k, 0)  # an empty list: a tile of a sequence without keys
-    end = gl.maximum(tile.length, 1)
-    return Span(tile.row + ME * ROWS, problem.seqlen_q, len_k, 0, end, 0, 0, tile.clear, end, tile.column, tile.begin)
+    len_k = gl.where(tile.own.length > 0, tile.len_k, 0)  # an empty list: a tile of a sequence without keys
+    end = gl.maximum(tile.own.length, 1)
+    return Span(tile.row + ME * ROWS, tile.len_q, len_k, 0, end, 0, 0, tile.own.clear, end, tile.own)
 
 
 @gluon.jit
 def column(tile, span, FIRST: gl.constexpr, program, config):
     """The first key of a list's tile, of which the consumers know the last one."""
-    at = span.column
+    at = span.own.column
     if not FIRST:
-        at = gl.load(span.entries + tile) * config.BLOCK_N
+        at = gl.load(span.own.begin + tile) * config.BLOCK_N
     return at
 
 

@@ -52,7 +52,7 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
     """MAINLOOP over the relations of 64 queries, whose copies follow each other in the ring of queries."""
     bars, tiles = program.bars, program.tiles
     chunk = program.own.chunk
-    keys = relation_keys(0, span.own, chunk, span.last, span.merged, config.BLOCK_N)[1]
+    keys = relation_keys(0, span.own.chunk, chunk, span.own.last, span.own.merged, config.BLOCK_N)[1]
     q_slot, q_phase = ring(q_step, Q_SLOTS)
     at = q_slot * config.CONSUMERS + ME
     mbarrier.wait(bars.q_full.index(at), q_phase)
@@ -63,8 +63,8 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
     # [ROWS, BLOCK_DV]
     acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
     successive_step = step + keys
-    inter_step = successive_step + relation_keys(1, span.own, chunk, span.last, span.merged, config.BLOCK_N)[1]
-    last_step = inter_step + relation_keys(2, span.own, chunk, span.last, span.merged, config.BLOCK_N)[1]
+    inter_step = successive_step + relation_keys(1, span.own.chunk, chunk, span.own.last, span.own.merged, config.BLOCK_N)[1]
+    last_step = inter_step + relation_keys(2, span.own.chunk, chunk, span.own.last, span.own.merged, config.BLOCK_N)[1]
     step += 1
     if config.K_BEFORE_PV:
         slot, phase = stage_of(step, config.STAGES)
@@ -91,8 +91,8 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
 def mask(scores, column, span, program, config):
     """MASK of the chunk, counted from its first key: columns that are no multiples of BLOCK_N cost registers, for which ptxas has the
     mainloop take a thread's two rows in turn."""
-    length = span.len_k - span.first_key
-    return mask_scores(scores, span.position - span.first_key, column, length, length, 0, 0, False, True)
+    length = span.len_k - span.own.first_key
+    return mask_scores(scores, span.own.position - span.own.first_key, column, length, length, 0, 0, False, True)
 
 
 @gluon.jit
@@ -100,7 +100,7 @@ def step_mask(scores, where, program, config):
     """STEP_MASK under SEAMS: of a relation's first tile, what belongs to the next one."""
     n, first, span = where
     if (n > 0) & first:
-        keys = gl.where(n == 2, span.own - 1, gl.where(span.merged, span.own, 1)) * program.own.chunk
+        keys = gl.where(n == 2, span.own.chunk - 1, gl.where(span.own.merged, span.own.chunk, 1)) * program.own.chunk
         j = gl.arange(0, config.BLOCK_N, gl.SliceLayout(0, scores.type.layout))
         scores = gl.where((j <= (keys - 1) % config.BLOCK_N)[None, :], scores, -float("inf"))
     return scores

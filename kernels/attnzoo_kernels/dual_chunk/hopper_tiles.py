@@ -8,53 +8,33 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS
 from attnzoo_kernels._gluon.forward_producer import Keys, load_segment
-from attnzoo_kernels._gluon.tile_scheduler import next_index
-from attnzoo_kernels._gluon.tiles import sequence_bounds
+from attnzoo_kernels._gluon.tile_scheduler import Span, Tile, next_index
+from attnzoo_kernels._gluon.tiles import find_sequence, sequence_bounds
 
 
-class Tile(NamedTuple):
-    """As `_gluon.tile_scheduler.Tile`; queries may lie before row 0, whose tile begins at a seam all the same."""
+class Source(NamedTuple):
+    """Where a tile comes from, beside a Tile's fields: its `sequence` is that of the copy of the queries that is to be loaded. Queries may
+    lie before row 0, whose tile begins at a seam all the same."""
 
-    index: Any
-    words: Any  # sequence, head, position
-    sequence: Any  # of the copy of the queries, where it is to be loaded
-    head: Any
-    row: Any
-    first_q: Any
-    len_q: Any
     position: Any  # of the first row
-    owner: Any  # the sequence
-    first_k: Any
-    len_k: Any
+    sequence: Any
 
 
-class Span(NamedTuple):
-    """As `_gluon.tile_scheduler.Span`: `loaded_end` counts the first tiles of keys, which only other consumers see."""
+class Seen(NamedTuple):
+    """What a consumer's rows see, beside a Span's fields, whose `loaded_end` counts the first tiles of keys, which only other consumers
+    see, and whose `len_q` is behind the last row."""
 
-    row: Any  # of the sequence
-    len_q: Any  # behind the last row
-    len_k: Any
-    loaded_begin: Any
-    loaded_end: Any
-    begin: Any
-    end: Any
-    position: Any
-    own: Any  # the chunk
-    last: Any  # position
+    position: Any  # of the first row
+    chunk: Any
+    last: Any  # position of the last row
     merged: Any
     first_key: Any  # of the chunk
 
 
 @gluon.jit
-def find_sequence(cu_seqlens, slot, n_seqs, chunk, BLOCK: gl.constexpr):
-    """As tiles.find_sequence for tiles that end at seams: b owns the slots from c // BLOCK + c // chunk + 3 b on, c = cu_seqlens[b]."""
-    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    sequence = -1
-    for start in range(0, n_seqs + 1, 32):
-        b = start + lanes
-        token = gl.load(cu_seqlens + b, mask=b <= n_seqs, other=0)
-        sequence += gl.sum(((token // BLOCK + token // chunk + 3 * b <= slot) & (b <= n_seqs)).to(gl.int32), 0)
-    return sequence
+def first_slot(token, sequence, block, chunk):
+    """FIRST_SLOT of find_sequence for tiles that end at seams."""
+    return token // block + token // chunk + 3 * sequence
 
 
 @gluon.jit
@@ -88,10 +68,10 @@ def decode_tile(index, program, config):
         slots = seqlen_q // BLOCK + seqlen_q // chunk + 3 * (n_seqs + 1)
         head = index // slots
         slot = index % slots
-        sequence = find_sequence(cu_seqlens_q, slot, n_seqs, chunk, BLOCK)
+        sequence = find_sequence(cu_seqlens_q, slot, n_seqs, BLOCK, chunk, first_slot)
         first_q, len_q = sequence_bounds(cu_seqlens_q, sequence, n_seqs, seqlen_q, PACKED, True)
         first_k, len_k = sequence_bounds(cu_seqlens_k, sequence, n_seqs, seqlen_k, PACKED, False)
-        place = slot - (first_q // BLOCK + first_q // chunk + 3 * sequence)
+        place = slot - first_slot(first_q, sequence, BLOCK, chunk)
         first, tiles, added = sequence_tiles(len_q, len_k, chunk, BLOCK)
     else:
         first, tiles, added = sequence_tiles(seqlen_q, seqlen_k, chunk, BLOCK)
@@ -115,8 +95,8 @@ def next_tile(index, program, config):
     while (there == 0) & (index < program.problem.n_tiles):
         index = next_index(program.problem)
         sequence, head, position, first_q, len_q, first_k, len_k, there = decode_tile(index, program, config)
-    return Tile(index, (sequence, head, position), sequence, head, position - (len_k - len_q), first_q, len_q, position, sequence, first_k,
-                len_k)
+    return Tile(index, (sequence, head, position), sequence, head, position - (len_k - len_q), first_q, len_q, first_k, len_k,
+                Source(position, sequence))
 
 
 @gluon.jit
@@ -145,18 +125,18 @@ def relation_keys(relation, index, chunk, last, merged, BLOCK_N: gl.constexpr):
 def load_tile(tile, step, q_step, program, config):
     """LOAD_TILE: relation by relation, with each the queries rotated for it."""
     chunk, near, batches = program.own.chunk, program.own.near, program.own.batches
-    own = chunk_of(tile.position, chunk)
-    last = rows_end(tile.position, config.CONSUMERS * ROWS, tile.len_k, chunk) - 1
-    merged = is_merged(tile.position, own, chunk, near)
-    batch = tile.owner
+    own = chunk_of(tile.own.position, chunk)
+    last = rows_end(tile.own.position, config.CONSUMERS * ROWS, tile.len_k, chunk) - 1
+    merged = is_merged(tile.own.position, own, chunk, near)
+    batch = tile.own.sequence
     if config.PACKED:
         batch = 0
-    keys = Keys(tile.owner, tile.head // program.problem.group, tile.first_k, tile.len_k)
+    keys = Keys(tile.own.sequence, tile.head // program.problem.group, tile.first_k, tile.len_k)
     for relation in range(gl.minimum(gl.maximum(own, 0), 2 - merged.to(gl.int32)) + 1):
         begin, tiles = relation_keys(relation, own, chunk, last, merged, config.BLOCK_N)
         copy = relation + (merged & (relation == 1)).to(gl.int32)
-        queries = Tile(tile.index, tile.words, copy * batches + batch, tile.head, tile.row, tile.first_q, tile.len_q, tile.position,
-                       tile.owner, tile.first_k, tile.len_k)
+        queries = Tile(tile.index, tile.words, copy * batches + batch, tile.head, tile.row, tile.first_q, tile.len_q, tile.first_k,
+                       tile.len_k, tile.own)
         step, q_step = load_segment(program.descs.q, program.descs.k, queries, keys, begin, tiles - 1, tiles, step, q_step, program,
                                     config)
     return step, q_step
@@ -174,4 +154,4 @@ def span(tile, ME: gl.constexpr, taken, program, config):
     begin, tiles = relation_keys(0, own, chunk, my_last, merged, config.BLOCK_N)
     unseen = relation_keys(0, own, chunk, last, merged, config.BLOCK_N)[1] - tiles
     shift = tile.len_k - tile.len_q
-    return Span(position - shift, my_last + 1 - shift, tile.len_k, 0, unseen, 0, 0, position, own, my_last, merged, begin)
+    return Span(position - shift, my_last + 1 - shift, tile.len_k, 0, unseen, 0, 0, 0, 0, Seen(position, own, my_last, merged, begin))
