@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attnzoo_kernels import BlockLayout, block_sparse_attention, flash_attention
-from attnzoo_kernels.block_sparse import patterns
+from attnzoo_kernels.block_sparse import patterns, tiles
 from attnzoo_kernels.block_sparse.cases import CORRECTNESS, Case
 from attnzoo_kernels.block_sparse.layout import BLOCKS
 from attnzoo_kernels.block_sparse.lists import Grid, tile_lists
@@ -35,6 +35,29 @@ def test_error_is_at_most_twice_that_of_eager(case, device, poisoned):
     inputs = case.inputs(device)
     ours, eager, exact = run(inputs, "triton"), run(inputs, "reference"), run(inputs, "reference", torch.float64)
     assert_accurate(ours, eager, exact)
+
+
+def test_dq_stays_exact_over_many_tiles(device, monkeypatch):
+    """In float32 a row's delta is large beside what it is taken from where values are far from zero, and many tiles of keys make it."""
+    from attnzoo_kernels.block_sparse import backward, forward
+    from attnzoo_kernels.block_sparse.options import Options
+
+    monkeypatch.setattr(tiles, "INTERPRETER", tiles.Tile(16, 16, 4, 1))
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(1, n, 1, width, generator=generator) for n, width in ((16, 16), (1024, 16), (1024, 32)))
+    q, k, v = (x.to(device) for x in (q, k, v + 24))
+    layout = BlockLayout.from_mask(torch.ones(1, 16, dtype=torch.bool, device=device), 16, 64)
+    dout = torch.ones(1, 16, 1, 32, device=device)
+
+    def eager(dtype):
+        queries = q.to(dtype).requires_grad_()
+        out = block_sparse_attention(queries, k.to(dtype), v.to(dtype), layout, impl="reference")
+        return torch.autograd.grad(out, queries, dout.to(dtype))
+
+    options = Options.of(layout.mask, 16, 64, None, 16**-0.5, -1, -1)
+    out, _, stats = forward.launch_forward(q, k, v, layout.mask, None, None, options)
+    dq, _ = backward.launch_dq(dout, None, q, k, v, out, stats, layout.mask, None, None, options)
+    assert_accurate([dq], eager(torch.float32), eager(torch.float64))
 
 
 @pytest.mark.gpu

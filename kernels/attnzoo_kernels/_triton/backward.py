@@ -73,7 +73,8 @@ def repeated(q, k, stats, x, own, at, position, edge, MASKED: tl.constexpr, SCOR
 def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr, MASK: tl.constexpr,
             SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = repeat_weights,
             GRADIENT: tl.constexpr = softmax_gradient, ROW_BIAS: tl.constexpr = False):
-    """One tile of keys into (dQ not yet scaled [BLOCK_M, BLOCK_D], under x.EXACT_DELTA the rows' sums of weights times their gradients)."""
+    """One tile of keys into (dQ not yet scaled [BLOCK_M, BLOCK_D], under x.EXACT_DELTA the rows' sums of weights times their gradients, or,
+    if that is "residual", times what these are more than delta)."""
     dq, exact_delta = state
     # [BLOCK_N, BLOCK_D]
     k = load_rows(x.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
@@ -83,7 +84,9 @@ def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.c
     weights, derivative = repeated(x.q, k, x.stats, x, own, at, position, edge, MASKED, SCORE, MASK, WEIGHTS, ROW_BIAS)
     dweights = score_dot(x.do, v, x.shape.PRECISION)
     _, dweights = DROP(x, own, weights, dweights, at, False)
-    if x.EXACT_DELTA:
+    if x.EXACT_DELTA == "residual":
+        exact_delta += tl.sum(weights * (dweights - x.stats.delta[:, None]), 1)
+    elif x.EXACT_DELTA:
         exact_delta += tl.sum(weights * dweights, 1)
     dscores = GRADIENT(weights, dweights, x.stats.delta[:, None]) * derivative
     # [BLOCK_M, BLOCK_D]
@@ -114,11 +117,12 @@ def store_scaled(rows, dq, softmax_scale, place, own, shape):
 def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, stats_ptr, delta_ptr, row_stats_ptr, stride_stats,
                 stride_rows, unit, softmax_scale, own, n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr,
                 HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr, STATS_BLOCK: tl.constexpr, FINISH: tl.constexpr = store_scaled,
-                stats_end=None):
+                stats_end=None, REFINED: tl.constexpr = False):
     """A whole program: LOOPS(state, x, own) gives dq_step's last state; this stores the rows' statistics, and FINISH dQ.
 
     EXACT_DELTA: delta without the rounding of O goes to delta_ptr, which lies as the LSE does. stats_end: the first row that has its
-    statistics from another program, where tiles may end before BLOCK_M rows; loads then stop at the tile's end, too.
+    statistics from another program, where tiles may end before BLOCK_M rows; loads then stop at the tile's end, too. REFINED: in float32
+    delta is rowsum(dO * O) and a sum of residuals, which neither many tiles nor weights that do not quite add up to one make inexact.
     """
     PRECISION: tl.constexpr = shape.PRECISION
     i = place.row + tl.arange(0, shape.BLOCK_M)
@@ -150,10 +154,11 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
     # float32 takes the keys twice: delta from the weights themselves cancels where rowsum(dO * O), summed in another order, would not
     for sweep in tl.static_range(2 if PRECISION == "ieee" else 1):
         if sweep == 1:
-            delta = exact_delta - grad_lse
+            delta = delta + (exact_delta - grad_lse) if REFINED else exact_delta - grad_lse
         state = tl.zeros([shape.BLOCK_M, shape.BLOCK_D], tl.float32), tl.zeros([shape.BLOCK_M], tl.float32)
         dq, exact_delta = LOOPS(state, QueryTile(q, do, RowStats(lse_log2, row_sum, delta), k_rows, v_rows, place,
                                                  place.row + tl.arange(0, shape.BLOCK_M)[:, None], unit, shape,
+                                                 "residual" if REFINED and PRECISION == "ieee" and sweep == 0 else
                                                  EXACT_DELTA or PRECISION == "ieee"), own)
     tl.store(row_stats + stride_rows, delta, mask=None if stats_end is None else i < stats_end)
     dq_rows = head_rows(dq_out, place.batch, place.head, place.first, place.length, False)

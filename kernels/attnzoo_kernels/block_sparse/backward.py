@@ -52,7 +52,7 @@ def block_sparse_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source,
                 Lists(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), index, count, bits, list_tiles, list_width, stride_lb,
                       stride_lh, n_seqs, PART_Q, PART_K),
                 n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-                _dq_loops, HAS_GRAD_LSE, False, STATS_BLOCK)
+                _dq_loops, HAS_GRAD_LSE, False, STATS_BLOCK, REFINED=True)
 
 
 @triton.jit
