@@ -83,13 +83,14 @@ def test_a_path_is_one_of_the_operators_or_refused():
 
 @pytest.mark.parametrize("impl, device, capability, runs", [
     (None, "cpu", None, True), ("reference", "cpu", None, True), ("triton", "cpu", None, False), ("gluon", "cpu", None, False),
+    ("cpu", "cpu", None, True), ("cpu", "cuda", (8, 0), False),
     ("triton", "cuda", (8, 0), True), ("gluon", "cuda", (8, 0), False), ("gluon", "cuda", (9, 0), True),
 ])
 def test_a_path_that_takes_no_call_on_a_device_is_refused(monkeypatch, impl, device, capability, runs):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    with nullcontext() if runs else pytest.raises(ValueError, match=f"attention.impl={impl}: needs .* got (cpu|a card); null takes"):
+    with nullcontext() if runs else pytest.raises(ValueError, match=f"attention.impl={impl}: needs .* got (cpu|cuda|a card); null takes"):
         check_path(impl, torch.device(device))
 
 

@@ -58,7 +58,7 @@ TRAINING = [
     (["layers=local_global"], ["layers.local.attention.window_size"], ["5", "[a,b]"], "a list of whole numbers"),
     (["layers=differential_last"], ["layers.differential.attention.version"], ["two"], "a whole number"),
     (["model=bert_tiny"], ["model.type_vocab_size"], NATURAL, "a whole number of at least 0"),
-    ([], ["attention.impl"], ["glon", "3"], "gluon or triton or reference or null"),
+    ([], ["attention.impl"], ["glon", "3"], "gluon or triton or cpu or reference or null"),
     ([], ["attention.window_size"], ["5", "[a,b]"], "a list of whole numbers"),
     ([], ["attention.softcap"], ["abc", "true"], "a number"),
     (["attention=differential"], ["attention.version"], ["two"], "a whole number"),

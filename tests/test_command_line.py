@@ -40,7 +40,7 @@ def test_each_help_lists_its_own_groups():
     [
         ("eval.py", ["ckpt_path=missing.ckpt"], "missing.ckpt does not exist"),
         ("train.py", ["resume=auto"], "resume=auto needs a run folder that stays the same"),
-        ("train.py", ["attention.impl=glon"], "attention.impl='glon': must be gluon or triton or reference or null"),
+        ("train.py", ["attention.impl=glon"], "attention.impl='glon': must be gluon or triton or cpu or reference or null"),
         ("train.py", ["attention.impl=gluon", "trainer=cpu"], "attention.impl=gluon: needs a Hopper GPU, got cpu"),
     ],
 )

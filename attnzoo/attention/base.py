@@ -15,7 +15,7 @@ from attnzoo.attention.temperature import make_temperature
 
 GATES = ("none", "elementwise", "head")
 POSITIONS = ("learned", "rotary", "alibi", "none")
-Impl = Literal["gluon", "triton", "reference"]  # a path of the operators; None takes the fastest that runs
+Impl = Literal["gluon", "triton", "cpu", "reference"]  # a path of the operators; None takes the fastest that runs
 
 
 def check_path(impl: str | None, device: torch.device) -> None:
@@ -25,6 +25,8 @@ def check_path(impl: str | None, device: torch.device) -> None:
         raise ValueError(f"attention.impl=gluon: needs a Hopper GPU, got {found}; null takes the fastest path that runs")
     if impl == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(f"attention.impl=triton: needs a GPU, got {device.type}; null takes the fastest path that runs")
+    if impl == "cpu" and device.type != "cpu":
+        raise ValueError(f"attention.impl=cpu: needs a CPU, got {device.type}; null takes the fastest path that runs")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class BlockSparseAttention(Attention):
         get the model's heads. Packed sequences each have their own pattern from their first token on.
     block: tokens of a block where the pattern does not say (16, 32, 64, 128, 256). Warns where the pattern keeps every block of the
         model's context, which then is dense attention.
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "reference").
+    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     """
 
     supports = Supports(positions=("learned", "rotary"), dropout=False)

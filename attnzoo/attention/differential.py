@@ -32,7 +32,7 @@ class DifferentialAttention(Attention):
 
     norm: version 1 without its norm (the factor 1 - lambda_init stays) if false. norm_eps: of that norm.
     match_parameters: narrow the MLP, in multiples of 8, until block and baseline have about as many parameters; both counts are logged.
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "reference").
+    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     """
 
     supports = Supports(positions=("learned", "rotary", "none"), dropout=False)

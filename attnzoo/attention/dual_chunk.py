@@ -19,7 +19,7 @@ class DualChunkAttention(Attention):
     It has the parameters of attention=flash: a checkpoint of that, trained with rotary positions, reads longer contexts with this one.
     The cache holds un-rotated keys. Positions are counted from each sequence's start; position ids of the caller's are not looked at.
 
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "reference").
+    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     variant: "paper" (largest position chunk_size - 1) or "chunkllama" (chunk_size).
     chunk_size: how far positions go, None for the context that they were trained on (model.original_context, else the training context).
     local_size: what of it is kept for distances to the chunk before, None for a quarter; a chunk has chunk_size - local_size tokens.

@@ -17,7 +17,7 @@ DECODED_TOKENS = 16  # of one sequence at once, at most; a longer piece of a pro
 class FlashAttention(Attention):
     """Softmax attention, optionally in a sliding window, with capped scores or with a learned sink per head.
 
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "reference").
+    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     window_size: (left, right) keys beside its own that a query sees, -1 is unlimited; right is 0 in a causal model.
     softcap: scores become softcap * tanh(score / softcap); 0 is off.
     sinks: learn a logit per head that joins the softmax's denominator, so that a head can look at nothing.

@@ -11,13 +11,12 @@ CGROUP = Path("/sys/fs/cgroup")
 def least_bytes(model: torch.nn.Module, length: int) -> int:
     """What one row of `length` tokens takes at the least: the residual stream in float32, and queries, keys and values in 16 bits.
 
-    On CPU the operators' reference path holds the scores of all pairs of tokens besides, also at least in 16 bits.
+    The operators' reference path holds the scores of all pairs of tokens besides, also at least in 16 bits.
     """
     spec = model.blocks[0].attention.spec
     linear = length * (4 * spec.dim + 2 * spec.head_dim * (spec.n_heads + 2 * spec.n_kv_heads))
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    reference = on_cpu and any(getattr(block.attention, "impl", "sdpa") in (None, "reference") for block in model.blocks)
-    return linear + (2 * spec.n_heads * length**2 if reference else 0)
+    by_reference = any(getattr(block.attention, "impl", None) == "reference" for block in model.blocks)
+    return linear + (2 * spec.n_heads * length**2 if by_reference else 0)
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnzoo_kernels import checks
 
-IMPLEMENTATIONS = ("gluon", "triton", "reference")
+IMPLEMENTATIONS = ("gluon", "triton", "cpu", "reference")
 
 _taken: dict[str, set[str]] = {}
 _asked = threading.local()
@@ -30,9 +30,24 @@ class _Taken(Exception):
     """The answer where a call was only asked about."""
 
 
+def takes_cpu(impl: str | None, name: str, x: Tensor, reason: str | None = None) -> bool:
+    """Whether the path for CPUs takes a call: where it is named, or nothing is and x, the argument `name`, is on a CPU. `reason`: why it
+    does not take the call, if so; then NotTaken says it where the path is named."""
+    if impl not in (None, "cpu"):
+        return False
+    if x.device.type != "cpu":
+        reason = f"{name} must be on a CPU, got {x.device}"
+    if impl == "cpu" and reason is not None:
+        raise NotTaken(impl, reason, '; impl="reference" does')
+    if asking() and reason is None:
+        raise _Taken
+    return reason is None
+
+
 def takes_reference(operator: str, impl: str | None, name: str, x: Tensor, choices: tuple[str, ...] = IMPLEMENTATIONS,
                     dtypes: tuple[torch.dtype, ...] | None = checks.DTYPES[:3]) -> bool:
-    """Whether plain PyTorch takes a call: where it is named, or nothing is and the tensors are not on a GPU. Else the kernels do, and what
+    """Whether plain PyTorch takes a call: where it is named, or nothing is and the tensors are not on a GPU (nor
+    taken by the path for CPUs, which is asked first). Else the kernels do, and what
     they ask of the argument `name`, which is x, is looked at here: a device, and one of `dtypes`. `choose` looks at the rest."""
     checks.choice("impl", impl, choices)
     if impl == "reference" or impl is None and not x.is_cuda:

@@ -35,14 +35,18 @@ def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
     return [c0, c1, c2, c3]
 
 
-def keep_mask(rng_state: Tensor, dropout_p: float, shape: tuple[int, int, int, int]) -> tuple[Tensor, float]:
-    """Which attention weights stay: bool (batch, heads, queries, keys), and the probability to stay."""
+def keep_mask(rng_state: Tensor, dropout_p: float, shape: tuple[int, int, int, int],
+              corner: tuple[int, int, int] = (0, 0, 0)) -> tuple[Tensor, float]:
+    """Which attention weights stay: bool (batch, heads, queries, keys), and the probability to stay.
+
+    corner: the first batch * heads, query and key, for a part of the whole mask.
+    """
     batch, heads, rows, columns = shape
     device = rng_state.device
     seed, offset = rng_state[0], rng_state[1] & _MASK32
-    i = torch.arange(rows, device=device).view(1, -1, 1)
-    j = torch.arange(columns, device=device).view(1, 1, -1)
-    head = torch.arange(batch * heads, device=device).view(-1, 1, 1)
+    i = torch.arange(rows, device=device).view(1, -1, 1) + corner[1]
+    j = torch.arange(columns, device=device).view(1, 1, -1) + corner[2]
+    head = torch.arange(batch * heads, device=device).view(-1, 1, 1) + corner[0]
     zero = torch.zeros((batch * heads, rows, columns), dtype=torch.int64, device=device)
     words = philox(seed, [(j // 32 * 4 + j // 2 % 4) + zero, (i // 16 * 8 + i % 8) + zero, head + zero, offset + zero])
     word = torch.stack(words).gather(0, (i // 8 % 2 * 2 + j // 8 % 2 + zero)[None]).squeeze(0)

@@ -27,6 +27,23 @@ def pad_packed(tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Te
     return tokens[index.clamp(max=tokens.shape[0] - 1)].masked_fill(~real, 0)
 
 
+def token_positions(cu_seqlens: Tensor, total: int, cu_seqlens_k: Tensor | None = None) -> Tensor:
+    """Position of each packed token in its sequence, (total,) int64; with cu_seqlens_k in its sequence of keys, aligned to the end.
+
+    Tokens behind the last sequence continue it.
+    """
+    token = torch.arange(total, device=cu_seqlens.device)
+    starts, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
+    if cu_seqlens_k is not None:
+        starts = starts - (cu_seqlens_k.diff() - cu_seqlens.diff()).long()
+    return token - starts[torch.searchsorted(end, token, right=True).clamp(max=end.numel() - 1)]
+
+
+def behind_last(cu_seqlens: Tensor, total: int) -> Tensor:
+    """Which tokens belong to no sequence: bool (total,)."""
+    return torch.arange(total, device=cu_seqlens.device) >= cu_seqlens[-1]
+
+
 def unpad_packed(rows: Tensor, cu_seqlens: Tensor, total: int, fill: float = 0.0) -> Tensor:
     """(sequences, max_seqlen, ...) to (total, ...); tokens after the last sequence get `fill`."""
     token = torch.arange(total, device=rows.device)

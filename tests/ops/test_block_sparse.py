@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from paths import PATHS
 
 from attnzoo_kernels import BlockLayout, block_sparse_attention, flash_attention
 from attnzoo_kernels.block_sparse import patterns, tiles
@@ -69,7 +70,7 @@ def test_repeated_runs_are_bitwise_equal(device):
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.parametrize("impl", ("triton", "reference"))
+@pytest.mark.parametrize("impl", PATHS)
 @pytest.mark.parametrize("block_q, block_k", ((16, 32), (64, 16)))
 def test_a_row_of_no_block_is_zero_with_finite_gradients(device, impl, block_q, block_k):
     mask = torch.ones(-(-128 // block_q), 128 // block_k, dtype=torch.bool, device=device)
@@ -105,7 +106,7 @@ def test_picture_of_the_docstring(device):
     expected |= torch.block_diag(*[torch.ones(8, 8)] * 6).to(device).bool().tril()  # blocks of 2 drawn as blocks of 16
     q = k = torch.zeros(1, 48, 1, 16, device=device)
     v = torch.eye(48, device=device).view(1, 48, 1, 48)
-    for impl in ("triton", "reference"):
+    for impl in PATHS:
         seen = block_sparse_attention(q, k, v, BlockLayout.from_mask(mask, 16), causal=True, impl=impl)[0, :, 0] > 0
         assert torch.equal(seen, expected.bool())
 
@@ -141,7 +142,7 @@ def test_nothing_depends_on_what_lies_beyond_a_sequence(device, causal):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("impl", ("triton", "reference"))
+@pytest.mark.parametrize("impl", PATHS)
 def test_scales_that_are_not_positive(device, impl):
     q, k, v = (torch.randn(1, 40, 1, 16, device=device) for _ in range(3))
     layout = patterns.dense(40, block=16, causal=False, device=device)
@@ -406,7 +407,7 @@ def test_a_layout_is_prefix_stable(name, causal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", ("triton", "reference"))
+@pytest.mark.parametrize("impl", PATHS)
 def test_a_pattern_stands_for_its_layout_and_for_the_last_queries_of_a_cache(device, impl):
     pattern = Pattern("bigbird", block=16, window=1, n_random=1, heads=2, seed=3)
     q, k, v = (torch.randn(1, 100, 2, 16, device=device) for _ in range(3))

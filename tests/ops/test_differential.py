@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from paths import PATHS
 from torch.testing import assert_close
 
 from attnzoo_kernels import differential_attention, flash_attention
@@ -170,7 +171,7 @@ def test_the_reference_is_the_difference_of_two_plain_attentions(options):
     assert_close(lse, torch.stack((lse1, lse2)))
 
 
-@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("impl", [path if path != "triton" else pytest.param(path, marks=needs_triton) for path in PATHS])
 def test_k2_none_k1_itself_and_equal_keys_are_the_same(impl):
     x = Case(seqlen_q=20, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32, causal=True).inputs(DEVICE)
     results = []
@@ -184,13 +185,13 @@ def test_k2_none_k1_itself_and_equal_keys_are_the_same(impl):
             assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("impl", [path if path != "triton" else pytest.param(path, marks=needs_triton) for path in PATHS])
 def test_equal_paths_cancel(impl):
     x = Case(seqlen_q=20, head_dim=16, dtype=torch.float16).inputs(DEVICE)
     assert not differential_attention(x.q1, x.q1, x.k1, None, x.v, torch.ones((), device=DEVICE), impl=impl).any()
 
 
-@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("impl", [path if path != "triton" else pytest.param(path, marks=needs_triton) for path in PATHS])
 def test_empty_inputs(impl):
     for rows in ((0, 5), (2, 0)):
         leaves = [torch.zeros(*rows, heads, 16, device=DEVICE, requires_grad=True) for heads in (4, 4, 2, 2, 2)]
@@ -210,7 +211,7 @@ WRONG = {
     "a scale without end": ({"softmax_scale": float("inf")}, ValueError, "softmax_scale: must be a finite number.* got inf"),
     "a word for causal": ({"causal": "no"}, TypeError, "causal: must be True or False, got 'no'"),
     "a word for deterministic": ({"deterministic": "yes"}, TypeError, "deterministic: must be True or False or None, got 'yes'"),
-    "a foreign path": ({"impl": "cudnn"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'reference', got 'cudnn'"),
+    "a foreign path": ({"impl": "cudnn"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'cpu', 'reference', got 'cudnn'"),
     "lengths of one side": ({"cu_seqlens_q": torch.zeros(2, dtype=torch.int32)}, ValueError, "q1: must be .total, heads, head_dim."),
 }
 

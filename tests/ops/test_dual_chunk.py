@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from paths import PATHS
 
 from attnzoo_kernels import dual_chunk_attention, flash_attention
 from attnzoo_kernels.dual_chunk import backward, forward, parts
@@ -22,7 +23,6 @@ if GPU:
 else:  # the interpreter gets bfloat16 wrong
     CASES = [replace(case, dtype=torch.float16 if n % 5 == 4 else torch.float32) for n, case in enumerate(CORRECTNESS)]
 PACKED = next(case for case in CORRECTNESS if case.packed)
-IMPLEMENTATIONS = ("triton", "reference")
 
 
 def run(inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
@@ -108,7 +108,7 @@ def test_one_copy_of_queries_serves_all_chunks_that_they_have_one_position_to(ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", PATHS)
 @pytest.mark.parametrize("variant", ("paper", "chunkllama"))
 @pytest.mark.parametrize("chunk_size, local_size", [(10, 4), (12, 8), (7, 0)])
 def test_scores_are_the_closed_form_s(device, impl, variant, chunk_size, local_size):
@@ -133,7 +133,7 @@ def test_figure_2_of_the_paper():
     assert [distance(11, j, 10, 4, "paper") for j in range(12)] == [9, 8, 7, 6, 5, 4, 5, 4, 3, 2, 1, 0]
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", PATHS)
 def test_bidirectional_scores_are_transposed_when_query_and_key_change_places(device, impl):
     a, b = 0.5 * torch.randn(2, 1, 45, 1, 16, device=device, generator=torch.Generator(device).manual_seed(0))
     cos, sin = rotary_tables(16, 16, device)
@@ -141,7 +141,7 @@ def test_bidirectional_scores_are_transposed_when_query_and_key_change_places(de
     torch.testing.assert_close(scores(a, b, impl, **options), scores(b, a, impl, **options).T)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", PATHS)
 @pytest.mark.parametrize("causal", (True, False))
 @pytest.mark.parametrize("chunk_size, local_size, variant, edge", [
     (16, 4, "paper", 16), (16, 4, "chunkllama", 17), (16, 10, "paper", 12), (16, 10, "chunkllama", 12),
@@ -167,7 +167,7 @@ def test_equals_plain_rotary_attention_up_to_the_edge_and_not_beyond(device, imp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", PATHS)
 def test_reading_in_parts_equals_reading_at_once(device, impl):
     """Each part's queries against all keys so far, with the multiplier of their own positions; one token at a time at the end."""
     case = Case(seqlen_q=60, heads=2, kv_heads=1, head_dim=16, chunk_size=16, local_size=4, multiplier=True, dtype=torch.float32)
@@ -239,7 +239,7 @@ def test_nothing_depends_on_what_lies_beyond_a_sequence(device, causal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("impl", PATHS)
 def test_rows_without_a_key_are_zero_with_finite_gradients(device, impl):
     """More queries than keys, and the first chunk where only far keys are attended to."""
     for case, empty in ((Case(seqlen_q=40, seqlen_k=9), 31), (Case(seqlen_q=60, chunk_size=16, local_size=4, stages=("inter",)), 24)):
@@ -329,7 +329,7 @@ SOUND = {"cos": TABLE, "sin": TABLE, "chunk_size": 16, "local_size": 4}
     ({"logit_multiplier": 2.0}, TypeError, "logit_multiplier: must be a float32 tensor, got float"),
     ({"logit_multiplier": torch.ones(9)}, ValueError, r"logit_multiplier: must have shape \(8,\) or \(2, 8\), got \(9,\)"),
     ({"logit_multiplier": torch.ones(8).double()}, TypeError, "logit_multiplier: must be float32"),
-    ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'reference', got 'cuda'"),
+    ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'cpu', 'reference', got 'cuda'"),
     ({"impl": "triton", "logit_multiplier": torch.ones(8, requires_grad=True)}, NotImplementedError,
      "logit_multiplier: only impl=\"reference\" has a gradient"),
 ])

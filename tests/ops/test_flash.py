@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from paths import PATHS
 
 from attnzoo_kernels import flash_attention
 from attnzoo_kernels.dropout import keep_mask
@@ -83,7 +84,7 @@ def test_widths_that_tma_cannot_read_are_copied_to_wider_ones(case, device, monk
 
 def test_rows_without_a_key_are_zero_with_finite_gradients(device):
     case = Case(seqlen_q=40, seqlen_k=9, causal=True, dtype=torch.float32)
-    for impl in ("triton", "reference"):
+    for impl in PATHS:
         inputs = case.inputs(device)
         q, k, v = (x.requires_grad_() for x in inputs[:3])
         out, lse = flash_attention(q, k, v, causal=True, return_lse=True, impl=impl)
@@ -97,14 +98,14 @@ def test_causal_picture_of_the_docstring(device):
     for rows, columns, picture in ((3, 5, "11100 11110 11111"), (5, 3, "000 000 100 110 111")):
         q, k = torch.zeros(1, rows, 1, 16, device=device), torch.zeros(1, columns, 1, 16, device=device)
         v = torch.eye(columns, device=device).view(1, columns, 1, columns)
-        for impl in ("triton", "reference"):
+        for impl in PATHS:
             seen = flash_attention(q, k, v, causal=True, impl=impl)[0, :, 0] > 0
             assert " ".join("".join(str(int(x)) for x in row) for row in seen) == picture
 
 
 def test_a_window_beyond_32_bits_is_no_window(device):
     q, k, v = (torch.randn(1, 40, 2, 16, device=device) for _ in range(3))
-    for impl in ("triton", "reference"):
+    for impl in PATHS:
         for window, causal in (((2**31 - 1, 2**31 - 1), False), ((2**40, 5), True), ((-1, 2**30), False)):
             expected = flash_attention(q, k, v, causal=causal, impl=impl)
             assert torch.equal(flash_attention(q, k, v, causal=causal, window_size=window, impl=impl), expected)
@@ -199,7 +200,7 @@ def test_reference_gradients_by_gradcheck():
     ({"causal": torch.ones(8, 8)}, TypeError, r"causal: must be True or False, got Tensor of shape \(8, 8\)"),
     ({"deterministic": "yes"}, TypeError, "deterministic: must be True or False or None, got 'yes'"),
     ({"softcap": float("inf")}, ValueError, "softcap: must be at least 0 .0 is off. and finite, got inf"),
-    ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'reference', got 'cuda'"),
+    ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'cpu', 'reference', got 'cuda'"),
     ({"cu_seqlens_q": torch.tensor([0, 8])}, ValueError, r"q: must be \(total, heads, head_dim\)"),
     ({"impl": "triton", "alibi_slopes": torch.zeros(4, requires_grad=True)}, NotImplementedError,
      "alibi_slopes: only impl=\"reference\" has a gradient for it"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from paths import PATHS
 
 from attnzoo_kernels import BlockLayout, block_sparse_attention, differential_attention, dual_chunk_attention, flash_attention
 from attnzoo_kernels._triton.tiles import find_tile
@@ -26,7 +27,7 @@ def operators(device):
 
 
 @pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk"))
-@pytest.mark.parametrize("impl", ("triton", "reference"))
+@pytest.mark.parametrize("impl", PATHS)
 @pytest.mark.parametrize("queries, longest", ((0, 0), (5, 0), (5, 5)))
 def test_sequences_without_tokens(operator, impl, queries, longest, device):
     q = torch.randn(queries, 2, 16, device=device, requires_grad=True)
@@ -40,7 +41,7 @@ def test_sequences_without_tokens(operator, impl, queries, longest, device):
 
 
 @pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "differential by head", "dual_chunk"))
-@pytest.mark.parametrize("impl", (gluon, "triton", "reference"))
+@pytest.mark.parametrize("impl", (gluon, *PATHS))
 def test_rows_behind_the_last_sequence_may_hold_anything(operator, impl, device):
     """Also what goes with tokens, as lambda or a multiplier, which may be made of positions that are not there."""
     if (operator, impl) == ("block_sparse", "gluon"):

@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from paths import PATHS
 
 import attnzoo_kernels
 from attnzoo_kernels import (
@@ -14,6 +15,7 @@ from attnzoo_kernels import (
     decode_attention,
     differential,
     differential_attention,
+    dispatch,
     dual_chunk,
     dual_chunk_attention,
     flash,
@@ -60,7 +62,7 @@ def test_arguments_of_one_name_have_one_default_and_one_place(operator):
 
 
 @pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk"))
-@pytest.mark.parametrize("impl", ("triton", "reference"))
+@pytest.mark.parametrize("impl", PATHS)
 @pytest.mark.parametrize("scale", (-0.3, 0.0))
 def test_scales_that_are_not_positive(operator, impl, scale, device):
     attend = operators(device)[operator]
@@ -85,7 +87,7 @@ def test_scales_of_decoding_that_are_not_positive(impl, scale, device):
 
 
 @pytest.mark.parametrize("operator", ("flash", "differential", "dual_chunk"))
-@pytest.mark.parametrize("impl", ("triton", "reference"))
+@pytest.mark.parametrize("impl", PATHS)
 def test_packed_calls_need_no_longest_sequence(operator, impl, device):
     attend, bounds = operators(device)[operator], BOUNDS.to(device)
     q, k, v = torch.randn(3, 5, 1, 16, device=device)
@@ -107,13 +109,36 @@ def test_a_packed_layout_needs_the_longest_sequence():
 
 
 @pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk"))
-@pytest.mark.parametrize("impl", ("triton", "reference"))
+@pytest.mark.parametrize("impl", PATHS)
 def test_autocast_changes_no_dtype(operator, impl, device):
     q, k, v = torch.randn(3, 1, 5, 1, 16, device=device)
     attend = operators(device)[operator]
     with torch.autocast(device, dtype=torch.bfloat16):
         out = attend(q, k, v, impl=impl)
     assert torch.equal(out, attend(q, k, v, impl=impl)) and out.dtype == torch.float32
+
+
+@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk"))
+def test_nothing_named_takes_the_path_for_cpus_there(operator):
+    dispatch.forget()
+    q, k, v = torch.randn(3, 1, 5, 1, 16)
+    operators("cpu")[operator](q, k, v)
+    assert dispatch.implementations_taken() == {f"{operator} forward": ["cpu"]}
+
+
+def test_the_path_for_cpus_says_what_it_does_not_take():
+    q, k, v = torch.randn(3, 1, 5, 2, 16)
+    slopes = torch.ones(2, requires_grad=True)
+    assert flash.why_not_cpu(q, k, v, softcap=1.0, dropout_p=0.5) is None
+    assert flash.why_not_cpu(q, k, v, alibi_slopes=slopes) == "alibi_slopes require a gradient"
+    dispatch.forget()
+    flash_attention(q, k, v, alibi_slopes=slopes).sum().backward()
+    assert slopes.grad.any() and dispatch.implementations_taken() == {"flash forward": ["reference"]}
+    with pytest.raises(NotImplementedError, match='impl="cpu" does not take this call: alibi_slopes require a gradient; impl="ref'):
+        flash_attention(q, k, v, alibi_slopes=slopes, impl="cpu")
+    for attend in operators("meta").values():
+        with pytest.raises(NotImplementedError, match='impl="cpu" does not take this call: q1? must be on a CPU, got meta'):
+            attend(*(x.to("meta") for x in (q, k, v)), impl="cpu")
 
 
 def test_why_not_gluon_is_asked_alike():

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.block_sparse import ops
+from attnzoo_kernels.block_sparse.cpu import block_sparse_attention_cpu
 from attnzoo_kernels.block_sparse.layout import BlockLayout
 from attnzoo_kernels.block_sparse.patterns import Pattern
 from attnzoo_kernels.block_sparse.reference import block_sparse_attention_reference
@@ -35,7 +36,7 @@ def block_sparse_attention(
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
     value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence: they tell how
     large the layout is).
-    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
+    All of one dtype: float16, bfloat16 or float32 (cpu and the reference also take float64); last dimension contiguous, other strides free.
     head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
     layout: a BlockLayout of ceil(seqlen / block) blocks on each side, for all sequences and heads or for each of them (heads are the query
@@ -58,14 +59,16 @@ def block_sparse_attention(
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: True: repeated runs give the same bits. False: the Gluon backward adds up dQ in no order. None follows
         torch.are_deterministic_algorithms_enabled(). The forward, and the plain Triton path throughout, always repeat bit by bit.
-    impl: "gluon" | "triton" | "reference". "gluon" (Hopper: 16 bits, not packed, head_dim and value_dim 33 to 128, blocks of at least 64
-        tokens; what its backward does not take, as deterministic=True and blocks of 64 keys, goes to plain Triton's). None takes gluon
-        where it holds, else triton, on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+    impl: "gluon" | "triton" | "cpu" | "reference". "gluon" (Hopper: 16 bits, not packed, head_dim and value_dim 33 to 128, blocks of at
+        least 64 tokens; what its backward does not take, as deterministic=True and blocks of 64 keys, goes to plain Triton's). None takes
+        gluon where it holds, else triton, on CUDA tensors and cpu on CPU ones: PyTorch's fused attention over the keys that a tile of
+        queries keeps, in linear memory, with first derivatives only. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
     packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    by_reference = dispatch.takes_reference("block_sparse", impl, "q", q)
+    on_cpu = dispatch.takes_cpu(impl, "q", q)
+    by_reference = not on_cpu and dispatch.takes_reference("block_sparse", impl, "q", q)
     window = checks.window(window_size, causal)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
@@ -92,9 +95,13 @@ def block_sparse_attention(
         mask, pattern, block_q, block_k = layout.mask, "", layout.block_q, layout.block_k
         q_blocks, k_blocks = layout.blocks
 
-    if by_reference:
-        if mask is None:
-            mask = ops.pattern_mask(pattern, layout.heads, q_blocks, k_blocks, q.device)
+    if mask is None and (on_cpu or by_reference):
+        mask = ops.pattern_mask(pattern, layout.heads, q_blocks, k_blocks, q.device)
+    if on_cpu:
+        out, lse = block_sparse_attention_cpu(
+            q, k, v, mask, block_q=block_q, block_k=block_k, window_size=window, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k)
+    elif by_reference:
         out, lse = block_sparse_attention_reference(
             q, k, v, mask, block_q=block_q, block_k=block_k, window_size=window, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)

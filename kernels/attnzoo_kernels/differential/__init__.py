@@ -7,6 +7,7 @@ from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.differential import ops
+from attnzoo_kernels.differential.cpu import differential_attention_cpu
 from attnzoo_kernels.differential.reference import differential_attention_reference
 from attnzoo_kernels.differential.tiles import MAX_HEAD_DIM
 
@@ -37,13 +38,14 @@ def differential_attention(
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
     value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
     wait for the device; no kernel reads them.
-    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free, so
-    that interleaved heads q[..., 0::2, :], q[..., 1::2, :] need no copy. head_dim up to 128 (the reference: 256), value_dim up to 256.
+    All of one dtype: float16, bfloat16 or float32 (cpu and the reference also take float64); last dimension contiguous, other strides
+    free, so that kernels need no copy of interleaved heads q[..., 0::2, :], q[..., 1::2, :]. head_dim up to 128 (cpu and the reference:
+    256), value_dim up to 256.
     kv_heads divides heads; pair h reads key pair and value head h // (heads // kv_heads).
 
     k2: None, or the tensor k1 itself, shares the keys: they are read once for both paths.
-    lam: float32 (the reference also takes float64), a scalar (), per head (heads,), or per token and head (batch, seqlen_q, heads) or
-        (total, heads). Not clamped. All inputs have gradients, lam's is summed in a fixed order.
+    lam: float32 (cpu and the reference also take float64), a scalar (), per head (heads,), or per token and head (batch, seqlen_q, heads)
+        or (total, heads). Not clamped. All inputs have gradients, lam's is summed in a fixed order.
     causal: key j is seen by query i if j <= i + seqlen_k - seqlen_q (bottom right), drawn for 3 queries and 5 keys and 5 and 3:
                          1 1 1 0 0        0 0 0
                          1 1 1 1 0        0 0 0
@@ -63,8 +65,9 @@ def differential_attention(
         Triton's backward.
     impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, values above head_dim 64 to 256; one launch that walks the keys once
         for each path, and where deterministic does not ask for plain Triton's, one walk for all gradients, above head_dim 64 one for
-        each path and 128 columns of v) | "triton" | "reference"; None takes gluon where it holds, else triton on CUDA tensors and the
-        reference on CPU ones. A path named runs or raises.
+        each path and 128 columns of v) | "triton" | "cpu" | "reference"; None takes gluon where it holds, else triton, on CUDA tensors
+        and cpu on CPU ones: PyTorch's fused attention by tiles of queries, in linear memory, with first derivatives only. A path named
+        runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -78,7 +81,10 @@ def differential_attention(
     deterministic = checks.deterministic(deterministic)
     if k2 is k1:
         k2 = None
-    if dispatch.takes_reference("differential", impl, "q1", q1):
+    if dispatch.takes_cpu(impl, "q1", q1):
+        out, lse = differential_attention_cpu(q1, q2, k1, k2, v, lam, window_size=(left, right), softmax_scale=softmax_scale,
+                                              cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    elif dispatch.takes_reference("differential", impl, "q1", q1):
         out, lse = differential_attention_reference(
             q1, q2, k1, k2, v, lam, window_size=(left, right), softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.dual_chunk import ops
+from attnzoo_kernels.dual_chunk.cpu import dual_chunk_attention_cpu
 from attnzoo_kernels.dual_chunk.geometry import STAGES, Geometry, geometry, stage_bits
 from attnzoo_kernels.dual_chunk.reference import dual_chunk_attention_reference
 
@@ -40,7 +41,7 @@ def dual_chunk_attention(
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
     value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
     wait for the device; no kernel reads them. Each sequence has its own chunks.
-    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
+    All of one dtype: float16, bfloat16 or float32 (cpu and the reference also take float64); last dimension contiguous, other strides free.
     head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
     cos, sin: float32 (positions, rotary_dim / 2), the angles of position 0, 1, ...; at least as many as the largest position below, plus
@@ -68,8 +69,9 @@ def dual_chunk_attention(
     return_lse: also return the natural log-sum-exp of the logits, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: repeated runs give the same gradients bit by bit; None follows torch.are_deterministic_algorithms_enabled(). The forward
         always does, and so does plain Triton's backward.
-    impl: "triton" | "gluon" | "reference"; None takes gluon where it holds (Hopper, 16 bits, causal, all stages, widths of 33 to 128),
-        else triton, on CUDA tensors and the reference on CPU ones. A path named runs or raises; what gluon's backward does not take
+    impl: "triton" | "gluon" | "cpu" | "reference"; None takes gluon where it holds (Hopper, 16 bits, causal, all stages, widths of 33 to
+        128), else triton, on CUDA tensors and cpu on CPU ones: PyTorch's fused attention by tiles of queries and stages, in linear memory,
+        with first derivatives only. A path named runs or raises; what gluon's backward does not take
         (chunks that are no multiples of 128 tokens, packed sequences without one cu_seqlens for both sides) triton's does.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
@@ -85,7 +87,11 @@ def dual_chunk_attention(
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
 
-    if dispatch.takes_reference("dual_chunk", impl, "q", q):
+    if dispatch.takes_cpu(impl, "q", q):
+        out, lse = dual_chunk_attention_cpu(
+            q, k, v, cos=cos, sin=sin, geometry=chunks, stages=bits, causal=causal, rope_interleaved=rope_interleaved,
+            logit_multiplier=logit_multiplier, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    elif dispatch.takes_reference("dual_chunk", impl, "q", q):
         out, lse = dual_chunk_attention_reference(
             q, k, v, cos=cos, sin=sin, geometry=chunks, stages=bits, causal=causal, rope_interleaved=rope_interleaved,
             logit_multiplier=logit_multiplier, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.dropout import new_rng_state
 from attnzoo_kernels.flash import ops
+from attnzoo_kernels.flash.cpu import flash_attention_cpu
 from attnzoo_kernels.flash.reference import flash_attention_reference
 
 
@@ -36,7 +38,7 @@ def flash_attention(
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
     value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
     wait for the device; no kernel reads them.
-    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
+    All of one dtype: float16, bfloat16 or float32 (cpu and the reference also take float64); last dimension contiguous, other strides free.
     head_dim and value_dim up to 256. From sm_90 on, tensors whose rows do not lie at whole 16 bytes may be copied.
     kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
@@ -60,8 +62,10 @@ def flash_attention(
         faster; None follows torch.are_deterministic_algorithms_enabled(). The forward repeats bit by bit always, and so does plain
         Triton's backward.
     impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, no softcap, ALiBi, sinks or dropout; what its backward does not take,
-        plain Triton's does) | "triton" | "reference"; None takes gluon where it holds (`why_not_gluon`), else triton on CUDA tensors and
-        the reference on CPU ones. A path named runs or raises.
+        plain Triton's does) | "triton" | "cpu" | "reference". None takes gluon where it holds (`why_not_gluon`), else triton, on CUDA
+        tensors; on CPU ones it takes cpu where it holds (`why_not_cpu`: no gradient for alibi_slopes), else the reference. "cpu" is
+        PyTorch's fused attention, whole or by tiles of queries, and matrix products by tiles with softcap or dropout_p; it gives
+        first derivatives only. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -79,7 +83,12 @@ def flash_attention(
     deterministic = checks.deterministic(deterministic)
     rng_state = new_rng_state(q.device) if dropout_p > 0 and not dispatch.asking() else None
 
-    if dispatch.takes_reference("flash", impl, "q", q):
+    differentiable_slopes = torch.is_grad_enabled() and alibi_slopes is not None and alibi_slopes.requires_grad
+    if dispatch.takes_cpu(impl, "q", q, "alibi_slopes require a gradient" if differentiable_slopes else None):
+        out, lse = flash_attention_cpu(
+            q, k, v, window_size=(left, right), softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+            dropout_p=dropout_p, rng_state=rng_state, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, return_lse=return_lse)
+    elif dispatch.takes_reference("flash", impl, "q", q):
         out, lse = flash_attention_reference(
             q, k, v, window_size=(left, right), softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
             dropout_p=dropout_p, rng_state=rng_state, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
@@ -90,6 +99,11 @@ def flash_attention(
         out, lse, _ = ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, impl, deterministic, softmax_scale,
                                   left, right, softcap, dropout_p)
     return (out, lse) if return_lse else out
+
+
+def why_not_cpu(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
+    """Why impl="cpu" does not take a call with these arguments of flash_attention; None where it does, and impl=None takes it."""
+    return dispatch.why_not("cpu", flash_attention, q, k, v, **options)
 
 
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:

@@ -1,0 +1,75 @@
+"""Which queries and keys are computed together: what an operator yields for the mainloop, and what such generators are made of."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS = 128  # queries of a tile: fewer take longer to start than to compute, more compute what lies behind the diagonal
+
+
+class Call(NamedTuple):
+    """What tiles are made from. Query i stands at key i + diagonal, which aligns both ends.
+
+    window: (left, right), -1 is unlimited. layout: bool (heads or 1, q_blocks, k_blocks), or None. fused: PyTorch's kernel computes
+    the tiles. biased: scores get a bias besides. numbers: the operator's own.
+    """
+
+    len_q: int
+    len_k: int
+    window: tuple[int, int]
+    layout: Tensor | None
+    fused: bool
+    biased: bool
+    numbers: Sequence[int]
+
+    @property
+    def diagonal(self) -> int:
+        return self.len_k - self.len_q
+
+
+class Part(NamedTuple):
+    """Keys of a tile, a slice or ascending indices, in copy `k_copy` of k, against the queries in copy `q_copy` of q.
+
+    seen: bool (rows, keys), None for all. triangle: a query sees the keys up to its own, of as many as there are queries (fused only).
+    """
+
+    keys: slice | Tensor
+    seen: Tensor | None = None
+    triangle: bool = False
+    q_copy: int = 0
+    k_copy: int = 0
+
+
+class Tile(NamedTuple):
+    """Queries, and the parts of what they see. A query is in one tile of its head at most. head: a query head, None for all."""
+
+    rows: slice
+    parts: list[Part]
+    head: int | None = None
+
+
+def row_tiles(first: int, end: int, rows: int = ROWS) -> Iterator[slice]:
+    for start in range(first, end, rows):
+        yield slice(start, min(start + rows, end))
+
+
+def window_span(rows: slice, call: Call) -> slice:
+    """The keys that the window leaves to any of the rows."""
+    left, right = call.window
+    first = 0 if left < 0 else max(rows.start + call.diagonal - left, 0)
+    end = call.len_k if right < 0 else min(rows.stop + call.diagonal + right, call.len_k)
+    return slice(first, max(first, end))
+
+
+def in_window(rows: slice, keys: Tensor, call: Call) -> Tensor:
+    """Which of the keys, given by their positions, each of the rows sees: bool (rows, keys)."""
+    left, right = call.window
+    distance = keys - (torch.arange(rows.start, rows.stop) + call.diagonal)[:, None]
+    seen = distance <= (call.len_k + call.len_q if right < 0 else right)
+    return seen if left < 0 else seen & (distance >= -left)
+
+
+def none_if_all(seen: Tensor) -> Tensor | None:
+    return None if seen.all() else seen

@@ -1,0 +1,48 @@
+"""FlashAttention on a CPU: PyTorch's fused kernel for whole sequences, and by tiles of queries where it lacks a feature."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels._cpu.mainloop import operator
+from attnzoo_kernels._cpu.part import finite
+from attnzoo_kernels._cpu.tiles import Call, Part, Tile, in_window, none_if_all, row_tiles, window_span
+from attnzoo_kernels.dispatch import without_autocast
+from attnzoo_kernels.packing import behind_last
+
+
+def window_tiles(call: Call) -> Iterator[Tile]:
+    left, right = call.window
+    if call.fused and not call.biased and left < 0 and (right < 0 or right == 0 == call.diagonal):
+        yield Tile(slice(0, call.len_q), [Part(slice(0, call.len_k), triangle=right == 0)])
+        return
+    for rows in row_tiles(0, call.len_q):
+        keys = window_span(rows, call)
+        if keys.start < keys.stop:
+            seen = in_window(rows, torch.arange(keys.start, keys.stop), call)
+            yield Tile(rows, [Part(keys, none_if_all(seen))])
+
+
+attend = operator("flash", "flash_attention", window_tiles)
+
+
+@without_autocast
+def flash_attention_cpu(q, k, v, *, window_size, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, rng_state, cu_seqlens_q,
+                        cu_seqlens_k, return_lse) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp. Arguments are checked by the caller."""
+    dtype = q.dtype
+    left, right = window_size
+    aligned = cu_seqlens_q is cu_seqlens_k if cu_seqlens_q is not None else q.shape[1] in (1, k.shape[1])
+    once = left < 0 and (right < 0 or right == 0 and aligned) and softcap == 0 and alibi_slopes is None and dropout_p == 0
+    if not once or sinks is not None or return_lse:
+        q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+    out, lse = attend(q.unsqueeze(0), k.unsqueeze(0), v, cu_seqlens_q, cu_seqlens_k, None, alibi_slopes, rng_state, softmax_scale, softcap,
+                      dropout_p, left, right, [])
+    if sinks is not None:
+        without, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+        if cu_seqlens_q is not None:  # what lies behind the last sequence has no sink
+            lse = lse.masked_fill(behind_last(cu_seqlens_q, q.shape[0]), -torch.inf)
+        share = torch.exp(without - finite(lse))
+        out = out * share.transpose(-1, -2).unsqueeze(-1)
+    return out.to(dtype), lse
