@@ -20,9 +20,9 @@ def differential_attention_cpu(q1, q2, k1, k2, v, lam, *, window_size, softmax_s
     out, lse = attend(q.unsqueeze(0), k.unsqueeze(0), v, cu_seqlens_q, cu_seqlens_k, None, None, None, softmax_scale, 0.0, 0.0,
                       *window_size, [])
     first, second = out.split(heads, dim=-2)
-    if cu_seqlens_q is not None and lam.dim() == 2:
-        lam = lam.masked_fill(behind_last(cu_seqlens_q, len(lam)).unsqueeze(-1), 0)
     # per head or per token and head
     lam = lam.unsqueeze(-1) if lam.dim() else lam
     out = (first - lam * second).to(dtype)
+    if cu_seqlens_q is not None:  # lambda may be anything there, and so may the output's gradient
+        out = out.masked_fill(behind_last(cu_seqlens_q, len(out))[:, None, None], 0)
     return out, lse.unflatten(-2, (2, heads)).movedim(-3, 0).detach()
