@@ -2,6 +2,7 @@
 
 import datetime
 import importlib.metadata
+import os
 import platform
 import subprocess
 from contextlib import nullcontext
@@ -17,7 +18,7 @@ def describe(device: str) -> dict[str, str]:
     cuda = device == "cuda"
     root = Path(__file__).parents[1]
     return {
-        "gpu": torch.cuda.get_device_name() if cuda else f"none ({platform.machine()} CPU)",
+        "gpu": torch.cuda.get_device_name() if cuda else f"none ({_cpu()})",
         "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else "",
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
@@ -27,6 +28,12 @@ def describe(device: str) -> dict[str, str]:
         "commit": _output("git", "-C", str(root), "describe", "--always", "--dirty"),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _cpu() -> str:
+    cpus = Path("/proc/cpuinfo")
+    models = [line.partition(": ")[2] for line in cpus.read_text().splitlines() if line.startswith("model name")] if cpus.exists() else []
+    return f"{models[0] if models else platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def _version(package: str) -> str:

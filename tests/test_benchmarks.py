@@ -17,7 +17,7 @@ from attnzoo_kernels import flash_attention
 from attnzoo_kernels.flash import cases
 from attnzoo_kernels.flash.cases import Case
 from attnzoo_kernels.flash.reference import visible
-from benchmarks import flash, harness, peers, report, timing
+from benchmarks import cpu, flash, harness, peers, report, timing
 from benchmarks.accuracy import error_ratio
 from benchmarks.harness import Backend, Entry, Line, Pass, Unsupported
 from benchmarks.timing import Candidate, Timing
@@ -303,3 +303,11 @@ def test_two_checkouts_are_compared_cell_by_cell(tmp_path):
     rows = list(csv.DictReader((tmp_path / "rows.csv").open()))
     assert [row["direction"] for row in rows] == ["forward", "backward"]
     assert all(float(row["speed"]) > 0 and row["forward_bits_equal"] == "True" and not row["note"] for row in rows)
+
+
+@pytest.mark.slow
+def test_training_without_a_gpu_is_measured_and_checked(tmp_path, capsys):
+    assert cpu.main(["--lengths", "32", "--tokens", "64", "--rounds", "1", "--clock", "cpu", "--output", str(tmp_path / "cpu.csv")]) == 0
+    rows = list(csv.DictReader((tmp_path / "cpu.csv").read_text().splitlines()))
+    assert [row["label"] for row in rows] == [*cpu.VARIANTS] and all(float(row["error"]) <= 1 and row["clock"] == "cpu" for row in rows)
+    assert "gpt_tiny, 2x32" in capsys.readouterr().out
