@@ -71,5 +71,10 @@ def in_window(rows: slice, keys: Tensor, call: Call) -> Tensor:
     return seen if left < 0 else seen & (distance >= -left)
 
 
-def none_if_all(seen: Tensor) -> Tensor | None:
-    return None if seen.all() else seen
+def in_window_of(rows: slice, keys: slice, call: Call) -> Tensor | None:
+    """The same of a range of keys; None where each row sees all of them."""
+    left, right = call.window
+    before, behind = rows.stop - 1 + call.diagonal - keys.start, keys.stop - 1 - rows.start - call.diagonal
+    if (left < 0 or before <= left) and (right < 0 or behind <= right):
+        return None
+    return in_window(rows, torch.arange(keys.start, keys.stop), call)

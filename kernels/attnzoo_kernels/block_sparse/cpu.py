@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._cpu.mainloop import operator
-from attnzoo_kernels._cpu.tiles import Call, Part, Tile, in_window, none_if_all, row_tiles, window_span
+from attnzoo_kernels._cpu.tiles import Call, Part, Tile, in_window, row_tiles, window_span
 from attnzoo_kernels.dispatch import without_autocast
 
 ROWS = 64  # queries that share their keys, at least
@@ -22,7 +22,7 @@ def _tiles(call: Call) -> Iterator[Tile]:
             keys = keys[kept[keys // block_k]]
             if keys.numel():
                 seen = in_window(rows, keys, call) & layout[torch.arange(rows.start, rows.stop)[:, None] // block_q, keys // block_k]
-                yield Tile(rows, [Part(_slice_if_one(keys), none_if_all(seen))], head if len(call.layout) > 1 else None)
+                yield Tile(rows, [Part(_slice_if_one(keys), None if seen.all() else seen)], head if len(call.layout) > 1 else None)
 
 
 def _slice_if_one(keys: Tensor) -> slice | Tensor:

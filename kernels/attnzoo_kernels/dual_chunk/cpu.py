@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._cpu.mainloop import operator
-from attnzoo_kernels._cpu.tiles import Call, Part, Tile, in_window, none_if_all, row_tiles
+from attnzoo_kernels._cpu.tiles import Call, Part, Tile, in_window_of, row_tiles
 from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.dual_chunk.reference import rotate, stage_positions
 from attnzoo_kernels.packing import behind_last, token_positions
@@ -36,8 +36,7 @@ def _parts(call: Call, rows: slice, begin: int, size: int, stages: int) -> Itera
     for stage, first, stop, copy in relations:
         first, stop = max(first, 0), min(stop, end)
         if stages >> stage & 1 and first < stop:
-            seen = in_window(rows, torch.arange(first, stop), call) if stage == 0 else None
-            yield Part(slice(first, stop), None if seen is None else none_if_all(seen), **copy)
+            yield Part(slice(first, stop), in_window_of(rows, slice(first, stop), call), **copy)
 
 
 attend = operator("dual_chunk", "dual_chunk_attention", _tiles)

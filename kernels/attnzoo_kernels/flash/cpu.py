@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnzoo_kernels._cpu.mainloop import operator
 from attnzoo_kernels._cpu.part import finite
-from attnzoo_kernels._cpu.tiles import Call, Part, Tile, in_window, none_if_all, row_tiles, window_span
+from attnzoo_kernels._cpu.tiles import Call, Part, Tile, in_window_of, row_tiles, window_span
 from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.packing import behind_last
 
@@ -20,8 +20,7 @@ def window_tiles(call: Call) -> Iterator[Tile]:
     for rows in row_tiles(0, call.len_q):
         keys = window_span(rows, call)
         if keys.start < keys.stop:
-            seen = in_window(rows, torch.arange(keys.start, keys.stop), call)
-            yield Tile(rows, [Part(keys, none_if_all(seen))])
+            yield Tile(rows, [Part(keys, in_window_of(rows, keys, call))])
 
 
 attend = operator("flash", "flash_attention", window_tiles)
