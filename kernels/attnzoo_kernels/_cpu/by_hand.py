@@ -1,4 +1,4 @@
-"""A tile by matrix products and one softmax over all parts: with caps and dropout, and as exact as the reference where keys are few."""
+"""A tile by matrix products and one softmax over all parts: with caps and dropout, and where keys are few."""
 
 import torch
 from torch import Tensor

@@ -18,18 +18,18 @@ from attnzoo_kernels._cpu.part import Inputs, Rule
 from attnzoo_kernels._cpu.tiles import Call, Part, Tile
 from attnzoo_kernels.dropout import keep_mask
 
-FEW_KEYS = 128  # by hand these are as fast
+FEW_KEYS = 160  # up to which float32 is computed in float64: there a rounding more than eager's shows
 
 Tiles = Callable[[Call], Iterator[Tile]]
 
 
 def operator(name: str, public: str, tiles: Tiles) -> Callable:
     """attend(q, k, v, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap, dropout_p, window_left,
-    window_right, numbers) gives output and log-sum-exp; under torch.compile it is `attnzoo::<name>_cpu`.
+    window_right, exact, numbers) gives output and log-sum-exp; under torch.compile it is `attnzoo::<name>_cpu`.
 
     q, k: (copies, batch, seqlen, heads, width) or (copies, total, heads, width), v without copies. layout: bool (batch or 1, heads or 1,
-    q_blocks, k_blocks). numbers: what `tiles` takes besides. The rest as in
-    flash_attention. public: the operator's name in messages.
+    q_blocks, k_blocks). exact: whether the caller's tensors are of float32 or wider, so that errors of float32 count. numbers: what `tiles`
+    takes besides. The rest as in flash_attention. public: the operator's name in messages.
     """
 
     def fake(q, k, v, cu_seqlens_q, *_):
@@ -40,14 +40,14 @@ def operator(name: str, public: str, tiles: Tiles) -> Callable:
     def forward(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, layout: Tensor | None,
         alibi_slopes: Tensor | None, rng_state: Tensor | None, softmax_scale: float, softcap: float, dropout_p: float, window_left: int,
-        window_right: int, numbers: list[int],
+        window_right: int, exact: bool, numbers: list[int],
     ) -> tuple[Tensor, Tensor]:
         dispatch.note(f"{name} forward", "cpu")
         out, lse = fake(q, k, v, cu_seqlens_q)
         out.zero_()
         lse.fill_(-torch.inf)
         for problem in _problems(q, k, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap, dropout_p,
-                                 window_left, window_right, numbers):
+                                 window_left, window_right, exact, numbers):
             _attend(problem, tiles, q, k, v, out, lse)
         return out, lse
 
@@ -55,12 +55,12 @@ def operator(name: str, public: str, tiles: Tiles) -> Callable:
     def gradients(
         grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor | None,
         cu_seqlens_k: Tensor | None, layout: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, softmax_scale: float,
-        softcap: float, dropout_p: float, window_left: int, window_right: int, numbers: list[int],
+        softcap: float, dropout_p: float, window_left: int, window_right: int, exact: bool, numbers: list[int],
     ) -> tuple[Tensor, Tensor, Tensor]:
         dispatch.note(f"{name} backward", "cpu")
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
         for problem in _problems(q, k, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap, dropout_p,
-                                 window_left, window_right, numbers):
+                                 window_left, window_right, exact, numbers):
             _add_gradients(problem, tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv)
         return dq, dk, dv
 
@@ -100,6 +100,7 @@ class _Problem:
     alibi_slopes: Tensor | None
     rng_state: Tensor | None
     dropout_p: float
+    dtype: torch.dtype  # of the computation
 
     @property
     def way(self) -> ModuleType:
@@ -127,10 +128,10 @@ class _Problem:
         kv_head = tile.head // self.group
         return (slice(None), slice(tile.head, tile.head + 1), tile.rows), slice(kv_head, kv_head + 1)
 
-    def parts(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> list[Inputs]:
+    def parts(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> list[Inputs]:
         rows, heads = self.place(tile)
-        return [Inputs(q[part.q_copy][rows], k[part.k_copy][:, heads, part.keys], v[:, heads, part.keys],
-                       self._bias(tile.rows, part, dtype), part.triangle, self._keep(tile.rows, part.keys)) for part in tile.parts]
+        return [Inputs(*(x.to(self.dtype) for x in (q[part.q_copy][rows], k[part.k_copy][:, heads, part.keys], v[:, heads, part.keys])),
+                       self._bias(tile.rows, part), part.triangle, self._keep(tile.rows, part.keys)) for part in tile.parts]
 
     def _keep(self, rows: slice, keys: slice | Tensor) -> tuple[Tensor, float] | None:
         if self.dropout_p == 0:
@@ -138,8 +139,8 @@ class _Problem:
         shape = self.batch.stop - self.batch.start, self.heads, rows.stop - rows.start, keys.stop - keys.start
         return keep_mask(self.rng_state, self.dropout_p, shape, (self.number * self.heads, rows.start, keys.start))
 
-    def _bias(self, rows: slice, part: Part, dtype: torch.dtype) -> Tensor | None:
-        bias = None
+    def _bias(self, rows: slice, part: Part) -> Tensor | None:
+        bias, dtype = None, torch.promote_types(self.dtype, torch.float32)
         if self.alibi_slopes is not None:
             distance = torch.arange(rows.start, rows.stop)[:, None] + self.call.diagonal - torch.arange(part.keys.start, part.keys.stop)
             bias = -self.alibi_slopes[:, :, None, None].to(dtype) * distance.abs()
@@ -150,7 +151,7 @@ class _Problem:
 
 
 def _problems(q, k, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap, dropout_p, window_left,
-              window_right, numbers) -> Iterator[_Problem]:
+              window_right, exact, numbers) -> Iterator[_Problem]:
     packed = cu_seqlens_q is not None
     rule = Rule(softmax_scale, softcap)
     if packed:
@@ -170,19 +171,18 @@ def _problems(q, k, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state,
         if packed and slopes is not None and slopes.shape[0] > 1:
             slopes = slopes[number : number + 1]
         most_seen = len_k if min(window_left, window_right) < 0 else min(window_left + window_right + 1, len_k)
-        # in 16 bits only what one call of the kernel does comes here
-        few = most_seen <= FEW_KEYS and q.dtype.itemsize > 2
+        few = exact and most_seen <= FEW_KEYS
         is_fused = softcap == 0 and dropout_p == 0 and not few
         call = Call(len_q, len_k, (window_left, window_right), own, is_fused, slopes is not None, numbers)
         yield _Problem(call, rule, number, rows, tokens_q, tokens_k, packed, q.shape[-2], q.shape[-2] // k.shape[-2], slopes, rng_state,
-                       dropout_p)
+                       dropout_p, torch.float64 if few else q.dtype)
 
 
 def _attend(problem: _Problem, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     q, k, v, out, lse = problem.queries(q), problem.keys(k), problem.keys(v), problem.queries(out), problem.rows(lse)
     for tile in tiles(problem.call):
         rows, _ = problem.place(tile)
-        out[rows], lse[rows] = problem.way.forward(problem.parts(tile, q, k, v, lse.dtype), problem.rule)
+        out[rows], lse[rows] = problem.way.forward(problem.parts(tile, q, k, v), problem.rule)
 
 
 def _add_gradients(problem: _Problem, tiles: Tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv) -> None:
@@ -191,8 +191,8 @@ def _add_gradients(problem: _Problem, tiles: Tiles, grad_out, grad_lse, q, k, v,
     lse, grad_lse = problem.rows(lse), None if grad_lse is None else problem.rows(grad_lse)
     for tile in tiles(problem.call):
         rows, heads = problem.place(tile)
-        gradients = problem.way.backward(problem.parts(tile, q, k, v, lse.dtype), problem.rule, grad_out[rows],
-                                         None if grad_lse is None else grad_lse[rows], out[rows], lse[rows])
+        of_rows = (None if x is None else x[rows].to(problem.dtype) for x in (grad_out, grad_lse, out))
+        gradients = problem.way.backward(problem.parts(tile, q, k, v), problem.rule, *of_rows, lse[rows])
         for part, (dq_part, dk_part, dv_part) in zip(tile.parts, gradients, strict=True):
             dq[part.q_copy][rows].add_(dq_part)
             _add(dk[part.k_copy][:, heads], part.keys, dk_part)
@@ -203,4 +203,4 @@ def _add(gradient: Tensor, keys: slice | Tensor, part: Tensor) -> None:
     if isinstance(keys, slice):
         gradient[:, :, keys].add_(part)
     else:
-        gradient.index_add_(2, keys, part)
+        gradient.index_add_(2, keys, part.to(gradient.dtype))

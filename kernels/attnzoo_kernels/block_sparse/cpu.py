@@ -41,5 +41,5 @@ def block_sparse_attention_cpu(q, k, v, mask, *, block_q, block_k, window_size, 
     dtype = q.dtype
     q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
     out, lse = attend(q.unsqueeze(0), k.unsqueeze(0), v, cu_seqlens_q, cu_seqlens_k, mask, None, None, softmax_scale, 0.0, 0.0,
-                      *window_size, [block_q, block_k])
+                      *window_size, dtype.itemsize > 2, [block_q, block_k])
     return out.to(dtype), lse

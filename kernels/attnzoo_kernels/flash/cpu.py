@@ -37,7 +37,7 @@ def flash_attention_cpu(q, k, v, *, window_size, softmax_scale, softcap, alibi_s
     if not once or sinks is not None or return_lse:
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
     out, lse = attend(q.unsqueeze(0), k.unsqueeze(0), v, cu_seqlens_q, cu_seqlens_k, None, alibi_slopes, rng_state, softmax_scale, softcap,
-                      dropout_p, left, right, [])
+                      dropout_p, left, right, dtype.itemsize > 2, [])
     if sinks is not None:
         without, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         if cu_seqlens_q is not None:  # what lies behind the last sequence has no sink
