@@ -95,15 +95,15 @@ def same_tile(of_tile, bars, step, n, c):
 
 
 @gluon.jit
-def start_pair(own, smem, slot, c):
+def pair_start(own, smem, slot, c):
     """START: (dK, dV)."""
     dk = gl.zeros([HALF, c.WIDTH], gl.float32, product_layout(c.WIDTH))
     return dk, gl.zeros([HALF, c.VALUE_WIDTH], gl.float32, product_layout(c.VALUE_WIDTH))
 
 
 @gluon.jit
-def walk_pair(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """WALK: the steps of a group's query heads, in segments with a mask and without; dQ goes out step by step."""
+def pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
+    """MAINLOOP: the steps of a group's query heads, in segments with a mask and without; dQ goes out step by step."""
     ROWS: gl.constexpr = c.ROWS
     dk, dv = state
     dq_tile = word(smem.work, slot, "dq_tile")
@@ -132,7 +132,7 @@ def walk_pair(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, 
 
 
 @gluon.jit
-def store_pair(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
+def pair_store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
     """STORE of dK and dV, whose sum may go through memory from launch to launch."""
     dk, dv = state
     if grads.dv_from is not None:
@@ -163,7 +163,7 @@ def consume(grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, ME: gl
         state = c.START(own, smem, slot, c)
         mbarrier.wait(bars.k_full, taken & 1)
         mbarrier.wait(bars.v_full, taken & 1)
-        state, at = c.WALK(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME)
+        state, at = c.MAINLOOP(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME)
         batch, kv_head, key, first_k, len_k, number = end_tile(work, bars, slot, grads.dv_from is not None)
         c.STORE(grads, own, smem.out.index(ME), state, dk_scale, batch, kv_head, first_k, key + ME * HALF, len_k, number, c, ME)
         taken += 1

@@ -9,7 +9,7 @@ waits for its turn where the sums are to come in order.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, consume, same_tile, start_pair, store_pair, walk_pair
+from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, consume, pair_mainloop, pair_start, pair_store, same_tile
 from attnzoo_kernels._gluon.backward_dq import add_dq, first_buffer
 from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load, load_keys, load_queries, next_step
 from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles
@@ -32,7 +32,7 @@ def softmax_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc,
                PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, CLEARED=False, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
                SEGMENT_BEGIN=0, SEGMENT_END=3 if HAS_LEFT else 2, OF_TILE=same_for_all, TILE=next_key_tile,
                BOUNDS=all_queries, LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys,
-               START=start_pair, WALK=walk_pair, STEP=pair_step, STORE=store_pair, BUFFER=first_buffer)
+               START=pair_start, MAINLOOP=pair_mainloop, STEP=pair_step, STORE=pair_store, BUFFER=first_buffer)
     smem = pair_tiles(q_desc.dtype, c)
     bars = pair_barriers(c)
     source = Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc), stats_desc)

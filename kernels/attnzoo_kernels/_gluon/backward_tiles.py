@@ -42,10 +42,10 @@ class Config:
     ROW_TILE: gl.constexpr  # which tile of queries a consumer's step has, as same_tile
     LOAD_Q: gl.constexpr  # what a step loads, as load_queries
     LOAD_K: gl.constexpr  # what a tile of keys loads, as load_keys
-    START: gl.constexpr  # a consumer's sums before a tile of keys, as start_pair
-    WALK: gl.constexpr  # the steps of a tile, as walk_pair
+    START: gl.constexpr  # a consumer's sums before a tile of keys, as pair_start
+    MAINLOOP: gl.constexpr  # the steps of a tile, as pair_mainloop
     STEP: gl.constexpr  # what a consumer does with a step, as pair_step
-    STORE: gl.constexpr  # where the sums go, as store_pair
+    STORE: gl.constexpr  # where the sums go, as pair_store
     BUFFER: gl.constexpr  # which buffer of dQ a step adds to, as first_buffer
 
 

@@ -8,7 +8,8 @@ from attnzoo_kernels._triton.launch import L2_GROUP
 
 def heads_together(heads: int, head_bytes: int, tiles: int, programs: int, ordered: bool) -> int:
     """Of how many heads a backward takes the tiles in turn: of as many as L2 holds. Where these have fewer tiles than there are programs,
-    the longest tiles of the last heads end late: then of 1.5 tiles a program, groups alike in size. Sums in order wait more then."""
+    the longest tiles of the last heads end late: then of 1.5 tiles a program, groups alike in size,
+    but for sums in order, which would wait more."""
     in_l2 = max(1, L2_GROUP // head_bytes)
     if ordered or 10 * in_l2 * tiles >= 9 * programs:
         return in_l2

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, start_pair, store_pair, walk_pair
+from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, pair_mainloop, pair_start, pair_store
 from attnzoo_kernels._gluon.backward_dq import first_buffer
 from attnzoo_kernels._gluon.backward_kernel import run_pair
 from attnzoo_kernels._gluon.backward_load import Operands, Source, load_keys, load_step
@@ -97,7 +97,7 @@ def block_sparse_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, 
                HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=False, CLEARED=True, DQ_WARP=False, DQ_LAGS=False, SEGMENT_BEGIN=1,
                SEGMENT_END=3, OF_TILE=same_for_all, TILE=_listed_tile, BOUNDS=_bounds_of_head if GROUPED else all_queries,
                LOAD_STEPS=_steps_of_head if GROUPED else _steps, LOAD_NEXT=_next_entry, ROW_TILE=_row_tile, LOAD_Q=_load_queries,
-               LOAD_K=load_keys, START=start_pair, WALK=walk_pair, STEP=pair_step, STORE=store_pair, BUFFER=first_buffer)
+               LOAD_K=load_keys, START=pair_start, MAINLOOP=pair_mainloop, STEP=pair_step, STORE=pair_store, BUFFER=first_buffer)
     smem = pair_tiles(q_desc.dtype, c)
     bars = pair_barriers(c)
     numbers = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

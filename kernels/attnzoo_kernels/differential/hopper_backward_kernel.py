@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, start_pair, store_keys, store_pair
+from attnzoo_kernels._gluon.backward_consume import Gradients, pair_start, pair_store, store_keys
 from attnzoo_kernels._gluon.backward_dq import add_to
 from attnzoo_kernels._gluon.backward_kernel import run_pair
 from attnzoo_kernels._gluon.backward_load import Source, all_steps, next_step
@@ -176,8 +176,9 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
 
 @gluon.jit
 def branch_tiles(dtype: gl.constexpr, KEYS_OF: gl.constexpr, JOINT: gl.constexpr, c):
-    """Shared of both branches, with the keys of one or two. JOINT: a step's queries of both lie in one buffer, side by side as columns of
-    scores, and dQ goes through shared memory; apart, one buffer would be read with more registers, which are spilled."""
+    """Shared of both branches, with KEYS_OF one of them or two. JOINT: a step's queries of both lie in one buffer, side by side as columns
+    of scores, and dQ goes through shared memory. Else each branch's queries have a buffer of their own: reading both from one takes more
+    registers, which are spilled."""
     rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, c.WIDTH], dtype)
     of_values: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, c.VALUE_WIDTH], dtype)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
@@ -214,13 +215,13 @@ def _start(own, smem, slot, c):
     dk2 = 0
     if own.dk2_desc is not None:
         dk2 = gl.zeros([HALF, c.WIDTH], gl.float32, product_layout(c.WIDTH))
-    dk1, dv = start_pair(own, smem, slot, c)
+    dk1, dv = pair_start(own, smem, slot, c)
     return dk1, dk2, dv, word(smem.work, slot, "dq_tile").to(gl.int64) * (ROWS * c.WIDTH)
 
 
 @gluon.jit
-def _walk(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """WALK: the first branch's scores are a step ahead, but for those of a head's first step."""
+def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
+    """MAINLOOP: the first branch's scores are a step ahead, but for those of a head's first step."""
     dk1, dk2, dv, dq_place = state
     begin, full_begin, full_end, end = bounds
     dq_tile = own.dq[ME] + dq_place
@@ -245,7 +246,7 @@ def _walk(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem,
 def _store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
     """STORE. grads: of the first branch and the values."""
     dk1, dk2, dv = state
-    store_pair(grads, own, buffer, (dk1, dv), dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME)
+    pair_store(grads, own, buffer, (dk1, dv), dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME)
     if own.dk2_desc is not None:
         store_keys(own.dk2_desc, own.dk2_ptr, grads.stride_dk, grads.stride_dk_head, buffer, (dk2 * dk_scale).to(buffer.dtype), batch,
                    kv_head, first_k, row, len_k, c.HEAD_DIM, c.PACKED)
@@ -264,7 +265,7 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
     """k2, dk2 and their tails are None where the branches share their keys."""
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=BLOCK_D, VALUE_WIDTH=BLOCK_DV, ROWS=ROWS, STAGES=STAGES, PACKED=PACKED,
                HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=False, OF_TILE=same_for_all, TILE=next_key_tile, LOAD_STEPS=all_steps,
-               LOAD_NEXT=next_step, LOAD_Q=load_queries_apart, LOAD_K=load_keys, START=_start, WALK=_walk, STORE=_store)
+               LOAD_NEXT=next_step, LOAD_Q=load_queries_apart, LOAD_K=load_keys, START=_start, MAINLOOP=_mainloop, STORE=_store)
     smem = branch_tiles(q1_desc.dtype, 1 if k2_desc is None else 2, False, c)
     q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = step_barriers(STAGES, 2, 2)
     bars = Barriers(q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, barriers(4, 2), (), (), ())

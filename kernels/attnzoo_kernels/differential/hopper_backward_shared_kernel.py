@@ -8,7 +8,7 @@ so that they need not keep step with each other; a warp has it added to memory.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, same_tile, start_pair, store_pair, walk_pair
+from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, pair_mainloop, pair_start, pair_store, same_tile
 from attnzoo_kernels._gluon.backward_dq import first_buffer
 from attnzoo_kernels._gluon.backward_kernel import run_pair
 from attnzoo_kernels._gluon.backward_load import Source, all_steps, next_step
@@ -54,8 +54,8 @@ def differential_bwd_shared_kernel(q1_desc, q2_desc, do_desc, k_desc, v_desc, st
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=BLOCK_D, VALUE_WIDTH=BLOCK_DV, ROWS=ROWS, DQ_ROWS=BOTH, STAGES=STAGES,
                PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=False, CLEARED=True, DQ_WARP=True, DQ_LAGS=True,
                SEGMENT_BEGIN=0, SEGMENT_END=3 if HAS_LEFT else 2, OF_TILE=same_for_all, TILE=next_key_tile, BOUNDS=all_queries,
-               LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys, START=start_pair,
-               WALK=walk_pair, STEP=_step, STORE=store_pair, BUFFER=first_buffer)
+               LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start,
+               MAINLOOP=pair_mainloop, STEP=_step, STORE=pair_store, BUFFER=first_buffer)
     smem = branch_tiles(q1_desc.dtype, 1, True, c)
     bars = pair_barriers(c)
     source = Source(Branches(q1_desc, q2_desc, do_desc, k_desc, None, v_desc),

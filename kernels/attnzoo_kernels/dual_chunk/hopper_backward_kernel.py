@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, same_tile, start_pair, store_pair, walk_pair
+from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, pair_mainloop, pair_start, pair_store, same_tile
 from attnzoo_kernels._gluon.backward_kernel import run_pair
 from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load_keys, load_step, next_step
 from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles
@@ -65,8 +65,8 @@ def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
                PACKED=PACKED, HAS_LEFT=False, HAS_RIGHT=True, ORDERED=ORDERED, CLEARED=True, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
                SEGMENT_BEGIN=0, SEGMENT_END=2, OF_TILE=_stages_of_tile, TILE=next_key_tile, BOUNDS=all_queries, LOAD_STEPS=all_steps,
-               LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=_load_queries, LOAD_K=load_keys, START=start_pair, WALK=walk_pair,
-               STEP=pair_step, STORE=store_pair, BUFFER=_buffer)
+               LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=_load_queries, LOAD_K=load_keys, START=pair_start, MAINLOOP=pair_mainloop,
+               STEP=pair_step, STORE=pair_store, BUFFER=_buffer)
     smem = pair_tiles(q_desc.dtype, c)
     bars = pair_barriers(c)
     source = Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc), stats_desc)
