@@ -12,10 +12,10 @@ MASKS = ((-1, -1, 0), (-1, 0, 0), (-1, 0, 3), (64, 0, 0))
 
 def main() -> None:
     compile_only()
+    from attnzoo_kernels._triton.call import layout
     from attnzoo_kernels.block_sparse import hopper, hopper_backward
     from attnzoo_kernels.block_sparse.lists import TileLists
     from attnzoo_kernels.block_sparse.options import Options
-    from attnzoo_kernels.flash.options import layout
 
     lists = TileLists(*torch.zeros(2, 8, dtype=torch.int32), None, torch.zeros(8, dtype=torch.int32))
     Options.lists = lambda *_, **__: lists

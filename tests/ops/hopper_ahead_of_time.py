@@ -55,8 +55,9 @@ def report(kernel, **case) -> None:
 
 def main() -> None:
     compile_only()
+    from attnzoo_kernels._triton.call import layout
     from attnzoo_kernels.flash import hopper
-    from attnzoo_kernels.flash.options import Options, layout
+    from attnzoo_kernels.flash.options import Options
 
     hopper.multiprocessors, hopper.tile_counter = lambda device: 132, lambda device: torch.zeros(1, dtype=torch.int32)
     shapes = ((64, 64, 512), (64, 64, 4096), (128, 128, 4096), (64, 128, 4096))

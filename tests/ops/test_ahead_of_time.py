@@ -34,11 +34,12 @@ def test_row_statistics_cover_every_tile():
 @pytest.mark.parametrize("arch", (80, 90, 100, 120))
 def test_only_hopper_s_forward_rescales_by_warp(arch, monkeypatch):
     """Elsewhere a thread may hold other rows of a product than those that it asks for."""
+    from attnzoo_kernels._triton.call import layout
     from attnzoo_kernels.flash import forward, options
 
     for module in (forward, options):
         monkeypatch.setattr(module, "architecture", lambda device: arch)
-    x, tile = options.layout(torch.zeros(1, 256, 2, 64)), forward.forward_tile(arch, 64, 64, 2, causal=True, window=False)
+    x, tile = layout(torch.zeros(1, 256, 2, 64)), forward.forward_tile(arch, 64, 64, 2, causal=True, window=False)
     choice = options.Options(sequences=None, softmax_scale=0.125, window_right=0)
     launch = forward._launch(torch.device("cpu"), torch.bfloat16, True, False, x, x, x, choice, tile)
     assert launch.constants["BY_WARP"] == (arch == 90)

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Call, layout, packed_sequences
+from attnzoo_kernels._triton.call import Call, packed_sequences
 from attnzoo_kernels._triton.launch import architecture
 from attnzoo_kernels.dropout import drop_threshold
-
-__all__ = ["Options", "layout"]
 
 
 @dataclass(frozen=True, kw_only=True)
