@@ -27,10 +27,10 @@ pytestmark = pytest.mark.skipif(GPU, reason="it is the path of a machine without
 OPERATORS = {"flash": flash, "block_sparse": block_sparse, "differential": differential, "dual_chunk": dual_chunk}
 LONG = (  # what the fused kernel does by several tiles, parts and blocks of its own
     ("flash", flash.Case(seqlen_q=300, seqlen_k=700, heads=4, kv_heads=2, causal=True)),
-    ("flash", flash.Case(seqlen_q=700, heads=1, window_size=(100, 300), sinks=True)),
-    ("flash", flash.Case(seqlen_q=1025, heads=2, q_scale=10.0, causal=True)),
+    ("flash", flash.Case(seqlen_q=700, heads=1, head_dim=32, window_size=(100, 300), sinks=True)),
+    ("flash", flash.Case(seqlen_q=1025, heads=2, q_scale=30.0, causal=True)),
     ("flash", flash.Case(lengths_q=(300, 0, 140), heads=4, kv_heads=2, alibi=True, causal=True)),
-    ("block_sparse", block_sparse.Case(batch=2, seqlen_q=300, heads=4, kv_heads=2, masks="sequence", causal=True)),
+    ("block_sparse", block_sparse.Case(batch=2, seqlen_q=300, heads=4, kv_heads=2, head_dim=40, masks="sequence", causal=True)),
     ("block_sparse", block_sparse.Case(lengths_q=(700, 130), masks="head", window_size=(400, 90))),
     ("differential", differential.Case(seqlen_q=300, heads=4, kv_heads=2, value_dim=64, causal=True)),
     *(("dual_chunk", dual_chunk.Case(seqlen_q=600, heads=2, kv_heads=1, chunk_size=200, local_size=50, causal=causal))
@@ -112,7 +112,7 @@ class Largest(TorchDispatchMode):
     ("flash", flash.Case(heads=1, head_dim=16, alibi=True)),
     ("block_sparse", block_sparse.Case(heads=1, head_dim=16, causal=True)),
     ("differential", differential.Case(heads=1, head_dim=16)),
-    ("dual_chunk", dual_chunk.Case(heads=1, head_dim=16, chunk_size=400, local_size=100)),
+    ("dual_chunk", dual_chunk.Case(heads=1, head_dim=16, chunk_size=256, local_size=64)),
 ], ids=str)
 def test_memory_is_linear(operator, case):
     elements = []

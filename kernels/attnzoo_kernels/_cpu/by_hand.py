@@ -1,4 +1,4 @@
-"""A tile by matrix products and one softmax over all parts: with caps and dropout, and where keys are few."""
+"""A tile by matrix products and one softmax over all parts: for float32 and wider, caps and dropout."""
 
 import torch
 from torch import Tensor

@@ -61,8 +61,8 @@ def block_sparse_attention(
         torch.are_deterministic_algorithms_enabled(). The forward, and the plain Triton path throughout, always repeat bit by bit.
     impl: "gluon" | "triton" | "cpu" | "reference". "gluon" (Hopper: 16 bits, not packed, head_dim and value_dim 33 to 128, blocks of at
         least 64 tokens; what its backward does not take, as deterministic=True and blocks of 64 keys, goes to plain Triton's). None takes
-        gluon where it holds, else triton, on CUDA tensors and cpu on CPU ones: PyTorch's fused attention over the keys that a tile of
-        queries keeps, in linear memory, with first derivatives only. A path named runs or raises.
+        gluon where it holds, else triton, on CUDA tensors and cpu on CPU ones: PyTorch's attention (fused in 16 bits) over the keys that a
+        tile of queries keeps, in linear memory, with first derivatives only. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

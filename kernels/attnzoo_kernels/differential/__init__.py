@@ -66,8 +66,8 @@ def differential_attention(
     impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, values above head_dim 64 to 256; one launch that walks the keys once
         for each path, and where deterministic does not ask for plain Triton's, one walk for all gradients, above head_dim 64 one for
         each path and 128 columns of v) | "triton" | "cpu" | "reference"; None takes gluon where it holds, else triton, on CUDA tensors
-        and cpu on CPU ones: PyTorch's fused attention by tiles of queries, in linear memory, with first derivatives only. A path named
-        runs or raises.
+        and cpu on CPU ones: PyTorch's attention (fused in 16 bits) by tiles of queries, in linear memory, with first derivatives
+        only. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

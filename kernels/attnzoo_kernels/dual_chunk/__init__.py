@@ -70,8 +70,8 @@ def dual_chunk_attention(
     deterministic: repeated runs give the same gradients bit by bit; None follows torch.are_deterministic_algorithms_enabled(). The forward
         always does, and so does plain Triton's backward.
     impl: "triton" | "gluon" | "cpu" | "reference"; None takes gluon where it holds (Hopper, 16 bits, causal, all stages, widths of 33 to
-        128), else triton, on CUDA tensors and cpu on CPU ones: PyTorch's fused attention by tiles of queries and stages, in linear memory,
-        with first derivatives only. A path named runs or raises; what gluon's backward does not take
+        128), else triton, on CUDA tensors and cpu on CPU ones: PyTorch's attention (fused in 16 bits) by tiles of queries and stages, in
+        linear memory, with first derivatives only. A path named runs or raises; what gluon's backward does not take
         (chunks that are no multiples of 128 tokens, packed sequences without one cu_seqlens for both sides) triton's does.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
