@@ -271,8 +271,7 @@ def test_a_disk_that_is_full_when_a_file_is_written(tmp_path, whole, monkeypatch
 
     monkeypatch.setattr(files.os, "fsync", fsync_if_there_is_room)
     monkeypatch.setattr(Path, "open", open_if_there_is_room)
-    places = f"metrics: '{tmp_path}/run/metrics.csv', path: '{tmp_path}/run/loss.png'"
-    plot = [f"callbacks.plot={{_target_: attnzoo.training.plot.LossPlot, {places}}}"]
+    plot = [f"callbacks.plot={{_target_: attnzoo.training.plot.LossPlot, run_dir: '{tmp_path}/run'}}"]
     with pytest.raises(SystemExit) as left, one_line_errors():
         runner.train(config(tmp_path, *plot))
     assert left.value.code == 1 and len(writes) > 0

@@ -32,11 +32,14 @@ class _Taken(Exception):
 
 def takes_cpu(impl: str | None, name: str, x: Tensor, reason: str | None = None) -> bool:
     """Whether the path for CPUs takes a call: where it is named, or nothing is and x, the argument `name`, is on a CPU. `reason`: why it
-    does not take the call, if so; then NotTaken says it where the path is named."""
+    does not take the call, if so; then NotTaken says it where the path is named. float64, in which derivatives are checked, second ones
+    too, is the reference's."""
     if impl not in (None, "cpu"):
         return False
     if x.device.type != "cpu":
         reason = f"{name} must be on a CPU, got {x.device}"
+    elif x.dtype == torch.float64:
+        reason = f"{name} must be float16, bfloat16 or float32, got {x.dtype}"
     if impl == "cpu" and reason is not None:
         raise NotTaken(impl, reason, '; impl="reference" does')
     if asking() and reason is None:

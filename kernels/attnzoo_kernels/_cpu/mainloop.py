@@ -18,6 +18,8 @@ from attnzoo_kernels._cpu.part import Inputs, Rule
 from attnzoo_kernels._cpu.tiles import Call, Part, Tile
 from attnzoo_kernels.dropout import keep_mask
 
+FEW_KEYS = 64  # up to which float32 is computed in float64: there every rounding more than eager's shows
+
 Tiles = Callable[[Call], Iterator[Tile]]
 
 
@@ -98,6 +100,7 @@ class _Problem:
     alibi_slopes: Tensor | None
     rng_state: Tensor | None
     dropout_p: float
+    dtype: torch.dtype  # of the computation
 
     @property
     def way(self) -> ModuleType:
@@ -126,9 +129,9 @@ class _Problem:
         return (slice(None), slice(tile.head, tile.head + 1), tile.rows), slice(kv_head, kv_head + 1)
 
     def parts(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> list[Inputs]:
-        (rows, heads), dtype = self.place(tile), torch.promote_types(q.dtype, torch.float32)
-        return [Inputs(q[part.q_copy][rows], k[part.k_copy][:, heads, part.keys], v[:, heads, part.keys],
-                       self._bias(tile.rows, part, dtype), part.triangle, self._keep(tile.rows, part.keys)) for part in tile.parts]
+        rows, heads = self.place(tile)
+        return [Inputs(*(x.to(self.dtype) for x in (q[part.q_copy][rows], k[part.k_copy][:, heads, part.keys], v[:, heads, part.keys])),
+                       self._bias(tile.rows, part), part.triangle, self._keep(tile.rows, part.keys)) for part in tile.parts]
 
     def _keep(self, rows: slice, keys: slice | Tensor) -> tuple[Tensor, float] | None:
         if self.dropout_p == 0:
@@ -136,8 +139,8 @@ class _Problem:
         shape = self.batch.stop - self.batch.start, self.heads, rows.stop - rows.start, keys.stop - keys.start
         return keep_mask(self.rng_state, self.dropout_p, shape, (self.number * self.heads, rows.start, keys.start))
 
-    def _bias(self, rows: slice, part: Part, dtype: torch.dtype) -> Tensor | None:
-        bias = None
+    def _bias(self, rows: slice, part: Part) -> Tensor | None:
+        bias, dtype = None, torch.promote_types(self.dtype, torch.float32)
         if self.alibi_slopes is not None:
             distance = torch.arange(rows.start, rows.stop)[:, None] + self.call.diagonal - torch.arange(part.keys.start, part.keys.stop)
             bias = -self.alibi_slopes[:, :, None, None].to(dtype) * distance.abs()
@@ -170,7 +173,7 @@ def _problems(q, k, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state,
             slopes = slopes[number : number + 1]
         call = Call(len_q, len_k, (window_left, window_right), own, is_fused, slopes is not None, numbers)
         yield _Problem(call, rule, number, rows, tokens_q, tokens_k, packed, q.shape[-2], q.shape[-2] // k.shape[-2], slopes, rng_state,
-                       dropout_p)
+                       dropout_p, torch.float64 if exact and len_k <= FEW_KEYS else q.dtype)
 
 
 def _attend(problem: _Problem, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -186,7 +189,7 @@ def _add_gradients(problem: _Problem, tiles: Tiles, grad_out, grad_lse, q, k, v,
     lse, grad_lse = problem.rows(lse), None if grad_lse is None else problem.rows(grad_lse)
     for tile in tiles(problem.call):
         rows, heads = problem.place(tile)
-        of_rows = (None if x is None else x[rows] for x in (grad_out, grad_lse, out))
+        of_rows = (None if x is None else x[rows].to(problem.dtype) for x in (grad_out, grad_lse, out))
         gradients = problem.way.backward(problem.parts(tile, q, k, v), problem.rule, *of_rows, lse[rows])
         for part, (dq_part, dk_part, dv_part) in zip(tile.parts, gradients, strict=True):
             dq[part.q_copy][rows].add_(dq_part)
@@ -198,4 +201,4 @@ def _add(gradient: Tensor, keys: slice | Tensor, part: Tensor) -> None:
     if isinstance(keys, slice):
         gradient[:, :, keys].add_(part)
     else:
-        gradient.index_add_(2, keys, part)
+        gradient.index_add_(2, keys, part.to(gradient.dtype))

@@ -36,7 +36,7 @@ def block_sparse_attention(
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
     value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence: they tell how
     large the layout is).
-    All of one dtype: float16, bfloat16 or float32 (cpu and the reference also take float64); last dimension contiguous, other strides free.
+    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
     head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
     layout: a BlockLayout of ceil(seqlen / block) blocks on each side, for all sequences and heads or for each of them (heads are the query

@@ -38,9 +38,9 @@ def differential_attention(
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
     value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
     wait for the device; no kernel reads them.
-    All of one dtype: float16, bfloat16 or float32 (cpu and the reference also take float64); last dimension contiguous, other strides
-    free, so that kernels need no copy of interleaved heads q[..., 0::2, :], q[..., 1::2, :]. head_dim up to 128 (cpu and the reference:
-    256), value_dim up to 256.
+    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free,
+    so that kernels need no copy of interleaved heads q[..., 0::2, :], q[..., 1::2, :]. head_dim up to 128 (cpu and the reference: 256),
+    value_dim up to 256.
     kv_heads divides heads; pair h reads key pair and value head h // (heads // kv_heads).
 
     k2: None, or the tensor k1 itself, shares the keys: they are read once for both paths.
