@@ -24,7 +24,8 @@ def main() -> None:
     from attnzoo_kernels.decode import forward
 
     forward.architecture, forward._multiprocessors = lambda device: ARCH, lambda index: 108
-    shapes = [(2, *shape) for shape in itertools.product((torch.bfloat16, torch.float32), WIDTHS, QUERIES)]
+    shapes = [(2, *shape) for shape in itertools.product((torch.bfloat16,), WIDTHS, QUERIES)]
+    shapes += [(2, torch.float32, width, 1) for width in WIDTHS]
     shapes.append((108, torch.bfloat16, 128, 1))  # two key heads a multiprocessor: another tile
     for batch, dtype, width, queries in shapes:
         q, cache = torch.zeros(batch, queries, 8, width, dtype=dtype), torch.zeros(batch, 16, 2, width, dtype=dtype)
