@@ -54,16 +54,39 @@ def cells() -> dict[str, tuple[str, str, dict]]:
         for name, feature in (("alibi", {"alibi": True}), ("sinks", {"sinks": True}), ("softcap", {"softcap": 30.0}),
                               ("dropout", {"dropout_p": 0.1})):
             found[f"flash_{name} triton {width} 4096"] = ("flash", "triton", shape | feature)
+        for causal in (False, True):
+            for n in (2048, 8192):
+                found[f"flash_fp8 gluon {width} {'causal' if causal else 'full'} {n}"] = (
+                    "flash_fp8", "gluon", {"seqlen": n, "head_dim": width, "causal": causal})
+    for batch, length in ((64, 4096), (8, 8192), (1, 65536)):
+        found[f"decode triton {batch} {length}"] = ("decode", "triton", {"batch": batch, "length": length})
     return found
 
 
 def build(operator: str, impl: str, shape: dict, device: str):
-    """(forward, backward, what the outputs were) of one cell in this process's checkout; the backward runs on what one forward left."""
+    """({direction: pass}, what the outputs were) of one cell in this process's checkout; the backward runs on what one forward left."""
     import torch
 
     import attnzoo_kernels as zoo
 
-    if operator.startswith("flash"):
+    leaves = []
+    if operator == "flash_fp8":
+        from attnzoo_kernels.flash.cases import benchmark_case
+
+        case = benchmark_case(**shape)
+        x = case.inputs(device)
+        inputs = zoo.quantize_fp8(x.q, x.k, x.v)._asdict()
+
+        def forward():
+            return zoo.flash_attention_fp8(**inputs, causal=case.causal, out_dtype=case.dtype, impl=impl)
+    elif operator == "decode":
+        from attnzoo_kernels.decode.cases import benchmark_case
+
+        x = benchmark_case(**shape).inputs(device)
+
+        def forward():
+            return zoo.decode_attention(*x[:3], impl=impl, **x.options)
+    elif operator.startswith("flash"):
         from attnzoo_kernels.flash.cases import benchmark_case, packed_benchmark_case
 
         x = (packed_benchmark_case if operator == "flash_packed" else benchmark_case)(**shape).inputs(device)
@@ -103,9 +126,10 @@ def build(operator: str, impl: str, shape: dict, device: str):
     def backward():
         return torch.autograd.grad(out, leaves, x.dout, retain_graph=True)
 
+    passes = {"forward": forward, **({"backward": backward} if leaves else {})}
     digest = hashlib.sha256(out.detach().float().cpu().numpy().tobytes()).hexdigest()[:16]
-    scale = [float(t.float().abs().mean()) for t in (out.detach(), *backward())]
-    return forward, backward, {"bits": digest, "scale": scale}
+    scale = [float(t.float().abs().mean()) for t in (out.detach(), *(backward() if leaves else ()))]
+    return passes, {"bits": digest, "scale": scale, "directions": list(passes)}
 
 
 def reading(call, rep: float, device: str) -> float:
@@ -129,8 +153,7 @@ def worker(device: str) -> None:
         answer: dict = {}
         try:
             if order["do"] == "build":
-                *both, answer = build(*order["cell"], device)
-                passes = dict(zip(("forward", "backward"), both, strict=True))
+                passes, answer = build(*order["cell"], device)
             elif order["do"] == "time":
                 answer = {"ms": reading(passes[order["direction"]], order["rep"], device)}
             else:
@@ -171,7 +194,7 @@ def compare(name: str, cell, checkouts: dict[str, Checkout], rounds: int, rep: f
     built = {label: checkout.answer() for label, checkout in checkouts.items()}
     errors = "; ".join(f"{label}: {b['error']}" for label, b in built.items() if "error" in b)
     rows = []
-    for direction in ("forward", "backward"):
+    for direction in built["this"].get("directions", ["forward"]):
         row = {"cell": name, "direction": direction, "note": errors}
         if not errors:
             readings = {label: [] for label in checkouts}
@@ -228,7 +251,7 @@ def main() -> None:
             rows.append({"cell": name, "note": "not measured: out of time"})
             continue
         rows += compare(name, cell, checkouts, options.rounds, options.rep, random.Random(name))
-        for row in rows[-2:]:
+        for row in [row for row in rows if row["cell"] == name]:
             print(f"{row['cell']:45s} {row['direction']:8s} {row.get('speed', '-'):>7s}  {row.get('other_ms', '')} -> "
                   f"{row.get('this_ms', '')} {'' if row.get('forward_bits_equal', True) else 'other bits'} {row['note']}", flush=True)
     if options.output:

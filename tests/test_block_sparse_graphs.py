@@ -63,7 +63,8 @@ def test_training_in_graphs_gives_the_uncompiled_losses(dtype, head_dim, block, 
     eager, _ = train(loss_of)
     dispatch.forget()
     graphs, model = train(torch.compile(loss_of, mode="reduce-overhead"))
-    assert path is None or dispatch.implementations_taken() == {"block_sparse backward": [path], "block_sparse forward": [path]}
+    taken = dispatch.implementations_taken()
+    assert path is None or all(taken[f"block_sparse {name}"] == [path] for name in ("forward", "backward"))
     assert_close(graphs, eager)
     assert patterns._cache.captured, "no capture found a layout that the warm-up had made"
     # other lengths push out what is recent, and not what a graph reads

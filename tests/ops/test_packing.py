@@ -63,7 +63,7 @@ def test_rows_behind_the_last_sequence_may_hold_anything(operator, impl, device)
         "block_sparse": (block_sparse_attention, (q, k, v, layout), {}),
         "differential": (differential_attention, (q, q2, k, None, v, lam), {}),
         "differential by head": (differential_attention, (q, q2, k, None, v, by_head), {}),
-        "dual_chunk": (dual_chunk_attention, (q, k, v), {"cos": cos, "sin": sin, "chunk_size": 160, "local_size": 32,
+        "dual_chunk": (dual_chunk_attention, (q, k, v), {"cos": cos, "sin": sin, "chunk_size": 160, "local_size": 32, "causal": True,
                                                          "logit_multiplier": tokens(dtype=torch.float32).detach()}),
     }[operator]
     out = attend(*inputs, **options, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=33, max_seqlen_k=33, deterministic=False,

@@ -208,7 +208,7 @@ def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
     if not (32 < q.shape[-1] <= 128 and 32 < v.shape[-1] <= 128):
         return f"head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
     if not options.causal or options.stages != 7:
-        return "it is causal and has all three stages"
+        return "causal must be True and stages must be all three"
     return why_not_tma(q, k, v)
 
 

@@ -33,7 +33,7 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
     if not 32 < width <= 128:
         return f"the wider of head_dim and value_dim must be 33 to 128, got {width}"
     if not options.causal or options.stages != 7:
-        return "it is causal and has all three stages"
+        return "causal must be True and stages must be all three"
     if options.packed:
         aligned = options.same_lengths
     else:

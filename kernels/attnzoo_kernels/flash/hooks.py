@@ -45,6 +45,7 @@ class Loaded(NamedTuple):
     seed: Any
     offset: Any
     head: Any  # counted over all sequences
+    END: Any = True  # fault 18
 
 
 @triton.jit
