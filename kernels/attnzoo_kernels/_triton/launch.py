@@ -217,7 +217,7 @@ def _hooks_are_set() -> bool:
 class DirectLaunch:
     """Launches of one compiled kernel through Triton's own launcher, below the function that encodes descriptors at every call."""
 
-    ENCODED = 256  # addresses kept; a training step repeats its own
+    ENCODED = 4096  # addresses kept; a training step repeats its own
 
     def __init__(self, launcher: Any, compiled: Any, metas: dict[int, dict], blocks: dict[int, tuple], others: tuple):
         self.launcher, self.function, self.packed = launcher, compiled.function, compiled.packed_metadata

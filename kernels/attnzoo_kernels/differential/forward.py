@@ -20,10 +20,10 @@ from attnzoo_kernels.differential.tiles import forward_tile
 
 
 @triton.jit
-def _gather(scores, v, acc, row_max, row_sum, x, MASKED: tl.constexpr, BY_WARP: tl.constexpr):
+def _gather(scores, v, acc, row_max, row_sum, x, MASKED: tl.constexpr, LAGS: tl.constexpr):
     """One branch's scores of a tile of keys into its O, row maxima and row sums."""
-    weights, new_max, rescale = softmax_weights(scores, row_max, x.unit, MASKED != "none", x.shape.PRECISION == "ieee", True)
-    acc = rescaled(acc, rescale, new_max, row_max, BY_WARP)
+    weights, new_max, rescale = softmax_weights(scores, row_max, x.unit, MASKED != "none", x.shape.PRECISION == "ieee", LAGS)
+    acc = rescaled(acc, rescale, new_max, row_max, LAGS)
     return add_dot(weights.to(v.dtype), v, acc, x.shape.PRECISION), new_max, row_sum * rescale + tl.sum(weights, 1)
 
 
@@ -36,8 +36,8 @@ def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.con
     scores2, _ = scored(own.q, k2, x, own, at, position, edge, MASKED, products_only, window_seen)
     # [BLOCK_N, BLOCK_DV], once for both branches
     v = load_rows(x.value_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_N, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
-    acc1, max1, sum1 = _gather(scores1, v, acc1, max1, sum1, x, MASKED, own.BY_WARP)
-    acc2, max2, sum2 = _gather(scores2, v, acc2, max2, sum2, x, MASKED, own.BY_WARP)
+    acc1, max1, sum1 = _gather(scores1, v, acc1, max1, sum1, x, MASKED, own.LAGS)
+    acc2, max2, sum2 = _gather(scores2, v, acc2, max2, sum2, x, MASKED, own.LAGS)
     return acc1, max1, sum1, acc2, max2, sum2
 
 
@@ -52,7 +52,7 @@ def differential_fwd_kernel(q1_source, q2_source, k1_source, k2_source, v_source
                             HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                             SHARED_K: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                             PRECISION: tl.constexpr, SAVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
-                            Q_SELECT: tl.constexpr, BY_WARP: tl.constexpr):
+                            Q_SELECT: tl.constexpr, LAGS: tl.constexpr):
     place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT)
     if place.row >= place.length:
         return
@@ -72,7 +72,7 @@ def differential_fwd_kernel(q1_source, q2_source, k1_source, k2_source, v_source
         _step, (acc, nothing, zeros, acc, nothing, zeros),
         QueryTile(q1, None, None, k1_rows, v_rows, place, place.row + tl.arange(0, BLOCK_M)[:, None], in_units(softmax_scale, EXACT),
                   Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), False),
-        Branch2(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), q2, k2_rows, None, SHARED_K, BY_WARP), False, False)
+        Branch2(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), q2, k2_rows, None, SHARED_K, LAGS), False, False)
 
     i = place.row + tl.arange(0, BLOCK_M)
     inside = i < place.length
@@ -97,10 +97,10 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, save: bool, s
     width, value_width = constants["BLOCK_D"], constants["BLOCK_DV"]
     tile = forward_tile(architecture(device), width, value_width, dtype.itemsize)
     tma = tma_kind(tile.tma and aligned, (q1, q2, k1, k2, v), dtype.itemsize, options.packed)
-    # by Hopper's products, whose threads hold two rows of 64 where four warps share them
-    by_warp = tma > 0 and architecture(device) == 90 and tile.block_m == 16 * tile.num_warps
+    # maxima that lag, and sums rescaled by warp, gain with values of 128 only; four warps must share 64 rows
+    lags = tma > 0 and architecture(device) == 90 and value_width == 128 and tile.block_m == 16 * tile.num_warps
     constants |= {"SAVE": save, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma, "Q_SELECT": tile.q_registers,
-                  "BY_WARP": by_warp}
+                  "LAGS": lags}
     heads, value_dim = q1[0][-2], v[0][-1]
     stride_out = (0 if options.packed else seqlen_q * heads * value_dim, heads * value_dim, value_dim)
     scalars = (*(stride for x in (q1, q2, k1, k2, v) for stride in strides(x)), *lam, *stride_out, heads * seqlen_q

@@ -16,7 +16,7 @@ class Branch2(NamedTuple):
     key_rows: Any
     stats: Any  # RowStats, backward
     SHARED_K: Any
-    BY_WARP: Any
+    LAGS: Any
 
 
 class Branch2Keys(NamedTuple):
