@@ -4,14 +4,15 @@ import os
 
 import pytest
 import torch
-from interpreter import patch_language_once
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores
 if os.environ.get("TRITON_INTERPRET") == "1":
-    patch_language_once()
+    from interpreter import make_faster
+
+    make_faster()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
