@@ -134,7 +134,7 @@ def test_an_attention_that_a_model_cannot_build_is_refused_in_one_line(tmp_path,
     assert "must say _target_, the layer's class, and `_partial_: true`" in line
 
 
-@pytest.mark.parametrize("script", ["train.py", "eval.py", "generate.py"])
+@pytest.mark.parametrize("script", ["train.py", "eval.py", "generate.py", "attnzoo/show.py"])
 def test_help_lists_the_groups_and_imports_nothing_slow(script):
     code = f"""
 import runpy, sys

@@ -11,18 +11,18 @@ from hydra import compose, initialize_config_dir
 from attnzoo.run.command_line import as_typed, register_options
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 NOT_COMPOSED = ("--help", "hydra/launcher=submitit_slurm")  # the latter is an extra
 
 
 def commands() -> list[str]:
-    """What the fenced blocks say to train.py, eval.py and generate.py, without comments, each once."""
+    """What the fenced blocks say to train.py, eval.py, generate.py and attnzoo.show, without comments, each once."""
     found = {}
     for path in DOCUMENTS:
         for block in re.findall(r"```bash\n(.*?)```", path.read_text(), flags=re.S):
-            lines = iter(block.replace("\\\n", " ").splitlines())
+            lines = iter(block.replace("\\\n", " ").replace("-m attnzoo.show", "show.py").splitlines())
             for line in lines:
-                if re.match(r"python (train|eval|generate)\.py ", line):
+                if re.match(r"python (train|eval|generate|show)\.py ", line):
                     found[shlex.join(_words(line, lines))] = None
     return sorted(found)
 
@@ -50,7 +50,7 @@ def test_links_lead_somewhere(path):
 @pytest.mark.parametrize("command", commands())
 def test_commands_compose(command):
     words = shlex.split(command)
-    name, overrides = words[1].removesuffix(".py"), [as_typed(word, ("prompt",)) for word in words[2:] if word != "-m"]
+    name, overrides = words[1].removesuffix(".py"), [as_typed(word, ("prompt", "text")) for word in words[2:] if word != "-m"]
     if any(word in NOT_COMPOSED for word in overrides):
         pytest.skip("not composed here")
     if "-m" in words:  # the first job of the sweep

@@ -208,6 +208,7 @@ class Attention(nn.Module):
     - `project`: more inputs to `attend` than q, k and v, made from x;
     - `apply_positions`: un-rotated or otherwise rotated queries and keys;
     - `attend_cached`: a kernel of its own for the newest tokens over a cache;
+    - `finish`: a norm or a factor on attend's output, which is itself weights times values;
     - `init_weights`, `mlp_dim`, `visible_pairs`, `metrics`, `plain`.
 
     The parameters are `q_proj`, `k_proj`, `v_proj`, `o_proj` (and, as the spec asks for them, `q_norm`, `k_norm`, `g_proj`, `ssmax_scale`)
@@ -293,6 +294,7 @@ class Attention(nn.Module):
         else:
             cache.append(k, v)
             out = self.attend_cached(q, cache, seq, *rest)
+        out = self.finish(out)
         if self.g_proj is not None:
             gate = self.g_proj(x).sigmoid()
             out = out * (gate.view_as(out) if self.spec.gate == "elementwise" else gate[..., None])
@@ -354,6 +356,10 @@ class Attention(nn.Module):
     def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
         """`attend` of the newest tokens, whose keys and values the cache holds already."""
         return self.attend(q, *cache.read(), seq, *rest)
+
+    def finish(self, out: Tensor) -> Tensor:
+        """What is done to attend's output (..., heads, width) of each token, such as a norm."""
+        return out
 
     @property
     def dropout_p(self) -> float:

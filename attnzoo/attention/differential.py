@@ -90,17 +90,18 @@ class DifferentialAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo, *lam: Tensor) -> Tensor:
         k1, k2 = (k[..., 0::2, :], k[..., 1::2, :]) if self.version == 1 else (k, None)
-        out = differential_attention(
+        return differential_attention(
             q[..., 0::2, :], q[..., 1::2, :], k1, k2, v, self.lambda_of_layer() if self.version == 1 else lam[0], causal=self.spec.causal,
             cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen,
             impl=self.impl)
-        return self.normalize(out) * (1 - self.lambda_init) if self.version == 1 else out
 
-    def normalize(self, out: Tensor) -> Tensor:
-        if not self.norm:
+    def finish(self, out: Tensor) -> Tensor:
+        if self.version == 2:
             return out
-        # under autocast the output is in 16 bits and the weight is not, which PyTorch's fused norm does not take
-        return F.rms_norm(out, self.head_norm.normalized_shape, self.head_norm.weight.to(out.dtype), self.head_norm.eps)
+        if self.norm:
+            # under autocast the output is in 16 bits and the weight is not, which PyTorch's fused norm does not take
+            out = F.rms_norm(out, self.head_norm.normalized_shape, self.head_norm.weight.to(out.dtype), self.head_norm.eps)
+        return out * (1 - self.lambda_init)
 
     def mlp_dim(self, baseline: int) -> int:
         spec = self.spec
