@@ -21,7 +21,7 @@ from attnzoo_kernels.block_sparse.tiles import forward_tile
 
 @triton.jit
 def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    return forward_step(state, x, own, at, position, edge, MASKED, GUARD, seen)
+    return forward_step(state, x, own, at, position, edge, MASKED, GUARD, seen, LAGS=False)
 
 
 @triton.jit
@@ -69,9 +69,10 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k:
     tile = forward_tile(architecture(device), *options.widths(q[0], v[0]), dtype.itemsize, options.block_k)
     grid = options.grid(q[0], k[0], tile)
     tma = tma_kind(tile.tma and aligned, (q, k, v), dtype.itemsize, options.packed)
-    # by Hopper's products, whose threads hold two rows of 64
-    constants = options.constants(grid, q[0], v[0], dtype) | {"TMA": tma, "Q_SELECT": tile.q_registers,
-                                                              "BY_WARP": tma > 0 and architecture(device) == 90}
+    constants = options.constants(grid, q[0], v[0], dtype)
+    # by Hopper's products, whose threads hold two rows of 64; wider values lose by it
+    by_warp = tma > 0 and architecture(device) == 90 and constants["BLOCK_DV"] <= 64
+    constants |= {"TMA": tma, "Q_SELECT": tile.q_registers, "BY_WARP": by_warp}
     heads, value_dim = q[0][-2], v[0][-1]
     stride_out = (0 if len(q[0]) == 3 else seqlen_q * heads * value_dim, heads * value_dim, value_dim)
     scalars = (*strides(q), *strides(k), *strides(v), *stride_out, math.prod(q[0][:-1]), *options.scalars(grid, q[0], k[0], by_keys=False))

@@ -97,8 +97,8 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, save: bool, s
     width, value_width = constants["BLOCK_D"], constants["BLOCK_DV"]
     tile = forward_tile(architecture(device), width, value_width, dtype.itemsize)
     tma = tma_kind(tile.tma and aligned, (q1, q2, k1, k2, v), dtype.itemsize, options.packed)
-    # maxima that lag, and sums rescaled by warp, gain with values of 128 only; four warps must share 64 rows
-    lags = tma > 0 and architecture(device) == 90 and value_width == 128 and tile.block_m == 16 * tile.num_warps
+    # maxima that lag, and sums rescaled by warp, gain with values of 64 only; four warps must share 64 rows
+    lags = tma > 0 and architecture(device) == 90 and value_width <= 64 and tile.block_m == 16 * tile.num_warps
     constants |= {"SAVE": save, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma, "Q_SELECT": tile.q_registers,
                   "LAGS": lags}
     heads, value_dim = q1[0][-2], v[0][-1]
