@@ -33,8 +33,8 @@ EXACT_IN_DOUBLE = 2**28  # scores of a slice; the reference of a larger one is f
 class Check:
     """A pass against the operator's reference, on the first and the last sequence and key head of the full-size result."""
 
-    def __init__(self, case: Case, x: Inputs, directions: list[str]):
-        self.case, self.x, self.directions = case, x, directions
+    def __init__(self, case: Case, x: Inputs, directions: list[str], operator: Callable[..., Tensor] = flash_attention):
+        self.case, self.x, self.directions, self.operator = case, x, directions, operator
         self.slices = [(0, 0)]
         if not case.dropout_p:  # its mask depends on the place in the batch, which only the first slice keeps
             self.slices.append((case.batch - 1, x.k.shape[-2] - 1))
@@ -78,7 +78,7 @@ class Check:
             if name in options:
                 options[name] = options[name][at[1] * self.group : (at[1] + 1) * self.group]
         torch.manual_seed(SEED)
-        out = flash_attention(*leaves, impl="reference", **options)
+        out = self.operator(*leaves, impl="reference", **options)
         grads = torch.autograd.grad(out, leaves, dout) if "backward" in self.directions else ()
         return [out.detach(), *grads]
 

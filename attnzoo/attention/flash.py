@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from attnzoo.attention.base import Attention, AttentionSpec, Impl, KVCache, SequenceInfo
+from attnzoo.attention.base import AttentionSpec, Impl, KVCache, SequenceInfo
+from attnzoo.attention.window import WindowedAttention
 from attnzoo_kernels import decode_attention, flash_attention
 
 DECODED_TOKENS = 16  # of one sequence at once, at most; a longer piece of a prompt keeps the GPU busy without splitting its keys
 
 
-class FlashAttention(Attention):
+class FlashAttention(WindowedAttention):
     """Softmax attention, optionally in a sliding window, with capped scores or with a learned sink per head.
 
     impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
@@ -25,13 +26,10 @@ class FlashAttention(Attention):
 
     def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None, window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
                  sinks: bool = False):
-        super().__init__(spec)
-        if len(window_size) != 2 or any(not isinstance(side, int) or side < -1 for side in window_size):
-            raise ValueError(f"attention.window_size={list(window_size)}: must be two integers of at least -1 (unlimited), [left, right]")
+        super().__init__(spec, window_size)
         if not softcap >= 0:
             raise ValueError(f"attention.softcap={softcap}: must be at least 0 (off)")
         self.impl = impl
-        self.window_size = tuple(window_size)
         self.softcap = float(softcap)
         self.sinks = nn.Parameter(torch.zeros(spec.n_heads)) if sinks else None
 
@@ -55,10 +53,3 @@ class FlashAttention(Attention):
         return decode_attention(
             q, cache.keys, cache.values, cache_seqlens=lengths, causal=True, window_size=self.window_size, softcap=self.softcap,
             alibi_slopes=self.alibi_slopes(seq, q.shape[-2], q.device), sinks=None if self.sinks is None else self.sinks.float())
-
-    def visible_pairs(self, length: int) -> int:
-        limit = length - 1
-        left, right = (limit if side < 0 else min(side, limit) for side in self.window_size)
-        # each side of the diagonal is a triangle, cut off at the window's width
-        sides = (left,) if self.spec.causal else (left, right)
-        return length + sum(side * length - side * (side + 1) // 2 for side in sides)

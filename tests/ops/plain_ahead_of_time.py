@@ -92,6 +92,19 @@ def dual_chunk():
         ops._gradients(grad_out, lse if grad_lse else None, q, k, v, out, stats, cos, sin, factors, bounds, bounds, *options)
 
 
+def sigmoid():
+    from attnzoo_kernels.sigmoid import ops
+
+    for dtype, widths, (left, right), packed, kv_heads, bias, alibi in (
+            (BF16, (64, 64), FULL, False, 4, None, False), (BF16, (128, 128), CAUSAL, False, 2, -7.0, False),
+            (BF16, (64, 64), WINDOW, True, 2, None, True), (BF16, (128, 96), FULL, True, 4, None, False),
+            (BF16, (256, 256), CAUSAL, False, 4, None, False), (F32, (64, 64), CAUSAL, True, 2, None, True)):
+        q, k, v, grad_out, bounds = tensors(dtype, packed, kv_heads, widths)
+        rest = (bounds, bounds, torch.zeros(4) if alibi else None, "triton", True, widths[0] ** -0.5, bias, left, right)
+        ops._forward(q, k, v, *rest)
+        ops._gradients(grad_out, q, k, v, *rest)
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     triton.compiler.CompiledKernel.__getitem__ = lambda self, grid: lambda *arguments: None  # a second launch of what is compiled
@@ -106,7 +119,7 @@ def main() -> None:
     from attnzoo_kernels._triton import launch
 
     launch.architecture = lambda where: ARCH
-    for operator in sys.argv[2:] or ("flash", "block_sparse", "differential", "dual_chunk"):
+    for operator in sys.argv[2:] or ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid"):
         compiled.clear()
         globals()[operator]()
         for name, constants, kernel in {id(kernel): (name, constants, kernel) for name, constants, kernel in compiled}.values():

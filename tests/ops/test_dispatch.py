@@ -12,6 +12,7 @@ from attnzoo_kernels import (
     flash_attention,
     padding,
     quantize_fp8,
+    sigmoid_attention,
 )
 from attnzoo_kernels.block_sparse.patterns import dense
 from attnzoo_kernels.gelu import bias_gelu
@@ -36,6 +37,7 @@ def function(operator: str, device: str, impl: str | None):
         "differential": lambda q: differential_attention(q, q, k, None, v, torch.tensor(0.5, device=device), impl=impl),
         "dual_chunk": lambda q: dual_chunk_attention(q, k, v, cos=ANGLES.cos().to(device), sin=ANGLES.sin().to(device), chunk_size=8,
                                                      local_size=2, causal=True, impl=impl),
+        "sigmoid": lambda q: sigmoid_attention(q, k, v, impl=impl),
         "decode": lambda q: decode_attention(q[:, :1], k, v, cache_seqlens=torch.full((1,), 4, dtype=torch.int32, device=device),
                                              impl=impl),
         "quantize_fp8": lambda q: quantize_fp8(q, k, v, impl=impl)[0],
@@ -50,7 +52,7 @@ def call(operator: str, device: str, impl: str | None) -> torch.Tensor:
     return run(q.requires_grad_(gradient))
 
 
-OPERATORS = ("flash", "block_sparse", "differential", "dual_chunk", "decode", "quantize_fp8", "bias_gelu", "padding")
+OPERATORS = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "decode", "quantize_fp8", "bias_gelu", "padding")
 
 
 @pytest.mark.parametrize("impl", ("triton", "reference"))

@@ -13,12 +13,13 @@ from attnzoo_kernels import (
     dispatch,
     dual_chunk_attention,
     flash_attention,
+    sigmoid_attention,
 )
 from attnzoo_kernels.block_sparse.patterns import dense
 
 LENGTH = 64
 OPERATORS = {"flash": flash_attention, "block_sparse": block_sparse_attention, "differential": differential_attention,
-             "dual_chunk": dual_chunk_attention, "decode": decode_attention}
+             "dual_chunk": dual_chunk_attention, "sigmoid": sigmoid_attention, "decode": decode_attention}
 HALF = {"dtype": torch.bfloat16}
 # what a call changes: dtype, widths, heads and options
 FEATURES = {
@@ -60,6 +61,7 @@ def made(operator: str, dtype=torch.bfloat16, head_dim=64, value_dim=64, kv_head
         "block_sparse": ((q, k, v, dense(LENGTH, block=64)), options),
         "differential": ((q, q, k, None, v, torch.tensor(0.5)), options),
         "dual_chunk": ((q, k, v), options | {"cos": table, "sin": table, "chunk_size": 48, "local_size": 16}),
+        "sigmoid": ((q, k, v), options),
         "decode": ((q[:, :1], k, v), options | {"cache_seqlens": torch.full((1,), LENGTH, dtype=torch.int32)}),
     }[operator]
 

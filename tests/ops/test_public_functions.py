@@ -24,12 +24,15 @@ from attnzoo_kernels import (
     flash_fp8,
     padding,
     quantize_fp8,
+    sigmoid,
+    sigmoid_attention,
 )
 from attnzoo_kernels.block_sparse.patterns import dense
 from attnzoo_kernels.compat import flash_attn
 from benchmarks.accuracy import assert_accurate
 
-ATTENTION = (flash_attention, block_sparse_attention, differential_attention, dual_chunk_attention, decode_attention, flash_attention_fp8)
+ATTENTION = (flash_attention, block_sparse_attention, differential_attention, dual_chunk_attention, decode_attention, flash_attention_fp8,
+             sigmoid_attention)
 DEFAULTS = {
     "causal": False, "softmax_scale": None, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "sinks": None, "dropout_p": 0.0,
     "cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None, "max_seqlen_k": None, "return_lse": False, "deterministic": None,
@@ -148,6 +151,7 @@ def test_why_not_gluon_is_asked_alike():
         (flash, (q, k, v), {"softcap": 1.0, "dropout_p": 0.5}), (block_sparse, (q, k, v, dense(5, block=16)), {"causal": True}),
         (differential, (q, q, k, None, v, torch.tensor(0.5)), {"window_size": (3, 0)}),
         (dual_chunk, (q, k, v), {"cos": table, "sin": table, "chunk_size": 8, "local_size": 2}), (flash_fp8, quantize_fp8(q, k, v)[:3], {}),
+        (sigmoid, (q, k, v), {"causal": True}),
     )
     for module, inputs, options in calls:
         assert module.why_not_gluon(*inputs, **options) in ("q must be on a CUDA device, got cpu", "q1 must be on a CUDA device, got cpu")

@@ -117,12 +117,13 @@ def store_scaled(rows, dq, softmax_scale, place, own, shape):
 def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, stats_ptr, delta_ptr, row_stats_ptr, stride_stats,
                 stride_rows, unit, softmax_scale, own, n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr,
                 HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr, STATS_BLOCK: tl.constexpr, FINISH: tl.constexpr = store_scaled,
-                stats_end=None, REFINED: tl.constexpr = False):
+                stats_end=None, REFINED: tl.constexpr = False, STATISTICS: tl.constexpr = True):
     """A whole program: LOOPS(state, x, own) gives dq_step's last state; this stores the rows' statistics, and FINISH dQ.
 
     EXACT_DELTA: delta without the rounding of O goes to delta_ptr, which lies as the LSE does. stats_end: the first row that has its
     statistics from another program, where tiles may end before BLOCK_M rows; loads then stop at the tile's end, too. REFINED: in float32
     delta is rowsum(dO * O) and a sum of residuals, which neither many tiles nor weights that do not quite add up to one make inexact.
+    STATISTICS: a rule that looks at each score alone has none, and needs no O.
     """
     PRECISION: tl.constexpr = shape.PRECISION
     i = place.row + tl.arange(0, shape.BLOCK_M)
@@ -131,20 +132,25 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
     k_rows = head_rows(keys, place.batch, place.head // group, place.other_first, place.other_length, shape.TMA)
     v_rows = head_rows(values, place.batch, place.head // group, place.other_first, place.other_length, shape.TMA)
     do_rows = head_rows(grads, place.batch, place.head, place.first, place.length, shape.TMA)
-    out_rows = head_rows(out, place.batch, place.head, place.first, place.length, False)
+    if STATISTICS:
+        out_rows = head_rows(out, place.batch, place.head, place.first, place.length, False)
     # [BLOCK_M, BLOCK_DV]
     do = load_rows(do_rows, place.row, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV,
                    not shape.TMA or stats_end is not None, shape.TMA)
-    o = load_rows(out_rows, place.row, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV, True, False)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     grad_lse = tl.zeros([shape.BLOCK_M], tl.float32)
-    if HAS_GRAD_LSE:
-        grad_lse = tl.load(grad_lse_ptr + lse_at, mask=i < place.length, other=0.0).to(tl.float32)
-        delta -= grad_lse
-    row_stats = row_stats_ptr + first_stats_row(place.head, place.sequence, place.first, n_seqs, seqlen_q, heads, shape.PACKED,
-                                                STATS_BLOCK) + i
-    lse_log2, row_sum = pass_on_softmax(stats_ptr, stride_stats, lse_at, row_stats, stride_rows, i < place.length,
-                                        None if stats_end is None else i < stats_end, PRECISION)
+    lse_log2 = grad_lse
+    row_sum = grad_lse
+    delta = grad_lse
+    if STATISTICS:
+        o = load_rows(out_rows, place.row, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV, True, False)
+        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        if HAS_GRAD_LSE:
+            grad_lse = tl.load(grad_lse_ptr + lse_at, mask=i < place.length, other=0.0).to(tl.float32)
+            delta -= grad_lse
+        row_stats = row_stats_ptr + first_stats_row(place.head, place.sequence, place.first, n_seqs, seqlen_q, heads, shape.PACKED,
+                                                    STATS_BLOCK) + i
+        lse_log2, row_sum = pass_on_softmax(stats_ptr, stride_stats, lse_at, row_stats, stride_rows, i < place.length,
+                                            None if stats_end is None else i < stats_end, PRECISION)
     # [BLOCK_M, BLOCK_D]
     q = load_rows(q_rows, place.row, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D, not shape.TMA, shape.TMA)
     if shape.TMA:
@@ -152,15 +158,16 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
 
     exact_delta = tl.zeros([shape.BLOCK_M], tl.float32)
     # float32 takes the keys twice: delta from the weights themselves cancels where rowsum(dO * O), summed in another order, would not
-    for sweep in tl.static_range(2 if PRECISION == "ieee" else 1):
+    for sweep in tl.static_range(2 if PRECISION == "ieee" and STATISTICS else 1):
         if sweep == 1:
             delta = delta + (exact_delta - grad_lse) if REFINED else exact_delta - grad_lse
         state = tl.zeros([shape.BLOCK_M, shape.BLOCK_D], tl.float32), tl.zeros([shape.BLOCK_M], tl.float32)
         dq, exact_delta = LOOPS(state, QueryTile(q, do, RowStats(lse_log2, row_sum, delta), k_rows, v_rows, place,
                                                  place.row + tl.arange(0, shape.BLOCK_M)[:, None], unit, shape,
                                                  "residual" if REFINED and PRECISION == "ieee" and sweep == 0 else
-                                                 EXACT_DELTA or PRECISION == "ieee"), own)
-    tl.store(row_stats + stride_rows, delta, mask=None if stats_end is None else i < stats_end)
+                                                 EXACT_DELTA or PRECISION == "ieee" and STATISTICS), own)
+    if STATISTICS:
+        tl.store(row_stats + stride_rows, delta, mask=None if stats_end is None else i < stats_end)
     dq_rows = head_rows(dq_out, place.batch, place.head, place.first, place.length, False)
     FINISH(dq_rows, dq, softmax_scale, place, own, shape)
     if EXACT_DELTA:

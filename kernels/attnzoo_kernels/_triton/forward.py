@@ -82,10 +82,11 @@ def normalised(acc, row_sum, keep_prob, PRECISION: tl.constexpr):
 
 @triton.jit
 def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats, unit, keep_prob, own, seqlen_q, heads, group, shape,
-            LOOPS: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr):
+            LOOPS: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, STATISTICS: tl.constexpr = True):
     """A whole program: LOOPS(x, own) gives forward_step's last state, and this stores O, the LSE and what the backward needs of it.
 
-    Q_REGISTERS: queries are an operand in registers, not in shared memory; Q_SELECT: they pass a select on their way there.
+    Q_REGISTERS: queries are an operand in registers, not in shared memory; Q_SELECT: they pass a select on their way there. STATISTICS:
+    rows are divided by their sums; a rule that looks at each score alone has none, and stores O only.
     """
     PRECISION: tl.constexpr = shape.PRECISION
     q_rows = head_rows(queries, place.batch, place.head, place.first, place.length, shape.TMA)
@@ -98,12 +99,14 @@ def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats,
     i = place.row + tl.arange(0, shape.BLOCK_M)[:, None]
     acc, row_max, row_sum = LOOPS(QueryTile(q, None, None, k_rows, v_rows, place, i, unit, shape, False), own)
 
-    acc = normalised(acc, row_sum, keep_prob, PRECISION)
+    if STATISTICS:
+        acc = normalised(acc, row_sum, keep_prob, PRECISION)
     out_rows = head_rows(out, place.batch, place.head, place.first, place.length, False)
     store_rows(out_rows, acc, place.row, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV)
-    i = place.row + tl.arange(0, shape.BLOCK_M)
-    at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, shape.PACKED) + i
-    store_softmax(lse_ptr, stats_ptr, stride_stats, at, i < place.length, row_max, row_sum, PRECISION)
+    if STATISTICS:
+        i = place.row + tl.arange(0, shape.BLOCK_M)
+        at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, shape.PACKED) + i
+        store_softmax(lse_ptr, stats_ptr, stride_stats, at, i < place.length, row_max, row_sum, PRECISION)
 
 
 @triton.jit

@@ -49,7 +49,7 @@ def _exact_expm1(x):
 
 
 @triton.jit
-def _exp(x, EXACT: tl.constexpr):
+def exp_in_units(x, EXACT: tl.constexpr):
     """exp(x) of x <= 0 in the softmax's units."""
     if EXACT:
         a, b = _exact_expm1(tl.where(x < -87.0, -87.0, x))
@@ -132,10 +132,10 @@ def softmax_weights(scores, row_max, scale, MASKED: tl.constexpr, EXACT: tl.cons
     if MASKED:
         # a row that saw no key yet must not make inf - inf
         base = tl.where(new_max == -float("inf"), 0.0, new_max)
-    rescale = _exp(row_max - base, EXACT)
+    rescale = exp_in_units(row_max - base, EXACT)
     if less is not None:
         base += less
-    return _exp(scores * scale - base[:, None], EXACT), new_max, rescale
+    return exp_in_units(scores * scale - base[:, None], EXACT), new_max, rescale
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def softmax_stats(row_max, row_sum, EXACT: tl.constexpr):
 def repeat_weights(scores, scale, row_max, sum_stat, EXACT: tl.constexpr):
     """The forward's softmax weights from the saved statistics, which broadcast to the tile; without EXACT `row_max` is their sum."""
     if EXACT:
-        weights = _exp(scores * scale - row_max, EXACT)
+        weights = exp_in_units(scores * scale - row_max, EXACT)
         weights = tl.div_rn(weights, sum_stat + tl.zeros_like(weights))
     else:
         weights = tl.exp2(scores * scale - row_max)

@@ -1,0 +1,142 @@
+"""Sigmoid attention's backward in plain Triton, as `_triton.backward` has it: the kernels' entry points and their launches."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo_kernels._triton.backward import backward_dkdv, backward_dq, dkdv_step, dq_step
+from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
+from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
+from attnzoo_kernels._triton.mainloop import key_loops, query_loops, window_seen, window_seen_transposed
+from attnzoo_kernels._triton.masks import Window
+from attnzoo_kernels._triton.softmax import in_units
+from attnzoo_kernels._triton.tiles import Operand, Shape, program_tile
+from attnzoo_kernels.flash.tiles import dkdv_tile, dq_tile
+from attnzoo_kernels.sigmoid.hooks import (
+    Given,
+    Loaded,
+    biased,
+    biased_transposed,
+    hardware_sigmoid,
+    load_bias,
+    load_slope,
+    no_stats,
+    sigmoid,
+    sigmoid_gradient,
+)
+from attnzoo_kernels.sigmoid.options import Options
+
+SCALARS = ["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together"]
+POINTERS = ["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes"]
+
+
+@triton.jit
+def _dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
+    return dq_step(state, x, own, at, position, edge, MASKED, GUARD, window_seen, biased,
+                   WEIGHTS=hardware_sigmoid if own.given.HARDWARE else sigmoid, GRADIENT=sigmoid_gradient)
+
+
+@triton.jit
+def _dq_loops(state, x, given):
+    return key_loops(_dq_step, state, x,
+                     Loaded(given.window, given, load_bias(given, x.place.other_length, x.shape.PRECISION == "ieee"),
+                            load_slope(given, x.place.sequence, x.place.head)), False, False)
+
+
+@triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=POINTERS)
+def sigmoid_bwd_dq_kernel(q_source, k_source, v_source, do_source, dq_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes, stride_qb, stride_qs,
+                          stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
+                          stride_dqb, stride_dqs, stride_dqh, stride_ab, softmax_scale, sigmoid_bias, window_left, window_right, n_seqs,
+                          seqlen_q, seqlen_k, heads, group, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+                          BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
+                          HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
+                          HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+    place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
+                         together if HAS_RIGHT and not HAS_LEFT else None)
+    if place.row >= place.length:
+        return
+    backward_dq(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
+                Operand(v_source, stride_vb, stride_vs, stride_vh), None, Operand(do_source, stride_dob, stride_dos, stride_doh),
+                Operand(dq_ptr, stride_dqb, stride_dqs, stride_dqh), None, None, None, None, 0, 0,
+                in_units(softmax_scale, PRECISION == "ieee"), softmax_scale,
+                Given(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), alibi_slopes, stride_ab, sigmoid_bias, n_seqs, HAS_BIAS,
+                      HAS_ALIBI, HARDWARE, False), n_seqs, seqlen_q, heads, group,
+                Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _dq_loops, False, False, 0,
+                STATISTICS=False)
+
+
+@triton.jit
+def _dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
+    return dkdv_step(state, x, own, at, position, edge, MASKED, GUARD, window_seen_transposed, biased_transposed,
+                     WEIGHTS=hardware_sigmoid if own.given.HARDWARE else sigmoid, GRADIENT=sigmoid_gradient, LOAD_STATS=no_stats)
+
+
+@triton.jit
+def _dkdv_loops(state, x, given):
+    return query_loops(_dkdv_step, state, x,
+                       Loaded(given.window, given, load_bias(given, x.place.length, x.shape.PRECISION == "ieee"),
+                              load_slope(given, x.place.sequence, x.head)), given.ONE_LOOP)
+
+
+@triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=POINTERS)
+def sigmoid_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes, stride_qb,
+                            stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_dob, stride_dos,
+                            stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, stride_ab, softmax_scale,
+                            sigmoid_bias, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group, together,
+                            HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                            PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
+                            HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr,
+                            BLOCK_N: tl.constexpr, TMA: tl.constexpr, ONE_LOOP: tl.constexpr):
+    place = program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False,
+                         together if HAS_RIGHT and not HAS_LEFT else None)
+    if place.row >= place.length:
+        return
+    backward_dkdv(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
+                  Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(do_source, stride_dob, stride_dos, stride_doh),
+                  Operand(dk_ptr, stride_dkb, stride_dks, stride_dkh), Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), 0, 0,
+                  in_units(softmax_scale, PRECISION == "ieee"), softmax_scale, 1.0,
+                  Given(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), alibi_slopes, stride_ab, sigmoid_bias, n_seqs, HAS_BIAS,
+                        HAS_ALIBI, HARDWARE, ONE_LOOP), n_seqs, seqlen_q, heads, group,
+                  Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _dkdv_loops, 1)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plans(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k: Layout, v: Layout, grad_out: Layout, dq: Layout,
+           dk: Layout, dv: Layout, options: Options) -> tuple[Launch, Launch]:
+    """Of dQ, and of dK and dV."""
+    sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
+    constants = options.constants(q[0], v[0], dtype, device)
+    widths = architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize
+    of_queries, of_keys = dq_tile(*widths), dkdv_tile(*widths, causal=options.causal, packed=options.packed)
+    together = options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], of_queries.block_m, device, dtype)
+    turns = 1 if options.packed else options.heads_together(k[0], q[0], (q[0][-1] + v[0][-1]) * (q[0][-2] // k[0][-2]), of_keys.block_n,
+                                                            device, dtype)
+
+    def plan(kernel, tile, programs, results, together, **own):
+        tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.packed)
+        own |= constants | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma}
+        scalars = (*(stride for x in (q, k, v, grad_out, *results) for stride in strides(x)), *options.scalars(q[0], k[0]), together)
+        return Launch(kernel, programs, scalars, own, tile.num_warps, tile.num_stages, read_blocks(tile, own, 3))
+
+    return (plan(sigmoid_bwd_dq_kernel, of_queries, options.programs(q[0][-2], seqlen_q, sequences, of_queries.block_m), (dq,), together),
+            plan(sigmoid_bwd_dkdv_kernel, of_keys, options.programs(k[0][-2], seqlen_k, sequences, of_keys.block_n), (dk, dv), turns,
+                 ONE_LOOP=of_keys.one_loop))
+
+
+def launch_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+                    alibi_slopes: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV."""
+    if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()  # autograd may hand over an expanded gradient, which no kernel can read row by row
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    tensors, extras = (q, k, v, grad_out), (cu_seqlens_q, cu_seqlens_k, alibi_slopes)
+    of_queries, of_keys = _plans(q.device, q.dtype, are_aligned(*tensors), *map(layout, (*tensors, dq, dk, dv)), options)
+    with on_device_of(q):
+        if dq.numel():
+            of_queries(*tensors, dq, *extras)
+        if dk.numel():
+            of_keys(*tensors, dk, dv, *extras)
+    return dq, dk, dv

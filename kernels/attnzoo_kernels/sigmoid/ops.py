@@ -1,0 +1,61 @@
+"""Sigmoid attention's launches behind autograd. Triton is imported in them."""
+
+from torch import Tensor
+
+from attnzoo_kernels import autograd, dispatch
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None,
+    impl: str | None, deterministic: bool, softmax_scale: float, sigmoid_bias: float | None, window_left: int, window_right: int,
+) -> Tensor:
+    from attnzoo_kernels._triton import launch
+    from attnzoo_kernels.sigmoid import forward
+    from attnzoo_kernels.sigmoid.options import Options
+
+    numbers = softmax_scale, sigmoid_bias, window_left, window_right
+    readable = launch.readable(q, k, v)
+    if readable is not None:
+        return launch.narrowed(_forward(*readable, cu_seqlens_q, cu_seqlens_k, alibi_slopes, impl, deterministic, *numbers), v)
+    dispatch.choose("sigmoid forward", impl)
+    return forward.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, Options.of(cu_seqlens_q, alibi_slopes, *numbers))
+
+
+def _fake_forward(q, k, v, *_):
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+def _gradients(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+    alibi_slopes: Tensor | None, impl: str | None, deterministic: bool, softmax_scale: float, sigmoid_bias: float | None,
+    window_left: int, window_right: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from attnzoo_kernels._triton import launch
+    from attnzoo_kernels.sigmoid import backward
+    from attnzoo_kernels.sigmoid.options import Options
+
+    numbers = softmax_scale, sigmoid_bias, window_left, window_right
+    readable = launch.readable(q, k, v, grad_out)
+    if readable is not None:
+        wide = _gradients(readable[3], *readable[:3], cu_seqlens_q, cu_seqlens_k, alibi_slopes, impl, deterministic, *numbers)
+        return tuple(map(launch.narrowed, wide, (q, k, v)))
+    dispatch.choose("sigmoid backward", impl)
+    return backward.launch_backward(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
+                                    Options.of(cu_seqlens_q, alibi_slopes, *numbers))
+
+
+def _fake_gradients(grad_out, q, k, v, *_):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.impl, ctx.deterministic, ctx.scale, ctx.bias, ctx.left, ctx.right = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(gradients, ctx, grad_out):
+    return *gradients(grad_out, *ctx.saved_tensors, ctx.impl, ctx.deterministic, ctx.scale, ctx.bias, ctx.left, ctx.right), *(None,) * 9
+
+
+forward = autograd.differentiable("sigmoid_forward", "sigmoid_attention", _forward, _fake_forward, _setup_context, _backward, _gradients,
+                                  autograd.custom_op("sigmoid_backward", _gradients, _fake_gradients))
