@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from hydra import compose, initialize_config_dir
 
@@ -12,6 +13,15 @@ from attnzoo.run.command_line import as_typed, register_options
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+# the rows of README's table of speeds: what of the CSV file that the row links to it tells
+SPEEDS = {
+    "`flash`, 512": "label == 'sdpa-cudnn'",
+    "`flash`, 2048": "label in ('fa3', 'fa4')",
+    "`block_sparse`": "label == 'flex'",
+    "`differential`": "label == 'cudnn-2-calls' and x == 8192",
+    "`decode_attention`": "label == 'attnzoo-triton' and case.str.contains('^b1-k65536-|^b64-k4096-')",
+    "BERT-base": "label == 'huggingface' and unit == 'tokens/s'",
+}
 NOT_COMPOSED = ("--help", "hydra/launcher=submitit_slurm")  # the latter is an extra
 
 
@@ -58,3 +68,36 @@ def test_commands_compose(command):
     register_options(ROOT / "configs")
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         compose(name, [word for word in overrides if not word.startswith("hydra.")])
+
+
+def speeds() -> list[list[str]]:
+    """The cells of README's table of speeds, by row: operator, ratios, peer, command."""
+    table = (ROOT / "README.md").read_text().partition("## Speed")[2].partition("\n|---")[2].partition("\n\n")[0]
+    return [line.strip("|").split("|") for line in table.splitlines()[1:]]
+
+
+@pytest.mark.parametrize("cells", speeds(), ids=lambda cells: cells[0].strip())
+def test_speeds_in_readme_are_those_that_were_measured(cells):
+    (chosen,) = (query for name, query in SPEEDS.items() if cells[0].strip().startswith(name))
+    (source,) = re.findall(r"\]\((.*?\.csv)\)", cells[2])
+    rows = pd.read_csv(ROOT / source).query(chosen)
+    if "copy" in cells[2]:
+        rows = rows.assign(ratio=rows.value / rows.copy_tb_s)
+    # of several peers the fastest one, which is the least of our ratios
+    best = rows.groupby(["direction", "panel", "x"]).ratio.min()
+    told = re.findall(r"(\d+\.\d+)(?: to (\d+\.\d+))?(?: (forward|backward))?", cells[1])
+    ratios = [best[direction] if direction else best for *_, direction in told]
+    if "BERT" in cells[0]:  # a number for each case
+        ratios = [best[best.index.get_level_values("panel").str.contains(mean)] for mean in ("328", "512")]
+    for (low, high, _), found in zip(told, ratios, strict=True):
+        digits = len(low.partition(".")[2])
+        assert (low, high or low) == (f"{found.min():.{digits}f}", f"{found.max():.{digits}f}")
+
+
+def test_messages_of_the_troubleshooting_page_are_in_the_sources():
+    files = [*(ROOT / "attnzoo").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+    # without the seams of texts that go over several lines
+    sources = "".join(re.sub(r"""["']\s*\n\s*f?["']""", "", path.read_text()) for path in files)
+    rows = re.findall(r"^\| (`.*?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.M)
+    quoted = [piece for row in rows for text in re.findall(r"`([^`]+)`", row) for piece in text.split("...")]
+    assert len(quoted) > 40 and [piece for piece in quoted if piece not in sources] == []
