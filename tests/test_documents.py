@@ -1,14 +1,19 @@
 """What README and docs say: links lead somewhere, and every command line of ours composes."""
 
+import importlib.util
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from attnzoo.models import from_config
 from attnzoo.run.command_line import as_typed, register_options
 
 ROOT = Path(__file__).parents[1]
@@ -101,3 +106,26 @@ def test_messages_of_the_troubleshooting_page_are_in_the_sources():
     rows = re.findall(r"^\| (`.*?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.M)
     quoted = [piece for row in rows for text in re.findall(r"`([^`]+)`", row) for piece in text.split("...")]
     assert len(quoted) > 40 and [piece for piece in quoted if piece not in sources] == []
+
+
+def test_the_variant_of_the_page_that_adds_one_works_as_it_stands(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "add-a-variant.md").read_text()
+    source, config = (re.search(rf"```{language}\n(.*?)```", page, flags=re.S)[1] for language in ("python", "yaml"))
+    (tmp_path / "cosine.py").write_text(source)
+    spec = importlib.util.spec_from_file_location("attnzoo.attention.cosine", tmp_path / "cosine.py")
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    torch.manual_seed(0)
+    model = from_config({"_target_": "attnzoo.models.GPT", "vocab_size": 11, "dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1,
+                         "train_context": 8}, OmegaConf.to_container(OmegaConf.create(config))).double()
+    tokens = torch.randint(11, (1, 8))
+    whole = model(tokens)
+    cache = model.new_cache(1, 8)
+    torch.testing.assert_close(torch.cat([model(piece, cache=cache) for piece in tokens.split([5, 1, 2], dim=1)], 1), whole)
+    whole.sum().backward()
+    assert all(block.attention.scale.grad.abs().min() > 0 for block in model.blocks)
+    q, k, v = torch.randn(3, 1, 8, 2, 8, dtype=torch.float64)
+    scores = 10 * torch.cosine_similarity(q[:, :, None], k[:, None], dim=-1)  # (batch, queries, keys, heads)
+    weights = scores.masked_fill(torch.ones(8, 8).triu(1).bool()[..., None], -torch.inf).softmax(2)
+    torch.testing.assert_close(model.blocks[0].attention.attend(q, k, v, None), torch.einsum("bijh,bjhd->bihd", weights, v))
