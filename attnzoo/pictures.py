@@ -151,11 +151,10 @@ def _of_checkpoint(cfg: DictConfig, overrides: Sequence[str]) -> tuple[Attention
     chosen = [override.lstrip("+~").partition("=")[0].split(".") for override in overrides]
     if ["model"] in chosen:
         raise UserError("model, ckpt_path: a checkpoint brings its own model; leave out model, or override keys: model.rope_scaling=ntk")
-    composed = plain(cfg)
-    attention = composed["attention"] if any(key[0] == "attention" for key in chosen) else {}
-    model = {key[1]: composed["model"][key[1]] for key in chosen if key[0] == "model"}
-    if any(key[0] == "layers" for key in chosen):
-        model["layers"] = composed["model"]["layers"]
+    composed, groups = plain(cfg), {key[0] for key in chosen}
+    attention = composed["attention"] if "attention" in groups else {}
+    changed = {key[1] for key in chosen if key[0] == "model"} | groups & {"layers"}
+    model = {key: composed["model"][key] for key in changed}
     given = trained.read(cfg.ckpt_path, key="ckpt_path", prefer=cfg.checkpoint)
     if given.record["tokenizer"] is None:
         raise UserError(f"ckpt_path={given.where} has no tokenizer beside its weights; save one there (tokenizer.json)")
