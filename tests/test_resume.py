@@ -44,10 +44,11 @@ def config(folder, *overrides):
     """Five steps an epoch (four where epochs end the run): STOP lies within the second or at its end. Dropout, accumulation, cosine."""
     return compose_tiny(
         folder,
-        "data.batch_size=16",
+        "data.batch_size=2",
         "data.seq_len=16",
-        "trainer.limit_train_batches=20",
-        "batch_tokens=1024",
+        "trainer.limit_train_batches=10",
+        "trainer.limit_val_batches=4",
+        "batch_tokens=64",
         "model.dropout=0.2",
         "model.attention_dropout=0.1",
         "callbacks.last.every_n_steps=3",
@@ -57,7 +58,7 @@ def config(folder, *overrides):
     )
 
 
-LENGTHS = {"steps": ["trainer.max_steps=12"], "epochs": ["trainer.max_steps=-1", "trainer.max_epochs=3", "trainer.limit_train_batches=16"]}
+LENGTHS = {"steps": ["trainer.max_steps=12"], "epochs": ["trainer.max_steps=-1", "trainer.max_epochs=3", "trainer.limit_train_batches=8"]}
 
 
 @pytest.fixture(scope="module", params=LENGTHS)
