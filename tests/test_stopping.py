@@ -22,10 +22,11 @@ from attnzoo.training.loggers import MetricsCSV, read_metrics
 
 # four micro-batches a step, five steps an epoch, dropout; STOP lies within the second epoch
 RUN = [
-    "data.batch_size=16",
+    "data.batch_size=2",
     "data.seq_len=16",
-    "batch_tokens=1024",
+    "batch_tokens=128",
     "trainer.limit_train_batches=20",
+    "trainer.limit_val_batches=4",
     "trainer.max_steps=11",
     "trainer.val_check_interval=5",
     "model.dropout=0.2",
@@ -306,7 +307,7 @@ def test_two_ranks_stop_together(tmp_path):
     """SIGTERM reaches one rank, then the other, in the middle of a step; both stop at its end, and the run goes on exactly."""
     compose_tiny(tmp_path)  # writes the corpus
     command = [
-        *(sys.executable, "train.py", *TINY, *RUN, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "batch_tokens=2048"),
+        *(sys.executable, "train.py", *TINY, *RUN, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "batch_tokens=256"),
         "trainer.limit_train_batches=12",  # three steps an epoch
         *(f"data.paths=[{tmp_path / 'corpus'}]", f"data.cache_dir={tmp_path / 'cache'}", "callbacks.progress=null", "resume=auto"),
     ]
