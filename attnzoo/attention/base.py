@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnzoo.attention.cache import KVCache
 from attnzoo.attention.norm import RMSNorm
 from attnzoo.attention.positions import ROPE_OPTIONS, ROPE_SCALINGS, Rope, alibi_slopes, make_rope, rotate
 from attnzoo.attention.temperature import make_temperature
@@ -176,38 +177,13 @@ class Supports:
         return Supports(**both, positions=tuple(name for name in self.positions if name in other.positions))
 
 
-class KVCache:
-    """Keys and values of the tokens read so far, (batch, max_len, heads, width). Takes its memory at the first append."""
-
-    def __init__(self, batch: int, max_len: int):
-        self.batch, self.max_len, self.length = batch, max_len, 0
-        self.keys = self.values = None
-
-    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add k and v (batch, new tokens, heads, width); return all keys and values so far, as views."""
-        end = self.length + k.shape[1]
-        if k.shape[0] != self.batch or end > self.max_len:
-            raise ValueError(f"cache: made for batch={self.batch}, max_len={self.max_len}, got batch={k.shape[0]} and {end} tokens")
-        if self.keys is None:
-            self.keys = k.new_empty(self.batch, self.max_len, *k.shape[2:])
-            self.values = v.new_empty(self.batch, self.max_len, *v.shape[2:])
-        self.keys[:, self.length : end] = k
-        self.values[:, self.length : end] = v
-        self.length = end
-        return self.read()
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all tokens so far, as views."""
-        return self.keys[:, : self.length], self.values[:, : self.length]
-
-
 class Attention(nn.Module):
     """Base of all variants: projections, rotary positions and cache. A variant overrides `attend`, and if it must
 
     - `head_shapes`: other numbers or widths of heads;
     - `project`: more inputs to `attend` than q, k and v, made from x;
     - `apply_positions`: un-rotated or otherwise rotated queries and keys;
-    - `attend_cached`: a kernel of its own for the newest tokens over a cache;
+    - `kept`, `attend_cached`: more in the cache than keys and values, a kernel of its own for the newest tokens over it;
     - `finish`: a norm or a factor on attend's output, which is itself weights times values;
     - `init_weights`, `mlp_dim`, `visible_pairs`, `metrics`, `plain`.
 
@@ -292,7 +268,7 @@ class Attention(nn.Module):
         if cache is None:
             out = self.attend(q, k, v, seq, *rest)
         else:
-            cache.append(k, v)
+            cache.append(*self.kept(k, v, *rest))
             out = self.attend_cached(q, cache, seq, *rest)
         out = self.finish(out)
         if self.g_proj is not None:
@@ -352,6 +328,10 @@ class Attention(nn.Module):
         With a cache k and v are longer than q, whose tokens are then the last ones.
         """
         raise NotImplementedError
+
+    def kept(self, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        """What a cache holds of new tokens: keys, values, and what a variant needs of earlier tokens besides, (batch, new tokens, ...)."""
+        return k, v
 
     def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
         """`attend` of the newest tokens, whose keys and values the cache holds already."""

@@ -38,8 +38,7 @@ class LayerCaches:
 
 def _copy(cache: KVCache, batch: int, max_len: int, rows: Any) -> KVCache:
     copy = KVCache(batch, max_len)
-    keys, values = cache.read()
-    copy.append(keys[rows], values[rows])
+    copy.append(*(x[rows] for x in cache.read()))
     return copy
 
 

@@ -105,6 +105,19 @@ def sigmoid():
         ops._gradients(grad_out, q, k, v, *rest)
 
 
+def forgetting():
+    from attnzoo_kernels.forgetting import ops
+
+    for dtype, widths, left, packed, kv_heads, needs_dlog_f in (
+            (BF16, (64, 64), -1, False, 4, True), (BF16, (128, 128), -1, False, 2, True), (BF16, (256, 256), -1, False, 4, True),
+            (BF16, (64, 64), 48, True, 2, True), (BF16, (128, 128), -1, True, 2, False), (F32, (64, 64), -1, False, 4, True),
+            (F32, (128, 96), 48, True, 2, True)):
+        q, k, v, grad_out, bounds = tensors(dtype, packed, kv_heads, widths)
+        numbers = ("triton", True, widths[0] ** -0.5, left)
+        out, lse, stats, c = ops._forward(q, k, v, torch.zeros(q.shape[:-1]), bounds, bounds, *numbers)
+        ops._gradients(grad_out, lse if packed else None, q, k, v, out, stats, c, bounds, bounds, needs_dlog_f, *numbers)
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     triton.compiler.CompiledKernel.__getitem__ = lambda self, grid: lambda *arguments: None  # a second launch of what is compiled
@@ -119,7 +132,7 @@ def main() -> None:
     from attnzoo_kernels._triton import launch
 
     launch.architecture = lambda where: ARCH
-    for operator in sys.argv[2:] or ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid"):
+    for operator in sys.argv[2:] or ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting"):
         compiled.clear()
         globals()[operator]()
         for name, constants, kernel in {id(kernel): (name, constants, kernel) for name, constants, kernel in compiled}.values():

@@ -12,6 +12,7 @@ from attnzoo_kernels import (
     differential_attention,
     dual_chunk_attention,
     flash_attention,
+    forgetting_attention,
     sigmoid_attention,
 )
 
@@ -50,17 +51,18 @@ def call(operator: str, queries: int, device: str, impl: str | None):
         "differential": lambda: differential_attention(q, q2, k, k2, v, torch.rand(2, device=device), causal=True, impl=impl),
         "dual_chunk": lambda: dual_chunk_attention(q, k, v, cos=table.cos(), sin=table.sin(), chunk_size=24, local_size=8, causal=True,
                                                    impl=impl),
+        "forgetting": lambda: forgetting_attention(q, k, v, -torch.rand(q.shape[:-1], device=device), impl=impl),
         "sigmoid": lambda: sigmoid_attention(q, k, v, causal=True, impl=impl),
     }[operator]()
     return torch.autograd.grad(out.float().sum(), (q, k, v))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "decode"))
+@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "decode"))
 @pytest.mark.parametrize("queries", (KEYS, KEYS - 9))
 @pytest.mark.parametrize("impl", (None, "triton") if GPU else ("triton", "cpu"))
 def test_fakes_tell_what_operators_give(operator, queries, impl, device, monkeypatch):
-    if operator in ("sigmoid", "decode") and impl == "cpu":
+    if operator in ("sigmoid", "forgetting", "decode") and impl == "cpu":
         pytest.skip("it has no path for CPUs")
     monkeypatch.setattr(autograd, "compiling", lambda: True)
     with Calls() as calls:

@@ -10,6 +10,7 @@ from attnzoo_kernels import (
     dispatch,
     dual_chunk_attention,
     flash_attention,
+    forgetting_attention,
     padding,
     quantize_fp8,
     sigmoid_attention,
@@ -37,6 +38,7 @@ def function(operator: str, device: str, impl: str | None):
         "differential": lambda q: differential_attention(q, q, k, None, v, torch.tensor(0.5, device=device), impl=impl),
         "dual_chunk": lambda q: dual_chunk_attention(q, k, v, cos=ANGLES.cos().to(device), sin=ANGLES.sin().to(device), chunk_size=8,
                                                      local_size=2, causal=True, impl=impl),
+        "forgetting": lambda q: forgetting_attention(q, k, v, -torch.rand(1, 5, 1, device=device), impl=impl),
         "sigmoid": lambda q: sigmoid_attention(q, k, v, impl=impl),
         "decode": lambda q: decode_attention(q[:, :1], k, v, cache_seqlens=torch.full((1,), 4, dtype=torch.int32, device=device),
                                              impl=impl),
@@ -52,7 +54,8 @@ def call(operator: str, device: str, impl: str | None) -> torch.Tensor:
     return run(q.requires_grad_(gradient))
 
 
-OPERATORS = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "decode", "quantize_fp8", "bias_gelu", "padding")
+OPERATORS = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "decode", "quantize_fp8", "bias_gelu",
+             "padding")
 
 
 @pytest.mark.parametrize("impl", ("triton", "reference"))

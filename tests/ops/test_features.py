@@ -13,13 +13,15 @@ from attnzoo_kernels import (
     dispatch,
     dual_chunk_attention,
     flash_attention,
+    forgetting_attention,
     sigmoid_attention,
 )
 from attnzoo_kernels.block_sparse.patterns import dense
 
 LENGTH = 64
 OPERATORS = {"flash": flash_attention, "block_sparse": block_sparse_attention, "differential": differential_attention,
-             "dual_chunk": dual_chunk_attention, "sigmoid": sigmoid_attention, "decode": decode_attention}
+             "dual_chunk": dual_chunk_attention, "sigmoid": sigmoid_attention, "forgetting": forgetting_attention,
+             "decode": decode_attention}
 HALF = {"dtype": torch.bfloat16}
 # what a call changes: dtype, widths, heads and options
 FEATURES = {
@@ -55,6 +57,8 @@ def made(operator: str, dtype=torch.bfloat16, head_dim=64, value_dim=64, kv_head
         bounds = torch.tensor([0, 9, LENGTH], dtype=torch.int32)
         options |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
         options |= {"max_seqlen_q": LENGTH, "max_seqlen_k": LENGTH} if operator == "block_sparse" else {}
+    if operator == "forgetting" and causal:
+        del options["causal"]
     table = torch.ones(LENGTH, 8)
     return {
         "flash": ((q, k, v), options),
@@ -62,6 +66,7 @@ def made(operator: str, dtype=torch.bfloat16, head_dim=64, value_dim=64, kv_head
         "differential": ((q, q, k, None, v, torch.tensor(0.5)), options),
         "dual_chunk": ((q, k, v), options | {"cos": table, "sin": table, "chunk_size": 48, "local_size": 16}),
         "sigmoid": ((q, k, v), options),
+        "forgetting": ((q, k, v, torch.zeros(q.shape[:-1])), options),
         "decode": ((q[:, :1], k, v), options | {"cache_seqlens": torch.full((1,), LENGTH, dtype=torch.int32)}),
     }[operator]
 

@@ -22,6 +22,7 @@ from attnzoo_kernels import (
     flash_attention,
     flash_attention_fp8,
     flash_fp8,
+    forgetting,
     padding,
     quantize_fp8,
     sigmoid,
@@ -151,7 +152,7 @@ def test_why_not_gluon_is_asked_alike():
         (flash, (q, k, v), {"softcap": 1.0, "dropout_p": 0.5}), (block_sparse, (q, k, v, dense(5, block=16)), {"causal": True}),
         (differential, (q, q, k, None, v, torch.tensor(0.5)), {"window_size": (3, 0)}),
         (dual_chunk, (q, k, v), {"cos": table, "sin": table, "chunk_size": 8, "local_size": 2}), (flash_fp8, quantize_fp8(q, k, v)[:3], {}),
-        (sigmoid, (q, k, v), {"causal": True}),
+        (sigmoid, (q, k, v), {"causal": True}), (forgetting, (q, k, v, torch.zeros(1, 5, 1)), {}),
     )
     for module, inputs, options in calls:
         assert module.why_not_gluon(*inputs, **options) in ("q must be on a CUDA device, got cpu", "q1 must be on a CUDA device, got cpu")

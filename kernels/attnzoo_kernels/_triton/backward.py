@@ -85,7 +85,7 @@ def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.c
     dweights = score_dot(x.do, v, x.shape.PRECISION)
     _, dweights = DROP(x, own, weights, dweights, at, False)
     if x.EXACT_DELTA == "residual":
-        exact_delta += tl.sum(weights * (dweights - x.stats.delta[:, None]), 1)
+        exact_delta += tl.sum((weights * (dweights - x.stats.delta[:, None])).to(exact_delta.dtype), 1)
     elif x.EXACT_DELTA:
         exact_delta += tl.sum(weights * dweights, 1)
     dscores = GRADIENT(weights, dweights, x.stats.delta[:, None]) * derivative
@@ -120,9 +120,10 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
                 stats_end=None, REFINED: tl.constexpr = False, STATISTICS: tl.constexpr = True):
     """A whole program: LOOPS(state, x, own) gives dq_step's last state; this stores the rows' statistics, and FINISH dQ.
 
-    EXACT_DELTA: delta without the rounding of O goes to delta_ptr, which lies as the LSE does. stats_end: the first row that has its
-    statistics from another program, where tiles may end before BLOCK_M rows; loads then stop at the tile's end, too. REFINED: in float32
-    delta is rowsum(dO * O) and a sum of residuals, which neither many tiles nor weights that do not quite add up to one make inexact.
+    EXACT_DELTA: delta without the rounding of O goes to delta_ptr, which lies as the LSE does; if it is "residual" (in float32 under
+    REFINED only), the sums of the rows of dS less dLSE, in float32 added up in float64. stats_end: the first row that has its statistics
+    from another program, where tiles may end before BLOCK_M rows; loads then stop at the tile's end, too. REFINED: in float32 delta is
+    rowsum(dO * O) and a sum of residuals, which neither many tiles nor weights that do not quite add up to one make inexact.
     STATISTICS: a rule that looks at each score alone has none, and needs no O.
     """
     PRECISION: tl.constexpr = shape.PRECISION
@@ -160,8 +161,9 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
     # float32 takes the keys twice: delta from the weights themselves cancels where rowsum(dO * O), summed in another order, would not
     for sweep in tl.static_range(2 if PRECISION == "ieee" and STATISTICS else 1):
         if sweep == 1:
-            delta = delta + (exact_delta - grad_lse) if REFINED else exact_delta - grad_lse
-        state = tl.zeros([shape.BLOCK_M, shape.BLOCK_D], tl.float32), tl.zeros([shape.BLOCK_M], tl.float32)
+            delta = delta + (exact_delta - grad_lse).to(tl.float32) if REFINED else exact_delta - grad_lse
+        state = (tl.zeros([shape.BLOCK_M, shape.BLOCK_D], tl.float32),
+                 tl.zeros([shape.BLOCK_M], tl.float64 if EXACT_DELTA == "residual" and PRECISION == "ieee" else tl.float32))
         dq, exact_delta = LOOPS(state, QueryTile(q, do, RowStats(lse_log2, row_sum, delta), k_rows, v_rows, place,
                                                  place.row + tl.arange(0, shape.BLOCK_M)[:, None], unit, shape,
                                                  "residual" if REFINED and PRECISION == "ieee" and sweep == 0 else
@@ -170,7 +172,7 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
         tl.store(row_stats + stride_rows, delta, mask=None if stats_end is None else i < stats_end)
     dq_rows = head_rows(dq_out, place.batch, place.head, place.first, place.length, False)
     FINISH(dq_rows, dq, softmax_scale, place, own, shape)
-    if EXACT_DELTA:
+    if EXACT_DELTA == "residual" or EXACT_DELTA:
         tl.store(delta_ptr + lse_at, exact_delta - grad_lse, mask=i < place.length)
 
 
@@ -228,12 +230,13 @@ def repeated_transposed(k, q, stats, x, own, at, position, edge, MASKED: tl.cons
 def dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr, MASK: tl.constexpr,
               SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = repeat_weights,
               GRADIENT: tl.constexpr = softmax_gradient, ROW_BIAS: tl.constexpr = False, FROM_STATS: tl.constexpr = False,
-              LOAD_Q: tl.constexpr = load_queries, LOAD_STATS: tl.constexpr = load_stats):
+              LOAD_Q: tl.constexpr = load_queries, LOAD_STATS: tl.constexpr = load_stats, COLUMN_SUMS: tl.constexpr = False):
     """One tile of queries into (dK not yet scaled [BLOCK_N, BLOCK_D], dV [BLOCK_N, BLOCK_DV]); its tiles are keys by queries.
 
     FROM_STATS: the products begin with minus the row statistics, which then need no registers; only where SCORE leaves scores alone.
+    COLUMN_SUMS: a third sum is the keys' of dS [BLOCK_N], in its own dtype, the gradient of a bias by key.
     """
-    dk, dv = state
+    dk, dv = state[0], state[1]
     # [BLOCK_M, BLOCK_D]
     q = LOAD_Q(x, own, at, GUARD)
     # [BLOCK_M, BLOCK_DV]
@@ -251,7 +254,7 @@ def dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl
     dscores = (weights * dweights if FROM_STATS else GRADIENT(weights, dweights, stats.delta[None, :])) * derivative
     # [BLOCK_N, BLOCK_D]
     dk = add_dot(dscores.to(q.dtype), q, dk, x.shape.PRECISION)
-    return dk, dv
+    return (dk, dv, state[2] + tl.sum(dscores.to(state[2].dtype), 1)) if COLUMN_SUMS else (dk, dv)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ class Options(Call):
     slopes_stride: int | None = None  # batch stride of ALiBi's slopes; None: no ALiBi
     softcap: float = 0.0
     dropout_p: float = 0.0
+    key_bias: bool = False
 
     @classmethod
     def of(cls, cu_seqlens_q: Tensor | None, alibi_slopes: Tensor | None, softmax_scale: float, window_left: int, window_right: int,
@@ -33,10 +34,11 @@ class Options(Call):
     def constants(self, q: torch.Size, v: torch.Size, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         return super().constants(q, v, dtype) | {
             # float32 follows eager's roundings
-            "PRESCALE": dtype == torch.float32 and (self.softcap > 0 or self.slopes_stride is not None),
+            "PRESCALE": dtype == torch.float32 and (self.softcap > 0 or self.slopes_stride is not None or self.key_bias),
             "HAS_SOFTCAP": self.softcap > 0,
             "HAS_ALIBI": self.slopes_stride is not None,
             "ONE_SIDED": self.window_right == 0,
             "HARDWARE_TANH": dtype != torch.float32 and architecture(device) >= 75 and torch.version.cuda is not None,
             "HAS_DROPOUT": self.dropout_p > 0,
+            "HAS_KEY_BIAS": self.key_bias,
         }

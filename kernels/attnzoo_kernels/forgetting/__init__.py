@@ -1,0 +1,93 @@
+"""Forgetting attention: softmax attention with a forget gate (Lin et al. 2025, arXiv:2503.02130)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import checks, dispatch
+from attnzoo_kernels.forgetting import ops
+from attnzoo_kernels.forgetting.reference import forgetting_attention_reference
+
+IMPLEMENTATIONS = ("gluon", "triton", "reference")
+
+
+def forgetting_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_f: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(softmax_scale * q kᵀ + c_i - c_j) v with c = cumsum(log_f): key j reaches query i weakened by all gates behind it up to i's
+    own. Forward and backward by online softmax, in linear memory.
+
+    Dense: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, value_dim).
+    Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
+    value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
+    wait for the device; no kernel reads them.
+    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
+    head_dim and value_dim up to 256. From sm_90 on, tensors whose rows do not lie at whole 16 bytes may be copied.
+    kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
+
+    log_f: float32 (the reference also takes float64), the logarithm of the forget gate of every key's token and query head, (batch,
+        seqlen_k, heads), packed (total, heads) as k has its tokens. Finite, at most 0 by its meaning, which is not checked; the sums over a
+        sequence, in which nothing is lost at any length, must stay below 3e7 (for the kernels). c starts anew in every sequence.
+    The mask is causal: key j is seen by query i if j <= i + seqlen_k - seqlen_q (bottom right), drawn for 3 queries and 5 keys and 5 and 3:
+                         1 1 1 0 0        0 0 0
+                         1 1 1 1 0        0 0 0
+                         1 1 1 1 1        1 0 0
+                                          1 1 0
+                                          1 1 1
+    A query has the c of the key i + seqlen_k - seqlen_q, the last one that it sees.
+    window_size: (left, right), inclusive around that key, -1 is unlimited; right has no effect.
+    softmax_scale: any finite number; default head_dim ** -0.5.
+    A query that sees no key gives zeros and LSE -inf, and finite gradients.
+
+    return_lse: also return the natural log-sum-exp of the scores, with c_i, float32, (batch, heads, seqlen_q) or (heads, total),
+        differentiable.
+    deterministic: as in flash_attention; plain Triton's results repeat bit by bit in any case.
+    impl: "triton" | "reference". None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+
+    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
+    """
+    checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    _check_gates(log_f, q, k)
+    left, _ = checks.window(window_size, True)
+    softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
+    deterministic = checks.deterministic(deterministic)
+    if dispatch.takes_reference("forgetting", impl, "q", q, IMPLEMENTATIONS):
+        out, lse = forgetting_attention_reference(
+            q, k, v, log_f, window_size=(left, 0), softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    else:
+        if log_f.dtype != torch.float32:
+            raise NotImplementedError(f'log_f: impl="triton" takes float32, got {log_f.dtype}; impl="reference" takes it')
+        softmax_scale, q = checks.positive_scale(softmax_scale, q)
+        out, lse, _, _ = ops.forward(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, left)
+    return (out, lse) if return_lse else out
+
+
+def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, **options: Any) -> str | None:
+    """Why impl="gluon" does not take a call with these arguments of forgetting_attention; None where it does, and impl=None takes it."""
+    return dispatch.why_not_gluon(forgetting_attention, q, k, v, log_f, **options)
+
+
+def _check_gates(log_f: Tensor, q: Tensor, k: Tensor) -> None:
+    checks.tensor("log_f", log_f, "a float32 tensor")
+    shape = (*k.shape[:-2], q.shape[-2])
+    if tuple(log_f.shape) != shape:
+        raise ValueError(f"log_f: must have shape {shape}, k's tokens and q's heads, got {tuple(log_f.shape)}")
+    if log_f.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"log_f: must be float32, got {log_f.dtype}")
+    if log_f.device != q.device:
+        raise ValueError(f"log_f: must be on q's device {q.device}, got {log_f.device}")

@@ -1,0 +1,64 @@
+"""From log f to c, its sums along each sequence, and from c's gradient back.
+
+Sums are of integers: exact in any order, so that a packed sequence's are a difference, and no order needs to be asked for.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo_kernels.packing import token_positions
+
+FIXED = 2.0**38  # of one in an integer: c up to 3e7
+
+
+def cumulative(log_f: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """c in float64, (batch, heads, seqlen) of (batch, seqlen, heads), or (heads, total) of (total, heads)."""
+    sums = (log_f.detach().mT.double() * FIXED).round().to(torch.int64).contiguous().cumsum(-1)
+    if cu_seqlens is not None:
+        total = log_f.shape[0]
+        starts = torch.arange(total, device=log_f.device) - token_positions(cu_seqlens, total)
+        sums -= F.pad(sums, (1, 0))[..., starts]
+    return sums.double() / FIXED
+
+
+def in_two_parts(c: Tensor, dtype: torch.dtype) -> Tensor:
+    """c as plain kernels take it for tensors of `dtype`: float32 (2, *c.shape), high parts before low ones, in the softmax's units."""
+    c = c if dtype == torch.float32 else c * math.log2(math.e)
+    high = c.float()
+    return torch.stack((high, (c - high).float()))
+
+
+def gradient(columns: Tensor, rows: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
+    """That of log f, float32, from the sums of dS by key and query head, and by query in float64; both lie like c.
+
+    Rows would add up to nothing if nothing were rounded. What they do add up to must be in, or the error of all later queries would be.
+    """
+    dc = -columns.double()
+    if cu_seqlens_q is None:
+        shift = dc.shape[-1] - rows.shape[-1]
+        dc[..., max(shift, 0) :] += rows[..., max(-shift, 0) :]
+    elif cu_seqlens_q is cu_seqlens_k:
+        dc += rows
+    elif dc.shape[-1] > 0:
+        total = rows.shape[-1]
+        own = token_positions(cu_seqlens_q, total)
+        sequence_starts = torch.arange(total, device=rows.device) - own
+        starts = cu_seqlens_k[torch.searchsorted(cu_seqlens_q[1:], sequence_starts.int(), right=True).clamp(max=len(cu_seqlens_q) - 2)]
+        keys = starts + token_positions(cu_seqlens_q, total, cu_seqlens_k)
+        dc.index_add_(-1, keys.clamp(0, dc.shape[-1] - 1), rows)
+    if dc.numel() == 0:
+        return dc.mT.float()
+    scale = 2.0**60 / dc.abs().sum(-1, keepdim=True).clamp(min=1e-200)
+    fixed = (dc * scale).round().to(torch.int64)
+    sums = fixed.cumsum(-1)
+    if cu_seqlens_k is None:
+        behind = sums[..., -1:] - sums
+    else:
+        token = torch.arange(dc.shape[-1], device=dc.device)
+        ends = cu_seqlens_k[1:].long()
+        last = ends[torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)] - 1
+        behind = sums[..., last.clamp(min=0)] - sums
+    return ((behind + fixed).double() / scale).mT.float()

@@ -1,0 +1,137 @@
+"""Forgetting attention: the reference against the formula, the kernels against the reference by the field's rule, and the contract."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from paths import GPU
+from torch.testing import assert_close
+
+from attnzoo_kernels import flash_attention, forgetting_attention
+from attnzoo_kernels.forgetting import gates, ops
+from attnzoo_kernels.forgetting.cases import CORRECTNESS, LONG, Case
+from benchmarks.accuracy import assert_accurate
+
+DEVICE = "cuda" if GPU else "cpu"
+TRITON = GPU or os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(not TRITON, reason="needs an NVIDIA GPU, or TRITON_INTERPRET=1")
+# Triton's interpreter computes bfloat16 wrongly
+DTYPES = [torch.float16, torch.float32] + [torch.bfloat16] * GPU
+pytestmark = pytest.mark.usefixtures("poisoned")
+NAMES = ("out", "lse", "dq", "dk", "dv", "dlog_f")
+
+
+def run(case, impl, dtype=None, **changes):
+    """By NAMES in `dtype` for inputs that were drawn in the case's; the LSE has a gradient, too."""
+    x = case.inputs(DEVICE)
+    leaves = [t.to(dtype or t.dtype).detach().requires_grad_() for t in x[:4]]
+    out, lse = forgetting_attention(*leaves, return_lse=True, impl=impl, **x.options | changes)
+    lse = lse.masked_fill(lse == -torch.inf, 0)
+    grads = torch.autograd.grad((out * x.dout).sum() + lse.sin().sum(), leaves)
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
+
+
+def check(case, **changes):
+    assert_accurate(run(case, "triton", **changes), run(case, "reference"), run(case, "reference", torch.float64))
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CORRECTNESS, ids=str)
+def test_kernels_keep_the_rule(case, dtype):
+    check(replace(case, dtype=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_kernels_keep_the_rule_at_length(case, dtype):
+    check(replace(case, dtype=dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [LONG[1], LONG[5], LONG[8]], ids=str)
+def test_launches_repeat_bit_by_bit(case):
+    first, second = (run(case, None, deterministic=True) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in NAMES)
+
+
+@needs_triton
+def test_gates_that_let_all_through_give_plain_attention():
+    x = Case(seqlen_q=40, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32).inputs(DEVICE)
+    out, lse = forgetting_attention(*x[:3], torch.zeros_like(x.log_f), return_lse=True, impl="triton")
+    plain, plain_lse = flash_attention(*x[:3], causal=True, return_lse=True, impl="triton")
+    assert_close(out, plain)
+    assert_close(lse, plain_lse)
+
+
+def test_the_reference_is_the_formula():
+    x = Case(batch=2, seqlen_q=7, heads=4, kv_heads=2, head_dim=8, gate=0.0).inputs(DEVICE)
+    leaves = [t.double().requires_grad_() for t in x[:4]]
+    q, k, v, log_f = leaves
+    out = forgetting_attention(*leaves, impl="reference")
+    # decay from key j to query i: the gates of j + 1 .. i
+    decay = torch.stack([torch.stack([log_f[:, j + 1 : i + 1].sum(1) for j in range(7)], -1) for i in range(7)], -2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, 2)) / 8**0.5 + decay
+    seen = torch.ones(7, 7, dtype=torch.bool, device=DEVICE).tril()
+    expected = torch.einsum("bhij,bjhd->bihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v.repeat_interleave(2, 2))
+    assert_close(out, expected)
+    for ours, theirs in zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in (out, expected)), strict=True):
+        assert_close(ours, theirs)
+
+
+def test_sums_begin_anew_in_each_sequence_and_keep_their_last_bits():
+    bounds = torch.tensor([0, 300, 300, 1000, 1000], dtype=torch.int32)
+    log_f = -5 - torch.rand(1010, 2, generator=torch.Generator().manual_seed(0)) * 1e3
+    c = gates.cumulative(log_f, bounds)
+    for first, end in ((0, 300), (300, 1000)):
+        assert_close(c[:, first:end], log_f[first:end].double().cumsum(0).mT, rtol=0, atol=1e-8)
+    high, low = gates.in_two_parts(c, torch.float32).double()
+    assert_close(high + low, c, rtol=2**-47, atol=0)
+
+
+@needs_triton
+def test_custom_operators_and_the_eager_path_agree_and_compile():
+    x = Case(lengths_q=(9, 0, 11), head_dim=16, dtype=torch.float16).inputs(DEVICE)
+    inputs = tuple(t.detach().requires_grad_() for t in x[:4])
+    bounds = x.options["cu_seqlens_q"]
+    arguments = (*inputs, bounds, bounds, "triton", True, 0.25, -1)
+    torch.library.opcheck(torch.ops.attnzoo.forgetting_forward, arguments,
+                          test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+
+    def attend(*leaves):
+        return forgetting_attention(*leaves, softmax_scale=0.25, impl="triton", cu_seqlens_q=bounds, cu_seqlens_k=bounds)
+
+    expected = attend(*inputs)
+    wanted = torch.autograd.grad(expected, inputs, x.dout)
+    for result in (torch.ops.attnzoo.forgetting_forward(*arguments)[0], ops.forward(*arguments)[0],
+                   torch.compile(attend, fullgraph=True, backend="aot_eager")(*inputs)):
+        assert torch.equal(result, expected)
+        assert all(map(torch.equal, torch.autograd.grad(result, inputs, x.dout), wanted))
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=needs_triton)])
+def test_empty_inputs(impl):
+    for rows in ((0, 5), (2, 0)):
+        leaves = [torch.zeros(*rows, heads, 16, device=DEVICE, requires_grad=True) for heads in (4, 2, 2)]
+        log_f = torch.zeros(*rows, 4, device=DEVICE, requires_grad=True)
+        forgetting_attention(*leaves, log_f, impl=impl).sum().backward()
+        assert all(t.grad is not None and t.grad.shape == t.shape for t in (*leaves, log_f))
+
+
+WRONG = {
+    "gates of another shape": ({"log_f": torch.zeros(1, 4, 1)}, ValueError, r"log_f: must have shape \(1, 4, 2\).* got \(1, 4, 1\)"),
+    "gates in half precision": ({"log_f": torch.zeros(1, 4, 2).half()}, TypeError, "log_f: must be float32, got torch.float16"),
+    "no gates": ({"log_f": None}, TypeError, "log_f: must be a float32 tensor, got NoneType"),
+    "a scale without end": ({"softmax_scale": float("inf")}, ValueError, "softmax_scale: must be a finite number.* got inf"),
+    "a path that there is not": ({"impl": "cpu"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'reference', got 'cpu'"),
+}
+
+
+@pytest.mark.parametrize("change, error, message", WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_is_named(change, error, message):
+    arguments = {name: torch.zeros(1, 4, 2, 16) for name in ("q", "k", "v")} | {"log_f": torch.zeros(1, 4, 2)} | change
+    with pytest.raises(error, match=message):
+        forgetting_attention(**arguments)
