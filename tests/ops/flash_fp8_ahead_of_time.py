@@ -28,7 +28,8 @@ def main() -> None:
 
     forward.multiprocessors, forward.tile_counter = lambda device: 132, lambda device: torch.zeros(1, dtype=torch.int32)
     masks = ((False, 0), (True, 0), (True, 3))  # full, causal, causal with the diagonal off the steps
-    for head_dim, (causal, shift), by_block in itertools.product((64, 128), masks, (False, True)):
+    for (i, head_dim), (j, (causal, shift)) in itertools.product(enumerate((64, 128)), enumerate(masks)):
+        by_block = (i + j) % 2 == 1  # every width and every mask is met with scales of heads and of blocks
         q, k = torch.zeros(1, 4096, 2, head_dim), torch.zeros(1, 4096 + shift, 2, head_dim)
         scales = [torch.ones(1, 2, -(-x.shape[1] // BLOCK)) if by_block else torch.ones(1, 2) for x in (q, k, k)]
         q, k, v = quantized_like(q, False), quantized_like(k, False), quantized_like(k, True)

@@ -14,26 +14,25 @@ def main() -> None:
     from attnzoo_kernels.flash.options import Options
 
     hopper_backward.multiprocessors = lambda device: 132
-    for head_dim, length in itertools.product((64, 128), (256, 4160)):  # long: dQ a step late
-        for packed in (False, True):
-            for left, right in ((-1, -1), (-1, 0), (64, 0)):
-                for deterministic in (False, True):
-                    if (head_dim == 64) ^ (length > 256) ^ packed ^ deterministic:
-                        continue  # the half that is left has every combination of any three of them
-                    rows = (length,) if packed else (1, length)
-                    q, k, v, out, grad_out = torch.zeros(5, *rows, 5, head_dim, dtype=torch.bfloat16)
-                    bounds = torch.zeros(2, dtype=torch.int32) if packed else None
-                    options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
-                    layouts = map(layout, (q, k, v, out, grad_out, q, k, v))
-                    plan = hopper_backward._plan(q.device, q.dtype, False, deterministic, *layouts, options, None)
-                    launches = (plan.preprocess, *plan.tails, plan.mainloop, plan.postprocess)
-                    for launch in launches:
-                        launch.kernel = WarmUp(launch.kernel)
-                    stats = torch.zeros(2, *rows[:-1], 5, length)
-                    hopper_backward.launch_backward(grad_out, None, q, k, v, out, stats, bounds, bounds, options, deterministic)
-                    for launch in launches:
-                        report(launch.compiled, head_dim=head_dim, length=length, packed=packed, window=(left, right),
-                               deterministic=deterministic, tile=asdict(plan.tile))
+    for number, (left, right) in enumerate(((-1, -1), (-1, 0), (64, 0))):
+        for wide, long in itertools.product((False, True), repeat=2):  # long: dQ a step late
+            # every mask is met with every width and length, and packed and deterministic in every pair with another
+            packed, deterministic = ((wide ^ long, wide), (not long, wide ^ long), (wide, long))[number]
+            head_dim, length = 128 if wide else 64, 4160 if long else 256
+            rows = (length,) if packed else (1, length)
+            q, k, v, out, grad_out = torch.zeros(5, *rows, 5, head_dim, dtype=torch.bfloat16)
+            bounds = torch.zeros(2, dtype=torch.int32) if packed else None
+            options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
+            layouts = map(layout, (q, k, v, out, grad_out, q, k, v))
+            plan = hopper_backward._plan(q.device, q.dtype, False, deterministic, *layouts, options, None)
+            launches = (plan.preprocess, *plan.tails, plan.mainloop, plan.postprocess)
+            for launch in launches:
+                launch.kernel = WarmUp(launch.kernel)
+            stats = torch.zeros(2, *rows[:-1], 5, length)
+            hopper_backward.launch_backward(grad_out, None, q, k, v, out, stats, bounds, bounds, options, deterministic)
+            for launch in launches:
+                report(launch.compiled, head_dim=head_dim, length=length, packed=packed, window=(left, right),
+                       deterministic=deterministic, tile=asdict(plan.tile))
 
 
 if __name__ == "__main__":

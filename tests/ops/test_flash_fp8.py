@@ -284,6 +284,6 @@ def test_dry_run_covers_every_table(tmp_path):
 @pytest.mark.slow
 def test_every_tile_compiles_fits_and_keeps_its_products_in_flight():
     kernels = compiled_kernels("flash_fp8_ahead_of_time.py")
-    assert len(kernels) == 2 * 3 * 2
+    assert len(kernels) == 2 * 3
     wrong = [kernel for kernel in kernels if kernel["shared"] > 232448 or kernel["complaints"] or kernel["shuffled"] or kernel["spilled"]]
     assert not wrong, "\n".join(map(str, wrong))
