@@ -14,6 +14,7 @@ def make_faster() -> None:
     skip_unused_checks()
     remember_types()
     leave_equal_shapes()
+    make_room_for_calls()
 
 
 def patch_language_once() -> None:
@@ -82,3 +83,14 @@ def leave_equal_shapes() -> None:
         return (lhs, rhs) if equal else broadcast(self, lhs, rhs)
 
     TritonSemantic.broadcast_impl_value = broadcast_unequal
+
+
+def make_room_for_calls() -> None:
+    """A kernel's calls stay within one chunk of Python's stack: at its end each call would take memory from the system and give it back."""
+    launch = interpreter.GridExecutor.__call__
+
+    def launch_with_room(self, *arguments, **options):
+        return launch(self, *arguments, **options)
+
+    launch_with_room.__code__ = launch_with_room.__code__.replace(co_stacksize=1 << 15)  # a frame for which Python makes a large chunk
+    interpreter.GridExecutor.__call__ = launch_with_room
