@@ -1,5 +1,6 @@
 """Where there is no GPU, Triton kernels run in Triton's interpreter, which has to be chosen before a kernel is defined."""
 
+import gc
 import os
 
 import pytest
@@ -33,6 +34,12 @@ def pytest_collection_modifyitems(items):
             if test in seen:
                 item.add_marker(pytest.mark.slow)
             seen.add(test)
+
+
+def pytest_collection_finish():
+    """The search for garbage, which tests set off all the time, leaves out what was imported and collected: it stays."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
