@@ -61,17 +61,20 @@ def main() -> None:
 
     hopper.multiprocessors, hopper.tile_counter = lambda device: 132, lambda device: torch.zeros(1, dtype=torch.int32)
     shapes = ((64, 64, 512), (64, 64, 4096), (128, 128, 4096), (64, 128, 4096))
-    for (i, (head_dim, value_dim, seqlen)), (j, (left, right)) in itertools.product(enumerate(shapes), enumerate(BOUNDS)):
-        packed = (i + j) % 2 == 0  # every shape and every mask is met packed and dense
+    calls = [(*shape, *bounds, (i + j) % 2 == 0, None)  # every shape and every mask is met packed and dense
+             for (i, shape), (j, bounds) in itertools.product(enumerate(shapes), enumerate(BOUNDS))]
+    calls += [(64, 64, 4096, 127, 0, True, torch.zeros(2)), (128, 128, 4096, -1, 0, False, torch.zeros(2))]
+    for head_dim, value_dim, seqlen, left, right, packed, sinks in calls:
         rows = (seqlen,) if packed else (1, seqlen)
         q, k = torch.zeros(2, *rows, 2, head_dim, dtype=torch.bfloat16)
         v = torch.zeros(*rows, 2, value_dim, dtype=torch.bfloat16)
         bounds = torch.zeros(2, dtype=torch.int32) if packed else None
         options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
-        launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, layout(q), layout(k), layout(v), options, None)
+        launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, sinks is not None, layout(q), layout(k), layout(v), options, None)
         launch.kernel, launch.other = WarmUp(launch.kernel), None
-        hopper.launch_forward(q, k, v, bounds, bounds, options)
-        report(launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, window=(left, right), consumers=tile.consumers)
+        hopper.launch_forward(q, k, v, bounds, bounds, sinks, options)
+        report(launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, window=(left, right), consumers=tile.consumers,
+               sinks=sinks is not None)
 
 
 class WarmUp:

@@ -18,7 +18,7 @@ EDGES = tuple(Case(batch=2, seqlen_q=m, seqlen_k=n, heads=4, kv_heads=2, head_di
 WIDTHS = tuple(Case(seqlen_q=777, heads=2, head_dim=d, value_dim=v, causal=True) for d, v in ((40, 88), (64, 128), (96, 96), (128, 64)))
 COVERED = [replace(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float16) for case in CORRECTNESS + EDGES + WIDTHS
            if 32 < case.head_dim <= 128 and 32 < (case.value_dim or case.head_dim) <= 128 and case.head_dim % 8 == 0
-           and (case.value_dim or 8) % 8 == 0 and not (case.softcap or case.alibi or case.sinks)]
+           and (case.value_dim or 8) % 8 == 0 and not (case.softcap or case.alibi)]
 
 
 def run(case: Case, inputs, impl: str, dtype: torch.dtype | None = None, **options) -> dict[str, torch.Tensor]:
@@ -38,6 +38,24 @@ def obeys_the_rule(case: Case, inputs) -> None:
 @pytest.mark.parametrize("case", COVERED, ids=str)
 def test_error_is_at_most_twice_that_of_eager(case, poisoned):
     obeys_the_rule(case, case.inputs("cuda"))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("lengths", (None, (700, 0, 130)), ids=("dense", "packed"))
+@pytest.mark.parametrize("above", (-200.0, 0.0, 200.0))
+def test_sinks_far_from_all_scores_and_their_gradient(above, lengths):
+    """A sink may hide all keys or be hidden by them; its gradient is plain Triton's, from Gluon's statistics."""
+    case = Case(seqlen_q=500, lengths_q=lengths, heads=8, kv_heads=2, head_dim=64, causal=True, window_size=(127, 0), sinks=True)
+    x = case.inputs("cuda")
+    sinks = x.options["sinks"] + above
+
+    def results(impl, dtype):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in x[:3]] + [sinks.detach().clone().requires_grad_()]
+        out, lse = flash_attention(*leaves[:3], **x.options | {"sinks": leaves[3]}, return_lse=True, impl=impl)
+        return {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv", "dsinks"), torch.autograd.grad(out, leaves, x.dout.to(dtype)),
+                                                   strict=True))
+
+    assert_accurate(results("gluon", torch.bfloat16), results("reference", torch.bfloat16), results("reference", torch.float64))
 
 
 @pytest.mark.hopper

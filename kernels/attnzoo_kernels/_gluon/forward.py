@@ -50,8 +50,9 @@ class Config:
     NEXT_ENTRY: gl.constexpr  # (j, tile) -> the tile of keys behind the j-th, in forward_producer.load_segment; may be left out
     TAKE: gl.constexpr  # (taken) -> the consumers' tile, whose sequence is -1 behind the last one
     SPAN: gl.constexpr  # (tile, ME, taken) -> a consumer's rows and the tiles of keys that they see
-    BEGIN: gl.constexpr  # (tile, span) -> what FINISH needs from memory, asked for early; may be left out
+    BEGIN: gl.constexpr  # (tile, span) -> what JOIN and FINISH need from memory, asked for early; may be left out
     MAINLOOP: gl.constexpr  # (q, tile, span, taken, step, q_step, BRANCH, ME) -> (product in flight, row_max, row_sum, step, q_step)
+    JOIN: gl.constexpr  # (row_max, row_sum, begun) -> both with what joins a row without a value, and the output's factor; may be left out
     COLUMN: gl.constexpr  # (tile of keys, span, FIRST) -> its first key; FIRST: it is a consumer's first one
     MASK: gl.constexpr  # (scores, column, span) -> -inf where a query does not see a key
     STEP_MASK: gl.constexpr  # (scores, where) -> MASK for those tiles in the loop that need it, under MASK_IN_LOOP

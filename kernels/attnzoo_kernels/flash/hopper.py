@@ -25,37 +25,58 @@ from attnzoo_kernels.flash.options import Options
 from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile
 
 
-@gluon.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
-def flash_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, cu_seqlens_q, cu_seqlens_k, counter, stride_stats, scale,
-                            window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles,
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def load_sink(tile, span, program, config):
+    """BEGIN: the head's sink in base 2, a key of that score without a value. There is none behind the last sequence."""
+    there = tile.sequence < program.problem.n_seqs
+    return gl.load(program.own + tile.head, mask=there, other=-float("inf")) * LOG2E
+
+
+@gluon.jit
+def join_sink(row_max, row_sum, sink, program, config):
+    """JOIN of the sink: a row that it outweighs by far keeps its statistics, and gets zeros."""
+    new_max = gl.maximum(row_max, sink)
+    base = gl.where(new_max == -float("inf"), 0.0, new_max)
+    factor = gl.exp2(row_max - base)
+    return new_max, row_sum * factor + gl.exp2(sink - base), factor
+
+
+@gluon.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "sinks"])
+def flash_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, cu_seqlens_q, cu_seqlens_k, counter, sinks,
+                            stride_stats, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles,
                             BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
                             REGISTERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
                             MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, K_BEFORE_PV: gl.constexpr,
-                            HALF_TILE: gl.constexpr, PREFETCH_TILE: gl.constexpr, ROW_MAX_NOT_NEGATIVE: gl.constexpr):
+                            HALF_TILE: gl.constexpr, PREFETCH_TILE: gl.constexpr, ROW_MAX_NOT_NEGATIVE: gl.constexpr,
+                            HAS_SINKS: gl.constexpr):
     config = Config(
         BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED, HAS_LEFT=HAS_LEFT,
         HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1,
         JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE,
         ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PRODUCE=produce_prefetched, CONSUME=consume, NEXT_TILE=next_tile, TAKE=take, SPAN=span,
-        MAINLOOP=mainloop, COLUMN=column, MASK=mask, STEP_MASK=step_mask, INSIDE=inside, FINISH=finish)
+        BEGIN=load_sink if HAS_SINKS else None, MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, COLUMN=column, MASK=mask,
+        STEP_MASK=step_mask, INSIDE=inside, FINISH=finish)
     descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
     tiles, bars = allocate(descs, config)
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
                       window_right)
-    run_forward(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, None), config)
+    run_forward(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, sinks), config)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layout, k: Layout, v: Layout, options: Options,
+def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, has_sinks: bool, q: Layout, k: Layout, v: Layout, options: Options,
           tile: ForwardTile | None = None) -> ForwardPlan:
     """Of a call's mean length; the kernels of all other lengths are compiled with it."""
     sequences, seqlen_q, _ = options.sizes(q[0], k[0])
     lengths = (seqlen_q // max(sequences, 1) if options.packed else seqlen_q, *(FORWARD_LENGTHS if tile is None else ()))
-    return compiled_together(_plan_of_length(length, device, same_lengths, q, k, v, options, tile) for length in lengths)
+    return compiled_together(_plan_of_length(length, device, same_lengths, has_sinks, q, k, v, options, tile) for length in lengths)
 
 
-def _plan_of_length(length: int, device: torch.device, same_lengths: bool, q: Layout, k: Layout, v: Layout, options: Options,
-                    tile: ForwardTile | None) -> ForwardPlan:
+def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_sinks: bool, q: Layout, k: Layout, v: Layout,
+                    options: Options, tile: ForwardTile | None) -> ForwardPlan:
     _, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
     tile = tile or hopper_forward_tile(width, value_width, length, causal=options.causal, window=options.window_left >= 0,
@@ -65,27 +86,27 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, q: La
     # half of the first tile is left out where that gains, at width 128 in short calls only; three consumers whose loop masks would spill
     half_tile = options.causal and (width == value_width == 64 or length <= 512) and not (tile.consumers == 3 and mask_in_loop)
     constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": half_tile,
-                 "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop}
+                 "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop, "HAS_SINKS": has_sinks}
     head_group = heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2])
     return plan_forward(flash_fwd_hopper_kernel, device, options, tile, q, k, v, {"head_group": head_group}, constants)
 
 
-def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, *, sinks: bool) -> str | None:
+def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Why this path does not take the call; None if it does."""
     if not (32 < q.shape[-1] <= 128 and 32 < v.shape[-1] <= 128):
         return f"head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
-    if options.softcap > 0 or options.slopes_stride is not None or options.dropout_p > 0 or sinks:
-        return "it has no softcap, alibi_slopes, dropout_p or sinks"
+    if options.softcap > 0 or options.slopes_stride is not None or options.dropout_p > 0:
+        return "it has no softcap, alibi_slopes or dropout_p"
     return why_not_tma(q, k, v)
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, sinks: Tensor | None,
                    options: Options, tile: ForwardTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through."""
     out, lse, stats = outputs(q, v.shape[-1])
     same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
-    plan = _plan(q.device, q.dtype, same_lengths, layout(q), layout(k), layout(v), options, tile)
+    plan = _plan(q.device, q.dtype, same_lengths, sinks is not None, layout(q), layout(k), layout(v), options, tile)
     with on_device_of(q):
         plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, cu_seqlens_q, cu_seqlens_k,
-                    tile_counter(q.device))
+                    tile_counter(q.device), sinks)
     return out, lse, stats

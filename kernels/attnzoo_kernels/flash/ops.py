@@ -31,12 +31,12 @@ def _forward(
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.flash import hopper
 
-        return hopper.forward_reason(q, k, v, options, sinks=sinks is not None)
+        return hopper.forward_reason(q, k, v, options)
 
     if dispatch.choose("flash forward", impl, why_not_gluon) == "gluon":
         from attnzoo_kernels.flash import hopper
 
-        return hopper.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+        return hopper.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, options)
     from attnzoo_kernels.flash import forward
 
     return forward.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, options)
