@@ -55,7 +55,9 @@ def test_sinks_far_from_all_scores_and_their_gradient(above, lengths):
         return {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv", "dsinks"), torch.autograd.grad(out, leaves, x.dout.to(dtype)),
                                                    strict=True))
 
-    assert_accurate(results("gluon", torch.bfloat16), results("reference", torch.bfloat16), results("reference", torch.float64))
+    ours, eager, exact = results("gluon", torch.bfloat16), results("reference", torch.bfloat16), results("reference", torch.float64)
+    torch.testing.assert_close(ours.pop("lse"), exact.pop("lse").float())  # where it is the sink, eager has no error at all
+    assert_accurate(ours, {name: eager[name] for name in ours}, exact)
 
 
 @pytest.mark.hopper

@@ -24,7 +24,6 @@ from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.flash.options import Options
 from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile
 
-
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
