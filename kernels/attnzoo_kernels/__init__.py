@@ -12,9 +12,11 @@ from attnzoo_kernels.flash import flash_attention
 from attnzoo_kernels.flash_fp8 import flash_attention_fp8, quantize_fp8
 from attnzoo_kernels.forgetting import forgetting_attention
 from attnzoo_kernels.gelu import bias_gelu
+from attnzoo_kernels.linear_cross_entropy import linear_cross_entropy
 from attnzoo_kernels.sigmoid import sigmoid_attention
 
 __all__ = [
     "BlockLayout", "bias_gelu", "block_sparse_attention", "decode_attention", "differential_attention", "dual_chunk_attention",
-    "flash_attention", "flash_attention_fp8", "forgetting_attention", "padding", "quantize_fp8", "sigmoid_attention",
+    "flash_attention", "flash_attention_fp8", "forgetting_attention", "linear_cross_entropy", "padding", "quantize_fp8",
+    "sigmoid_attention",
 ]

@@ -1,0 +1,84 @@
+"""The output layer and its loss in one operator: logits of some thousand tokens at a time, loss and gradient in one go over them."""
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import checks, dispatch
+from attnzoo_kernels.linear_cross_entropy import ops
+from attnzoo_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+
+__all__ = ["linear_cross_entropy"]
+
+IMPLEMENTATIONS = ("triton", "reference")
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, token_weights: Tensor | None = None,
+    reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
+    vocab_size: int | None = None, impl: str | None = None,
+) -> Tensor:
+    """Cross-entropy of softmax(x weightᵀ + bias) against `targets`, in nats, without all logits in memory.
+
+    x: (..., hidden), float16, bfloat16 or float32 (the reference also takes float64). weight: (rows, hidden) as torch.nn.Linear has it, of
+    x's dtype, or float32, of which a copy in x's dtype is multiplied. targets: int64 (...), classes below vocab_size. bias: (rows,).
+    token_weights: float32 (...), a factor of each token's loss. Without gradient.
+    reduction: "sum", "none" (losses as `targets`), or "mean", the sum over the tokens that count, divided by their number, or by the sum
+        of their token_weights.
+    ignore_index: a target that does not count; its loss and its gradients are zero. Any other target outside of the vocabulary gives NaN.
+    label_smoothing: share of the target's probability that all classes get alike, as torch.nn.functional.cross_entropy has it.
+    z_loss: times the squared log-sum-exp of the logits is added to a token's loss (PaLM, arXiv:2204.02311).
+    softcap: if above 0, logits l become softcap * tanh(l / softcap) (Gemma 2, arXiv:2408.00118).
+    vocab_size: classes, by default all rows of weight; rows from there on are padding, and their gradients are zero.
+
+    Returns float32: () or, for "none", the shape of targets. Products are those of x's dtype with sums in float32; weight's gradient is
+    added up in float32. For "mean" and "sum" the gradients are made with the loss (three products); for "none" the backward makes the
+    logits again (four). The derivative can be taken once; repeated runs give the same bits.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+
+    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
+    """
+    vocab_size = _check(x, weight, targets, bias, token_weights, reduction, ignore_index, vocab_size)
+    checks.probability("label_smoothing", label_smoothing)
+    checks.non_negative("z_loss", z_loss)
+    checks.non_negative("softcap", softcap)
+    checks.no_gradient(token_weights=token_weights)
+    numbers = ignore_index, label_smoothing, z_loss, softcap, vocab_size
+    if dispatch.takes_reference("linear_cross_entropy", impl, "x", x, IMPLEMENTATIONS):
+        losses = linear_cross_entropy_reference(x, weight, targets, bias, token_weights, *numbers)
+        loss = losses if reduction == "none" else losses.sum()
+    else:
+        flat = None if token_weights is None else token_weights.flatten()
+        inputs = x.flatten(0, -2), weight, bias, targets.flatten(), flat, *numbers
+        loss = ops.losses(*inputs).view(targets.shape) if reduction == "none" else ops.summed(*inputs)
+    if reduction == "mean":
+        counted = targets != ignore_index
+        loss = loss / (counted.sum() if token_weights is None else torch.where(counted, token_weights, 0).sum())
+    return loss
+
+
+def _check(x, weight, targets, bias, token_weights, reduction, ignore_index, vocab_size) -> int:
+    for name, value in (("x", x), ("weight", weight), ("targets", targets)):
+        checks.tensor(name, value)
+    if x.dtype not in checks.DTYPES or x.dim() < 2:
+        raise TypeError(f"x: must be floating point and (..., hidden), got {x.dtype} of shape {tuple(x.shape)}")
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.dtype not in (x.dtype, torch.float32):
+        raise ValueError(f"weight: must be {x.dtype} or float32 of shape (rows, {x.shape[-1]}), got {weight.dtype} of shape "
+                         f"{tuple(weight.shape)}")
+    if targets.dtype != torch.int64 or targets.shape != x.shape[:-1]:
+        raise ValueError(f"targets: must be int64 of shape {tuple(x.shape[:-1])}, got {targets.dtype} of shape {tuple(targets.shape)}")
+    for name, value, shape in (("bias", bias, weight.shape[:1]), ("token_weights", token_weights, targets.shape)):
+        if value is not None and (checks.tensor(name, value) or value.shape != shape or not value.is_floating_point()):
+            raise ValueError(f"{name}: must be floating point of shape {tuple(shape)}, got {value.dtype} of shape {tuple(value.shape)}")
+    for name, value in (("weight", weight), ("targets", targets), ("bias", bias), ("token_weights", token_weights)):
+        if value is not None and value.device != x.device:
+            raise ValueError(f"{name}: must be on x's device {x.device}, got {value.device}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    checks.integer("ignore_index", ignore_index)
+    if vocab_size is None:
+        return weight.shape[0]
+    checks.integer("vocab_size", vocab_size, 1)
+    if vocab_size > weight.shape[0]:
+        raise ValueError(f"vocab_size: must be at most weight's {weight.shape[0]} rows, got {vocab_size}")
+    return vocab_size

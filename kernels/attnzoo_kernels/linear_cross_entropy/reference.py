@@ -1,0 +1,24 @@
+"""Output layer and cross-entropy in plain PyTorch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo_kernels.dispatch import without_autocast
+
+
+@without_autocast
+def linear_cross_entropy_reference(
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, token_weights: Tensor | None, ignore_index: int, label_smoothing: float,
+    z_loss: float, softcap: float, vocab_size: int,
+) -> Tensor:
+    """The loss of each token, in float32 (float64 for float64)."""
+    logits = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))[..., :vocab_size]
+    logits = logits.flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
+    losses = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing)
+    if z_loss > 0:
+        losses = losses + torch.where(targets.flatten() != ignore_index, z_loss * logits.logsumexp(-1).square(), 0)
+    losses = losses.view(targets.shape)
+    return losses if token_weights is None else losses * token_weights
