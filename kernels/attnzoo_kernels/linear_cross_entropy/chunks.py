@@ -14,13 +14,11 @@ BLOCK = 4096  # columns that a program has in registers
 
 @triton.jit
 def _capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Logits in float32 and the derivative of what softcap made of them."""
+    """Logits in float32, by tanh within softcap."""
     z = logits.to(tl.float32)
-    derivative = 1.0
     if HAS_SOFTCAP:
-        t = tanh(z / softcap, True, False)
-        z, derivative = softcap * t, 1.0 - t * t
-    return z, derivative
+        z = softcap * tanh(z / softcap, True, False)
+    return z
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
@@ -39,14 +37,14 @@ def cross_entropy_kernel(logits_ptr, targets_ptr, scales_ptr, losses_ptr, rows, 
         return
     known = (target >= 0) & (target < vocab)
     # before any of the row is written over: sums below keep the program's warps together
-    score, _ = _capped(tl.load(logits_ptr + target, mask=known, other=float("nan")), softcap, HAS_SOFTCAP)
+    score = _capped(tl.load(logits_ptr + target, mask=known, other=float("nan")), softcap, HAS_SOFTCAP)
     row_max = -float("inf")
     # [BLOCK]
     sums = tl.zeros([BLOCK], tl.float32)
     totals = tl.zeros([BLOCK], tl.float32)
     for at in tl.range(0, vocab, BLOCK):
         inside = at + columns < vocab
-        z, _ = _capped(tl.load(logits_ptr + at + columns, mask=inside, other=0.0), softcap, HAS_SOFTCAP)
+        z = _capped(tl.load(logits_ptr + at + columns, mask=inside, other=0.0), softcap, HAS_SOFTCAP)
         totals += tl.where(inside, z, 0.0)
         z = tl.where(inside, z, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(z, 0))
@@ -63,9 +61,11 @@ def cross_entropy_kernel(logits_ptr, targets_ptr, scales_ptr, losses_ptr, rows, 
         scale = tl.where(known, scale, float("nan"))
         for at in tl.range(0, rows, BLOCK):
             column = at + columns
-            z, derivative = _capped(tl.load(logits_ptr + column, mask=column < vocab, other=0.0), softcap, HAS_SOFTCAP)
+            z = _capped(tl.load(logits_ptr + column, mask=column < vocab, other=0.0), softcap, HAS_SOFTCAP)
             gradient = tl.exp(z - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / vocab - tl.where(column == target, 1.0 - smoothing, 0.0)
-            gradient = tl.where(column < vocab, gradient * derivative * scale, 0.0)
+            if HAS_SOFTCAP:
+                gradient *= 1.0 - (z / softcap) * (z / softcap)
+            gradient = tl.where(column < vocab, gradient * scale, 0.0)
             tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=column < rows)
 
 
