@@ -159,4 +159,5 @@ def _build_module(cfg: DictConfig, data: Any) -> lightning.LightningModule:
         seed=cfg.seed,
         compile=cfg.compile,
         activation_checkpointing=cfg.activation_checkpointing,
+        fused_loss=cfg.fused_loss,
     )

@@ -17,9 +17,11 @@ from attnzoo import runner
 from attnzoo.attention import Supports
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.errors import UserError
+from attnzoo.models import from_config
 from attnzoo.run.command_line import one_line_errors
 from attnzoo.training import report, throughput
 from attnzoo.training.loggers import MetricsCSV, has_wandb_key, read_metrics
+from attnzoo.training.module import summed_loss
 from attnzoo_kernels.dispatch import implementations_taken
 
 
@@ -121,6 +123,25 @@ def test_accumulation_changes_nothing(tmp_path):
     runner.train(compose_tiny(tmp_path / "one", *double("data.batch_size=8")))
     runner.train(compose_tiny(tmp_path / "four", *double("data.batch_size=2", "batch_tokens=256")))
     assert_same_losses(tmp_path / "four", tmp_path / "one")
+
+
+@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize(("kind", "chosen"), (("GPT", False), ("BERT", True)))
+def test_fused_loss_is_the_loss(kind, chosen, padded):
+    """Of rows with and without padding, of all tokens and of chosen ones, with a padded vocabulary."""
+    torch.manual_seed(0)
+    model = from_config({"_target_": f"attnzoo.models.{kind}", "vocab_size": 53, "dim": 32, "n_layers": 1, "n_heads": 2,
+                         "train_context": 16, "pad_vocab_multiple": 16}, {"_target_": "attnzoo.attention.flash.FlashAttention"})
+    ids, labels = torch.randint(53, (2, 3, 16))
+    mask = torch.arange(16) < torch.tensor([16, 5, 9])[:, None]
+    batch = {"input_ids": ids, "labels": labels.masked_fill(~mask, -100) if padded else labels}
+    batch |= {"attention_mask": mask, "max_tokens": 35} if padded else {}  # more than there are
+    batch |= {"logits_at": torch.tensor([1, 18, 30, 47])} if chosen else {}
+    results = []
+    for fused in (False, True):
+        loss, count = summed_loss(model, batch, fused)
+        results.append((loss, count, *torch.autograd.grad(loss, tuple(model.parameters()))))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pandas as pd
 from attnzoo.evaluation.results import Row, frame
 
 # of a run's configuration, what does not change what is computed
-PLACES = ("run_dir", "ckpt_path", "resume", "tags", "logger", "debug", "activation_checkpointing")
+PLACES = ("run_dir", "ckpt_path", "resume", "tags", "logger", "debug", "activation_checkpointing", "fused_loss")
 # callbacks that only watch; any other may change what is trained, or which weights are kept
 WATCHING = (
     "attnzoo.training.checkpointing.LastCheckpoint", "attnzoo.training.throughput.Throughput", "attnzoo.training.progress.StepProgress",

@@ -27,8 +27,8 @@ class BERT(Transformer):
         self.head_bias = nn.Parameter(torch.zeros(self.token_embedding.num_embeddings))
         self.init_weights()
 
-    def logits(self, x: Tensor) -> Tensor:
-        return super().logits(self.head_norm(F.gelu(self.head_dense(x), approximate=self.gelu)))
+    def head_input(self, x: Tensor) -> Tensor:
+        return self.head_norm(F.gelu(self.head_dense(x), approximate=self.gelu))
 
     def head_products(self) -> int:
         return super().head_products() + self.head_dense.weight.numel()

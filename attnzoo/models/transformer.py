@@ -11,9 +11,10 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo import layers as by_layer
 from attnzoo.attention.base import POSITIONS, Attention, AttentionSpec, KVCache, SequenceInfo, Supports
+from attnzoo.batch import IGNORED
 from attnzoo.models.blocks import Block, default_mlp_dim, in_compute_dtype, make_norm
 from attnzoo.signatures import check_options
-from attnzoo_kernels import padding
+from attnzoo_kernels import linear_cross_entropy, padding
 
 INIT_STD = 0.02
 
@@ -114,9 +115,9 @@ class Transformer(nn.Module):
     def forward(
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
         attention_mask: Tensor | None = None, max_tokens: int | None = None, token_type_ids: Tensor | None = None,
-        cache: list[KVCache] | None = None, logits_at: Tensor | None = None,
+        cache: list[KVCache] | None = None, logits_at: Tensor | None = None, targets: Tensor | None = None,
     ) -> Tensor:
-        """Logits in the layout of input_ids, (..., vocab_size), or (n, vocab_size) with `logits_at`.
+        """Logits in the layout of input_ids, (..., vocab_size), or (n, vocab_size) with `logits_at`; with `targets` the summed loss, ().
 
         input_ids: int64, (batch, seqlen), or packed (total,) with cu_seqlens (int32, sequences + 1) and max_seqlen (int).
         position_ids: like input_ids; by default each sequence counts from 0, after `cache`'s tokens.
@@ -124,10 +125,12 @@ class Transformer(nn.Module):
         max_tokens: how many tokens are real, or an upper bound; without it the host waits for the device to count them.
         token_type_ids: like input_ids, for models that have types. cache: from `new_cache`, input_ids are then the next tokens.
         logits_at: int64 (n,), indices into input_ids.flatten() whose logits are wanted.
+        targets: int64, one for each of the logits, flat, -100 where nothing is asked: their cross-entropy is summed up without all logits
+            in memory (`attnzoo_kernels.linear_cross_entropy`).
         """
         self._check_layout(input_ids, cu_seqlens, max_seqlen, attention_mask, cache)
         if attention_mask is not None:
-            return self._forward_padded(input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at)
+            return self._forward_padded(input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets)
         offset = 0 if cache is None else cache[0].length
         length = max_seqlen if input_ids.dim() == 1 else offset + input_ids.shape[1]
         self._check_length(length)
@@ -145,10 +148,11 @@ class Transformer(nn.Module):
             rest = (seq, None if cache is None else cache[layer], logits_at if layer == last else None)
             again = self.recompute_every and self.training and torch.is_grad_enabled() and layer % self.recompute_every == 0
             x = checkpoint(block, x, *rest, use_reentrant=False) if again else block(x, *rest)
-        return self.logits(self.final_norm(x))
+        x = self.final_norm(x)
+        return self.logits(x) if targets is None else self.summed_loss(x, targets)
 
-    def _forward_padded(self, input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at) -> Tensor:
-        """Remove the padding from the token ids, run packed, and put the logits back into rows."""
+    def _forward_padded(self, input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets) -> Tensor:
+        """Remove the padding from the token ids, run packed, and put the logits back into rows, unless only their loss is wanted."""
         batch, seqlen = input_ids.shape
         tokens, indices, cu_seqlens, max_seqlen, _ = padding.unpad_input(input_ids, attention_mask, max_tokens=max_tokens)
         position_ids, token_type_ids = (
@@ -156,10 +160,17 @@ class Transformer(nn.Module):
         if batch == 0:
             cu_seqlens = cu_seqlens.new_zeros(2)  # attention wants a sequence, if an empty one
         packed = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "token_type_ids": token_type_ids}
-        if logits_at is None:
+        if logits_at is None and targets is None:
             return padding.pad_input(self.forward(tokens, **packed), indices, batch, seqlen)
+        if logits_at is None:
+            # what stands behind the last token comes out as zero
+            targets = padding.remove_padding(targets.view(batch, seqlen) - IGNORED, indices) + IGNORED
+            return self.forward(tokens, **packed, targets=targets)
         at = torch.searchsorted(indices, logits_at.contiguous()).clamp(max=indices.shape[0] - 1)
-        return torch.where((indices[at] == logits_at)[:, None], self.forward(tokens, **packed, logits_at=at), 0)
+        there = indices[at] == logits_at
+        if targets is not None:
+            return self.forward(tokens, **packed, logits_at=at, targets=torch.where(there, targets, IGNORED))
+        return torch.where(there[:, None], self.forward(tokens, **packed, logits_at=at), 0)
 
     def _check_layout(self, input_ids, cu_seqlens, max_seqlen, attention_mask, cache) -> None:
         if input_ids.dim() not in (1, 2):
@@ -197,8 +208,21 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """The output layer, (..., vocab_size): a view without the padded part of the vocabulary."""
-        weight = self.token_embedding.weight if self.head is None else self.head.weight
-        return F.linear(x, weight, self.head_bias)[..., : self.vocab_size]
+        return F.linear(self.head_input(x), self.head_matrix, self.head_bias)[..., : self.vocab_size]
+
+    def summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The output layer's cross-entropy, summed over the targets that count."""
+        x = in_compute_dtype(self.head_input(x)).flatten(0, -2)
+        return linear_cross_entropy(x, self.head_matrix, targets, bias=self.head_bias, vocab_size=self.vocab_size, ignore_index=IGNORED,
+                                    reduction="sum")
+
+    def head_input(self, x: Tensor) -> Tensor:
+        """What the output layer multiplies."""
+        return x
+
+    @property
+    def head_matrix(self) -> Tensor:
+        return self.token_embedding.weight if self.head is None else self.head.weight
 
     def new_cache(self, batch: int, max_len: int) -> list[KVCache]:
         """One empty cache per layer for `batch` sequences of up to `max_len` tokens."""

@@ -37,6 +37,7 @@ TOP = {
     "init_new": list[str],
     "init_positions": Literal["interpolate", "repeat"] | None,
     "compile": bool | str,
+    "fused_loss": bool | None,
 }
 TASK = {"objective": Literal["lm", "mlm", "classification"], "pooling": Literal["cls", "mean"]}
 TRAINER = {

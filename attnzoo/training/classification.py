@@ -14,6 +14,8 @@ ENCODERS = ("attnzoo.models.BERT", "attnzoo.models.bert.BERT")
 class Classification(TokenPrediction):
     """Trains a BERTClassifier; `labels` int64 (sequences,). See TokenPrediction; a target is a sequence here."""
 
+    predicts_tokens = False
+
     @property
     def n_classes(self) -> int:
         return self.model.n_classes

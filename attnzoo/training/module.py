@@ -22,22 +22,35 @@ READ = {"input_ids", "labels", *INPUTS}
 
 def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     """logits (n, classes), float32 (float64 for a float64 model), and targets int64 (n,), -100 where nothing is asked."""
-    logits = model(batch["input_ids"], **{name: batch[name] for name in INPUTS if name in batch})
-    targets = batch["labels"].flatten()
-    if "logits_at" in batch:
-        targets = targets[batch["logits_at"]]
-    return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)), targets
+    logits = model(batch["input_ids"], **_inputs(batch))
+    return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)), _targets(batch)
 
 
-def summed_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats summed over a batch's targets, and the number of targets, both () in the logits' dtype."""
-    return cross_entropy(*predict(model, batch))
+def summed_loss(model: nn.Module, batch: Batch, fused: bool = False) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats summed over a batch's targets, and the number of targets, both (), at least float32. fused: all logits are
+    never in memory."""
+    if not fused:
+        return cross_entropy(*predict(model, batch))
+    targets = _targets(batch)
+    return _counted(model(batch["input_ids"], targets=targets, **_inputs(batch)), targets)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The same, of `predict`'s result."""
-    loss = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return _counted(F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum"), targets)
+
+
+def _counted(loss: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return loss, (targets != IGNORED).sum().to(loss.dtype)
+
+
+def _inputs(batch: Batch) -> Inputs:
+    return {name: batch[name] for name in INPUTS if name in batch}
+
+
+def _targets(batch: Batch) -> Tensor:
+    targets = batch["labels"].flatten()
+    return targets[batch["logits_at"]] if "logits_at" in batch else targets
 
 
 class TokenPrediction(lightning.LightningModule):
@@ -50,15 +63,20 @@ class TokenPrediction(lightning.LightningModule):
     seed: of dropout. compile: torch.compile for model and loss together, in training; a string is its mode.
     activation_checkpointing: k keeps only the input of every k-th block for the backward, which computes the rest again (Chen et al. 2016,
         arXiv:1604.06174); None keeps all.
+    fused_loss: output layer and loss of a training step are one operator (`attnzoo_kernels.linear_cross_entropy`); None: on a GPU, where
+        the model has one for each token.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: Any, *, bytes_per_token: float | None, record: dict, seed: int, compile: bool | str = False,
-        activation_checkpointing: int | None = None,
+        activation_checkpointing: int | None = None, fused_loss: bool | None = None,
     ):
         super().__init__()
         self.model = model
         self.model.recompute_every = activation_checkpointing
+        if fused_loss and not self.predicts_tokens:
+            raise ValueError("fused_loss=True: must be null or false for a task that predicts no tokens")
+        self.fused_loss = fused_loss
         self.optimizer = optimizer
         self.bytes_per_token = bytes_per_token
         self.record = record
@@ -77,6 +95,8 @@ class TokenPrediction(lightning.LightningModule):
         self._accuracy = MulticlassAccuracy(self.n_classes, average="micro", ignore_index=IGNORED, validate_args=False)
         self._totals: Tensor | None = None
         self.step_loss: Tensor | None = None  # (), of the last optimizer step, summed over its targets
+
+    predicts_tokens = True  # the model's outputs are its output layer's, one for each target
 
     @property
     def n_classes(self) -> int:
@@ -97,7 +117,8 @@ class TokenPrediction(lightning.LightningModule):
     # known before the backward pass; with it only at the last micro-batch, so that the gradients are scaled then.
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss, count = self._training_loss(self.model, self._read(batch))
+        fused = self.predicts_tokens and self.device.type == "cuda" if self.fused_loss is None else self.fused_loss
+        loss, count = self._training_loss(self.model, self._read(batch), fused)
         totals = torch.stack([loss.detach(), count])
         self._totals = totals if self._totals is None else self._totals + totals
         if self.trainer.accumulate_grad_batches > 1:

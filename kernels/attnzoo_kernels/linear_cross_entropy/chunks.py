@@ -82,8 +82,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scales: Tensor | None, ignore_index: int,
                 label_smoothing: float, z_loss: float, softcap: float, vocab_size: int,
                 gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses (tokens,) times `scales`, and, under `gradient` (else empty), the gradients of their sum for x, weight and bias, the latter two
-    in float32."""
+    """Losses (tokens,) times `scales`, and, under `gradient` (else empty), the gradients of their sum for x, weight and bias, of the latter
+    two in float32."""
     tokens, rows = x.shape[0], weight.shape[0]
     matrix = weight.to(x.dtype)
     losses = torch.empty(tokens, dtype=torch.float32, device=x.device)

@@ -9,8 +9,8 @@ from attnzoo_kernels.dispatch import without_autocast
 
 @without_autocast
 def linear_cross_entropy_reference(
-    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, token_weights: Tensor | None, ignore_index: int, label_smoothing: float,
-    z_loss: float, softcap: float, vocab_size: int,
+    x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, token_weights: Tensor | None, ignore_index: int,
+    label_smoothing: float, z_loss: float, softcap: float, vocab_size: int,
 ) -> Tensor:
     """The loss of each token, in float32 (float64 for float64)."""
     logits = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))[..., :vocab_size]
