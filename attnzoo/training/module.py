@@ -63,8 +63,8 @@ class TokenPrediction(lightning.LightningModule):
     seed: of dropout. compile: torch.compile for model and loss together, in training; a string is its mode.
     activation_checkpointing: k keeps only the input of every k-th block for the backward, which computes the rest again (Chen et al. 2016,
         arXiv:1604.06174); None keeps all.
-    fused_loss: output layer and loss of a training step are one operator (`attnzoo_kernels.linear_cross_entropy`); None: on a GPU, where
-        the model has one for each token.
+    fused_loss: output layer and loss of a training step are one operator (`attnzoo_kernels.linear_cross_entropy`); None: on a GPU without
+        torch.compile, where the model has an output for each token.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TokenPrediction(lightning.LightningModule):
         self.model.recompute_every = activation_checkpointing
         if fused_loss and not self.predicts_tokens:
             raise ValueError("fused_loss=True: must be null or false for a task that predicts no tokens")
-        self.fused_loss = fused_loss
+        self.fused_loss = False if fused_loss is None and (compile or not self.predicts_tokens) else fused_loss
         self.optimizer = optimizer
         self.bytes_per_token = bytes_per_token
         self.record = record
@@ -117,7 +117,7 @@ class TokenPrediction(lightning.LightningModule):
     # known before the backward pass; with it only at the last micro-batch, so that the gradients are scaled then.
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        fused = self.predicts_tokens and self.device.type == "cuda" if self.fused_loss is None else self.fused_loss
+        fused = self.device.type == "cuda" if self.fused_loss is None else self.fused_loss
         loss, count = self._training_loss(self.model, self._read(batch), fused)
         totals = torch.stack([loss.detach(), count])
         self._totals = totals if self._totals is None else self._totals + totals
