@@ -26,11 +26,15 @@ class Operands(NamedTuple):
 
 @gluon.jit
 def load_step(operands, stats_desc, smem, bars, stage, q_batch, batch, head, row, stats_tile):
-    """Queries from `row` on, their row statistics and their gradients of the output."""
+    """Queries from `row` on, their row statistics, if there are any, and their gradients of the output."""
     bar = bars.q_full.index(stage)
-    mbarrier.expect(bar, operands.q.block_type.nbytes + stats_desc.block_type.nbytes)
+    if stats_desc is None:
+        mbarrier.expect(bar, operands.q.block_type.nbytes)
+    else:
+        mbarrier.expect(bar, operands.q.block_type.nbytes + stats_desc.block_type.nbytes)
     async_load(operands.q, [q_batch, head, row, 0], bar, box(smem.q.index(stage), operands.q))
-    async_load(stats_desc, [0, 0, stats_tile, 0], bar, box(smem.stats.index(stage), stats_desc))
+    if stats_desc is not None:
+        async_load(stats_desc, [0, 0, stats_tile, 0], bar, box(smem.stats.index(stage), stats_desc))
     load_gradients(operands.do, smem, bars, stage, batch, head, row)
 
 

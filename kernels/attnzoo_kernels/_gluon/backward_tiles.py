@@ -31,6 +31,7 @@ class Config:
     ORDERED: gl.constexpr  # dQ is added up in the order of its semaphores
     CLEARED: gl.constexpr  # dQ was cleared before, though it is ORDERED
     DQ_WARP: gl.constexpr  # a warp of its own has dQ added to memory
+    OPTIONS: gl.constexpr  # a variant's own constants
     DQ_LAGS: gl.constexpr  # dQ is made a step late, so that the consumers need not keep step with each other
     SEGMENT_BEGIN: gl.constexpr  # of the segments of the queries that see a tile: 0 has a mask, 1 none, 2 again one
     SEGMENT_END: gl.constexpr

@@ -70,10 +70,12 @@ def write_statistics(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, ba
 def bwd_preprocess_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr, cu_seqlens,
                           stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen, heads,
                           VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, SEMAPHORES: tl.constexpr,
-                          HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
+                          HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr, STATISTICS: tl.constexpr = True):
     batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
-    write_statistics(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, batch, head, row, first, length, tile, stride_ob, stride_os,
-                     stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, seqlen, heads, VALUE_DIM, WIDTH, HAS_GRAD_LSE, BLOCK)
+    if STATISTICS:
+        write_statistics(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, batch, head, row, first, length, tile, stride_ob,
+                         stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, seqlen, heads, VALUE_DIM, WIDTH,
+                         HAS_GRAD_LSE, BLOCK)
     if SEMAPHORES == 0:  # else the first key tile in turn writes
         empty = tl.arange(0, BLOCK * WIDTH)
         tl.store(dq_ptr + tile * (BLOCK * WIDTH) + empty, tl.zeros([BLOCK * WIDTH], tl.float32))

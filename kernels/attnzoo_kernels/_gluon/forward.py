@@ -57,6 +57,7 @@ class Config:
     MASK: gl.constexpr  # (scores, column, span) -> -inf where a query does not see a key
     STEP_MASK: gl.constexpr  # (scores, where) -> MASK for those tiles in the loop that need it, under MASK_IN_LOOP
     INSIDE: gl.constexpr  # (tile, span, layout) -> (rows of lse and statistics, whether they are there)
+    WEIGHTS: gl.constexpr  # (scores, (step, last step, span)) -> weights that need no statistics of their row; left out: a softmax's
     FINISH: gl.constexpr  # (acc, inverse, tile, span, at, begun, BRANCH, ME): writes the output, which lies at the box `at`
 
 

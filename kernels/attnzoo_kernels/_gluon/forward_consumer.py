@@ -86,12 +86,14 @@ def consume(program, config, ME: gl.constexpr):
         for BRANCH in gl.static_range(config.BRANCHES):
             step = hand_on(program.bars, step, span.loaded_end - span.end, config)
             acc_pending, row_max, row_sum, step, q_step = config.MAINLOOP(q, tile, span, taken, step, q_step, BRANCH, ME, program, config)
-            row, there = config.INSIDE(tile, span, program, config)
-            if config.JOIN is not None:
-                row_max, row_sum, factor = config.JOIN(row_max, row_sum, begun, program, config)
-            inverse = store_statistics(program.rows, row, there, row_max, row_sum, config.BRANCHES - 1 - BRANCH)
-            if config.JOIN is not None:
-                inverse = inverse * factor
+            inverse = 0
+            if config.WEIGHTS is None:
+                row, there = config.INSIDE(tile, span, program, config)
+                if config.JOIN is not None:
+                    row_max, row_sum, factor = config.JOIN(row_max, row_sum, begun, program, config)
+                inverse = store_statistics(program.rows, row, there, row_max, row_sum, config.BRANCHES - 1 - BRANCH)
+                if config.JOIN is not None:
+                    inverse = inverse * factor
             at = place(tile.sequence, tile.head, tile.first_q, span.row, span.len_q, config.PACKED)
             done = tile
             if config.PREFETCH_TILE:

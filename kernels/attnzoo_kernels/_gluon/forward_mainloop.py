@@ -75,19 +75,25 @@ def first_weights(q, keys, k_empty, masked, column, span, scale, program, config
     release(k_empty)
     if masked:
         scores = config.MASK(scores, column, span, program, config)
-    row_max = gl.max(scores, 1)
-    if config.ROW_MAX_NOT_NEGATIVE:
-        row_max = gl.where((row_max < 0) & (row_max >= -BELOW_ZERO / scale), 0.0, row_max)
-    base = gl.where(row_max == -float("inf"), 0.0, row_max)
-    weights = gl.exp2(scores * scale - (base * scale)[:, None])
-    row_sum = gl.convert_layout(partial_row_sums(weights),
-                                partial_row_sums(gl.zeros([ROWS, config.BLOCK_N], gl.float32, tile_layout)).type.layout)
+    row_max = 0
+    row_sum = 0
+    if config.WEIGHTS is None:
+        row_max = gl.max(scores, 1)
+        if config.ROW_MAX_NOT_NEGATIVE:
+            row_max = gl.where((row_max < 0) & (row_max >= -BELOW_ZERO / scale), 0.0, row_max)
+        base = gl.where(row_max == -float("inf"), 0.0, row_max)
+        weights = gl.exp2(scores * scale - (base * scale)[:, None])
+        row_sum = gl.convert_layout(partial_row_sums(weights),
+                                    partial_row_sums(gl.zeros([ROWS, config.BLOCK_N], gl.float32, tile_layout)).type.layout)
+    else:
+        weights = config.WEIGHTS(scores, (0, 0, span), program, config)
     if not config.ROW_MAX_NOT_NEGATIVE:
         weights = weights.to(dtype)
     if KEYS < config.BLOCK_N:
         weights = gl.join(weights, gl.zeros([ROWS, KEYS], weights.dtype, scores_layout))
         weights = gl.convert_layout(gl.reshape(gl.permute(weights, (0, 2, 1)), [ROWS, config.BLOCK_N]), tile_layout)
-    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, tile_layout))
+    if config.WEIGHTS is None:
+        row_max = gl.convert_layout(row_max, gl.SliceLayout(1, tile_layout))
     if config.ROW_MAX_NOT_NEGATIVE:
         weights = packed(gl.convert_layout(weights, tile_layout), dtype)
     else:
@@ -119,7 +125,10 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
         release(bars.k_empty.index(slot))
     if config.MASK_IN_LOOP:
         scores = config.STEP_MASK(scores, where, program, config)
-    weights, row_max, row_sum, rescale = softmax_step(scores, row_max, row_sum, scale, config.EMPTY_ROWS, NOT_NEGATIVE)
+    if config.WEIGHTS is None:
+        weights, row_max, row_sum, rescale = softmax_step(scores, row_max, row_sum, scale, config.EMPTY_ROWS, NOT_NEGATIVE)
+    else:
+        weights = config.WEIGHTS(scores, where, program, config)
     if config.K_BEFORE_PV:  # fault 4: the spin loop of this wait keeps the exponentials above the wait for the product
         after, phase_after = stage_of(s + 1, config.STAGES)
         mbarrier.wait(bars.k_full.index(after), phase_after, pred=s + 1 < last_step)
@@ -128,7 +137,8 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
         release(bars.k_empty.index(slot))
     else:
         release(bars.v_empty.index(before))
-    acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
+    if config.WEIGHTS is None:
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
     p = packed(weights, dtype) if config.ROW_MAX_NOT_NEGATIVE else gl.convert_layout(weights.to(dtype), weights_layout)
     return p, acc, row_max, row_sum
 
@@ -145,7 +155,8 @@ def last_product(p, acc, last_step, program, config):
 def attend(q, span, step, program, config):
     """Tiles of keys span.end - 1 down to span.begin, which need a mask from full_end on and before full_begin.
 
-    Returns the accumulator with the last product still in flight, row_max in base 2, row_sum and the next step. The caller waits for
+    Returns the accumulator with the last product still in flight, row_max in base 2, row_sum (nothing without statistics) and the next
+    step. The caller waits for
     the product and, unless JOINT_RELEASE, gives back the last values.
     """
     bars, tiles, scale = program.bars, program.tiles, program.rows.scale
@@ -184,7 +195,10 @@ def attend(q, span, step, program, config):
     if config.ROW_MAX_NOT_NEGATIVE:
         p = unpacked(p, weights_layout, dtype)
     acc_pending = last_product(p, acc, last_step, program, config)
-    return acc_pending, row_max * scale, gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores_layout)), last_step
+    if config.WEIGHTS is None:
+        row_max = row_max * scale
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores_layout))
+    return acc_pending, row_max, row_sum, last_step
 
 
 @gluon.jit

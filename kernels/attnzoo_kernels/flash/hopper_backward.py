@@ -7,6 +7,7 @@ down, and nothing is cleared: the first writes.
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from attnzoo_kernels._gluon.bwd_postprocess import bwd_postprocess_kernel
 from attnzoo_kernels._gluon.bwd_preprocess import bwd_preprocess_kernel
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
-from attnzoo_kernels._triton.call import Layout, layout, strides
+from attnzoo_kernels._triton.call import Call, Layout, layout, strides
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, tma_gradient
 from attnzoo_kernels.flash.options import Options
 
@@ -59,6 +60,14 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, exact_del
     return why_not_tma(q, k, v)
 
 
+class Rule(NamedTuple):
+    """Which kernel of `softmax_bwd_kernel`'s tensors makes the gradients, and what it takes beside that one's numbers and constants."""
+
+    kernel: Any
+    scalars: tuple = ()  # before the others
+    constants: tuple = ()  # pairs of name and value
+
+
 @dataclass
 class Plan:
     """The launches for one layout of the arguments."""
@@ -72,8 +81,10 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered: bool, q: Layout, k: Layout, v: Layout, out: Layout,
-          grad_out: Layout, dq: Layout, dk: Layout, dv: Layout, options: Options, tile: Tile | None = None) -> Plan:
+def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered: bool, q: Layout, k: Layout, v: Layout, out: Layout | None,
+          grad_out: Layout, dq: Layout, dk: Layout, dv: Layout, options: Call, tile: Tile | None = None,
+          rule: Rule | None = None) -> Plan:
+    rule = rule or Rule(softmax_bwd_kernel)
     sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     (heads, head_dim), (kv_heads, value_dim) = q[0][-2:], v[0][-2:]
     width, packed, group = mainloop_width(head_dim, value_dim), options.packed, heads // kv_heads
@@ -84,8 +95,9 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
     of_rows = {"WIDTH": width, "PACKED": packed, "BLOCK": tile.rows}
     preprocess = Launch(
-        bwd_preprocess_kernel, query_tiles, (*strides(out), *strides(grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads),
-        of_rows | {"VALUE_DIM": value_dim, "SEMAPHORES": 1 if ordered else 0, "HAS_GRAD_LSE": has_grad_lse}, 4, 1)
+        bwd_preprocess_kernel, query_tiles, (*strides(out or grad_out), *strides(grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads),
+        of_rows | {"VALUE_DIM": value_dim, "SEMAPHORES": 1 if ordered else 0, "HAS_GRAD_LSE": has_grad_lse, "STATISTICS": out is not None},
+        4, 1)
     copies = ()
     if packed:
         copies = tuple(tails(x, sequences, block, width)
@@ -94,31 +106,35 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     head_group = heads_together(sequences * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs, ordered)
     head_tiles = query_tiles // heads if packed else query_tiles // (heads * sequences)
     mainloop = Launch(
-        softmax_bwd_kernel, min(key_tiles, programs),
-        (options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right, sequences, seqlen_q,
+        rule.kernel, min(key_tiles, programs),
+        (*rule.scalars, options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right, sequences, seqlen_q,
          seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, key_tiles),
         {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
-         "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered, **tile.constants()}, 4, 1)
+         "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered, **dict(rule.constants), **tile.constants()}, 4, 1)
     postprocess = Launch(bwd_postprocess_kernel, query_tiles, (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),
                          of_rows | {"HEAD_DIM": head_dim, "ORDERED": ordered, "SPACING": 1}, 4, 1)
     return Plan(tile, width, preprocess, copies, mainloop, postprocess)
 
 
-def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
-                    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options, deterministic: bool,
-                    tile: Tile | None = None, into: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, stats: Tensor | None,
+                    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Call, deterministic: bool,
+                    tile: Tile | None = None, into: tuple[Tensor, Tensor, Tensor] | None = None,
+                    rule: Rule | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV and an empty delta, as the plain path's launch_backward gives them, for what backward_reason lets through.
 
-    into: where the first three go, 16-byte aligned, the heads of a row side by side.
+    into: where the first three go, 16-byte aligned, the heads of a row side by side. rule: another operator's, whose rows may have no
+    statistics: then out and stats are None.
     """
     grad_out = tma_gradient(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     dq, dk, dv = into or (x.new_empty(x.shape) for x in (q, k, v))
-    plan = _plan(q.device, q.dtype, grad_lse is not None, deterministic, *map(layout, (q, k, v, out, grad_out, dq, dk, dv)), options, tile)
+    plan = _plan(q.device, q.dtype, grad_lse is not None, deterministic, *map(layout, (q, k, v)), None if out is None else layout(out),
+                 *map(layout, (grad_out, dq, dk, dv)), options, tile, rule)
     query_tiles, width, rows = plan.preprocess.programs, plan.width, plan.tile.rows
-    row_stats = stats.new_empty(query_tiles, 1, 2 * rows)
-    dq_sum = stats.new_empty(1, query_tiles * rows * width // 32, 1, 32)
+    floats = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
+    row_stats = None if out is None else floats(query_tiles, 1, 2 * rows)
+    dq_sum = floats(1, query_tiles * rows * width // 32, 1, 32)
     counter, semaphore = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (1, query_tiles if deterministic else 0))
     tensors, ends = (q, k, v, grad_out), (None,) * 4
     with on_device_of(q):
@@ -126,8 +142,9 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         if plan.tails:
             bounds = cu_seqlens_q, cu_seqlens_k, cu_seqlens_k, cu_seqlens_q
             ends = tuple(map(copy_tails, plan.tails, tensors, bounds))
-        plan.mainloop(*sources(tensors, rows, width), descriptor(row_stats, 1, 2 * rows), *sources(ends, rows, width),
+        plan.mainloop(*sources(tensors, rows, width), None if out is None else descriptor(row_stats, 1, 2 * rows),
+                      *sources(ends, rows, width),
                       descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width), dk, dv,
                       descriptor(dq_sum, rows * width // 64, 32), None, None, counter, semaphore, cu_seqlens_q, cu_seqlens_k)
         plan.postprocess(dq_sum, semaphore, dq, cu_seqlens_q)
-    return dq, dk, dv, stats.new_empty(0)
+    return dq, dk, dv, floats(0)

@@ -1,5 +1,6 @@
 """Sigmoid attention's options beside those of every call."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,15 @@ class Options(Call):
         slopes_stride = None if alibi_slopes is None else alibi_slopes.stride(0) if alibi_slopes.dim() == 2 else 0
         return cls(sequences=packed_sequences(cu_seqlens), softmax_scale=softmax_scale, window_left=window_left, window_right=window_right,
                    sigmoid_bias=sigmoid_bias, slopes_stride=slopes_stride)
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the bias is known on the device only."""
+        return self.sigmoid_bias is None and self.packed
+
+    def base_2_bias(self, seqlen_k: int) -> float:
+        """Of dense sequences, or a given one."""
+        return (-math.log(max(seqlen_k, 1)) if self.sigmoid_bias is None else self.sigmoid_bias) * math.log2(math.e)
 
     def scalars(self, q: torch.Size, k: torch.Size) -> tuple:
         return (self.slopes_stride or 0, self.softmax_scale, self.sigmoid_bias or 0.0, self.window_left, self.window_right,

@@ -1,0 +1,120 @@
+"""Sigmoid attention's forward for Hopper in Gluon: flash attention's, whose weights are made of each score alone."""
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
+from attnzoo_kernels._gluon.forward_consumer import consume, run_forward, write_tile
+from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step_mask
+from attnzoo_kernels._gluon.forward_producer import produce_prefetched
+from attnzoo_kernels._gluon.forward_tile import ForwardTile
+from attnzoo_kernels._gluon.hopper import why_not_tma
+from attnzoo_kernels._gluon.tile_scheduler import Span, next_tile, span, take, tile_counter
+from attnzoo_kernels._gluon.tiles import masks_in_loop
+from attnzoo_kernels._triton.call import Layout, layout
+from attnzoo_kernels._triton.launch import on_device_of
+from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile
+from attnzoo_kernels.sigmoid.hooks import REGISTERS, SIGMOID
+from attnzoo_kernels.sigmoid.options import Options
+
+
+@gluon.jit
+def sigmoid(scores):
+    """Of scores in base 2."""
+    return gl.inline_asm_elementwise(SIGMOID, REGISTERS, [scores], dtype=gl.float32, is_pure=True, pack=4)
+
+
+@gluon.jit
+def bias_of(bias, len_k, BY_LENGTH: gl.constexpr):
+    """In base 2. BY_LENGTH: minus the logarithm of a packed sequence's keys."""
+    if BY_LENGTH:
+        bias = -gl.log2(gl.maximum(len_k, 1).to(gl.float32))
+    return bias
+
+
+@gluon.jit
+def biased_span(tile, ME: gl.constexpr, taken, program, config):
+    """SPAN."""
+    s = span(tile, ME, taken, program, config)
+    return Span(s.row, s.len_q, s.len_k, s.loaded_begin, s.loaded_end, s.begin, s.full_begin, s.full_end, s.end,
+                bias_of(program.own, s.len_k, config.OPTIONS))
+
+
+@gluon.jit
+def weights(scores, where, program, config):
+    """WEIGHTS."""
+    return sigmoid(scores * program.rows.scale + where[2].own)
+
+
+@gluon.jit
+def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
+    """FINISH."""
+    if span.row < span.len_q:
+        write_tile(program.descs.out, acc, at, ME, program)
+
+
+@gluon.jit(do_not_specialize=[name for name in SCALARS if name != "stride_stats"],
+           do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
+def sigmoid_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, cu_seqlens_q, cu_seqlens_k, counter, scale, bias, window_left, window_right,
+                              n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
+                              STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PACKED: gl.constexpr,
+                              HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr,
+                              JOINT_RELEASE: gl.constexpr, K_BEFORE_PV: gl.constexpr, HALF_TILE: gl.constexpr, PREFETCH_TILE: gl.constexpr,
+                              BY_LENGTH: gl.constexpr):
+    config = Config(
+        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED, HAS_LEFT=HAS_LEFT,
+        HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1,
+        JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE, OPTIONS=BY_LENGTH,
+        PRODUCE=produce_prefetched, CONSUME=consume, NEXT_TILE=next_tile, TAKE=take, SPAN=biased_span, MAINLOOP=mainloop, COLUMN=column,
+        MASK=mask, STEP_MASK=step_mask, WEIGHTS=weights, FINISH=finish)
+    descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
+    tiles, bars = allocate(descs, config)
+    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
+                      window_right)
+    run_forward(Program(descs, problem, Rows(scale, None, None, 0), tiles, bars, bias), config)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layout, k: Layout, v: Layout, options: Options,
+          tile: ForwardTile | None = None) -> ForwardPlan:
+    """Of a call's mean length; the kernels of all other lengths are compiled with it."""
+    sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
+    width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
+    shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
+    mask_in_loop = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
+    scalars = {"head_group": heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2]), "bias": options.base_2_bias(seqlen_k)}
+
+    def of_length(length: int) -> ForwardPlan:
+        own = tile or hopper_forward_tile(width, value_width, length, causal=options.causal, window=options.window_left >= 0,
+                                          packed=options.packed)
+        half_tile = options.causal and (width == value_width == 64 or length <= 512) and not (own.consumers == 3 and mask_in_loop)
+        constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": half_tile, "BY_LENGTH": options.by_length}
+        return plan_forward(sigmoid_fwd_hopper_kernel, device, options, own, q, k, v, scalars, constants)
+
+    mean = seqlen_q // max(sequences, 1) if options.packed else seqlen_q
+    return compiled_together(map(of_length, (mean, *(FORWARD_LENGTHS if tile is None else ()))))
+
+
+def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Why this path does not take the call; None if it does."""
+    if not (32 < q.shape[-1] <= 128 and 32 < v.shape[-1] <= 128):
+        return f"head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
+    if options.slopes_stride is not None:
+        return "it has no alibi_slopes"
+    return why_not_tma(q, k, v)
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
+                   tile: ForwardTile | None = None) -> Tensor:
+    """Output, for what forward_reason lets through."""
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
+    plan = _plan(q.device, q.dtype, same_lengths, layout(q), layout(k), layout(v), options, tile)
+    with on_device_of(q):
+        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), cu_seqlens_q, cu_seqlens_k, tile_counter(q.device))
+    return out

@@ -1,0 +1,85 @@
+"""Sigmoid attention's backward on Hopper: flash attention's, without statistics of rows; a step makes its gradients of weights alone."""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, consume, pair_mainloop, pair_start, pair_store, same_tile
+from attnzoo_kernels._gluon.backward_dq import first_buffer
+from attnzoo_kernels._gluon.backward_kernel import run_pair
+from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load_keys, load_queries, next_step
+from attnzoo_kernels._gluon.backward_plan import Tile
+from attnzoo_kernels._gluon.backward_step import add_step, masked_scores, pair_barriers, pair_tiles, products
+from attnzoo_kernels._gluon.backward_tiles import Config, Problem, next_key_tile
+from attnzoo_kernels._gluon.hopper import warpgroup_mma_wait
+from attnzoo_kernels.flash import hopper_backward as flash
+from attnzoo_kernels.sigmoid.hopper import bias_of, sigmoid
+from attnzoo_kernels.sigmoid.options import Options
+
+
+@gluon.jit
+def bias_of_tile(own, key, len_q, len_k, c):
+    """OF_TILE: the bias."""
+    return bias_of(own, len_k, c.OPTIONS)
+
+
+@gluon.jit
+def mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
+    """MAINLOOP, whose steps take the bias beside the scale."""
+    return pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, (scale, of_tile), c, ME)
+
+
+@gluon.jit
+def step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
+    """STEP. Queries behind a sequence's end have no gradient of the output, which makes all that they add zero."""
+    stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
+    scores = scores * scale[0] + scale[1]
+    if MASKED:
+        scores = masked_scores(scores, smem.columns, low, high, c)
+    weights = sigmoid(scores)
+    p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
+    dweights = weights * warpgroup_mma_wait(0, deps=(dweights_pending,))
+    dscores = (dweights - weights * dweights).to(smem.q.dtype)
+    return add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, False)
+
+
+@gluon.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group", "head_tiles",
+                              "n_tiles"],
+           do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "dq_semaphore"])
+def sigmoid_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc, dk_desc, dv_desc,
+                       dk_ptr, dv_ptr, dq_desc, dv_from, dv_to, counter, dq_semaphore, cu_seqlens_q, cu_seqlens_k, bias, softmax_scale,
+                       scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, kv_heads, stride_dk, stride_dv, group, head_group,
+                       head_tiles, n_tiles, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, PACKED: gl.constexpr,
+                       HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, BY_LENGTH: gl.constexpr, ROWS: gl.constexpr,
+                       STAGES: gl.constexpr, DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr, REGISTERS: gl.constexpr,
+                       LOAD_REGISTERS: gl.constexpr):
+    """stats_desc, dv_from and dv_to are None."""
+    c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
+               PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, CLEARED=False, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
+               OPTIONS=BY_LENGTH, SEGMENT_BEGIN=0, SEGMENT_END=3 if HAS_LEFT else 2, OF_TILE=bias_of_tile, TILE=next_key_tile,
+               BOUNDS=all_queries, LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys,
+               START=pair_start, MAINLOOP=mainloop, STEP=step, STORE=pair_store, BUFFER=first_buffer)
+    smem = pair_tiles(q_desc.dtype, c)
+    bars = pair_barriers(c)
+    source = Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc), stats_desc)
+    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
+    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
+                      window_left, window_right)
+    run_pair(source, grads, smem, bars, dq_desc, dq_semaphore, problem, bias, scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c)
+
+
+def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Why this path does not take the call; None if it does."""
+    if not 32 < max(q.shape[-1], v.shape[-1]) <= 128:
+        return f"the wider of head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
+    if options.slopes_stride is not None:
+        return "it has no alibi_slopes"
+    return flash.why_not_tma(q, k, v)
+
+
+def launch_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+                    options: Options, deterministic: bool, tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV, for what backward_reason lets through."""
+    ordered = deterministic or flash.in_order_anyway(q, k, v, options)
+    rule = flash.Rule(sigmoid_bwd_kernel, (options.base_2_bias(k.shape[-3]),), (("BY_LENGTH", options.by_length),))
+    return flash.launch_backward(grad_out, None, q, k, v, None, None, cu_seqlens_q, cu_seqlens_k, options, ordered, tile, rule=rule)[:3]

@@ -1,0 +1,53 @@
+"""Compile sigmoid attention's Gluon kernels for Hopper without one: `python sigmoid_hopper_ahead_of_time.py 90 [every]` prints a JSON line
+per kernel; without `every`, of a few of them."""
+
+import sys
+from dataclasses import asdict
+
+import torch
+from hopper_ahead_of_time import WarmUp, compile_only, report
+
+FULL, CAUSAL, WINDOW = (-1, -1), (-1, 0), (64, 0)
+# head_dim, value_dim, length, window, packed
+FEW = ((64, 64, 4096, CAUSAL, True), (128, 128, 4096, FULL, False), (64, 64, 512, WINDOW, False))
+EVERY = FEW + tuple((width, value_width, length, window, packed) for width, value_width in ((64, 64), (128, 128), (64, 128))
+                    for length in (512, 4160) for window in (FULL, CAUSAL, WINDOW) for packed in (False, True))
+
+
+def main() -> None:
+    compile_only()
+    from attnzoo_kernels._triton.call import layout
+    from attnzoo_kernels.flash import hopper_backward as flash
+    from attnzoo_kernels.sigmoid import hopper, hopper_backward
+    from attnzoo_kernels.sigmoid.options import Options
+
+    hopper.tile_counter, flash.multiprocessors = lambda device: torch.zeros(1, dtype=torch.int32), lambda device: 132
+    compiled, plan_of_flash = [], flash._plan
+
+    def plan_backward(*arguments):
+        plan = plan_of_flash(*arguments)
+        if not isinstance(plan.mainloop.kernel, WarmUp):
+            for launch in (plan.preprocess, *plan.tails, plan.mainloop, plan.postprocess):
+                launch.kernel = WarmUp(launch.kernel)
+        compiled.append(plan)
+        return plan
+
+    flash._plan = plan_backward
+    for head_dim, value_dim, length, (left, right), packed in EVERY if "every" in sys.argv else FEW:
+        rows = (length,) if packed else (1, length)
+        q, k = torch.zeros(2, *rows, 2, head_dim, dtype=torch.bfloat16)
+        v, grad_out = torch.zeros(2, *rows, 2, value_dim, dtype=torch.bfloat16)
+        bounds = torch.zeros(2, dtype=torch.int32) if packed else None
+        options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
+        case = {"head_dim": head_dim, "value_dim": value_dim, "length": length, "packed": packed, "window": (left, right)}
+        launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, layout(q), layout(k), layout(v), options, None)
+        launch.kernel, launch.other = WarmUp(launch.kernel), None
+        hopper.launch_forward(q, k, v, bounds, bounds, options)
+        report(launch.compiled, **case, consumers=tile.consumers)
+        for deterministic in (False, True) if "every" in sys.argv else (length > 512,):
+            hopper_backward.launch_backward(grad_out, q, k, v, bounds, bounds, options, deterministic)
+            report(compiled[-1].mainloop.compiled, **case, deterministic=deterministic, tile=asdict(compiled[-1].tile))
+
+
+if __name__ == "__main__":
+    main()
