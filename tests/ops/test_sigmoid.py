@@ -17,10 +17,10 @@ CASES = [replace(case, dtype=dtype) for n, case in enumerate(CORRECTNESS) for m,
 PATHS = ("triton", "reference")
 
 
-def run(case: Case, inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def run(case: Case, inputs, impl: str, dtype: torch.dtype | None = None, **options) -> dict[str, torch.Tensor]:
     """Output and all gradients."""
     tensors = [x.detach().to(dtype or x.dtype).requires_grad_() for x in inputs[:3]]
-    out = sigmoid_attention(*tensors, **inputs.options, impl=impl)
+    out = sigmoid_attention(*tensors, **inputs.options, **options, impl=impl)
     out.backward(inputs.dout.to(out.dtype))
     return {"out": out} | dict(zip(("dq", "dk", "dv"), (x.grad for x in tensors), strict=True))
 

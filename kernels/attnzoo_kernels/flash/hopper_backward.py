@@ -95,7 +95,8 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
     of_rows = {"WIDTH": width, "PACKED": packed, "BLOCK": tile.rows}
     preprocess = Launch(
-        bwd_preprocess_kernel, query_tiles, (*strides(out or grad_out), *strides(grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads),
+        bwd_preprocess_kernel, query_tiles,
+        (*strides(out or grad_out), *strides(grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads),
         of_rows | {"VALUE_DIM": value_dim, "SEMAPHORES": 1 if ordered else 0, "HAS_GRAD_LSE": has_grad_lse, "STATISTICS": out is not None},
         4, 1)
     copies = ()
@@ -107,8 +108,8 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     head_tiles = query_tiles // heads if packed else query_tiles // (heads * sequences)
     mainloop = Launch(
         rule.kernel, min(key_tiles, programs),
-        (*rule.scalars, options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right, sequences, seqlen_q,
-         seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, key_tiles),
+        (*rule.scalars, options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right,
+         sequences, seqlen_q, seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, key_tiles),
         {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
          "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered, **dict(rule.constants), **tile.constants()}, 4, 1)
     postprocess = Launch(bwd_postprocess_kernel, query_tiles, (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),

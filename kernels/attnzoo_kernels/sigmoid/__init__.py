@@ -41,7 +41,8 @@ def sigmoid_attention(
         that reads token by token needs the number of its training instead, -log(context). No gradient.
     alibi_slopes: float32 (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q - j|. No gradient.
     deterministic: as in flash_attention. Plain Triton's forward and backward always repeat bit by bit.
-    impl: "gluon" | "triton" | "reference". None takes gluon where it holds (`why_not_gluon`), else triton, on CUDA tensors, and the
+    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, no ALiBi; what its backward does not take, plain Triton's does) |
+        "triton" | "reference". None takes gluon where it holds (`why_not_gluon`), else triton, on CUDA tensors, and the
         reference on CPU ones: there is no path for CPUs. A path named runs or raises. A query that is not a number may make others of
         its tile none on a GPU.
 
@@ -63,6 +64,7 @@ def sigmoid_attention(
             q, k, v, window_size=(left, right), softmax_scale=softmax_scale, sigmoid_bias=sigmoid_bias, alibi_slopes=alibi_slopes,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     checks.no_gradient(alibi_slopes=alibi_slopes)
+    softmax_scale, q = checks.positive_scale(softmax_scale, q)
     return ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, impl, deterministic, softmax_scale, sigmoid_bias, left, right)
 
 

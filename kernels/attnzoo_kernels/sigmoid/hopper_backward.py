@@ -4,14 +4,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, consume, pair_mainloop, pair_start, pair_store, same_tile
+from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, pair_mainloop, pair_start, pair_store, same_tile
 from attnzoo_kernels._gluon.backward_dq import first_buffer
 from attnzoo_kernels._gluon.backward_kernel import run_pair
 from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load_keys, load_queries, next_step
 from attnzoo_kernels._gluon.backward_plan import Tile
 from attnzoo_kernels._gluon.backward_step import add_step, masked_scores, pair_barriers, pair_tiles, products
 from attnzoo_kernels._gluon.backward_tiles import Config, Problem, next_key_tile
-from attnzoo_kernels._gluon.hopper import warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import warpgroup_mma_wait, why_not_tma
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.sigmoid.hopper import bias_of, sigmoid
 from attnzoo_kernels.sigmoid.options import Options
@@ -74,7 +74,7 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
         return f"the wider of head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
     if options.slopes_stride is not None:
         return "it has no alibi_slopes"
-    return flash.why_not_tma(q, k, v)
+    return why_not_tma(q, k, v)
 
 
 def launch_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,

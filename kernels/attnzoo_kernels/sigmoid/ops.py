@@ -10,15 +10,26 @@ def _forward(
     impl: str | None, deterministic: bool, softmax_scale: float, sigmoid_bias: float | None, window_left: int, window_right: int,
 ) -> Tensor:
     from attnzoo_kernels._triton import launch
-    from attnzoo_kernels.sigmoid import forward
     from attnzoo_kernels.sigmoid.options import Options
 
     numbers = softmax_scale, sigmoid_bias, window_left, window_right
     readable = launch.readable(q, k, v)
     if readable is not None:
         return launch.narrowed(_forward(*readable, cu_seqlens_q, cu_seqlens_k, alibi_slopes, impl, deterministic, *numbers), v)
-    dispatch.choose("sigmoid forward", impl)
-    return forward.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, Options.of(cu_seqlens_q, alibi_slopes, *numbers))
+    options = Options.of(cu_seqlens_q, alibi_slopes, *numbers)
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.sigmoid import hopper
+
+        return hopper.forward_reason(q, k, v, options)
+
+    if dispatch.choose("sigmoid forward", impl, why_not_gluon) == "gluon":
+        from attnzoo_kernels.sigmoid import hopper
+
+        return hopper.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    from attnzoo_kernels.sigmoid import forward
+
+    return forward.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
 
 
 def _fake_forward(q, k, v, *_):
@@ -31,7 +42,6 @@ def _gradients(
     window_left: int, window_right: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from attnzoo_kernels._triton import launch
-    from attnzoo_kernels.sigmoid import backward
     from attnzoo_kernels.sigmoid.options import Options
 
     numbers = softmax_scale, sigmoid_bias, window_left, window_right
@@ -39,9 +49,20 @@ def _gradients(
     if readable is not None:
         wide = _gradients(readable[3], *readable[:3], cu_seqlens_q, cu_seqlens_k, alibi_slopes, impl, deterministic, *numbers)
         return tuple(map(launch.narrowed, wide, (q, k, v)))
-    dispatch.choose("sigmoid backward", impl)
-    return backward.launch_backward(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
-                                    Options.of(cu_seqlens_q, alibi_slopes, *numbers))
+    options = Options.of(cu_seqlens_q, alibi_slopes, *numbers)
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.sigmoid import hopper_backward
+
+        return hopper_backward.backward_reason(q, k, v, options)
+
+    if dispatch.choose_backward("sigmoid backward", impl, why_not_gluon) == "gluon":
+        from attnzoo_kernels.sigmoid import hopper_backward
+
+        return hopper_backward.launch_backward(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, options, deterministic)
+    from attnzoo_kernels.sigmoid import backward
+
+    return backward.launch_backward(grad_out, q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, options)
 
 
 def _fake_gradients(grad_out, q, k, v, *_):
