@@ -29,6 +29,7 @@ from attnzoo_kernels.block_sparse.cases import Case as Sparse
 from attnzoo_kernels.differential.cases import Case as Differential
 from attnzoo_kernels.dual_chunk.cases import Case as Chunks
 from attnzoo_kernels.flash.cases import Case
+from attnzoo_kernels.sigmoid.cases import Case as Sigmoid
 
 PROGRAMS = 3
 PACKED = (100, 0, 200)
@@ -59,6 +60,8 @@ CASES = {
                      for d in (64, 128) for block in (64, 128)],
     "dual_chunk": [Chunks(seqlen_q=600, lengths_q=lengths, kv_heads=1, head_dim=d, chunk_size=chunk + 32, local_size=32)
                    for d in (64, 128) for chunk, lengths in ((128, None), (128, (100, 0, 400)), (218, (100, 0, 400)))],
+    "sigmoid": [Sigmoid(seqlen_q=333, lengths_q=lengths, kv_heads=1, head_dim=d, causal=True)
+                for d in (64, 128) for lengths in (None, PACKED)],
 }
 
 
@@ -106,7 +109,7 @@ def main(operator: str, *chosen: str) -> None:
         if operator == "flash_fp8":
             flash_fp8(case)
         else:
-            for deterministic in (False, True) if operator in ("flash", "dual_chunk") else (False,):
+            for deterministic in (False, True) if operator in ("flash", "dual_chunk", "sigmoid") else (False,):
                 gradients(operator, case, deterministic)
         torch.cuda.synchronize()
         print(f"{n}: {case}, {time.perf_counter() - start:.1f} s", flush=True)

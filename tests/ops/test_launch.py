@@ -6,7 +6,14 @@ import pytest
 import torch
 from triton.backends.nvidia import driver
 
-from attnzoo_kernels import BlockLayout, block_sparse_attention, differential_attention, dual_chunk_attention, flash_attention
+from attnzoo_kernels import (
+    BlockLayout,
+    block_sparse_attention,
+    differential_attention,
+    dual_chunk_attention,
+    flash_attention,
+    sigmoid_attention,
+)
 from attnzoo_kernels._triton import launch
 from attnzoo_kernels._triton.launch import Launch, descriptor
 from attnzoo_kernels.dual_chunk.cases import rotary_tables
@@ -123,7 +130,7 @@ def test_narrow_values_that_tma_cannot_read(value_dim, packed, device):
     assert_accurate(out, eager, exact)
 
 
-@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk"))
+@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid"))
 def test_gradients_of_one_head_for_all_with_the_batch_last_in_memory(operator, device):
     """torch.empty_like gives such keys a last stride of 2, over which kernels that write whole rows would pass."""
     q, dout = torch.randn(2, 1, 5, 2, 16, device=device)
@@ -133,6 +140,8 @@ def test_gradients_of_one_head_for_all_with_the_batch_last_in_memory(operator, d
     def attend(q, k, v, impl):
         if operator == "flash":
             return flash_attention(q, k, v, impl=impl)
+        if operator == "sigmoid":
+            return sigmoid_attention(q, k, v, impl=impl)
         if operator == "block_sparse":
             layout = BlockLayout.from_mask(torch.ones(1, 1, dtype=torch.bool, device=device), 16)
             return block_sparse_attention(q, k, v, layout, impl=impl)

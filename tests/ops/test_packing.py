@@ -6,7 +6,14 @@ import triton
 import triton.language as tl
 from paths import PATHS
 
-from attnzoo_kernels import BlockLayout, block_sparse_attention, differential_attention, dual_chunk_attention, flash_attention
+from attnzoo_kernels import (
+    BlockLayout,
+    block_sparse_attention,
+    differential_attention,
+    dual_chunk_attention,
+    flash_attention,
+    sigmoid_attention,
+)
 from attnzoo_kernels._triton.tiles import find_tile
 from attnzoo_kernels.dual_chunk.cases import rotary_tables
 from attnzoo_kernels.packing import pad_packed, unpad_packed
@@ -23,13 +30,16 @@ def operators(device):
         "differential": lambda q, k, v, **options: differential_attention(q, q, k, k, v, lam, **options),
         "dual_chunk": lambda q, k, v, **options: dual_chunk_attention(q, k, v, cos=table, sin=table, chunk_size=8, local_size=2,
                                                                       causal=True, **options),
+        "sigmoid": sigmoid_attention,
     }
 
 
-@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk"))
+@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid"))
 @pytest.mark.parametrize("impl", PATHS)
 @pytest.mark.parametrize("queries, longest", ((0, 0), (5, 0), (5, 5)))
 def test_sequences_without_tokens(operator, impl, queries, longest, device):
+    if (operator, impl) == ("sigmoid", "cpu"):
+        pytest.skip("it has no path for CPUs")
     q = torch.randn(queries, 2, 16, device=device, requires_grad=True)
     k, v = (torch.randn(0, 1, 16, device=device, requires_grad=True) for _ in range(2))
     bounds = torch.tensor([0, longest, longest], dtype=torch.int32, device=device)

@@ -10,9 +10,10 @@ from attnzoo_kernels import (
     differential_attention,
     dual_chunk_attention,
     flash_attention,
+    sigmoid_attention,
 )
 
-OPERATORS = ("flash", "flash causal", "block_sparse", "differential", "dual_chunk", "decode")
+OPERATORS = ("flash", "flash causal", "block_sparse", "differential", "dual_chunk", "sigmoid", "decode")
 
 
 def call(operator: str, q, k, v, other):
@@ -23,6 +24,8 @@ def call(operator: str, q, k, v, other):
     tensors = [x.detach().requires_grad_() for x in (q, k, v)]
     if operator.startswith("flash"):
         out = flash_attention(*tensors, causal=operator.endswith("causal"), deterministic=True)
+    elif operator == "sigmoid":
+        out = sigmoid_attention(*tensors, causal=True, deterministic=True)
     elif operator == "block_sparse":
         blocks = q.shape[1] // 64
         mask = torch.arange(blocks, device=q.device)[:, None] % 3 != torch.arange(blocks, device=q.device) % 3
