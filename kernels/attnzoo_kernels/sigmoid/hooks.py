@@ -1,5 +1,6 @@
 """What sigmoid attention's plain kernels have beside products: each score alone makes its weight, no row has statistics."""
 
+import struct
 from typing import Any, NamedTuple
 
 import triton
@@ -9,14 +10,27 @@ from attnzoo_kernels._triton.mainloop import RowStats
 from attnzoo_kernels._triton.scores import alibi
 from attnzoo_kernels._triton.softmax import exp_in_units, in_units
 
-# sigmoid(x), x in base 2, of four scores by one reciprocal: weights that are zero for -inf, and exact to 2^-21 where they are small. Above
-# 2^30 they are one, and the product of four stays finite
-SIGMOID = tl.constexpr(
-    "{ .reg .f32 t<4>, a<4>, l, h, r; "
-    + "".join(f"min.NaN.f32 t{n}, ${n + 4}, 0f41F00000; ex2.approx.ftz.f32 t{n}, t{n}; add.f32 a{n}, t{n}, 0f3F800000; " for n in range(4))
-    + "mul.f32 l, a0, a1; mul.f32 h, a2, a3; mul.f32 r, l, h; rcp.approx.ftz.f32 r, r; mul.f32 h, h, r; mul.f32 l, l, r; "
-    + "".join(f"mul.f32 t{n}, t{n}, a{n ^ 1}; mul.f32 ${n}, t{n}, {'hl'[n // 2]}; " for n in range(4)) + "}")
-REGISTERS = tl.constexpr("=&f,=&f,=&f,=&f,f,f,f,f")
+SHARING = tl.constexpr(4)  # weights of a thread that share a reciprocal
+
+
+def _sigmoid(count: int) -> tuple[tl.constexpr, tl.constexpr]:
+    """Inline assembly and constraints of sigmoid(x), x in base 2, of `count` scores, a power of two, by one reciprocal.
+
+    t = 2^x, a = 1 + t, and t / a for a product of all a. Weights of -inf are zero, small ones are exact to 2^-21. A score counts as at most
+    120 / count, so that the product stays finite: there a weight is one but for 2^(-120 / count).
+    """
+    lines = [f".reg .f32 t<{count}>, p<{2 * count}>, r<{2 * count}>;"]
+    for n in range(count):  # p: a tree of products, the root p1, whose leaves are the a; r: their reciprocals
+        lines.append(f"min.NaN.f32 t{n}, ${count + n}, 0f{struct.pack('>f', 120 / count).hex()}; ex2.approx.ftz.f32 t{n}, t{n}; "
+                     f"add.f32 p{count + n}, t{n}, 0f3F800000;")
+    lines += [f"mul.f32 p{n}, p{2 * n}, p{2 * n + 1};" for n in reversed(range(1, count))]
+    lines.append("rcp.approx.ftz.f32 r1, p1;")
+    lines += [f"mul.f32 r{n}, r{n // 2}, p{n ^ 1};" for n in range(2, 2 * count)]
+    lines += [f"mul.f32 ${n}, t{n}, r{count + n};" for n in range(count)]
+    return tl.constexpr("{ " + " ".join(lines) + " }"), tl.constexpr(",".join(["=&f"] * count + ["f"] * count))
+
+
+SIGMOID, REGISTERS = _sigmoid(SHARING.value)
 
 
 class Given(NamedTuple):
@@ -81,7 +95,7 @@ def biased_transposed(x, own, products, i, j, at):
 
 @triton.jit
 def hardware_sigmoid(scores, unit, lse, row_sum, EXACT: tl.constexpr):
-    return tl.inline_asm_elementwise(SIGMOID, REGISTERS, [scores], dtype=tl.float32, is_pure=True, pack=4)
+    return tl.inline_asm_elementwise(SIGMOID, REGISTERS, [scores], dtype=tl.float32, is_pure=True, pack=SHARING)
 
 
 @triton.jit
