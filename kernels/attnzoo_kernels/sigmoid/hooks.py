@@ -19,14 +19,15 @@ def _sigmoid(count: int) -> tuple[tl.constexpr, tl.constexpr]:
     t = 2^x, a = 1 + t, and t / a for a product of all a. Weights of -inf are zero, small ones are exact to 2^-21. A score counts as at most
     120 / count, so that the product stays finite: there a weight is one but for 2^(-120 / count).
     """
-    lines = [f".reg .f32 t<{count}>, p<{2 * count}>, r<{2 * count}>;"]
+    lines = [f".reg .f32 t<{count}>, p<{2 * count}>, r<{count}>;"]
     for n in range(count):  # p: a tree of products, the root p1, whose leaves are the a; r: their reciprocals
         lines.append(f"min.NaN.f32 t{n}, ${count + n}, 0f{struct.pack('>f', 120 / count).hex()}; ex2.approx.ftz.f32 t{n}, t{n}; "
                      f"add.f32 p{count + n}, t{n}, 0f3F800000;")
     lines += [f"mul.f32 p{n}, p{2 * n}, p{2 * n + 1};" for n in reversed(range(1, count))]
+    lines += [f"mul.f32 t{n}, t{n}, p{(count + n) ^ 1};" for n in range(count)]  # early: the leaves need no registers then
     lines.append("rcp.approx.ftz.f32 r1, p1;")
-    lines += [f"mul.f32 r{n}, r{n // 2}, p{n ^ 1};" for n in range(2, 2 * count)]
-    lines += [f"mul.f32 ${n}, t{n}, r{count + n};" for n in range(count)]
+    lines += [f"mul.f32 r{n}, r{n // 2}, p{n ^ 1};" for n in range(2, count)]
+    lines += [f"mul.f32 ${n}, t{n}, r{(count + n) // 2};" for n in range(count)]
     return tl.constexpr("{ " + " ".join(lines) + " }"), tl.constexpr(",".join(["=&f"] * count + ["f"] * count))
 
 
