@@ -155,9 +155,8 @@ def last_product(p, acc, last_step, program, config):
 def attend(q, span, step, program, config):
     """Tiles of keys span.end - 1 down to span.begin, which need a mask from full_end on and before full_begin.
 
-    Returns the accumulator with the last product still in flight, row_max in base 2, row_sum (nothing without statistics) and the next
-    step. The caller waits for
-    the product and, unless JOINT_RELEASE, gives back the last values.
+    Returns the accumulator with the last product still in flight, row_max in base 2, row_sum (both nothing under WEIGHTS) and the next
+    step. The caller waits for the product and, unless JOINT_RELEASE, gives back the last values.
     """
     bars, tiles, scale = program.bars, program.tiles, program.rows.scale
     dtype: gl.constexpr = tiles.k.dtype
