@@ -51,7 +51,7 @@ def call(operator: str, queries: int, device: str, impl: str | None):
         "differential": lambda: differential_attention(q, q2, k, k2, v, torch.rand(2, device=device), causal=True, impl=impl),
         "dual_chunk": lambda: dual_chunk_attention(q, k, v, cos=table.cos(), sin=table.sin(), chunk_size=24, local_size=8, causal=True,
                                                    impl=impl),
-        "forgetting": lambda: forgetting_attention(q, k, v, -torch.rand(q.shape[:-1], device=device), impl=impl),
+        "forgetting": lambda: forgetting_attention(q, k, v, -torch.rand(*k.shape[:-2], q.shape[-2], device=device), impl=impl),
         "sigmoid": lambda: sigmoid_attention(q, k, v, causal=True, impl=impl),
     }[operator]()
     return torch.autograd.grad(out.float().sum(), (q, k, v))

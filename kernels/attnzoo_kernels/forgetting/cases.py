@@ -54,7 +54,7 @@ CORRECTNESS: tuple[Case, ...] = (
     *(Case(seqlen_q=m, seqlen_k=n, head_dim=32) for m, n in ((17, 97), (70, 40))),
     *(Case(seqlen_q=70, heads=1, head_dim=d, value_dim=dv) for d, dv in ((64, 64), (40, 111))),
     Case(batch=2, seqlen_q=40, heads=4, kv_heads=2, head_dim=32, strided=True),
-    Case(seqlen_q=97, heads=1, head_dim=32, q_scale=50.0),
+    Case(seqlen_q=97, heads=4, head_dim=32, q_scale=50.0),  # near-ties of one head would decide the largest error
     Case(seqlen_q=161, heads=1, head_dim=32, gate=6.0, resets=0.1),
     Case(lengths_q=(1, 0, 70, 17, 33, 0), kv_heads=1, head_dim=32, gate=4.0),
     Case(lengths_q=(17, 0, 70, 5), lengths_k=(97, 33, 17, 0), head_dim=32, window_size=(16, 0)),

@@ -55,7 +55,7 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, c, cu_seqlens_q, cu_seql
                                        "residual" if needs_dlog_f else False, _options(cu_seqlens_q, *numbers),
                                        key_bias=gates.in_two_parts(c, q.dtype), column_sums=columns)
     if not needs_dlog_f:
-        return dq, dk, dv, columns.new_empty(0)
+        return dq, dk, dv, stats.new_empty(0)
     return dq, dk, dv, gates.gradient(columns, rows.double() if grad_lse is None else rows.double() + grad_lse, cu_seqlens_q, cu_seqlens_k)
 
 
