@@ -4,7 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton.language as tl
 from triton.backends.nvidia import driver
+from triton.runtime.jit import JITFunction
 
 from attnzoo_kernels import (
     BlockLayout,
@@ -75,6 +77,15 @@ def test_later_launches_pass_what_the_first_passed(caller_describes, monkeypatch
         assert seen == [[*expected, 5, 0.5, 64]] * launches
         seen.clear()
     assert made.direct
+
+
+def test_constants_that_are_left_out_are_passed_as_well():
+    """Only the first launch goes by names; the later ones would have an argument too few."""
+    def kernel(x, n, FIRST: tl.constexpr, MIDDLE: tl.constexpr = 5, LAST: tl.constexpr = True):
+        pass
+
+    assert list(Launch(JITFunction(kernel), 1, (2,), {"LAST": False, "FIRST": 1}, 4, 1).constants.items()) == [
+        ("FIRST", 1), ("MIDDLE", 5), ("LAST", False)]
 
 
 @pytest.mark.parametrize("widths, copied", [((40, 16), True), ((64, 32), True), ((64, 40), False), ((33, 64), True), ((100, 100), True)])

@@ -181,7 +181,9 @@ class Launch:
     direct: Any = None
 
     def __post_init__(self):
-        # the compiled kernel takes them by position
+        # the compiled kernel takes them by position, those with a default, too
+        defaults = {p.name: p.default for p in getattr(self.kernel, "params", ()) if p.default is not inspect.Parameter.empty}
+        self.constants = defaults | self.constants
         position = {name: n for n, name in enumerate(getattr(self.kernel, "arg_names", ()))}
         self.constants = dict(sorted(self.constants.items(), key=lambda item: position.get(item[0], len(position))))
 
