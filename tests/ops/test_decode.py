@@ -62,6 +62,35 @@ def test_shares_of_any_number_of_programs_give_the_same(programs, tma, device, m
     assert_accurate(ours, eager, exact)
 
 
+@pytest.mark.parametrize("impl", ("triton", "reference"))
+def test_pages_may_be_shared_and_give_what_rows_give(impl, device):
+    case = Case(lengths=(70, 90), max_len=96, seqlen_q=2, dtype=torch.float32)
+    q, k, v, options = case.inputs(device)
+    k, v = k.nan_to_num(3.0), v.nan_to_num(3.0)
+    k[1, :64], v[1, :64] = k[0, :64], v[0, :64]
+    pages = [torch.cat([x[0].unflatten(0, (3, 32)), x[1, 64:][None]]) for x in (k, v)]
+    table = torch.tensor([[0, 1, 2], [0, 1, 3]], dtype=torch.int32, device=device)
+    expected = decode_attention(q, k, v, **options, return_lse=True, impl=impl)
+    found = decode_attention(q, *pages, **options, block_table=table, return_lse=True, check=True, impl=impl)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_wrong_pages_are_refused(device):
+    q, k, v, options = Case(lengths=(40, 5), page=16, dtype=torch.float32).inputs(device)
+    table = options.pop("block_table")
+    for words, change in (("block_table: row 0 needs a page from 0 to 8 at 1 for its 40 tokens, got 9", (0, 1, 9)),
+                          ("block_table: row 1 needs a page .* at 0 for its 5 tokens, got -1", (1, 0, -1))):
+        wrong = table.clone()
+        wrong[change[:2]] = change[2]
+        with pytest.raises(ValueError, match=words):
+            decode_attention(q, k, v, **options, block_table=wrong, check=True)
+    for words, wrong in (("block_table: must be int32", table.long()), ("with batch 2, got", table[:1])):
+        with pytest.raises(ValueError, match=words):
+            decode_attention(q, k, v, **options, block_table=wrong)
+    with pytest.raises(ValueError, match="cache_seqlens: must lie between 0 and the cache's 48"):
+        decode_attention(q, k, v, cache_seqlens=options["cache_seqlens"] + 9, block_table=table, check=True)
+
+
 @pytest.mark.gpu
 def test_repeated_runs_are_bitwise_equal(device):
     inputs = Case(lengths=(257, 31, 150), dtype=torch.float32).inputs(device)

@@ -21,6 +21,13 @@ def nothing_dropped(x, own, weights, at):
 
 
 @triton.jit
+def load_sequence(own, rows, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, GUARD: tl.constexpr,
+                  TMA: tl.constexpr):
+    """LOAD where a sequence's rows lie one behind the other."""
+    return load_rows(rows, at, WIDTH, BLOCK, BLOCK_WIDTH, GUARD, TMA)
+
+
+@triton.jit
 def scored(q, k, x, own, at, position, edge, MASKED: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):
     """Scores of a tile of keys [BLOCK_N, BLOCK_D], -inf where masked, and what those of a row are less by."""
     # [BLOCK_M, BLOCK_N]
@@ -39,7 +46,7 @@ def scored(q, k, x, own, at, position, edge, MASKED: tl.constexpr, SCORE: tl.con
 def forward_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr, MASK: tl.constexpr,
                  SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = softmax_weights,
                  LAGS: tl.constexpr = True, ROW_BIAS: tl.constexpr = False, BY_WARP: tl.constexpr = False,
-                 SUMS_LAST: tl.constexpr = False):
+                 SUMS_LAST: tl.constexpr = False, LOAD: tl.constexpr = load_sequence):
     """One tile of keys into (O not yet divided [BLOCK_M, BLOCK_DV], row maxima, row sums).
 
     LAGS: row maxima may stay behind. ROW_BIAS: SCORE's second result counts. BY_WARP: as `rescaled` has it. SUMS_LAST: row sums behind the
@@ -47,7 +54,7 @@ def forward_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD:
     """
     acc, row_max, row_sum = state
     # [BLOCK_N, BLOCK_D]
-    k = load_rows(x.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+    k = LOAD(own, x.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
     # [BLOCK_M, BLOCK_N]
     scores, less = scored(x.q, k, x, own, at, position, edge, MASKED, SCORE, MASK)
     weights, new_max, rescale = WEIGHTS(scores, row_max, x.unit, MASKED != "none", x.shape.PRECISION == "ieee", LAGS,
@@ -57,7 +64,7 @@ def forward_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD:
     kept = DROP(x, own, weights, at)
     acc = rescaled(acc, rescale, new_max, row_max, BY_WARP)  # before the wait for the values
     # [BLOCK_N, BLOCK_DV]
-    v = load_rows(x.value_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_N, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
+    v = LOAD(own, x.value_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_N, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
     if SUMS_LAST:
         row_sum = row_sum * rescale + tl.sum(weights, 1)
     # [BLOCK_M, BLOCK_DV]

@@ -16,6 +16,7 @@ def decode_attention(
     v_cache: Tensor,
     *,
     cache_seqlens: Tensor,
+    block_table: Tensor | None = None,
     causal: bool = False,
     softmax_scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
@@ -23,6 +24,7 @@ def decode_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    check: bool = False,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softmax_scale * q kᵀ + bias) v of the newest tokens over a cache: `flash_attention` for few queries, without gradients.
@@ -31,6 +33,10 @@ def decode_attention(
     k_cache: (batch, max_len, kv_heads, head_dim), v_cache: (batch, max_len, kv_heads, value_dim): the new tokens are in it.
     cache_seqlens: int32 (batch,), on q's device: how many tokens of each row are there, the new ones included; what lies behind is never
         used, whatever it is. Values are not looked at on a GPU: more than max_len reads max_len. Zero makes an empty row.
+    block_table: int32 (batch, max_blocks), contiguous, for a cache in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.06180): k_cache is
+        (num_blocks, block_size, kv_heads, head_dim), v_cache likewise, and row b's token t lies in page block_table[b, t // block_size] at
+        t % block_size. Rows may name the same pages. Entries behind a row's tokens are not used, whatever they are (-1, say); one
+        within them that names no page counts as a page of zeros. max_len is then max_blocks * block_size.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
     head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
@@ -43,6 +49,7 @@ def decode_attention(
 
     softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q).
+    check: look at the values of cache_seqlens and block_table, which waits for the device; on a CPU they are always looked at.
     impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
 
     The Triton path shares out the tiles of all sequences evenly among as many programs as the GPU runs at once, whatever the lengths, and
@@ -51,10 +58,16 @@ def decode_attention(
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
-    checks.attention_inputs(q, k_cache, v_cache, None, None, None, None, names=("q", "k_cache", "v_cache"),
+    rows = k_cache, v_cache
+    if block_table is not None:
+        rows = _rows_like_pages(q, k_cache, v_cache, block_table)
+    checks.attention_inputs(q, *rows, None, None, None, None, names=("q", "k_cache", "v_cache"),
                             unpacked="; it takes no packed input, and one token of each sequence is q[:, None]")
     batch, _, heads, head_dim = q.shape
-    _check_lengths(cache_seqlens, q, k_cache.shape[1])
+    checks.flag("check", check)
+    _check_lengths(cache_seqlens, q, k_cache.shape[1] * (1 if block_table is None else block_table.shape[1]), check)
+    if block_table is not None:
+        _check_pages(cache_seqlens, block_table, *k_cache.shape[:2], check)
     checks.non_negative("softcap", softcap)
     left, right = checks.window(window_size, causal)
     if alibi_slopes is not None:
@@ -65,17 +78,49 @@ def decode_attention(
 
     if dispatch.takes_reference("decode", impl, "q", q, IMPLEMENTATIONS):
         out, lse = decode_attention_reference(
-            q, k_cache, v_cache, cache_seqlens=cache_seqlens, window_size=(left, right), softmax_scale=softmax_scale, softcap=softcap,
+            q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, window_size=(left, right), softmax_scale=softmax_scale, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks)
     else:
         checks.no_gradient(alibi_slopes=alibi_slopes)
         autograd.refuse_derivatives('impl="triton"', "use flash_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
-        out, lse = ops.forward(q, k_cache, v_cache, cache_seqlens, alibi_slopes, sinks, softmax_scale, left, right, softcap)
+        out, lse = ops.forward(q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, sinks, softmax_scale, left, right, softcap)
     return (out, lse) if return_lse else out
 
 
-def _check_lengths(cache_seqlens: Tensor, q: Tensor, max_len: int) -> None:
+def _rows_like_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
+    """Caches of the shapes that checks.attention_inputs knows, which stand for pages."""
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.tensor(name, x)
+        if x.dim() != 4:
+            what = "(batch, seqlen_q, heads, head_dim)" if name == "q" else "(num_blocks, block_size, kv_heads, width)"
+            raise ValueError(f"{name}: must be {what}, got shape {tuple(x.shape)}")
+        if x is not q and 0 in x.shape[:2]:
+            raise ValueError(f"{name}: must have a page, and rows in it, got shape {tuple(x.shape)}")
+    if v_cache.shape[:2] != k_cache.shape[:2]:
+        raise ValueError(f"v_cache: must have k_cache's pages {tuple(k_cache.shape[:2])}, got {tuple(v_cache.shape[:2])}")
+    checks.tensor("block_table", block_table)
+    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0] or block_table.dtype != torch.int32:
+        raise ValueError(f"block_table: must be int32 (batch, max_blocks) with batch {q.shape[0]}, got {block_table.dtype} of shape "
+                         f"{tuple(block_table.shape)}")
+    if block_table.device != q.device or not block_table.is_contiguous():
+        raise ValueError(f"block_table: must be contiguous and on q's device {q.device}, got strides {block_table.stride()} on "
+                         f"{block_table.device}")
+    return tuple(x[:1].expand(q.shape[0], -1, -1, -1) for x in (k_cache, v_cache))
+
+
+def _check_pages(cache_seqlens: Tensor, block_table: Tensor, n_pages: int, page: int, check: bool) -> None:
+    if torch.compiler.is_compiling() or not (check or block_table.device.type == "cpu"):
+        return
+    used = torch.arange(block_table.shape[1], device=block_table.device) * page < cache_seqlens[:, None]
+    wrong = used & ((block_table < 0) | (block_table >= n_pages))
+    if wrong.any():
+        row, column = (int(x) for x in wrong.nonzero()[0])
+        raise ValueError(f"block_table: row {row} needs a page from 0 to {n_pages - 1} at {column} for its {int(cache_seqlens[row])} tokens, "
+                         f"got {int(block_table[row, column])}")
+
+
+def _check_lengths(cache_seqlens: Tensor, q: Tensor, max_len: int, check: bool) -> None:
     checks.tensor("cache_seqlens", cache_seqlens, way_out="; torch.full((batch,), length, dtype=torch.int32, device=q.device) makes one")
     if tuple(cache_seqlens.shape) != (q.shape[0],):
         raise ValueError(f"cache_seqlens: must have shape (batch,) = ({q.shape[0]},), got {tuple(cache_seqlens.shape)}")
@@ -85,7 +130,7 @@ def _check_lengths(cache_seqlens: Tensor, q: Tensor, max_len: int) -> None:
         raise ValueError(f"cache_seqlens: must be on q's device {q.device}, got {cache_seqlens.device}")
     if cache_seqlens.shape[0] > 1 and cache_seqlens.stride(0) != 1:
         raise ValueError(f"cache_seqlens: must be contiguous, got stride {cache_seqlens.stride(0)}; call .contiguous()")
-    if cache_seqlens.device.type == "cpu" and not torch.compiler.is_compiling() and cache_seqlens.numel():
+    if (check or cache_seqlens.device.type == "cpu") and not torch.compiler.is_compiling() and cache_seqlens.numel():
         low, high = cache_seqlens.aminmax()
         if low < 0 or high > max_len:
             raise ValueError(f"cache_seqlens: must lie between 0 and the cache's {max_len} tokens, got {cache_seqlens.tolist()}")

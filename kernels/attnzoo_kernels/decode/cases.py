@@ -41,6 +41,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     heads_first: bool = False
     strided: bool = False
+    page: int | None = None  # rows of a page, in which the cache then lies in random order, NaN in the pages that nobody uses
     q_scale: float = 1.0
 
     @property
@@ -77,7 +78,24 @@ class Case:
             options["alibi_slopes"] = torch.exp2(-8 * torch.arange(1, self.heads + 1, device=device, dtype=torch.float32) / self.heads)
         if self.sinks:
             options["sinks"] = torch.randn(self.heads, generator=generator, device=device)
-        return Inputs(q, cache(self.head_dim), cache(self.value_dim or self.head_dim), options)
+        caches = cache(self.head_dim), cache(self.value_dim or self.head_dim)
+        if self.page is not None:
+            caches, options["block_table"] = self._paged(caches, generator)
+        return Inputs(q, *caches, options)
+
+    def _paged(self, caches: tuple[torch.Tensor, ...], generator: torch.Generator) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The caches in pages, and their table; -1 stands behind a sequence's pages."""
+        device, max_len = caches[0].device, caches[0].shape[1]
+        pages = -(-max_len // self.page)
+        table = torch.randperm(self.batch * pages + 3, generator=generator, device=device)[: self.batch * pages].view(self.batch, pages)
+        placed = []
+        for x in caches:
+            rows = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pages * self.page - max_len), value=torch.nan)
+            placed.append(x.new_full((self.batch * pages + 3, self.page, *x.shape[2:]), torch.nan))
+            placed[-1][table] = rows.unflatten(1, (pages, self.page))
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=device)
+        unused = torch.arange(pages, device=device) * self.page >= lengths[:, None]
+        return placed, table.masked_fill(unused, -1).int()
 
     def __str__(self) -> str:
         longest = max(self.lengths, default=0)
@@ -89,6 +107,7 @@ class Case:
         parts += ["window{},{}".format(*self.window_size)] if self.window_size != (-1, -1) else []
         parts += [f"softcap{self.softcap:g}"] if self.softcap else []
         parts += [name.replace("_", "-") for name in ("alibi", "sinks", "heads_first", "strided") if getattr(self, name)]
+        parts += [f"page{self.page}"] if self.page else []
         parts += [f"scale{self.q_scale:g}"] if self.q_scale != 1 else []
         parts.append(str(self.dtype).removeprefix("torch."))
         return "-".join(parts)
@@ -119,6 +138,10 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(lengths=(257, 31, 80, 113, 64, 200, 150, 97), seqlen_q=4, q_scale=50.0),  # near-ties of few rows would decide the largest error
     Case(lengths=(257, 31, 80), heads_first=True),
     Case(lengths=(257, 31, 80), strided=True, max_len=300),
+    Case(lengths=(257, 31, 0, 80), page=16),
+    Case(lengths=(257, 31, 80), seqlen_q=5, page=64, window_size=(64, 0), sinks=True),
+    Case(lengths=(130, 31, 80), head_dim=40, value_dim=111, page=128),
+    Case(lengths=(100, 31), kv_heads=1, seqlen_q=3, softcap=5.0, alibi=True, page=24),
 )
 
 

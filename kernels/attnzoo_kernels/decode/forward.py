@@ -33,6 +33,17 @@ from attnzoo_kernels.decode.tiles import decode_tile
 MERGED = 16384  # floats of parts that the second kernel reads at once: 32 parts of four rows of width 128
 
 
+class Pages(NamedTuple):
+    """One key head of one sequence, whose rows lie in pages anywhere in the cache."""
+
+    source: Any  # the head's first row in the cache's first page
+    table: Any  # the sequence's page numbers
+    n_pages: Any  # of the cache
+    length: Any
+    stride_page: Any
+    stride_row: Any
+
+
 class Own(NamedTuple):
     window: Any
     slope: Any  # [BLOCK_M, 1]
@@ -42,6 +53,20 @@ class Own(NamedTuple):
     HAS_SOFTCAP: Any
     HAS_ALIBI: Any
     HARDWARE_TANH: Any
+    PAGE: Any  # rows of a page; 0 where there are none
+
+
+@triton.jit
+def _load_pages(own, pages, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, GUARD: tl.constexpr,
+                TMA: tl.constexpr):
+    """LOAD: zeros behind the sequence, and where its table names no page of the cache."""
+    rows = at + tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK_WIDTH)
+    place = rows.to(tl.uint32)
+    page = tl.load(pages.table + (place // own.PAGE).to(tl.int32), mask=rows < pages.length, other=-1)
+    there = (page >= 0) & (page < pages.n_pages)
+    row = page.to(tl.int64) * pages.stride_page + (place % own.PAGE).to(tl.int64) * pages.stride_row
+    return tl.load(pages.source + row[:, None] + columns[None, :], mask=there[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -59,6 +84,11 @@ def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.con
 
 
 @triton.jit
+def _paged_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
+    return forward_step(state, x, own, at, position, edge, MASKED, GUARD, window_seen, _modified, LAGS=False, LOAD=_load_pages)
+
+
+@triton.jit
 def _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, seqlen_q, heads, VALUE_DIM: tl.constexpr,
                   BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr):
     """Output and LSE of the rows (query i, head) from their sums."""
@@ -72,15 +102,18 @@ def _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, s
     tl.store(lse_ptr + lse_index, log_sum_exp(row_max, row_sum, PRECISION == "ieee"), mask=real)
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "batch", "max_len", "seqlen_q", "pieces", "parts", "programs"],
-            do_not_specialize_on_alignment=["sinks", "cache_seqlens", "alibi_slopes"])
+@triton.jit(do_not_specialize=["window_left", "window_right", "batch", "max_len", "seqlen_q", "pieces", "parts", "programs",
+                               "n_pages", "stride_table"],
+            do_not_specialize_on_alignment=["sinks", "cache_seqlens", "alibi_slopes", "block_table"])
 def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, stats_ptr, closes_ptr, sinks, cache_seqlens, alibi_slopes,
-                        stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ab,
-                        softmax_scale, softcap, window_left, window_right, batch, max_len, seqlen_q, heads, group, pieces, parts, programs,
+                        block_table, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ab,
+                        stride_table, softmax_scale, softcap, window_left, window_right, batch, max_len, n_pages, seqlen_q, heads, group,
+                        pieces, parts, programs,
                         HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                         HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
                         HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr, PRECISION: tl.constexpr, HAS_SINKS: tl.constexpr,
-                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, OVERLAP: tl.constexpr):
+                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr,
+                        OVERLAP: tl.constexpr):
     """Attend over this program's share: finished pieces go to `out`, parts of divided ones to the slots of `acc` and `stats`."""
     if OVERLAP:
         gdc_launch_dependents()
@@ -127,8 +160,13 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         row_sum = tl.where(row_max == -float("inf"), 0.0, 1.0)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
-        k_rows = head_rows(Operand(k_source, stride_kb, stride_ks, stride_kh), seq, kv_head, 0, len_k, TMA)
-        v_rows = head_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), seq, kv_head, 0, len_k, TMA)
+        if PAGE:
+            table = block_table + tl.cast(seq, tl.int64) * stride_table
+            k_rows = Pages(k_source + tl.cast(kv_head, tl.int64) * stride_kh, table, n_pages, len_k, stride_kb, stride_ks)
+            v_rows = Pages(v_source + tl.cast(kv_head, tl.int64) * stride_vh, table, n_pages, len_k, stride_vb, stride_vs)
+        else:
+            k_rows = head_rows(Operand(k_source, stride_kb, stride_ks, stride_kh), seq, kv_head, 0, len_k, TMA)
+            v_rows = head_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), seq, kv_head, 0, len_k, TMA)
         first_key = (first + begin) * BLOCK_N
         last_key = (first + end) * BLOCK_N
         # pointers guard every tile at no cost; what TMA loaded is only guarded where the tile crosses the end
@@ -136,12 +174,12 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         for part in tl.static_range(2):
             if part == 1 or TMA:
                 acc, row_max, row_sum = range_loop(
-                    _step, (acc, row_max, row_sum),
+                    _paged_step if PAGE else _step, (acc, row_max, row_sum),
                     QueryTile(q, None, None, k_rows, v_rows, Place(seq, seq, kv_head, 0, 0, seqlen_q, 0, len_k), i[:, None],
                               1.0 if PRESCALE else scale,
                               Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, PRECISION, TMA), False),
                     Own(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), slope, scale, softcap, PRESCALE, HAS_SOFTCAP, HAS_ALIBI,
-                        HARDWARE_TANH),
+                        HARDWARE_TANH, PAGE),
                     tail if part == 1 else first_key, last_key if part == 1 else tail, 0, 0, BLOCK_N, "all", part == 1, None)
 
         if begin == 0 and end == tiles:
@@ -231,9 +269,10 @@ class _Plan:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bool, slopes_stride: int | None, q: Layout, k: Layout,
-          v: Layout, softmax_scale: float, window_left: int, window_right: int, softcap: float) -> _Plan:
+          v: Layout, table: Layout | None, softmax_scale: float, window_left: int, window_right: int, softcap: float) -> _Plan:
     batch, seqlen_q, heads, head_dim = q[0]
-    max_len, kv_heads = k[0][1:3]
+    n_pages, page, kv_heads = k[0][:3]
+    max_len = page if table is None else table[0][1] * page
     group, value_dim = heads // kv_heads, v[0][-1]
     block_d, block_dv = block_width(head_dim), block_width(value_dim)
     arch = architecture(device)
@@ -243,12 +282,12 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
     parts = math.ceil(seqlen_q * group / tile.block_m)
     precision = "ieee" if dtype == torch.float32 else "tf32"
     has_alibi = slopes_stride is not None
-    tma = tile.tma and precision == "tf32" and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (k, v))
+    tma = tile.tma and table is None and precision == "tf32" and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (k, v))
     overlap = arch >= 90 and torch.version.cuda is not None
     split = Launch(
         _Overlapping(decode_split_kernel) if overlap else decode_split_kernel, programs,
-        (*q[1][:3], *k[1][:3], *v[1][:3], slopes_stride or 0, softmax_scale, softcap, window_left, window_right, batch, max_len, seqlen_q,
-         heads, group, kv_heads * parts, parts, programs),
+        (*q[1][:3], *k[1][:3], *v[1][:3], slopes_stride or 0, 0 if table is None else table[1][0], softmax_scale, softcap, window_left,
+         window_right, batch, max_len, n_pages, seqlen_q, heads, group, kv_heads * parts, parts, programs),
         {
             "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "HAS_LEFT": window_left >= 0,
             "HAS_RIGHT": window_right >= 0 and seqlen_q > 1,
@@ -256,7 +295,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
             "HAS_SOFTCAP": softcap > 0, "HAS_ALIBI": has_alibi,
             "HARDWARE_TANH": dtype != torch.float32 and arch >= 75 and torch.version.cuda is not None,
             "PRECISION": precision, "HAS_SINKS": has_sinks, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma,
-            "OVERLAP": overlap,
+            "PAGE": 0 if table is None else page, "OVERLAP": overlap,
         },
         tile.num_warps, tile.num_stages, {1: (tile.block_n, block_d), 2: (tile.block_n, block_dv)} if tma else {})
     rows = min(next_power_of_2(seqlen_q * group), max(1024 // block_dv, 1), 8)
@@ -268,20 +307,20 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
     return _Plan(split, merge, (2 * programs, tile.block_m, block_dv))
 
 
-def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, alibi_slopes: Tensor | None, sinks: Tensor | None,
-                   softmax_scale: float, window_left: int, window_right: int, softcap: float) -> tuple[Tensor, Tensor]:
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, alibi_slopes: Tensor | None,
+                   sinks: Tensor | None, softmax_scale: float, window_left: int, window_right: int, softcap: float) -> tuple[Tensor, Tensor]:
     """Output (batch, seqlen_q, heads, value_dim) and LSE (batch, heads, seqlen_q)."""
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
     slopes_stride = None if alibi_slopes is None else alibi_slopes.stride(0) if alibi_slopes.dim() == 2 else 0
-    plan = _plan(q.device, q.dtype, are_aligned(q, k, v), sinks is not None, slopes_stride, layout(q), layout(k), layout(v), softmax_scale,
-                 window_left, window_right, softcap)
+    plan = _plan(q.device, q.dtype, are_aligned(q, k, v), sinks is not None, slopes_stride, layout(q), layout(k), layout(v),
+                 None if block_table is None else layout(block_table), softmax_scale, window_left, window_right, softcap)
     acc = torch.empty(plan.acc_shape, dtype=torch.float32, device=q.device)
     stats = torch.empty(*plan.acc_shape[:2], 2, dtype=torch.float32, device=q.device)
     closes = torch.empty(plan.acc_shape[0] // 2, 4, dtype=torch.int32, device=q.device)
     with on_device_of(out):
-        plan.split(q, k, v, out, lse, acc, stats, closes, sinks, cache_seqlens, alibi_slopes)
+        plan.split(q, k, v, out, lse, acc, stats, closes, sinks, cache_seqlens, alibi_slopes, block_table)
         plan.merge(acc, stats, closes, out, lse)
     return out, lse

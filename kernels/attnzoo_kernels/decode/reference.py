@@ -8,10 +8,13 @@ from attnzoo_kernels.flash.reference import alibi_bias, visible
 
 
 @without_autocast
-def decode_attention_reference(q, k_cache, v_cache, *, cache_seqlens, window_size, softmax_scale, softcap, alibi_slopes,
+def decode_attention_reference(q, k_cache, v_cache, *, cache_seqlens, block_table, window_size, softmax_scale, softcap, alibi_slopes,
                                sinks) -> tuple[Tensor, Tensor]:
     """Output (batch, seqlen_q, heads, value_dim) and log-sum-exp (batch, heads, seqlen_q). Arguments are checked by the caller."""
     batch, rows, heads, _ = q.shape
+    if block_table is not None:
+        # pages one behind the other, as rows of a cache; what a table does not name may be anything
+        k_cache, v_cache = (x[block_table.clamp(0, x.shape[0] - 1).long()].flatten(1, 2) for x in (k_cache, v_cache))
     columns, kv_heads = k_cache.shape[1:3]
     len_q, len_k = cache_seqlens.new_full((batch,), rows), cache_seqlens.clamp(max=columns)
     # what lies behind a sequence may be anything, NaN too
