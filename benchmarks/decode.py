@@ -1,7 +1,7 @@
 """`decode_attention` against its peers: TB/s of the keys and values read, held against the copy that each row of the CSV names.
 
     python -m benchmarks.decode                       # the main table: batches and lengths, 32 heads over 8, head dim 128
-    python -m benchmarks.decode call layouts lengths queries
+    python -m benchmarks.decode call layouts pages lengths queries
 
 A model reads one cache after the other. So the main table replays a CUDA graph of calls on as many caches as hold 2 GB, the copy's size:
 what the launches cost counts, what the host costs does not, and nothing is left of a cache when it is read again. The other tables time one
@@ -115,8 +115,9 @@ def check(case: Case, x: Inputs) -> Callable[[Pass], float]:
     @functools.cache
     def reference(at: tuple[int, int], dtype: torch.dtype) -> Tensor:
         row, heads, head = slice(at[0], at[0] + 1), slice(at[1] * group, (at[1] + 1) * group), slice(at[1], at[1] + 1)
-        options = x.options | {"cache_seqlens": x.options["cache_seqlens"][row]}
-        tensors = (t[row, :, h].to(dtype) for t, h in zip(x[:3], (heads, head, head), strict=True))
+        options = {name: value[row] if name in ("cache_seqlens", "block_table") else value for name, value in x.options.items()}
+        rows = slice(None) if "block_table" in options else row
+        tensors = (t[at, :, h].to(dtype) for t, at, h in zip(x[:3], (row, rows, rows), (heads, head, head), strict=True))
         return decode_attention(*tensors, **options, impl="reference")
 
     def share(run: Pass) -> float:
@@ -193,6 +194,15 @@ def layouts(session: Session) -> Iterator[list[Row]]:
     yield from compared(session, "layouts", {(panel, length): case for panel, case in cases.items()})
 
 
+def pages(session: Session) -> Iterator[list[Row]]:
+    """A cache in pages, beside one that lies in rows (0): one cache after the other."""
+    ours = replace(session, backends=[b for b in session.backends if b.name.startswith("attnzoo")])
+    sizes = [shape(session, *size) for size in ((1, 65536), (64, 4096))]
+    cases = {(f"batch {batch} of {length}", page): benchmark_case(batch, length, page=page or None)
+             for batch, length in sizes for page in (0, 16, 64, 256)}
+    yield from compared(ours, "pages", cases, layers)
+
+
 def lengths(session: Session) -> Iterator[list[Row]]:
     """Sequences of unlike lengths, and a cache with room for more than is in it."""
     batch, length = shape(session, 64, 4096)
@@ -243,7 +253,7 @@ def with_tile(tile: Tile | None) -> Callable[[Case, Inputs], Pass]:
     return make
 
 
-TABLES = {f.__name__: f for f in (speed, call, layouts, lengths, queries, tiles)}
+TABLES = {f.__name__: f for f in (speed, call, layouts, pages, lengths, queries, tiles)}
 
 
 def main(arguments: list[str] | None = None) -> int:

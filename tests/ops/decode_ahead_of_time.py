@@ -27,9 +27,11 @@ def main() -> None:
     shapes = [(2, *shape) for shape in itertools.product((torch.bfloat16,), WIDTHS, QUERIES)]
     shapes += [(2, torch.float32, width, 1) for width in WIDTHS]
     shapes.append((108, torch.bfloat16, 128, 1))  # two key heads a multiprocessor: another tile
-    for batch, dtype, width, queries in shapes:
+    shapes = [(*shape, False) for shape in shapes] + [(batch, torch.bfloat16, 128, 1, True) for batch in (2, 108)]
+    for batch, dtype, width, queries, paged in shapes:
         q, cache = torch.zeros(batch, queries, 8, width, dtype=dtype), torch.zeros(batch, 16, 2, width, dtype=dtype)
-        forward.launch_forward(q, cache, cache, torch.zeros(batch, dtype=torch.int32), None, None, width**-0.5, -1, 0, 0.0)
+        forward.launch_forward(q, cache, cache, torch.zeros(batch, dtype=torch.int32),
+                               torch.zeros(batch, 4, dtype=torch.int32) if paged else None, None, None, width**-0.5, -1, 0, 0.0)
     for name, constants, kernel in compiled:
         registers, stack = resources(kernel.asm["cubin"])
         shown = {key: constants[key] for key in ("VALUE_DIM", "PRECISION", "BLOCK_M")}
