@@ -60,13 +60,21 @@ class Own(NamedTuple):
 def _load_pages(own, pages, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, GUARD: tl.constexpr,
                 TMA: tl.constexpr):
     """LOAD: zeros behind the sequence, and where its table names no page of the cache."""
-    rows = at + tl.arange(0, BLOCK)
+    lanes = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_WIDTH)
-    place = rows.to(tl.uint32)
-    page = tl.load(pages.table + (place // own.PAGE).to(tl.int32), mask=rows < pages.length, other=-1)
-    there = (page >= 0) & (page < pages.n_pages)
-    row = page.to(tl.int64) * pages.stride_page + (place % own.PAGE).to(tl.int64) * pages.stride_row
-    return tl.load(pages.source + row[:, None] + columns[None, :], mask=there[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    rows = at + lanes
+    inside = rows < pages.length
+    if own.PAGE % BLOCK == 0:  # the tile lies in one page
+        begin = tl.cast(at, tl.uint32)
+        page = tl.load(pages.table + (begin // own.PAGE).to(tl.int32), mask=at < pages.length, other=-1)
+        first = page.to(tl.int64) * pages.stride_page + (begin % own.PAGE).to(tl.int64) * pages.stride_row
+        row = first + lanes * pages.stride_row
+    else:
+        place = rows.to(tl.uint32)
+        page = tl.load(pages.table + (place // own.PAGE).to(tl.int32), mask=inside, other=-1)
+        row = page.to(tl.int64) * pages.stride_page + (place % own.PAGE).to(tl.int64) * pages.stride_row
+    inside = inside & (page >= 0) & (page < pages.n_pages)
+    return tl.load(pages.source + row[:, None] + columns[None, :], mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
@@ -297,7 +305,8 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
             "PRECISION": precision, "HAS_SINKS": has_sinks, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma,
             "PAGE": 0 if table is None else page, "OVERLAP": overlap,
         },
-        tile.num_warps, tile.num_stages, {1: (tile.block_n, block_d), 2: (tile.block_n, block_dv)} if tma else {})
+        # a page's number is read as many stages ahead of its rows as those are of their product
+        tile.num_warps, tile.num_stages if table is None else 2 * tile.num_stages - 1, {1: (tile.block_n, block_d), 2: (tile.block_n, block_dv)} if tma else {})
     rows = min(next_power_of_2(seqlen_q * group), max(1024 // block_dv, 1), 8)
     merge = Launch(
         _Overlapping(decode_merge_kernel) if overlap else decode_merge_kernel, programs, (seqlen_q, heads, group, parts),
