@@ -21,7 +21,7 @@ from attnzoo_kernels.dual_chunk.tiles import forward_tile
 
 @triton.jit
 def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    return forward_step(state, x, own, at, position, edge, MASKED, GUARD, seen, LAGS=False)
+    return forward_step(state, x, own, at, position, edge, MASKED, GUARD, seen)
 
 
 @triton.jit
@@ -75,8 +75,8 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, queries: Layo
     constants = options.constants(q, v[0], dtype)
     tile = forward_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize)
     tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (queries, keys, v))
-    # by Hopper's products, whose threads hold two rows of 64 where four warps share them; wider values lose by it
-    by_warp = tma and architecture(device) == 90 and tile.block_m == 16 * tile.num_warps and constants["BLOCK_DV"] <= 64
+    # by Hopper's products, whose threads hold two rows of 64 where four warps share them
+    by_warp = tma and architecture(device) == 90 and tile.block_m == 16 * tile.num_warps
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": int(tma), "BY_WARP": by_warp}
     scalars = (*(stride for x in (queries, keys, v, out) for stride in strides(x)), stats_stride, options.logit_scale(dtype),
                *options.scalars(q, k))
