@@ -33,10 +33,10 @@ def decode_attention(
     k_cache: (batch, max_len, kv_heads, head_dim), v_cache: (batch, max_len, kv_heads, value_dim): the new tokens are in it.
     cache_seqlens: int32 (batch,), on q's device: how many tokens of each row are there, the new ones included; what lies behind is never
         used, whatever it is. Values are not looked at on a GPU: more than max_len reads max_len. Zero makes an empty row.
-    block_table: int32 (batch, max_blocks), contiguous, for a cache in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.06180): k_cache is
-        (num_blocks, block_size, kv_heads, head_dim), v_cache likewise, and row b's token t lies in page block_table[b, t // block_size] at
-        t % block_size. Rows may name the same pages. Entries behind a row's tokens are not used, whatever they are (-1, say); one
-        within them that names no page counts as a page of zeros. max_len is then max_blocks * block_size.
+    block_table: int32 (batch, max_blocks), contiguous, for a cache in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.06180).
+        k_cache is then (num_blocks, block_size, kv_heads, head_dim), v_cache is alike, and max_len is max_blocks * block_size. Token t of
+        row b lies in page block_table[b, t // block_size] at t % block_size. Rows may name the same pages. Entries behind a row's tokens
+        are not used, whatever they are (-1, say). One within them that names no page counts as a page of zeros on a GPU.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
     head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
@@ -78,8 +78,8 @@ def decode_attention(
 
     if dispatch.takes_reference("decode", impl, "q", q, IMPLEMENTATIONS):
         out, lse = decode_attention_reference(
-            q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, window_size=(left, right), softmax_scale=softmax_scale, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks)
+            q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, window_size=(left, right),
+            softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
     else:
         checks.no_gradient(alibi_slopes=alibi_slopes)
         autograd.refuse_derivatives('impl="triton"', "use flash_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
@@ -116,8 +116,8 @@ def _check_pages(cache_seqlens: Tensor, block_table: Tensor, n_pages: int, page:
     wrong = used & ((block_table < 0) | (block_table >= n_pages))
     if wrong.any():
         row, column = (int(x) for x in wrong.nonzero()[0])
-        raise ValueError(f"block_table: row {row} needs a page from 0 to {n_pages - 1} at {column} for its {int(cache_seqlens[row])} tokens, "
-                         f"got {int(block_table[row, column])}")
+        raise ValueError(f"block_table: row {row} needs a page from 0 to {n_pages - 1} at {column} for its {int(cache_seqlens[row])} "
+                         f"tokens, got {int(block_table[row, column])}")
 
 
 def _check_lengths(cache_seqlens: Tensor, q: Tensor, max_len: int, check: bool) -> None:

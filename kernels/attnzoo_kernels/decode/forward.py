@@ -114,9 +114,9 @@ def _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, s
                                "n_pages", "stride_table"],
             do_not_specialize_on_alignment=["sinks", "cache_seqlens", "alibi_slopes", "block_table"])
 def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, stats_ptr, closes_ptr, sinks, cache_seqlens, alibi_slopes,
-                        block_table, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ab,
-                        stride_table, softmax_scale, softcap, window_left, window_right, batch, max_len, n_pages, seqlen_q, heads, group,
-                        pieces, parts, programs,
+                        block_table, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+                        stride_ab, stride_table, softmax_scale, softcap, window_left, window_right, batch, max_len, n_pages, seqlen_q,
+                        heads, group, pieces, parts, programs,
                         HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                         HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
                         HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr, PRECISION: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -306,7 +306,8 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
             "PAGE": 0 if table is None else page, "OVERLAP": overlap,
         },
         # a page's number is read as many stages ahead of its rows as those are of their product
-        tile.num_warps, tile.num_stages if table is None else 2 * tile.num_stages - 1, {1: (tile.block_n, block_d), 2: (tile.block_n, block_dv)} if tma else {})
+        tile.num_warps, tile.num_stages if table is None else 2 * tile.num_stages - 1,
+        {1: (tile.block_n, block_d), 2: (tile.block_n, block_dv)} if tma else {})
     rows = min(next_power_of_2(seqlen_q * group), max(1024 // block_dv, 1), 8)
     merge = Launch(
         _Overlapping(decode_merge_kernel) if overlap else decode_merge_kernel, programs, (seqlen_q, heads, group, parts),
@@ -317,7 +318,8 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, alibi_slopes: Tensor | None,
-                   sinks: Tensor | None, softmax_scale: float, window_left: int, window_right: int, softcap: float) -> tuple[Tensor, Tensor]:
+                   sinks: Tensor | None, softmax_scale: float, window_left: int, window_right: int,
+                   softcap: float) -> tuple[Tensor, Tensor]:
     """Output (batch, seqlen_q, heads, value_dim) and LSE (batch, heads, seqlen_q)."""
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
