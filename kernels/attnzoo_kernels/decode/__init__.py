@@ -32,7 +32,7 @@ def decode_attention(
     q: (batch, seqlen_q, heads, head_dim): one new token of each sequence, or a few.
     k_cache: (batch, max_len, kv_heads, head_dim), v_cache: (batch, max_len, kv_heads, value_dim): the new tokens are in it.
     cache_seqlens: int32 (batch,), on q's device: how many tokens of each row are there, the new ones included; what lies behind is never
-        used, whatever it is. Values are not looked at on a GPU: more than max_len reads max_len. Zero makes an empty row.
+        used, whatever it is. On a GPU values are not checked, and one above max_len counts as max_len. Zero makes an empty row.
     block_table: int32 (batch, max_blocks), contiguous, for a cache in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.06180).
         k_cache is then (num_blocks, block_size, kv_heads, head_dim), v_cache is alike, and max_len is max_blocks * block_size. Token t of
         row b lies in page block_table[b, t // block_size] at t % block_size. Rows may name the same pages. Entries behind a row's tokens

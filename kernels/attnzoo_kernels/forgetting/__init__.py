@@ -28,8 +28,8 @@ def forgetting_attention(
     deterministic: bool | None = None,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(softmax_scale * q kᵀ + c_i - c_j) v with c = cumsum(log_f): key j reaches query i weakened by all gates behind it up to i's
-    own. Forward and backward by online softmax, in linear memory.
+    """softmax(softmax_scale * q kᵀ + c_i - c_j) v with c = cumsum(log_f): the weight of key j is reduced by
+    the gates of the tokens after it, up to query i's own. Forward and backward by online softmax, in linear memory.
 
     Dense: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, value_dim).
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last

@@ -36,15 +36,15 @@ def sigmoid_attention(
     `flash_attention` has them. A key that a query does not see has weight zero; a query that sees none gives zeros.
 
     softmax_scale: any finite number; default head_dim ** -0.5. It has flash_attention's name, though no softmax follows.
-    sigmoid_bias: a finite number that all scores are more by. None takes the paper's -log(n), where n is the number of keys of each
-        sequence, whether a query sees them or not. Packed sequences have their own each, which the kernels read on the device. A model
+    sigmoid_bias: a finite number that is added to every score. None takes the paper's -log(n), where n is the number of keys of each
+        sequence, whether a query sees them or not. Each packed sequence has its own, which the kernels read on the device. A model
         that reads token by token needs the number of its training instead, -log(context). No gradient.
     alibi_slopes: float32 (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q - j|. No gradient.
     deterministic: as in flash_attention. Plain Triton's forward and backward always repeat bit by bit.
     impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, no ALiBi; what its backward does not take, plain Triton's does) |
         "triton" | "reference". None takes gluon where it holds (`why_not_gluon`), else triton, on CUDA tensors, and the
-        reference on CPU ones: there is no path for CPUs. A path named runs or raises. A query that is not a number may make others of
-        its tile none on a GPU.
+        reference on CPU ones: there is no path for CPUs. A path named runs or raises. On a GPU a NaN in one query can make other
+        queries of its tile NaN.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
