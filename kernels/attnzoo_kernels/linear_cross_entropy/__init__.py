@@ -68,7 +68,10 @@ def _check(x, weight, targets, bias, token_weights, reduction, ignore_index, voc
     if targets.dtype != torch.int64 or targets.shape != x.shape[:-1]:
         raise ValueError(f"targets: must be int64 of shape {tuple(x.shape[:-1])}, got {targets.dtype} of shape {tuple(targets.shape)}")
     for name, value, shape in (("bias", bias, weight.shape[:1]), ("token_weights", token_weights, targets.shape)):
-        if value is not None and (checks.tensor(name, value) or value.shape != shape or not value.is_floating_point()):
+        if value is None:
+            continue
+        checks.tensor(name, value)
+        if value.shape != shape or not value.is_floating_point():
             raise ValueError(f"{name}: must be floating point of shape {tuple(shape)}, got {value.dtype} of shape {tuple(value.shape)}")
     for name, value in (("weight", weight), ("targets", targets), ("bias", bias), ("token_weights", token_weights)):
         if value is not None and value.device != x.device:
