@@ -117,7 +117,9 @@ class TokenPrediction(lightning.LightningModule):
     # known before the backward pass; with it only at the last micro-batch, so that the gradients are scaled then.
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        fused = self.device.type == "cuda" if self.fused_loss is None else self.fused_loss
+        fused = self.fused_loss
+        if fused is None:
+            fused = self.device.type == "cuda" and self.dtype != torch.float64  # which the kernels do not take
         loss, count = self._training_loss(self.model, self._read(batch), fused)
         totals = torch.stack([loss.detach(), count])
         self._totals = totals if self._totals is None else self._totals + totals
