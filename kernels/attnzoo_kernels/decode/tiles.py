@@ -1,6 +1,6 @@
 """Decoding's tile table: a pure function of widths, rows, element size and architecture.
 
-What 16 rows take at width 128 was measured on an H200 in bfloat16 (benchmarks/NOTES.md); the others are the largest that compile
+What 16 rows take at width 128 was measured on an H200 in bfloat16 (docs/performance/decode.md); the others are the largest that compile
 without spills and fit the 99 KB of shared memory that every card since sm_86 has.
 """
 

@@ -1,7 +1,7 @@
 """Differential attention's tile tables: pure functions of widths, element size, architecture and mask kind.
 
 Two accumulators take twice the registers of plain attention. For Hopper the tiles are the fastest of 5 to 9 candidates on an H200
-(benchmarks/NOTES.md has the figures), elsewhere the largest that compile for sm_80 without spills.
+(docs/performance/differential.md has some figures), elsewhere the largest that compile for sm_80 without spills.
 """
 
 from attnzoo_kernels._gluon.forward_tile import ForwardTile

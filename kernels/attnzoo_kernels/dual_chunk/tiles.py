@@ -1,7 +1,7 @@
 """Dual Chunk attention's tile tables: pure functions of widths, element size and architecture.
 
-Hopper's entries for widths up to 128 were measured on an H200 (benchmarks/NOTES.md), dkdv_tile's on an earlier form of its kernel; the
-others were chosen by registers and shared memory.
+Hopper's entries for widths up to 128 were measured on an H200 (docs/performance/dual_chunk.md), dkdv_tile's on an earlier form of its
+kernel; the others were chosen by registers and shared memory.
 """
 
 from dataclasses import dataclass

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
 
-NARROW = 256  # keys to the left, below which plain Triton is faster with sinks (benchmarks/NOTES.md)
+NARROW = 256  # keys to the left, below which plain Triton is faster with sinks (docs/performance/flash.md)
 
 
 def _options(cu_seqlens_q, alibi_slopes, *numbers):

@@ -1,9 +1,9 @@
 """FlashAttention's tile tables: pure functions of widths, element size, architecture and mask kind.
 
-Hopper's entries were measured on an H200 (`python -m benchmarks.tune`); benchmarks/NOTES.md has the figures, under "What the tile tables
-were chosen by". The others are the largest that compile without spills for sm_80 and fit the 99 KB of shared memory that every later card
-has. A dQ tile's rows divide `_triton.backward.STATS_BLOCK`, and a dK/dV tile's rows divide the dQ tile's. Head dim 128 uses the loops,
-as the other widths do: Triton's own warp specialisation was faster there, but works with Triton 3.6 only (benchmarks/NOTES.md).
+Hopper's entries were measured on an H200 (`python -m benchmarks.tune`); docs/performance/flash.md has figures. The others
+are the largest that compile without spills for sm_80 and fit the 99 KB of shared memory that every later card has. A dQ tile's rows divide
+`_triton.backward.STATS_BLOCK`, and a dK/dV tile's rows divide the dQ tile's. Head dim 128 uses the loops, as the other widths do: Triton's
+own warp specialisation was faster there, but works with Triton 3.6 only.
 """
 
 from dataclasses import dataclass, replace

@@ -94,8 +94,8 @@ def flash_attention_fp8(
         reference on CPU ones. A path named runs or raises.
 
     The Gluon path rounds attention weights to e4m3 on their way to the product with v. Its matrix instructions add up less exactly than
-    float32, over head_dim products of q and k and over 128 tokens of v at a time (benchmarks/NOTES.md has the errors). It copies values
-    that do not lie token by token, and keys whose memory ends before a multiple of 4 tokens.
+    float32, over head_dim products of q and k and over 128 tokens of v at a time (docs/performance/flash_fp8.md has the errors). It
+    copies values that do not lie token by token, and keys whose memory ends before a multiple of 4 tokens.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks: packed
     sequences, windows, softcap, ALiBi, sinks, dropout and gradients are not there at all.
