@@ -1,0 +1,228 @@
+"""What each rank of tests/ops/test_context_parallel.py does: output and every gradient of its own tokens against one process."""
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from attnzoo_kernels import (
+    block_sparse_attention,
+    differential_attention,
+    dual_chunk_attention,
+    flash_attention,
+    forgetting_attention,
+    sigmoid_attention,
+)
+from attnzoo_kernels.block_sparse.patterns import Pattern
+from attnzoo_kernels.context_parallel import ContextParallel, check_alike
+from benchmarks.accuracy import assert_accurate
+
+CHUNK = 19
+DOCUMENTS = (1, 17, 40, 0, 5)  # which cross borders of chunks; two more entries repeat the end
+
+
+class Case(NamedTuple):
+    """attention(queries, keys, lengths, weight): an operator; queries, keys: (heads, width) of each, 0 wide without a width."""
+
+    attention: Callable
+    queries: tuple[tuple[int, int], ...] = ((4, 8),)
+    keys: tuple[tuple[int, int], ...] = ((2, 8), (2, 6))
+    causal: bool = True
+    packed: bool = True
+
+
+def _flash(queries, keys, lengths, weight, **options):
+    return flash_attention(*queries, *keys, **lengths, **{"causal": True, **options})
+
+
+def _differential(queries, keys, lengths, weight):
+    q1, q2, lam = queries
+    k1, k2, v = keys
+    return differential_attention(q1, q2, k1, k2, v, lam, causal=True, **lengths)
+
+
+def _forgetting(queries, keys, lengths, weight):
+    k, v, log_f = keys
+    return forgetting_attention(*queries, k, v, -log_f.abs(), **lengths)
+
+
+def _dual_chunk(queries, keys, lengths, weight):
+    angles = torch.arange(12, device=weight.device)[:, None] * torch.tensor([1.0, 0.5, 0.2, 0.1], device=weight.device)
+    return dual_chunk_attention(*queries, *keys, cos=angles.cos(), sin=angles.sin(), chunk_size=12, local_size=4, causal=True, **lengths)
+
+
+def _block_sparse(queries, keys, lengths, weight):
+    pattern = Pattern("longformer", block=16, causal=True, window=1, n_global=1)
+    return block_sparse_attention(*queries, *keys, pattern, causal=True, **lengths)
+
+
+def _sinks(queries, keys, lengths, weight):
+    return flash_attention(*queries, *keys, causal=True, sinks=weight, softcap=3.0, window_size=(21, -1), **lengths)
+
+
+CASES = {
+    "causal": Case(_flash),
+    "both directions": Case(partial(_flash, causal=False), causal=False),
+    "window, sinks": Case(_sinks),
+    "differential": Case(_differential, queries=((2, 8), (2, 8), (2, 0)), keys=((1, 8), (1, 8), (1, 6))),
+    "forgetting": Case(_forgetting, keys=((2, 8), (2, 6), (4, 0))),
+    "sigmoid": Case(lambda queries, keys, lengths, weight: sigmoid_attention(*queries, *keys, causal=True, sigmoid_bias=-3.0, **lengths)),
+    "dual_chunk": Case(_dual_chunk),
+    "block_sparse": Case(_block_sparse, packed=False),
+}
+
+
+def inputs(case: Case, packed: bool, dtype: torch.dtype = torch.float64, scale: int = 1, device: str = "cpu") -> tuple:
+    """queries, keys, a weight by head and the lengths of the whole. scale: of the documents' lengths."""
+    generator = torch.Generator(device).manual_seed(1)
+    total = sum(DOCUMENTS) * scale + 2 * packed  # tokens behind the last sequence
+    rows = (total,) if packed else (2, total)
+
+    def normal(heads: int, width: int) -> torch.Tensor:
+        return torch.randn(*rows, heads, *([width] if width else []), generator=generator, dtype=dtype, device=device).requires_grad_()
+
+    lengths = {}
+    if packed:
+        bounds = (torch.tensor([0, *DOCUMENTS, 0, 0]).cumsum(0) * scale).int().to(device)
+        longest = max(DOCUMENTS) * scale
+        lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    weight = torch.randn(4, generator=generator, dtype=dtype, device=device).requires_grad_()
+    return [normal(*shape) for shape in case.queries], [normal(*shape) for shape in case.keys], weight, lengths
+
+
+def shares(plan: ContextParallel, case: Case, queries, keys, weight, lengths, dout) -> tuple[torch.Tensor, list]:
+    """The rank's own output and gradients."""
+    dim = 0 if lengths else 1
+    own_queries, own_keys = ([plan.shard(x.detach(), dim).requires_grad_() for x in tensors] for tensors in (queries, keys))
+    parts = plan.parts(causal=case.causal, cu_seqlens=lengths.get("cu_seqlens_q"), max_seqlen=lengths.get("max_seqlen_q"))
+    n = len(queries)
+    out = plan.attend(lambda part, *tensors: case.attention(tensors[:n], tensors[n:], part.lengths, weight), own_queries, own_keys, parts)
+    return out, torch.autograd.grad(out, (*own_queries, *own_keys, weight), plan.shard(dout, dim), allow_unused=True)
+
+
+def check(name: str, packed: bool, group: dist.ProcessGroup | None, keep_keys: bool) -> None:
+    case = CASES[name]
+    queries, keys, weight, lengths = inputs(case, packed)
+    expected = case.attention(queries, keys, lengths, weight)
+    dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=expected.dtype)
+    gradients = torch.autograd.grad(expected, (*queries, *keys, weight), dout, allow_unused=True)
+    dim = 0 if packed else 1
+    plan = ContextParallel(expected.shape[dim], group, chunk=CHUNK, keep_keys=keep_keys)
+    out, own = shares(plan, case, queries, keys, weight, lengths, dout)
+
+    exact = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
+    real = plan.shard(torch.ones(plan.total), 0).bool()
+    for found, wanted in zip((out, *own[:-1]), (expected, *gradients[:-1]), strict=True):
+        exact(found.movedim(dim, 0)[real], plan.shard(wanted, dim).movedim(dim, 0)[real], msg=lambda text: f"{name}: {text}")
+    if own[-1] is not None:  # the weight's is a share
+        dist.all_reduce(own[-1], group=group)
+        exact(own[-1], gradients[-1])
+    exact(plan.gather(out.detach(), dim), expected.detach())
+
+
+def check_memory() -> None:
+    """Of what was gathered nothing stays between forward and backward, unless it was asked for."""
+    for keep_keys in (False, True):
+        plan = ContextParallel(4 * 19, chunk=CHUNK, keep_keys=keep_keys)
+        q, k, v = torch.randn(3, 1, plan.local, 2, 8, dtype=torch.float64).unbind()
+        held = []
+
+        def attention(part, q, k, v, held=held):
+            held.append(k)
+            return flash_attention(q, k, v, causal=True)
+
+        out = plan.attend(attention, (q.requires_grad_(),), (k.requires_grad_(), v.requires_grad_()), plan.parts(causal=True))
+        assert [bool(x.untyped_storage().nbytes()) for x in held] == [keep_keys] * 2
+        first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+        torch.testing.assert_close(torch.autograd.grad(out.sum(), (q, k, v)), first, rtol=0, atol=0)
+
+
+def main(rank: int, ranks: int, sizes: tuple[int, ...], store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    try:
+        for size in sizes:
+            group = dist.new_group(range(size))
+            for name, case in CASES.items() if rank < size else ():
+                for packed in (True, False)[not case.packed :]:
+                    check(name, packed, group, keep_keys=name == "causal")
+        check_memory()
+        check_alike(dtype="float32", total=3)
+        try:
+            check_alike(dtype="float32", total=3 + rank)
+        except ValueError as error:
+            assert str(error).startswith("total: must be the same on all ranks, got 3 on rank 0, 4 on rank 1")
+        else:
+            raise AssertionError("unlike values were not refused")
+    finally:
+        dist.destroy_process_group()
+
+
+def main_gpu(rank: int, ranks: int, store: str) -> None:
+    """In bfloat16: the forward is one GPU's bit by bit, gradients are as near as the field's rule asks, and repeat."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
+    try:
+        for name in ("causal", "both directions", "window, sinks", "differential", "sigmoid"):
+            for packed in (True, False):
+                check_gpu(name, packed)
+    finally:
+        dist.destroy_process_group()
+
+
+def check_gpu(name: str, packed: bool) -> None:
+    case = CASES[name]._replace(queries=((4, 64),), keys=((2, 64), (2, 64)))
+    if name == "differential":
+        case = case._replace(queries=((4, 64), (4, 64), (4, 0)), keys=((2, 64), (2, 64), (2, 64)))
+    queries, keys, weight, lengths = inputs(case, packed, scale=30, device="cuda")
+    shape = case.attention(queries, keys, lengths, weight).shape
+    dout = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda", dtype=torch.float64)
+
+    def in_dtype(dtype: torch.dtype) -> tuple[list, list, torch.Tensor]:
+        # numbers of a query and a head stay in float32
+        return *([x.detach().to(dtype if x.shape[-1] == 64 or dtype == torch.float64 else torch.float32).requires_grad_() for x in tensors]
+                 for tensors in (queries, keys)), weight.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+
+    results = []
+    for dtype, impl in ((torch.float64, None), (torch.bfloat16, "reference"), (torch.bfloat16, None)):
+        q, k, w = in_dtype(dtype)
+        with deterministic():
+            out = case.attention(q, k, {**lengths, "impl": impl or ("reference" if dtype == torch.float64 else None)}, w)
+            results.append((out, *torch.autograd.grad(out, (*q, *k), dout.to(out.dtype))))
+    exact, eager, single = results
+
+    dim = 0 if packed else 1
+    plan = ContextParallel(dout.shape[dim])
+    repeated = []
+    for _ in range(2):
+        q, k, w = in_dtype(torch.bfloat16)
+        with deterministic():
+            out, own = shares(plan, case, q, k, w, lengths, dout.bfloat16())
+        repeated.append((out.detach(), *own[:-1]))
+    real = plan.shard(torch.ones(plan.total, device="cuda"), 0).bool()
+    first, again, eager, exact, single = ([x.movedim(dim, 0)[real] for x in tensors] for tensors in (
+        *repeated, *([plan.shard(x.detach(), dim) for x in whole] for whole in (eager, exact, single))))
+    assert all(map(torch.equal, first, again)), f"{name}: gradients do not repeat"
+    assert torch.equal(first[0], single[0]), f"{name}: the forward is not one GPU's"
+    assert_accurate(first, eager, exact)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(ranks: int, *arguments: Any, target: Callable = main) -> None:
+    """target(rank, ranks, *arguments, a file to meet at) in as many processes, which a server that has imported torch once forks."""
+    multiprocessing.set_forkserver_preload(["torch", "sympy", "attnzoo_kernels", "benchmarks.accuracy"])
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = os.path.join(folder, "store")
+        torch.multiprocessing.start_processes(target, (ranks, *arguments, meeting), ranks, start_method="forkserver")

@@ -1,0 +1,82 @@
+"""Several ranks attend to one sequence: which tokens each has, and that they compute what one process computes."""
+
+import context_ranks
+import pytest
+import torch
+from context_ranks import CASES, inputs
+from paths import GPU
+
+from attnzoo_kernels.context_parallel import Zigzag
+
+
+@pytest.mark.parametrize("total, ranks, chunk", ((40, 2, 16), (5, 3, 2), (300, 4, None), (3, 2, None)))
+def test_every_token_has_one_owner(total, ranks, chunk):
+    plans = [Zigzag(total, ranks, rank, chunk) for rank in range(ranks)]
+    tokens = torch.arange(total)
+    held = torch.cat([plan.shard(tokens, 0, fill=-1) for plan in plans])
+    assert {len(plan.shard(tokens, 0)) for plan in plans} == {plans[0].local}
+    assert held[held >= 0].sort().values.equal(tokens)
+    positions = torch.cat([plan.positions("cpu") for plan in plans])
+    assert positions[held >= 0].equal(held[held >= 0]) and (positions[held < 0] >= total).all()
+    assert plans[0].chunk == chunk or plans[0].chunk % 128 == 0
+
+
+def test_ranks_have_equally_many_causal_pairs():
+    plans = [Zigzag(4096, 4, rank) for rank in range(4)]
+    pairs = [sum(sum(range(part.begin + 1, part.begin + part.queries + 1)) for part in plan.parts(causal=True)) for plan in plans]
+    assert len(set(pairs)) == 1 and sum(pairs) == sum(range(1, 4097))
+
+
+def paths():
+    """All cases by plain PyTorch, and packed ones by Triton's kernels where its interpreter is quick."""
+    for name, case in CASES.items():
+        for packed in (True, False)[not case.packed :]:
+            yield name, packed, "reference" if GPU or name in ("sigmoid", "forgetting") else "cpu"
+            if GPU or packed and name in ("causal", "differential", "sigmoid", "forgetting"):
+                yield name, packed, "triton"
+
+
+@pytest.mark.parametrize("name, packed, impl", list(paths()))
+def test_parts_are_those_of_the_whole(name, packed, impl, device):
+    """By the same kernels as the ranks', in one process."""
+    case = CASES[name]
+    queries, keys, weight, lengths = inputs(case, packed, torch.float32, device=device)
+    dim, path = (0 if packed else 1), {"impl": impl}
+    expected = case.attention(queries, keys, lengths | path, weight)
+    dout = torch.randn(expected.shape, generator=torch.Generator(device).manual_seed(2), device=device)
+    wanted = torch.autograd.grad(expected, (*queries, *keys), dout)
+
+    plans = [Zigzag(expected.shape[dim], 2, rank, context_ranks.CHUNK) for rank in range(2)]
+    padding = 2 * plans[0].local - plans[0].total
+    whole_queries, whole_keys = ([torch.cat([x, torch.zeros_like(x.narrow(dim, 0, padding))], dim) for x in tensors]
+                                 for tensors in (queries, keys))
+    outs = {}
+    for plan in plans:
+        for part in plan.parts(causal=case.causal, cu_seqlens=lengths.get("cu_seqlens_q"), max_seqlen=lengths.get("max_seqlen_q")):
+            own = [x.narrow(dim, part.begin, part.queries) for x in whole_queries]
+            seen = [x.narrow(dim, 0, part.keys) for x in whole_keys]
+            outs[part.begin] = case.attention(own, seen, part.lengths | path, weight)
+    out = torch.cat([outs[begin] for begin in sorted(outs)], dim).narrow(dim, 0, plans[0].total)
+    found = torch.autograd.grad(out, (*queries, *keys), dout)
+    torch.testing.assert_close((out, *found), (expected, *wanted), rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, sizes", ((2, (2,)), (4, (3, 4))))
+def test_ranks_compute_what_one_process_computes(ranks, sizes):
+    context_ranks.run(ranks, sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_compute_what_one_computes():
+    context_ranks.run(2, target=context_ranks.main_gpu)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="chunk: 2 x 2 ranks of 3 tokens must hold the 13 tokens"):
+        Zigzag(13, 2, 0, 3)
+    with pytest.raises(ValueError, match="rank: must be below the 2 ranks, got 2"):
+        Zigzag(13, 2, 2)
+    with pytest.raises(ValueError, match="x: dimension 1 must be the 13 tokens of the global order, got shape \\(13, 2\\)"):
+        Zigzag(13, 2, 0).shard(torch.zeros(13, 2), 1)
