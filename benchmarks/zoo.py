@@ -38,6 +38,9 @@ def variant(record: dict) -> str:
     name = attention["_target_"].split(".")[-2]
     if name == "differential":
         name += f" V{attention['version']}" + ("" if attention["norm"] else " without norm")
+    if pattern := attention.get("pattern"):
+        by_layer = pattern if isinstance(pattern, list) else [pattern]
+        name += " " + " and ".join(one if isinstance(one, str) else one["name"] for one in by_layer)
     if record["model"].get("positions") == "alibi":
         name += " ALiBi"
     if pattern := (record["model"].get("layers") or {}).get("pattern"):

@@ -2,7 +2,7 @@
 
 import csv
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 SPEED = "listops_speed"  # runs that were timed in turn
@@ -39,13 +39,23 @@ class Table:
 
     def values(self, line: tuple[str, str], task: str, length: int | None = None, metric: str = "", depth: str = "") -> list[float]:
         """Of each seed, over the operator's paths that gave a number."""
+        return [float(row["value"]) for row in self._of_seeds(line, task, length, metric, depth)]
+
+    def _of_seeds(self, line: tuple[str, str], task: str, length: int | None, metric: str, depth: str = "") -> list[dict]:
         metric = metric or SHOWN.get(task, "exact_match" if task.startswith("needle") else "loss")
         found = {
-            row["seed"]: float(row["value"]) for row in self.rows
+            row["seed"]: row for row in self.rows
             if (row["variant"], row["reading"]) == line and (row["task"], row["metric"], row["depth"]) == (task, metric, depth)
             and (length is None or row["length"] == str(length))
         }
         return list(found.values())
+
+    def answered(self, line: tuple[str, str], task: str, length: int | None = None) -> str:
+        """Questions answered of those asked, over all seeds, and of each seed where they differ: 80 of 100 (50, 30)."""
+        rows = self._of_seeds(line, task, length, "")
+        asked, right = [int(row["count"]) for row in rows], [round(float(row["value"]) * int(row["count"])) for row in rows]
+        each = f" ({', '.join(map(str, right))})" if len(set(right)) > 1 else ""
+        return f"{sum(right)} of {sum(asked)}{each}" if rows else ""
 
     def lengths(self, line: tuple[str, str], task: str) -> list[int]:
         return sorted({int(row["length"]) for row in self.rows if (row["variant"], row["reading"], row["task"]) == (*line, task)})
@@ -61,8 +71,11 @@ class Table:
 def label(line: tuple[str, str]) -> str:
     """For people: flash, read with dual_chunk."""
     name, reading = line
-    short = reading.replace("attention=", "").replace("attention.", "").replace("model.", "").replace("'", "")
-    return name + (f", read with {short}" if reading else "")
+    return name + (f", read with {_short(reading)}" if reading else "")
+
+
+def _short(reading: str) -> str:
+    return reading.replace("attention=", "").replace("attention.", "").replace("model.", "").replace("'", "")
 
 
 def markdown(table: Table, lengths: Sequence[int] = (1024, 4096, 32768)) -> str:
@@ -78,8 +91,8 @@ def markdown(table: Table, lengths: Sequence[int] = (1024, 4096, 32768)) -> str:
             continue
         rate = None if line[1] else table.rate(line[0])
         cells = [_cell(table.values(line, "perplexity_windows", n), 3) for n in lengths]
-        cells += [_cell(table.values(line, "passkey", n), 2) for n in (1024, 2048)]
-        cells += [_cell(table.values(line, "needle_6_keys", 1024), 3), "" if rate is None else f"{rate / 1e6:.2f} M"]
+        cells += [table.answered(line, "passkey", n) for n in (1024, 2048)]
+        cells += [table.answered(line, "needle_6_keys", 1024), "" if rate is None else f"{rate / 1e6:.2f} M"]
         if longest:
             cells += [_cell(table.values(line, "cost", longest, metric), 2) for metric in ("prefill_seconds", "peak_memory_gb")]
         parts.append([label(line), str(len(table.values(line, "perplexity_windows", lengths[0]))), *cells])
@@ -89,30 +102,43 @@ def markdown(table: Table, lengths: Sequence[int] = (1024, 4096, 32768)) -> str:
 def tables(table: Table) -> dict[str, str]:
     """The tables of docs/results.md by their titles."""
     made = {
-        "Loss by context length": _by_length(table, "perplexity_windows", 3),
-        "Passkeys found, by context length": _by_length(table, "passkey", 2),
-        "Loss by position, in windows of 32768": _by_position(table),
+        **_by_length(table, "Loss by context length", "perplexity_windows", 3),
+        **_by_length(table, "Passkeys found, by context length", "passkey"),
+        **_by_position(table, "Loss by position, in windows of 32768"),
         "Losses and keys within the training context": _within(table),
         "ListOps": _listops(table),
         "Associative recall": _recall(table),
     }
     for title, metric, digits in COSTS:
-        made[title] = _by_length(table, "cost", digits, metric)
+        made |= _by_length(table, title, "cost", digits, metric)
     return made
 
 
-def _by_length(table: Table, task: str, digits: int, metric: str = "") -> str:
+def _trained_and_read(title: str, head: Sequence[str], lines: Sequence[tuple[str, str]],
+                      cells: Callable[[tuple[str, str]], list[str]]) -> dict[str, str]:
+    """A table of the models as they were trained, and one of checkpoints that were read otherwise, below themselves as trained."""
+    made = {title: _grid(["", *head], ([line[0], *cells(line)] for line in lines if not line[1]))}
+    for name in dict.fromkeys(line[0] for line in lines if line[1]):
+        read_otherwise = ([_short(line[1]) or "as trained", *cells(line)] for line in lines if line[0] == name)
+        made[f"{title}; the checkpoints of {name}, read otherwise"] = _grid(["", *head], read_otherwise)
+    return made
+
+
+def _by_length(table: Table, title: str, task: str, digits: int | None = None, metric: str = "") -> dict[str, str]:
+    """Without digits: questions answered."""
+    def cell(line: tuple[str, str], n: int) -> str:
+        return table.answered(line, task, n) if digits is None else _cell(table.values(line, task, n, metric), digits)
+
     lines = [line for line in table.lines(task) if table.values(line, task, metric=metric)]
     lengths = sorted({n for line in lines for n in table.lengths(line, task) if table.values(line, task, n, metric)})
-    cells = ([label(line), *(_cell(table.values(line, task, n, metric), digits) for n in lengths)] for line in lines)
-    return _grid(["", *map(str, lengths)], cells)
+    return _trained_and_read(title, [str(n) for n in lengths], lines, lambda line: [cell(line, n) for n in lengths])
 
 
-def _by_position(table: Table, ends: Sequence[int] = (256, 1024, 1280, 1536, 2048, 4096, 8192, 16384, 32768)) -> str:
+def _by_position(table: Table, title: str, ends: Sequence[int] = (256, 1024, 1280, 1536, 2048, 4096, 8192, 16384, 32768)) -> dict[str, str]:
     """Groups of positions by their last one; one begins behind the group before it in the CSV file, not in the table."""
     lines = [line for line in table.lines("loss_by_position") if not line[1].endswith(OMITTED)]
-    cells = ([label(line), *(_cell(table.values(line, "loss_by_position", 32768, depth=str(end)), 3) for end in ends)] for line in lines)
-    return _grid(["up to", *map(str, ends)], cells)
+    return _trained_and_read(title, [f"up to {end}" for end in ends], lines, lambda line: [
+        _cell(table.values(line, "loss_by_position", 32768, depth=str(end)), 3) for end in ends])
 
 
 def _within(table: Table) -> str:
@@ -122,7 +148,7 @@ def _within(table: Table) -> str:
     for line in table.lines("all_tokens"):
         losses = [float(row["train_loss"]) for row in table.runs(line[0])]
         cells = [_cell(table.values(line, task), 4) for task in tasks.values()]
-        cells += [_cell(table.values(line, task), 3) for task in keys.values()]
+        cells += [table.answered(line, task) for task in keys.values()]
         parts.append([label(line), *cells, _cell(losses, 4), str(len(losses))])
     return _grid(["", *tasks, *keys, "last train loss", "seeds"], parts)
 
