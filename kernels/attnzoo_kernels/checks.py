@@ -140,13 +140,13 @@ def packed_lengths(suffix: str, cu_seqlens: Tensor, longest: int | None, total: 
 
 
 def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, names=("q", "k", "v"),
-                     unpacked="; packed input needs cu_seqlens_q and cu_seqlens_k") -> bool:
+                     unpacked="; packed input needs cu_seqlens_q and cu_seqlens_k", by_ranges=False) -> bool:
     """Shapes, dtypes, devices and strides of q, k, v, which the operator calls `names`; returns whether they are packed.
 
-    unpacked: the way out for packed tensors without cu_seqlens.
+    unpacked: the way out for packed tensors without cu_seqlens. by_ranges: they are packed, and key ranges stand in cu_seqlens' place.
     """
     q_name, k_name, v_name = names
-    packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    packed = by_ranges or cu_seqlens_q is not None or cu_seqlens_k is not None
     layout = "(total, heads, head_dim)" if packed else "(batch, seqlen, heads, head_dim)"
     for name, x in zip(names, (q, k, v), strict=True):
         tensor(name, x)
@@ -173,6 +173,11 @@ def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
             raise ValueError(f"{name}: width must be 1 to {MAX_HEAD_DIM}, got {width}")
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
         raise ValueError(f"{k_name}: its {k.shape[-2]} heads must divide {q_name}'s {q.shape[-2]}")
+    if by_ranges:
+        lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+        for name in (name for name, value in lengths.items() if value is not None):
+            raise ValueError(f"{name}: must be None with ranges, which say what packed queries see")
+        return packed
     if packed:
         for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if value is None:

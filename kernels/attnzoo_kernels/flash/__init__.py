@@ -10,6 +10,7 @@ from attnzoo_kernels.dropout import new_rng_state
 from attnzoo_kernels.flash import ops
 from attnzoo_kernels.flash.cpu import flash_attention_cpu
 from attnzoo_kernels.flash.reference import flash_attention_reference
+from attnzoo_kernels.ranges import KeyRanges, check_form, check_values, make_tables
 
 
 def flash_attention(
@@ -28,6 +29,7 @@ def flash_attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
+    ranges: Tensor | KeyRanges | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     impl: str | None = None,
@@ -38,6 +40,10 @@ def flash_attention(
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
     value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
     wait for the device; no kernel reads them.
+    Packed, with ranges in place of cu_seqlens: a list of which keys queries see, int32 (n, 5) as `KeyRanges` has it, or a KeyRanges, which
+    spares calls of one list all tables but the first. Each range says whether it is causal, so that `causal` must be False, and windows
+    count from each one's own diagonal. A key that several ranges show to a query counts as often. There is no alibi_slopes and no
+    dropout_p with ranges, and they are for plain Triton and the reference. Wrong places on a GPU are not looked for; KeyRanges.of can.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
     head_dim and value_dim up to 256. From sm_90 on, tensors whose rows do not lie at whole 16 bytes may be copied.
     kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
@@ -70,7 +76,7 @@ def flash_attention(
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
-    packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, by_ranges=ranges is not None)
     heads, head_dim = q.shape[-2:]
     checks.probability("dropout_p", dropout_p)
     checks.non_negative("softcap", softcap)
@@ -80,12 +86,15 @@ def flash_attention(
         checks.per_head("alibi_slopes", alibi_slopes, q, heads, batch)
     if sinks is not None:
         checks.per_head("sinks", sinks, q, heads)
+    if ranges is not None:
+        ranges = _checked_ranges(ranges, q, k, causal, alibi_slopes, dropout_p)
     softmax_scale = checks.softmax_scale(softmax_scale, head_dim)
     deterministic = checks.deterministic(deterministic)
     rng_state = new_rng_state(q.device) if dropout_p > 0 and not dispatch.asking() else None
 
     differentiable_slopes = torch.is_grad_enabled() and alibi_slopes is not None and alibi_slopes.requires_grad
-    if dispatch.takes_cpu(impl, "q", q, "alibi_slopes require a gradient" if differentiable_slopes else None):
+    why_not = "it has no ranges" if ranges is not None else "alibi_slopes require a gradient" if differentiable_slopes else None
+    if dispatch.takes_cpu(impl, "q", q, why_not):
         out, lse = flash_attention_cpu(
             q, k, v, window_size=(left, right), softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
             dropout_p=dropout_p, rng_state=rng_state, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, return_lse=return_lse)
@@ -93,13 +102,30 @@ def flash_attention(
         out, lse = flash_attention_reference(
             q, k, v, window_size=(left, right), softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
             dropout_p=dropout_p, rng_state=rng_state, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, ranges=None if ranges is None else ranges.ranges)
     else:
         checks.no_gradient(alibi_slopes=alibi_slopes)
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
+        if ranges is not None:
+            cu_seqlens_q, cu_seqlens_k = make_tables(ranges.ranges) if ranges.tables is None else ranges.tables
         out, lse, _ = ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, impl, deterministic, softmax_scale,
                                   left, right, softcap, dropout_p)
     return (out, lse) if return_lse else out
+
+
+def _checked_ranges(ranges: Tensor | KeyRanges, q: Tensor, k: Tensor, causal: bool, alibi_slopes: Tensor | None,
+                    dropout_p: float) -> KeyRanges:
+    ranges = ranges if isinstance(ranges, KeyRanges) else KeyRanges(ranges)
+    check_form("ranges", ranges.ranges)
+    if ranges.ranges.device != q.device:
+        raise ValueError(f"ranges: must be on q's device {q.device}, got {ranges.ranges.device}")
+    if causal:
+        raise ValueError("causal: must be False with ranges, of which each says whether it is, got True")
+    if alibi_slopes is not None or dropout_p > 0:
+        raise NotImplementedError("ranges: go with no alibi_slopes and no dropout_p")
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        check_values(ranges.ranges, q.shape[0], k.shape[0])
+    return ranges
 
 
 def why_not_cpu(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:

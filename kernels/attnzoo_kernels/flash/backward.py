@@ -8,11 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.backward import STATS_BLOCK, backward_dkdv, backward_dq, dkdv_step, dq_step
+from attnzoo_kernels._triton.backward import STATS_BLOCK, backward_dkdv, backward_dq, dkdv_step, dq_step, load_stats
 from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.mainloop import key_loops, query_loops, window_seen, window_seen_transposed
 from attnzoo_kernels._triton.masks import Window
+from attnzoo_kernels._triton.ranges import load_range_stats, range_seen, range_seen_transposed
 from attnzoo_kernels._triton.scores import score_unit
 from attnzoo_kernels._triton.tiles import Operand, Shape, first_lse, program_tile
 from attnzoo_kernels.flash.hooks import (
@@ -26,23 +27,29 @@ from attnzoo_kernels.flash.hooks import (
     modified_transposed,
 )
 from attnzoo_kernels.flash.options import Options
+from attnzoo_kernels.flash.ranges import walk_keys, walk_queries
 from attnzoo_kernels.flash.tiles import dkdv_tile, dq_tile
 
 
 @triton.jit
 def _dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    return dq_step(state, x, own, at, position, edge, MASKED, GUARD, window_seen, modified, dropped_gradient,
+    return dq_step(state, x, own, at, position, edge, MASKED, GUARD, range_seen if own.modifiers.RANGES else window_seen, modified,
+                   dropped_gradient,
                    ROW_BIAS=own.modifiers.HAS_ALIBI and own.modifiers.ONE_SIDED or own.modifiers.HAS_KEY_BIAS)
 
 
 @triton.jit
 def _dq_loops(state, x, modifiers):
-    slope = load_slope(modifiers, x.place.sequence, x.place.head)
-    seed, offset = load_seed(modifiers)
-    bias = load_key_bias(modifiers, x.place, x.place.head, x.i, x.place.other_length - x.place.length, x.place.other_first,
-                         x.place.other_length)
-    return key_loops(_dq_step, state, x, Loaded(modifiers.window, modifiers, slope, seed, offset,
-                                            x.place.sequence * modifiers.heads + x.place.head, bias), False, False)
+    if modifiers.RANGES:
+        state = walk_keys(_dq_step, state, x, modifiers, False, False)
+    else:
+        slope = load_slope(modifiers, x.place.sequence, x.place.head)
+        seed, offset = load_seed(modifiers)
+        bias = load_key_bias(modifiers, x.place, x.place.head, x.i, x.place.other_length - x.place.length, x.place.other_first,
+                             x.place.other_length)
+        state = key_loops(_dq_step, state, x, Loaded(modifiers.window, modifiers, slope, seed, offset,
+                                                x.place.sequence * modifiers.heads + x.place.head, bias), False, False)
+    return state
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together",
@@ -60,7 +67,7 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
                         HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
                         HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr,
                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr,
-                        HAS_KEY_BIAS: tl.constexpr):
+                        HAS_KEY_BIAS: tl.constexpr, RANGES: tl.constexpr):
     place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
                          together if HAS_RIGHT and not HAS_LEFT else None)
     if place.row >= place.length:
@@ -76,20 +83,32 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
                           drop_below, keep_prob, n_seqs, heads, None, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH,
                           HAS_DROPOUT,
                           HAS_SINKS=False, DROP_PAIRS=False, BY_WARP=False, ONE_LOOP=False, FROM_STATS=False,
-                          key_bias=key_bias, seqlen_k=seqlen_k, PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS),
+                          key_bias=key_bias, seqlen_k=seqlen_k, PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS,
+                          table=cu_seqlens_q if RANGES else None, RANGES=RANGES),
                 n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
                 _dq_loops, HAS_GRAD_LSE, EXACT_DELTA, STATS_BLOCK, REFINED=EXACT_DELTA == "residual")
 
 
 @triton.jit
 def _dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    return dkdv_step(state, x, own, at, position, edge, MASKED, GUARD, window_seen_transposed, modified_transposed, dropped_gradient,
+    return dkdv_step(state, x, own, at, position, edge, MASKED, GUARD,
+                     range_seen_transposed if own.modifiers.RANGES else window_seen_transposed, modified_transposed, dropped_gradient,
                      ROW_BIAS=own.modifiers.HAS_ALIBI and own.modifiers.ONE_SIDED or own.modifiers.HAS_KEY_BIAS,
-                     FROM_STATS=own.modifiers.FROM_STATS, COLUMN_SUMS=own.modifiers.HAS_KEY_BIAS)
+                     FROM_STATS=own.modifiers.FROM_STATS, COLUMN_SUMS=own.modifiers.HAS_KEY_BIAS,
+                     LOAD_STATS=load_range_stats if own.modifiers.RANGES else load_stats)
 
 
 @triton.jit
 def _dkdv_loops(state, x, modifiers):
+    if modifiers.RANGES:
+        state = walk_queries(_dkdv_step, state, x, modifiers, modifiers.ONE_LOOP)
+    else:
+        state = _sequence_loops(state, x, modifiers)
+    return state
+
+
+@triton.jit
+def _sequence_loops(state, x, modifiers):
     slope = load_slope(modifiers, x.place.sequence, x.head)
     seed, offset = load_seed(modifiers)
     bias = load_key_bias(modifiers, x.place, x.head, x.j, 0, x.place.first, x.place.length)
@@ -116,7 +135,7 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
                           HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
                           ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
                           BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr,
-                          ONE_LOOP: tl.constexpr, FROM_STATS: tl.constexpr, HAS_KEY_BIAS: tl.constexpr):
+                          ONE_LOOP: tl.constexpr, FROM_STATS: tl.constexpr, HAS_KEY_BIAS: tl.constexpr, RANGES: tl.constexpr):
     place = program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False,
                          together if HAS_RIGHT and not HAS_LEFT else None)
     if place.row >= place.length:
@@ -132,7 +151,8 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
                             drop_below, keep_prob, n_seqs, heads, None, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH,
                             HAS_DROPOUT,
                             HAS_SINKS=False, DROP_PAIRS=False, BY_WARP=False, ONE_LOOP=ONE_LOOP, FROM_STATS=FROM_STATS,
-                            key_bias=key_bias, seqlen_k=seqlen_k, column_sums=column_sums, PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS),
+                            key_bias=key_bias, seqlen_k=seqlen_k, column_sums=column_sums, PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS,
+                            table=cu_seqlens_k if RANGES else None, RANGES=RANGES),
                   n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
                   _dkdv_loops, STATS_BLOCK)
 
@@ -150,7 +170,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
                *options.scalars(q[0], k[0]),
                options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))
     programs = options.programs(q[0][-2], seqlen_q, sequences, tile.block_m)
-    return Launch(flash_bwd_dq_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants, 4))
+    return Launch(flash_bwd_dq_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants | {"PACKED": options.packed}, 4))
 
 
 # what stands between the products and the row statistics
@@ -162,16 +182,16 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
                dv: Layout, stats_stride: int, options: Options) -> Launch:
     sequences, _, seqlen_k = options.sizes(q[0], k[0])
     constants = options.constants(q[0], v[0], dtype, device)
-    tile = dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.window_right >= 0,
+    tile = dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.causal,
                      packed=options.sequences is not None, heavy=options.softcap > 0 or options.dropout_p > 0)
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.sequences is not None)
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK, "TMA": tma, "ONE_LOOP": tile.one_loop,
                   "FROM_STATS": tile.from_stats and dtype != torch.float32 and not any(constants[name] for name in _BETWEEN)}
     scalars = (*(stride for x in (q, k, v, grad_out, dk, dv) for stride in strides(x)), stats_stride, *options.scalars(q[0], k[0]),
-               1 if options.sequences is not None  # packed sequences lose by the rule of dQ
+               1 if options.packed and not options.ranges  # packed sequences lose by the rule of dQ
                else options.heads_together(k[0], q[0], (q[0][-1] + v[0][-1]) * (q[0][-2] // k[0][-2]), tile.block_n, device, dtype))
     programs = options.programs(k[0][-2], seqlen_k, sequences, tile.block_n)
-    return Launch(flash_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants, 3))
+    return Launch(flash_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants | {"PACKED": options.packed}, 3))
 
 
 def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,

@@ -13,19 +13,21 @@ from attnzoo_kernels._triton.forward import forward, forward_step, softmax_state
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.mainloop import key_loops, window_seen
 from attnzoo_kernels._triton.masks import Window
+from attnzoo_kernels._triton.ranges import range_seen
 from attnzoo_kernels._triton.scores import score_unit
 from attnzoo_kernels._triton.softmax import in_units
 from attnzoo_kernels._triton.tiles import Operand, Shape, program_tile
 from attnzoo_kernels.dropout import drop_threshold
 from attnzoo_kernels.flash.hooks import Loaded, Modifiers, dropped, load_key_bias, load_seed, load_slope, modified
 from attnzoo_kernels.flash.options import Options
+from attnzoo_kernels.flash.ranges import walk_keys
 from attnzoo_kernels.flash.tiles import Tile, forward_tile
 
 
 @triton.jit
 def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
     return forward_step(
-        state, x, own, at, position, edge, MASKED, GUARD, window_seen, modified, dropped,
+        state, x, own, at, position, edge, MASKED, GUARD, range_seen if own.modifiers.RANGES else window_seen, modified, dropped,
         # under ALiBi and a maximum that lags ptxas 12.8 lets the products wait for each other
         LAGS=not own.modifiers.HAS_ALIBI and not own.modifiers.HAS_KEY_BIAS,
         ROW_BIAS=own.modifiers.HAS_ALIBI and own.modifiers.ONE_SIDED or own.modifiers.HAS_KEY_BIAS, BY_WARP=own.modifiers.BY_WARP,
@@ -41,12 +43,16 @@ def _loops(x, modifiers):
         if x.shape.PACKED:
             sink = tl.where(x.place.sequence == modifiers.n_seqs, -float("inf"), sink)
     state = softmax_state(sink, x.shape)
-    slope = load_slope(modifiers, x.place.sequence, x.place.head)
-    seed, offset = load_seed(modifiers)
-    bias = load_key_bias(modifiers, x.place, x.place.head, x.i, x.place.other_length - x.place.length, x.place.other_first,
-                         x.place.other_length)
-    return key_loops(_step, state, x, Loaded(modifiers.window, modifiers, slope, seed, offset,
-                                            x.place.sequence * modifiers.heads + x.place.head, bias), modifiers.ONE_LOOP, True)
+    if modifiers.RANGES:
+        state = walk_keys(_step, state, x, modifiers, modifiers.ONE_LOOP, True)
+    else:
+        slope = load_slope(modifiers, x.place.sequence, x.place.head)
+        seed, offset = load_seed(modifiers)
+        bias = load_key_bias(modifiers, x.place, x.place.head, x.i, x.place.other_length - x.place.length, x.place.other_first,
+                             x.place.other_length)
+        state = key_loops(_step, state, x, Loaded(modifiers.window, modifiers, slope, seed, offset,
+                                                 x.place.sequence * modifiers.heads + x.place.head, bias), modifiers.ONE_LOOP, True)
+    return state
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together",
@@ -60,7 +66,9 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                      PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr,
                      HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, DROP_PAIRS: tl.constexpr,
                      BY_WARP: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
-                     Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr, HAS_KEY_BIAS: tl.constexpr):
+                     Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr, HAS_KEY_BIAS: tl.constexpr,
+                     RANGES: tl.constexpr):
+    """Under RANGES the queries are one dense sequence, n_seqs counts ranges, and cu_seqlens_q is their table."""
     place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
                          together if HAS_RIGHT and not HAS_LEFT else None)
     if PACKED:
@@ -75,7 +83,8 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                       drop_below, keep_prob, n_seqs, heads, sinks, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH,
                       HAS_DROPOUT,
                       HAS_SINKS=HAS_SINKS, DROP_PAIRS=DROP_PAIRS, BY_WARP=BY_WARP, ONE_LOOP=ONE_LOOP, FROM_STATS=False,
-                      key_bias=key_bias, seqlen_k=seqlen_k, PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS),
+                      key_bias=key_bias, seqlen_k=seqlen_k, PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS,
+                      table=cu_seqlens_q if RANGES else None, RANGES=RANGES),
             seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
             _loops, Q_REGISTERS, Q_SELECT)
 
@@ -91,7 +100,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
           options: Options) -> Launch:
     constants = options.constants(q[0], v[0], dtype, device)
     arch, width, value_width = architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"]
-    short, long = (forward_tile(arch, width, value_width, dtype.itemsize, causal=options.window_right >= 0, window=options.window_left >= 0,
+    short, long = (forward_tile(arch, width, value_width, dtype.itemsize, causal=options.causal, window=options.window_left >= 0,
                                 packed=options.sequences is not None, heavy=options.softcap > 0 or options.dropout_p > 0, long=long)
                    for long in (False, options.sequences is None))
     tile, other = (long, short) if options.sequences is None and k[0][1] > 4096 else (short, long)
@@ -118,7 +127,7 @@ def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: 
     scalars = (*strides(q), *strides(k), *strides(v), *stride_out, rows, *options.scalars(q[0], k[0]),
                options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))
     programs = options.programs(heads, seqlen_q, sequences, tile.block_m)
-    return Launch(flash_fwd_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants))
+    return Launch(flash_fwd_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants | {"PACKED": options.packed}))
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,

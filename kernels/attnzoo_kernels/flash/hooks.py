@@ -41,6 +41,8 @@ class Modifiers(NamedTuple):
     column_sums: Any = None  # where those of dS go
     PACKED: Any = False
     HAS_KEY_BIAS: Any = False
+    table: Any = None  # of n_seqs key ranges, by what the program's tile holds
+    RANGES: Any = False
 
 
 class KeyBias(NamedTuple):

@@ -1,7 +1,7 @@
 """FlashAttention's options beside those of every call."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,28 @@ class Options(Call):
     softcap: float = 0.0
     dropout_p: float = 0.0
     key_bias: bool = False
+    ranges: bool = False  # `sequences` counts key ranges, over queries and keys that lie as one dense sequence
 
     @classmethod
     def of(cls, cu_seqlens_q: Tensor | None, alibi_slopes: Tensor | None, softmax_scale: float, window_left: int, window_right: int,
            softcap: float, dropout_p: float) -> "Options":
+        """cu_seqlens_q: or the table of key ranges by queries."""
         slopes_stride = None if alibi_slopes is None else alibi_slopes.stride(0) if alibi_slopes.dim() == 2 else 0
-        return cls(sequences=packed_sequences(cu_seqlens_q), softmax_scale=softmax_scale, window_left=window_left,
-                   window_right=window_right, slopes_stride=slopes_stride, softcap=softcap, dropout_p=dropout_p)
+        ranges = cu_seqlens_q is not None and cu_seqlens_q.dim() == 2
+        return cls(sequences=cu_seqlens_q.shape[0] if ranges else packed_sequences(cu_seqlens_q), softmax_scale=softmax_scale,
+                   window_left=window_left, window_right=window_right, slopes_stride=slopes_stride, softcap=softcap, dropout_p=dropout_p,
+                   ranges=ranges)
+
+    @property
+    def causal(self) -> bool:
+        return super().causal or self.ranges
+
+    def programs(self, heads: int, seqlen: int, sequences: int, block: int) -> int:
+        return heads * -(-seqlen // block) if self.ranges else super().programs(heads, seqlen, sequences, block)
+
+    def heads_together(self, own: torch.Size, other: torch.Size, width: int, block: int, device: torch.device, dtype: torch.dtype) -> int:
+        one = replace(self, sequences=1) if self.ranges else self
+        return super(Options, one).heads_together(own, other, width, block, device, dtype)
 
     def scalars(self, q: torch.Size, k: torch.Size) -> tuple:
         drop_below = drop_threshold(self.dropout_p)
@@ -32,7 +47,10 @@ class Options(Call):
                 self.window_left, self.window_right, drop_below, *self.sizes(q, k), q[-2], q[-2] // k[-2])
 
     def constants(self, q: torch.Size, v: torch.Size, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        return super().constants(q, v, dtype) | {
+        constants = super().constants(q, v, dtype)
+        return constants | {
+            "PACKED": self.packed and not self.ranges,
+            "HAS_RIGHT": constants["HAS_RIGHT"] or self.ranges,
             # float32 follows eager's roundings
             "PRESCALE": dtype == torch.float32 and (self.softcap > 0 or self.slopes_stride is not None or self.key_bias),
             "HAS_SOFTCAP": self.softcap > 0,
@@ -41,4 +59,5 @@ class Options(Call):
             "HARDWARE_TANH": dtype != torch.float32 and architecture(device) >= 75 and torch.version.cuda is not None,
             "HAS_DROPOUT": self.dropout_p > 0,
             "HAS_KEY_BIAS": self.key_bias,
+            "RANGES": self.ranges,
         }

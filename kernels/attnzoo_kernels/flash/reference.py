@@ -6,6 +6,7 @@ from torch import Tensor
 from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.dropout import keep_mask
 from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
+from attnzoo_kernels.ranges import times_seen
 
 
 def visible(len_q: Tensor, len_k: Tensor, rows: int, columns: int, window_size: tuple[int, int]) -> Tensor:
@@ -33,11 +34,13 @@ def alibi_bias(slopes: Tensor, len_q: Tensor, len_k: Tensor, rows: int, columns:
 
 @without_autocast
 def flash_attention_reference(q, k, v, *, window_size, softmax_scale, softcap, alibi_slopes, sinks, dropout_p, rng_state,
-                              cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> tuple[Tensor, Tensor]:
+                              cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, ranges=None) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; packed input is padded, attended to and packed again. Arguments are checked by the caller."""
     packed = cu_seqlens_q is not None
     total_q = q.shape[0]
-    if packed:
+    if ranges is not None:
+        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    elif packed:
         q, k, v = pad_packed(q, cu_seqlens_q, max_seqlen_q), pad_packed(k, cu_seqlens_k, max_seqlen_k), pad_packed(v, cu_seqlens_k,
                                                                                                                    max_seqlen_k)
     batch, rows, heads, _ = q.shape
@@ -55,7 +58,8 @@ def flash_attention_reference(q, k, v, *, window_size, softmax_scale, softcap, a
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         scores = scores + alibi_bias(alibi_slopes, len_q, len_k, rows, columns)
-    scores = scores.masked_fill(~visible(len_q, len_k, rows, columns, window_size), -torch.inf)
+    seen = visible(len_q, len_k, rows, columns, window_size) if ranges is None else times_seen(ranges, rows, columns, window_size)
+    scores = scores.masked_fill(seen == 0, -torch.inf)
 
     # softmax by hand: a row that sees no key gives zeros, and no NaN in any gradient
     top = scores.amax(-1, keepdim=True) if columns else scores.new_full((*scores.shape[:-1], 1), -torch.inf)
@@ -64,6 +68,8 @@ def flash_attention_reference(q, k, v, *, window_size, softmax_scale, softcap, a
         top = torch.maximum(top, sink)
     top = top.detach().masked_fill(top == -torch.inf, 0)
     weights = torch.exp(scores - top)
+    if ranges is not None:
+        weights = weights * seen  # a key that two ranges show counts twice
     norm = weights.sum(-1, keepdim=True)
     if sink is not None:
         norm = norm + torch.exp(sink - top)
@@ -75,6 +81,8 @@ def flash_attention_reference(q, k, v, *, window_size, softmax_scale, softcap, a
         keep, keep_prob = keep_mask(rng_state, dropout_p, (batch, heads, rows, columns))
         weights = weights.masked_fill(~keep, 0) / keep_prob
     out = (weights.to(v.dtype) @ v).transpose(1, 2)
+    if ranges is not None:
+        return out[0], lse[0]
     if packed:
         out = unpad_packed(out, cu_seqlens_q, total_q)
         lse = unpad_packed(lse.transpose(1, 2), cu_seqlens_q, total_q, fill=-torch.inf).transpose(0, 1)

@@ -1,0 +1,131 @@
+"""Walks of a tile over the key ranges that touch it, by a table of `range_tables`: from the last that begins before its end, back."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from attnzoo_kernels import ranges
+from attnzoo_kernels._triton.mainloop import RowStats
+from attnzoo_kernels._triton.masks import key_ranges, query_ranges
+
+CAUSAL_TOP_LEFT = tl.constexpr(ranges.CAUSAL_TOP_LEFT)
+WIDTH = tl.constexpr(ranges.WIDTH)
+UNLIMITED = tl.constexpr(2**30)
+
+
+class Range(NamedTuple):
+    """One range as a tile of its queries, or of its keys, has it, with the window around the diagonal of its bottom right."""
+
+    first: Any
+    length: Any
+    other_first: Any
+    other_length: Any
+    left: Any
+    right: Any
+
+
+@triton.jit
+def last_beginning(table, count, end):
+    """The last of `count` entries that begins before `end`, or -1."""
+    low = 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        before = tl.load(table + middle.to(tl.int64) * WIDTH) < end
+        low = tl.where(before, middle + 1, low)
+        high = tl.where(before, high, middle)
+    return low - 1
+
+
+@triton.jit
+def touching(table, entry, row):
+    """`entry`, or the next one before it that ends behind `row`; below 0 if there is none."""
+    at = table + entry.to(tl.int64) * WIDTH
+    end = tl.load(at + 1, mask=entry >= 0, other=UNLIMITED)
+    while end <= row:
+        entry = tl.load(at + 5)
+        at = table + entry.to(tl.int64) * WIDTH
+        end = tl.load(at + 1, mask=entry >= 0, other=UNLIMITED)
+    return entry
+
+
+@triton.jit
+def load_range(table, entry, window, TRANSPOSED: tl.constexpr):
+    """The Range of an entry. TRANSPOSED: the table is by keys."""
+    at = table + entry.to(tl.int64) * WIDTH
+    first = tl.load(at)
+    other_first = tl.load(at + 2)
+    length = tl.load(at + 1) - first
+    other_length = tl.load(at + 3) - other_first
+    kind = tl.load(at + 4)
+    # from the diagonal of the bottom right to that of the top left
+    back = other_length - length if TRANSPOSED else length - other_length
+    back = tl.where(kind == CAUSAL_TOP_LEFT, back, 0)
+    right = tl.where(kind != 0, 0, tl.where(window.right < 0, UNLIMITED, window.right))
+    return Range(first, length, other_first, other_length, window.left - back, right + back)
+
+
+@triton.jit
+def source_at(rows, first, TMA: tl.constexpr):
+    """The source of a head's Rows, moved to a range's first one where it is a pointer."""
+    moved = rows.source
+    if not TMA:
+        moved += tl.cast(first, tl.int64) * rows.stride
+    return moved
+
+
+@triton.jit
+def _whole(row, of, BLOCK: tl.constexpr):
+    return (row >= of.first) & (row + BLOCK <= of.first + of.length)
+
+
+@triton.jit
+def range_key_bounds(row, of, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD_TAIL: tl.constexpr):
+    """key_ranges of a tile of queries within one Range: where it reaches beyond that, all keys need a mask."""
+    begin, full_begin, full_end, tail, end = key_ranges(row - of.first, of.length, of.other_length, window, BLOCK_M, BLOCK_N, GUARD_TAIL)
+    whole = _whole(row, of, BLOCK_M)
+    return begin, tl.where(whole, full_begin, begin), tl.where(whole, full_end, begin), tail, end
+
+
+@triton.jit
+def range_query_bounds(row, of, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD_TAIL: tl.constexpr):
+    """query_ranges of a tile of keys, alike."""
+    begin, full_begin, full_end, tail, end = query_ranges(row - of.first, of.other_length, of.length, window, BLOCK_M, BLOCK_N, GUARD_TAIL)
+    whole = _whole(row, of, BLOCK_N)
+    return begin, tl.where(whole, full_begin, begin), tl.where(whole, full_end, begin), tail, end
+
+
+@triton.jit
+def range_seen(x, own, i, j, position):
+    """MASK of forward and dQ: as keys_seen, and queries outside of the range see nothing."""
+    shift = x.place.other_length - x.place.length
+    last = tl.minimum(i + (shift + own.window.right), x.place.other_length - 1)
+    seen = j <= tl.where((i >= 0) & (i < x.place.length), last, -1)
+    if own.window.HAS_LEFT:
+        seen = seen & (j >= i + (shift - own.window.left))
+    return seen
+
+
+@triton.jit
+def range_seen_transposed(x, own, i, j, position):
+    """MASK of dK/dV: as queries_seeing, and nothing sees keys outside of the range."""
+    shift = x.place.length - x.place.other_length
+    first = tl.where((j >= 0) & (j < x.place.length), j - (shift + own.window.right), UNLIMITED)
+    seen = i >= first
+    if own.window.HAS_LEFT:
+        seen = seen & (i <= j - (shift - own.window.left))
+    return seen
+
+
+@triton.jit
+def load_range_stats(x, own, at):
+    """LOAD_STATS: those behind the range are another's, and are not used."""
+    inside = at + tl.arange(0, x.shape.BLOCK_M) < x.place.other_length
+    here = x.row_stats + at + tl.arange(0, x.shape.BLOCK_M)
+    lse_log2 = tl.load(here, mask=inside, other=float("inf"))
+    delta = tl.load(here + x.stride_rows, mask=inside, other=0.0)
+    row_sum = 1.0
+    if x.shape.PRECISION == "ieee":
+        row_sum = tl.load(here + 2 * x.stride_rows, mask=inside, other=1.0)
+    return RowStats(lse_log2, row_sum, delta)
