@@ -45,6 +45,19 @@ def flash():
         ops._gradients(grad_out, lse if exact_delta else None, q, k, v, out, stats, bounds, bounds, slopes, rng, exact_delta, *numbers)
 
 
+def ranges():
+    """Those of flash over key ranges."""
+    from attnzoo_kernels.flash import ops
+
+    table = torch.zeros(3, 8, dtype=torch.int32)
+    for dtype, widths, left, kv_heads in ((BF16, (64, 64), -1, 4), (BF16, (128, 128), -1, 2), (BF16, (128, 128), 48, 2),
+                                          (BF16, (256, 256), -1, 4), (F32, (64, 64), 48, 2)):
+        q, k, v, grad_out, _ = tensors(dtype, True, kv_heads, widths)
+        numbers = ("triton", True, widths[0] ** -0.5, left, -1, 0.0, 0.0)
+        out, lse, stats = ops._forward(q, k, v, table, table, None, None, None, *numbers)
+        ops._gradients(grad_out, lse, q, k, v, out, stats, table, table, None, None, False, *numbers)
+
+
 def block_sparse():
     from attnzoo_kernels.block_sparse import ops
 
@@ -132,7 +145,7 @@ def main() -> None:
     from attnzoo_kernels._triton import launch
 
     launch.architecture = lambda where: ARCH
-    for operator in sys.argv[2:] or ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting"):
+    for operator in sys.argv[2:] or ("flash", "ranges", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting"):
         compiled.clear()
         globals()[operator]()
         for name, constants, kernel in {id(kernel): (name, constants, kernel) for name, constants, kernel in compiled}.values():
