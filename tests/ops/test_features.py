@@ -40,6 +40,7 @@ FEATURES = {
     "dropout": {"dropout_p": 0.1},
     "a scale below 0": {"softmax_scale": -1.0},
     "packed sequences": {"packed": True},
+    "key ranges": {"packed": True, "ranges": True, "causal": False},
     "gradients": {"requires_grad": True},
 }
 
@@ -53,7 +54,9 @@ def made(operator: str, dtype=torch.bfloat16, head_dim=64, value_dim=64, kv_head
 
     q, k, v = tensor(2, head_dim), tensor(kv_heads, head_dim), tensor(kv_heads, value_dim)
     options["causal"] = causal
-    if packed:
+    if "ranges" in options:
+        options = {"ranges": torch.tensor([[0, LENGTH, 0, LENGTH, 1]], dtype=torch.int32)}
+    elif packed:
         bounds = torch.tensor([0, 9, LENGTH], dtype=torch.int32)
         options |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
         options |= {"max_seqlen_q": LENGTH, "max_seqlen_k": LENGTH} if operator == "block_sparse" else {}

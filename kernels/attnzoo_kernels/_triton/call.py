@@ -30,10 +30,10 @@ def tma_kind(wanted: bool, tensors: tuple[Layout, ...], itemsize: int, packed: b
 
 def read_blocks(tile: Any, constants: dict[str, Any], grad_out: int | None = None) -> dict[int, tuple]:
     """A Launch's blocks where TMA reads q, k, v, its first tensors, and grad_out at its position: tiles of `tile`'s rows."""
-    width, value_width, packed = constants["BLOCK_D"], constants["BLOCK_DV"], constants["PACKED"]
-    blocks = {0: (tile.block_m, width, packed), 1: (tile.block_n, width, packed), 2: (tile.block_n, value_width, packed)}
+    width, value_width, by_sequence = constants["BLOCK_D"], constants["BLOCK_DV"], constants["TMA"] == BY_SEQUENCE.value
+    blocks = {0: (tile.block_m, width, by_sequence), 1: (tile.block_n, width, by_sequence), 2: (tile.block_n, value_width, by_sequence)}
     if grad_out is not None:
-        blocks[grad_out] = (tile.block_m, value_width, packed)
+        blocks[grad_out] = (tile.block_m, value_width, by_sequence)
     return blocks if constants["TMA"] else {}
 
 

@@ -73,5 +73,6 @@ def launch_tables(ranges: Tensor) -> Tensor:
     ranges = ranges.contiguous() if len(ranges) else ranges.new_zeros(1, COLUMNS)
     tables = ranges.new_empty(2, len(ranges), WIDTH)
     with on_device_of(ranges):
-        key_range_tables_kernel[(triton.cdiv(len(ranges), BLOCK), 2)](ranges, tables, len(ranges), COLUMNS=COLUMNS, WIDTH=WIDTH, BLOCK=BLOCK)
+        key_range_tables_kernel[(triton.cdiv(len(ranges), BLOCK), 2)](ranges, tables, len(ranges), COLUMNS=COLUMNS, WIDTH=WIDTH,
+                                                                      BLOCK=BLOCK)
     return tables

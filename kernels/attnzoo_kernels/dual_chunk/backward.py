@@ -248,7 +248,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
                options.multiplier_stride or 0, options.softmax_scale, options.logit_scale(dtype), options.top, options.far,
                *options.scalars(q, k))
     return Launch(dual_chunk_bwd_dq_kernel, options.chunk_programs(q[-2], sequences, seqlen_q, seqlen_k - seqlen_q, tile.block_m), scalars,
-                  constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants | {"PACKED": False}, 4),
+                  constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants, 4),
                   tile.launch_options(tma))
 
 
@@ -264,7 +264,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: torch
     scalars = (*(stride for x in (*sources, dk, dv) for stride in strides(x)), rows_stride, options.logit_scale(dtype), options.top,
                options.far, *options.scalars(q, k))
     return Launch(dual_chunk_bwd_dkdv_kernel, options.chunk_programs(k[-2], sequences, seqlen_k, 0, tile.block_n), scalars, constants,
-                  tile.num_warps, tile.num_stages, read_blocks(tile, constants | {"PACKED": False}, 3), tile.launch_options(tma))
+                  tile.num_warps, tile.num_stages, read_blocks(tile, constants, 3), tile.launch_options(tma))
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,

@@ -81,7 +81,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, queries: Layo
     scalars = (*(stride for x in (queries, keys, v, out) for stride in strides(x)), stats_stride, options.logit_scale(dtype),
                *options.scalars(q, k))
     return Launch(dual_chunk_fwd_kernel, options.chunk_programs(q[-2], sequences, seqlen_q, seqlen_k - seqlen_q, tile.block_m), scalars,
-                  constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants | {"PACKED": False}), tile.launch_options(tma))
+                  constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants), tile.launch_options(tma))
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> tuple[Tensor, Tensor, Tensor]:

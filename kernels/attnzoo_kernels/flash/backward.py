@@ -170,7 +170,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
                *options.scalars(q[0], k[0]),
                options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))
     programs = options.programs(q[0][-2], seqlen_q, sequences, tile.block_m)
-    return Launch(flash_bwd_dq_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants | {"PACKED": options.packed}, 4))
+    return Launch(flash_bwd_dq_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants, 4))
 
 
 # what stands between the products and the row statistics
@@ -191,7 +191,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
                1 if options.packed and not options.ranges  # packed sequences lose by the rule of dQ
                else options.heads_together(k[0], q[0], (q[0][-1] + v[0][-1]) * (q[0][-2] // k[0][-2]), tile.block_n, device, dtype))
     programs = options.programs(k[0][-2], seqlen_k, sequences, tile.block_n)
-    return Launch(flash_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants | {"PACKED": options.packed}, 3))
+    return Launch(flash_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants, 3))
 
 
 def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,

@@ -127,7 +127,7 @@ def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: 
     scalars = (*strides(q), *strides(k), *strides(v), *stride_out, rows, *options.scalars(q[0], k[0]),
                options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))
     programs = options.programs(heads, seqlen_q, sequences, tile.block_m)
-    return Launch(flash_fwd_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants | {"PACKED": options.packed}))
+    return Launch(flash_fwd_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants))
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
