@@ -1,6 +1,7 @@
 """What README and docs say: links lead somewhere, and every command line of ours composes."""
 
 import importlib.util
+import inspect
 import re
 import shlex
 import sys
@@ -11,10 +12,14 @@ import pandas as pd
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 
+from attnzoo.attention import AttentionSpec
+from attnzoo.attention.base import POSITIONS
 from attnzoo.models import from_config
 from attnzoo.run.command_line import as_typed, register_options
+from attnzoo_kernels.dispatch import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -128,3 +133,39 @@ def test_the_variant_of_the_page_that_adds_one_works_as_it_stands(tmp_path, monk
     scores = 10 * torch.cosine_similarity(q[:, :, None], k[:, None], dim=-1)  # (batch, queries, keys, heads)
     weights = scores.masked_fill(torch.ones(8, 8).triu(1).bool()[..., None], -torch.inf).softmax(2)
     torch.testing.assert_close(model.blocks[0].attention.attend(q, k, v, None), torch.einsum("bijh,bjhd->bihd", weights, v))
+
+
+def variants() -> str:
+    """docs/variants/README.md's table, as layers and operators say it."""
+    head = ("`attention=`", "GPT", "BERT", "packed", "positions", "window", "dropout", "cached decoding", "weights of `flash`", "GPU", "CPU")
+    rows, flash = [head, ("---",) * len(head)], None
+    configs = sorted((ROOT / "configs" / "attention").glob("*.yaml"))
+    for config in sorted(configs, key=lambda config: config.stem != "flash"):
+        name, layer = config.stem, get_class(OmegaConf.load(config)["_target_"])
+        can, options = layer.supports, inspect.signature(layer).parameters
+        built = layer(AttentionSpec(dim=32, n_heads=4, n_kv_heads=2, head_dim=8, layer=0, n_layers=1, causal=can.causal,
+                                    positions=can.positions[0], train_context=4096))
+        weights = {key: value.shape for key, value in built.state_dict().items()}
+        flash = flash or weights
+        operator = importlib.util.find_spec(f"attnzoo_kernels.{name}") and importlib.import_module(f"attnzoo_kernels.{name}")
+        paths = getattr(operator, "IMPLEMENTATIONS", IMPLEMENTATIONS) if operator else ()
+        decodes = "by `decode_attention`" if hasattr(inspect.getmodule(layer), "decode_attention") else "yes"
+        rows.append((
+            f"[`{name}`]({'flash' if name == 'sdpa' else name}.md)",
+            *("yes" if able else "-" for able in (can.causal, can.bidirectional, can.packed)),
+            "all" if can.positions == POSITIONS else ", ".join(can.positions),
+            "yes" if "window_size" in options else "by pattern" if "pattern" in options else "-",
+            "yes" if can.dropout else "-", decodes if can.cache else "-", "yes" if weights == flash else "-",
+            "Gluon, Triton" if "gluon" in paths else "Triton" if "triton" in paths else "PyTorch",
+            "tiles" if "cpu" in paths else "reference" if paths else "PyTorch"))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_the_table_of_variants_is_true():
+    true = variants()
+    assert true in (ROOT / "docs" / "variants" / "README.md").read_text(), f"docs/variants/README.md: its table must be\n{true}"
+
+
+def test_the_examples_of_the_operators_page_run_as_they_stand():
+    page = (ROOT / "docs" / "operators.md").read_text()
+    exec("\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.S)), {})
