@@ -137,7 +137,8 @@ def test_the_variant_of_the_page_that_adds_one_works_as_it_stands(tmp_path, monk
 
 def variants() -> str:
     """docs/variants/README.md's table, as layers and operators say it."""
-    head = ("`attention=`", "GPT", "BERT", "packed", "positions", "window", "dropout", "cached decoding", "weights of `flash`", "GPU", "CPU")
+    head = ("`attention=`", "GPT", "BERT", "packed", "positions", "window", "dropout", "cached decoding", "weights of `flash`", "GPU",
+            "CPU")
     rows, flash = [head, ("---",) * len(head)], None
     configs = sorted((ROOT / "configs" / "attention").glob("*.yaml"))
     for config in sorted(configs, key=lambda config: config.stem != "flash"):
