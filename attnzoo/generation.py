@@ -72,7 +72,7 @@ class Writer:
     def _tokens(self, prompt: list[int]) -> Iterator[int]:
         """The new tokens up to the end of the text."""
         cfg = self.cfg
-        options = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p, "generator": self.generator}
+        options = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p, "generator": self.generator, "graph": cfg.graph}
         with self.fabric.autocast():
             for drawn in self.model.stream(torch.tensor([prompt], device=self.device), cfg.max_new_tokens, **options):
                 if (token := int(drawn)) == self.tokenizer.eos_id:

@@ -1,7 +1,7 @@
 """The attention layer's contract: one description to build a layer from, one base that a variant extends by `attend`."""
 
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -142,12 +142,22 @@ class SequenceInfo:
     position_ids: int64, (1, seqlen) or (batch, seqlen) dense, (total,) packed.
     cu_seqlens: int32 (sequences + 1,), None if dense; repeating the last value pads it, tokens behind it belong to no sequence.
     max_seqlen: int, at least the longest sequence.
+    keys: cu_seqlens and max_seqlen of keys and values, where there are others than queries; None where they are the same.
     """
 
     position_ids: Tensor | None = None
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    keys: tuple[Tensor, int] | None = None
+
+    @property
+    def cu_seqlens_k(self) -> Tensor | None:
+        return self.cu_seqlens if self.keys is None else self.keys[0]
+
+    @property
+    def max_seqlen_k(self) -> int | None:
+        return self.max_seqlen if self.keys is None else self.keys[1]
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """make()'s result, computed by the first layer that asks for `key` in this pass and shared by the others.
@@ -183,7 +193,7 @@ class Attention(nn.Module):
     - `head_shapes`: other numbers or widths of heads;
     - `project`: more inputs to `attend` than q, k and v, made from x;
     - `apply_positions`: un-rotated or otherwise rotated queries and keys;
-    - `kept`, `attend_cached`: more in the cache than keys and values, a kernel of its own for the newest tokens over it;
+    - `kept`, `attend_cached`, `attend_newest`: more in the cache than keys and values, a kernel of its own for the newest tokens over it;
     - `finish`: a norm or a factor on attend's output, which is itself weights times values;
     - `init_weights`, `mlp_dim`, `visible_pairs`, `metrics`, `plain`.
 
@@ -193,6 +203,8 @@ class Attention(nn.Module):
 
     supports = Supports()
     extends_context = False  # whether it reads beyond spec.known_context by design, so that a longer training must keep that
+    decodes_on_device = False  # whether `attend_newest` holds, so that decoding can be a CUDA graph; `attend` must look at seq.cu_seqlens_k
+    joined: tuple[Tensor, Tensor | None] | None = None  # weight and bias of `project`'s product; decoding joins them once
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
@@ -269,7 +281,8 @@ class Attention(nn.Module):
             out = self.attend(q, k, v, seq, *rest)
         else:
             cache.append(*self.kept(k, v, *rest))
-            out = self.attend_cached(q, cache, seq, *rest)
+            attend = self.attend_cached if cache.newest is None else self.attend_newest
+            out = attend(q, cache, seq, *rest)
         out = self.finish(out)
         if self.g_proj is not None:
             gate = self.g_proj(x).sigmoid()
@@ -280,8 +293,7 @@ class Attention(nn.Module):
         """q, k and v as (..., heads, width), and whatever else `attend` takes after `seq`."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         # one product for all three: at GPT-2's widths three narrow ones leave a part of the GPU idle
-        weight = torch.cat([p.weight for p in projections])
-        bias = torch.cat([p.bias for p in projections]) if self.spec.bias else None
+        weight, bias = self.joined or joined(projections)
         shapes = self.head_shapes()
         parts = F.linear(x, weight, bias).split([p.out_features for p in projections], dim=-1)
         return tuple(part.unflatten(-1, shapes[name]) for name, part in zip("qkv", parts, strict=True))
@@ -291,6 +303,8 @@ class Attention(nn.Module):
         if self.spec.positions != "rotary":
             return q, k
         cos, sin = self.rotary(seq)
+        if q.dim() == 4 and q.shape[1] == 1:  # one token of each row is a matter of launches
+            return rotate(torch.cat((q, k), dim=-2), cos, sin).split((q.shape[-2], k.shape[-2]), dim=-2)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     def temper(self, q: Tensor, seq: SequenceInfo) -> Tensor:
@@ -337,6 +351,13 @@ class Attention(nn.Module):
         """`attend` of the newest tokens, whose keys and values the cache holds already."""
         return self.attend(q, *cache.read(), seq, *rest)
 
+    def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
+        """The same of one token of each row, (batch, 1, ...), whose place only the device knows (`cache.newest`): by packed sequences."""
+        queries, keys = seq.once("newest", cache.newest.packed)
+        rows = seq.once("newest rows", lambda: SequenceInfo(cache.newest.positions, queries, 1, keys=(keys, cache.max_len)))
+        q, k, v, *rest = (x.flatten(0, 1) for x in (q, *cache.buffers, *rest))
+        return self.attend(q, k, v, rows, *rest)[:, None]
+
     def finish(self, out: Tensor) -> Tensor:
         """What is done to attend's output (..., heads, width) of each token, such as a norm."""
         return out
@@ -371,3 +392,9 @@ class Attention(nn.Module):
     def metrics(self) -> dict[str, float]:
         """What is worth logging during training, by name; the model adds the layer. ssmax_scale: the heads' mean."""
         return {} if self.ssmax_scale is None else {"ssmax_scale": self.ssmax_scale.mean().item()}
+
+
+def joined(projections: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one product that gives the outputs of all, one behind the other."""
+    biases = [p.bias for p in projections if p.bias is not None]
+    return torch.cat([p.weight for p in projections]), torch.cat(biases) if biases else None

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
+from attnzoo.attention.base import Attention, AttentionSpec, Impl, KVCache, SequenceInfo, Supports
+from attnzoo.attention.sdpa import masked_attention
 from attnzoo_kernels import block_sparse_attention
 from attnzoo_kernels.block_sparse.layout import BLOCKS
 from attnzoo_kernels.block_sparse.patterns import PATTERNS, Pattern
@@ -28,6 +29,7 @@ class BlockSparseAttention(Attention):
     """
 
     supports = Supports(positions=("learned", "rotary"), dropout=False)
+    decodes_on_device = True
 
     def __init__(self, spec: AttentionSpec, *, pattern: str | Mapping[str, Any] | Sequence = "longformer", block: int = 64,
                  impl: Impl | None = None):
@@ -58,6 +60,19 @@ class BlockSparseAttention(Attention):
         return block_sparse_attention(
             q, k, v, self.pattern, causal=self.spec.causal, cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens,
             max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen, impl=self.impl)
+
+    def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
+        """By PyTorch's attention over the whole cache: the blocks that a token keeps are a mask."""
+        mask = seq.once(("block_sparse newest", self.pattern.key), lambda: self._newest_mask(cache))
+        return masked_attention(q, cache.keys, cache.values, mask)
+
+    def _newest_mask(self, cache: KVCache) -> Tensor:
+        """(batch, 1 or heads, 1, max_len)"""
+        positions, keys = cache.newest.positions, torch.arange(cache.max_len, device=cache.keys.device)
+        # (heads, blocks, blocks) to (batch, heads, keys)
+        kept = self.pattern.layout(cache.max_len, cache.keys.device).mask[0]
+        kept = kept[:, positions // self.pattern.block].transpose(0, 1)[..., keys // self.pattern.block]
+        return (kept & (keys <= positions[:, None, None]))[:, :, None]
 
     def visible_pairs(self, length: int) -> int:
         """Pairs of a query and a key that it sees, the heads' mean."""

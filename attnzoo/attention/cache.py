@@ -1,14 +1,45 @@
 """What decoding keeps of the tokens that were read."""
 
+import torch
 from torch import Tensor
 
 
+class Newest:
+    """The newest token of each row, where only the device knows how many came before it, so that a CUDA graph can go on with it.
+
+    positions: int64 (batch,), tokens before it. lengths: int32 (batch,), tokens with it. places: int64 (batch,), where it stands in a
+    cache's rows of max_len tokens, one behind the other.
+    """
+
+    def __init__(self, positions: Tensor, max_len: int):
+        self.positions, self.max_len = positions, max_len
+        self.places = self.row_starts + positions
+        self.lengths = (positions + 1).int()
+
+    @property
+    def row_starts(self) -> Tensor:
+        return torch.arange(self.positions.shape[0], device=self.positions.device) * self.max_len
+
+    def packed(self) -> tuple[Tensor, Tensor]:
+        """cu_seqlens of queries and keys, int32 (2 batch + 1,), that make packed sequences of a cache's rows: a row's newest token and
+        its keys, and then, without a query, what the row has not used yet."""
+        batch = self.positions.shape[0]
+        queries = torch.arange(1, 2 * batch + 2, device=self.positions.device) // 2
+        starts = self.row_starts
+        keys = torch.stack((starts, starts + self.lengths), dim=1).flatten()
+        return queries.int(), torch.cat((keys, starts[-1:] + self.max_len)).int()
+
+
 class KVCache:
-    """What `Attention.kept` gives of the tokens read so far, each (batch, max_len, ...). Takes its memory at the first append."""
+    """What `Attention.kept` gives of the tokens read so far, each (batch, max_len, ...). Takes its memory at the first append.
+
+    newest: set, the cache takes one token of each row at the place that it says, and `length` is not looked at.
+    """
 
     def __init__(self, batch: int, max_len: int):
         self.batch, self.max_len, self.length = batch, max_len, 0
         self.buffers: tuple[Tensor, ...] = ()
+        self.newest: Newest | None = None
 
     @property
     def keys(self) -> Tensor:
@@ -18,17 +49,21 @@ class KVCache:
     def values(self) -> Tensor:
         return self.buffers[1]
 
-    def append(self, *new: Tensor) -> tuple[Tensor, ...]:
-        """Add what is kept of new tokens, (batch, new tokens, ...); return all so far, as views."""
+    def append(self, *new: Tensor) -> None:
+        """Add what is kept of new tokens, (batch, new tokens, ...)."""
         end = self.length + new[0].shape[1]
+        if self.newest is not None:
+            for buffer, x in zip(self.buffers, new, strict=True):
+                buffer.flatten(0, 1).index_copy_(0, self.newest.places, x.flatten(0, 1).to(buffer.dtype))
+            return
         if new[0].shape[0] != self.batch or end > self.max_len:
             raise ValueError(f"cache: made for batch={self.batch}, max_len={self.max_len}, got batch={new[0].shape[0]} and {end} tokens")
         if not self.buffers:
-            self.buffers = tuple(x.new_empty(self.batch, self.max_len, *x.shape[2:]) for x in new)
+            # zeros: a mask gives unused values no weight, which of NaN would be NaN
+            self.buffers = tuple(x.new_zeros(self.batch, self.max_len, *x.shape[2:]) for x in new)
         for buffer, x in zip(self.buffers, new, strict=True):
             buffer[:, self.length : end] = x
         self.length = end
-        return self.read()
 
     def read(self) -> tuple[Tensor, ...]:
         """What was appended so far, as views."""

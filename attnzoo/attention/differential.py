@@ -36,6 +36,7 @@ class DifferentialAttention(Attention):
     """
 
     supports = Supports(positions=("learned", "rotary", "none"), dropout=False)
+    decodes_on_device = True
 
     def __init__(self, spec: AttentionSpec, *, version: int = 1, norm: bool = True, norm_eps: float = 1e-5, match_parameters: bool = False,
                  impl: Impl | None = None):
@@ -92,7 +93,7 @@ class DifferentialAttention(Attention):
         k1, k2 = (k[..., 0::2, :], k[..., 1::2, :]) if self.version == 1 else (k, None)
         return differential_attention(
             q[..., 0::2, :], q[..., 1::2, :], k1, k2, v, self.lambda_of_layer() if self.version == 1 else lam[0], causal=self.spec.causal,
-            cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen,
+            cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens_k, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen_k,
             impl=self.impl)
 
     def finish(self, out: Tensor) -> Tensor:

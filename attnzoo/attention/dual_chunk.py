@@ -28,6 +28,7 @@ class DualChunkAttention(Attention):
     """
 
     supports = Supports(positions=("rotary",), dropout=False)
+    decodes_on_device = True
     extends_context = True
 
     def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None, variant: str = "paper", chunk_size: int | None = None,
@@ -61,7 +62,7 @@ class DualChunkAttention(Attention):
             q, k, v, cos=cos, sin=sin, chunk_size=self.chunk_size, local_size=self.local_size, variant=self.variant,
             softmax_scale=q.shape[-1] ** -0.5 * self.rope.magnitude**2, causal=self.spec.causal, stages=self.stages,
             logit_multiplier=self._multiplier(q, k, seq), cu_seqlens_q=seq.cu_seqlens,
-            cu_seqlens_k=seq.cu_seqlens, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen, impl=self.impl)
+            cu_seqlens_k=seq.cu_seqlens_k, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen_k, impl=self.impl)
 
     def _tables(self, seq: SequenceInfo, q: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of every position that the chunks have, float32 (positions, rotated channels / 2)."""
@@ -75,6 +76,8 @@ class DualChunkAttention(Attention):
             return None
 
         def make() -> Tensor:
+            if seq.keys is not None:
+                return temperature.factor(seq.position_ids + 1)
             if seq.cu_seqlens is not None:
                 return temperature.factor(padding.position_ids(seq.cu_seqlens, q.shape[0]) + 1)
             return temperature.factor(torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device) + 1)

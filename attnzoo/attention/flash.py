@@ -33,6 +33,8 @@ class FlashAttention(WindowedAttention):
         self.softcap = float(softcap)
         self.sinks = nn.Parameter(torch.zeros(spec.n_heads)) if sinks else None
 
+    decodes_on_device = True
+
     @property
     def plain(self) -> bool:
         return self.window_size == (-1, -1) and self.softcap == 0 and self.sinks is None
@@ -41,8 +43,8 @@ class FlashAttention(WindowedAttention):
         return flash_attention(
             q, k, v, causal=self.spec.causal, window_size=self.window_size, softcap=self.softcap,
             alibi_slopes=self.alibi_slopes(seq, q.shape[-2], q.device), sinks=None if self.sinks is None else self.sinks.float(),
-            dropout_p=self.dropout_p, cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens, max_seqlen_q=seq.max_seqlen,
-            max_seqlen_k=seq.max_seqlen, impl=self.impl)
+            dropout_p=self.dropout_p, cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens_k, max_seqlen_q=seq.max_seqlen,
+            max_seqlen_k=seq.max_seqlen_k, impl=self.impl)
 
     def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
         differentiable = torch.is_grad_enabled() and q.requires_grad
@@ -50,6 +52,13 @@ class FlashAttention(WindowedAttention):
             return super().attend_cached(q, cache, seq)
         # the whole buffers, whose shapes stay the same from token to token, and the length as a number on the device
         lengths = seq.once("cache lengths", lambda: torch.full((cache.batch,), cache.length, dtype=torch.int32, device=q.device))
+        return self._decode(q, cache, seq, lengths)
+
+    def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
+        return self._decode(q, cache, seq, cache.newest.lengths)
+
+    def _decode(self, q: Tensor, cache: KVCache, seq: SequenceInfo, lengths: Tensor) -> Tensor:
         return decode_attention(
             q, cache.keys, cache.values, cache_seqlens=lengths, causal=True, window_size=self.window_size, softcap=self.softcap,
-            alibi_slopes=self.alibi_slopes(seq, q.shape[-2], q.device), sinks=None if self.sinks is None else self.sinks.float())
+            alibi_slopes=self.alibi_slopes(seq, q.shape[-2], q.device), sinks=None if self.sinks is None else self.sinks.float(),
+            impl="reference" if self.impl == "reference" else None)

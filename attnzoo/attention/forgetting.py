@@ -23,6 +23,7 @@ class ForgettingAttention(Attention):
     """
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)
+    decodes_on_device = True
 
     def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None):
         super().__init__(spec)
@@ -46,8 +47,8 @@ class ForgettingAttention(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo, log_f: Tensor) -> Tensor:
         return forgetting_attention(
-            q, k, v, log_f, cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens, max_seqlen_q=seq.max_seqlen,
-            max_seqlen_k=seq.max_seqlen, impl=self.impl)
+            q, k, v, log_f, cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens_k, max_seqlen_q=seq.max_seqlen,
+            max_seqlen_k=seq.max_seqlen_k, impl=self.impl)
 
     def kept(self, k: Tensor, v: Tensor, log_f: Tensor) -> tuple[Tensor, ...]:
         return k, v, log_f
@@ -55,6 +56,9 @@ class ForgettingAttention(Attention):
     def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo, log_f: Tensor) -> Tensor:
         k, v, log_f = cache.read()
         return self.attend(q, k, v, seq, log_f)
+
+    def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo, log_f: Tensor) -> Tensor:
+        return super().attend_newest(q, cache, seq)  # the cache has the gates, too
 
     def flops(self, lengths: list[int]) -> float:
         return super().flops(lengths) + 6.0 * self.fgate_proj.weight.numel() * sum(lengths)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.attention.base import Attention, SequenceInfo
+from attnzoo.attention.base import Attention, KVCache, SequenceInfo
 from attnzoo_kernels.packing import pad_packed, unpad_packed
 
 
@@ -12,6 +12,7 @@ class SDPAttention(Attention):
     """Softmax attention by the backend that PyTorch chooses. Packed sequences are padded for it, ALiBi is a quadratic mask."""
 
     plain = True
+    decodes_on_device = True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
         if seq.cu_seqlens is None:
@@ -19,16 +20,23 @@ class SDPAttention(Attention):
         rows = (pad_packed(x, seq.cu_seqlens, seq.max_seqlen) for x in (q, k, v))
         return unpad_packed(self._dense(*rows, seq), seq.cu_seqlens, q.shape[0])
 
+    def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
+        return masked_attention(q, cache.keys, cache.values, seq.once(("sdpa newest", q.dtype), lambda: self._newest_mask(q, cache, seq)))
+
+    def _newest_mask(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
+        distance = (cache.newest.positions[:, None] - torch.arange(cache.max_len, device=q.device))[:, None, None]
+        if self.spec.positions != "alibi":
+            return distance >= 0
+        bias = -self.alibi_slopes(seq, q.shape[2], q.device)[:, None, None] * distance
+        return bias.masked_fill(distance < 0, -torch.inf).to(q.dtype)
+
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
         mask = self._mask(q, k, seq)
         is_causal = False
         # a statement, because torch.compile makes the expression symbolic, and SDPA takes a plain bool
         if mask is None and self.spec.causal and q.shape[1] > 1:
             is_causal = True
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, dropout_p=self.dropout_p,
-            is_causal=is_causal, enable_gqa=q.shape[-2] != k.shape[-2])
-        return out.transpose(1, 2)
+        return masked_attention(q, k, v, mask, dropout_p=self.dropout_p, is_causal=is_causal)
 
     def _mask(self, q: Tensor, k: Tensor, seq: SequenceInfo) -> Tensor | None:
         """What is_causal alone does not say: a bool or float mask that broadcasts to (batch, heads, queries, keys), or None."""
@@ -59,3 +67,11 @@ class SDPAttention(Attention):
         lengths = seq.cu_seqlens.diff()[:, None]
         real = (torch.arange(seq.max_seqlen, device=lengths.device) < lengths) | (lengths == 0)
         return real[:, None, None, :]
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options) -> Tensor:
+    """F.scaled_dot_product_attention of (batch, tokens, heads, width), with fewer heads of keys where there are fewer. mask: bool or float,
+    broadcasts to (batch, heads, queries, keys)."""
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, enable_gqa=q.shape[-2] != k.shape[-2], **options)
+    return out.transpose(1, 2)

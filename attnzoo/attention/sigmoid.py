@@ -23,6 +23,7 @@ class SigmoidAttention(WindowedAttention):
     """
 
     supports = Supports(dropout=False)
+    decodes_on_device = True
 
     def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None, window_size: Sequence[int] = (-1, -1),
                  sigmoid_bias: float | Literal["length"] | None = None):
@@ -40,5 +41,5 @@ class SigmoidAttention(WindowedAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
         return sigmoid_attention(
             q, k, v, causal=self.spec.causal, window_size=self.window_size, sigmoid_bias=self.sigmoid_bias,
-            alibi_slopes=self.alibi_slopes(seq, q.shape[-2], q.device), cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens,
-            max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen, impl=self.impl)
+            alibi_slopes=self.alibi_slopes(seq, q.shape[-2], q.device), cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens_k,
+            max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen_k, impl=self.impl)

@@ -9,6 +9,7 @@ import torch
 
 from attnzoo.evaluation.measurement import Measurement, Plan, refusal
 from attnzoo.evaluation.results import Row
+from attnzoo.models.decoding import GRAPHED
 from attnzoo.training.module import summed_loss
 
 TASK = "cost"
@@ -81,20 +82,21 @@ def _measure(
 def _decoding(model: torch.nn.Module, input_ids: torch.Tensor, new_tokens: int, repeats: int, common: dict) -> Row:
     """One token after the other behind a context that is in the cache."""
     batch_size, length = input_ids.shape
-    every = torch.arange(batch_size, device=input_ids.device)
-    cache = model.new_cache(batch_size, length + new_tokens)
-    model(input_ids, cache=cache, logits_at=every)
-
-    def decode() -> None:
-        for layer in cache:
-            layer.length = length  # each time the same tokens
-        for _ in range(new_tokens):
-            model(input_ids[:, -1:], cache=cache, logits_at=every)
-
     try:
-        seconds = [_seconds(decode, input_ids.device) for _ in range(1 + repeats)][1:]
+        decoding = model.decoding(input_ids, max(new_tokens + 1, GRAPHED), temperature=0.0, graph=None)
     except ValueError as error:  # learned positions end here
         return Row(metric="decode_tokens_per_second", **{**common, "count": 0, "note": str(error)})
+    for _ in range(GRAPHED):  # reads the context, and captures where there is a graph
+        decoding.step()
+
+    def decode() -> None:
+        decoding.rewind()  # each time the same tokens
+        for _ in range(new_tokens):
+            decoding.step()
+
+    seconds = [_seconds(decode, input_ids.device) for _ in range(1 + repeats)][1:]
+    if decoding.graphed:
+        common = {**common, "note": f"{common['note']}; CUDA graph"}
     return Row(metric="decode_tokens_per_second", value=batch_size * new_tokens / statistics.median(seconds), **common)
 
 

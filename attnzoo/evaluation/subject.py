@@ -124,6 +124,7 @@ def _place(model: torch.nn.Module, accelerator: str, precision: str | int) -> to
     placed.backward = fabric.backward  # which alone may start a backward pass
     if hasattr(model, "generate"):
         placed.mark_forward_method("generate")
+        placed.mark_forward_method("decoding")
     return placed
 
 

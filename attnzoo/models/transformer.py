@@ -131,9 +131,12 @@ class Transformer(nn.Module):
         self._check_layout(input_ids, cu_seqlens, max_seqlen, attention_mask, cache)
         if attention_mask is not None:
             return self._forward_padded(input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets)
-        offset = 0 if cache is None else cache[0].length
+        newest = None if cache is None else cache[0].newest
+        offset = 0 if cache is None or newest is not None else cache[0].length
         length = max_seqlen if input_ids.dim() == 1 else offset + input_ids.shape[1]
         self._check_length(length)
+        if newest is not None:
+            position_ids = newest.positions[:, None]
         if position_ids is None and cu_seqlens is not None:
             position_ids = padding.position_ids(cu_seqlens, input_ids.shape[0])
         elif position_ids is None:

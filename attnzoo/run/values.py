@@ -124,6 +124,7 @@ GENERATION = {
     "top_k": Count | None,
     "top_p": PositiveShare | None,
     "seed": Natural,
+    "graph": bool | None,
 }
 # what may differ between readings without new weights
 READ_MODEL = {key: MODEL[key] | None for key in ("positions", *by_layer.ROTARY, "original_context", "attention_temperature", "layers")}

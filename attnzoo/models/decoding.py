@@ -1,0 +1,210 @@
+"""Token after token behind prompts, by a KV cache; on a GPU as a CUDA graph, which spares the host the launches of each token."""
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.attention.base import joined
+from attnzoo.attention.cache import Newest
+from attnzoo.models.blocks import in_compute_dtype
+
+AHEAD = 8  # tokens that a GPU is told to make before the host looks at the first of them
+WARM_UP = 2  # tokens that are made behind the prompts' own before a graph is captured: kernels are compiled and libraries take memory
+GRAPHED = WARM_UP + 2  # tokens from which on a graph makes them
+
+
+class Decoding:
+    """Draws the next token of each row, again and again; see `GPT.stream` for the arguments. The host waits in `on_host` alone.
+
+    With a graph, or `lengths`, the caches have a fixed size, and where each row's next token stands only the device knows. The draws are
+    the same with a graph and without.
+    """
+
+    def __init__(self, model: nn.Module, input_ids: Tensor, max_new_tokens: int, *, lengths: Tensor | None = None, temperature: float = 1.0,
+                 top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None,
+                 graph: bool | None = False):
+        _check(model, input_ids, max_new_tokens, lengths, temperature, top_k, top_p)
+        self.model, self.input_ids, self.max_new_tokens, self.lengths = model, input_ids, max_new_tokens, lengths
+        self.how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
+        reason = why_no_graph(model, input_ids.device)
+        if graph and reason:
+            raise ValueError(f"graph=true: {reason}; null takes a graph where there can be one")
+        self.graphed = reason is None if graph is None else graph
+        self.caches = model.new_cache(input_ids.shape[0], input_ids.shape[1] + max_new_tokens) if model.supports.cache else None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.drawn: Tensor | None = None  # (batch, 1), the tokens drawn last
+        self.n_drawn = 0
+        device = input_ids.device.type
+        # what was cast outside of a graph would be freed before the graph is
+        self._autocast = {"device_type": device, "dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device),
+                          "cache_enabled": False}
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """The next token of each row, (batch, 1), on the device; the next step writes over it. -1 where logits are NaN."""
+        if self.n_drawn >= self.max_new_tokens:
+            raise ValueError(f"max_new_tokens={self.max_new_tokens}: as many are drawn already")
+        if self.graph is not None:
+            self.graph.replay()
+        elif self.n_drawn == 0:
+            self._read()
+        elif not (self.graphed or self.lengths is not None):
+            self._draw(self.drawn)
+        elif self.graphed and self.n_drawn > WARM_UP:
+            self._capture()
+            self.graph.replay()
+        else:
+            self._draw_newest()
+        self.n_drawn += 1
+        return self.drawn
+
+    def rewind(self) -> None:
+        """Back to behind the first token that was drawn."""
+        self.n_drawn = 1
+        self.drawn.copy_(self._first)
+        if self.graphed or self.lengths is not None:
+            self.positions.copy_(self._read_tokens)
+        for cache in self.caches or ():
+            cache.length = self.input_ids.shape[1]
+
+    def on_host(self, stop: Sequence[int] = ()) -> Iterator[Tensor]:
+        """The tokens, (batch, 1) on the CPU, as many as there shall be, or up to where each row has drawn one of `stop`, which it repeats
+        from there on. A GPU is some tokens ahead. Raises ValueError for NaN."""
+        stops = torch.tensor(list(stop), dtype=torch.int64)
+        last = finished = None
+        for drawn in self._copies():
+            if (drawn < 0).any():
+                raise ValueError("the model's logits are NaN, from which no token can be drawn")
+            if stop:
+                drawn = drawn if last is None else torch.where(finished, last, drawn)
+                last, finished = drawn, torch.isin(drawn, stops)
+            yield drawn
+            if stop and finished.all():
+                return
+
+    def _copies(self) -> Iterator[Tensor]:
+        on_gpu = self.input_ids.is_cuda
+        under_way: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
+        for n in range(1, self.max_new_tokens + 1):
+            drawn = self.step().to("cpu", non_blocking=on_gpu, copy=True)
+            under_way.append((drawn, torch.cuda.current_stream(self.input_ids.device).record_event() if on_gpu else None))
+            while len(under_way) > (AHEAD if on_gpu and n < self.max_new_tokens else 0):
+                drawn, copied = under_way.popleft()
+                if copied is not None:
+                    copied.synchronize()
+                yield drawn
+
+    def _read(self) -> None:
+        """The prompts, and the first token behind them."""
+        batch, seqlen = self.input_ids.shape
+        ends = torch.full((batch,), seqlen, device=self.input_ids.device) if self.lengths is None else self.lengths.long()
+        last = torch.arange(batch, device=self.input_ids.device) * seqlen + ends - 1
+        if self.graphed or self.lengths is not None:
+            self.fast = _prepared(self.model)
+            self._read_tokens, self.positions = ends, ends.clone()
+        self.drawn = self._drawn_from(self.model(self.input_ids, cache=self.caches, logits_at=last))
+        self._first = self.drawn.clone()
+
+    def _draw(self, newest: Tensor) -> None:
+        """As the lengths that the host knows say; a variant without a cache reads everything again."""
+        if self.caches is None:
+            self.input_ids = newest = torch.cat([self.input_ids, newest], dim=1)
+        last = torch.arange(1, newest.shape[0] + 1, device=newest.device) * newest.shape[1] - 1
+        self.drawn = self._drawn_from(self.model(newest, cache=self.caches, logits_at=last))
+
+    def _draw_newest(self) -> None:
+        """What a graph holds."""
+        newest = Newest(self.positions, self.caches[0].max_len)
+        for cache in self.caches:
+            cache.newest = newest
+        with torch.autocast(**self._autocast):
+            # past the model's hooks, which are no part of a graph
+            logits = self.fast.forward(self.drawn.clamp(min=0), cache=self.caches)[:, -1]
+            self.drawn.copy_(self._drawn_from(logits))
+        self.positions += 1
+
+    def _drawn_from(self, logits: Tensor) -> Tensor:
+        return draw(logits.float(), **self.how)
+
+    def _capture(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        if self.how["generator"] is not None:
+            self.graph.register_generator_state(self.how["generator"])
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            self._draw_newest()
+
+
+def why_no_graph(model: nn.Module, device: torch.device) -> str | None:
+    """Why decoding cannot be a CUDA graph; None where it can."""
+    if device.type != "cuda":
+        return f"it needs a GPU, got {device.type}"
+    if not model.supports.cache:
+        return "the attention has no cache"
+    others = {block.attention.name for block in model.blocks if not block.attention.decodes_on_device}
+    return f"attention={', '.join(sorted(others))} asks the host how long a cache is" if others else None
+
+
+def draw(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
+         generator: torch.Generator | None = None) -> Tensor:
+    """One token per row of logits (batch, vocab_size), as (batch, 1), or -1 where a probability is NaN; options as in `GPT.stream`."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if top_k is not None and top_k < logits.shape[-1]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
+    weights = (logits / temperature).softmax(-1)
+    if top_p is not None:
+        ordered, indices = weights.sort(-1, descending=True)
+        # a token goes when those before it reach p already; the first always stays
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)
+        weights = torch.zeros_like(weights).scatter(-1, indices, ordered)
+    # as torch.multinomial draws one, which waits for the device to look at the weights
+    score, token = (weights / torch.empty_like(weights).exponential_(generator=generator)).max(-1, keepdim=True)
+    return token.masked_fill(score.isnan(), -1)
+
+
+def _check(model: nn.Module, input_ids: Tensor, max_new_tokens: int, lengths: Tensor | None, temperature: float, top_k: int | None,
+           top_p: float | None) -> None:
+    if input_ids.dim() != 2 or input_ids.shape[1] < 1:
+        raise ValueError(f"input_ids: must be (batch, seqlen) with at least one token, got shape {tuple(input_ids.shape)}")
+    if max_new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):
+        raise ValueError(f"max_new_tokens={max_new_tokens}, temperature={temperature} must be at least 0, top_k={top_k} at least 1")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: must lie in (0, 1]; None draws from all tokens")
+    if lengths is not None:
+        if lengths.shape != input_ids.shape[:1] or lengths.is_floating_point() or lengths.device != input_ids.device:
+            raise ValueError(f"lengths: must be whole numbers of shape ({input_ids.shape[0]},) on {input_ids.device}, got {lengths.dtype} "
+                             f"of shape {tuple(lengths.shape)} on {lengths.device}")
+        others = {block.attention.name for block in model.blocks if not block.attention.decodes_on_device}
+        if others or not model.supports.cache:
+            raise ValueError(f"lengths: attention={', '.join(sorted(others))} takes no rows of unlike lengths; read them one by one")
+        if not (1 <= lengths.min() and lengths.max() <= input_ids.shape[1]):
+            raise ValueError(f"lengths: must lie between 1 and the rows' {input_ids.shape[1]} tokens, got {lengths.tolist()}")
+    # the last token drawn is never read
+    model._check_length(input_ids.shape[1] + max_new_tokens - 1)
+
+
+def _prepared(model: nn.Module) -> nn.Module:
+    """The model in eval mode with its matrices as their products read them: in autocast's dtype, and those of q, k and v joined. All else
+    is the model's own."""
+    own = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    fast = copy.deepcopy(model, own).eval()
+    if fast.head is None:
+        fast.head = nn.Linear(*reversed(model.head_matrix.shape), bias=False, device="meta")
+        fast.head.weight = model.head_matrix
+    for module in fast.modules():
+        if isinstance(module, nn.Linear):
+            module.weight, module.bias = _compute(module.weight), None if module.bias is None else _compute(module.bias)
+    for block in fast.blocks:
+        attention = block.attention
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        attention.joined = joined(projections)
+        for projection, rows in zip(projections, attention.joined[0].split([p.out_features for p in projections]), strict=True):
+            projection.weight = nn.Parameter(rows, requires_grad=False)
+    return fast
+
+
+def _compute(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(in_compute_dtype(weight.detach()) if weight.dtype == torch.float32 else weight.detach(), requires_grad=False)

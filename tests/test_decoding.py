@@ -1,0 +1,163 @@
+"""Decoding with caches of a fixed size, whose lengths only the device knows: the tokens are those of reading each row by itself."""
+
+import pytest
+import torch
+from hydra.utils import get_class
+from omegaconf import OmegaConf
+from test_generation import CONFIGS, SIZES, VARIANTS, build
+from torch import nn
+
+from attnzoo.attention.base import POSITIONS
+from attnzoo.attention.block_sparse import BlockSparseAttention
+from attnzoo.attention.differential import DifferentialAttention
+from attnzoo.attention.dual_chunk import DualChunkAttention
+from attnzoo.attention.flash import FlashAttention
+from attnzoo.attention.sdpa import SDPAttention
+from attnzoo.models import GPT
+from attnzoo.models.decoding import GRAPHED, _prepared, why_no_graph
+
+LENGTHS = (40, 1, 17)
+OPTIONS = {
+    "windows and sinks": lambda spec: FlashAttention(spec, window_size=[5, 0], sinks=True, softcap=5.0),
+    "patterns by head": lambda spec: BlockSparseAttention(spec, pattern={"name": "bigbird", "n_random": 1, "heads": 4}, block=16),
+    "differential V2": lambda spec: DifferentialAttention(spec, version=2),
+    "dual chunk, yarn": lambda spec: DualChunkAttention(spec, chunk_size=12, temperature="yarn"),
+}
+MODEL = {"qk_norm": True, "attention_temperature": "ssmax", "attention_gate": "head"}
+
+
+def prompts(device):
+    ids = torch.randint(53, (3, 40), generator=torch.Generator().manual_seed(1)).to(device)
+    return ids, torch.tensor(LENGTHS, device=device)
+
+
+def check_rows_of_unlike_lengths(model, device, count=30):
+    ids, lengths = prompts(device)
+    together = model.generate(ids, count, lengths=lengths, temperature=0)[:, ids.shape[1] :]
+    for row, length in enumerate(LENGTHS):
+        alone = model.generate(ids[row : row + 1, :length], count, temperature=0)[:, length:]
+        assert torch.equal(together[row : row + 1], alone)
+    return together
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_row_is_what_it_is_alone(variant, positions, device):
+    if not get_class(OmegaConf.load(CONFIGS / f"{variant}.yaml")["_target_"]).decodes_on_device:
+        pytest.skip("its caches' lengths are the host's")
+    check_rows_of_unlike_lengths(build(variant, positions, device), device)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_too(name, device):
+    torch.manual_seed(0)
+    model = GPT(**SIZES, **(MODEL if name != "dual chunk, yarn" else {}), attention=OPTIONS[name]).double().eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4 if parameter.dim() > 1 else 1)
+    check_rows_of_unlike_lengths(model.to(device).float() if device == "cuda" else model, device)
+
+
+def test_draws_are_those_of_caches_whose_lengths_the_host_knows(device):
+    model = build("flash", "rotary", device)
+    ids, _ = prompts(device)
+    whole = torch.full((3,), 40, device=device)
+    texts = [model.generate(ids, 20, lengths=lengths, generator=torch.Generator(device).manual_seed(3)) for lengths in (None, whole)]
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("lengths", (None, LENGTHS))
+def test_rows_repeat_the_token_that_stops_them_until_all_have_one(lengths):
+    model = build("sdpa", "rotary", "cpu")
+    ids, _ = prompts("cpu")
+    options = {"temperature": 0, "lengths": None if lengths is None else torch.tensor(lengths)}
+    free = model.generate(ids, 25, **options)[:, 40:]
+    stop = [int(free[0, 3]), int(free[1, 6]), int(free[2, 12])]
+    ends = [min(i for i, token in enumerate(row) if token in stop) for row in free.tolist()]
+    stopped = model.generate(ids, 25, stop=stop, **options)[:, 40:]
+    assert stopped.shape[1] == max(ends) + 1 and len(set(ends)) > 1
+    for row, end in enumerate(ends):
+        assert torch.equal(stopped[row, : end + 1], free[row, : end + 1])
+        assert (stopped[row, end:] == stopped[row, end]).all()
+
+
+def test_the_weights_of_decoding_are_the_model_s_own():
+    """Cast and joined ahead, they give what autocast gives, bit by bit."""
+    model = build("differential", "rotary", "cpu").float()
+    ids, _ = prompts("cpu")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        fast = _prepared(model)
+        assert torch.equal(fast.forward(ids), model(ids))
+    before = {id(parameter) for parameter in model.parameters()}
+    assert fast.blocks[0].attention.q_proj.weight.dtype == torch.bfloat16
+    assert {id(p) for name, p in fast.named_parameters() if "norm" in name or "embedding" in name} <= before
+    assert all(block.attention.joined is None for block in model.blocks) and all(p.requires_grad for p in model.parameters())
+
+
+def test_what_cannot_be_a_graph_says_why():
+    ids, _ = prompts("cpu")
+    model = build("flash", "rotary", "cpu")
+    with pytest.raises(ValueError, match="graph=true: it needs a GPU, got cpu; null takes"):
+        model.generate(ids, 1, graph=True)
+    assert not model.decoding(ids, 1, graph=None).graphed
+
+    class HostsOwn(SDPAttention):
+        decodes_on_device = False
+
+    gpu = torch.device("cuda")
+    assert why_no_graph(model, gpu) is None
+    assert why_no_graph(GPT(**SIZES, attention=HostsOwn), gpu) == "attention=test_decoding asks the host how long a cache is"
+    with pytest.raises(ValueError, match="lengths: attention=test_decoding takes no rows of unlike lengths"):
+        GPT(**SIZES, attention=HostsOwn).generate(ids, 1, lengths=torch.tensor(LENGTHS))
+
+
+@pytest.mark.parametrize("wrong", ([0, 1, 2], [1, 2, 41], [1, 2]))
+def test_lengths_lie_within_the_rows(wrong):
+    with pytest.raises(ValueError, match="lengths: must"):
+        build("flash", "rotary", "cpu").generate(prompts("cpu")[0], 1, lengths=torch.tensor(wrong))
+
+
+@pytest.mark.parametrize("lengths", (None, torch.tensor(LENGTHS)))
+def test_nothing_is_drawn_from_nan(lengths):
+    model = build("sdpa", "rotary", "cpu")
+    model.final_norm.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="logits are NaN"):
+        model.generate(prompts("cpu")[0], 3, lengths=lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ({"temperature": 0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}), ids=("greedy", "drawn"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_graph_draws_what_the_step_draws(variant, how):
+    """In bfloat16 as autocast computes it: from the same caches the same kernels read, so that all tokens are equal; nothing waits."""
+    model = build(variant, "rotary", "cuda")
+    ids, lengths = prompts("cuda")
+    texts = []
+    for graph in (True, False):
+        with torch.autocast("cuda", torch.bfloat16):
+            decoding = model.decoding(ids, 40, lengths=lengths, graph=graph, generator=torch.Generator("cuda").manual_seed(3), **how)
+        drawn = [decoding.step().clone() for _ in range(GRAPHED)]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            drawn += [decoding.step().clone() for _ in range(40 - GRAPHED)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        texts.append(torch.cat(drawn, dim=1))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_graph_draws_what_caches_give_whose_lengths_the_host_knows(variant):
+    model = build(variant, "rotary", "cuda")  # float32, and logits far apart
+    ids, _ = prompts("cuda")
+    texts = [model.generate(ids, 30, graph=graph, stop=[7], temperature=0) for graph in (True, False)]
+    assert torch.equal(*texts)
+
+
+@pytest.mark.gpu
+def test_a_graph_draws_again_from_where_it_began():
+    model: nn.Module = build("flash", "rotary", "cuda")
+    decoding = model.decoding(prompts("cuda")[0], 30, temperature=0, graph=True)
+    first = [decoding.step().clone() for _ in range(30)][1:]
+    decoding.rewind()
+    assert torch.equal(torch.cat(first), torch.cat([decoding.step().clone() for _ in range(29)]))
