@@ -9,12 +9,15 @@ from torch import nn
 
 from attnzoo.attention.base import POSITIONS
 from attnzoo.attention.block_sparse import BlockSparseAttention
+from attnzoo.attention.cache import KVCache, Newest
 from attnzoo.attention.differential import DifferentialAttention
 from attnzoo.attention.dual_chunk import DualChunkAttention
 from attnzoo.attention.flash import FlashAttention
+from attnzoo.attention.positions import rotate
 from attnzoo.attention.sdpa import SDPAttention
 from attnzoo.models import GPT
 from attnzoo.models.decoding import GRAPHED, _prepared, why_no_graph
+from attnzoo_kernels.decode.append import append_rotated
 
 LENGTHS = (40, 1, 17)
 OPTIONS = {
@@ -122,6 +125,23 @@ def test_nothing_is_drawn_from_nan(lengths):
     model.final_norm.weight.data.fill_(torch.nan)
     with pytest.raises(ValueError, match="logits are NaN"):
         model.generate(prompts("cpu")[0], 3, lengths=lengths)
+
+
+@pytest.mark.parametrize("rotated", (16, 12))
+def test_one_launch_rotates_and_keeps_as_plain_pytorch_does(rotated, device):
+    """Bit by bit, of views into one product, with values of another width."""
+    product = torch.randn(3, 1, 4 * 16 + 2 * 16 + 1 * 24, device=device).half()
+    q, k, v = (x.unflatten(-1, (-1, width)) for x, width in zip(product.split((64, 32, 24), -1), (16, 16, 24), strict=True))
+    angles = torch.randn(3, 1, rotated // 2, device=device)
+    caches = [KVCache(3, 5) for _ in range(2)]
+    for cache in caches:
+        cache.append(torch.ones_like(k), torch.ones_like(v))
+        cache.newest = Newest(torch.tensor([1, 4, 2], device=device), 5)
+    expected = rotate(q, angles.cos(), angles.sin())
+    caches[0].append(rotate(k, angles.cos(), angles.sin()), v)
+    out = append_rotated(q, k, v, angles.cos(), angles.sin(), *caches[1].buffers, caches[1].newest.places)
+    assert torch.equal(out, expected)
+    assert all(torch.equal(a, b) for a, b in zip(*(cache.buffers for cache in caches), strict=True))
 
 
 @pytest.mark.gpu

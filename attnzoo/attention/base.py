@@ -1,8 +1,8 @@
 """The attention layer's contract: one description to build a layer from, one base that a variant extends by `attend`."""
 
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from attnzoo.attention.cache import KVCache
 from attnzoo.attention.norm import RMSNorm
 from attnzoo.attention.positions import ROPE_OPTIONS, ROPE_SCALINGS, Rope, alibi_slopes, make_rope, rotate
+from attnzoo.attention.sequence import SequenceInfo
 from attnzoo.attention.temperature import make_temperature
 
 GATES = ("none", "elementwise", "head")
@@ -136,40 +137,6 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True)
-class SequenceInfo:
-    """Where the tokens of one forward pass stand; the same object goes through all layers.
-
-    position_ids: int64, (1, seqlen) or (batch, seqlen) dense, (total,) packed.
-    cu_seqlens: int32 (sequences + 1,), None if dense; repeating the last value pads it, tokens behind it belong to no sequence.
-    max_seqlen: int, at least the longest sequence.
-    keys: cu_seqlens and max_seqlen of keys and values, where there are others than queries; None where they are the same.
-    """
-
-    position_ids: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    max_seqlen: int | None = None
-    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
-    keys: tuple[Tensor, int] | None = None
-
-    @property
-    def cu_seqlens_k(self) -> Tensor | None:
-        return self.cu_seqlens if self.keys is None else self.keys[0]
-
-    @property
-    def max_seqlen_k(self) -> int | None:
-        return self.max_seqlen if self.keys is None else self.keys[1]
-
-    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """make()'s result, computed by the first layer that asks for `key` in this pass and shared by the others.
-
-        A key needs no lengths, which are the same all through a pass, and must not hold any: torch.compile would build in their values.
-        """
-        if key not in self.memo:
-            self.memo[key] = make()
-        return self.memo[key]
-
-
-@dataclass(frozen=True)
 class Supports:
     """What a variant can do. A pairing outside of it is refused when the layer is built (`packed`, `cache`: when first used; packed data
     before they are prepared)."""
@@ -275,19 +242,34 @@ class Attention(nn.Module):
         if seq.cu_seqlens is not None:
             self.check_packed(self.spec.causal)
         q, k, v, *rest = self.project(x)
-        q, k = self.apply_positions(self.q_norm(q), self.k_norm(k), seq)
-        q = self.temper(q, seq)
-        if cache is None:
-            out = self.attend(q, k, v, seq, *rest)
+        q, k = self.q_norm(q), self.k_norm(k)
+        if cache is not None and cache.newest is not None:
+            q = self._append_newest(q, k, v, cache, seq, *rest)
+            out = self.attend_newest(self.temper(q, seq), cache, seq, *rest)
         else:
-            cache.append(*self.kept(k, v, *rest))
-            attend = self.attend_cached if cache.newest is None else self.attend_newest
-            out = attend(q, cache, seq, *rest)
+            q, k = self.apply_positions(q, k, seq)
+            q = self.temper(q, seq)
+            if cache is None:
+                out = self.attend(q, k, v, seq, *rest)
+            else:
+                cache.append(*self.kept(k, v, *rest))
+                out = self.attend_cached(q, cache, seq, *rest)
         out = self.finish(out)
         if self.g_proj is not None:
             gate = self.g_proj(x).sigmoid()
             out = out * (gate.view_as(out) if self.spec.gate == "elementwise" else gate[..., None])
         return self.o_proj(out.flatten(-2))
+
+    def _append_newest(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
+        """The queries with their positions; what is kept goes to the cache. In one launch where no variant has its own way."""
+        usual = type(self).apply_positions is Attention.apply_positions and type(self).kept is Attention.kept
+        if usual and q.is_cuda and self.rope is not None and q.dtype == cache.keys.dtype != torch.float64:
+            from attnzoo_kernels.decode.append import append_rotated
+
+            return append_rotated(q, k, v, *self.rotary(seq), cache.keys, cache.values, cache.newest.places)
+        q, k = self.apply_positions(q, k, seq)
+        cache.append(*self.kept(k, v, *rest))
+        return q
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k and v as (..., heads, width), and whatever else `attend` takes after `seq`."""
@@ -303,8 +285,6 @@ class Attention(nn.Module):
         if self.spec.positions != "rotary":
             return q, k
         cos, sin = self.rotary(seq)
-        if q.dim() == 4 and q.shape[1] == 1:  # one token of each row is a matter of launches
-            return rotate(torch.cat((q, k), dim=-2), cos, sin).split((q.shape[-2], k.shape[-2]), dim=-2)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     def temper(self, q: Tensor, seq: SequenceInfo) -> Tensor:

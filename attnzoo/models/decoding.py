@@ -196,8 +196,12 @@ def _prepared(model: nn.Module) -> nn.Module:
         fast.head.weight = model.head_matrix
     for module in fast.modules():
         if isinstance(module, nn.Linear):
-            module.weight, module.bias = _compute(module.weight), None if module.bias is None else _compute(module.bias)
+            module.weight = _compute(module.weight)
     for block in fast.blocks:
+        for module in block.modules():
+            # bias_gelu adds its bias in float32
+            if isinstance(module, nn.Linear) and module.bias is not None and (module is not block.mlp.up_proj or block.mlp.kind != "gelu"):
+                module.bias = _compute(module.bias)
         attention = block.attention
         projections = attention.q_proj, attention.k_proj, attention.v_proj
         attention.joined = joined(projections)

@@ -8,7 +8,7 @@ from torch import Tensor
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels._triton.softmax import tanh
 
-LOGITS = 2**28  # of a chunk, at most: half a gigabyte in 16 bits, which keeps the products large
+LOGITS = 2**28  # of a chunk, about, at most: half a gigabyte in 16 bits, which keeps the products large
 BLOCK = 4096  # columns that a program has in registers
 
 
@@ -69,14 +69,13 @@ def cross_entropy_kernel(logits_ptr, targets_ptr, scales_ptr, losses_ptr, rows, 
             tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=column < rows)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in float32."""
-    if a.dtype == torch.float32:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, torch.float32, out=total)
+def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total += a b, in float32; total = a b if it is the first."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.mm(a, b, torch.float32, out=total) if first else torch.addmm(total, a, b, torch.float32, out=total)
     else:
-        total.addmm_(a.float(), b.float())
+        a, b = a.float(), b.float()
+        torch.mm(a, b, out=total) if first else total.addmm_(a, b)
 
 
 def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scales: Tensor | None, ignore_index: int,
@@ -88,9 +87,12 @@ def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
     matrix = weight.to(x.dtype)
     losses = torch.empty(tokens, dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x) if gradient else x.new_empty(0)
-    dw = torch.zeros(weight.shape if gradient else 0, dtype=torch.float32, device=x.device)
+    dw = torch.empty(weight.shape if gradient else 0, dtype=torch.float32, device=x.device)
+    if tokens == 0:
+        dw.zero_()
     db = torch.zeros(rows if gradient and bias is not None else 0, dtype=torch.float32, device=x.device)
-    for begin in range(0, tokens, step := max(256, LOGITS // rows // 256 * 256)):
+    n_chunks = max(1, -(-tokens * rows // LOGITS))  # alike, because a small last one leaves a part of the GPU idle
+    for begin in range(0, tokens, step := 256 * max(1, -(-tokens // (256 * n_chunks)))):
         chunk = slice(begin, begin + step)
         part = x[chunk]
         # [tokens of the chunk, rows]
@@ -102,7 +104,7 @@ def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
                 BLOCK=min(BLOCK, triton.next_power_of_2(rows)), num_warps=8)
         if gradient:
             torch.mm(logits, matrix, out=dx[chunk])
-            _add_product(dw, logits.t(), part)
+            _add_product(dw, logits.t(), part, begin == 0)
             if bias is not None:
                 db += logits.sum(0, dtype=torch.float32)
     return losses, dx, dw, db

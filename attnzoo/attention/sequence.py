@@ -1,0 +1,41 @@
+"""Where the tokens of a pass stand."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SequenceInfo:
+    """Where the tokens of one forward pass stand; the same object goes through all layers.
+
+    position_ids: int64, (1, seqlen) or (batch, seqlen) dense, (total,) packed.
+    cu_seqlens: int32 (sequences + 1,), None if dense; repeating the last value pads it, tokens behind it belong to no sequence.
+    max_seqlen: int, at least the longest sequence.
+    keys: cu_seqlens and max_seqlen of keys and values, where there are others than queries; None where they are the same.
+    """
+
+    position_ids: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    max_seqlen: int | None = None
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+    keys: tuple[Tensor, int] | None = None
+
+    @property
+    def cu_seqlens_k(self) -> Tensor | None:
+        return self.cu_seqlens if self.keys is None else self.keys[0]
+
+    @property
+    def max_seqlen_k(self) -> int | None:
+        return self.max_seqlen if self.keys is None else self.keys[1]
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """make()'s result, computed by the first layer that asks for `key` in this pass and shared by the others.
+
+        A key needs no lengths, which are the same all through a pass, and must not hold any: torch.compile would build in their values.
+        """
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
