@@ -1,0 +1,78 @@
+"""Mixture of block attention: each query and head reads its own block of keys and the best of the earlier ones (Lu et al. 2025,
+arXiv:2502.13189)."""
+
+from typing import Any
+
+from torch import Tensor
+
+from attnzoo_kernels import checks, dispatch
+from attnzoo_kernels.moba import ops
+from attnzoo_kernels.moba.reference import moba_blocks_reference
+from attnzoo_kernels.routed import IMPLEMENTATIONS, even_bounds, routed_attention
+
+
+def moba_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_size: int,
+    top_k: int,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`routed_attention` over the blocks that `moba_blocks` chooses: softmax(softmax_scale * q kᵀ) v, causal, over top_k blocks of keys.
+
+    block_size, top_k, and which blocks they are: as `moba_blocks` has them. Gradients reach q, k and v through the attention alone, as in the
+    paper: the choice has none. Everything else is as in `routed_attention`.
+    """
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    checks.attention_inputs(q, k, v, **lengths)
+    blocks = moba_blocks(q, k, block_size=block_size, top_k=top_k, impl=impl, **lengths)
+    return routed_attention(q, k, v, blocks, block_size=block_size, softmax_scale=softmax_scale, return_lse=return_lse,
+                            deterministic=deterministic, impl=impl, **lengths)
+
+
+def moba_blocks(
+    q: Tensor,
+    k: Tensor,
+    *,
+    block_size: int,
+    top_k: int,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """The blocks that each query reads beside its own, int32 (batch, seqlen_q, heads, top_k - 1), packed (total, heads, top_k - 1).
+
+    q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k: as `flash_attention` has them.
+    block_size: tokens of a block, any number from 1 on. top_k: blocks that a query reads, its own included, from 1 on.
+    A block's score is q times the mean of its keys, in float32, for each query head, also where heads share keys, as the paper's code has
+    it. Blocks that end before the query's own are looked at; the top_k - 1 best are chosen, in no order. Of equal ones the earlier is
+    better, and one whose score is NaN is never chosen. Where there are fewer, -1 fills up. The result has no gradient.
+    impl: "gluon" | "triton" | "reference"; the first two have one kernel. Scores that differ by less than rounding may be ordered
+        differently on different paths.
+    """
+    packed = checks.attention_inputs(q, k, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    checks.integer("block_size", block_size, 1)
+    checks.integer("top_k", top_k, 1)
+    if dispatch.takes_reference("moba_blocks", impl, "q", q, IMPLEMENTATIONS):
+        return moba_blocks_reference(q, k, block_size=block_size, slots=top_k - 1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                                     max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    if packed:
+        return ops.choose(q.detach(), k.detach(), cu_seqlens_q, cu_seqlens_k, block_size, top_k - 1)
+    blocks = ops.choose(q.detach().flatten(0, 1), k.detach().flatten(0, 1), even_bounds(q), even_bounds(k), block_size, top_k - 1)
+    return blocks.unflatten(0, q.shape[:2])
+
+
+def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
+    """Why impl="gluon" does not take a call with these arguments of moba_attention; None where it does, and impl=None takes it."""
+    return dispatch.why_not_gluon(moba_attention, q, k, v, **options)

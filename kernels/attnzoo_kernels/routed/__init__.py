@@ -1,0 +1,115 @@
+"""Routed attention: each query reads its own block of keys and those that were chosen for it (MoBA, arXiv:2502.13189; NSA, 2502.11089)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import checks, dispatch
+from attnzoo_kernels.flash import ops as flash_ops
+from attnzoo_kernels.routed import ops
+from attnzoo_kernels.routed.reference import routed_attention_reference
+from attnzoo_kernels.routed.routes import Blocks, routes
+
+IMPLEMENTATIONS = ("gluon", "triton", "reference")
+
+
+def routed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    *,
+    block_size: int,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(softmax_scale * q kᵀ) v, causal, over the keys of a query's own block and of the earlier blocks chosen for it.
+
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, and grouped heads: as `flash_attention` has them. Query i stands at
+    key i + seqlen_k - seqlen_q (bottom right).
+
+    block_size: tokens of a block, any number from 1 on. Block b of a sequence has its keys b * block_size .. (b + 1) * block_size.
+    blocks: int32 (batch, seqlen_q, choosers, slots), packed (total, choosers, slots): numbers of blocks, in each query's sequence. choosers is
+        the number of heads or of key heads: heads of one key head then choose together. A number below 0, or not below the query's own
+        block's, stands for no block. No block may be there twice for one query, which is not checked. slots may be 0.
+    Causal, blocks of 2, for the chosen blocks on the left:
+        -      1 . . . . .
+        -      1 1 . . . .
+        -      . . 1 . . .
+        0      1 1 1 1 . .
+        1      . . 1 1 1 .
+        0      1 1 . . 1 1
+    A query that sees no key gives zeros and LSE -inf, and finite gradients. blocks have no gradient.
+
+    The kernels compute seqlen * (slots + 1) * block_size scores at most, whichever blocks are chosen, in memory that grows with
+    seqlen * slots: queries are gathered block by block (arXiv:2508.18224), and the parts are merged by their LSE. Nothing waits for the
+    device.
+
+    softmax_scale: any finite number; default head_dim ** -0.5.
+    return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
+    deterministic: as in flash_attention.
+    impl: "gluon" | "triton" | "reference", of the products, which are flash_attention's on packed sequences; gathering and merging are plain
+        Triton. None takes gluon where flash_attention does, else triton, on CUDA tensors, and the reference on CPU ones.
+
+    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
+    """
+    packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    checks.integer("block_size", block_size, 1)
+    _check_blocks(blocks, q, k)
+    softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
+    deterministic = checks.deterministic(deterministic)
+    if dispatch.takes_reference("routed", impl, "q", q, IMPLEMENTATIONS) or q.numel() == 0:
+        out, lse = routed_attention_reference(
+            q, k, v, blocks, block_size=block_size, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+        return (out, lse) if return_lse else out
+
+    batch, seqlen_q = q.shape[:2]
+    if not packed:
+        cu_seqlens_q, cu_seqlens_k = (even_bounds(x) for x in (q, k))
+        q, k, v, blocks = (x.flatten(0, 1) for x in (q, k, v, blocks))
+    layout = Blocks.of(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], block_size)
+    softmax_scale, q = checks.positive_scale(softmax_scale, q)
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, window_right: int) -> tuple[Tensor, ...]:
+        return flash_ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, None, impl, deterministic, softmax_scale, -1,
+                                 window_right, 0.0, 0.0)
+
+    own = flash(q, k, v, layout.bounds_q, layout.bounds_k, 0)
+    out, lse, _ = own
+    if blocks.shape[-1]:
+        route = routes(blocks, layout, q.shape[1], k.shape[1], k.shape[0])
+        heads_first = (x.transpose(0, 1).reshape(-1, 1, x.shape[-1]) for x in (k, v))
+        chosen = flash(ops.gather(q, route.pair, route.place, route.rows), *heads_first, route.cu_seqlens_q, route.cu_seqlens_k, -1)
+        out, lse, _ = ops.merge(*own, *chosen, route.place, route.rows)
+    if not packed:
+        out, lse = out.unflatten(0, (batch, seqlen_q)), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
+    return (out, lse) if return_lse else out
+
+
+def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, **options: Any) -> str | None:
+    """Why impl="gluon" does not take a call with these arguments of routed_attention; None where it does, and impl=None takes it."""
+    return dispatch.why_not_gluon(routed_attention, q, k, v, blocks, **options)
+
+
+def even_bounds(x: Tensor) -> Tensor:
+    """cu_seqlens of (batch, seqlen, heads, width) whose sequences are put one behind the other."""
+    return torch.arange(x.shape[0] + 1, device=x.device, dtype=torch.int32) * x.shape[1]
+
+
+def _check_blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
+    checks.tensor("blocks", blocks, "an int32 tensor")
+    shapes = [(*q.shape[:-2], choosers) for choosers in sorted({q.shape[-2], k.shape[-2]})]
+    if blocks.dim() != q.dim() or tuple(blocks.shape[:-1]) not in shapes:
+        raise ValueError(f"blocks: must have shape {' or '.join(map(str, shapes))} and slots, got {tuple(blocks.shape)}")
+    if blocks.dtype != torch.int32:
+        raise TypeError(f"blocks: must be int32, got {blocks.dtype}")
+    if blocks.device != q.device:
+        raise ValueError(f"blocks: must be on q's device {q.device}, got {blocks.device}")

@@ -1,0 +1,81 @@
+"""Shapes of `routed_attention`: inputs, counted work and identifiers, shared by the tests and the benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from attnzoo_kernels.flash import cases as flash_cases
+
+
+class Inputs(NamedTuple):
+    """What one call takes: `routed_attention(q, k, v, blocks, **options)`, then `out.backward(dout)`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    blocks: torch.Tensor
+    dout: torch.Tensor
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case(flash_cases.Case):
+    """One causal problem; fields as in `flash.cases.Case`. Each query gets `slots` numbers of blocks at random, without repetition, of
+    which some are no earlier block. shared: the heads of a key head choose together."""
+
+    causal: bool = True
+    block_size: int = 16
+    slots: int = 2
+    shared: bool = False
+
+    def pairs(self) -> float:
+        """Visible pairs of one head where every query finds as many earlier blocks as it has slots."""
+        total = 0
+        for m, n in self.lengths:
+            position = torch.arange(m) + n - m
+            earlier = position.div(self.block_size, rounding_mode="floor").clamp(max=self.slots) * self.block_size
+            total += int((earlier + position % self.block_size + 1)[position >= 0].sum())
+        return total
+
+    def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
+        """Standard normal tensors in the operator's layout, blocks, and the options of the call."""
+        q, k, v, dout, options = super().inputs(device, seed)
+        longest = max(n for _, n in self.lengths)
+        count = max(-(-longest // self.block_size), self.slots)
+        choosers = (self.kv_heads or self.heads) if self.shared else self.heads
+        generator = torch.Generator(device).manual_seed(seed + 1)
+        order = torch.rand(*q.shape[:-2], choosers, count + 1, generator=generator, device=device).argsort(-1)
+        blocks = order[..., : self.slots].int() - 1  # -1 is none
+        options = {name: value for name, value in options.items() if "seqlen" in name}
+        return Inputs(q, k, v, blocks, dout, options | {"block_size": self.block_size})
+
+    def __str__(self) -> str:
+        return "-".join([super().__str__(), f"blocks{self.slots}x{self.block_size}"] + ["shared"] * self.shared)
+
+
+CORRECTNESS: tuple[Case, ...] = (
+    Case(batch=2, seqlen_q=49, heads=4, kv_heads=2, head_dim=32),
+    Case(lengths_q=(1, 0, 40, 17, 13, 0), kv_heads=1, head_dim=32, block_size=8, slots=3),
+    Case(seqlen_q=65, heads=4, kv_heads=2, head_dim=32, shared=True, slots=3),
+    Case(lengths_q=(17, 0, 50, 5), lengths_k=(70, 33, 17, 0), head_dim=32, shared=True, kv_heads=1),
+    Case(seqlen_q=5, seqlen_k=97, head_dim=32, block_size=7),
+    Case(seqlen_q=40, heads=1, head_dim=40, value_dim=48, block_size=32, strided=True),
+    Case(seqlen_q=20, head_dim=32, block_size=1, slots=5),
+    Case(seqlen_q=49, heads=8, head_dim=32, q_scale=50.0),  # near-ties of one head would decide the largest error
+    Case(seqlen_q=33, head_dim=32, block_size=64),  # no earlier block
+    Case(seqlen_q=33, head_dim=32, slots=0),
+)
+
+LONG: tuple[Case, ...] = (
+    Case(seqlen_q=4096, heads=4, head_dim=128, block_size=512),
+    Case(batch=2, seqlen_q=2048, heads=8, kv_heads=2, head_dim=64, block_size=64, slots=15, shared=True),
+    Case(lengths_q=(1000, 0, 17, 513, 2048, 1), heads=4, kv_heads=2, head_dim=128, block_size=100, slots=3),
+    Case(seqlen_q=300, seqlen_k=2048, heads=2, head_dim=64, block_size=128),
+)
+
+
+def benchmark_case(seqlen: int, head_dim: int = 128, heads: int = 16, block_size: int = 512, slots: int = 2, **changes: Any) -> Case:
+    return Case(seqlen_q=seqlen, heads=heads, head_dim=head_dim, block_size=block_size, slots=slots, **changes)

@@ -1,0 +1,158 @@
+"""What joins a query's own block and its chosen ones: rows that are gathered in the order of blocks, and parts that are merged by LSE."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo_kernels._triton.launch import next_power_of_2, on_device_of
+from attnzoo_kernels._triton.softmax import exp_in_units
+
+BLOCK_ROWS = 16
+NUMBERS = ["tokens", "heads", "rows", "slots"]
+
+
+@triton.jit
+def _rows_of_program(tokens, heads, BLOCK_ROWS: tl.constexpr):
+    """(token, head) pairs of a program as one number, which of them there are, and where their LSEs lie in (heads, tokens)."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    return row, row < tokens.to(tl.int64) * heads, row % heads * tokens + row // heads
+
+
+@triton.jit
+def _part_row(place_ptr, row, inside, slot, rows, slots):
+    """Where the part of a slot lies: `rows` heads choose together and follow each other there."""
+    return tl.load(place_ptr + row // rows * slots + slot, mask=inside, other=0).to(tl.int64) * rows + row % rows
+
+
+@triton.jit
+def _load(ptr, row, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """[BLOCK_ROWS, BLOCK_WIDTH] in float32."""
+    column = tl.arange(0, BLOCK_WIDTH)
+    return tl.load(ptr + row[:, None] * WIDTH + column[None, :], mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, row, inside, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    column = tl.arange(0, BLOCK_WIDTH)
+    tl.store(ptr + row[:, None] * WIDTH + column[None, :], tile.to(ptr.dtype.element_ty), mask=inside[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit(do_not_specialize=NUMBERS)
+def routed_sum_kernel(part_ptr, place_ptr, out_ptr, tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+                      BLOCK_ROWS: tl.constexpr):
+    row, inside, _ = _rows_of_program(tokens, heads, BLOCK_ROWS)
+    acc = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    for slot in range(slots):
+        acc += _load(part_ptr, _part_row(place_ptr, row, inside, slot, rows, slots), inside, WIDTH, BLOCK_WIDTH)
+    _store(out_ptr, row, inside, acc, WIDTH, BLOCK_WIDTH)
+
+
+@triton.jit
+def _load_top(lse_ptr, stats_ptr, stride_stats, at, inside, EXACT: tl.constexpr):
+    """(top, sum) with exp(top) * sum what a part's weights add up to, and top -inf where it has no key. EXACT: from softmax_stats, whose
+    float32 maximum and sum lose nothing where scores are large."""
+    if EXACT:
+        top = tl.load(stats_ptr + at, mask=inside, other=float("inf"))
+        top = tl.where(top == float("inf"), -float("inf"), top)
+        total = tl.load(stats_ptr + stride_stats + at, mask=inside, other=1.0)
+    else:
+        top = tl.load(lse_ptr + at, mask=inside, other=-float("inf"))
+        total = tl.full(top.shape, 1.0, tl.float32)
+    return top, total
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, "stride_own", "stride_part"])
+def routed_merge_kernel(own_ptr, own_lse_ptr, own_stats_ptr, part_ptr, part_lse_ptr, part_stats_ptr, place_ptr, out_ptr, lse_ptr, stats_ptr,
+                        stride_own, stride_part, tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+                        BLOCK_ROWS: tl.constexpr, EXACT: tl.constexpr):
+    row, inside, lse_at = _rows_of_program(tokens, heads, BLOCK_ROWS)
+    own_top, own_sum = _load_top(own_lse_ptr, own_stats_ptr, stride_own, lse_at, inside, EXACT)
+    base = own_top
+    for slot in range(slots):
+        part_row = _part_row(place_ptr, row, inside, slot, rows, slots)
+        base = tl.maximum(base, _load_top(part_lse_ptr, part_stats_ptr, stride_part, part_row, inside, EXACT)[0])
+    empty = base == -float("inf")
+    base = tl.where(empty, 0.0, base)  # a row that sees no key must not make inf - inf
+    total = own_sum * exp_in_units(own_top - base, True)
+    acc = total[:, None] * _load(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    for slot in range(slots):
+        part_row = _part_row(place_ptr, row, inside, slot, rows, slots)
+        top, part_sum = _load_top(part_lse_ptr, part_stats_ptr, stride_part, part_row, inside, EXACT)
+        weight = part_sum * exp_in_units(top - base, True)
+        acc += weight[:, None] * _load(part_ptr, part_row, inside, WIDTH, BLOCK_WIDTH)
+        total += weight
+    total = tl.where(total > 0, total, 1.0)
+    _store(out_ptr, row, inside, acc / total[:, None], WIDTH, BLOCK_WIDTH)
+    tl.store(lse_ptr + lse_at, tl.where(empty, -float("inf"), base + tl.log(total)), mask=inside)
+    tl.store(stats_ptr + lse_at, base, mask=inside)
+    tl.store(stats_ptr + stride_own + lse_at, total, mask=inside)
+
+
+@triton.jit
+def _derive_part(ptr, dpart_ptr, dlse_ptr, at, lse_at, weight, dlse, out, dout, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    part = _load(ptr, at, inside, WIDTH, BLOCK_WIDTH)
+    _store(dpart_ptr, at, inside, weight[:, None] * dout, WIDTH, BLOCK_WIDTH)
+    tl.store(dlse_ptr + lse_at, weight * (tl.sum(dout * (part - out), 1) + dlse), mask=inside)
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, "stride_own", "stride_part"], do_not_specialize_on_alignment=["grad_lse_ptr"])
+def routed_merge_bwd_kernel(dout_ptr, grad_lse_ptr, own_ptr, own_lse_ptr, own_stats_ptr, part_ptr, part_lse_ptr, part_stats_ptr, place_ptr,
+                            out_ptr, stats_ptr, down_ptr, down_lse_ptr, dpart_ptr, dpart_lse_ptr, stride_own, stride_part, tokens, heads,
+                            rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, EXACT: tl.constexpr,
+                            HAS_GRAD_LSE: tl.constexpr):
+    row, inside, lse_at = _rows_of_program(tokens, heads, BLOCK_ROWS)
+    base = tl.load(stats_ptr + lse_at, mask=inside, other=0.0)
+    total = tl.load(stats_ptr + stride_own + lse_at, mask=inside, other=1.0)
+    dlse = tl.zeros([BLOCK_ROWS], tl.float32)
+    if HAS_GRAD_LSE:
+        dlse = tl.load(grad_lse_ptr + lse_at, mask=inside, other=0.0)
+    out = _load(out_ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    dout = _load(dout_ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    top, part_sum = _load_top(own_lse_ptr, own_stats_ptr, stride_own, lse_at, inside, EXACT)
+    _derive_part(own_ptr, down_ptr, down_lse_ptr, row, lse_at, part_sum * exp_in_units(top - base, True) / total, dlse, out, dout, inside,
+                 WIDTH, BLOCK_WIDTH)
+    for slot in range(slots):
+        at = _part_row(place_ptr, row, inside, slot, rows, slots)
+        top, part_sum = _load_top(part_lse_ptr, part_stats_ptr, stride_part, at, inside, EXACT)
+        _derive_part(part_ptr, dpart_ptr, dpart_lse_ptr, at, at, part_sum * exp_in_units(top - base, True) / total, dlse, out, dout, inside,
+                     WIDTH, BLOCK_WIDTH)
+
+
+def _launch(kernel, tensors: tuple, like: Tensor, place: Tensor, rows: int, **constants) -> None:
+    """`like`: (tokens, heads, width), the rows that programs are for."""
+    tokens, heads, width = like.shape
+    if like.numel():
+        with on_device_of(like):
+            kernel[(triton.cdiv(tokens * heads, BLOCK_ROWS),)](
+                *tensors, tokens, heads, rows, place.shape[1], WIDTH=width, BLOCK_WIDTH=max(16, next_power_of_2(width)),
+                BLOCK_ROWS=BLOCK_ROWS, **constants, num_warps=4)
+
+
+def launch_sum(part: Tensor, place: Tensor, rows: int, heads: int) -> Tensor:
+    """(tokens, heads, width) from (places * rows, 1, width): each row's slots added up in their order."""
+    tokens = place.shape[0] * rows // heads
+    out = part.new_empty(tokens, heads, part.shape[-1])
+    _launch(routed_sum_kernel, (part.contiguous(), place, out), out, place, rows)
+    return out
+
+
+def launch_merge(own: Tensor, own_lse: Tensor, own_stats: Tensor, part: Tensor, part_lse: Tensor, part_stats: Tensor, place: Tensor,
+                 rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, LSE, and for the backward its statistics (2, *lse.shape): a number near the largest LSE, and the weights' sum beside it."""
+    out, lse, stats = (torch.empty_like(x) for x in (own, own_lse, own_stats))
+    _launch(routed_merge_kernel, (own, own_lse, own_stats, part, part_lse, part_stats, place, out, lse, stats, own_lse.numel(),
+                                  part_lse.numel()), own, place, rows, EXACT=own.dtype == torch.float32)
+    return out, lse, stats
+
+
+def launch_merge_backward(dout: Tensor, grad_lse: Tensor | None, own: Tensor, own_lse: Tensor, own_stats: Tensor, part: Tensor,
+                          part_lse: Tensor, part_stats: Tensor, place: Tensor, out: Tensor, stats: Tensor,
+                          rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of own, own_lse, part and part_lse."""
+    gradients = tuple(map(torch.empty_like, (own, own_lse, part, part_lse)))
+    _launch(routed_merge_bwd_kernel,
+            (dout.contiguous(), None if grad_lse is None else grad_lse.contiguous(), own, own_lse, own_stats, part, part_lse, part_stats,
+             place, out, stats, *gradients, own_lse.numel(), part_lse.numel()),
+            own, place, rows, EXACT=own.dtype == torch.float32, HAS_GRAD_LSE=grad_lse is not None)
+    return gradients

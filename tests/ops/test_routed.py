@@ -1,0 +1,135 @@
+"""routed_attention: the reference against the formula, the kernels against the reference by the field's rule, and the contract."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from paths import GPU
+from torch.testing import assert_close
+
+from attnzoo_kernels import flash_attention, routed_attention
+from attnzoo_kernels.routed.cases import CORRECTNESS, LONG, Case
+from benchmarks.accuracy import assert_accurate
+
+DEVICE = "cuda" if GPU else "cpu"
+TRITON = GPU or os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(not TRITON, reason="needs an NVIDIA GPU, or TRITON_INTERPRET=1")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32) if GPU else (torch.float16, torch.float32)  # the interpreter gets bfloat16 wrong
+CASES = [replace(case, dtype=dtype) for n, case in enumerate(CORRECTNESS) for m, dtype in enumerate(DTYPES) if GPU or (n + m) % 2 == 0]
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def run(case, impl, dtype=None, **changes):
+    """By NAMES in `dtype` for inputs that were drawn in the case's; the LSE has a gradient, too."""
+    x = case.inputs(DEVICE)
+    leaves = [t.to(dtype or t.dtype).detach().requires_grad_() for t in x[:3]]
+    out, lse = routed_attention(*leaves, x.blocks, return_lse=True, impl=impl, **x.options | changes)
+    lse = lse.masked_fill(lse == -torch.inf, 0)
+    grads = torch.autograd.grad((out * x.dout).sum() + lse.sin().sum(), leaves)
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
+
+
+def check(case, impl="triton", **changes):
+    assert_accurate(run(case, impl, **changes), run(case, "reference"), run(case, "reference", torch.float64))
+
+
+@needs_triton
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_is_at_most_twice_that_of_eager(case, poisoned):
+    check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", LONG, ids=str)
+@pytest.mark.parametrize("impl", ("triton", None))
+def test_error_is_at_most_twice_that_of_eager_at_length(case, dtype, impl):
+    check(replace(case, dtype=dtype), impl)
+
+
+@pytest.mark.gpu
+def test_launches_repeat_bit_by_bit():
+    first, second = (run(LONG[2], None, deterministic=True) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in NAMES)
+
+
+@needs_triton
+def test_all_blocks_give_plain_attention():
+    x = Case(seqlen_q=37, heads=4, kv_heads=2, head_dim=16, dtype=torch.float32).inputs(DEVICE)
+    blocks = torch.arange(3, device=DEVICE, dtype=torch.int32).expand(1, 37, 2, 3)
+    for impl in ("triton", "reference"):
+        results = routed_attention(*x[:3], blocks, block_size=16, return_lse=True, impl=impl)
+        for ours, plain in zip(results, flash_attention(*x[:3], causal=True, return_lse=True, impl=impl), strict=True):
+            assert_close(ours, plain)
+
+
+def test_the_reference_reads_the_chosen_blocks_and_its_own():
+    x = Case(seqlen_q=7, heads=2, head_dim=8, block_size=2).inputs(DEVICE)
+    blocks = torch.tensor([[[-1]], [[0]], [[0]], [[-1]], [[1]], [[0]], [[3]]], device=DEVICE, dtype=torch.int32)[None].expand(1, 7, 2, 1)
+    read = [[0], [0, 1], [0, 1, 2], [2, 3], [2, 3, 4], [0, 1, 4, 5], [6]]
+    q, k, v = (t.double() for t in x[:3])
+    out = routed_attention(q, k, v, blocks, block_size=2, impl="reference")
+    for i, keys in enumerate(read):
+        weights = (torch.einsum("hd,jhd->hj", q[0, i], k[0, keys]) / 8**0.5).softmax(-1)
+        assert_close(out[0, i], torch.einsum("hj,jhd->hd", weights, v[0, keys]))
+
+
+@needs_triton
+def test_nothing_depends_on_what_lies_beyond_a_sequence():
+    """Packed sequences with NaN in their neighbours, and in the tokens behind the last one."""
+    bounds = torch.tensor((0, 7, 25, 30, 30), device=DEVICE, dtype=torch.int32)
+    tensors = [torch.randn(33, 1, 16, device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(i)) for i in range(4)]
+    blocks = torch.tensor([1, 0], device=DEVICE, dtype=torch.int32).expand(33, 1, 2)
+    rows = slice(7, 25)
+    results = []
+    for poison in (False, True):
+        q, k, v, dout = (torch.full_like(x, torch.nan).index_copy(0, torch.arange(7, 25, device=DEVICE), x[rows]) if poison else x.clone()
+                         for x in tensors)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = routed_attention(*leaves, blocks, block_size=8, cu_seqlens_q=bounds, cu_seqlens_k=bounds, impl="triton")
+        grads = torch.autograd.grad(out, leaves, dout)
+        assert all((x[30:] == 0).all() for x in (out, *grads))
+        results.append([x[rows] for x in (out, *grads)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.slow
+@needs_triton
+def test_it_compiles_to_what_eager_mode_computes():
+    x = Case(lengths_q=(9, 0, 21), head_dim=16, block_size=4, dtype=torch.float16).inputs(DEVICE)
+    leaves = [t.detach().requires_grad_() for t in x[:3]]
+
+    def attend(*leaves):
+        return routed_attention(*leaves, x.blocks, impl="triton", **x.options)
+
+    expected, result = attend(*leaves), torch.compile(attend, fullgraph=True, backend="aot_eager")(*leaves)
+    assert torch.equal(result, expected)
+    wanted, grads = (torch.autograd.grad(y, leaves, x.dout) for y in (expected, result))
+    assert all(map(torch.equal, grads, wanted))
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=needs_triton)])
+def test_empty_inputs(impl):
+    for rows in ((0, 5), (2, 0)):
+        leaves = [torch.zeros(*rows, heads, 16, device=DEVICE, requires_grad=True) for heads in (4, 2, 2)]
+        blocks = torch.zeros(*rows, 4, 2, device=DEVICE, dtype=torch.int32)
+        routed_attention(*leaves, blocks, block_size=4, impl=impl).sum().backward()
+        assert all(t.grad is not None and t.grad.shape == t.shape for t in leaves)
+
+
+BLOCKS = torch.zeros(1, 4, 2, 1, dtype=torch.int32)
+WRONG = {
+    "blocks for three heads": ({"blocks": torch.zeros(1, 4, 3, 1)}, ValueError, r"blocks: must have shape .1, 4, 2. and slots, got"),
+    "blocks as floats": ({"blocks": BLOCKS.float()}, TypeError, "blocks: must be int32, got torch.float32"),
+    "no blocks": ({"blocks": None}, TypeError, "blocks: must be an int32 tensor, got NoneType"),
+    "no tokens in a block": ({"block_size": 0}, ValueError, "block_size: must be an integer of at least 1, got 0"),
+    "a path that there is not": ({"impl": "cpu"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'reference', got 'cpu'"),
+}
+
+
+@pytest.mark.parametrize("change, error, message", WRONG.values(), ids=WRONG)
+def test_a_wrong_argument_is_named(change, error, message):
+    arguments = {name: torch.zeros(1, 4, 2, 16) for name in ("q", "k", "v")} | {"blocks": BLOCKS, "block_size": 4} | change
+    with pytest.raises(error, match=message):
+        routed_attention(**arguments)
