@@ -1,0 +1,65 @@
+"""Mixture of block attention (Lu et al. 2025, arXiv:2502.13189): each query and head chooses blocks of keys by their mean.
+
+Runs on `attnzoo_kernels.moba_blocks` and `attnzoo_kernels.routed_attention`.
+"""
+
+import warnings
+
+from torch import Tensor
+
+from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
+from attnzoo.attention.routing import BlockUse
+from attnzoo_kernels import moba_blocks, routed_attention
+
+
+class MoBAAttention(Attention):
+    """Softmax attention over top_k blocks of keys: the query's own, causally, and the best earlier ones by q times the mean of their keys.
+
+    It has the parameters of attention=flash, so that a checkpoint of one loads into the other. The choice itself has no gradient.
+
+    block_size: tokens of a block, any number from 1 on. top_k: blocks that a query reads, its own included. Warns where they are all blocks
+        of the model's context, which then is dense attention.
+    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "reference"; on a CPU the reference does).
+    """
+
+    supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)
+
+    def __init__(self, spec: AttentionSpec, *, block_size: int = 64, top_k: int = 3, impl: Impl | None = None):
+        super().__init__(spec)
+        if impl == "cpu":
+            raise ValueError("attention.impl=cpu: MoBA has no path for CPUs; null or reference takes its reference there")
+        for name, value in (("block_size", block_size), ("top_k", top_k)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"attention.{name}={value!r}: must be an integer of at least 1")
+        if top_k * block_size >= spec.train_context:
+            # one text for all layers: Python shows it once
+            warnings.warn(f"attention.top_k={top_k}, attention.block_size={block_size}: queries read every block of the model's context of "
+                          f"{spec.train_context} tokens, so that it is dense attention there; set smaller ones, or a longer context",
+                          stacklevel=2)
+        self.block_size, self.top_k, self.impl = block_size, top_k, impl
+        self.block_use = BlockUse()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
+        options = {"block_size": self.block_size, "cu_seqlens_q": seq.cu_seqlens, "cu_seqlens_k": seq.cu_seqlens,
+                   "max_seqlen_q": seq.max_seqlen, "max_seqlen_k": seq.max_seqlen, "impl": self.impl}
+        blocks = moba_blocks(q, k, top_k=self.top_k, **options)
+        if self.training:
+            self.block_use.update(blocks, self.block_size, seq)
+        return routed_attention(q, k, v, blocks, **options)
+
+    def visible_pairs(self, length: int) -> int:
+        """Pairs of a query and a key that it reads."""
+        return sum(min(i // self.block_size, self.top_k - 1) * self.block_size + i % self.block_size + 1 for i in range(length))
+
+    def flops(self, lengths: list[int]) -> float:
+        """With the products of queries and means, which have no backward."""
+        heads, width = self.head_shapes()["q"]
+        scores = sum(i // self.block_size for length in lengths for i in range(length))
+        return super().flops(lengths) + 2.0 * heads * width * scores
+
+    def metrics(self) -> dict[str, float]:
+        """block_entropy, block_coverage: see `attnzoo.attention.routing.BlockUse`."""
+        return super().metrics() | self.block_use.metrics()
+
+    def extra_repr(self) -> str:
+        return f"block_size={self.block_size}, top_k={self.top_k}"
