@@ -23,8 +23,10 @@ from attnzoo_kernels import (
     flash_attention_fp8,
     flash_fp8,
     forgetting,
+    moba,
     padding,
     quantize_fp8,
+    routed,
     sigmoid,
     sigmoid_attention,
 )
@@ -155,6 +157,8 @@ def test_why_not_gluon_is_asked_alike():
         (differential, (q, q, k, None, v, torch.tensor(0.5)), {"window_size": (3, 0)}),
         (dual_chunk, (q, k, v), {"cos": table, "sin": table, "chunk_size": 8, "local_size": 2}), (flash_fp8, quantize_fp8(q, k, v)[:3], {}),
         (sigmoid, (q, k, v), {"causal": True}), (forgetting, (q, k, v, torch.zeros(1, 5, 1)), {}),
+        (moba, (q, k, v), {"block_size": 2, "top_k": 2}),
+        (routed, (q, k, v, torch.zeros(1, 5, 1, 1, dtype=torch.int32)), {"block_size": 2}),
     )
     for module, inputs, options in calls:
         assert module.why_not_gluon(*inputs, **options) in ("q must be on a CUDA device, got cpu", "q1 must be on a CUDA device, got cpu")

@@ -3,9 +3,10 @@ arXiv:2502.13189)."""
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from attnzoo_kernels import checks, dispatch
+from attnzoo_kernels import autograd, checks, dispatch
 from attnzoo_kernels.moba import ops
 from attnzoo_kernels.moba.reference import moba_blocks_reference
 from attnzoo_kernels.routed import IMPLEMENTATIONS, even_bounds, routed_attention
@@ -29,12 +30,14 @@ def moba_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`routed_attention` over the blocks that `moba_blocks` chooses: softmax(softmax_scale * q kᵀ) v, causal, over top_k blocks of keys.
 
-    block_size, top_k, and which blocks they are: as `moba_blocks` has them. Gradients reach q, k and v through the attention alone, as in the
-    paper: the choice has none. Everything else is as in `routed_attention`.
+    block_size, top_k, and which blocks they are: as `moba_blocks` has them. Gradients reach q, k and v through the attention alone, as in
+    the paper: the choice has none. Everything else is as in `routed_attention`.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     checks.attention_inputs(q, k, v, **lengths)
-    blocks = moba_blocks(q, k, block_size=block_size, top_k=top_k, impl=impl, **lengths)
+    # what takes the call does not depend on the blocks
+    blocks = q.new_empty(*q.shape[:-1], 0, dtype=torch.int32) if dispatch.asking() else moba_blocks(
+        q, k, block_size=block_size, top_k=top_k, impl=impl, **lengths)
     return routed_attention(q, k, v, blocks, block_size=block_size, softmax_scale=softmax_scale, return_lse=return_lse,
                             deterministic=deterministic, impl=impl, **lengths)
 
@@ -67,6 +70,7 @@ def moba_blocks(
     if dispatch.takes_reference("moba_blocks", impl, "q", q, IMPLEMENTATIONS):
         return moba_blocks_reference(q, k, block_size=block_size, slots=top_k - 1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
                                      max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    autograd.refuse_tangents("moba_blocks", 'impl="reference" takes it', q=q, k=k)
     if packed:
         return ops.choose(q.detach(), k.detach(), cu_seqlens_q, cu_seqlens_k, block_size, top_k - 1)
     blocks = ops.choose(q.detach().flatten(0, 1), k.detach().flatten(0, 1), even_bounds(q), even_bounds(k), block_size, top_k - 1)

@@ -111,5 +111,6 @@ def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tens
         moba_blocks_kernel[(call.programs(heads, total_q, call.sequences, block_m),)](
             q, means, chosen, cu_seqlens_q, cu_seqlens_k, blocks.first, *strides(q)[1:], call.sequences, total_q, total_k, heads,
             heads // kv_heads, block_size, blocks.count, slots, HEAD_DIM=width, BLOCK_D=block_d, SLOTS=next_power_of_2(slots),
-            BLOCK_M=block_m, BLOCK_N=block_n, PRECISION="ieee" if exact else "tf32", num_warps=4)
+            BLOCK_M=block_m, BLOCK_N=block_n, PRECISION="ieee" if exact else "tf32",
+            num_warps=8 if block_d >= 128 else 4)
     return chosen

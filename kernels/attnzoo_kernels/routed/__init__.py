@@ -36,8 +36,8 @@ def routed_attention(
     key i + seqlen_k - seqlen_q (bottom right).
 
     block_size: tokens of a block, any number from 1 on. Block b of a sequence has its keys b * block_size .. (b + 1) * block_size.
-    blocks: int32 (batch, seqlen_q, choosers, slots), packed (total, choosers, slots): numbers of blocks, in each query's sequence. choosers is
-        the number of heads or of key heads: heads of one key head then choose together. A number below 0, or not below the query's own
+    blocks: int32 (batch, seqlen_q, choosers, slots), packed (total, choosers, slots): numbers of blocks, in each query's sequence. choosers
+        is the number of heads or of key heads: heads of one key head then choose together. A number below 0, or not below the query's own
         block's, stands for no block. No block may be there twice for one query, which is not checked. slots may be 0.
     Causal, blocks of 2, for the chosen blocks on the left:
         -      1 . . . . .
@@ -55,8 +55,8 @@ def routed_attention(
     softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: as in flash_attention.
-    impl: "gluon" | "triton" | "reference", of the products, which are flash_attention's on packed sequences; gathering and merging are plain
-        Triton. None takes gluon where flash_attention does, else triton, on CUDA tensors, and the reference on CPU ones.
+    impl: "gluon" | "triton" | "reference", of the products, which are flash_attention's on packed sequences; gathering and merging are
+        plain Triton. None takes gluon where flash_attention does, else triton, on CUDA tensors, and the reference on CPU ones.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
