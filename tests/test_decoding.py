@@ -13,6 +13,7 @@ from attnzoo.attention.cache import KVCache, Newest
 from attnzoo.attention.differential import DifferentialAttention
 from attnzoo.attention.dual_chunk import DualChunkAttention
 from attnzoo.attention.flash import FlashAttention
+from attnzoo.attention.moba import MoBAAttention
 from attnzoo.attention.positions import rotate
 from attnzoo.attention.sdpa import SDPAttention
 from attnzoo.models import GPT
@@ -24,6 +25,7 @@ OPTIONS = {
     "windows and sinks": lambda spec: FlashAttention(spec, window_size=[5, 0], sinks=True, softcap=5.0),
     "patterns by head": lambda spec: BlockSparseAttention(spec, pattern={"name": "bigbird", "n_random": 1, "heads": 4}, block=16),
     "differential V2": lambda spec: DifferentialAttention(spec, version=2),
+    "blocks that are chosen": lambda spec: MoBAAttention(spec, block_size=4, top_k=3),
     "dual chunk, yarn": lambda spec: DualChunkAttention(spec, chunk_size=12, temperature="yarn"),
 }
 MODEL = {"qk_norm": True, "attention_temperature": "ssmax", "attention_gate": "head"}

@@ -23,6 +23,7 @@ class MoBAAttention(Attention):
     """
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)
+    decodes_on_device = True
 
     def __init__(self, spec: AttentionSpec, *, block_size: int = 64, top_k: int = 3, impl: Impl | None = None):
         super().__init__(spec)
@@ -40,8 +41,8 @@ class MoBAAttention(Attention):
         self.block_use = BlockUse()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
-        options = {"block_size": self.block_size, "cu_seqlens_q": seq.cu_seqlens, "cu_seqlens_k": seq.cu_seqlens,
-                   "max_seqlen_q": seq.max_seqlen, "max_seqlen_k": seq.max_seqlen, "impl": self.impl}
+        options = {"block_size": self.block_size, "cu_seqlens_q": seq.cu_seqlens, "cu_seqlens_k": seq.cu_seqlens_k,
+                   "max_seqlen_q": seq.max_seqlen, "max_seqlen_k": seq.max_seqlen_k, "impl": self.impl}
         blocks = moba_blocks(q, k, top_k=self.top_k, **options)
         if self.training:
             self.block_use.update(blocks, self.block_size, seq)
