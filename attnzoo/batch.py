@@ -1,11 +1,19 @@
 """A batch: what a loader gives, and what of it a model reads."""
 
-from typing import TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from attnzoo_kernels.context_parallel import ContextParallel
+
 IGNORED = -100  # the label where nothing is asked
+
+
+def sharing(trainer: Any) -> int:
+    """How many neighbouring ranks of a run are given the same batches, of which each reads a part (`trainer.context_parallel`)."""
+    return getattr(trainer, "context_parallel", 1)
 
 
 class Inputs(TypedDict, total=False):
@@ -18,6 +26,8 @@ class Inputs(TypedDict, total=False):
     max_tokens: the mask's sum.
     token_type_ids: int64, as `input_ids`.
     logits_at: int64 (n,), the flat indices of the places whose logits are computed; without it all are.
+    context: the plan by which several devices read these sequences together; the tensors of tokens are then this device's part, and
+        cu_seqlens and max_seqlen are of the whole.
     """
 
     position_ids: Tensor
@@ -27,6 +37,7 @@ class Inputs(TypedDict, total=False):
     max_tokens: int
     token_type_ids: Tensor
     logits_at: Tensor
+    context: "ContextParallel"
 
 
 class Batch(Inputs):

@@ -13,10 +13,10 @@ from attnzoo.attention.cache import KVCache
 from attnzoo.attention.norm import RMSNorm
 from attnzoo.attention.positions import ROPE_OPTIONS, ROPE_SCALINGS, Rope, alibi_slopes, make_rope, rotate
 from attnzoo.attention.sequence import SequenceInfo
+from attnzoo.attention.supports import POSITIONS, Supports
 from attnzoo.attention.temperature import make_temperature
 
 GATES = ("none", "elementwise", "head")
-POSITIONS = ("learned", "rotary", "alibi", "none")
 Impl = Literal["gluon", "triton", "cpu", "reference"]  # a path of the operators; None takes the fastest that runs
 
 
@@ -136,33 +136,16 @@ class AttentionSpec:
         self.rope(self.head_dim)
 
 
-@dataclass(frozen=True)
-class Supports:
-    """What a variant can do. A pairing outside of it is refused when the layer is built (`packed`, `cache`: when first used; packed data
-    before they are prepared)."""
-
-    causal: bool = True
-    bidirectional: bool = True
-    positions: tuple[str, ...] = POSITIONS
-    packed: bool = True
-    dropout: bool = True
-    cache: bool = True
-
-    def common(self, other: "Supports") -> "Supports":
-        """What both can do."""
-        both = {name: mine and getattr(other, name) for name, mine in vars(self).items() if name != "positions"}
-        return Supports(**both, positions=tuple(name for name in self.positions if name in other.positions))
-
-
 class Attention(nn.Module):
     """Base of all variants: projections, rotary positions and cache. A variant overrides `attend`, and if it must
 
     - `head_shapes`: other numbers or widths of heads;
     - `project`: more inputs to `attend` than q, k and v, made from x;
     - `apply_positions`: un-rotated or otherwise rotated queries and keys;
-    - `kept`, `attend_cached`, `attend_newest`: more in the cache than keys and values, a kernel of its own for the newest tokens over it;
+    - `kept`, `attend_over`, `attend_cached`, `attend_newest`: more in the cache than keys and values, a kernel of its own for the newest
+      tokens over it;
     - `finish`: a norm or a factor on attend's output, which is itself weights times values;
-    - `init_weights`, `mlp_dim`, `visible_pairs`, `metrics`, `plain`.
+    - `init_weights`, `mlp_dim`, `visible_pairs`, `metrics`, `plain`, `check_context_parallel`.
 
     The parameters are `q_proj`, `k_proj`, `v_proj`, `o_proj` (and, as the spec asks for them, `q_norm`, `k_norm`, `g_proj`, `ssmax_scale`)
     in all variants, so that a checkpoint of one loads into another.
@@ -220,6 +203,19 @@ class Attention(nn.Module):
             way_out = "set data.cross_documents=true" if causal else "a bidirectional model packs what is padded; use a gpt model"
             raise ValueError(f"attention={cls.__module__.rpartition('.')[2]} takes no packed sequences; {way_out}, or attention=flash")
 
+    def check_context_parallel(self, packed: bool) -> None:
+        """Raises ValueError where several devices cannot read one sequence by this layer."""
+        kind, ways = ("packed" if packed else "dense"), self.supports.context_parallel
+        if kind not in ways:
+            way_out = "set data.cross_documents=true" if self.spec.causal and "dense" in ways else "set trainer.context_parallel=1"
+            raise ValueError(f"trainer.context_parallel: several devices cannot read {kind} sequences by attention={self.name}; {way_out}, "
+                             "or attention=flash")
+        if self.spec.dropout > 0:
+            raise ValueError(f"trainer.context_parallel: needs model.attention_dropout=0, got {self.spec.dropout}")
+        if not self.spec.causal and (self.spec.positions == "alibi" or self.temperature is not None):
+            what = "positions=alibi" if self.spec.positions == "alibi" else f"attention_temperature={self.temperature.kind}"
+            raise ValueError(f"trainer.context_parallel: does not go with model.{what} in a bidirectional model")
+
     def head_shapes(self) -> dict[str, tuple[int, int]]:
         """(heads, width) of the projected "q", "k", "v" and of `attend`'s output "out"."""
         spec = self.spec
@@ -249,7 +245,9 @@ class Attention(nn.Module):
         else:
             q, k = self.apply_positions(q, k, seq)
             q = self.temper(q, seq)
-            if cache is None:
+            if seq.context is not None:
+                out = self._attend_in_context(q, self.kept(k, v, *rest), seq, *rest)
+            elif cache is None:
                 out = self.attend(q, k, v, seq, *rest)
             else:
                 cache.append(*self.kept(k, v, *rest))
@@ -327,9 +325,20 @@ class Attention(nn.Module):
         """What a cache holds of new tokens: keys, values, and what a variant needs of earlier tokens besides, (batch, new tokens, ...)."""
         return k, v
 
+    def attend_over(self, q: Tensor, kept: Sequence[Tensor], seq: SequenceInfo, *rest: Tensor) -> Tensor:
+        """`attend` of the last tokens over what is `kept` of all tokens; rest: of the last tokens."""
+        return self.attend(q, *kept, seq, *rest)
+
     def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
-        """`attend` of the newest tokens, whose keys and values the cache holds already."""
-        return self.attend(q, *cache.read(), seq, *rest)
+        """`attend_over` of the newest tokens and the cache, which holds them already."""
+        return self.attend_over(q, cache.read(), seq, *rest)
+
+    def _attend_in_context(self, q: Tensor, kept: Sequence[Tensor], seq: SequenceInfo, *rest: Tensor) -> Tensor:
+        """`attend` of this process's tokens over those of all processes."""
+        parts, passes = seq.once("parts", lambda: seq.parts(self.spec.causal))
+        n = 1 + len(rest)
+        return seq.context.attend(
+            lambda part, *tensors: self.attend_over(tensors[0], tensors[n:], passes[part.index], *tensors[1:n]), (q, *rest), kept, parts)
 
     def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
         """The same of one token of each row, (batch, 1, ...), whose place only the device knows (`cache.newest`): by packed sequences."""

@@ -28,7 +28,7 @@ class BlockSparseAttention(Attention):
     impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     """
 
-    supports = Supports(positions=("learned", "rotary"), dropout=False)
+    supports = Supports(positions=("learned", "rotary"), dropout=False, context_parallel=("dense",))
     decodes_on_device = True
 
     def __init__(self, spec: AttentionSpec, *, pattern: str | Mapping[str, Any] | Sequence = "longformer", block: int = 64,
@@ -58,8 +58,14 @@ class BlockSparseAttention(Attention):
             raise ValueError(f"attention.pattern={self.pattern}: last_global depends on a sequence's end, which packed and padded "
                              "sequences do not share; set last_global=false, or read dense sequences of one length without attention_mask")
         return block_sparse_attention(
-            q, k, v, self.pattern, causal=self.spec.causal, cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens,
-            max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen, impl=self.impl)
+            q, k, v, self.pattern, causal=self.spec.causal, cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens_k,
+            max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen_k, impl=self.impl)
+
+    def check_context_parallel(self, packed: bool) -> None:
+        super().check_context_parallel(packed)
+        if not self.spec.causal or not self.pattern.prefix_stable:
+            raise ValueError(f"trainer.context_parallel: attention.pattern={self.pattern} must be causal and without last_global, because "
+                             "each device places it on the keys up to its own queries")
 
     def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
         """By PyTorch's attention over the whole cache: the blocks that a token keeps are a mask."""

@@ -35,7 +35,7 @@ class DifferentialAttention(Attention):
     impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     """
 
-    supports = Supports(positions=("learned", "rotary", "none"), dropout=False)
+    supports = Supports(positions=("learned", "rotary", "none"), dropout=False, context_parallel=("dense", "packed"))
     decodes_on_device = True
 
     def __init__(self, spec: AttentionSpec, *, version: int = 1, norm: bool = True, norm_eps: float = 1e-5, match_parameters: bool = False,

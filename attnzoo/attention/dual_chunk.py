@@ -27,7 +27,7 @@ class DualChunkAttention(Attention):
     temperature: "yarn" multiplies the logits of position p by (0.1 ln((p + 1) / that context) + 1)^2 beyond that context.
     """
 
-    supports = Supports(positions=("rotary",), dropout=False)
+    supports = Supports(positions=("rotary",), dropout=False, context_parallel=("dense", "packed"))
     decodes_on_device = True
     extends_context = True
 
@@ -83,6 +83,11 @@ class DualChunkAttention(Attention):
             return temperature.factor(torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device) + 1)
 
         return seq.once(("dual_chunk", *temperature.key), make)
+
+    def check_context_parallel(self, packed: bool) -> None:
+        super().check_context_parallel(packed)
+        if not self.spec.causal:
+            raise ValueError("trainer.context_parallel: attention=dual_chunk goes with it in a causal model only")
 
     def visible_pairs(self, length: int) -> int:
         chunk = self.geometry.chunk

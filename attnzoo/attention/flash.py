@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from attnzoo.attention.base import AttentionSpec, Impl, KVCache, SequenceInfo
+from attnzoo.attention.base import AttentionSpec, Impl, KVCache, SequenceInfo, Supports
 from attnzoo.attention.window import WindowedAttention
 from attnzoo_kernels import decode_attention, flash_attention
 
@@ -23,6 +23,8 @@ class FlashAttention(WindowedAttention):
     softcap: scores become softcap * tanh(score / softcap); 0 is off.
     sinks: learn a logit per head that joins the softmax's denominator, so that a head can look at nothing.
     """
+
+    supports = Supports(context_parallel=("dense", "packed"))
 
     def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None, window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
                  sinks: bool = False):

@@ -4,6 +4,7 @@ Runs on `attnzoo_kernels.forgetting_attention`, one kernel for the products and 
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,8 @@ class ForgettingAttention(Attention):
     impl: the operator's path, None for the fastest that runs ("triton", "reference").
     """
 
-    supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)
+    supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False,
+                        context_parallel=("dense", "packed"))
     decodes_on_device = True
 
     def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None):
@@ -53,8 +55,8 @@ class ForgettingAttention(Attention):
     def kept(self, k: Tensor, v: Tensor, log_f: Tensor) -> tuple[Tensor, ...]:
         return k, v, log_f
 
-    def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo, log_f: Tensor) -> Tensor:
-        k, v, log_f = cache.read()
+    def attend_over(self, q: Tensor, kept: Sequence[Tensor], seq: SequenceInfo, log_f: Tensor) -> Tensor:
+        k, v, log_f = kept
         return self.attend(q, k, v, seq, log_f)
 
     def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo, log_f: Tensor) -> Tensor:

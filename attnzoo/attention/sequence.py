@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from attnzoo_kernels.context_parallel import ContextParallel, Part
 
 
 @dataclass(frozen=True)
@@ -15,6 +18,8 @@ class SequenceInfo:
     cu_seqlens: int32 (sequences + 1,), None if dense; repeating the last value pads it, tokens behind it belong to no sequence.
     max_seqlen: int, at least the longest sequence.
     keys: cu_seqlens and max_seqlen of keys and values, where there are others than queries; None where they are the same.
+    context: which tokens of longer sequences this process has (`attnzoo_kernels.context_parallel`): position_ids are of these tokens,
+        cu_seqlens and max_seqlen of the whole.
     """
 
     position_ids: Tensor | None = None
@@ -22,6 +27,7 @@ class SequenceInfo:
     max_seqlen: int | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     keys: tuple[Tensor, int] | None = None
+    context: "ContextParallel | None" = None
 
     @property
     def cu_seqlens_k(self) -> Tensor | None:
@@ -39,3 +45,13 @@ class SequenceInfo:
         if key not in self.memo:
             self.memo[key] = make()
         return self.memo[key]
+
+    def parts(self, causal: bool) -> tuple[tuple["Part", ...], list["SequenceInfo"]]:
+        """Of `context`: this process's chunks of queries with the keys that they see, and each as a pass of its own."""
+        parts = self.context.parts(causal=causal, cu_seqlens=self.cu_seqlens, max_seqlen=self.max_seqlen)
+        passes = []
+        for part, position_ids in zip(parts, self.position_ids.chunk(2, -1), strict=True):
+            of = part.lengths
+            keys = (of["cu_seqlens_k"], of["max_seqlen_k"]) if of else None
+            passes.append(SequenceInfo(position_ids, of.get("cu_seqlens_q"), of.get("max_seqlen_q"), keys=keys))
+        return parts, passes

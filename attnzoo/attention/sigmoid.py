@@ -22,7 +22,7 @@ class SigmoidAttention(WindowedAttention):
         text and one token over a cache are read alike; or "length" for -log of each sequence's own length, in bidirectional models only.
     """
 
-    supports = Supports(dropout=False)
+    supports = Supports(dropout=False, context_parallel=("dense", "packed"))
     decodes_on_device = True
 
     def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None, window_size: Sequence[int] = (-1, -1),

@@ -14,6 +14,12 @@ class WindowedAttention(Attention):
             raise ValueError(f"attention.window_size={list(window_size)}: must be two integers of at least -1 (unlimited), [left, right]")
         self.window_size = tuple(window_size)
 
+    def check_context_parallel(self, packed: bool) -> None:
+        super().check_context_parallel(packed)
+        if not self.spec.causal and self.window_size != (-1, -1):
+            raise ValueError(f"trainer.context_parallel: needs attention.window_size=[-1,-1] in a bidirectional model, got "
+                             f"{list(self.window_size)}")
+
     def visible_pairs(self, length: int) -> int:
         limit = length - 1
         left, right = (limit if side < 0 else min(side, limit) for side in self.window_size)

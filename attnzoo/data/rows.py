@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from lightning import LightningDataModule
 
+from attnzoo.batch import sharing
 from attnzoo.data.loader import BatchLoader, ResumableLoader
 
 
@@ -52,6 +53,7 @@ class RowsDataModule(LightningDataModule):
 
     def _loader_options(self) -> dict:
         rank, world_size = (self.trainer.global_rank, self.trainer.world_size) if self.trainer else (0, 1)
+        rank, world_size = rank // sharing(self.trainer), world_size // sharing(self.trainer)
         return {"rank": rank, "world_size": world_size, "num_workers": self.num_workers, "pin_memory": torch.cuda.is_available()}
 
     def train_dataloader(self) -> BatchLoader:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,9 @@ from attnzoo.batch import IGNORED
 from attnzoo.models.blocks import Block, default_mlp_dim, in_compute_dtype, make_norm
 from attnzoo.signatures import check_options
 from attnzoo_kernels import linear_cross_entropy, padding
+
+if TYPE_CHECKING:
+    from attnzoo_kernels.context_parallel import ContextParallel
 
 INIT_STD = 0.02
 
@@ -116,6 +119,7 @@ class Transformer(nn.Module):
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
         attention_mask: Tensor | None = None, max_tokens: int | None = None, token_type_ids: Tensor | None = None,
         cache: list[KVCache] | None = None, logits_at: Tensor | None = None, targets: Tensor | None = None,
+        context: "ContextParallel | None" = None,
     ) -> Tensor:
         """Logits in the layout of input_ids, (..., vocab_size), or (n, vocab_size) with `logits_at`; with `targets` the summed loss, ().
 
@@ -127,23 +131,29 @@ class Transformer(nn.Module):
         logits_at: int64 (n,), indices into input_ids.flatten() whose logits are wanted.
         targets: int64, one for each of the logits, flat, -100 where nothing is asked: their cross-entropy is summed up without all logits
             in memory (`attnzoo_kernels.linear_cross_entropy`).
+        context: the plan by which several processes read these sequences together. What is of tokens is this process's part by
+            `context.shard` (position_ids, too), cu_seqlens and max_seqlen are of the whole.
         """
         self._check_layout(input_ids, cu_seqlens, max_seqlen, attention_mask, cache)
+        if context is not None:
+            self._check_context(input_ids, attention_mask, cache, context)
         if attention_mask is not None:
             return self._forward_padded(input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets)
         newest = None if cache is None else cache[0].newest
         offset = 0 if cache is None or newest is not None else cache[0].length
-        length = max_seqlen if input_ids.dim() == 1 else offset + input_ids.shape[1]
+        length = max_seqlen if input_ids.dim() == 1 else offset + input_ids.shape[1] if context is None else context.total
         self._check_length(length)
         if newest is not None:
             position_ids = newest.positions[:, None]
         if position_ids is None and cu_seqlens is not None:
-            position_ids = padding.position_ids(cu_seqlens, input_ids.shape[0])
+            position_ids = padding.position_ids(cu_seqlens, input_ids.shape[0] if context is None else context.total)
+            position_ids = position_ids if context is None else context.shard(position_ids, -1)
         elif position_ids is None:
             position_ids = torch.arange(offset, length, device=input_ids.device)[None]
+            position_ids = position_ids if context is None else context.shard(position_ids, -1)
         if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
             cu_seqlens = _without_repeated_end(cu_seqlens)
-        seq = SequenceInfo(position_ids, cu_seqlens, max_seqlen)
+        seq = SequenceInfo(position_ids, cu_seqlens, max_seqlen, context=context)
         x = self.embed(input_ids, position_ids, token_type_ids)
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
@@ -191,6 +201,14 @@ class Transformer(nn.Module):
             raise ValueError(f"attention_mask: must have input_ids' shape {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}")
         if attention_mask is not None and cache is not None:
             raise ValueError("attention_mask: does not go with a cache; read rows of one length, or leave out the cache")
+
+    @staticmethod
+    def _check_context(input_ids: Tensor, attention_mask: Tensor | None, cache: list[KVCache] | None, context: "ContextParallel") -> None:
+        if attention_mask is not None or cache is not None:
+            raise ValueError("attention_mask, cache: do not go with context; give packed or dense rows of one length")
+        if input_ids.shape[-1] != context.local:
+            raise ValueError(f"input_ids: must be this process's {context.local} tokens, got shape {tuple(input_ids.shape)}; see "
+                             "context.shard")
 
     def _check_length(self, length: int) -> None:
         if self.position_embedding is not None and length > self.position_embedding.num_embeddings:

@@ -9,12 +9,27 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from attnzoo.batch import sharing
 from attnzoo.errors import UserError
 from attnzoo.run.ranks import ranks_of_this_job
 from attnzoo.run.resuming import BestScore
 from attnzoo.run.steps import StepLoop
 from attnzoo.run.stopping import StopSignals
 from attnzoo.training.checkpointing import AtomicCheckpointIO, FiniteLoss
+
+
+class Trainer(lightning.Trainer):
+    """Lightning's.
+
+    context_parallel: so many neighbouring devices read the same sequences, each a part of them; 1 is off.
+    """
+
+    def __init__(self, *, context_parallel: int = 1, **options: Any):
+        super().__init__(**options)
+        if self.world_size % context_parallel:
+            raise ValueError(f"context_parallel={context_parallel} must divide the {self.world_size} devices of the run (devices x "
+                             "num_nodes)")
+        self.context_parallel = context_parallel
 
 
 def make_trainer(build: Callable, callbacks: list[lightning.Callback], loggers: list[Any], accelerator: str) -> lightning.Trainer:
@@ -49,10 +64,12 @@ def make_trainer(build: Callable, callbacks: list[lightning.Callback], loggers: 
 def set_accumulation(trainer: lightning.Trainer, batch_tokens: int | None, data: Any) -> None:
     """Micro-batches per optimizer step from the global batch in tokens; intervals count optimizer steps."""
     if batch_tokens is not None:
-        micro = data.batch_size * data.seq_len * trainer.world_size
+        readers = trainer.world_size // sharing(trainer)
+        micro = data.batch_size * data.seq_len * readers
+        unit = f"groups of {sharing(trainer)} devices" if sharing(trainer) > 1 else "devices"
         steps, rest = divmod(batch_tokens, micro)
         if rest or steps < 1:
-            parts = f"data.batch_size={data.batch_size} x data.seq_len={data.seq_len} x {trainer.world_size} devices"
+            parts = f"data.batch_size={data.batch_size} x data.seq_len={data.seq_len} x {readers} {unit}"
             near = micro * max(1, round(batch_tokens / micro))
             raise UserError(f"batch_tokens={batch_tokens} is not a multiple of {micro}, the tokens of a micro-step ({parts}); take {near}")
         trainer.accumulate_grad_batches = steps

@@ -41,6 +41,7 @@ TOP = {
 }
 TASK = {"objective": Literal["lm", "mlm", "classification"], "pooling": Literal["cls", "mean"]}
 TRAINER = {
+    "context_parallel": Count,
     "num_nodes": Count,
     "max_steps": Literal[-1] | Count,
     "max_epochs": Literal[-1] | Count | None,
@@ -153,6 +154,19 @@ def check_training(cfg: DictConfig) -> None:
     if plain["init_from"] is None:  # else the weights say what the model is
         check_model(plain)
     _check_places(plain)
+    _check_context_parallel(plain)
+
+
+def _check_context_parallel(plain: Mapping[str, Any]) -> None:
+    ranks = plain["trainer"].get("context_parallel", 1)
+    if ranks == 1:
+        return
+    for said, refused, way_out in (
+        ("compile", plain["compile"], "compile=false"), ("task=classification", plain["task"]["objective"] == "classification", "task=lm"),
+        ("data.packed=false", plain["data"].get("packed") is False, "data.packed=true"),
+    ):
+        if refused:
+            raise UserError(f"trainer.context_parallel={ranks} does not go with {said}; set {way_out} or trainer.context_parallel=1")
 
 
 def check_generation(cfg: DictConfig) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchmetrics.aggregation import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from attnzoo.batch import IGNORED, Batch, Inputs
+from attnzoo.batch import IGNORED, Batch, Inputs, sharing
 from attnzoo.checkpoint import check_same_shapes
 from attnzoo.run.steps import is_log_step
 
@@ -94,6 +94,7 @@ class TokenPrediction(lightning.LightningModule):
         self._validation_loss, self._validation_count = SumMetric(nan_strategy="disable"), SumMetric(nan_strategy="disable")
         self._accuracy = MulticlassAccuracy(self.n_classes, average="micro", ignore_index=IGNORED, validate_args=False)
         self._totals: Tensor | None = None
+        self.context: Any = None  # the ContextGroup of this rank, where several read one sequence
         self.step_loss: Tensor | None = None  # (), of the last optimizer step, summed over its targets
 
     predicts_tokens = True  # the model's outputs are its output layer's, one for each target
@@ -108,10 +109,19 @@ class TokenPrediction(lightning.LightningModule):
         """The configuration of the model to train; a task may ask for another head. model, task: as configured. data: the data module."""
         return model
 
-    @staticmethod
-    def _read(batch: Batch) -> Batch:
+    def setup(self, stage: str) -> None:
+        if self.context is not None or sharing(self.trainer) == 1:
+            return
+        from attnzoo.training.context_parallel import ContextGroup  # which builds of PyTorch without distributed lack
+
+        for block in self.model.blocks:
+            block.attention.check_context_parallel(packed=getattr(self.trainer.datamodule, "packs", False))
+        self.context = ContextGroup(self.trainer, self.record)
+
+    def _read(self, batch: Batch) -> Batch:
         # what else a batch holds (counts, lengths) changes from step to step and would make torch.compile start again
-        return {name: value for name, value in batch.items() if name in READ}
+        read: Batch = {name: value for name, value in batch.items() if name in READ}
+        return read if self.context is None else self.context.own(read)
 
     # With S(x) the sum of x over micro-batches and ranks, the gradient must be that of S(loss) / S(count). Without accumulation S(count) is
     # known before the backward pass; with it only at the last micro-batch, so that the gradients are scaled then.

@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 import torch
 
+from attnzoo.batch import sharing
 from attnzoo.run.folder import RunFolder
 
 HARMLESS = (
@@ -38,7 +39,7 @@ def beginning(names: list[str], trainer: lightning.Trainer, module: Any, data: A
     """What is trained, where, and where its files go. names: what was chosen on the command line."""
     device = trainer.strategy.root_device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    step = data.batch_size * data.seq_len * trainer.world_size * trainer.accumulate_grad_batches
+    step = data.batch_size * data.seq_len * trainer.world_size // sharing(trainer) * trainer.accumulate_grad_batches
     return (
         f"{' '.join(names)}: {module.n_parameters / 1e6:.2f} M parameters, {step} tokens a step, {trainer.world_size} x {where}, "
         f"{trainer.precision}\nrun folder: {_short(run_dir)}"

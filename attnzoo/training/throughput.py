@@ -7,7 +7,7 @@ import lightning
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
-from attnzoo.batch import Batch
+from attnzoo.batch import Batch, sharing
 
 # Dense products, as for the H100 SXM; Lightning's table does not know plain "NVIDIA H200" and counts 2:4 sparsity for its kin.
 H200_FLOPS = {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 494.7e12}
@@ -61,11 +61,11 @@ class Throughput(lightning.Callback):
         seconds = time.perf_counter() - self.started - self.paused
         n_tokens = sum(self.lengths)
         metrics = {
-            "perf/tokens_per_second": trainer.world_size * n_tokens / seconds,
+            "perf/tokens_per_second": trainer.world_size / sharing(trainer) * n_tokens / seconds,
             "perf/packing_efficiency": n_tokens / self.n_slots,
         }
         if self.peak:
-            metrics["perf/mfu"] = pl_module.model.flops(self.lengths, n_logits=self.n_logits) / seconds / self.peak
+            metrics["perf/mfu"] = pl_module.model.flops(self.lengths, n_logits=self.n_logits) / sharing(trainer) / seconds / self.peak
         if pl_module.device.type == "cuda":
             metrics["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated(pl_module.device) / 1e9
         pl_module.log_dict(metrics)

@@ -104,10 +104,6 @@ class Zigzag:
             "max_seqlen_q": None if max_seqlen is None else min(max_seqlen, self.chunk),
             "max_seqlen_k": None if max_seqlen is None else min(max_seqlen, keys)})
 
-    def positions(self, device: torch.device | str) -> Tensor:
-        """The places of the rank's own tokens in the global order, int64 (2 chunks,)."""
-        return torch.cat([torch.arange(chunk * self.chunk, (chunk + 1) * self.chunk, device=device) for chunk in self.chunks])
-
     def _by_rank(self, device: torch.device) -> Tensor:
         """The chunks in the order of the ranks that hold them, int64 (2R,)."""
         low = torch.arange(self.ranks, device=device)

@@ -1,0 +1,35 @@
+"""The ranks of a run that read the same sequences together (`trainer.context_parallel`): who they are, and what each has of a batch."""
+
+import json
+from typing import Any
+
+import lightning
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from attnzoo.batch import IGNORED, Batch
+from attnzoo_kernels.context_parallel import ContextParallel, check_alike
+
+
+class ContextGroup:
+    """`trainer.context_parallel` neighbouring ranks. Gradients are averaged over all ranks as ever: each rank has its share of the loss.
+
+    Raises ValueError on all ranks where they were told different things. record: plain JSON, what a checkpoint knows.
+    """
+
+    def __init__(self, trainer: lightning.Trainer, record: dict[str, Any]):
+        ranks = trainer.context_parallel
+        told = {f"{group}.{key}": json.dumps(value) for group in ("model", "attention", "versions") for key, value in record[group].items()}
+        check_alike(**told, context=record["context"], precision=str(trainer.precision), **{"trainer.context_parallel": ranks})
+        mesh = init_device_mesh(trainer.strategy.root_device.type, (trainer.world_size // ranks, ranks), mesh_dim_names=("data", "context"))
+        self.group = mesh["context"].get_group()
+
+    def own(self, batch: Batch) -> Batch:
+        """This rank's tokens of a batch that all ranks of the group have. Labels stand with the tokens that predict them already."""
+        plan = ContextParallel(batch["input_ids"].shape[-1], self.group)
+        # the labels say by themselves which logits count
+        own: Batch = {name: value for name, value in batch.items() if name != "logits_at"} | {"context": plan}
+        for name, fill in (("input_ids", 0), ("labels", IGNORED), ("position_ids", 0), ("token_type_ids", 0)):
+            if isinstance(own.get(name), torch.Tensor):
+                own[name] = plan.shard(own[name], -1, fill)
+        return own

@@ -1,0 +1,92 @@
+"""What each rank of tests/test_context_parallel.py does: models and runs by ranks that share sequences."""
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MODELS: dict[str, dict[str, Any]] = {  # with positions and kinds of model that go with them
+    "flash": {"window_size": [200, 0], "positions": "alibi", "attention_temperature": "ssmax"},
+    "differential": {"version": 2},
+    "forgetting": {"attention_gate": "head"},
+    "sigmoid": {"sigmoid_bias": "length", "kind": "BERT", "positions": "learned"},
+    "dual_chunk": {"chunk_size": 128, "temperature": "yarn"},
+    "block_sparse": {"block": 32, "pattern": {"name": "longformer", "window": 1, "n_global": 1}, "packed": False},
+}
+OF_MODEL = ("kind", "positions", "attention_temperature", "attention_gate")
+RUNS = {  # by the ranks that share a sequence
+    "packed": (2, ["data.seq_len=300", "data.batch_size=1", "trainer.max_steps=40", "optimizer.lr=1e-2"]),
+    "accumulated": (4, ["data.seq_len=600", "data.batch_size=1", "batch_tokens=1200", "data.cross_documents=true",
+                        "activation_checkpointing=1", "trainer.max_steps=4"]),
+    "bert": (2, ["model=bert_tiny", "data.seq_len=300", "data.batch_size=1", "trainer.max_steps=4"]),
+}
+COMMON = ["trainer.precision=64-true", "callbacks.sample=null", "callbacks.plot=null", "model.dim=16", "trainer.val_check_interval=40"]
+
+
+def main(rank: int, ranks: int, folder: str, port: int) -> None:
+    torch.set_num_threads(1)
+    # as torchrun sets them
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0",
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "test"}
+    from tiny_run import compose_tiny
+
+    from attnzoo import runner
+
+    for name, (sharing, options) in RUNS.items():
+        several = ["trainer=ddp", "trainer.accelerator=cpu", f"trainer.devices={ranks}", f"trainer.context_parallel={sharing}"]
+        runner.train(compose_tiny(Path(folder), *several, *COMMON, *options, f"run_dir={folder}/{name}/run"))
+    for name, options in MODELS.items():
+        for packed in (True, False)[options.get("packed") is False :]:
+            check_model(name, {key: value for key, value in options.items() if key != "packed"}, packed)
+
+
+def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
+    """Loss and gradients of all parameters against one process."""
+    from attnzoo.attention.base import Attention
+    from attnzoo.models import from_config
+    from attnzoo_kernels.context_parallel import ContextParallel
+
+    of_model = {key: value for key, value in options.items() if key in OF_MODEL}
+    kind = of_model.pop("kind", "GPT")
+    classes = {"flash": "Flash", "dual_chunk": "DualChunk", "block_sparse": "BlockSparse"}
+    attention = {"_target_": f"attnzoo.attention.{name}.{classes.get(name, name.capitalize())}Attention",
+                 **{key: value for key, value in options.items() if key not in OF_MODEL}}
+    torch.manual_seed(0)
+    model = from_config({"_target_": f"attnzoo.models.{kind}", "vocab_size": 19, "dim": 16, "n_layers": 2, "n_heads": 2,
+                         "train_context": 512, "max_positions": 1024, **of_model}, attention).double().train()
+    for block in model.blocks:
+        assert isinstance(block.attention, Attention)
+        block.attention.check_context_parallel(packed)
+    ids, targets = torch.randint(19, (2, 2, 650))
+    inputs: dict[str, Any] = {}
+    if packed:
+        ids, targets = ids.flatten(), targets.flatten()
+        inputs = {"cu_seqlens": torch.tensor([0, 1, 138, 639, 1290], dtype=torch.int32), "max_seqlen": 651}
+    targets[..., -1] = -100
+
+    def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
+        return list(torch.autograd.grad(loss, tuple(model.parameters()), allow_unused=True))
+
+    def loss(ids: torch.Tensor, targets: torch.Tensor, **inputs: Any) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(ids, **inputs).flatten(0, -2), targets.flatten(), reduction="sum")
+
+    expected = loss(ids, targets, **inputs)
+    plan = ContextParallel(ids.shape[-1])
+    own = loss(plan.shard(ids, -1), plan.shard(targets, -1, -100), context=plan, **inputs)
+    total = own.detach().clone()
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, expected.detach(), rtol=0, atol=1e-9)
+    for found, wanted in zip(gradients(own), gradients(expected), strict=True):
+        assert (found is None) == (wanted is None)
+        if wanted is not None:
+            dist.all_reduce(found)
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=lambda text: f"{name}: {text}")
+
+
+def run(ranks: int, folder: Path, port: int) -> None:
+    """In processes that a server forks which has imported Lightning once."""
+    multiprocessing.set_forkserver_preload(["sympy", "lightning", "attnzoo.runner", "attnzoo.models", "attnzoo.training.lm"])
+    torch.multiprocessing.start_processes(main, (ranks, str(folder), port), ranks, start_method="forkserver")
