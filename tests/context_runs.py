@@ -14,6 +14,7 @@ MODELS: dict[str, dict[str, Any]] = {  # with positions and kinds of model that 
     "forgetting": {"attention_gate": "head"},
     "sigmoid": {"sigmoid_bias": "length", "kind": "BERT", "positions": "learned"},
     "dual_chunk": {"chunk_size": 16, "temperature": "yarn"},
+    "sdpa": {"positions": "alibi", "packed": False},
     "block_sparse": {"block": 16, "pattern": {"name": "longformer", "window": 1, "n_global": 1}, "packed": False},
 }
 OF_MODEL = ("kind", "positions", "attention_temperature", "attention_gate")
@@ -51,7 +52,7 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
 
     of_model = {key: value for key, value in options.items() if key in OF_MODEL}
     kind = of_model.pop("kind", "GPT")
-    classes = {"flash": "Flash", "dual_chunk": "DualChunk", "block_sparse": "BlockSparse"}
+    classes = {"sdpa": "SDP", "flash": "Flash", "dual_chunk": "DualChunk", "block_sparse": "BlockSparse"}
     attention = {"_target_": f"attnzoo.attention.{name}.{classes.get(name, name.capitalize())}Attention",
                  **{key: value for key, value in options.items() if key not in OF_MODEL}}
     torch.manual_seed(0)

@@ -50,7 +50,7 @@ def test_devices_must_be_groups(tmp_path):
 
 
 @pytest.mark.parametrize("kind, model, attention, packed, reason", (
-    ("GPT", {}, {"_target_": "attnzoo.attention.sdpa.SDPAttention"}, False, "cannot read dense sequences by attention=sdpa; set trainer."),
+    ("BERT", {}, {"_target_": "attnzoo.attention.sdpa.SDPAttention"}, True, "cannot read packed sequences by attention=sdpa; set trainer."),
     ("GPT", {}, {"_target_": "attnzoo.attention.block_sparse.BlockSparseAttention"}, True, "set data.cross_documents=true"),
     ("GPT", {"attention_dropout": 0.1}, {"_target_": FLASH}, True, "needs model.attention_dropout=0, got 0.1"),
     ("BERT", {"positions": "alibi"}, {"_target_": FLASH}, True, "does not go with model.positions=alibi in a bidirectional model"),

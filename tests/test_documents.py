@@ -137,8 +137,8 @@ def test_the_variant_of_the_page_that_adds_one_works_as_it_stands(tmp_path, monk
 
 def variants() -> str:
     """docs/variants/README.md's table, as layers and operators say it."""
-    head = ("`attention=`", "GPT", "BERT", "packed", "positions", "window", "dropout", "cached decoding", "weights of `flash`", "GPU",
-            "CPU")
+    head = ("`attention=`", "GPT", "BERT", "packed", "positions", "window", "dropout", "cached decoding", "context parallel",
+            "weights of `flash`", "GPU", "CPU")
     rows, flash = [head, ("---",) * len(head)], None
     configs = sorted((ROOT / "configs" / "attention").glob("*.yaml"))
     for config in sorted(configs, key=lambda config: config.stem != "flash"):
@@ -156,7 +156,8 @@ def variants() -> str:
             *("yes" if able else "-" for able in (can.causal, can.bidirectional, can.packed)),
             "all" if can.positions == POSITIONS else ", ".join(can.positions),
             "yes" if "window_size" in options else "by pattern" if "pattern" in options else "-",
-            "yes" if can.dropout else "-", decodes if can.cache else "-", "yes" if weights == flash else "-",
+            "yes" if can.dropout else "-", decodes if can.cache else "-",
+            ", ".join(can.context_parallel) or "-", "yes" if weights == flash else "-",
             "Gluon, Triton" if "gluon" in paths else "Triton" if "triton" in paths else "PyTorch",
             "tiles" if "cpu" in paths else "reference" if paths else "PyTorch"))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

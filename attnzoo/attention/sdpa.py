@@ -4,13 +4,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo.attention.base import Attention, KVCache, SequenceInfo
+from attnzoo.attention.base import Attention, KVCache, SequenceInfo, Supports
 from attnzoo_kernels.packing import pad_packed, unpad_packed
 
 
 class SDPAttention(Attention):
     """Softmax attention by the backend that PyTorch chooses. Packed sequences are padded for it, ALiBi is a quadratic mask."""
 
+    supports = Supports(context_parallel=("dense",))
     plain = True
     decodes_on_device = True
 
