@@ -1,4 +1,4 @@
-"""What each rank of tests/test_context_parallel.py does: models and runs by ranks that share sequences."""
+"""What each rank of tests/test_several_gpus.py does: models and runs by ranks that share sequences."""
 
 import multiprocessing
 import os
