@@ -10,6 +10,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_run import ROOT, TINY, column, compose_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,7 +22,7 @@ from attnzoo.models import from_config
 from attnzoo.run.command_line import one_line_errors
 from attnzoo.training import report, throughput
 from attnzoo.training.loggers import MetricsCSV, has_wandb_key, read_metrics
-from attnzoo.training.module import summed_loss
+from attnzoo.training.module import predict, summed_loss
 from attnzoo_kernels.dispatch import implementations_taken
 
 
@@ -142,6 +143,14 @@ def test_fused_loss_is_the_loss(kind, chosen, padded):
         loss, count = summed_loss(model, batch, fused)
         results.append((loss, count, *torch.autograd.grad(loss, tuple(model.parameters()))))
     torch.testing.assert_close(*results)
+    inputs = {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
+    logits, targets = predict(model, batch)
+    if padded and not chosen:
+        with pytest.raises(ValueError, match="reduction='none': must be 'sum' for padded input without logits_at"):
+            model(ids, **inputs, targets=targets, reduction="none")
+    else:
+        by_token = F.cross_entropy(logits, targets, reduction="none")
+        torch.testing.assert_close(model(ids, **inputs, targets=targets, reduction="none"), by_token)
 
 
 @pytest.mark.slow

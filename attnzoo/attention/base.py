@@ -261,10 +261,11 @@ class Attention(nn.Module):
     def _append_newest(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
         """The queries with their positions; what is kept goes to the cache. In one launch where no variant has its own way."""
         usual = type(self).apply_positions is Attention.apply_positions and type(self).kept is Attention.kept
-        if usual and q.is_cuda and self.rope is not None and q.dtype == cache.keys.dtype != torch.float64:
+        if usual and q.is_cuda and q.dtype == cache.keys.dtype != torch.float64:
             from attnzoo_kernels.decode.append import append_rotated
 
-            return append_rotated(q, k, v, *self.rotary(seq), cache.keys, cache.values, cache.newest.places)
+            cos, sin = (None, None) if self.rope is None else self.rotary(seq)
+            return append_rotated(q, k, v, cos, sin, cache.keys, cache.values, cache.newest.places)
         q, k = self.apply_positions(q, k, seq)
         cache.append(*self.kept(k, v, *rest))
         return q

@@ -35,6 +35,7 @@ from torch import Tensor
 from attnzoo.batch import IGNORED
 from attnzoo.evaluation.measurement import Measurement, Plan, refusal
 from attnzoo.evaluation.results import Row, language_model_rows
+from attnzoo.models.transformer import Transformer
 
 if TYPE_CHECKING:
     from attnzoo.evaluation.longppl import LongPPL, Reader
@@ -123,12 +124,19 @@ def score(
             labels[row, window.first - window.start - 1 : len(tokens) - 1] = tokens[window.first - window.start :]
         labels = labels.flatten()
         at = (labels != IGNORED).nonzero().squeeze(1)
-        logits = model(input_ids.to(device), logits_at=at.to(device))
-        nll = F.cross_entropy(logits.float(), labels[at].to(device), reduction="none")
+        nll = _losses(model, input_ids.to(device), at.to(device), labels[at].to(device))
         document = torch.tensor([window.document for window in batch])[at // length]
         parts.append((document, at % length + 1, nll.cpu().double()))
         advance(input_ids.numel())
     return Scores(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def _losses(model: torch.nn.Module, input_ids: Tensor, at: Tensor, targets: Tensor) -> Tensor:
+    """float32, like targets. Our models never have all logits in memory, which at 128k tokens are larger than all else."""
+    ours = getattr(model, "module", model)
+    if isinstance(ours, Transformer) and ours.head_matrix.dtype != torch.float64:  # which the kernels do not take
+        return model(input_ids, logits_at=at, targets=targets, reduction="none")
+    return F.cross_entropy(model(input_ids, logits_at=at).float(), targets, reduction="none")
 
 
 def mean_and_stderr(sums: Tensor, counts: Tensor) -> tuple[float, float | None]:

@@ -119,9 +119,9 @@ class Transformer(nn.Module):
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
         attention_mask: Tensor | None = None, max_tokens: int | None = None, token_type_ids: Tensor | None = None,
         cache: list[KVCache] | None = None, logits_at: Tensor | None = None, targets: Tensor | None = None,
-        context: "ContextParallel | None" = None,
+        reduction: str = "sum", context: "ContextParallel | None" = None,
     ) -> Tensor:
-        """Logits in the layout of input_ids, (..., vocab_size), or (n, vocab_size) with `logits_at`; with `targets` the summed loss, ().
+        """Logits in the layout of input_ids, (..., vocab_size), or (n, vocab_size) with `logits_at`; with `targets` their losses.
 
         input_ids: int64, (batch, seqlen), or packed (total,) with cu_seqlens (int32, sequences + 1) and max_seqlen (int).
         position_ids: like input_ids; by default each sequence counts from 0, after `cache`'s tokens.
@@ -129,8 +129,9 @@ class Transformer(nn.Module):
         max_tokens: how many tokens are real, or an upper bound; without it the host waits for the device to count them.
         token_type_ids: like input_ids, for models that have types. cache: from `new_cache`, input_ids are then the next tokens.
         logits_at: int64 (n,), indices into input_ids.flatten() whose logits are wanted.
-        targets: int64, one for each of the logits, flat, -100 where nothing is asked: their cross-entropy is summed up without all logits
-            in memory (`attnzoo_kernels.linear_cross_entropy`).
+        targets: int64, one for each of the logits, flat, -100 where nothing is asked: their cross-entropy comes without all logits in
+            memory (`attnzoo_kernels.linear_cross_entropy`), summed up, (), or with reduction="none" that of each, like targets. Padded
+            input has the latter with `logits_at` alone.
         context: the plan by which several processes read these sequences together. What is of tokens is this process's part by
             `context.shard` (position_ids, too), cu_seqlens and max_seqlen are of the whole.
         """
@@ -138,7 +139,7 @@ class Transformer(nn.Module):
         if context is not None:
             self._check_context(input_ids, attention_mask, cache, context)
         if attention_mask is not None:
-            return self._forward_padded(input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets)
+            return self._forward_padded(input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets, reduction)
         newest = None if cache is None else cache[0].newest
         offset = 0 if cache is None or newest is not None else cache[0].length
         length = max_seqlen if input_ids.dim() == 1 else offset + input_ids.shape[1] if context is None else context.total
@@ -162,9 +163,9 @@ class Transformer(nn.Module):
             again = self.recompute_every and self.training and torch.is_grad_enabled() and layer % self.recompute_every == 0
             x = checkpoint(block, x, *rest, use_reentrant=False) if again else block(x, *rest)
         x = self.final_norm(x)
-        return self.logits(x) if targets is None else self.summed_loss(x, targets)
+        return self.logits(x) if targets is None else self.loss(x, targets, reduction)
 
-    def _forward_padded(self, input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets) -> Tensor:
+    def _forward_padded(self, input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets, reduction) -> Tensor:
         """Remove the padding from the token ids, run packed, and put the logits back into rows, unless only their loss is wanted."""
         batch, seqlen = input_ids.shape
         tokens, indices, cu_seqlens, max_seqlen, _ = padding.unpad_input(input_ids, attention_mask, max_tokens=max_tokens)
@@ -176,13 +177,15 @@ class Transformer(nn.Module):
         if logits_at is None and targets is None:
             return padding.pad_input(self.forward(tokens, **packed), indices, batch, seqlen)
         if logits_at is None:
+            if reduction != "sum":
+                raise ValueError(f"reduction={reduction!r}: must be 'sum' for padded input without logits_at")
             # what stands behind the last token comes out as zero
             targets = padding.remove_padding(targets.view(batch, seqlen) - IGNORED, indices) + IGNORED
             return self.forward(tokens, **packed, targets=targets)
         at = torch.searchsorted(indices, logits_at.contiguous()).clamp(max=indices.shape[0] - 1)
         there = indices[at] == logits_at
         if targets is not None:
-            return self.forward(tokens, **packed, logits_at=at, targets=torch.where(there, targets, IGNORED))
+            return self.forward(tokens, **packed, logits_at=at, targets=torch.where(there, targets, IGNORED), reduction=reduction)
         return torch.where(there[:, None], self.forward(tokens, **packed, logits_at=at), 0)
 
     def _check_layout(self, input_ids, cu_seqlens, max_seqlen, attention_mask, cache) -> None:
@@ -231,11 +234,11 @@ class Transformer(nn.Module):
         """The output layer, (..., vocab_size): a view without the padded part of the vocabulary."""
         return F.linear(self.head_input(x), self.head_matrix, self.head_bias)[..., : self.vocab_size]
 
-    def summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        """The output layer's cross-entropy, summed over the targets that count."""
+    def loss(self, x: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
+        """The output layer's cross-entropy; a target that does not count has none."""
         x = in_compute_dtype(self.head_input(x)).flatten(0, -2)
         return linear_cross_entropy(x, self.head_matrix, targets, bias=self.head_bias, vocab_size=self.vocab_size, ignore_index=IGNORED,
-                                    reduction="sum")
+                                    reduction=reduction)
 
     def head_input(self, x: Tensor) -> Tensor:
         """What the output layer multiplies."""
