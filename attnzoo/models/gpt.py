@@ -22,9 +22,8 @@ class GPT(Transformer):
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, **options) -> Tensor:
         """Continue each row: (batch, seqlen) to (batch, seqlen + max_new_tokens), fewer if each row stops. options: as in `stream`."""
-        nothing = input_ids[:, :0].cpu()
-        new = torch.cat([nothing, *self.stream(input_ids, max_new_tokens, **options)], dim=1)
-        return torch.cat([input_ids, new.to(input_ids.device)], dim=1)
+        new = list(self.stream(input_ids, max_new_tokens, **options))
+        return torch.cat([input_ids, torch.cat(new, dim=1).to(input_ids.device)], dim=1) if new else input_ids
 
     def stream(self, input_ids: Tensor, max_new_tokens: int, *, stop: Sequence[int] = (), **options) -> Iterator[Tensor]:
         """The next tokens of each row of input_ids (batch, seqlen), one (batch, 1) on the CPU after the other, in eval mode and with the KV
