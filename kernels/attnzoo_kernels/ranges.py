@@ -89,12 +89,12 @@ def diagonals(ranges: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def times_seen(ranges: Tensor, rows: int, columns: int, window_size: tuple[int, int]) -> Tensor:
-    """How many ranges show each query each key, int64 (rows, columns): what the list means, in plain PyTorch."""
+    """How many ranges show each query each key, int32 (rows, columns): what the list means, in plain PyTorch."""
     left, right = window_size
     i = torch.arange(rows, device=ranges.device)[:, None]
     j = torch.arange(columns, device=ranges.device)
-    times = torch.zeros(rows, columns, dtype=torch.int64, device=ranges.device)
-    for some in ranges.split(64):
+    times = torch.zeros(rows, columns, dtype=torch.int32, device=ranges.device)
+    for some in ranges.split(max(1, 2**24 // max(rows * columns, 1))):
         q_begin, q_end, k_begin, k_end, _ = some.long().T[..., None, None]
         diagonal, last = (x[:, None, None] for x in diagonals(some))
         seen = (q_begin <= i) & (i < q_end) & (k_begin <= j) & (j < k_end) & (j - i <= last)

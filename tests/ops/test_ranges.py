@@ -17,6 +17,7 @@ from attnzoo_kernels.flash.cases import Case
 from attnzoo_kernels.flash.range_cases import CORRECTNESS, RangeCase
 from attnzoo_kernels.flash.tiles import Tile
 from attnzoo_kernels.ranges import make_tables, times_seen
+from benchmarks import ranges as benchmark
 from benchmarks.accuracy import assert_accurate
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -198,6 +199,19 @@ def test_nothing_waits_and_graphs_follow_the_list():
         ranges.copy_(torch.tensor(case.ranges, dtype=torch.int32))
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(results, step(), strict=True))
+
+
+@pytest.mark.parametrize("case", (CORRECTNESS[0], CORRECTNESS[2]), ids=str)
+def test_the_benchmarks_compare_equals(case):
+    seen = times_seen(case.inputs()[4]["ranges"], *case.lengths[0], case.window_size) > 0
+    i, j = (torch.arange(n) for n in case.lengths[0])
+    assert torch.equal(benchmark.mask_of(case)(0, 0, i[:, None], j[None]), seen)
+    assert case.pairs() == seen.sum() or case.window_size == (-1, -1)  # half a square counts for a causal range
+
+
+def test_the_benchmark_runs(capsys):
+    assert benchmark.main(["--dry-run",]) == 0
+    assert "packed attnzoo-reference" in capsys.readouterr().out
 
 
 WRONG = {

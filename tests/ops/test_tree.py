@@ -9,8 +9,10 @@ from paths import GPU
 from torch.testing import assert_close
 
 from attnzoo_kernels import flash_attention, tree_attention
+from attnzoo_kernels.ranges import times_seen
 from attnzoo_kernels.tree import tree_positions, tree_ranges
 from attnzoo_kernels.tree.cases import CORRECTNESS, drawn, rollouts
+from benchmarks import tree as benchmark
 from benchmarks.accuracy import assert_accurate
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -74,6 +76,15 @@ def test_no_tokens():
     places = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     tree_attention(x, x, x, places[1:] - 1, places).sum().backward()
     assert x.grad.shape == x.shape
+
+
+def test_the_benchmark_compares_equals(capsys):
+    x = CORRECTNESS[0].inputs()
+    tokens = torch.arange(x.q.shape[0])
+    seen = times_seen(tree_ranges(**x.options).ranges, len(tokens), len(tokens), (-1, -1)) == 1
+    assert torch.equal(benchmark.mask_of(CORRECTNESS[0], x)(0, 0, tokens[:, None], tokens[None]), seen)
+    assert benchmark.main(["--dry-run"]) == 0
+    assert "paths attnzoo-reference" in capsys.readouterr().out
 
 
 WRONG = {

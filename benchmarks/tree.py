@@ -1,0 +1,101 @@
+"""`tree_attention` over prompts with several answers: against FlexAttention with the tree's mask, and every path as a packed sequence.
+
+    python -m benchmarks.tree
+
+A rate counts visible pairs, each shared token once; the packed sequences, which repeat the prompt, have more pairs and tokens, so that
+their milliseconds tell what sharing saves. The tree's ranges and FlexAttention's block mask are made outside of the timing, and inside of
+it in those columns that say so.
+"""
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from attnzoo_kernels import flash_attention, tree_attention
+from attnzoo_kernels.flash import cases as flash_cases
+from attnzoo_kernels.tree import tree_ranges
+from attnzoo_kernels.tree.cases import Case, Inputs, rollouts
+from benchmarks import flash, harness, peers
+from benchmarks.harness import Backend, Entry, Line, Pass, Session, differentiable
+from benchmarks.ranges import WITH, flex
+from benchmarks.report import Row
+
+PATHS = "paths "
+ANSWERS = 8
+
+
+def attnzoo(impl: str, lists: bool = False) -> Callable[[Case, Inputs], Pass]:
+    """lists: the ranges and their tables are made in every call."""
+
+    def make(case: Case, x: Inputs) -> Pass:
+        if lists or impl == "reference":
+            attend = functools.partial(tree_attention, impl=impl, deterministic=False, **x.options)
+        else:
+            attend = functools.partial(flash_attention, impl=impl, deterministic=False, ranges=tree_ranges(**x.options))
+        return differentiable(attend, (x.q, x.k, x.v), x.dout)
+
+    return make
+
+
+def mask_of(case: Case, x: Inputs) -> Callable[..., Tensor]:
+    """FlexAttention's mask_mod: a token is seen from itself on to the end of what lies below its segment."""
+    _, below, begin, end, _ = tree_ranges(**x.options).ranges.T
+    below = below.repeat_interleave((end - begin).long())
+
+    def mask(b, h, i, j):
+        return (j <= i) & (i < below[j])
+
+    return mask
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("attnzoo-gluon", attnzoo("gluon")),
+        Backend("attnzoo-triton", attnzoo("triton")),
+        Backend("attnzoo-gluon" + WITH, attnzoo("gluon", lists=True)),
+        Backend("flex", flex(mask_of, False), limit=peers.PEER_LIMIT),
+        Backend("flex" + WITH, flex(mask_of, True), limit=peers.PEER_LIMIT),
+        *(Backend(PATHS + name, peers.BACKENDS[name].make) for name in ("attnzoo-gluon", "attnzoo-triton")),
+        Backend("attnzoo-reference", attnzoo("reference")),
+        Backend(PATHS + "attnzoo-reference", peers.BACKENDS["attnzoo-reference"].make),
+    )
+}
+
+
+def speed(session: Session) -> Iterator[list[Row]]:
+    """Forward and backward by number of tokens: a prompt of a third of them, and eight answers."""
+    o = session.options
+    for head_dim, total in itertools.product(o.head_dims, o.lengths):
+        heads = o.hidden // head_dim
+        shape = {"heads": heads, "kv_heads": max(1, heads // 4), "head_dim": head_dim, "dtype": session.dtype}
+        prompt, answer = total // 3, total // (3 * ANSWERS // 2)
+        tree = rollouts(prompt, answer, ANSWERS, **shape)
+        paths = flash_cases.Case(lengths_q=(prompt + answer,) * ANSWERS, causal=True, **shape)
+        columns = []
+        for case, operator, of_paths in ((tree, tree_attention, False), (paths, flash_attention, True)):
+            x = case.inputs(session.device)
+            work = {"forward": case.flops(), "backward": case.flops(backward=True)}
+            check = flash.Check(case, x, o.directions, operator)
+            columns += [Entry(b.name, b, case, x, work, check) for b in session.backends if b.name.startswith(PATHS) == of_paths]
+        yield harness.compare(Line("tree", "speed", f"d{head_dim}, {ANSWERS} answers", total), columns, o.directions, session.timing)
+
+
+TABLES = {f.__name__: f for f in (speed,)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    command = harness.parser("tree", list(TABLES), list(BACKENDS))
+    command.add_argument("--lengths", nargs="+", type=harness.positive, default=[12288, 16384, 32768], help="tokens of a tree")
+    command.add_argument("--head-dims", nargs="+", type=harness.positive, default=[64, 128])
+    command.add_argument("--hidden", type=harness.positive, default=2048, help="heads * head_dim (default: 2048), a quarter of it for keys")
+    if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
+        command.set_defaults(lengths=[60], head_dims=[16], hidden=64)
+    return harness.main(command, TABLES, BACKENDS, ["attnzoo-reference", PATHS + "attnzoo-reference"], {"speed": "tokens"}, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
