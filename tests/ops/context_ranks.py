@@ -21,6 +21,8 @@ from attnzoo_kernels import (
 )
 from attnzoo_kernels.block_sparse.patterns import Pattern
 from attnzoo_kernels.context_parallel import ContextParallel, check_alike
+from attnzoo_kernels.flash.cases import Case as FlashCase
+from benchmarks import context_parallel
 from benchmarks.accuracy import assert_accurate
 
 CHUNK = 19
@@ -143,6 +145,14 @@ def check_memory() -> None:
         torch.testing.assert_close(torch.autograd.grad(out.sum(), (q, k, v)), first, rtol=0, atol=0)
 
 
+def check_benchmark() -> None:
+    """Each candidate gets the right result, and a figure."""
+    for shape in ({"lengths_q": context_parallel.documents(256)}, {"seqlen_q": 256}):
+        case = FlashCase(heads=4, kv_heads=4, head_dim=16, causal=True, dtype=torch.float32, **shape)
+        rows = list(context_parallel.measure(case, "cpu", rounds=1, repeats=1))
+        assert len(rows) == 8 and all(row.value and row.error < 1e-3 for row in rows), rows
+
+
 def main(rank: int, ranks: int, sizes: tuple[int, ...], store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
@@ -153,6 +163,7 @@ def main(rank: int, ranks: int, sizes: tuple[int, ...], store: str) -> None:
                 for packed in (True, False)[not case.packed :]:
                     check(name, packed, group, keep_keys=name == "causal")
         check_memory()
+        check_benchmark()
         check_alike(dtype="float32", total=3)
         try:
             check_alike(dtype="float32", total=3 + rank)
@@ -229,7 +240,7 @@ def deterministic():
 
 def run(ranks: int, *arguments: Any, target: Callable = main) -> None:
     """target(rank, ranks, *arguments, a file to meet at) in as many processes, which a server that has imported torch once forks."""
-    multiprocessing.set_forkserver_preload(["torch", "sympy", "attnzoo_kernels", "benchmarks.accuracy"])
+    multiprocessing.set_forkserver_preload(["torch", "sympy", "attnzoo_kernels", "benchmarks.context_parallel"])
     with tempfile.TemporaryDirectory() as folder:
         meeting = os.path.join(folder, "store")
         torch.multiprocessing.start_processes(target, (ranks, *arguments, meeting), ranks, start_method="forkserver")

@@ -1,0 +1,257 @@
+"""One sequence on several GPUs: `attnzoo_kernels.context_parallel` against one GPU of ours, PyTorch's context_parallel, and Ulysses.
+
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.context_parallel
+    torchrun --standalone --nproc-per-node 2 -m benchmarks.context_parallel packed --lengths 65536
+
+Figures are TFLOP/s a GPU, from the slowest rank's median of the rounds. The baseline is one GPU with the whole of the work, so that the
+ratio to it is the share of a perfect division. Each candidate's output and gradients are checked against the baseline's first. Ulysses
+(Jacobs et al. 2023, arXiv:2309.14509) exchanges tokens for heads and calls our kernel. PyTorch's ring takes no packed sequences.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo_kernels import flash_attention
+from attnzoo_kernels.context_parallel import ContextParallel
+from attnzoo_kernels.flash.cases import Case
+from benchmarks import machine, report
+from benchmarks.harness import RESULTS
+from benchmarks.report import Row
+
+DIRECTIONS = ("forward", "forward and backward")
+ALLOWED = 2e-2  # of the norm: bfloat16 sums in another order
+
+
+@dataclasses.dataclass
+class Candidate:
+    """attend(q, k, v) of a rank's own tokens, and which of the whole's tokens these are: own(x, dim)."""
+
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    own: Callable[[Tensor], Tensor]
+    scope: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+    ranks: int = 1  # that share the work
+
+
+class ExchangeHeads(torch.autograd.Function):
+    """(own tokens, heads, width) of all ranks to (all tokens, own heads, width), or back."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, back: bool) -> Tensor:
+        ctx.back = back
+        ranks = dist.get_world_size()
+        # the dimension that is cut goes first
+        sent = x.unflatten(0, (ranks, -1)) if back else x.unflatten(1, (ranks, -1)).movedim(1, 0)
+        received = torch.empty_like(sent, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, sent.contiguous())
+        return received.movedim(0, 1).flatten(1, 2) if back else received.flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return ExchangeHeads.apply(gradient, not ctx.back), None
+
+
+def ulysses(case: Case, options: dict) -> Candidate:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    packed = case.packed
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (ExchangeHeads.apply(x if packed else x[0], False) for x in (q, k, v))
+        out = flash_attention(*((q, k, v) if packed else (q[None], k[None], v[None])), **options)
+        out = ExchangeHeads.apply(out if packed else out[0], True)
+        return out if packed else out[None]
+
+    return Candidate(attend, lambda x: x.chunk(ranks, 0 if packed else 1)[rank], ranks=ranks)
+
+
+def attnzoo(case: Case, options: dict, **plan_options: bool) -> Candidate:
+    dim = 0 if case.packed else 1
+    plan = ContextParallel(_total(case), **plan_options)
+    parts = plan.parts(causal=True, cu_seqlens=options.get("cu_seqlens_q"), max_seqlen=options.get("max_seqlen_q"))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return plan.attend(lambda part, q, k, v: flash_attention(q, k, v, causal=True, **part.lengths), (q,), (k, v), parts)
+
+    return Candidate(attend, lambda x: plan.shard(x, dim), ranks=plan.ranks)
+
+
+def torch_ring(case: Case, backend: str, group: int) -> Candidate:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    plan = ContextParallel(_total(case), chunk=_total(case) // (2 * dist.get_world_size()))  # its head and tail are our chunks
+    mesh = init_device_mesh("cuda", (plan.ranks,))
+
+    @contextlib.contextmanager
+    def scope() -> Iterator[None]:
+        shape = torch.empty(1, 1, plan.total, 1, device="cuda")
+        with context_parallel(mesh, buffers=[shape], buffer_seq_dims=[2]), sdpa_kernel(SDPBackend[backend]):
+            yield
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # its ring takes as many key heads as heads
+        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
+
+    return Candidate(attend, lambda x: plan.shard(x, 1), scope, plan.ranks)
+
+
+def candidates(case: Case, options: dict, device: str) -> dict[str, Callable[[], Candidate]]:
+    makers: dict[str, Callable[[], Candidate]] = {
+        "one GPU": lambda: Candidate(partial(flash_attention, **options), lambda x: x),
+        "attnzoo": lambda: attnzoo(case, options),
+        "attnzoo, keys kept": lambda: attnzoo(case, options, keep_keys=True),
+        "Ulysses over attnzoo": lambda: ulysses(case, options),
+    }
+    if device == "cuda" and not case.packed:
+        group = case.heads // (case.kv_heads or case.heads)
+        makers["torch, cuDNN"] = lambda: torch_ring(case, "CUDNN_ATTENTION", group)
+        makers["torch, FlashAttention-2"] = lambda: torch_ring(case, "FLASH_ATTENTION", group)
+    return makers
+
+
+def _total(case: Case) -> int:
+    return sum(case.lengths_q) if case.lengths_q else case.seqlen_q
+
+
+def documents(total: int, seed: int = 0) -> tuple[int, ...]:
+    """Lengths of up to a quarter that add up to total."""
+    draw, lengths = random.Random(seed), []
+    while sum(lengths) < total:
+        lengths.append(min(draw.randint(1, total // 4), total - sum(lengths)))
+    return tuple(lengths)
+
+
+def wrong(candidate: Candidate, leaves: tuple, dout: Tensor, expected: list[Tensor]) -> float:
+    """The largest error of output and gradients on any rank, as a share of their norm."""
+    out = candidate.attend(*leaves)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    real = candidate.own(torch.ones_like(expected[0][..., :1, :1]))  # and not padding
+    pairs = zip(found, map(candidate.own, expected), strict=True)
+    worst = torch.stack([(real * (x - y)).float().norm() / y.float().norm().clamp(min=1e-20) for x, y in pairs]).max()
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.item()
+
+
+def milliseconds(call: Callable[[], object], device: str, repeats: int) -> float:
+    """Of one call, the median, of the slowest rank; all ranks begin together."""
+    readings = []
+    for _ in range(repeats):
+        dist.barrier()
+        if device == "cpu":
+            begin = time.perf_counter()
+            call()
+            readings.append((time.perf_counter() - begin) * 1e3)
+            continue
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        readings.append(begin.elapsed_time(end))
+    slowest = torch.tensor(statistics.median(readings), device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def measure(case: Case, device: str, rounds: int, repeats: int) -> Iterator[Row]:
+    x = case.inputs(device)
+    options = {name: value for name, value in x.options.items() if name == "causal" or name.startswith(("cu_seqlens", "max_seqlen"))}
+    whole = (x.q, x.k, x.v)
+    ready: dict[str, tuple[Candidate, tuple, Tensor]] = {}
+    errors, notes, expected = {}, {}, None
+    for name, make in candidates(case, options, device).items():
+        try:
+            candidate = make()
+            leaves = tuple(candidate.own(y).detach().clone().requires_grad_() for y in whole)
+            dout = candidate.own(x.dout).clone()
+            with candidate.scope():
+                if expected is None:
+                    out = candidate.attend(*leaves)
+                    expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+                errors[name] = wrong(candidate, leaves, dout, expected) / ALLOWED
+        except (RuntimeError, ValueError, NotImplementedError, AssertionError, TypeError) as error:
+            notes[name] = f"could not run: {str(error).splitlines()[0][:120]}"
+            continue
+        if errors[name] <= 1:
+            ready[name] = candidate, leaves, dout
+        else:
+            notes[name] = f"its error is {errors[name]:.1f} times what is allowed"
+    del expected
+    order, times = random.Random(0), {(name, direction): [] for name in ready for direction in DIRECTIONS}
+    for _ in range(rounds):
+        for name, direction in order.sample(list(times), len(times)):
+            candidate, leaves, dout = ready[name]
+
+            def call(candidate=candidate, leaves=leaves, dout=dout, direction=direction) -> None:
+                out = candidate.attend(*leaves)
+                if direction != "forward":
+                    torch.autograd.grad(out, leaves, dout)
+
+            time.sleep(0.1)
+            with candidate.scope():
+                call()
+                times[name, direction].append(milliseconds(call, device, repeats))
+    for direction in DIRECTIONS:
+        flops = case.flops() + case.flops(backward=True) * (direction != "forward")
+        rates = {name: flops / ready[name][0].ranks / statistics.median(times[name, direction]) / 1e9 for name in ready}
+        for name in errors | notes:
+            ms = statistics.median(times[name, direction]) if name in ready else None
+            yield Row("context_parallel", "packed" if case.packed else "causal", f"{dist.get_world_size()} ranks", _total(case), name,
+                      str(case), direction, "TFLOP/s a GPU", rates.get(name), ms=ms, baseline="one GPU",
+                      ratio=rates["one GPU"] / rates[name] if name in rates else None, error=errors.get(name), note=notes.get(name, ""))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    command.add_argument("tables", nargs="*", default=["causal", "packed"])
+    command.add_argument("--lengths", nargs="+", type=int, default=[16384, 65536])
+    command.add_argument("--heads", type=int, default=32)
+    command.add_argument("--kv-heads", type=int, default=8)
+    command.add_argument("--head-dim", type=int, default=128)
+    command.add_argument("--rounds", type=int, default=4)
+    command.add_argument("--repeats", type=int, default=5)
+    command.add_argument("--dry-run", action="store_true", help="on CPUs, a few tokens, no file")
+    o = command.parse_args(arguments)
+    if unknown := set(o.tables) - {"causal", "packed"}:
+        command.error(f"there is no table {', '.join(unknown)}; causal and packed are")
+    device = "cpu" if o.dry_run else "cuda"
+    if o.dry_run:
+        o.lengths, o.heads, o.kv_heads, o.head_dim, o.rounds, o.repeats = [1024], 4, 2, 16, 1, 1
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if device == "cpu" else "nccl")
+    torch.manual_seed(0)
+    try:
+        for table in o.tables:
+            rows: list[Row] = []
+            for length in o.lengths:
+                shape = {"lengths_q": documents(length)} if table == "packed" else {"seqlen_q": length}
+                case = Case(heads=o.heads, kv_heads=o.kv_heads, head_dim=o.head_dim, causal=True,
+                            dtype=torch.float32 if device == "cpu" else torch.bfloat16, **shape)
+                rows += measure(case, device, o.rounds, o.repeats)
+            if dist.get_rank() == 0:
+                print(report.table(rows), flush=True)
+                if not o.dry_run:
+                    report.write_csv(rows, machine.describe(device), RESULTS / f"context_parallel-{table}.csv")
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
