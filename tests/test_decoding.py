@@ -98,6 +98,16 @@ def test_the_weights_of_decoding_are_the_model_s_own():
     assert all(block.attention.joined is None for block in model.blocks) and all(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.parametrize("lengths", (None, torch.tensor(LENGTHS)))
+def test_steps_are_computed_under_the_autocast_in_which_they_began(lengths):
+    model = build("sdpa", "rotary", "cpu").float()
+    with torch.autocast("cpu", torch.bfloat16):
+        decoding = model.decoding(prompts("cpu")[0], 3, lengths=lengths)
+    drawn = [decoding.step() for _ in range(3)]
+    assert drawn[0].dtype == torch.int64 and decoding.caches[0].keys.dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_what_cannot_be_a_graph_says_why():
     ids, _ = prompts("cpu")
     model = build("flash", "rotary", "cpu")

@@ -38,26 +38,28 @@ class Decoding:
         self.drawn: Tensor | None = None  # (batch, 1), the tokens drawn last
         self.n_drawn = 0
         device = input_ids.device.type
-        # what was cast outside of a graph would be freed before the graph is
+        self.on_device = self.graphed or lengths is not None
+        # a weight that was cast outside of a graph would be freed before the graph is
         self._autocast = {"device_type": device, "dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device),
-                          "cache_enabled": False}
+                          "cache_enabled": not self.on_device}
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """The next token of each row, (batch, 1), on the device; the next step writes over it. -1 where logits are NaN."""
+        """The next token of each row, (batch, 1), on the device; the next step writes over it. -1 where logits are NaN. Computed under the
+        autocast in which the object was made."""
         if self.n_drawn >= self.max_new_tokens:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: as many are drawn already")
-        if self.graph is not None:
-            self.graph.replay()
-        elif self.n_drawn == 0:
-            self._read()
-        elif not (self.graphed or self.lengths is not None):
-            self._draw(self.drawn)
-        elif self.graphed and self.n_drawn > WARM_UP:
+        if self.graphed and self.graph is None and self.n_drawn > WARM_UP:
             self._capture()
-            self.graph.replay()
-        else:
-            self._draw_newest()
+        with torch.autocast(**self._autocast):
+            if self.graph is not None:
+                self.graph.replay()
+            elif self.n_drawn == 0:
+                self._read()
+            elif self.on_device:
+                self._draw_newest()
+            else:
+                self._draw(self.drawn)
         self.n_drawn += 1
         return self.drawn
 
@@ -65,7 +67,7 @@ class Decoding:
         """Back to behind the first token that was drawn."""
         self.n_drawn = 1
         self.drawn.copy_(self._first)
-        if self.graphed or self.lengths is not None:
+        if self.on_device:
             self.positions.copy_(self._read_tokens)
         for cache in self.caches or ():
             cache.length = self.input_ids.shape[1]
@@ -102,7 +104,7 @@ class Decoding:
         batch, seqlen = self.input_ids.shape
         ends = torch.full((batch,), seqlen, device=self.input_ids.device) if self.lengths is None else self.lengths.long()
         last = torch.arange(batch, device=self.input_ids.device) * seqlen + ends - 1
-        if self.graphed or self.lengths is not None:
+        if self.on_device:
             self.fast = _prepared(self.model)
             self._read_tokens, self.positions = ends, ends.clone()
         self.drawn = self._drawn_from(self.model(self.input_ids, cache=self.caches, logits_at=last))
@@ -120,10 +122,9 @@ class Decoding:
         newest = Newest(self.positions, self.caches[0].max_len)
         for cache in self.caches:
             cache.newest = newest
-        with torch.autocast(**self._autocast):
-            # past the model's hooks, which are no part of a graph
-            logits = self.fast.forward(self.drawn.clamp(min=0), cache=self.caches)[:, -1]
-            self.drawn.copy_(self._drawn_from(logits))
+        # past the model's hooks, which are no part of a graph
+        logits = self.fast.forward(self.drawn.clamp(min=0), cache=self.caches)[:, -1]
+        self.drawn.copy_(self._drawn_from(logits))
         self.positions += 1
 
     def _drawn_from(self, logits: Tensor) -> Tensor:
@@ -133,7 +134,7 @@ class Decoding:
         self.graph = torch.cuda.CUDAGraph()
         if self.how["generator"] is not None:
             self.graph.register_generator_state(self.how["generator"])
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+        with torch.autocast(**self._autocast), torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             self._draw_newest()
 
 
