@@ -178,7 +178,8 @@ def test_ten_thousand_ranges(case):
 
 @pytest.mark.gpu
 def test_nothing_waits_and_graphs_follow_the_list():
-    first, second = (replace(CORRECTNESS[0], head_dim=64, ranges=ranges) for ranges in (CORRECTNESS[0].ranges, CORRECTNESS[1].ranges[:4]))
+    others = (0, 70, 0, 70, 1), (0, 0, 0, 0, 0), (3, 20, 5, 9, 0), (30, 60, 50, 70, 2)
+    first, second = (replace(CORRECTNESS[0], head_dim=64, ranges=ranges) for ranges in (CORRECTNESS[0].ranges, others))
     x = first.inputs(DEVICE)
     ranges, q = x.options["ranges"], x.q.detach().requires_grad_()
 
