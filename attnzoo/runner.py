@@ -14,7 +14,7 @@ from attnzoo import layers as by_layer
 from attnzoo.attention.base import check_path
 from attnzoo.errors import UserError
 from attnzoo.run import checks, initial
-from attnzoo.run.claiming import opens_again
+from attnzoo.run.claiming import opens_again, own_folder
 from attnzoo.run.command_line import is_sweep
 from attnzoo.run.config import choices, plain
 from attnzoo.run.files import write_whole
@@ -95,18 +95,19 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
 
 def evaluate(cfg: DictConfig) -> None:
     """Evaluate checkpoints as configs/eval.yaml describes it; tables and plots go into the run folder."""
-    from attnzoo.evaluation import compare
+    from attnzoo.evaluation import compare, together
     from attnzoo.evaluation.readings import compose_readings
 
     checks.check_evaluation(cfg)
     readings = compose_readings(cfg)
-    run_dir = Path(cfg.run_dir).absolute()
+    run_dir = Path(cfg.run_dir if rank() == 0 else own_folder()).absolute()
     folder = RunFolder(run_dir)
     folder.claim(again=True)
     report.quiet()
     loggers: list[Any] = []
     try:
-        loggers = build_loggers(cfg, run_dir, "eval")
+        together.begin(cfg.accelerator)
+        loggers = build_loggers(cfg, run_dir, "eval") if together.is_first() else []
         compare.run(
             cfg,
             tasks=instantiate(cfg.evaluation.tasks or {}, _convert_="all"),
@@ -125,6 +126,7 @@ def evaluate(cfg: DictConfig) -> None:
     finally:
         close_loggers(loggers)
         folder.release()
+        together.end()
 
 
 def build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ def main(rank: int, ranks: int, folder: str, port: int) -> None:
     for name, (sharing, options) in RUNS.items():
         several = ["trainer=ddp", "trainer.accelerator=cpu", f"trainer.devices={ranks}", f"trainer.context_parallel={sharing}"]
         runner.train(compose_tiny(Path(folder), *several, *COMMON, *options, f"run_dir={folder}/{name}/run"))
+    check_evaluation(ranks)
     for name, options in MODELS.items():
         for packed in (True, False)[options.get("packed") is False :]:
             check_model(name, {key: value for key, value in options.items() if key != "packed"}, packed)
@@ -85,6 +87,29 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
         if wanted is not None:
             dist.all_reduce(found)
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=lambda text: f"{name}: {text}")
+
+
+def check_evaluation(ranks: int) -> None:
+    """Long rows are read by all processes, short ones by each, with the losses of one."""
+    from attnzoo.evaluation import together
+    from attnzoo.evaluation.perplexity import Window, score
+    from attnzoo.models import from_config
+
+    torch.manual_seed(0)
+    length = 256 * ranks + 40
+    model = from_config({"_target_": "attnzoo.models.GPT", "vocab_size": 19, "dim": 16, "n_layers": 2, "n_heads": 2, "train_context": 64},
+                        {"_target_": "attnzoo.attention.flash.FlashAttention"}).eval()
+    read = []
+    model.register_forward_pre_hook(lambda module, inputs, options: read.append("context" in options), with_kwargs=True)
+    documents = {0: torch.randint(19, (2 * length,)).tolist(), 1: torch.randint(19, (length + 5,)).tolist()}
+    for n in (length, 50):
+        windows = [Window(0, n // 2, n + 1, start=0), Window(1, 3, n, start=0), Window(0, n + 6, n + 9, start=8)]
+        found = score(model, documents, windows, n, batch_tokens=2 * n)
+        with mock.patch.object(together, "ranks", return_value=1):
+            wanted = score(model, documents, windows, n, batch_tokens=2 * n)
+        assert found.context.equal(wanted.context) and found.document.equal(wanted.document)
+        torch.testing.assert_close(found.nll, wanted.nll, rtol=0, atol=1e-5)
+    assert read == [True] * 2 + [False] * 6
 
 
 def run(ranks: int, folder: Path, port: int) -> None:

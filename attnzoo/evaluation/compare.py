@@ -14,6 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from attnzoo.errors import NoRoom, UserError
+from attnzoo.evaluation import together
 from attnzoo.evaluation.cost import TASK as COST
 from attnzoo.evaluation.logits import mark_nan, watched
 from attnzoo.evaluation.measurement import FILE, Measurement, Store, key
@@ -72,7 +73,8 @@ def run(
                     if (columns["run"], columns["reading"]) in {row.line for row in table.rows}:
                         log.info(f"{title}: nothing new, {reading.line or 'no override'} is how it was read before")
                     else:
-                        store = Store((Path(cfg.store).expanduser().absolute() if cfg.store else one.folder) / FILE)
+                        place = Path(cfg.store).expanduser().absolute() if cfg.store else one.folder
+                        store = Store(place / FILE, writes=together.is_first())
                         _evaluate(title, subject, chosen, lengths, store, cfg.remeasure, columns, table, progress)
                 except Exception as error:
                     if len(pairs) == 1:
@@ -84,6 +86,8 @@ def run(
                 progress.end_reading()
     finally:  # an interrupted comparison leaves what it has
         table.write()
+    if not together.is_first():
+        return table.rows
     about = About(OmegaConf.to_yaml(cfg, resolve=True), versions(), sorted(devices))
     return conclude(table.rows, loggers, folder, about)
 
@@ -134,7 +138,7 @@ def _evaluate(
     }
     measurements = [measurement for plan in plans.values() for measurement in plan.measurements]
     keys = {id(one): key(subject.identity, one.task, one.length, dict(one.settings)) for one in measurements}
-    known = {} if remeasure else store.finished
+    known = together.of_first({} if remeasure else store.finished)
     n_known = sum(name in known for name in keys.values())
     log.info(f"{title}: {len(measurements)} measurements" + (f", {n_known} of them done before" if n_known else ""))
     if subject.broken:
@@ -165,7 +169,7 @@ def _takes_reader(task: Callable) -> bool:
 
 def _measure(one: Measurement, subject: Subject, progress: Progress) -> list[Row]:
     """Its rows, or one that says why there are none."""
-    if one.tokens and one.length and (note := shortage(subject.model, one.length)):
+    if one.tokens and one.length and (note := together.of_first(shortage(subject.model, one.length // together.ranks()))):
         return [Row(task=one.task, length=one.length, note=f"not tried: {note}")]
     try:
         with torch.inference_mode():
@@ -179,6 +183,8 @@ def _measure(one: Measurement, subject: Subject, progress: Progress) -> list[Row
     except NoRoom as error:
         return [Row(task=one.task, length=one.length, note=f"no room: {error}")]
     except Exception as error:  # more than the learned positions or the memory; whatever it is, the others go on
+        if together.ranks() > 1 and not isinstance(error, UserError | ValueError):  # which the other processes may not have met
+            raise
         log.debug("", exc_info=error)
         note = f"could not run: {_reason(error)}"
         kind = one.task, one.length

@@ -45,10 +45,11 @@ def refusal(task: str, note: str) -> Plan:
 
 
 class Store:
-    """Finished measurements as lines of a file: each is appended whole and reaches the disk before the next one starts."""
+    """Finished measurements as lines of a file: each is appended whole and reaches the disk before the next one starts. writes: whether new
+    ones are; another process may do it."""
 
-    def __init__(self, path: Path):
-        self.path = path
+    def __init__(self, path: Path, writes: bool = True):
+        self.path, self.writes = path, writes
 
     @cached_property
     def finished(self) -> dict[str, list[Row]]:
@@ -68,6 +69,8 @@ class Store:
 
     def add(self, key: str, rows: Sequence[Row]) -> None:
         self.finished[key] = list(rows)
+        if not self.writes:
+            return
         line = json.dumps({"key": key, "rows": [_without_defaults(row) for row in rows]}).encode() + b"\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,13 +26,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo.batch import IGNORED
+from attnzoo.evaluation import together
 from attnzoo.evaluation.measurement import Measurement, Plan, refusal
 from attnzoo.evaluation.results import Row, language_model_rows
 from attnzoo.models.transformer import Transformer
@@ -110,7 +111,6 @@ def score(
     model: causal, called as model(input_ids (batch, length) int64, logits_at=(n,) int64) -> logits (n, vocab_size).
     documents: token ids by the numbers that the windows use. advance: told how many tokens were read.
     """
-    device = next(model.parameters()).device
     rows = max(1, batch_tokens // length)
     parts = []
     for i in range(0, len(windows), rows):
@@ -122,21 +122,20 @@ def score(
             tokens = torch.as_tensor(documents[window.document][window.start : window.end])
             input_ids[row, : len(tokens) - 1] = tokens[:-1]
             labels[row, window.first - window.start - 1 : len(tokens) - 1] = tokens[window.first - window.start :]
-        labels = labels.flatten()
-        at = (labels != IGNORED).nonzero().squeeze(1)
-        nll = _losses(model, input_ids.to(device), at.to(device), labels[at].to(device))
+        nll = together.losses(model, input_ids, labels, _losses)
+        at = (labels.flatten() != IGNORED).nonzero().squeeze(1)
         document = torch.tensor([window.document for window in batch])[at // length]
-        parts.append((document, at % length + 1, nll.cpu().double()))
+        parts.append((document, at % length + 1, nll.double()))
         advance(input_ids.numel())
     return Scores(*map(torch.cat, zip(*parts, strict=True)))
 
 
-def _losses(model: torch.nn.Module, input_ids: Tensor, at: Tensor, targets: Tensor) -> Tensor:
+def _losses(model: torch.nn.Module, input_ids: Tensor, at: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
     """float32, like targets. Our models never have all logits in memory, which at 128k tokens are larger than all else."""
     ours = getattr(model, "module", model)
     if isinstance(ours, Transformer) and ours.head_matrix.dtype != torch.float64:  # which the kernels do not take
-        return model(input_ids, logits_at=at, targets=targets, reduction="none")
-    return F.cross_entropy(model(input_ids, logits_at=at).float(), targets, reduction="none")
+        return model(input_ids, logits_at=at, targets=targets, reduction="none", **inputs)
+    return F.cross_entropy(model(input_ids, logits_at=at, **inputs).float(), targets, reduction="none")
 
 
 def mean_and_stderr(sums: Tensor, counts: Tensor) -> tuple[float, float | None]:

@@ -6,6 +6,8 @@ import time
 from tqdm.auto import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from attnzoo.evaluation import together
+
 log = logging.getLogger(__name__)
 
 
@@ -16,7 +18,7 @@ class Progress:
     def __init__(self, n_readings: int, seconds: float = 15.0):
         self.waiting, self.planned, self.done = n_readings, [], 0  # readings that are not planned, tokens of those that are, tokens read
         self.seconds, self.said = seconds, time.monotonic()
-        self.bar = tqdm(total=0, unit="tok", unit_scale=True, smoothing=0.05, disable=None)
+        self.bar = tqdm(total=0, unit="tok", unit_scale=True, smoothing=0.05, disable=None if together.is_first() else True)
         self.redirect = logging_redirect_tqdm()
 
     def __enter__(self):

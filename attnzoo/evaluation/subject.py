@@ -17,6 +17,7 @@ import attnzoo.data
 from attnzoo import checkpoint as checkpoints
 from attnzoo.attention.base import check_path
 from attnzoo.errors import UserError
+from attnzoo.evaluation import together
 from attnzoo.evaluation.measurement import digest
 from attnzoo.evaluation.measurement import key as name_of
 from attnzoo.evaluation.runs import Run, find
@@ -59,6 +60,7 @@ def prepare(run: Run, attention: dict, model: dict, cfg: DictConfig, build_data:
     precision = cfg.precision or trained.get("trainer", {}).get("precision", "32")
     matmul_precision = trained.get("matmul_precision", "highest")
     torch.set_float32_matmul_precision(matmul_precision)
+    together.check(checkpoint.model)
     placed = _place(checkpoint.model, cfg.accelerator, precision)
     device = next(placed.parameters()).device
     check_path(layer.get("impl"), device)
@@ -116,8 +118,9 @@ def _place(model: torch.nn.Module, accelerator: str, precision: str | int) -> to
     """The model on a device, computing in the precision that a Trainer of these settings would."""
     from lightning.fabric import Fabric
 
+    number = together.device_number(accelerator)
     try:
-        fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
+        fabric = Fabric(accelerator=accelerator, devices=1 if number is None else [number], precision=precision)
     except Exception as error:  # Lightning and what it imports for a device raise a dozen kinds
         raise UserError(f"accelerator={accelerator}, precision={precision}: {' '.join(str(error).split())}") from error
     placed = fabric.setup_module(model).eval()

@@ -34,7 +34,7 @@ class ClaimRunFolder(Callback):
         folder, stamped = Path(config.hydra.run.dir), _is_stamped(config.hydra.run)
         if (number := rank()) > 0:
             # an outer launcher (srun, torchrun) lets every rank name the folder by its own clock
-            folder = Path(_throw_away()) if stamped else folder
+            folder = Path(own_folder()) if stamped else folder
             name = config.hydra.job.name if config.hydra.job.name.startswith("train_ddp") else f"{config.hydra.job.name}_rank_{number}"
             _change(config, {"run.dir": str(folder), "job.name": name, "output_subdir": None})
             return
@@ -94,7 +94,8 @@ def _change(config: DictConfig, values: dict[str, Any]) -> None:
             OmegaConf.update(config.hydra, key, value)
 
 
-def _throw_away() -> str:
+def own_folder() -> str:
+    """A folder for what a rank other than the first would write, which goes with the process."""
     folder = tempfile.mkdtemp(prefix="attnzoo_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
