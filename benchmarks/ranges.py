@@ -111,7 +111,7 @@ def cases(session: Session) -> Iterator[tuple[str, int, RangeCase, Case | None]]
     """(panel, tokens, case, the same sequences packed by their lengths)."""
     o = session.options
     for head_dim, total in itertools.product(o.head_dims, o.lengths):
-        shape = {"heads": o.hidden // head_dim, "kv_heads": max(1, o.hidden // head_dim // 4), "head_dim": head_dim, "dtype": session.dtype}
+        shape = {"heads": o.hidden // head_dim, "kv_heads": o.hidden // head_dim // o.group, "head_dim": head_dim, "dtype": session.dtype}
         lengths = mixed_lengths(total // 4, 7)
         rows = sum(lengths)
         packed = Case(lengths_q=lengths, causal=True, **shape)
@@ -167,9 +167,11 @@ TABLES = {f.__name__: f for f in (speed, lists)}
 
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("ranges", list(TABLES), list(BACKENDS))
-    command.add_argument("--lengths", nargs="+", type=harness.positive, default=[16384, 32768], help="tokens of a list")
+    command.add_argument("--lengths", nargs="+", type=harness.positive, default=[8192, 16384], help="tokens of a list")
     command.add_argument("--head-dims", nargs="+", type=harness.positive, default=[64, 128])
-    command.add_argument("--hidden", type=harness.positive, default=2048, help="heads * head_dim (default: 2048), a quarter of it for keys")
+    command.add_argument("--hidden", type=harness.positive, default=2048, help="heads * head_dim (default: 2048)")
+    command.add_argument("--group", type=harness.positive, default=4, help="query heads of a key head (default: 4); the check of more than "
+                         "16384 tokens has memory for 1 only")
     command.add_argument("--counts", nargs="+", type=harness.positive, default=[10, 100, 1000, 10000], help="ranges of the table `lists`")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
         command.set_defaults(lengths=[64], head_dims=[16], hidden=64)

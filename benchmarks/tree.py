@@ -71,7 +71,7 @@ def speed(session: Session) -> Iterator[list[Row]]:
     o = session.options
     for head_dim, total in itertools.product(o.head_dims, o.lengths):
         heads = o.hidden // head_dim
-        shape = {"heads": heads, "kv_heads": max(1, heads // 4), "head_dim": head_dim, "dtype": session.dtype}
+        shape = {"heads": heads, "kv_heads": heads // o.group, "head_dim": head_dim, "dtype": session.dtype}
         prompt, answer = total // 3, total // (3 * ANSWERS // 2)
         tree = rollouts(prompt, answer, ANSWERS, **shape)
         paths = flash_cases.Case(lengths_q=(prompt + answer,) * ANSWERS, causal=True, **shape)
@@ -89,9 +89,11 @@ TABLES = {f.__name__: f for f in (speed,)}
 
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("tree", list(TABLES), list(BACKENDS))
-    command.add_argument("--lengths", nargs="+", type=harness.positive, default=[12288, 16384, 32768], help="tokens of a tree")
+    command.add_argument("--lengths", nargs="+", type=harness.positive, default=[6144, 12288], help="tokens of a tree")
     command.add_argument("--head-dims", nargs="+", type=harness.positive, default=[64, 128])
-    command.add_argument("--hidden", type=harness.positive, default=2048, help="heads * head_dim (default: 2048), a quarter of it for keys")
+    command.add_argument("--hidden", type=harness.positive, default=2048, help="heads * head_dim (default: 2048)")
+    command.add_argument("--group", type=harness.positive, default=4, help="query heads of a key head (default: 4); the check of more than "
+                         "16384 tokens has memory for 1 only")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
         command.set_defaults(lengths=[60], head_dims=[16], hidden=64)
     return harness.main(command, TABLES, BACKENDS, ["attnzoo-reference", PATHS + "attnzoo-reference"], {"speed": "tokens"}, arguments)
