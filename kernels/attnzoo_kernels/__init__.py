@@ -18,9 +18,10 @@ from attnzoo_kernels.ranges import KeyRanges
 from attnzoo_kernels.routed import routed_attention
 from attnzoo_kernels.sigmoid import sigmoid_attention
 from attnzoo_kernels.tree import tree_attention
+from attnzoo_kernels.two_frame import two_frame_attention
 
 __all__ = [
     "BlockLayout", "KeyRanges", "bias_gelu", "block_sparse_attention", "decode_attention", "differential_attention", "dual_chunk_attention",
     "flash_attention", "flash_attention_fp8", "forgetting_attention", "linear_cross_entropy", "moba_attention", "moba_blocks", "padding",
-    "quantize_fp8", "routed_attention", "sigmoid_attention", "tree_attention",
+    "quantize_fp8", "routed_attention", "sigmoid_attention", "tree_attention", "two_frame_attention",
 ]

@@ -131,6 +131,20 @@ def forgetting():
         ops._gradients(grad_out, lse if packed else None, q, k, v, out, stats, c, bounds, bounds, needs_dlog_f, *numbers)
 
 
+def two_frame():
+    from attnzoo_kernels.two_frame import ops
+
+    for dtype, widths, far_keys, packed, kv_heads, grad_lse in (
+            (BF16, (64, 64), 2**30, False, 4, False), (BF16, (128, 128), 2**30, False, 2, True), (BF16, (256, 256), 2**30, False, 4, False),
+            (BF16, (64, 64), 4, True, 2, True), (BF16, (128, 128), 2**30, True, 2, False), (F32, (64, 64), 2**30, False, 4, True),
+            (F32, (128, 96), 4, True, 2, False)):
+        q, k, v, grad_out, bounds = tensors(dtype, packed, kv_heads, widths)
+        rest = (bounds, bounds, "triton", True, widths[0] ** -0.5, 100, far_keys)
+        q, k = (torch.cat((x, x), -2) for x in (q, k))
+        out, lse, stats = ops._forward(q, k, v, *rest)
+        ops._gradients(grad_out, lse if grad_lse else None, q, k, v, out, stats, *rest)
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     triton.compiler.CompiledKernel.__getitem__ = lambda self, grid: lambda *arguments: None  # a second launch of what is compiled
@@ -145,7 +159,8 @@ def main() -> None:
     from attnzoo_kernels._triton import launch
 
     launch.architecture = lambda where: ARCH
-    for operator in sys.argv[2:] or ("flash", "ranges", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting"):
+    for operator in sys.argv[2:] or ("flash", "ranges", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting",
+                                     "two_frame"):
         compiled.clear()
         globals()[operator]()
         for name, constants, kernel in {id(kernel): (name, constants, kernel) for name, constants, kernel in compiled}.values():

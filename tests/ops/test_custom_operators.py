@@ -15,6 +15,7 @@ from attnzoo_kernels import (
     forgetting_attention,
     moba_attention,
     sigmoid_attention,
+    two_frame_attention,
 )
 
 GPU = torch.cuda.is_available()
@@ -55,12 +56,14 @@ def call(operator: str, queries: int, device: str, impl: str | None):
         "forgetting": lambda: forgetting_attention(q, k, v, -torch.rand(*k.shape[:-2], q.shape[-2], device=device), impl=impl),
         "moba": lambda: moba_attention(q, k, v, block_size=6, top_k=2, impl=impl),
         "sigmoid": lambda: sigmoid_attention(q, k, v, causal=True, impl=impl),
+        "two_frame": lambda: two_frame_attention(*(torch.stack(x, -2) for x in ((q, q2), (k, k2))), v, near_keys=5, impl=impl),
     }[operator]()
     return torch.autograd.grad(out.float().sum(), (q, k, v))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "moba", "decode"))
+@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "moba", "two_frame",
+                                      "decode"))
 @pytest.mark.parametrize("queries", (KEYS, KEYS - 9))
 @pytest.mark.parametrize("impl", (None, "triton") if GPU else ("triton", "cpu"))
 def test_fakes_tell_what_operators_give(operator, queries, impl, device, monkeypatch):

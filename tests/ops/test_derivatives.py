@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 
 from attnzoo_kernels import differential_attention, padding
 
-DIFFERENTIABLE = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "moba", "bias_gelu")
+DIFFERENTIABLE = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "moba", "two_frame", "bias_gelu")
 
 
 @pytest.mark.parametrize("operator", DIFFERENTIABLE)

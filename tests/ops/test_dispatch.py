@@ -15,6 +15,7 @@ from attnzoo_kernels import (
     padding,
     quantize_fp8,
     sigmoid_attention,
+    two_frame_attention,
 )
 from attnzoo_kernels.block_sparse.patterns import dense
 from attnzoo_kernels.gelu import bias_gelu
@@ -42,6 +43,7 @@ def function(operator: str, device: str, impl: str | None):
         "forgetting": lambda q: forgetting_attention(q, k, v, -torch.rand(1, 5, 1, device=device), impl=impl),
         "moba": lambda q: moba_attention(q, k, v, block_size=2, top_k=2, impl=impl),
         "sigmoid": lambda q: sigmoid_attention(q, k, v, impl=impl),
+        "two_frame": lambda q: two_frame_attention(*(torch.stack((x, x), -2) for x in (q, k)), v, near_keys=2, impl=impl),
         "decode": lambda q: decode_attention(q[:, :1], k, v, cache_seqlens=torch.full((1,), 4, dtype=torch.int32, device=device),
                                              impl=impl),
         "quantize_fp8": lambda q: quantize_fp8(q, k, v, impl=impl)[0],
@@ -56,8 +58,8 @@ def call(operator: str, device: str, impl: str | None) -> torch.Tensor:
     return run(q.requires_grad_(gradient))
 
 
-OPERATORS = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "decode", "quantize_fp8", "bias_gelu",
-             "padding")
+OPERATORS = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "two_frame", "decode", "quantize_fp8",
+             "bias_gelu", "padding")
 
 
 @pytest.mark.parametrize("impl", ("triton", "reference"))

@@ -13,6 +13,7 @@ from attnzoo_kernels import (
     dual_chunk_attention,
     flash_attention,
     sigmoid_attention,
+    two_frame_attention,
 )
 from attnzoo_kernels._triton.tiles import find_tile
 from attnzoo_kernels.dual_chunk.cases import rotary_tables
@@ -31,10 +32,11 @@ def operators(device):
         "dual_chunk": lambda q, k, v, **options: dual_chunk_attention(q, k, v, cos=table, sin=table, chunk_size=8, local_size=2,
                                                                       causal=True, **options),
         "sigmoid": sigmoid_attention,
+        "two_frame": lambda q, k, v, **options: two_frame_attention(*(torch.stack((x, x), -2) for x in (q, k)), v, near_keys=3, **options),
     }
 
 
-@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid"))
+@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "two_frame"))
 @pytest.mark.parametrize("impl", PATHS)
 @pytest.mark.parametrize("queries, longest", ((0, 0), (5, 0), (5, 5)))
 def test_sequences_without_tokens(operator, impl, queries, longest, device):

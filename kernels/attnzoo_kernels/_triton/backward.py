@@ -258,9 +258,24 @@ def dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl
 
 
 @triton.jit
+def add_members(state, k, v, place, queries, grads, row_stats_ptr, stride_rows, unit, own, n_seqs, seqlen_q, heads, group, members, shape,
+                LOOPS: tl.constexpr, STATS_BLOCK: tl.constexpr):
+    """What the queries of the first `members` of a key head's `group` heads add to dkdv_step's state: LOOPS(state, x, own) one head's."""
+    for member in range(members):
+        head = place.head * group + member
+        q_rows = head_rows(queries, place.batch, head, place.other_first, place.other_length, shape.TMA)
+        do_rows = head_rows(grads, place.batch, head, place.other_first, place.other_length, shape.TMA)
+        row_stats = row_stats_ptr + first_stats_row(head, place.sequence, place.other_first, n_seqs, seqlen_q, heads, shape.PACKED,
+                                                    STATS_BLOCK)
+        state = LOOPS(state, KeyTile(k, v, q_rows, do_rows, row_stats, stride_rows, place, head,
+                                     place.row + tl.arange(0, shape.BLOCK_N)[:, None], unit, shape), own)
+    return state
+
+
+@triton.jit
 def backward_dkdv(place, queries, keys, values, grads, dk_out, dv_out, row_stats_ptr, stride_rows, unit, softmax_scale, keep_prob, own,
                   n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr, STATS_BLOCK: tl.constexpr):
-    """A whole program: LOOPS(state, x, own) adds one head's queries to dkdv_step's state, and this stores dK and dV."""
+    """A whole program: add_members over all heads of the group, and this stores dK and dV."""
     k_rows = head_rows(keys, place.batch, place.head, place.first, place.length, shape.TMA)
     v_rows = head_rows(values, place.batch, place.head, place.first, place.length, shape.TMA)
     # [BLOCK_N, BLOCK_D]
@@ -269,14 +284,8 @@ def backward_dkdv(place, queries, keys, values, grads, dk_out, dv_out, row_stats
     v = load_rows(v_rows, place.row, shape.VALUE_DIM, shape.BLOCK_N, shape.BLOCK_DV, not shape.TMA, shape.TMA)
     dk = tl.zeros([shape.BLOCK_N, shape.BLOCK_D], tl.float32)
     dv = tl.zeros([shape.BLOCK_N, shape.BLOCK_DV], tl.float32)
-    for member in range(group):
-        head = place.head * group + member
-        q_rows = head_rows(queries, place.batch, head, place.other_first, place.other_length, shape.TMA)
-        do_rows = head_rows(grads, place.batch, head, place.other_first, place.other_length, shape.TMA)
-        row_stats = row_stats_ptr + first_stats_row(head, place.sequence, place.other_first, n_seqs, seqlen_q, heads, shape.PACKED,
-                                                    STATS_BLOCK)
-        dk, dv = LOOPS((dk, dv), KeyTile(k, v, q_rows, do_rows, row_stats, stride_rows, place, head,
-                                         place.row + tl.arange(0, shape.BLOCK_N)[:, None], unit, shape), own)
+    dk, dv = add_members((dk, dv), k, v, place, queries, grads, row_stats_ptr, stride_rows, unit, own, n_seqs, seqlen_q, heads, group,
+                         group, shape, LOOPS, STATS_BLOCK)
     dk_rows = head_rows(dk_out, place.batch, place.head, place.first, place.length, False)
     dv_rows = head_rows(dv_out, place.batch, place.head, place.first, place.length, False)
     store_rows(dk_rows, dk * softmax_scale, place.row, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D)

@@ -1,0 +1,61 @@
+"""Hooks of `_triton`'s mainloops for tiles of queries: the far frame and then the near one, each a window, under one softmax.
+
+The far window ends `near_keys` keys before a query's own, and the near one begins behind it. Tiles on the border are in both, each time
+with the other frame's keys masked. Both frames of a head lie side by side, so that a frame is a head to the loads, and one loop takes both.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from attnzoo_kernels._triton.mainloop import QueryTile, key_loops
+from attnzoo_kernels._triton.masks import Window
+from attnzoo_kernels._triton.tiles import Place, Rows, head_rows, in_registers, load_rows
+
+
+class Frames(NamedTuple):
+    """What all programs of a launch have in common. The Operands have the frames of head h as their heads 2 h (near) and 2 h + 1 (far)."""
+
+    near_keys: Any
+    far_keys: Any
+    queries: Any
+    keys: Any
+    gradient: Any  # Operand, dQ
+    softmax_scale: Any
+    group: Any
+    ONE_LOOP: Any
+    Q_REGISTERS: Any = False
+    Q_SELECT: Any = False
+    BY_WARP: Any = False
+
+
+class Frame(NamedTuple):
+    """What steps take."""
+
+    window: Any
+    BY_WARP: Any
+
+
+@triton.jit
+def frame_loops(STEP: tl.constexpr, state, x, own, frame, SHORT_TAIL: tl.constexpr):
+    """Steps over the keys of a frame (0 near, 1 far), with its queries and keys."""
+    far = frame == 1
+    # far keys are a sequence of their own, and the window says where it lies beside the queries
+    length = tl.where(far, tl.minimum(x.place.other_length, own.far_keys), x.place.other_length)
+    left = tl.where(far, x.place.other_length, own.near_keys - 1)
+    right = tl.where(far, x.place.other_length - length - own.near_keys, 0)
+    q_rows = head_rows(own.queries, x.place.batch, 2 * x.place.head + frame, x.place.first, x.place.length, x.shape.TMA)
+    k_rows = head_rows(own.keys, x.place.batch, x.place.head // own.group * 2 + frame, x.place.other_first, length, x.shape.TMA)
+    # [BLOCK_M, BLOCK_D]
+    q = load_rows(q_rows, x.place.row, x.shape.HEAD_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D, not x.shape.TMA or own.Q_SELECT, x.shape.TMA)
+    if x.shape.TMA and own.Q_REGISTERS and not own.Q_SELECT:
+        q = in_registers(q)
+    v = x.value_rows
+    return key_loops(
+        STEP, state,
+        QueryTile(q, x.do, x.stats, k_rows, Rows(v.source, v.batch, v.head, v.first, length, v.stride),
+                  Place(x.place.sequence, x.place.batch, x.place.head, x.place.row, x.place.first, x.place.length, x.place.other_first,
+                        length),
+                  x.i, x.unit, x.shape, x.EXACT_DELTA),
+        Frame(Window(left, right, True, True), own.BY_WARP), own.ONE_LOOP, SHORT_TAIL)

@@ -1,0 +1,68 @@
+"""The two frames' launches behind autograd. Triton is imported in them. Queries and keys have two heads for each of a call, as Options."""
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import autograd, dispatch
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, impl: str | None, deterministic: bool,
+    softmax_scale: float, near_keys: int, far_keys: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from attnzoo_kernels._triton import launch
+
+    readable = launch.readable(q, k, v)
+    if readable is not None:
+        out, *rest = _forward(*readable, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, near_keys, far_keys)
+        return launch.narrowed(out, v), *rest
+    dispatch.choose("two_frame forward", impl)
+    from attnzoo_kernels.two_frame.forward import launch_forward
+    from attnzoo_kernels.two_frame.options import Options
+
+    return launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, Options.of(cu_seqlens_q, softmax_scale, near_keys, far_keys))
+
+
+def _fake_forward(q, k, v, cu_seqlens_q, *_):
+    out = q.new_empty(*q.shape[:-2], q.shape[-2] // 2, v.shape[-1])
+    lse = q.new_empty(autograd.lse_shape(out, cu_seqlens_q is not None), dtype=torch.float32)
+    return out, lse, lse.new_empty(2, *lse.shape)
+
+
+def _gradients(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None, impl: str | None, deterministic: bool, softmax_scale: float, near_keys: int, far_keys: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from attnzoo_kernels._triton import launch
+
+    readable = launch.readable(q, k, v, out, grad_out)
+    if readable is not None:
+        wide = _gradients(readable[4], grad_lse, *readable[:4], stats, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale,
+                          near_keys, far_keys)
+        return tuple(map(launch.narrowed, wide, (q, k, v)))
+    dispatch.choose_backward("two_frame backward", impl, lambda: "there is none")
+    from attnzoo_kernels.two_frame.backward import launch_backward
+    from attnzoo_kernels.two_frame.options import Options
+
+    return launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k,
+                           Options.of(cu_seqlens_q, softmax_scale, near_keys, far_keys))
+
+
+def _fake_gradients(grad_out, grad_lse, q, k, v, *_):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
+    out, _, stats = output
+    ctx.save_for_backward(q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(gradients, ctx, grad_out, grad_lse, _):
+    grad_out = torch.zeros_like(ctx.saved_tensors[3]) if grad_out is None else grad_out
+    return *gradients(grad_out, grad_lse, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
+
+
+forward = autograd.differentiable("two_frame_forward", "two_frame_attention", _forward, _fake_forward, _setup_context, _backward,
+                                  _gradients, autograd.custom_op("two_frame_backward", _gradients, _fake_gradients))
