@@ -1,7 +1,5 @@
 """Attention in two frames of positions: near and far keys see other rotations of the same queries, under one softmax."""
 
-from typing import Any
-
 from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
@@ -77,7 +75,7 @@ def two_frame_attention(
     if dispatch.takes_cpu(impl, "q", q):
         out, lse = two_frame_attention_cpu(q, k, v, near_keys=near, far_keys=far, softmax_scale=softmax_scale,
                                            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    elif dispatch.takes_reference("two_frame", impl, "q", q):
+    elif dispatch.takes_reference("two_frame", impl, "q", q, IMPLEMENTATIONS):
         out, lse = two_frame_attention_reference(
             q, k, v, near_keys=near, far_keys=far, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
@@ -85,11 +83,6 @@ def two_frame_attention(
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
         out, lse, _ = ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, near, far)
     return (out, lse) if return_lse else out
-
-
-def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
-    """Why impl="gluon" does not take a call with these arguments of two_frame_attention; None where it does, and impl=None takes it."""
-    return dispatch.why_not_gluon(two_frame_attention, q, k, v, **options)
 
 
 def _frames_as_heads(name: str, x: Tensor, layout: str) -> Tensor:
