@@ -22,6 +22,8 @@ class Inputs(TypedDict, total=False):
     position_ids: int64, as `input_ids`; each token's place in its sequence, zeros behind the last one.
     cu_seqlens: int32 (sequences + 1,), where packed sequences begin and end; the last value may be repeated, so that the shape stays.
     max_seqlen: at least the longest sequence.
+    parents: int32 (segments,), where `cu_seqlens` bounds segments of trees, depth first: the number of the segment that each continues, -1
+        where it begins a tree. Sequences are the paths from a root; positions and max_seqlen are those of these.
     attention_mask: bool (batch, seqlen), true for tokens and false for padding.
     max_tokens: the mask's sum.
     token_type_ids: int64, as `input_ids`.
@@ -33,6 +35,7 @@ class Inputs(TypedDict, total=False):
     position_ids: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
+    parents: Tensor
     attention_mask: Tensor
     max_tokens: int
     token_type_ids: Tensor
@@ -48,13 +51,18 @@ class Batch(Inputs):
     input_ids: int64, (batch, seqlen) or (total,).
     labels: int64, as `input_ids`, what the logits of the same place are to predict, or (sequences,), a class each; IGNORED (-100) where
         nothing is asked.
-    lengths: numpy int64 (sequences,), tokens of each sequence.
+    weights: float32 (n,), what each target counts in the loss. `labels` are then (n,) as well, one for each of `logits_at`, which may name
+        a place more than once: what several sequences share is followed by several tokens.
+    lengths: numpy int64 (sequences,), tokens of each sequence; in trees of each path up to a segment's end.
+    shared: numpy int64 (segments,), of these lengths the tokens that stand before the segment; only in trees.
     n_tokens: without padding.
     n_targets: labels that are not IGNORED.
     """
 
     input_ids: Tensor
     labels: Tensor
+    weights: Tensor
     lengths: np.ndarray
+    shared: np.ndarray
     n_tokens: int
     n_targets: int

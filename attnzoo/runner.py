@@ -59,15 +59,19 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
         for attention in attentions:
             check_path(attention.get("impl"), trainer.strategy.root_device)
         data = instantiate(cfg.data, **(initial.data_tokenizer(cfg, origin) if origin else {}), _convert_="all")
+        trees = getattr(data, "trees", False)
         if getattr(data, "packs", False):
             for attention in attentions:
-                get_class(attention["_target_"]).check_packed(causal=data.objective == "lm")
+                get_class(attention["_target_"]).check_packed(causal=data.objective == "lm", trees=trees)
         if origin:
             initial.check_tokenizer(cfg, origin, data.tokenizer)
         data.prepare_data()
         data.setup("fit")
         set_accumulation(trainer, cfg.batch_tokens, data)
         module = _build_module(cfg, data)
+        if trees:
+            for block in module.model.blocks:
+                block.attention.check_trees()
         begun = None
         if origin and ckpt_path is None:
             begun = initial.load(module.model, origin, new=cfg.init_new, positions=cfg.init_positions)

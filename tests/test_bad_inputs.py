@@ -93,6 +93,8 @@ TRAINING = [
     (["data=passkey"], ["data.depth"], ["2", "abc"], "a number of at least 0 and at most 1 or null"),
     (["data=passkey"], ["data.distractors"], ["-1", "abc"], "a whole number of at least 0 or a list"),
     (["data=passkey"], ["data.text.val_fraction"], ["2"], "a number above 0 and below 1"),
+    (["data=continuations"], ["data.trees", "data.predict_prompts"], ["3", "maybe"], "true or false"),
+    (["data=continuations"], ["data.n_numbers", "data.n_continuations"], COUNT, "a whole number of at least 1"),
     (["data=python_packages"], ["data.packages"], ["3"], "a text or a list of texts"),
     (["data=listops", "task=classification", "model=bert_tiny"], ["data.n_train", "data.max_depth"], COUNT, "a whole number of at least 1"),
     (["data=listops", "task=classification", "model=bert_tiny"], ["data.max_args"], ["1", "abc"], "a whole number of at least 2"),

@@ -137,7 +137,7 @@ def test_the_variant_of_the_page_that_adds_one_works_as_it_stands(tmp_path, monk
 
 def variants() -> str:
     """docs/variants/README.md's table, as layers and operators say it."""
-    head = ("`attention=`", "GPT", "BERT", "packed", "positions", "window", "dropout", "cached decoding", "context parallel",
+    head = ("`attention=`", "GPT", "BERT", "packed", "trees", "positions", "window", "dropout", "cached decoding", "context parallel",
             "weights of `flash`", "GPU", "CPU")
     rows, flash = [head, ("---",) * len(head)], None
     configs = sorted((ROOT / "configs" / "attention").glob("*.yaml"))
@@ -153,7 +153,7 @@ def variants() -> str:
         decodes = "by `decode_attention`" if hasattr(inspect.getmodule(layer), "decode_attention") else "yes"
         rows.append((
             f"[`{name}`]({'flash' if name == 'sdpa' else name}.md)",
-            *("yes" if able else "-" for able in (can.causal, can.bidirectional, can.packed)),
+            *("yes" if able else "-" for able in (can.causal, can.bidirectional, can.packed, can.trees)),
             "all" if can.positions == POSITIONS else ", ".join(can.positions),
             "yes" if "window_size" in options else "by pattern" if "pattern" in options else "-",
             "yes" if can.dropout else "-", decodes if can.cache else "-",

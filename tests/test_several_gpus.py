@@ -37,6 +37,7 @@ def test_four_ranks_train_as_one(tmp_path):
 @pytest.mark.parametrize("options, reason", (
     (["compile=true"], "does not go with compile; set compile=false"),
     (["model=bert_tiny", "data.packed=false"], "does not go with data.packed=false; set data.packed=true"),
+    (["data=continuations", "data.paths=null"], "does not go with data=continuations; set data=text"),
     (["trainer.context_parallel=0"], "trainer.context_parallel=0: must be a whole number of at least 1"),
 ))
 def test_what_does_not_go_with_it_is_refused(tmp_path, options, reason):

@@ -82,7 +82,8 @@ class MustNotWait(lightning.Callback):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "objective", [[], ["model=bert_tiny", "data.balance_lengths=true"], ["optimizer=muon"]], ids=["lm", "mlm", "muon"]
+    "objective", [[], ["model=bert_tiny", "data.balance_lengths=true"], ["optimizer=muon"], ["data=continuations", "data.paths=null"]],
+    ids=["lm", "mlm", "muon", "trees"]
 )
 def test_a_step_does_not_wait_for_the_gpu(tmp_path, objective, monkeypatch):
     overrides = ["trainer=gpu", "trainer.precision=bf16-mixed", "trainer.log_every_n_steps=100", "trainer.limit_val_batches=0"]
@@ -127,8 +128,8 @@ def test_accumulation_changes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("padded", (False, True))
-@pytest.mark.parametrize(("kind", "chosen"), (("GPT", False), ("BERT", True)))
-def test_fused_loss_is_the_loss(kind, chosen, padded):
+@pytest.mark.parametrize(("kind", "chosen", "weighted"), (("GPT", False, False), ("GPT", False, True), ("BERT", True, False)))
+def test_fused_loss_is_the_loss(kind, chosen, weighted, padded):
     """Of rows with and without padding, of all tokens and of chosen ones, with a padded vocabulary."""
     torch.manual_seed(0)
     model = from_config({"_target_": f"attnzoo.models.{kind}", "vocab_size": 53, "dim": 32, "n_layers": 1, "n_heads": 2,
@@ -138,6 +139,7 @@ def test_fused_loss_is_the_loss(kind, chosen, padded):
     batch = {"input_ids": ids, "labels": labels.masked_fill(~mask, -100) if padded else labels}
     batch |= {"attention_mask": mask, "max_tokens": 35} if padded else {}  # more than there are
     batch |= {"logits_at": torch.tensor([1, 18, 30, 47])} if chosen else {}
+    batch |= {"weights": torch.rand(48)} if weighted else {}
     results = []
     for fused in (False, True):
         loss, count = summed_loss(model, batch, fused)

@@ -145,7 +145,7 @@ class Attention(nn.Module):
     - `kept`, `attend_over`, `attend_cached`, `attend_newest`: more in the cache than keys and values, a kernel of its own for the newest
       tokens over it;
     - `finish`: a norm or a factor on attend's output, which is itself weights times values;
-    - `init_weights`, `mlp_dim`, `visible_pairs`, `metrics`, `plain`, `check_context_parallel`.
+    - `init_weights`, `mlp_dim`, `visible_pairs`, `metrics`, `plain`, `check_context_parallel`, `check_trees`.
 
     The parameters are `q_proj`, `k_proj`, `v_proj`, `o_proj` (and, as the spec asks for them, `q_norm`, `k_norm`, `g_proj`, `ssmax_scale`)
     in all variants, so that a checkpoint of one loads into another.
@@ -197,11 +197,20 @@ class Attention(nn.Module):
             raise ValueError(f"attention={name} has no attention dropout, got {dropout}; set model.attention_dropout=0")
 
     @classmethod
-    def check_packed(cls, causal: bool) -> None:
-        """Raises ValueError where the variant takes no packed sequences, which a model makes of padded ones too."""
+    def check_packed(cls, causal: bool, trees: bool = False) -> None:
+        """Raises ValueError where the variant takes no packed sequences, which a model makes of padded ones too, or no trees of them."""
+        name = cls.__module__.rpartition(".")[2]
         if not cls.supports.packed:
             way_out = "set data.cross_documents=true" if causal else "a bidirectional model packs what is padded; use a gpt model"
-            raise ValueError(f"attention={cls.__module__.rpartition('.')[2]} takes no packed sequences; {way_out}, or attention=flash")
+            raise ValueError(f"attention={name} takes no packed sequences; {way_out}, or attention=flash")
+        if trees and not causal:
+            raise ValueError("parents: trees of shared prefixes are for causal models; use a gpt model, or packed sequences")
+        if trees and not cls.supports.trees:
+            raise ValueError(f"attention={name} takes no trees of shared prefixes; set data.trees=false, or attention=flash")
+
+    def check_trees(self) -> None:
+        """Raises ValueError where the layer, as it is configured, takes no trees."""
+        self.check_packed(self.spec.causal, trees=True)
 
     def check_context_parallel(self, packed: bool) -> None:
         """Raises ValueError where several devices cannot read one sequence by this layer."""
@@ -235,7 +244,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None = None) -> Tensor:
         """x (batch, seqlen, dim) or packed (total, dim), with `cache` the new tokens only; returns x's shape."""
-        if seq.cu_seqlens is not None:
+        if seq.parents is not None:
+            self.check_trees()
+        elif seq.cu_seqlens is not None:
             self.check_packed(self.spec.causal)
         q, k, v, *rest = self.project(x)
         q, k = self.q_norm(q), self.k_norm(k)

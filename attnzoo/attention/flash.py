@@ -24,7 +24,7 @@ class FlashAttention(WindowedAttention):
     sinks: learn a logit per head that joins the softmax's denominator, so that a head can look at nothing.
     """
 
-    supports = Supports(context_parallel=("dense", "packed"))
+    supports = Supports(trees=True, context_parallel=("dense", "packed"))
 
     def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None, window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
                  sinks: bool = False):
@@ -41,7 +41,23 @@ class FlashAttention(WindowedAttention):
     def plain(self) -> bool:
         return self.window_size == (-1, -1) and self.softcap == 0 and self.sinks is None
 
+    def check_trees(self) -> None:
+        super().check_trees()
+        # distances are counted by places, where other branches lie between
+        if self.window_size[0] >= 0:
+            raise ValueError(f"attention.window_size={list(self.window_size)}: must be [-1, 0] in trees of shared prefixes, or set "
+                             "data.trees=false")
+        if self.spec.positions == "alibi":
+            raise ValueError("positions=alibi: must be learned, rotary or none in trees of shared prefixes; set model.positions, or "
+                             "data.trees=false")
+        if self.spec.dropout > 0:
+            raise ValueError(f"attention_dropout={self.spec.dropout}: must be 0 in trees of shared prefixes; set "
+                             "model.attention_dropout=0, or data.trees=false")
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
+        if seq.parents is not None:
+            return flash_attention(q, k, v, softcap=self.softcap, sinks=None if self.sinks is None else self.sinks.float(),
+                                   ranges=seq.tree_ranges, impl=self.impl)
         return flash_attention(
             q, k, v, causal=self.spec.causal, window_size=self.window_size, softcap=self.softcap,
             alibi_slopes=self.alibi_slopes(seq, q.shape[-2], q.device), sinks=None if self.sinks is None else self.sinks.float(),

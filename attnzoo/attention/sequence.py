@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from attnzoo_kernels.ranges import KeyRanges
+from attnzoo_kernels.tree import tree_ranges
+
 if TYPE_CHECKING:
     from attnzoo_kernels.context_parallel import ContextParallel, Part
 
@@ -17,6 +20,7 @@ class SequenceInfo:
     position_ids: int64, (1, seqlen) or (batch, seqlen) dense, (total,) packed.
     cu_seqlens: int32 (sequences + 1,), None if dense; repeating the last value pads it, tokens behind it belong to no sequence.
     max_seqlen: int, at least the longest sequence.
+    parents: int32 (segments,), None but in trees, whose segments `cu_seqlens` bounds, see `attnzoo.batch.Inputs`.
     keys: cu_seqlens and max_seqlen of keys and values, where there are others than queries; None where they are the same.
     context: which tokens of longer sequences this process has (`attnzoo_kernels.context_parallel`): position_ids are of these tokens,
         cu_seqlens and max_seqlen of the whole.
@@ -28,6 +32,7 @@ class SequenceInfo:
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     keys: tuple[Tensor, int] | None = None
     context: "ContextParallel | None" = None
+    parents: Tensor | None = None
 
     @property
     def cu_seqlens_k(self) -> Tensor | None:
@@ -36,6 +41,11 @@ class SequenceInfo:
     @property
     def max_seqlen_k(self) -> int | None:
         return self.max_seqlen if self.keys is None else self.keys[1]
+
+    @property
+    def tree_ranges(self) -> KeyRanges:
+        """Which keys the queries of trees see, with tables that all layers of a pass share."""
+        return self.once("tree ranges", lambda: tree_ranges(self.parents, self.cu_seqlens))
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """make()'s result, computed by the first layer that asks for `key` in this pass and shared by the others.

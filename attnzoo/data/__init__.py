@@ -12,6 +12,7 @@ _MODULES = {
     "attnzoo.data.pixels": ("images", "pathfinder"),
     "attnzoo.data.synthetic.retrieval": ("PasskeyDataModule", "passkey"),
     "attnzoo.data.synthetic.tasks": ("TokenTask", "copying", "induction", "recall"),
+    "attnzoo.data.trees": ("ContinuationDataModule", "continuations"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

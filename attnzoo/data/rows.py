@@ -19,10 +19,12 @@ class RowsDataModule(LightningDataModule):
 
     - `_rows(split, shuffle=False)`: the rows of "train", "validation" (and other splits);
     - `_settings()`: plain JSON that the order of the training rows depends on;
-    - `packs`: whether its batches reach attention as packed sequences, which those of padded rows do too.
+    - `packs`: whether its batches reach attention as packed sequences, which those of padded rows do too;
+    - `trees`: whether these are segments of trees.
     """
 
     packs = False
+    trees = False
 
     kind: str
     batch_size: int

@@ -45,7 +45,7 @@ class FileSource:
     """
 
     def __init__(self, kind: str, files: dict[str, Path], val_fraction: float, *, val_names: Iterable[str] = (), about: dict | None = None):
-        _check_fraction(val_fraction)
+        check_fraction(val_fraction)
         self.kind, self.files, self.val_fraction, self.about = kind, dict(sorted(files.items())), val_fraction, about or {}
         self.val_names = set(val_names)
         self.by_position = len(self.files) == 1 and not self.val_names
@@ -55,7 +55,7 @@ class FileSource:
         return {"kind": self.kind, **self.about, "files": len(self.files), "split_by": by, "val_fraction": self.val_fraction}
 
     def identity(self) -> dict:
-        return {**self.record(), "validation": sorted(self.val_names), "stats": _stats(self.files)}
+        return {**self.record(), "validation": sorted(self.val_names), "stats": file_stats(self.files)}
 
     def documents(self) -> Iterator[dict]:
         for name in self.files:
@@ -219,7 +219,7 @@ class HubSource:
     ):
         self.options = {key: value for key, value in locals().items() if key != "self"}
         self.kind = "hf"
-        _check_fraction(val_fraction)
+        check_fraction(val_fraction)
 
     def record(self) -> dict:
         return {"kind": self.kind, **self.options}
@@ -228,7 +228,7 @@ class HubSource:
         given = self.options["data_files"] or f"{self.options['name']}/**"
         patterns = [p for v in (given.values() if isinstance(given, dict) else [given]) for p in ([v] if isinstance(v, str) else v)]
         local = sorted({Path(p) for pattern in patterns for p in glob.glob(str(Path(pattern).expanduser()), recursive=True)})
-        return {**self.record(), "stats": _stats({str(path): path for path in local if path.is_file()})}
+        return {**self.record(), "stats": file_stats({str(path): path for path in local if path.is_file()})}
 
     def documents(self) -> Iterator[dict]:
         o = self.options
@@ -286,12 +286,12 @@ def document_of(split: str, number: int, text: str, validation: bool) -> dict:
     return {"text": text, "path": f"{split}/{number}", "split": "validation" if validation else "train", "n_replaced": 0}
 
 
-def _stats(files: dict[str, Path]) -> list[tuple]:
+def file_stats(files: dict[str, Path]) -> list[tuple]:
     """What tells a changed file without reading it."""
     stats = ((name, str(path), path.stat()) for name, path in files.items())
     return [(name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in stats]
 
 
-def _check_fraction(val_fraction: float) -> None:
+def check_fraction(val_fraction: float) -> None:
     if not 0 < val_fraction < 1:
         raise ValueError(f"data.val_fraction={val_fraction} must lie between 0 and 1")

@@ -15,6 +15,7 @@ from attnzoo.batch import IGNORED
 from attnzoo.models.blocks import Block, default_mlp_dim, in_compute_dtype, make_norm
 from attnzoo.signatures import check_options
 from attnzoo_kernels import linear_cross_entropy, padding
+from attnzoo_kernels.tree import tree_positions
 
 if TYPE_CHECKING:
     from attnzoo_kernels.context_parallel import ContextParallel
@@ -118,8 +119,8 @@ class Transformer(nn.Module):
     def forward(
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
         attention_mask: Tensor | None = None, max_tokens: int | None = None, token_type_ids: Tensor | None = None,
-        cache: list[KVCache] | None = None, logits_at: Tensor | None = None, targets: Tensor | None = None,
-        reduction: str = "sum", context: "ContextParallel | None" = None,
+        cache: list[KVCache] | None = None, parents: Tensor | None = None, logits_at: Tensor | None = None, targets: Tensor | None = None,
+        target_weights: Tensor | None = None, reduction: str = "sum", context: "ContextParallel | None" = None,
     ) -> Tensor:
         """Logits in the layout of input_ids, (..., vocab_size), or (n, vocab_size) with `logits_at`; with `targets` their losses.
 
@@ -128,33 +129,39 @@ class Transformer(nn.Module):
         attention_mask: (batch, seqlen), nonzero where a token is real; padding is removed once here and its logits are zeros.
         max_tokens: how many tokens are real, or an upper bound; without it the host waits for the device to count them.
         token_type_ids: like input_ids, for models that have types. cache: from `new_cache`, input_ids are then the next tokens.
-        logits_at: int64 (n,), indices into input_ids.flatten() whose logits are wanted.
+        parents: int32 (segments,), of packed trees whose segments cu_seqlens bounds, see `attnzoo.batch.Inputs`; max_seqlen is then at
+            least the longest path's.
+        logits_at: int64 (n,), indices into input_ids.flatten() whose logits are wanted; a place may be named more than once.
         targets: int64, one for each of the logits, flat, -100 where nothing is asked: their cross-entropy comes without all logits in
             memory (`attnzoo_kernels.linear_cross_entropy`), summed up, (), or with reduction="none" that of each, like targets. Padded
             input has the latter with `logits_at` alone.
+        target_weights: float32, as targets, factors of their losses; all 1 by default.
         context: the plan by which several processes read these sequences together. What is of tokens is this process's part by
             `context.shard` (position_ids, too), cu_seqlens and max_seqlen are of the whole.
         """
-        self._check_layout(input_ids, cu_seqlens, max_seqlen, attention_mask, cache)
+        self._check_layout(input_ids, cu_seqlens, max_seqlen, attention_mask, cache, parents)
         if context is not None:
-            self._check_context(input_ids, attention_mask, cache, context)
+            self._check_context(input_ids, attention_mask, cache, parents, context)
         if attention_mask is not None:
-            return self._forward_padded(input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets, reduction)
+            return self._forward_padded(input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets, reduction,
+                                        target_weights)
         newest = None if cache is None else cache[0].newest
         offset = 0 if cache is None or newest is not None else cache[0].length
         length = max_seqlen if input_ids.dim() == 1 else offset + input_ids.shape[1] if context is None else context.total
         self._check_length(length)
         if newest is not None:
             position_ids = newest.positions[:, None]
-        if position_ids is None and cu_seqlens is not None:
+        if position_ids is None and parents is not None:
+            position_ids = tree_positions(parents, cu_seqlens, input_ids.shape[0])
+        elif position_ids is None and cu_seqlens is not None:
             position_ids = padding.position_ids(cu_seqlens, input_ids.shape[0] if context is None else context.total)
             position_ids = position_ids if context is None else context.shard(position_ids, -1)
         elif position_ids is None:
             position_ids = torch.arange(offset, length, device=input_ids.device)[None]
             position_ids = position_ids if context is None else context.shard(position_ids, -1)
-        if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        if cu_seqlens is not None and parents is None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
             cu_seqlens = _without_repeated_end(cu_seqlens)
-        seq = SequenceInfo(position_ids, cu_seqlens, max_seqlen, context=context)
+        seq = SequenceInfo(position_ids, cu_seqlens, max_seqlen, context=context, parents=parents)
         x = self.embed(input_ids, position_ids, token_type_ids)
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
@@ -163,9 +170,10 @@ class Transformer(nn.Module):
             again = self.recompute_every and self.training and torch.is_grad_enabled() and layer % self.recompute_every == 0
             x = checkpoint(block, x, *rest, use_reentrant=False) if again else block(x, *rest)
         x = self.final_norm(x)
-        return self.logits(x) if targets is None else self.loss(x, targets, reduction)
+        return self.logits(x) if targets is None else self.loss(x, targets, reduction, target_weights)
 
-    def _forward_padded(self, input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets, reduction) -> Tensor:
+    def _forward_padded(self, input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets, reduction,
+                        weights) -> Tensor:
         """Remove the padding from the token ids, run packed, and put the logits back into rows, unless only their loss is wanted."""
         batch, seqlen = input_ids.shape
         tokens, indices, cu_seqlens, max_seqlen, _ = padding.unpad_input(input_ids, attention_mask, max_tokens=max_tokens)
@@ -181,14 +189,16 @@ class Transformer(nn.Module):
                 raise ValueError(f"reduction={reduction!r}: must be 'sum' for padded input without logits_at")
             # what stands behind the last token comes out as zero
             targets = padding.remove_padding(targets.view(batch, seqlen) - IGNORED, indices) + IGNORED
-            return self.forward(tokens, **packed, targets=targets)
+            weights = None if weights is None else padding.remove_padding(weights.view(batch, seqlen), indices)
+            return self.forward(tokens, **packed, targets=targets, target_weights=weights)
         at = torch.searchsorted(indices, logits_at.contiguous()).clamp(max=indices.shape[0] - 1)
         there = indices[at] == logits_at
         if targets is not None:
-            return self.forward(tokens, **packed, logits_at=at, targets=torch.where(there, targets, IGNORED), reduction=reduction)
+            targets = torch.where(there, targets, IGNORED)
+            return self.forward(tokens, **packed, logits_at=at, targets=targets, reduction=reduction, target_weights=weights)
         return torch.where(there[:, None], self.forward(tokens, **packed, logits_at=at), 0)
 
-    def _check_layout(self, input_ids, cu_seqlens, max_seqlen, attention_mask, cache) -> None:
+    def _check_layout(self, input_ids, cu_seqlens, max_seqlen, attention_mask, cache, parents) -> None:
         if input_ids.dim() not in (1, 2):
             raise ValueError(f"input_ids: must be (batch, seqlen) or packed (total,), got shape {tuple(input_ids.shape)}")
         if input_ids.dim() == 1:
@@ -197,18 +207,19 @@ class Transformer(nn.Module):
                                  f"got {type(cu_seqlens).__name__} and {type(max_seqlen).__name__}")
             if attention_mask is not None or cache is not None:
                 raise ValueError("attention_mask, cache: are for input_ids (batch, seqlen), got packed (total,); leave them out")
-        elif cu_seqlens is not None or max_seqlen is not None:
-            raise ValueError(f"cu_seqlens, max_seqlen: are for packed input_ids (total,), got shape {tuple(input_ids.shape)}; "
-                             "leave both out, or flatten them")
+        elif cu_seqlens is not None or max_seqlen is not None or parents is not None:
+            raise ValueError(f"cu_seqlens, max_seqlen, parents: are for packed input_ids (total,), got shape {tuple(input_ids.shape)}; "
+                             "leave them out, or flatten input_ids")
         elif attention_mask is not None and attention_mask.shape != input_ids.shape:
             raise ValueError(f"attention_mask: must have input_ids' shape {tuple(input_ids.shape)}, got {tuple(attention_mask.shape)}")
         if attention_mask is not None and cache is not None:
             raise ValueError("attention_mask: does not go with a cache; read rows of one length, or leave out the cache")
 
     @staticmethod
-    def _check_context(input_ids: Tensor, attention_mask: Tensor | None, cache: list[KVCache] | None, context: "ContextParallel") -> None:
-        if attention_mask is not None or cache is not None:
-            raise ValueError("attention_mask, cache: do not go with context; give packed or dense rows of one length")
+    def _check_context(input_ids: Tensor, attention_mask: Tensor | None, cache: list[KVCache] | None, parents: Tensor | None,
+                       context: "ContextParallel") -> None:
+        if attention_mask is not None or cache is not None or parents is not None:
+            raise ValueError("attention_mask, cache, parents: do not go with context; give packed or dense rows of one length")
         if input_ids.shape[-1] != context.local:
             raise ValueError(f"input_ids: must be this process's {context.local} tokens, got shape {tuple(input_ids.shape)}; see "
                              "context.shard")
@@ -234,11 +245,11 @@ class Transformer(nn.Module):
         """The output layer, (..., vocab_size): a view without the padded part of the vocabulary."""
         return F.linear(self.head_input(x), self.head_matrix, self.head_bias)[..., : self.vocab_size]
 
-    def loss(self, x: Tensor, targets: Tensor, reduction: str = "sum") -> Tensor:
-        """The output layer's cross-entropy; a target that does not count has none."""
+    def loss(self, x: Tensor, targets: Tensor, reduction: str = "sum", weights: Tensor | None = None) -> Tensor:
+        """The output layer's cross-entropy, each target's times its weight; a target that does not count has none."""
         x = in_compute_dtype(self.head_input(x)).flatten(0, -2)
-        return linear_cross_entropy(x, self.head_matrix, targets, bias=self.head_bias, vocab_size=self.vocab_size, ignore_index=IGNORED,
-                                    reduction=reduction)
+        return linear_cross_entropy(x, self.head_matrix, targets, bias=self.head_bias, token_weights=weights, vocab_size=self.vocab_size,
+                                    ignore_index=IGNORED, reduction=reduction)
 
     def head_input(self, x: Tensor) -> Tensor:
         """What the output layer multiplies."""

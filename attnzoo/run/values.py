@@ -76,17 +76,19 @@ MODEL = {
     "layers": dict | None,
 }
 DATA = {
-    **dict.fromkeys(("batch_size", "n_train", "n_validation", "vocab_size", "max_depth", "min_length", "max_length"), Count),
+    **dict.fromkeys(("batch_size", "n_train", "n_validation", "n_numbers", "n_continuations", "vocab_size", "max_depth", "min_length",
+                     "max_length"), Count),
     **dict.fromkeys(("eval_batch_size", "max_documents", "max_val_documents"), Count | None),
     **dict.fromkeys(("seed", "num_workers", "n_test", "generator_seed"), Natural),
     **dict.fromkeys(("mask_rate", "eval_mask_rate", "share"), PositiveShare),
-    **dict.fromkeys(("shuffle", "packed", "cross_documents", "group_by_length", "balance_lengths", "streaming", "random_fill"), bool),
+    **dict.fromkeys(("shuffle", "packed", "cross_documents", "group_by_length", "balance_lengths", "streaming", "random_fill", "trees",
+                     "predict_prompts"), bool),
     **dict.fromkeys(("tokenizer", "column", "label_column", "split"), str),
     **dict.fromkeys(("cache_dir", "val_split", "config", "revision", "document_start", "name", "path", "val_path"), str | None),
     "seq_len": Annotated[int, Field(ge=2)],
     "min_seq_len": Annotated[int, Field(ge=3)] | None,
     "val_fraction": Range,
-    "paths": str | list[str],
+    "paths": str | list[str] | None,
     "val_paths": str | list[str] | None,
     "packages": str | list[str],
     "n_pairs": Count | list[Count],
@@ -164,6 +166,7 @@ def _check_context_parallel(plain: Mapping[str, Any]) -> None:
     for said, refused, way_out in (
         ("compile", plain["compile"], "compile=false"), ("task=classification", plain["task"]["objective"] == "classification", "task=lm"),
         ("data.packed=false", plain["data"].get("packed") is False, "data.packed=true"),
+        ("data=continuations", "predict_prompts" in plain["data"], "data=text"),
     ):
         if refused:
             raise UserError(f"trainer.context_parallel={ranks} does not go with {said}; set {way_out} or trainer.context_parallel=1")

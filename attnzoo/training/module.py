@@ -17,7 +17,7 @@ from attnzoo.checkpoint import check_same_shapes
 from attnzoo.run.steps import is_log_step
 
 INPUTS = tuple(Inputs.__annotations__)
-READ = {"input_ids", "labels", *INPUTS}
+READ = {"input_ids", "labels", "weights", *INPUTS}
 
 
 def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -27,21 +27,26 @@ def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def summed_loss(model: nn.Module, batch: Batch, fused: bool = False) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats summed over a batch's targets, and the number of targets, both (), at least float32. fused: all logits are
-    never in memory."""
+    """Cross-entropy in nats summed over a batch's targets, and the number of targets, both (), at least float32. A target with a weight
+    counts as often as that says, in both. fused: all logits are never in memory."""
     if not fused:
-        return cross_entropy(*predict(model, batch))
-    targets = _targets(batch)
-    return _counted(model(batch["input_ids"], targets=targets, **_inputs(batch)), targets)
+        return cross_entropy(*predict(model, batch), batch.get("weights"))
+    targets, weights = _targets(batch), batch.get("weights")
+    weighted = {} if weights is None else {"target_weights": weights}
+    return _counted(model(batch["input_ids"], targets=targets, **weighted, **_inputs(batch)), targets, weights)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The same, of `predict`'s result."""
-    return _counted(F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum"), targets)
+    if weights is None:
+        return _counted(F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum"), targets)
+    losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+    return _counted((losses * weights).sum(), targets, weights)  # a product of vectors would be in 16 bits under autocast
 
 
-def _counted(loss: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    return loss, (targets != IGNORED).sum().to(loss.dtype)
+def _counted(loss: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    counted = targets != IGNORED
+    return loss, (counted if weights is None else torch.where(counted, weights, 0)).sum().to(loss.dtype)
 
 
 def _inputs(batch: Batch) -> Inputs:
@@ -50,7 +55,7 @@ def _inputs(batch: Batch) -> Inputs:
 
 def _targets(batch: Batch) -> Tensor:
     targets = batch["labels"].flatten()
-    return targets[batch["logits_at"]] if "logits_at" in batch else targets
+    return targets[batch["logits_at"]] if "logits_at" in batch and "weights" not in batch else targets
 
 
 class TokenPrediction(lightning.LightningModule):
@@ -197,7 +202,7 @@ class TokenPrediction(lightning.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         logits, targets = predict(self.model, self._read(batch))
-        loss, count = cross_entropy(logits, targets)
+        loss, count = cross_entropy(logits, targets, batch.get("weights"))
         self._validation_loss.update(loss)
         self._validation_count.update(count)
         self._accuracy.update(logits.argmax(-1), targets)

@@ -22,7 +22,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def sequence_lengths(batch: Batch) -> list[int]:
-    """Lengths of a batch's sequences, without padding; on the host, no GPU is asked."""
+    """Lengths of a batch's sequences, or of the paths in its trees, without padding; on the host, no GPU is asked."""
     if "lengths" in batch:
         return batch["lengths"].tolist()
     rows, length = batch["input_ids"].shape
@@ -32,8 +32,8 @@ def sequence_lengths(batch: Batch) -> list[int]:
 class Throughput(lightning.Callback):
     """Logs perf/tokens_per_second and perf/mfu over the steps since the last log, and perf/peak_memory_gb of the GPU.
 
-    Tokens and flops are those of real tokens, and of the output layer where it is applied; perf/packing_efficiency is the share of the
-    batches' slots that hold a token, the others being padding.
+    Tokens and flops are those of real tokens, what sequences share once, and of the output layer where it is applied;
+    perf/packing_efficiency is the share of the batches' slots that hold a token, the others being padding.
 
     Lightning's ThroughputMonitor waits for the GPU in every step; this one only when something is logged anyway. Validation does not count.
     The ranks are taken to be equally fast.
@@ -46,12 +46,14 @@ class Throughput(lightning.Callback):
 
     def _restart(self, trainer: lightning.Trainer) -> None:
         self.lengths: list[int] = []
+        self.shared: list[int] = []
         self.n_slots = self.n_logits = 0
         self.step, self.paused, self.started = trainer.global_step, 0.0, time.perf_counter()
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Batch, batch_idx: int) -> None:
         lengths = sequence_lengths(batch)
         self.lengths += lengths
+        self.shared += batch["shared"].tolist() if "shared" in batch else ()
         self.n_slots += batch["input_ids"].numel()
         self.n_logits += batch["n_targets"] if "logits_at" in batch else sum(lengths)
         if trainer.global_step % trainer.log_every_n_steps or trainer.global_step == self.step:
@@ -59,13 +61,15 @@ class Throughput(lightning.Callback):
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
         seconds = time.perf_counter() - self.started - self.paused
-        n_tokens = sum(self.lengths)
+        n_tokens = sum(self.lengths) - sum(self.shared)
         metrics = {
             "perf/tokens_per_second": trainer.world_size / sharing(trainer) * n_tokens / seconds,
             "perf/packing_efficiency": n_tokens / self.n_slots,
         }
         if self.peak:
-            metrics["perf/mfu"] = pl_module.model.flops(self.lengths, n_logits=self.n_logits) / sharing(trainer) / seconds / self.peak
+            model = pl_module.model
+            flops = model.flops(self.lengths, n_logits=self.n_logits) - model.flops(self.shared, n_logits=0)
+            metrics["perf/mfu"] = flops / sharing(trainer) / seconds / self.peak
         if pl_module.device.type == "cuda":
             metrics["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated(pl_module.device) / 1e9
         pl_module.log_dict(metrics)
