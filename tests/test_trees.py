@@ -21,6 +21,7 @@ from attnzoo.data.trie import pack
 from attnzoo.models import BERT, GPT
 from attnzoo.training.module import INPUTS, summed_loss
 from attnzoo_kernels.tree.segments import check_tree
+from benchmarks import tree_step
 from benchmarks.accuracy import assert_accurate
 
 sequence = st.lists(st.integers(1, 3), min_size=2, max_size=7)
@@ -215,6 +216,12 @@ def test_json_lines_are_split_by_prompt_and_read_whole(tmp_path):
 def test_a_wrong_line_is_named(tmp_path, line, says):
     with pytest.raises(ValueError, match=says):
         module(tmp_path, [{"prompt": "a", "continuations": ["b"]}, line])
+
+
+@pytest.mark.slow
+def test_a_step_is_measured_and_checked(capsys):
+    assert tree_step.main(["--dry-run"]) == 0
+    assert "trees-reference" in capsys.readouterr().out
 
 
 def test_prompts_that_leave_no_room_are_left_out(tmp_path, caplog):

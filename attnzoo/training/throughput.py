@@ -67,8 +67,9 @@ class Throughput(lightning.Callback):
             "perf/packing_efficiency": n_tokens / self.n_slots,
         }
         if self.peak:
-            model = pl_module.model
-            flops = model.flops(self.lengths, n_logits=self.n_logits) - model.flops(self.shared, n_logits=0)
+            flops = pl_module.model.flops(self.lengths, n_logits=self.n_logits)
+            if self.shared:
+                flops -= pl_module.model.flops(self.shared, n_logits=0)
             metrics["perf/mfu"] = flops / sharing(trainer) / seconds / self.peak
         if pl_module.device.type == "cuda":
             metrics["perf/peak_memory_gb"] = torch.cuda.max_memory_allocated(pl_module.device) / 1e9
