@@ -121,14 +121,15 @@ def sigmoid():
 def forgetting():
     from attnzoo_kernels.forgetting import ops
 
-    for dtype, widths, left, packed, kv_heads, needs_dlog_f in (
-            (BF16, (64, 64), -1, False, 4, True), (BF16, (128, 128), -1, False, 2, True), (BF16, (256, 256), -1, False, 4, True),
-            (BF16, (64, 64), 48, True, 2, True), (BF16, (128, 128), -1, True, 2, False), (F32, (64, 64), -1, False, 4, True),
-            (F32, (128, 96), 48, True, 2, True)):
+    for dtype, widths, left, packed, kv_heads, needs_dlog_f, prune in (
+            (BF16, (64, 64), -1, False, 4, True, True), (BF16, (128, 128), -1, False, 2, True, True),
+            (BF16, (256, 256), -1, False, 4, True, False), (BF16, (64, 64), 48, True, 2, True, True),
+            (BF16, (128, 128), -1, True, 2, False, False), (F32, (64, 64), -1, False, 4, True, True),
+            (F32, (128, 96), 48, True, 2, True, False)):
         q, k, v, grad_out, bounds = tensors(dtype, packed, kv_heads, widths)
-        numbers = ("triton", True, widths[0] ** -0.5, left)
-        out, lse, stats, c = ops._forward(q, k, v, torch.zeros(q.shape[:-1]), bounds, bounds, *numbers)
-        ops._gradients(grad_out, lse if packed else None, q, k, v, out, stats, c, bounds, bounds, needs_dlog_f, *numbers)
+        numbers = ("triton", True, widths[0] ** -0.5, left, prune)
+        out, lse, *saved = ops._forward(q, k, v, torch.zeros(q.shape[:-1]), bounds, bounds, *numbers)
+        ops._gradients(grad_out, lse if packed else None, q, k, v, out, *saved, bounds, bounds, needs_dlog_f, *numbers)
 
 
 def two_frame():

@@ -88,7 +88,7 @@ def test_sums_begin_anew_in_each_sequence_and_keep_their_last_bits():
     c = gates.cumulative(log_f, bounds)
     for first, end in ((0, 300), (300, 1000)):
         assert_close(c[:, first:end], log_f[first:end].double().cumsum(0).mT, rtol=0, atol=1e-8)
-    high, low = gates.in_two_parts(c, torch.float32).double()
+    high, low = gates.in_two_parts(c).double()
     assert_close(high + low, c, rtol=2**-47, atol=0)
 
 
@@ -97,7 +97,7 @@ def test_custom_operators_and_the_eager_path_agree_and_compile():
     x = Case(lengths_q=(9, 0, 11), head_dim=16, dtype=torch.float16).inputs(DEVICE)
     inputs = tuple(t.detach().requires_grad_() for t in x[:4])
     bounds = x.options["cu_seqlens_q"]
-    arguments = (*inputs, bounds, bounds, "triton", True, 0.25, -1)
+    arguments = (*inputs, bounds, bounds, "triton", True, 0.25, -1, True)
     torch.library.opcheck(torch.ops.attnzoo.forgetting_forward, arguments,
                           test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 

@@ -89,11 +89,13 @@ def normalised(acc, row_sum, keep_prob, PRECISION: tl.constexpr):
 
 @triton.jit
 def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats, unit, keep_prob, own, seqlen_q, heads, group, shape,
-            LOOPS: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, STATISTICS: tl.constexpr = True):
+            LOOPS: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, STATISTICS: tl.constexpr = True,
+            MORE: tl.constexpr = None):
     """A whole program: LOOPS(x, own) gives forward_step's last state, and this stores O, the LSE and what the backward needs of it.
 
     Q_REGISTERS: queries are an operand in registers, not in shared memory; Q_SELECT: they pass a select on their way there. STATISTICS:
-    rows are divided by their sums; a rule that looks at each score alone has none, and stores O only.
+    rows are divided by their sums; a rule that looks at each score alone has none, and stores O only. MORE(place, own, rows): what
+    the LSE of rows [BLOCK_M] is more by, in base 2, because all of a row's scores are.
     """
     PRECISION: tl.constexpr = shape.PRECISION
     q_rows = head_rows(queries, place.batch, place.head, place.first, place.length, shape.TMA)
@@ -113,13 +115,15 @@ def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats,
     if STATISTICS:
         i = place.row + tl.arange(0, shape.BLOCK_M)
         at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, shape.PACKED) + i
-        store_softmax(lse_ptr, stats_ptr, stride_stats, at, i < place.length, row_max, row_sum, PRECISION)
+        store_softmax(lse_ptr, stats_ptr, stride_stats, at, i < place.length, row_max, row_sum, PRECISION,
+                      more=None if MORE is None else MORE(place, own, i))
 
 
 @triton.jit
-def store_softmax(lse_ptr, stats_ptr, stride_stats, at, inside, row_max, row_sum, PRECISION: tl.constexpr, SAVE: tl.constexpr = True):
-    """Store the LSE and, under SAVE, softmax_stats of a tile's rows."""
-    tl.store(lse_ptr + at, log_sum_exp(row_max, row_sum, PRECISION == "ieee"), mask=inside)
+def store_softmax(lse_ptr, stats_ptr, stride_stats, at, inside, row_max, row_sum, PRECISION: tl.constexpr, SAVE: tl.constexpr = True,
+                  more=None):
+    """Store the LSE, of a maximum that is `more`, and, under SAVE, softmax_stats of a tile's rows."""
+    tl.store(lse_ptr + at, log_sum_exp(row_max if more is None else row_max + more, row_sum, PRECISION == "ieee"), mask=inside)
     if SAVE:
         row_max, sum_stat = softmax_stats(row_max, row_sum, PRECISION == "ieee")
         tl.store(stats_ptr + at, row_max, mask=inside)

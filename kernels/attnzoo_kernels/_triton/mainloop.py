@@ -99,20 +99,26 @@ def range_loops(STEP: tl.constexpr, state, x, own, bounds, BLOCK: tl.constexpr, 
 
 
 @triton.jit
-def key_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr, SHORT_TAIL: tl.constexpr):
-    """Steps over the keys that a QueryTile sees in own.window."""
+def key_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr, SHORT_TAIL: tl.constexpr, first=None):
+    """Steps over the keys that a QueryTile sees in own.window. first: those before it are passed over;
+    a multiple of BLOCK_N that is not behind the first row's own key."""
     # a descriptor reads zeros beyond the sequence: only pointers need a loop of their own for the tail
     TAIL: tl.constexpr = not x.shape.TMA
     bounds = key_ranges(x.place.row, x.place.length, x.place.other_length, own.window, x.shape.BLOCK_M, x.shape.BLOCK_N, TAIL)
+    if first is not None:
+        bounds = (tl.maximum(bounds[0], first), tl.maximum(bounds[1], first), bounds[2], bounds[3], bounds[4])
     return range_loops(STEP, state, x, own, bounds, x.shape.BLOCK_N, own.window.HAS_LEFT, own.window.HAS_RIGHT or not TAIL, TAIL, ONE_LOOP,
                        SHORT_TAIL and not (own.window.HAS_LEFT or own.window.HAS_RIGHT), SHORT_TAIL)
 
 
 @triton.jit
-def query_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr):
-    """Steps over the queries that see a KeyTile in own.window."""
+def query_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr, last=None):
+    """Steps over the queries that see a KeyTile in own.window. last: those from it on are passed over; a multiple
+    of BLOCK_M that is behind the query which stands at the last key."""
     TAIL: tl.constexpr = not x.shape.TMA
     bounds = query_ranges(x.place.row, x.place.other_length, x.place.length, own.window, x.shape.BLOCK_M, x.shape.BLOCK_N, TAIL)
+    if last is not None:
+        bounds = (bounds[0], bounds[1], tl.minimum(bounds[2], last), tl.minimum(bounds[3], last), tl.minimum(bounds[4], last))
     return range_loops(STEP, state, x, own, bounds, x.shape.BLOCK_M, own.window.HAS_RIGHT, own.window.HAS_LEFT, TAIL, ONE_LOOP, False,
                        False)
 

@@ -20,21 +20,27 @@ from attnzoo_kernels.flash.hooks import (
     Loaded,
     Modifiers,
     dropped_gradient,
+    first_key,
+    keys_bias,
+    last_query,
     load_key_bias,
     load_seed,
     load_slope,
     modified,
     modified_transposed,
+    queries_bias,
 )
-from attnzoo_kernels.flash.options import Options
+from attnzoo_kernels.flash.options import NO_KEY_BIAS, KeyBias, Options
 from attnzoo_kernels.flash.ranges import walk_keys, walk_queries
 from attnzoo_kernels.flash.tiles import dkdv_tile, dq_tile
 
 
 @triton.jit
 def _dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    return dq_step(state, x, own, at, position, edge, MASKED, GUARD, range_seen if own.modifiers.RANGES else window_seen, modified,
-                   dropped_gradient,
+    return dq_step(state, x,
+                   Loaded(own.window, own.modifiers, own.slope, own.seed, own.offset, own.head,
+                          keys_bias(own.modifiers, own.key_bias, at, x)),
+                   at, position, edge, MASKED, GUARD, range_seen if own.modifiers.RANGES else window_seen, modified, dropped_gradient,
                    ROW_BIAS=own.modifiers.HAS_ALIBI and own.modifiers.ONE_SIDED or own.modifiers.HAS_KEY_BIAS)
 
 
@@ -45,29 +51,29 @@ def _dq_loops(state, x, modifiers):
     else:
         slope = load_slope(modifiers, x.place.sequence, x.place.head)
         seed, offset = load_seed(modifiers)
-        bias = load_key_bias(modifiers, x.place, x.place.head, x.i, x.place.other_length - x.place.length, x.place.other_first,
-                             x.place.other_length)
+        bias = load_key_bias(modifiers, x.place, x.place.head, x.i, x.shape.PRECISION == "ieee", True)
+        first = first_key(modifiers, x.place, x.place.head)
         state = key_loops(_dq_step, state, x, Loaded(modifiers.window, modifiers, slope, seed, offset,
-                                                x.place.sequence * modifiers.heads + x.place.head, bias), False, False)
+                                                    x.place.sequence * modifiers.heads + x.place.head, bias), False, False,
+                          first if modifiers.PRUNED else None)
     return state
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together",
                                 "stride_stats"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "stats_ptr", "grad_lse_ptr",
-                                            "key_bias"])
+                                            "key_bias", "block_starts", "block_ends"])
 def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_lse_ptr, stats_ptr, delta_ptr, row_stats_ptr, dq_ptr,
-                        cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, key_bias, stride_qb, stride_qs, stride_qh, stride_kb,
-                        stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_dob, stride_dos,
-                        stride_doh,
-                        stride_dqb, stride_dqs, stride_dqh, stride_stats, stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob,
-                        window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, together,
-                        HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                        cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, key_bias, block_starts, block_ends, stride_qb, stride_qs,
+                        stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
+                        stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh, stride_stats, stride_rows, stride_ab,
+                        softmax_scale, scale, softcap, keep_prob, window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads,
+                        group, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                         PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
                         HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
                         HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr,
                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr,
-                        HAS_KEY_BIAS: tl.constexpr, RANGES: tl.constexpr):
+                        HAS_KEY_BIAS: tl.constexpr, PRUNED: tl.constexpr, RANGES: tl.constexpr):
     place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
                          together if HAS_RIGHT and not HAS_LEFT else None)
     if place.row >= place.length:
@@ -83,7 +89,8 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
                           drop_below, keep_prob, n_seqs, heads, None, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH,
                           HAS_DROPOUT,
                           HAS_SINKS=False, DROP_PAIRS=False, BY_WARP=False, ONE_LOOP=False, FROM_STATS=False,
-                          key_bias=key_bias, seqlen_k=seqlen_k, PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS,
+                          key_bias=key_bias, block_starts=block_starts, block_ends=block_ends, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+                          PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS, PRUNED=PRUNED,
                           table=cu_seqlens_q if RANGES else None, RANGES=RANGES),
                 n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
                 _dq_loops, HAS_GRAD_LSE, EXACT_DELTA, STATS_BLOCK, REFINED=EXACT_DELTA == "residual")
@@ -91,8 +98,11 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
 
 @triton.jit
 def _dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    return dkdv_step(state, x, own, at, position, edge, MASKED, GUARD,
-                     range_seen_transposed if own.modifiers.RANGES else window_seen_transposed, modified_transposed, dropped_gradient,
+    return dkdv_step(state, x,
+                     Loaded(own.window, own.modifiers, own.slope, own.seed, own.offset, own.head,
+                            queries_bias(own.modifiers, own.key_bias, at, x)),
+                     at, position, edge, MASKED, GUARD, range_seen_transposed if own.modifiers.RANGES else window_seen_transposed,
+                     modified_transposed, dropped_gradient,
                      ROW_BIAS=own.modifiers.HAS_ALIBI and own.modifiers.ONE_SIDED or own.modifiers.HAS_KEY_BIAS,
                      FROM_STATS=own.modifiers.FROM_STATS, COLUMN_SUMS=own.modifiers.HAS_KEY_BIAS,
                      LOAD_STATS=load_range_stats if own.modifiers.RANGES else load_stats)
@@ -111,11 +121,13 @@ def _dkdv_loops(state, x, modifiers):
 def _sequence_loops(state, x, modifiers):
     slope = load_slope(modifiers, x.place.sequence, x.head)
     seed, offset = load_seed(modifiers)
-    bias = load_key_bias(modifiers, x.place, x.head, x.j, 0, x.place.first, x.place.length)
+    bias = load_key_bias(modifiers, x.place, x.head, x.j, x.shape.PRECISION == "ieee", False)
+    last = last_query(modifiers, x.place, x.head)
     if modifiers.HAS_KEY_BIAS:
         state = (state[0], state[1], tl.zeros([x.shape.BLOCK_N], tl.float64 if x.shape.PRECISION == "ieee" else tl.float32))
     state = query_loops(_dkdv_step, state, x, Loaded(modifiers.window, modifiers, slope, seed, offset,
-                                            x.place.sequence * modifiers.heads + x.head, bias), modifiers.ONE_LOOP)
+                                            x.place.sequence * modifiers.heads + x.head, bias), modifiers.ONE_LOOP,
+                        last if modifiers.PRUNED else None)
     if modifiers.HAS_KEY_BIAS:
         j = x.place.row + tl.arange(0, x.shape.BLOCK_N)
         at = first_lse(x.place.batch, x.head, x.place.first, modifiers.seqlen_k, modifiers.heads, x.shape.PACKED) + j
@@ -124,18 +136,19 @@ def _sequence_loops(state, x, modifiers):
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together"],
-            do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "key_bias", "column_sums"])
+            do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "key_bias", "block_starts",
+                                            "block_ends", "column_sums"])
 def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
-                          rng_state, key_bias, column_sums, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
-                          stride_vs, stride_vh, stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb,
-                          stride_dvs, stride_dvh,
-                          stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left, window_right, drop_below, n_seqs,
-                          seqlen_q, seqlen_k, heads, group, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-                          BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
-                          HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
-                          ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
-                          BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr,
-                          ONE_LOOP: tl.constexpr, FROM_STATS: tl.constexpr, HAS_KEY_BIAS: tl.constexpr, RANGES: tl.constexpr):
+                          rng_state, key_bias, block_starts, block_ends, column_sums, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks,
+                          stride_kh, stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks,
+                          stride_dkh, stride_dvb, stride_dvs, stride_dvh, stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob,
+                          window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, together, HEAD_DIM: tl.constexpr,
+                          VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
+                          HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+                          HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+                          PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr,
+                          TMA: tl.constexpr, ONE_LOOP: tl.constexpr, FROM_STATS: tl.constexpr, HAS_KEY_BIAS: tl.constexpr,
+                          PRUNED: tl.constexpr, RANGES: tl.constexpr):
     place = program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False,
                          together if HAS_RIGHT and not HAS_LEFT else None)
     if place.row >= place.length:
@@ -151,7 +164,8 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
                             drop_below, keep_prob, n_seqs, heads, None, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH,
                             HAS_DROPOUT,
                             HAS_SINKS=False, DROP_PAIRS=False, BY_WARP=False, ONE_LOOP=ONE_LOOP, FROM_STATS=FROM_STATS,
-                            key_bias=key_bias, seqlen_k=seqlen_k, column_sums=column_sums, PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS,
+                            key_bias=key_bias, block_starts=block_starts, block_ends=block_ends, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+                            column_sums=column_sums, PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS, PRUNED=PRUNED,
                             table=cu_seqlens_k if RANGES else None, RANGES=RANGES),
                   n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
                   _dkdv_loops, STATS_BLOCK)
@@ -197,7 +211,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
 def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
               cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
               exact_delta: bool | str, options: Options, dq: Tensor | None = None,
-              key_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+              key_bias: KeyBias = NO_KEY_BIAS) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, the row statistics that launch_dkdv reads, and delta without the rounding of O, like the LSE (empty unless exact_delta), or, if
     that is "residual", the sums of the rows of dS less the gradient of the LSE."""
     sequences, seqlen_q, _ = options.sizes(q.shape, k.shape)
@@ -209,13 +223,13 @@ def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
         return dq, row_stats, delta
     launch = _dq_plan(q.device, q.dtype, are_aligned(q, k, v, out, grad_out), grad_lse is not None, exact_delta, layout(q), layout(k),
                       layout(v), layout(out), layout(grad_out), layout(dq), row_stats.shape[1], options)
-    launch(q, k, v, out, grad_out, grad_lse, stats, delta, row_stats, dq, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, key_bias)
+    launch(q, k, v, out, grad_out, grad_lse, stats, delta, row_stats, dq, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *key_bias)
     return dq, row_stats, delta
 
 
 def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Tensor, cu_seqlens_q: Tensor | None,
                 cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
-                options: Options, into: tuple[Tensor, Tensor] | None = None, key_bias: Tensor | None = None,
+                options: Options, into: tuple[Tensor, Tensor] | None = None, key_bias: KeyBias = NO_KEY_BIAS,
                 column_sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """dK and dV from the row statistics of launch_dq. column_sums: where those of dS go, (batch, heads, seqlen_k) or (heads, total),
     float32, for float32 tensors float64; with a key_bias."""
@@ -224,14 +238,14 @@ def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Te
         return dk, dv
     launch = _dkdv_plan(q.device, q.dtype, are_aligned(q, k, v, grad_out), layout(q), layout(k), layout(v), layout(grad_out),
                         layout(dk), layout(dv), row_stats.shape[1], options)
-    launch(q, k, v, grad_out, row_stats, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, key_bias, column_sums)
+    launch(q, k, v, grad_out, row_stats, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *key_bias, column_sums)
     return dk, dv
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
                     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
                     exact_delta: bool | str, options: Options, into: tuple[Tensor, Tensor, Tensor] | None = None,
-                    key_bias: Tensor | None = None, column_sums: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                    key_bias: KeyBias = NO_KEY_BIAS, column_sums: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV and delta (as launch_dq gives it) for the gradients of output and LSE.
 
     into: where the first three go, 16-byte aligned. key_bias, column_sums: as launch_forward and launch_dkdv have them.

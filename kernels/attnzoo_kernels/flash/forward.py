@@ -18,8 +18,19 @@ from attnzoo_kernels._triton.scores import score_unit
 from attnzoo_kernels._triton.softmax import in_units
 from attnzoo_kernels._triton.tiles import Operand, Shape, program_tile
 from attnzoo_kernels.dropout import drop_threshold
-from attnzoo_kernels.flash.hooks import Loaded, Modifiers, dropped, load_key_bias, load_seed, load_slope, modified
-from attnzoo_kernels.flash.options import Options
+from attnzoo_kernels.flash.hooks import (
+    Loaded,
+    Modifiers,
+    dropped,
+    first_key,
+    keys_bias,
+    load_key_bias,
+    load_seed,
+    load_slope,
+    modified,
+    rows_more,
+)
+from attnzoo_kernels.flash.options import NO_KEY_BIAS, KeyBias, Options
 from attnzoo_kernels.flash.ranges import walk_keys
 from attnzoo_kernels.flash.tiles import Tile, forward_tile
 
@@ -27,7 +38,10 @@ from attnzoo_kernels.flash.tiles import Tile, forward_tile
 @triton.jit
 def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
     return forward_step(
-        state, x, own, at, position, edge, MASKED, GUARD, range_seen if own.modifiers.RANGES else window_seen, modified, dropped,
+        state, x,
+        Loaded(own.window, own.modifiers, own.slope, own.seed, own.offset, own.head,
+               keys_bias(own.modifiers, own.key_bias, at, x)),
+        at, position, edge, MASKED, GUARD, range_seen if own.modifiers.RANGES else window_seen, modified, dropped,
         # under ALiBi and a maximum that lags ptxas 12.8 lets the products wait for each other
         LAGS=not own.modifiers.HAS_ALIBI and not own.modifiers.HAS_KEY_BIAS,
         ROW_BIAS=own.modifiers.HAS_ALIBI and own.modifiers.ONE_SIDED or own.modifiers.HAS_KEY_BIAS, BY_WARP=own.modifiers.BY_WARP,
@@ -48,25 +62,28 @@ def _loops(x, modifiers):
     else:
         slope = load_slope(modifiers, x.place.sequence, x.place.head)
         seed, offset = load_seed(modifiers)
-        bias = load_key_bias(modifiers, x.place, x.place.head, x.i, x.place.other_length - x.place.length, x.place.other_first,
-                             x.place.other_length)
+        bias = load_key_bias(modifiers, x.place, x.place.head, x.i, x.shape.PRECISION == "ieee", True)
+        first = first_key(modifiers, x.place, x.place.head)
         state = key_loops(_step, state, x, Loaded(modifiers.window, modifiers, slope, seed, offset,
-                                                 x.place.sequence * modifiers.heads + x.place.head, bias), modifiers.ONE_LOOP, True)
+                                                 x.place.sequence * modifiers.heads + x.place.head, bias), modifiers.ONE_LOOP, True,
+                          first if modifiers.PRUNED else None)
     return state
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together",
                                 "stride_stats"],
-            do_not_specialize_on_alignment=["sinks", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "key_bias"])
+            do_not_specialize_on_alignment=["sinks", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "key_bias",
+                                            "block_starts", "block_ends"])
 def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
-                     key_bias, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob,
-                     stride_os, stride_oh, stride_stats, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left, window_right,
-                     drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-                     PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr,
-                     HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, DROP_PAIRS: tl.constexpr,
-                     BY_WARP: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
-                     Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr, HAS_KEY_BIAS: tl.constexpr,
+                     key_bias, block_starts, block_ends, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
+                     stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_stats, stride_ab, softmax_scale, scale, softcap,
+                     keep_prob, window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, together,
+                     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
+                     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+                     HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
+                     PRECISION: tl.constexpr, DROP_PAIRS: tl.constexpr, BY_WARP: tl.constexpr, HAS_SINKS: tl.constexpr,
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr,
+                     ONE_LOOP: tl.constexpr, HAS_KEY_BIAS: tl.constexpr, PRUNED: tl.constexpr,
                      RANGES: tl.constexpr):
     """Under RANGES the queries are one dense sequence, n_seqs counts ranges, and cu_seqlens_q is their table."""
     place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
@@ -83,10 +100,11 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                       drop_below, keep_prob, n_seqs, heads, sinks, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH,
                       HAS_DROPOUT,
                       HAS_SINKS=HAS_SINKS, DROP_PAIRS=DROP_PAIRS, BY_WARP=BY_WARP, ONE_LOOP=ONE_LOOP, FROM_STATS=False,
-                      key_bias=key_bias, seqlen_k=seqlen_k, PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS,
+                      key_bias=key_bias, block_starts=block_starts, block_ends=block_ends, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+                      PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS, PRUNED=PRUNED,
                       table=cu_seqlens_q if RANGES else None, RANGES=RANGES),
             seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-            _loops, Q_REGISTERS, Q_SELECT)
+            _loops, Q_REGISTERS, Q_SELECT, MORE=rows_more if HAS_KEY_BIAS and PRECISION != "ieee" else None)
 
 
 def drop_pairs_hold(dropout_p: float, dtype: torch.dtype, device: torch.device) -> bool:
@@ -132,10 +150,10 @@ def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
                    alibi_slopes: Tensor | None, sinks: Tensor | None, rng_state: Tensor | None,
-                   options: Options, key_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                   options: Options, key_bias: KeyBias = NO_KEY_BIAS) -> tuple[Tensor, Tensor, Tensor]:
     """Output (layout of q, value width), LSE and, for the backward, the statistics (2, *lse.shape) of the softmax.
 
-    key_bias: c as KeyBias says it, float32 (2, batch, heads, seqlen_k) or (2, heads, total); the options say that it is there.
+    key_bias: the options say whether it is there.
     """
     out = q.new_empty(*q.shape[:-1], v.shape[-1])
     lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
@@ -145,5 +163,5 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
         return out, lse, stats
     launch = _plan(q.device, q.dtype, are_aligned(q, k, v), sinks is not None, layout(q), layout(k), layout(v), options)
     with on_device_of(out):
-        launch(q, k, v, out, lse, stats, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, key_bias)
+        launch(q, k, v, out, lse, stats, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *key_bias)
     return out, lse, stats

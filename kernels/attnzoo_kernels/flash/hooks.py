@@ -9,6 +9,9 @@ import triton.language as tl
 from attnzoo_kernels._triton.dropout import drop_pairs, keep_tile
 from attnzoo_kernels._triton.scores import alibi, scores_in_unit
 from attnzoo_kernels._triton.tiles import first_lse
+from attnzoo_kernels.flash.options import C_BLOCK
+
+BLOCK = tl.constexpr(C_BLOCK)
 
 
 class Modifiers(NamedTuple):
@@ -36,23 +39,28 @@ class Modifiers(NamedTuple):
     BY_WARP: Any
     ONE_LOOP: Any
     FROM_STATS: Any
-    key_bias: Any = None  # c of each key and query head, high parts before low ones: scores get c_i - c_j, i the query's own key
-    seqlen_k: Any = 0  # of packed sequences the total
+    key_bias: Any = None  # scores get c_i - c_j, i the query's own key: as flash.options.KeyBias has it
+    block_starts: Any = None
+    block_ends: Any = None
+    seqlen_q: Any = 0  # of packed sequences the total
+    seqlen_k: Any = 0
     column_sums: Any = None  # where those of dS go
     PACKED: Any = False
     HAS_KEY_BIAS: Any = False
+    PRUNED: Any = False
     table: Any = None  # of n_seqs key ranges, by what the program's tile holds
     RANGES: Any = False
 
 
-class KeyBias(NamedTuple):
-    """c in the softmax's units, in two parts: of the rows of a program's tile, and of the tile's first one."""
+class TileBias(NamedTuple):
+    """c of the rows of a program's tile, and of the other side's tile."""
 
-    source: Any  # that of the sequence's first key
-    high: Any
+    source: Any  # the other side's first block of c; float32: where c of the sequence's keys begins
+    own: Any  # float32: high parts
     low: Any
-    first_high: Any
-    first_low: Any
+    start: Any  # c with which the block of the program's tile begins
+    other: Any
+    apart: Any  # c with which the keys' block begins, less that with which the queries' does
 
 
 class Loaded(NamedTuple):
@@ -64,7 +72,7 @@ class Loaded(NamedTuple):
     seed: Any
     offset: Any
     head: Any  # counted over all sequences
-    key_bias: Any  # KeyBias
+    key_bias: Any  # TileBias
     END: Any = True  # fault 18
 
 
@@ -87,16 +95,80 @@ def _parts(m, source, j, len_k):
 
 
 @triton.jit
-def load_key_bias(m, place, head, rows, shift, first_k, len_k):
-    """Of a program's tile, whose rows stand at the keys rows + shift."""
-    bias = KeyBias(0, 0, 0, 0, 0)
+def _blocks_before(m, place, first, head, QUERIES: tl.constexpr):
+    """Blocks of c before those of a sequence, which begins at `first`, and head; those of queries lie behind those of keys."""
+    if m.PACKED:
+        of_keys = m.seqlen_k // BLOCK + m.n_seqs + 1
+        of_queries = m.seqlen_q // BLOCK + m.n_seqs + 1
+        before = head.to(tl.int64) * (of_queries if QUERIES else of_keys) + first // BLOCK + place.sequence
+    else:
+        of_keys = m.n_seqs * tl.cdiv(m.seqlen_k, BLOCK)
+        before = (place.sequence * m.heads + head).to(tl.int64) * tl.cdiv(m.seqlen_q if QUERIES else m.seqlen_k, BLOCK)
+    if QUERIES:
+        before += of_keys.to(tl.int64) * m.heads
+    return before
+
+
+@triton.jit
+def load_key_bias(m, place, head, rows, EXACT: tl.constexpr, QUERIES: tl.constexpr):
+    """Of a program's tile of queries or keys, `rows`."""
+    bias = TileBias(0, 0, 0, 0, 0, 0)
     if m.HAS_KEY_BIAS:
-        source = m.key_bias + first_lse(place.batch, head, first_k, m.seqlen_k, m.heads, m.PACKED)
-        high, low = _parts(m, source, rows + shift, len_k)
-        first = tl.maximum(place.row + shift, 0)
-        first_high, first_low = _parts(m, source, first, len_k)
-        bias = KeyBias(source, high, low, first_high, first_low)
+        if EXACT:
+            first = place.other_first if QUERIES else place.first
+            length = place.other_length if QUERIES else place.length
+            source = m.key_bias + first_lse(place.batch, head, first, m.seqlen_k, m.heads, m.PACKED)
+            high, low = _parts(m, source, rows + (place.other_length - place.length) if QUERIES else rows, length)
+            bias = TileBias(source, high, low, 0, 0, 0)
+        else:
+            block = _blocks_before(m, place, place.first, head, QUERIES)
+            own = tl.load(m.key_bias + block * BLOCK + rows)
+            start = tl.load(m.block_starts + block + place.row // BLOCK)
+            bias = TileBias(_blocks_before(m, place, place.other_first, head, not QUERIES), own, 0, start, 0, 0)
     return bias
+
+
+@triton.jit
+def rows_more(place, m, rows):
+    """MORE of the forward: scores are relative to the c with which a query's block begins."""
+    return tl.load(m.key_bias + _blocks_before(m, place, place.first, place.head, True) * BLOCK + rows)
+
+
+@triton.jit
+def keys_bias(m, bias, at, x):
+    """A TileBias with that of the keys from `at` on, which is loaded as a row: to convert a vector in the loop makes fault 3."""
+    if m.HAS_KEY_BIAS and x.shape.PRECISION != "ieee":
+        keys = tl.load(m.key_bias + bias.source * BLOCK + (at + tl.arange(0, x.shape.BLOCK_N)[None, :]))
+        apart = (tl.load(m.block_starts + bias.source + at // BLOCK) - bias.start).to(tl.float32)
+        bias = TileBias(bias.source, bias.own, 0, bias.start, keys, apart)
+    return bias
+
+
+@triton.jit
+def queries_bias(m, bias, at, x):
+    """A TileBias with that of the queries from `at` on."""
+    if m.HAS_KEY_BIAS and x.shape.PRECISION != "ieee":
+        apart = (bias.start - tl.load(m.block_starts + bias.source + at // BLOCK)).to(tl.float32)
+        bias = TileBias(bias.source, bias.own, 0, bias.start, 0, apart)
+    return bias
+
+
+@triton.jit
+def first_key(m, place, head):
+    """The first key that a tile of queries does not pass over."""
+    first = 0
+    if m.PRUNED:
+        first = tl.load(m.block_ends + _blocks_before(m, place, place.first, head, True) + place.row // BLOCK) * BLOCK
+    return first
+
+
+@triton.jit
+def last_query(m, place, head):
+    """Behind the last query that does not pass over a tile of keys."""
+    last = 0
+    if m.PRUNED:
+        last = tl.load(m.block_ends + _blocks_before(m, place, place.first, head, False) + place.row // BLOCK) * BLOCK
+    return last
 
 
 @triton.jit
@@ -110,19 +182,6 @@ def load_seed(m):
 
 
 @triton.jit
-def _forgotten(bias, query_high, query_low, key_high, key_low, unit, EXACT: tl.constexpr):
-    """c_j - c_i in `unit`, and zero; but for EXACT in a part by key and one by query in the softmax's units, as alibi. Their differences
-    from the c of a near row are small where weights are not, however large c is."""
-    if EXACT:
-        less = (key_high - query_high) + (key_low - query_low)
-        by_query = tl.zeros_like(query_high)
-    else:
-        less = ((key_high - bias.first_high) + (key_low - bias.first_low)) * (1 / unit)
-        by_query = (bias.first_high - query_high) + (bias.first_low - query_low)
-    return less, by_query
-
-
-@triton.jit
 def _modified(products, i, j, shift, at, unit, m, slope, key_bias, len_k, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr):
     scores = products
     derivative = 1.0
@@ -132,11 +191,14 @@ def _modified(products, i, j, shift, at, unit, m, slope, key_bias, len_k, PRECIS
         if m.HAS_ALIBI:
             bias, by_row = alibi(i, j, shift, at, slope, unit, m.ONE_SIDED, PRECISION == "ieee")
         if m.HAS_KEY_BIAS:
-            high, low = _parts(m, key_bias.source, i + shift if TRANSPOSED else j, len_k)
-            if TRANSPOSED:
-                bias, by_row = _forgotten(key_bias, high, low, key_bias.high, key_bias.low, unit, PRECISION == "ieee")
+            if PRECISION == "ieee":
+                high, low = _parts(m, key_bias.source, i + shift if TRANSPOSED else j, len_k)
+                bias = (high - key_bias.own) + (low - key_bias.low)
+                bias = -bias if TRANSPOSED else bias
+                by_row = tl.zeros_like(i).to(tl.float32)
             else:
-                bias, by_row = _forgotten(key_bias, key_bias.high, key_bias.low, high, low, unit, PRECISION == "ieee")
+                bias = key_bias.own if TRANSPOSED else key_bias.other
+                by_row = key_bias.apart + tl.zeros_like(i).to(tl.float32)
         scores, derivative = scores_in_unit(products, bias, m.scale, m.softcap, m.PRESCALE, m.HAS_SOFTCAP, PRECISION == "ieee",
                                             m.HARDWARE_TANH)
     return scores, by_row, derivative

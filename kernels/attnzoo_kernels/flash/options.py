@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,6 +10,23 @@ from torch import Tensor
 from attnzoo_kernels._triton.call import Call, packed_sequences
 from attnzoo_kernels._triton.launch import architecture
 from attnzoo_kernels.dropout import drop_threshold
+
+C_BLOCK = 128  # rows that share a start in KeyBias; tiles of queries and keys divide it
+
+
+class KeyBias(NamedTuple):
+    """c of every key and query head, in the softmax's units: scores get c_i - c_j, i the key at which the query stands.
+
+    In blocks of C_BLOCK rows of a sequence and head, those of keys before those of queries; packed ones lie by find_tile's slots.
+    """
+
+    c: Tensor | None  # float32 (blocks, C_BLOCK), less the block's start; of keys in the unit of products. For float32 tensors: in two
+    # parts, (2, batch, heads, seqlen_k) or (2, heads, total)
+    starts: Tensor | None  # float64 (blocks,); not for float32 tensors
+    ends: Tensor | None  # int32 (blocks,): of queries the first block of keys that counts, of keys the one behind the last of queries
+
+
+NO_KEY_BIAS = KeyBias(None, None, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +36,7 @@ class Options(Call):
     dropout_p: float = 0.0
     key_bias: bool = False
     ranges: bool = False  # `sequences` counts key ranges, over queries and keys that lie as one dense sequence
+    pruned: bool = False  # tiles are passed over by KeyBias's ends
 
     @classmethod
     def of(cls, cu_seqlens_q: Tensor | None, alibi_slopes: Tensor | None, softmax_scale: float, window_left: int, window_right: int,
@@ -59,5 +77,6 @@ class Options(Call):
             "HARDWARE_TANH": dtype != torch.float32 and architecture(device) >= 75 and torch.version.cuda is not None,
             "HAS_DROPOUT": self.dropout_p > 0,
             "HAS_KEY_BIAS": self.key_bias,
+            "PRUNED": self.pruned,
             "RANGES": self.ranges,
         }

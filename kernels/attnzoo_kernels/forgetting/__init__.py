@@ -9,6 +9,7 @@ from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.forgetting import ops
 from attnzoo_kernels.forgetting.reference import forgetting_attention_reference
 
+FEWEST_KEYS = 1024  # with fewer, prune=None passes over nothing: what it takes to know which would cost more
 IMPLEMENTATIONS = ("gluon", "triton", "reference")
 
 
@@ -26,6 +27,7 @@ def forgetting_attention(
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
+    prune: bool | None = None,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softmax_scale * q kᵀ + c_i - c_j) v with c = cumsum(log_f): the weight of key j is reduced by
@@ -56,6 +58,9 @@ def forgetting_attention(
     return_lse: also return the natural log-sum-exp of the scores, with c_i, float32, (batch, heads, seqlen_q) or (heads, total),
         differentiable.
     deterministic: as in flash_attention; plain Triton's results repeat bit by bit in any case.
+    prune: True: the kernels pass over tiles whose weights are too small together to be seen in float32, because c_i - c_j is below
+        -(2 softmax_scale max|q| max|k| + log(seqlen_k) + 17) in them, with the longest q and k of the head. None: from 1024 keys
+        (packed: tokens) on. `passed_over` counts them. The reference passes over nothing.
     impl: "triton" | "reference". None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
@@ -73,8 +78,16 @@ def forgetting_attention(
         if log_f.dtype != torch.float32:
             raise NotImplementedError(f'log_f: impl="triton" takes float32, got {log_f.dtype}; impl="reference" takes it')
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
-        out, lse, _, _ = ops.forward(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, left)
+        out, lse, *_ = ops.forward(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, left,
+                                    _prunes(prune, k))
     return (out, lse) if return_lse else out
+
+
+def _prunes(prune: bool | None, k: Tensor) -> bool:
+    if prune is None:
+        return k.shape[-3] >= FEWEST_KEYS
+    checks.flag("prune", prune, " or None")
+    return prune
 
 
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, **options: Any) -> str | None:

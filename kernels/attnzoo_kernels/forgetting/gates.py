@@ -3,8 +3,6 @@
 Sums are of integers: exact in any order, so that a packed sequence's are a difference, and no order needs to be asked for.
 """
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,9 +22,8 @@ def cumulative(log_f: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return sums.double() / FIXED
 
 
-def in_two_parts(c: Tensor, dtype: torch.dtype) -> Tensor:
-    """c as plain kernels take it for tensors of `dtype`: float32 (2, *c.shape), high parts before low ones, in the softmax's units."""
-    c = c if dtype == torch.float32 else c * math.log2(math.e)
+def in_two_parts(c: Tensor) -> Tensor:
+    """c as plain kernels take it for float32 tensors: float32 (2, *c.shape), high parts before low ones."""
     high = c.float()
     return torch.stack((high, (c - high).float()))
 

@@ -7,85 +7,93 @@ from attnzoo_kernels import autograd, dispatch
 from attnzoo_kernels.forgetting import gates
 
 
-def _options(cu_seqlens_q: Tensor | None, softmax_scale: float, window_left: int):
+def _options(cu_seqlens_q: Tensor | None, softmax_scale: float, window_left: int, pruned: bool):
     from attnzoo_kernels._triton.call import packed_sequences
     from attnzoo_kernels.flash.options import Options
 
     return Options(sequences=packed_sequences(cu_seqlens_q), softmax_scale=softmax_scale, window_left=window_left, window_right=0,
-                   key_bias=True)
+                   key_bias=True, pruned=pruned)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, impl: str | None,
-    deterministic: bool, softmax_scale: float, window_left: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    deterministic: bool, softmax_scale: float, window_left: int, prune: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from attnzoo_kernels._triton import launch
 
     readable = launch.readable(q, k, v)
     if readable is not None:
-        out, *rest = _forward(*readable, log_f, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, window_left)
+        out, *rest = _forward(*readable, log_f, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, window_left,
+                              prune)
         return launch.narrowed(out, v), *rest
     dispatch.choose("forgetting forward", impl)
     from attnzoo_kernels.flash.forward import launch_forward
+    from attnzoo_kernels.forgetting.blocks import key_bias
 
-    c = gates.cumulative(log_f, cu_seqlens_k)
-    out, lse, stats = launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, None,
-                                     _options(cu_seqlens_q, softmax_scale, window_left), gates.in_two_parts(c, q.dtype))
-    return out, lse, stats, c
+    options = _options(cu_seqlens_q, softmax_scale, window_left, prune)
+    bias = key_bias(log_f, q, k, cu_seqlens_q, cu_seqlens_k, options)
+    return *launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, None, options, bias), *bias
 
 
-def _fake_forward(q, k, v, log_f, cu_seqlens_q, *_):
+def _fake_forward(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, window_left, prune):
+    from attnzoo_kernels.forgetting.blocks import shapes
+
     lse = q.new_empty(autograd.lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32)
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(2, *lse.shape), log_f.new_empty(log_f.mT.shape, dtype=torch.float64)
+    c, starts, ends = shapes(q, k, log_f, _options(cu_seqlens_q, softmax_scale, window_left, prune))
+    return (q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(2, *lse.shape), lse.new_empty(c),
+            lse.new_empty(starts, dtype=torch.float64), lse.new_empty(ends, dtype=torch.int32))
 
 
-def _gradients(grad_out, grad_lse, q, k, v, out, stats, c, cu_seqlens_q, cu_seqlens_k, needs_dlog_f, impl, deterministic, *numbers):
+def _gradients(grad_out, grad_lse, q, k, v, out, stats, c, starts, ends, cu_seqlens_q, cu_seqlens_k, needs_dlog_f, impl, deterministic,
+               *numbers):
     from attnzoo_kernels._triton import launch
 
     readable = launch.readable(q, k, v, out, grad_out)
     if readable is not None:
-        *wide, dlog_f = _gradients(readable[4], grad_lse, *readable[:4], stats, c, cu_seqlens_q, cu_seqlens_k, needs_dlog_f, impl,
-                                   deterministic, *numbers)
+        *wide, dlog_f = _gradients(readable[4], grad_lse, *readable[:4], stats, c, starts, ends, cu_seqlens_q, cu_seqlens_k, needs_dlog_f,
+                                   impl, deterministic, *numbers)
         return *map(launch.narrowed, wide, (q, k, v)), dlog_f
     dispatch.choose_backward("forgetting backward", impl, lambda: "there is none")
     from attnzoo_kernels.flash.backward import launch_backward
+    from attnzoo_kernels.flash.options import KeyBias
 
-    columns = torch.empty(c.shape, dtype=torch.float64 if q.dtype == torch.float32 else torch.float32, device=c.device)
+    columns = torch.empty(autograd.lse_shape(q, cu_seqlens_q is not None)[:-1] + (k.shape[-3],), device=q.device,
+                          dtype=torch.float64 if q.dtype == torch.float32 else torch.float32)
     dq, dk, dv, rows = launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, None, None,
                                        "residual" if needs_dlog_f else False, _options(cu_seqlens_q, *numbers),
-                                       key_bias=gates.in_two_parts(c, q.dtype), column_sums=columns)
+                                       key_bias=KeyBias(c, starts, ends), column_sums=columns)
     if not needs_dlog_f:
         return dq, dk, dv, stats.new_empty(0)
     return dq, dk, dv, gates.gradient(columns, rows.double() if grad_lse is None else rows.double() + grad_lse, cu_seqlens_q, cu_seqlens_k)
 
 
 def _backward_op(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, c: Tensor,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dlog_f: bool, impl: str | None, deterministic: bool,
-    softmax_scale: float, window_left: int,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, c: Tensor, starts: Tensor,
+    ends: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dlog_f: bool, impl: str | None, deterministic: bool,
+    softmax_scale: float, window_left: int, prune: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    gradients = _gradients(grad_out, grad_lse, q, k, v, out, stats, c, cu_seqlens_q, cu_seqlens_k, needs_dlog_f, impl, deterministic,
-                           softmax_scale, window_left)
+    gradients = _gradients(grad_out, grad_lse, q, k, v, out, stats, c, starts, ends, cu_seqlens_q, cu_seqlens_k, needs_dlog_f, impl,
+                           deterministic, softmax_scale, window_left, prune)
     return tuple(x.contiguous() for x in gradients)  # as the fake says, by either implementation
 
 
-def _fake_backward(grad_out, grad_lse, q, k, v, out, stats, c, cu_seqlens_q, cu_seqlens_k, needs_dlog_f, *_):
-    return *(x.new_empty(x.shape) for x in (q, k, v)), stats.new_empty(c.mT.shape if needs_dlog_f else 0)
+def _fake_backward(grad_out, grad_lse, q, k, v, out, stats, c, starts, ends, cu_seqlens_q, cu_seqlens_k, needs_dlog_f, *_):
+    return *(x.new_empty(x.shape) for x in (q, k, v)), stats.new_empty((*k.shape[:-2], q.shape[-2]) if needs_dlog_f else 0)
 
 
 def _setup_context(ctx, inputs, output):
     q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
-    out, _, stats, c = output
-    ctx.save_for_backward(q, k, v, out, stats, c, cu_seqlens_q, cu_seqlens_k)
+    out, _, stats, *bias = output
+    ctx.save_for_backward(q, k, v, out, stats, *bias, cu_seqlens_q, cu_seqlens_k)
     ctx.set_materialize_grads(False)
 
 
 def _backward(gradients, ctx, grad_out, grad_lse, *_):
-    q, k, v, out, stats, c, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+    q, k, v, out, *saved = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     needs_dlog_f = ctx.needs_input_grad[3]
-    dq, dk, dv, dlog_f = gradients(grad_out, grad_lse, q, k, v, out, stats, c, cu_seqlens_q, cu_seqlens_k, needs_dlog_f, *ctx.options)
-    return dq, dk, dv, dlog_f if needs_dlog_f else None, *(None,) * 6
+    dq, dk, dv, dlog_f = gradients(grad_out, grad_lse, q, k, v, out, *saved, needs_dlog_f, *ctx.options)
+    return dq, dk, dv, dlog_f if needs_dlog_f else None, *(None,) * (2 + len(ctx.options))
 
 
 forward = autograd.differentiable("forgetting_forward", "forgetting_attention", _forward, _fake_forward, _setup_context, _backward,

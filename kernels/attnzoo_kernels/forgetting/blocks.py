@@ -1,0 +1,129 @@
+"""c as 16-bit kernels take it, `flash.options.KeyBias`: by blocks of rows of a sequence and head, what each begins with and the rows'
+differences from that; and which blocks of keys a block of queries may pass over.
+
+All kernels of a call take a weight from the same two differences, so that it is the same number in each: the sums of dS by query and by key
+cancel over a whole sequence.
+"""
+
+import functools
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo_kernels._triton.call import Call
+from attnzoo_kernels._triton.launch import Launch, on_device_of
+from attnzoo_kernels._triton.tiles import first_lse, program_tile
+from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
+from attnzoo_kernels.forgetting import gates
+
+LOG2E = tl.constexpr(math.log2(math.e))
+NEGLIGIBLE = 17.0  # e**-17 is less than float32's rounding of one
+
+
+@triton.jit(do_not_specialize=["n_seqs", "seqlen", "seqlen_k", "heads", "before"],
+            do_not_specialize_on_alignment=["c_ptr", "rows_ptr", "starts_ptr", "extremes_ptr", "cu_seqlens", "cu_seqlens_k"])
+def forgetting_blocks_kernel(c_ptr, rows_ptr, starts_ptr, extremes_ptr, cu_seqlens, cu_seqlens_k, unit, n_seqs, seqlen, seqlen_k, heads,
+                             before, PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
+    """c of a block of keys, or of the keys at which a block of queries stands, and its smallest of keys, largest of queries."""
+    place = program_tile(cu_seqlens, cu_seqlens_k, n_seqs, seqlen, seqlen_k, heads, BLOCK, PACKED, False)
+    lanes = tl.arange(0, BLOCK)
+    rows = place.row + lanes
+    j = rows + (place.other_length - place.length)
+    there = (rows < place.length) & (j >= 0) & (j < place.other_length)
+    c_ptr += first_lse(place.batch, place.head, place.other_first, seqlen_k, heads, PACKED)
+    c = tl.load(c_ptr + j, mask=there, other=0.0)
+    first = tl.maximum(place.row + (place.other_length - place.length), 0)
+    start = tl.load(c_ptr + first, mask=first < place.other_length, other=0.0)
+    block = tl.program_id(0).to(tl.int64) + before
+    more = tl.where(there, (c - start) * LOG2E, 0.0)
+    if QUERIES:
+        extreme = tl.max(tl.where(there, c, -float("inf")), 0)
+    else:
+        more = more / unit
+        extreme = tl.min(tl.where(there, c, float("inf")), 0)
+    tl.store(rows_ptr + block * BLOCK + lanes, more.to(tl.float32))
+    tl.store(starts_ptr + block, start * LOG2E)
+    tl.store(extremes_ptr + block, extreme)
+
+
+@triton.jit(do_not_specialize=["n_seqs", "seqlen", "other_seqlen", "heads", "before", "other_before"],
+            do_not_specialize_on_alignment=["extremes_ptr", "ends_ptr", "farthest_ptr", "cu_seqlens", "other_cu_seqlens"])
+def forgetting_ends_kernel(extremes_ptr, farthest_ptr, ends_ptr, cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, before,
+                           other_before, PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
+    """Of a block of queries the first block of keys that counts, of keys behind the last block of queries for which it does."""
+    place = program_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, BLOCK, PACKED, False)
+    if PACKED:
+        others = place.head.to(tl.int64) * (other_seqlen // BLOCK + n_seqs + 1) + place.other_first // BLOCK + place.sequence
+        farthest = tl.load(farthest_ptr + place.head)
+    else:
+        others = (place.batch * heads + place.head).to(tl.int64) * tl.cdiv(other_seqlen, BLOCK)
+        farthest = tl.load(farthest_ptr + place.batch * heads + place.head)
+    others += other_before
+    block = tl.program_id(0).to(tl.int64) + before
+    own = tl.load(extremes_ptr + block)
+    count = tl.cdiv(place.other_length, BLOCK)
+    end = count if QUERIES else 0
+    for first in range(0, count, 128):
+        n = first + tl.arange(0, 128)
+        other = tl.load(extremes_ptr + others + n, mask=n < count, other=float("inf") if QUERIES else -float("inf"))
+        # not "at least": what is no number passes nothing over
+        counts = (n < count) & ~((own - other if QUERIES else other - own) < -farthest)
+        if QUERIES:
+            end = tl.minimum(end, tl.min(tl.where(counts, n, count), 0))
+        else:
+            end = tl.maximum(end, tl.max(tl.where(counts, n + 1, 0), 0))
+    tl.store(ends_ptr + block, end)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plans(device: torch.device, heads: int, sizes: tuple[int, int, int], call: Call) -> tuple[list[Launch], list[Launch]]:
+    """Launches of both kernels for keys and for queries."""
+    sequences, seqlen_q, seqlen_k = sizes
+    of_keys, of_queries = (call.programs(heads, seqlen, sequences, C_BLOCK) for seqlen in (seqlen_k, seqlen_q))
+    constants = [{"PACKED": call.packed, "QUERIES": queries, "BLOCK": C_BLOCK} for queries in (False, True)]
+    unit = call.softmax_scale * math.log2(math.e)
+    blocks = [Launch(forgetting_blocks_kernel, of_keys, (unit, sequences, seqlen_k, seqlen_k, heads, 0), constants[0], 4, 1),
+              Launch(forgetting_blocks_kernel, of_queries, (unit, sequences, seqlen_q, seqlen_k, heads, of_keys), constants[1], 4, 1)]
+    ends = [Launch(forgetting_ends_kernel, of_keys, (sequences, seqlen_k, seqlen_q, heads, 0, of_keys), constants[0], 4, 1),
+            Launch(forgetting_ends_kernel, of_queries, (sequences, seqlen_q, seqlen_k, heads, of_keys, 0), constants[1], 4, 1)]
+    return blocks, ends
+
+
+def _farthest(q: Tensor, k: Tensor, softmax_scale: float, packed: bool) -> Tensor:
+    """How much less than a query's c that of a key must be for its weight to be negligible whatever q and k are, float64: scores without
+    gates differ by at most twice the product of the longest q and k, and a query sees its own key."""
+    longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(0 if packed else 1) for x in (q, k))
+    longest_k = longest_k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-1)
+    return (2 * softmax_scale * longest_q * longest_k).double() + (math.log(k.shape[0 if packed else 1]) + NEGLIGIBLE)
+
+
+def shapes(q: Tensor, k: Tensor, log_f: Tensor, options: Options) -> tuple[tuple[int, ...], ...]:
+    """Of KeyBias's tensors; what a call does not need is empty."""
+    sequences, seqlen_q, seqlen_k = options.sizes(q.shape, k.shape)
+    count = sum(options.programs(q.shape[-2], seqlen, sequences, C_BLOCK) for seqlen in (seqlen_k, seqlen_q))
+    exact = q.dtype == torch.float32
+    return (2, *log_f.mT.shape) if exact else (count, C_BLOCK), (0 if exact else count,), (count if options.pruned else 0,)
+
+
+def key_bias(log_f: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options) -> KeyBias:
+    c = gates.cumulative(log_f, cu_seqlens_k)
+    exact = q.dtype == torch.float32
+    of_rows, of_starts, of_ends = shapes(q, k, log_f, options)
+    ends = torch.empty(of_ends, dtype=torch.int32, device=c.device)
+    if 0 in q.shape or 0 in k.shape or exact and not options.pruned:
+        return KeyBias(gates.in_two_parts(c) if exact else ends.new_empty(of_rows, dtype=torch.float32), c.new_empty(of_starts), ends)
+    blocks, ends_of = _plans(q.device, q.shape[-2], options.sizes(q.shape, k.shape), options)
+    count = blocks[0].programs + blocks[1].programs
+    rows = torch.empty(count, C_BLOCK, dtype=torch.float32, device=c.device)
+    starts, extremes = c.new_empty(2, count)
+    with on_device_of(c):
+        for launch, bounds in zip(blocks, (cu_seqlens_k, cu_seqlens_q), strict=True):
+            launch(c, rows, starts, extremes, bounds, cu_seqlens_k)
+        if options.pruned:
+            farthest = _farthest(q, k, options.softmax_scale, options.packed).contiguous()
+            for launch, bounds in zip(ends_of, ((cu_seqlens_k, cu_seqlens_q), (cu_seqlens_q, cu_seqlens_k)), strict=True):
+                launch(extremes, farthest, ends, *bounds)
+    return KeyBias(gates.in_two_parts(c), c.new_empty(0), ends) if exact else KeyBias(rows, starts, ends)
