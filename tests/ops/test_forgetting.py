@@ -1,5 +1,6 @@
 """Forgetting attention: the reference against the formula, the kernels against the reference by the field's rule, and the contract."""
 
+import math
 import os
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from torch.testing import assert_close
 from attnzoo_kernels import flash_attention, forgetting_attention
 from attnzoo_kernels.forgetting import gates, ops
 from attnzoo_kernels.forgetting.cases import CORRECTNESS, LONG, Case
+from benchmarks import forgetting as benchmark
 from benchmarks.accuracy import assert_accurate
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -92,6 +94,49 @@ def test_sums_begin_anew_in_each_sequence_and_keep_their_last_bits():
     assert_close(high + low, c, rtol=2**-47, atol=0)
 
 
+# 128 gates of -3 are far beyond what scores of 16 columns make up for
+PRUNED = [Case(batch=2, seqlen_q=40, seqlen_k=300, kv_heads=1, head_dim=16, gate=-3.0),
+          Case(lengths_q=(20, 0, 160), lengths_k=(390, 33, 160), heads=1, head_dim=16, gate=-3.0)]
+
+
+@needs_triton
+@pytest.mark.parametrize("case", [Case(batch=2, seqlen_q=300, seqlen_k=420, kv_heads=1, head_dim=16, gate=-3.0),
+                                  Case(seqlen_q=420, seqlen_k=300, heads=3, head_dim=16, gate=2.0, resets=0.1)], ids=str)
+def test_tiles_are_passed_over_where_no_weight_in_them_counts(case):
+    from attnzoo_kernels.flash.options import C_BLOCK
+    from attnzoo_kernels.forgetting.blocks import NEGLIGIBLE, key_bias, passed_over
+
+    x = case.inputs(DEVICE)
+    ends = key_bias(x.log_f, x.q, x.k, None, None, ops._options(None, 0.25, -1, True)).ends
+    longest_q, longest_k = (t.double().norm(dim=-1).amax(1) for t in (x.q, x.k.repeat_interleave(case.heads // x.k.shape[2], 2)))
+    farthest = 0.5 * longest_q * longest_k + math.log(case.seqlen_k) + NEGLIGIBLE
+    c = x.log_f.double().cumsum(1).mT
+    own = torch.arange(case.seqlen_q, device=DEVICE) + case.seqlen_k - case.seqlen_q
+    counts = (c[:, :, own.clamp(min=0), None] - c[:, :, None] >= -farthest[:, :, None, None]) & (own >= 0)[:, None]
+    blocks = [-(-n // C_BLOCK) for n in counts.shape[2:]]
+    counts = torch.nn.functional.pad(counts, (0, blocks[1] * C_BLOCK - counts.shape[3], 0, blocks[0] * C_BLOCK - counts.shape[2]))
+    counts = counts.unflatten(3, (-1, C_BLOCK)).any(-1).unflatten(2, (-1, C_BLOCK)).any(3)
+    queries, keys = (torch.arange(n, device=DEVICE) for n in blocks)
+    first_key = torch.where(counts, keys, blocks[1]).amin(3).flatten()
+    assert torch.equal(ends, torch.cat([torch.where(counts, queries[:, None] + 1, 0).amax(2).flatten(), first_key]).int())
+    seen = (((queries + 1) * C_BLOCK).clamp(max=case.seqlen_q) + case.seqlen_k - case.seqlen_q - 1) // C_BLOCK + 1
+    share = torch.minimum(first_key.view(-1, blocks[0]), seen).sum() / (seen.sum() * case.batch * case.heads)
+    assert 0 < share == pytest.approx(passed_over(x.q, x.k, x.log_f, softmax_scale=0.25))
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", PRUNED, ids=str)
+def test_what_is_passed_over_changes_no_bit(case, dtype):
+    from attnzoo_kernels.forgetting.blocks import passed_over
+
+    x = case.inputs(DEVICE)
+    assert passed_over(x.q, x.k, x.log_f, softmax_scale=0.25, **{n: x.options[n] for n in x.options if n.startswith("cu_")}) > 0
+    every, pruned = (run(replace(case, dtype=dtype), "triton", prune=prune) for prune in (False, True))
+    assert all(torch.equal(every[name], pruned[name]) for name in NAMES)
+
+
 @needs_triton
 def test_custom_operators_and_the_eager_path_agree_and_compile():
     x = Case(lengths_q=(9, 0, 11), head_dim=16, dtype=torch.float16).inputs(DEVICE)
@@ -135,3 +180,8 @@ def test_a_wrong_argument_is_named(change, error, message):
     arguments = {name: torch.zeros(1, 4, 2, 16) for name in ("q", "k", "v")} | {"log_f": torch.zeros(1, 4, 2)} | change
     with pytest.raises(error, match=message):
         forgetting_attention(**arguments)
+
+
+def test_the_benchmark_runs(capsys):
+    assert benchmark.main(["speed", "packed", "--dry-run", "--dtype", "float32", "--backends", "attnzoo-reference"]) == 0
+    assert "d16 gate 4 64 backward" in capsys.readouterr().out

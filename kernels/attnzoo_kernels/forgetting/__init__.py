@@ -60,7 +60,7 @@ def forgetting_attention(
     deterministic: as in flash_attention; plain Triton's results repeat bit by bit in any case.
     prune: True: the kernels pass over tiles whose weights are too small together to be seen in float32, because c_i - c_j is below
         -(2 softmax_scale max|q| max|k| + log(seqlen_k) + 17) in them, with the longest q and k of the head. None: from 1024 keys
-        (packed: tokens) on. `passed_over` counts them. The reference passes over nothing.
+        (packed: tokens) on. `blocks.passed_over` counts them. The reference passes over nothing.
     impl: "triton" | "reference". None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Call
+from attnzoo_kernels._triton.call import Call, packed_sequences
 from attnzoo_kernels._triton.launch import Launch, on_device_of
 from attnzoo_kernels._triton.tiles import first_lse, program_tile
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
@@ -127,3 +127,27 @@ def key_bias(log_f: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, c
             for launch, bounds in zip(ends_of, ((cu_seqlens_k, cu_seqlens_q), (cu_seqlens_q, cu_seqlens_k)), strict=True):
                 launch(extremes, farthest, ends, *bounds)
     return KeyBias(gates.in_two_parts(c), c.new_empty(0), ends) if exact else KeyBias(rows, starts, ends)
+
+
+def passed_over(q: Tensor, k: Tensor, log_f: Tensor, *, softmax_scale: float, cu_seqlens_q: Tensor | None = None,
+                cu_seqlens_k: Tensor | None = None) -> float:
+    """The share of tiles of C_BLOCK queries and keys under the causal mask that `prune` leaves out. The host waits for the device."""
+    options = Options(sequences=packed_sequences(cu_seqlens_q), softmax_scale=softmax_scale, window_right=0, key_bias=True, pruned=True)
+    sequences, total_q, total_k = options.sizes(q.shape, k.shape)
+    heads = q.shape[-2]
+    first = key_bias(log_f, q, k, cu_seqlens_q, cu_seqlens_k, options).ends[options.programs(heads, total_k, sequences, C_BLOCK) :]
+    if options.packed:
+        bounds = list(zip(*(x.tolist() for x in (cu_seqlens_q[:-1], cu_seqlens_q.diff(), cu_seqlens_k.diff())), strict=True))
+        first = first.view(heads, -1)
+    else:
+        bounds = [(0, total_q, total_k)]
+        first = first.view(sequences * heads, -1)
+    passed, seen = 0, 0
+    for n, (begin, len_q, len_k) in enumerate(bounds):
+        count = -(-len_q // C_BLOCK)
+        slot = begin // C_BLOCK + n if options.packed else 0
+        last = (torch.arange(1, count + 1, device=q.device) * C_BLOCK).clamp(max=len_q) - 1 + len_k - len_q
+        tiles = (last // C_BLOCK + 1).clamp(min=0)
+        passed += torch.minimum(first[:, slot : slot + count], tiles).sum().item()
+        seen += tiles.sum().item() * first.shape[0]
+    return passed / max(seen, 1)
