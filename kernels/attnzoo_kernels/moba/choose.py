@@ -9,6 +9,7 @@ from attnzoo_kernels._triton.call import Call, packed_sequences
 from attnzoo_kernels._triton.launch import block_width, next_power_of_2, on_device_of, strides
 from attnzoo_kernels._triton.softmax import score_dot
 from attnzoo_kernels._triton.tiles import Operand, head_rows, load_rows, program_tile
+from attnzoo_kernels.routed.best import keep_best
 from attnzoo_kernels.routed.routes import Blocks
 
 MEAN_ROWS = 64
@@ -30,25 +31,6 @@ def moba_means_kernel(k_ptr, bounds_ptr, means_ptr, stride_ks, stride_kh, block_
         # [ROWS, BLOCK_D]
         total += tl.sum(tl.load(pointers, mask=(row < end)[:, None] & (column < HEAD_DIM)[None, :], other=0.0).to(tl.float32), 0)
     tl.store(means_ptr + (head.to(tl.int64) * count + block) * HEAD_DIM + column, total / block_size, mask=column < HEAD_DIM)
-
-
-@triton.jit
-def keep_best(best, chosen, scores, block, SLOTS: tl.constexpr):
-    """Put the best of scores [M, N], of the rising numbers `block` [1, N], among `best` and `chosen` [M, SLOTS]. Of equal ones the one with
-    the lower number stays. Slots that are not there have best +inf; empty ones have -inf, and numbers below 0 that differ."""
-    left = tl.sum((scores > -float("inf")).to(tl.int32))
-    while left > 0:
-        top = tl.max(scores, 1)
-        number = tl.min(tl.where(scores == top[:, None], block, 2147483647), 1)
-        worst = tl.min(best, 1)
-        evicted = tl.max(tl.where(best == worst[:, None], chosen, -2147483648), 1)
-        better = top > worst
-        here = better[:, None] & (best == worst[:, None]) & (chosen == evicted[:, None])
-        best = tl.where(here, top[:, None], best)
-        chosen = tl.where(here, number[:, None], chosen)
-        scores = tl.where(better[:, None] & (block != number[:, None]), scores, -float("inf"))
-        left = tl.sum(better.to(tl.int32))
-    return best, chosen
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen_q", "seqlen_k", "heads", "block_size", "count", "slots"],

@@ -62,7 +62,7 @@ def routed_attention(
     """
     packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     checks.integer("block_size", block_size, 1)
-    _check_blocks(blocks, q, k)
+    check_blocks(blocks, q, k)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
     if dispatch.takes_reference("routed", impl, "q", q, IMPLEMENTATIONS) or q.numel() == 0:
@@ -104,7 +104,7 @@ def even_bounds(x: Tensor) -> Tensor:
     return torch.arange(x.shape[0] + 1, device=x.device, dtype=torch.int32) * x.shape[1]
 
 
-def _check_blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
+def check_blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
     checks.tensor("blocks", blocks, "an int32 tensor")
     shapes = [(*q.shape[:-2], choosers) for choosers in sorted({q.shape[-2], k.shape[-2]})]
     if blocks.dim() != q.dim() or tuple(blocks.shape[:-1]) not in shapes:

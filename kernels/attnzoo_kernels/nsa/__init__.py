@@ -1,0 +1,134 @@
+"""Native sparse attention: compressed keys, blocks that they choose, and a window, by learned gates (Yuan et al. 2025, arXiv:2502.11089)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import autograd, checks, dispatch
+from attnzoo_kernels.flash import flash_attention
+from attnzoo_kernels.nsa import ops
+from attnzoo_kernels.nsa.fold import Fold, compressed_bounds
+from attnzoo_kernels.nsa.reference import nsa_attention_reference
+from attnzoo_kernels.routed import IMPLEMENTATIONS, check_blocks, even_bounds, routed_attention
+
+__all__ = ["compressed_bounds", "nsa_attention", "why_not_gluon"]
+
+
+def nsa_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    gates: Tensor,
+    *,
+    k_window: Tensor | None = None,
+    v_window: Tensor | None = None,
+    compress_size: int = 32,
+    compress_stride: int = 16,
+    block_size: int = 64,
+    block_count: int = 16,
+    window: int = 512,
+    blocks: Tensor | None = None,
+    return_blocks: bool = False,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """gates[..., 0] * compressed + gates[..., 1] * selected + gates[..., 2] * window, three causal softmax attentions of the same queries.
+
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, and grouped heads of any size: as `flash_attention` has them. Query i
+    stands at position t = i + seqlen_k - seqlen_q.
+
+    compressed: over k_cmp and v_cmp (batch, compressed, kv_heads, width), packed (total_k // compress_stride, kv_heads, width), of which
+        `compressed_bounds` tells the sequences. Compressed key c stands for the tokens c * compress_stride .. + compress_size of its
+        sequence, and is seen where the last of them is at most t: compressed = max(0, (seqlen_k - compress_size) // compress_stride + 1).
+        compress_stride divides compress_size and block_size.
+    selected: over k and v, by `routed_attention`, in block_count blocks of block_size tokens: the query's own, the one before, the
+        sequence's first, and of the others those in which the compressed keys have the largest weights, added up over the heads of a key
+        head. A compressed key counts by the tokens that it shares with a block. Of equal blocks the earlier is taken, one whose weight is NaN
+        never. The choice has no gradient.
+    window: over k_window and v_window, those of the `window` last tokens, t's own included. None takes k and v.
+    gates: (..., heads, 3) as q has its rows, in q's dtype; with gradient.
+    A branch without a key gives zeros.
+
+    blocks: what to read in place of a choice, as `routed_attention` takes it, for kv_heads. return_blocks: also return what was read, int32
+        (batch, seqlen_q, kv_heads, block_count - 1) or (total, kv_heads, block_count - 1).
+    softmax_scale: any finite number above 0; default head_dim ** -0.5.
+    deterministic: as in `flash_attention`.
+    impl: "gluon" | "triton" | "reference", of the products, as in `routed_attention`.
+
+    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
+    """
+    packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    _check_sizes(compress_size, compress_stride, block_size, block_count, window)
+    kept = max(0, (k.shape[1] - compress_size) // compress_stride + 1) if not packed else k.shape[0] // compress_stride
+    rows = (kept,) if packed else (k.shape[0], kept)
+    for name, x, like in (("k_cmp", k_cmp, k), ("v_cmp", v_cmp, v)):
+        _check_like(name, x, (*rows, *like.shape[-2:]), q)
+    _check_like("gates", gates, (*q.shape[:-1], 3), q)
+    k_window, v_window = k if k_window is None else k_window, v if v_window is None else v_window
+    checks.alike("k_window", k_window, "k", k)
+    checks.alike("v_window", v_window, "v", v)
+    if blocks is not None:
+        check_blocks(blocks, q, k)
+    softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
+    if softmax_scale <= 0:
+        raise ValueError(f"softmax_scale: must be above 0, got {softmax_scale}")
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    sizes = {"compress_size": compress_size, "compress_stride": compress_stride, "block_size": block_size}
+    if dispatch.takes_reference("nsa", impl, "q", q, IMPLEMENTATIONS) or q.numel() == 0:
+        out, blocks = nsa_attention_reference(
+            q, k, v, k_cmp, v_cmp, gates, blocks, k_window=k_window, v_window=v_window, block_count=block_count, window=window,
+            softmax_scale=softmax_scale, **sizes, **lengths)
+        return (out, blocks) if return_blocks else out
+
+    options = {"softmax_scale": softmax_scale, "deterministic": deterministic, "impl": impl}
+    near = flash_attention(q, k_window, v_window, causal=True, window_size=(window - 1, 0), **options, **lengths)
+    shape = q.shape[:-2]
+    if not packed:
+        cu_seqlens_q, cu_seqlens_k = even_bounds(q), even_bounds(k)
+    q_rows, k_cmp, v_cmp = (x if packed else x.flatten(0, 1) for x in (q, k_cmp, v_cmp))
+    bounds = compressed_bounds(cu_seqlens_k, compress_size, compress_stride)
+    kv_heads = k.shape[-2]
+    fold = Fold.of(cu_seqlens_q, cu_seqlens_k, q_rows.shape[0], compress_stride)
+    compressed, lse = flash_attention(fold.fold(q_rows, kv_heads), k_cmp, v_cmp, causal=True, cu_seqlens_q=fold.cu_seqlens_q,
+                                      cu_seqlens_k=bounds, return_lse=True, **options)
+    compressed = fold.unfold(compressed, kv_heads).unflatten(0, shape)
+    if blocks is None:
+        autograd.refuse_tangents("nsa_attention", 'impl="reference" takes it', q=q, k_cmp=k_cmp)
+        lse = fold.unfold(lse.detach().mT.unsqueeze(-1), kv_heads)[..., 0].mT
+        blocks = ops.choose(q_rows.detach(), k_cmp.detach(), lse, cu_seqlens_q, cu_seqlens_k, bounds, compress_size, compress_stride, block_size,
+                            block_count - 1, softmax_scale).unflatten(0, shape)
+    selected = routed_attention(q, k, v, blocks, block_size=block_size, **options, **lengths)
+    out = gates[..., :1] * compressed + gates[..., 1:2] * selected + gates[..., 2:] * near
+    return (out, blocks) if return_blocks else out
+
+
+def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, gates: Tensor, **options: Any) -> str | None:
+    """Why impl="gluon" does not take a call with these arguments of nsa_attention; None where it does, and impl=None takes it."""
+    return dispatch.why_not_gluon(nsa_attention, q, k, v, k_cmp, v_cmp, gates, **options)
+
+
+def _check_sizes(compress_size: int, compress_stride: int, block_size: int, block_count: int, window: int) -> None:
+    for name, value in (("compress_size", compress_size), ("compress_stride", compress_stride), ("block_size", block_size),
+                        ("block_count", block_count), ("window", window)):
+        checks.integer(name, value, 1)
+    for name, value in (("compress_size", compress_size), ("block_size", block_size)):
+        if value % compress_stride:
+            raise ValueError(f"{name}: must be a multiple of compress_stride={compress_stride}, got {value}")
+
+
+def _check_like(name: str, x: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
+    checks.tensor(name, x)
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: must have shape {shape}, got {tuple(x.shape)}")
+    if x.dtype != q.dtype:
+        raise TypeError(f"{name}: must have q's dtype {q.dtype}, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name}: must be on q's device {q.device}, got {x.device}")

@@ -1,0 +1,74 @@
+"""nsa_attention's contract in plain PyTorch: written to be read, differentiable twice, quadratic in memory."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo_kernels.differential.reference import softmax_over_seen
+from attnzoo_kernels.dispatch import without_autocast
+from attnzoo_kernels.flash.reference import visible
+from attnzoo_kernels.nsa.fold import compressed_bounds
+from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
+from attnzoo_kernels.routed.reference import seen_blocks
+
+
+def overlaps(compressed: int, count: int, size: int, stride: int, block_size: int, device: torch.device) -> Tensor:
+    """How many strides of tokens each compressed key shares with each block: (compressed, count)."""
+    start = torch.arange(compressed, device=device)[:, None] * stride
+    block = torch.arange(count, device=device) * block_size
+    shared = torch.minimum(start + size, block + block_size) - torch.maximum(start, block)
+    return shared.clamp(min=0) / stride
+
+
+@torch.no_grad()
+def best_blocks(weights: Tensor, own: Tensor, kv_heads: int, count: int, size: int, stride: int, block_size: int, slots: int) -> Tensor:
+    """weights (batch, heads, rows, compressed) of compressed keys, own (batch, rows); int32 (batch, rows, kv_heads, slots)."""
+    shared = overlaps(weights.shape[-1], count, size, stride, block_size, weights.device).to(weights.dtype)
+    scores = (weights @ shared).unflatten(1, (kv_heads, -1)).sum(2).transpose(1, 2)
+    block, own = torch.arange(count, device=weights.device), own[:, :, None, None]
+    scores = scores.masked_fill((block == 0) | (block == own - 1), torch.inf)
+    scores = scores.masked_fill((block >= own) | scores.isnan(), -torch.inf)
+    # stable: of equal scores the earlier block comes first
+    best, blocks = F.pad(scores, (0, slots), value=-torch.inf).sort(dim=-1, descending=True, stable=True)
+    return torch.where(best > -torch.inf, blocks, -1)[..., :slots].int()
+
+
+@without_autocast
+def nsa_attention_reference(q, k, v, k_cmp, v_cmp, gates, blocks, *, k_window, v_window, compress_size, compress_stride, block_size,
+                            block_count, window, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+                            max_seqlen_k) -> tuple[Tensor, Tensor]:
+    """Output and blocks; packed input is padded, attended to and packed again. Arguments are checked by the caller."""
+    packed = cu_seqlens_q is not None
+    total_q = q.shape[0]
+    if packed:
+        cu_seqlens_c = compressed_bounds(cu_seqlens_k, compress_size, compress_stride)
+        q, gates = (pad_packed(x, cu_seqlens_q, max_seqlen_q) for x in (q, gates))
+        blocks = None if blocks is None else pad_packed(blocks, cu_seqlens_q, max_seqlen_q)
+        k, v, k_window, v_window = (pad_packed(x, cu_seqlens_k, max_seqlen_k) for x in (k, v, k_window, v_window))
+        longest = max(0, (k.shape[1] - compress_size) // compress_stride + 1)
+        k_cmp, v_cmp = (pad_packed(x, cu_seqlens_c, longest) for x in (k_cmp, v_cmp))
+    batch, rows, heads, _ = q.shape
+    columns, kv_heads = k.shape[1:3]
+    len_q = sequence_lengths(cu_seqlens_q, batch, rows, q.device)
+    len_k = sequence_lengths(cu_seqlens_k, batch, columns, q.device)
+    position = torch.arange(rows, device=q.device) + (len_k - len_q)[:, None]
+
+    def attend(keys: Tensor, values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        # (batch, heads, seqlen, width); a key head serves a contiguous group of query heads
+        keys, values = (x.transpose(1, 2).repeat_interleave(heads // kv_heads, dim=1) for x in (keys, values))
+        scores = (q.transpose(1, 2) @ keys.mT) * softmax_scale
+        weights, _ = softmax_over_seen(scores.to(torch.promote_types(scores.dtype, torch.float32)), seen)
+        return (weights.to(values.dtype) @ values).transpose(1, 2), weights
+
+    last_token = torch.arange(k_cmp.shape[1], device=q.device) * compress_stride + compress_size - 1
+    compressed, weights = attend(k_cmp, v_cmp, (last_token <= position[..., None])[:, None])
+    if blocks is None:
+        blocks = best_blocks(weights, position.div(block_size, rounding_mode="floor"), kv_heads, -(-columns // block_size), compress_size,
+                             compress_stride, block_size, block_count - 1)
+    chosen = seen_blocks(blocks, len_q, len_k, block_size, columns).repeat_interleave(heads // blocks.shape[2], dim=1)
+    selected, _ = attend(k, v, chosen & visible(len_q, len_k, rows, columns, (-1, 0)))
+    near, _ = attend(k_window, v_window, visible(len_q, len_k, rows, columns, (window - 1, 0)))
+    out = gates[..., :1] * compressed + gates[..., 1:2] * selected + gates[..., 2:] * near
+    if packed:
+        out, blocks = unpad_packed(out, cu_seqlens_q, total_q), unpad_packed(blocks, cu_seqlens_q, total_q, fill=-1)
+    return out, blocks

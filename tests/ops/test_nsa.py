@@ -1,0 +1,123 @@
+"""nsa_attention: the reference against the formula, the kernels against the reference by the field's rule, and the contract."""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from paths import GPU
+from torch.testing import assert_close
+
+from attnzoo_kernels import nsa_attention
+from attnzoo_kernels.nsa.cases import CORRECTNESS, LONG, SMALL, Case
+from benchmarks.accuracy import assert_accurate
+
+DEVICE = "cuda" if GPU else "cpu"
+TRITON = GPU or os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(not TRITON, reason="needs an NVIDIA GPU, or TRITON_INTERPRET=1")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32) if GPU else (torch.float16, torch.float32)  # the interpreter gets bfloat16 wrong
+CASES = [replace(case, dtype=dtype) for n, case in enumerate(CORRECTNESS) for m, dtype in enumerate(DTYPES) if GPU or (n + m) % 2 == 0]
+NAMES = ("out", "dq", "dk", "dv", "dk_cmp", "dv_cmp", "dgates", "dk_window", "dv_window")
+
+
+def run(case, impl, dtype=None, blocks=None):
+    """By NAMES in `dtype` for inputs that were drawn in the case's."""
+    x = case.inputs(DEVICE)
+    windows = [x.options.pop(name) for name in ("k_window", "v_window")]
+    leaves = [t.to(dtype or t.dtype).detach().requires_grad_() for t in (*x[:6], *windows)]
+    out = nsa_attention(*leaves[:6], k_window=leaves[6], v_window=leaves[7], blocks=blocks, impl=impl, **x.options)
+    grads = torch.autograd.grad(out, leaves, x.dout.to(out.dtype))
+    return dict(zip(NAMES, (out.detach(), *grads), strict=True))
+
+
+def check(case, impl="triton"):
+    x = case.inputs(DEVICE)
+    blocks = nsa_attention(*(t.double() for t in x[:6]), return_blocks=True, impl="reference",
+                           **x.options | {"k_window": None, "v_window": None})[1]
+    assert_accurate(run(case, impl, blocks=blocks), run(case, "reference", blocks=blocks),
+                    run(case, "reference", torch.float64, blocks=blocks))
+
+
+@needs_triton
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_is_at_most_twice_that_of_eager(case, poisoned):
+    check(case)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", LONG, ids=str)
+@pytest.mark.parametrize("impl", ("triton", None))
+def test_error_is_at_most_twice_that_of_eager_at_length(case, dtype, impl):
+    check(replace(case, dtype=dtype), impl)
+
+
+@needs_triton
+@pytest.mark.parametrize("case", [replace(case, dtype=torch.float32) for case in CORRECTNESS], ids=str)
+def test_the_kernel_chooses_what_the_reference_does(case):
+    x = case.inputs(DEVICE)
+    ours, wanted = (nsa_attention(*x[:6], return_blocks=True, impl=impl, **x.options)[1].sort(-1).values for impl in ("triton", "reference"))
+    assert torch.equal(ours, wanted)
+
+
+def test_the_reference_is_the_paper_s_formula():
+    x = Case(seqlen_q=30, heads=2, kv_heads=1, head_dim=8, compress_size=4, compress_stride=2, block_size=4, block_count=4, window=5,
+             dtype=torch.float32).inputs(DEVICE)
+    q, k, v, k_cmp, v_cmp, gates = (t[0].double() for t in x[:6])
+    k_window, v_window = (x.options[name][0, :, 0].double() for name in ("k_window", "v_window"))
+    out, blocks = nsa_attention(*(t.double() for t in x[:6]), return_blocks=True,
+                                **x.options | {"k_window": k_window[None, :, None], "v_window": v_window[None, :, None]})
+
+    def attend(query, keys, values):
+        weights = (query @ keys.T / 8**0.5).softmax(-1)
+        return weights @ values, weights
+
+    for t in range(30):
+        c = max(0, (t + 1 - 4) // 2 + 1)
+        compressed, weights = attend(q[t], k_cmp[:c, 0], v_cmp[:c, 0])
+        own = t // 4
+        score = torch.zeros(8, dtype=torch.float64)
+        for i in range(c):  # each holds two strides, and a block does
+            for stride in (i, i + 1):
+                score[stride // 2] += weights[:, i].sum()
+        forced = {block for block in (0, own - 1) if 0 <= block < own}
+        others = sorted((block for block in range(own) if block not in forced), key=lambda block: -score[block])
+        read = sorted([*forced, *others[: 3 - len(forced)], own])
+        assert sorted(block for block in blocks[0, t, 0].tolist() if block >= 0) == read[:-1]
+        keys = [j for block in read for j in range(4 * block, min(4 * block + 4, t + 1))]
+        selected, _ = attend(q[t], k[keys, 0], v[keys, 0])
+        near, _ = attend(q[t], k_window[max(0, t - 4) : t + 1], v_window[max(0, t - 4) : t + 1])
+        g = gates[t].T[..., None]
+        assert_close(out[0, t], g[0] * compressed + g[1] * selected + g[2] * near)
+
+
+@pytest.mark.slow
+@needs_triton
+def test_it_compiles_to_what_eager_mode_computes():
+    x = Case(lengths_q=(9, 0, 24), head_dim=16, kv_heads=1, dtype=torch.float16, **SMALL).inputs(DEVICE)
+    leaves = [t.detach().requires_grad_() for t in x[:6]]
+
+    def attend(*leaves):
+        return nsa_attention(*leaves, impl="triton", **x.options)
+
+    expected, result = attend(*leaves), torch.compile(attend, fullgraph=True, backend="aot_eager")(*leaves)
+    assert torch.equal(result, expected)
+    wanted, grads = (torch.autograd.grad(y, leaves, x.dout) for y in (expected, result))
+    assert all(map(torch.equal, grads, wanted))
+
+
+@pytest.mark.parametrize("change, error, message", [
+    ({"block_size": 6}, ValueError, "block_size: must be a multiple of compress_stride=4, got 6"),
+    ({"window": 0}, ValueError, "window: must be an integer of at least 1, got 0"),
+    ({"k_cmp": torch.zeros(1, 7, 2, 16)}, ValueError, r"k_cmp: must have shape \(1, 6, 2, 16\), got \(1, 7, 2, 16\)"),
+    ({"gates": torch.zeros(1, 30, 2)}, ValueError, r"gates: must have shape \(1, 30, 2, 3\), got \(1, 30, 2\)"),
+    ({"gates": torch.zeros(1, 30, 2, 3).double()}, TypeError, "gates: must have q's dtype torch.float32, got torch.float64"),
+    ({"softmax_scale": -1.0}, ValueError, "softmax_scale: must be above 0, got -1.0"),
+    ({"blocks": torch.zeros(1, 30, 2, 3)}, TypeError, "blocks: must be int32, got torch.float32"),
+    ({"impl": "cpu"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'reference', got 'cpu'"),
+])
+def test_a_wrong_argument_is_named(change, error, message):
+    arguments = {name: torch.zeros(1, 30, 2, 16) for name in ("q", "k", "v")}
+    arguments |= {"k_cmp": torch.zeros(1, 6, 2, 16), "v_cmp": torch.zeros(1, 6, 2, 16), "gates": torch.zeros(1, 30, 2, 3)}
+    with pytest.raises(error, match=message):
+        nsa_attention(**arguments | SMALL | change)
