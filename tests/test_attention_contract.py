@@ -23,11 +23,14 @@ CONFIGS = Path(__file__).parent.parent / "configs" / "attention"
 VARIANTS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 MODELS = {"gpt": GPT, "bert": BERT}
 LENGTHS = [7, 1, 0, 12]
+# the context of these tests holds several blocks
+SMALL = {"moba": {"block_size": 3, "top_k": 2},
+         "nsa": {"compress_size": 4, "compress_stride": 2, "block_size": 2, "block_count": 3, "window": 4}}
 SIZES = {"vocab_size": 53, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "train_context": 16, "bias": False}
 
 
 def config(variant):
-    return OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{variant}.yaml"))
+    return OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{variant}.yaml")) | SMALL.get(variant, {})
 
 
 def build(variant, kind="gpt", positions="rotary", **options):

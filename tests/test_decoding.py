@@ -14,6 +14,7 @@ from attnzoo.attention.differential import DifferentialAttention
 from attnzoo.attention.dual_chunk import DualChunkAttention
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.moba import MoBAAttention
+from attnzoo.attention.nsa import NSAttention
 from attnzoo.attention.positions import rotate
 from attnzoo.attention.sdpa import SDPAttention
 from attnzoo.models import GPT
@@ -26,6 +27,8 @@ OPTIONS = {
     "patterns by head": lambda spec: BlockSparseAttention(spec, pattern={"name": "bigbird", "n_random": 1, "heads": 4}, block=16),
     "differential V2": lambda spec: DifferentialAttention(spec, version=2),
     "blocks that are chosen": lambda spec: MoBAAttention(spec, block_size=4, top_k=3),
+    "compressed keys": lambda spec: NSAttention(
+        spec, compress_size=4, compress_stride=2, block_size=4, block_count=3, window=5),
     "dual chunk, yarn": lambda spec: DualChunkAttention(spec, chunk_size=12, temperature="yarn"),
 }
 MODEL = {"qk_norm": True, "attention_temperature": "ssmax", "attention_gate": "head"}

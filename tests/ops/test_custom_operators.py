@@ -14,6 +14,7 @@ from attnzoo_kernels import (
     flash_attention,
     forgetting_attention,
     moba_attention,
+    nsa_attention,
     sigmoid_attention,
     two_frame_attention,
 )
@@ -55,6 +56,8 @@ def call(operator: str, queries: int, device: str, impl: str | None):
                                                    impl=impl),
         "forgetting": lambda: forgetting_attention(q, k, v, -torch.rand(*k.shape[:-2], q.shape[-2], device=device), impl=impl),
         "moba": lambda: moba_attention(q, k, v, block_size=6, top_k=2, impl=impl),
+        "nsa": lambda: nsa_attention(q, k, v, k[:, :9], v[:, :9], torch.rand(*q.shape[:-1], 3, device=device).to(q.dtype), compress_size=4,
+                                     compress_stride=2, block_size=4, block_count=3, window=5, impl=impl),
         "sigmoid": lambda: sigmoid_attention(q, k, v, causal=True, impl=impl),
         "two_frame": lambda: two_frame_attention(*(torch.stack(x, -2) for x in ((q, q2), (k, k2))), v, near_keys=5, impl=impl),
     }[operator]()
@@ -62,19 +65,19 @@ def call(operator: str, queries: int, device: str, impl: str | None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "moba", "two_frame",
-                                      "decode"))
+@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "moba", "nsa",
+                                      "two_frame", "decode"))
 @pytest.mark.parametrize("queries", (KEYS, KEYS - 9))
 @pytest.mark.parametrize("impl", (None, "triton") if GPU else ("triton", "cpu"))
 def test_fakes_tell_what_operators_give(operator, queries, impl, device, monkeypatch):
-    if operator in ("sigmoid", "forgetting", "moba", "decode") and impl == "cpu":
+    if operator in ("sigmoid", "forgetting", "moba", "nsa", "decode") and impl == "cpu":
         pytest.skip("it has no path for CPUs")
     monkeypatch.setattr(autograd, "compiling", lambda: True)
     with Calls() as calls:
         call(operator, queries, device, impl)
     monkeypatch.undo()
     # flash has another backward where queries are as many as keys
-    assert len(calls.first) in {"decode": (1,), "moba": (7, 8)}.get(operator, (2,))
+    assert len(calls.first) in {"decode": (1,), "moba": (7, 8), "nsa": (7, 8)}.get(operator, (2,))
     for custom, args in calls.first.items():
         args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
         torch.library.opcheck(custom, args, test_utils=("test_schema", "test_faketensor"))

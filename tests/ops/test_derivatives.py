@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 
 from attnzoo_kernels import differential_attention, padding
 
-DIFFERENTIABLE = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "moba", "two_frame", "bias_gelu")
+DIFFERENTIABLE = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "moba", "nsa", "two_frame", "bias_gelu")
 
 
 @pytest.mark.parametrize("operator", DIFFERENTIABLE)
@@ -43,7 +43,7 @@ def test_the_end_of_an_encoder_has_no_second_derivative(device):
         torch.autograd.grad(out.sum(), hidden, create_graph=True)
 
 
-@pytest.mark.parametrize("operator", (*OPERATORS, "moba"))
+@pytest.mark.parametrize("operator", (*OPERATORS, "moba", "nsa"))
 @pytest.mark.parametrize("through", ("dual", "func"))
 def test_forward_mode_is_refused(operator, through, device):
     """Its tangents would be zeros, or none at all."""

@@ -24,6 +24,7 @@ from attnzoo_kernels import (
     flash_fp8,
     forgetting,
     moba,
+    nsa,
     padding,
     quantize_fp8,
     routed,
@@ -158,6 +159,7 @@ def test_why_not_gluon_is_asked_alike():
         (dual_chunk, (q, k, v), {"cos": table, "sin": table, "chunk_size": 8, "local_size": 2}), (flash_fp8, quantize_fp8(q, k, v)[:3], {}),
         (sigmoid, (q, k, v), {"causal": True}), (forgetting, (q, k, v, torch.zeros(1, 5, 1)), {}),
         (moba, (q, k, v), {"block_size": 2, "top_k": 2}),
+        (nsa, (q, k, v, k[:, :0], v[:, :0], torch.zeros(1, 5, 1, 3)), {}),
         (routed, (q, k, v, torch.zeros(1, 5, 1, 1, dtype=torch.int32)), {"block_size": 2}),
     )
     for module, inputs, options in calls:

@@ -1,8 +1,7 @@
-"""Native sparse attention: compressed keys, blocks that they choose, and a window, by learned gates (Yuan et al. 2025, arXiv:2502.11089)."""
+"""Native sparse attention: compressed keys, blocks that they choose, and a window, by gates (Yuan et al. 2025, arXiv:2502.11089)."""
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attnzoo_kernels import autograd, checks, dispatch
@@ -42,24 +41,24 @@ def nsa_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """gates[..., 0] * compressed + gates[..., 1] * selected + gates[..., 2] * window, three causal softmax attentions of the same queries.
 
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, and grouped heads of any size: as `flash_attention` has them. Query i
-    stands at position t = i + seqlen_k - seqlen_q.
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, and grouped heads of any size: as `flash_attention` has them.
+    Query i stands at position t = i + seqlen_k - seqlen_q.
 
     compressed: over k_cmp and v_cmp (batch, compressed, kv_heads, width), packed (total_k // compress_stride, kv_heads, width), of which
         `compressed_bounds` tells the sequences. Compressed key c stands for the tokens c * compress_stride .. + compress_size of its
         sequence, and is seen where the last of them is at most t: compressed = max(0, (seqlen_k - compress_size) // compress_stride + 1).
         compress_stride divides compress_size and block_size.
     selected: over k and v, by `routed_attention`, in block_count blocks of block_size tokens: the query's own, the one before, the
-        sequence's first, and of the others those in which the compressed keys have the largest weights, added up over the heads of a key
-        head. A compressed key counts by the tokens that it shares with a block. Of equal blocks the earlier is taken, one whose weight is NaN
-        never. The choice has no gradient.
+        sequence's first, and of the others those in which the compressed keys have the largest weights, added up over the heads of a
+        key head. A compressed key counts by the tokens that it shares with a block. Of equal blocks the earlier is taken, one whose
+        weight is NaN never. The choice has no gradient.
     window: over k_window and v_window, those of the `window` last tokens, t's own included. None takes k and v.
     gates: (..., heads, 3) as q has its rows, in q's dtype; with gradient.
     A branch without a key gives zeros.
 
     blocks: what to read in place of a choice, as `routed_attention` takes it, for kv_heads. return_blocks: also return what was read, int32
         (batch, seqlen_q, kv_heads, block_count - 1) or (total, kv_heads, block_count - 1).
-    softmax_scale: any finite number above 0; default head_dim ** -0.5.
+    softmax_scale: any finite number; default head_dim ** -0.5.
     deterministic: as in `flash_attention`.
     impl: "gluon" | "triton" | "reference", of the products, as in `routed_attention`.
 
@@ -78,8 +77,6 @@ def nsa_attention(
     if blocks is not None:
         check_blocks(blocks, q, k)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
-    if softmax_scale <= 0:
-        raise ValueError(f"softmax_scale: must be above 0, got {softmax_scale}")
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     sizes = {"compress_size": compress_size, "compress_stride": compress_stride, "block_size": block_size}
     if dispatch.takes_reference("nsa", impl, "q", q, IMPLEMENTATIONS) or q.numel() == 0:
@@ -88,6 +85,7 @@ def nsa_attention(
             softmax_scale=softmax_scale, **sizes, **lengths)
         return (out, blocks) if return_blocks else out
 
+    softmax_scale, q = checks.positive_scale(softmax_scale, q)
     options = {"softmax_scale": softmax_scale, "deterministic": deterministic, "impl": impl}
     near = flash_attention(q, k_window, v_window, causal=True, window_size=(window - 1, 0), **options, **lengths)
     shape = q.shape[:-2]
@@ -103,8 +101,8 @@ def nsa_attention(
     if blocks is None:
         autograd.refuse_tangents("nsa_attention", 'impl="reference" takes it', q=q, k_cmp=k_cmp)
         lse = fold.unfold(lse.detach().mT.unsqueeze(-1), kv_heads)[..., 0].mT
-        blocks = ops.choose(q_rows.detach(), k_cmp.detach(), lse, cu_seqlens_q, cu_seqlens_k, bounds, compress_size, compress_stride, block_size,
-                            block_count - 1, softmax_scale).unflatten(0, shape)
+        blocks = ops.choose(q_rows.detach(), k_cmp.detach(), lse, cu_seqlens_q, cu_seqlens_k, bounds, compress_size, compress_stride,
+                            block_size, block_count - 1, softmax_scale).unflatten(0, shape)
     selected = routed_attention(q, k, v, blocks, block_size=block_size, **options, **lengths)
     out = gates[..., :1] * compressed + gates[..., 1:2] * selected + gates[..., 2:] * near
     return (out, blocks) if return_blocks else out

@@ -1,8 +1,8 @@
 """Compressed keys and the queries that see them as packed sequences of causal attention. Integers on the device; nothing waits for it.
 
-A query at position t sees the compressed key c if its last token c * stride + size - 1 is at most t: if c <= (t + 1) // stride - size // stride.
-So `stride` queries from t + 1 = u * stride on see the same keys, and are heads of one query u. u sees c <= u - size // stride, which is
-causal attention aligned to the bottom right.
+A query at position t sees the compressed key c if its last token c * stride + size - 1 is at most t, so if c <= u - size // stride with
+u = (t + 1) // stride. `stride` queries have one u and see the same keys: they are taken for heads of one query u, whose attention is
+causal, aligned to the bottom right.
 """
 
 from typing import NamedTuple

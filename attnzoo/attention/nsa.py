@@ -1,0 +1,171 @@
+"""Native sparse attention (Yuan et al. 2025, arXiv:2502.11089): compressed keys, the blocks that they choose, and a window, by gates.
+
+Runs on `attnzoo_kernels.nsa_attention`.
+"""
+
+import math
+import warnings
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
+from attnzoo.attention.routing import BlockUse
+from attnzoo_kernels import nsa_attention
+from attnzoo_kernels.nsa import compressed_bounds
+
+BRANCHES = ("compressed", "selected", "window")
+
+
+class Pool(nn.Module):
+    """Every `size` tokens of a head become one, `stride` further on the next: by an MLP over all their channels, whose first bias is what
+    positions inside would add, or by their mean."""
+
+    def __init__(self, width: int, size: int, stride: int, pooling: str):
+        super().__init__()
+        self.overlap = size // stride
+        self.up, self.down = (nn.Linear(size * width, 2 * width), nn.Linear(2 * width, width)) if pooling == "mlp" else (None, None)
+
+    def forward(self, chunks: Tensor, rows: Tensor | None) -> Tensor:
+        """chunks: (..., chunks, stride, kv_heads, width), tokens without overlap. rows: (compressed,), the first chunk of each, where
+        several sequences' chunks follow each other; None for all that there are. Returns (..., compressed, kv_heads, width)."""
+        if self.up is None:
+            parts = (chunks.mean(-3) / self.overlap).unsqueeze(-2).expand(*chunks.shape[:-3], chunks.shape[-2], self.overlap, -1)
+        else:
+            # each chunk's share of the first product is computed once
+            flat = chunks.transpose(-3, -2).flatten(-2)
+            weight = self.up.weight.unflatten(1, (self.overlap, flat.shape[-1])).transpose(0, 1).flatten(0, 1)
+            parts = F.linear(flat, weight).unflatten(-1, (self.overlap, -1))
+        whole = chunks.shape[-4]
+        if rows is None:
+            count = max(whole - self.overlap + 1, 0)
+            pooled = sum(parts[..., i : i + count, :, i, :] for i in range(self.overlap))
+        else:  # those beyond the last stand for nothing
+            pooled = sum(parts[..., i, :].index_select(-3, (rows + i).clamp(max=max(whole - 1, 0))) for i in range(self.overlap))
+        return pooled if self.up is None else self.down(F.gelu(pooled + self.up.bias))
+
+
+class NSAttention(Attention):
+    """The gated sum of three softmax attentions: over compressed keys, over the blocks in which those have the largest weights, and over a
+    window. Gates are sigmoid(x W) by token and head. The parameters beside those of all variants are `branch_proj`, `k_pool` and `v_pool`.
+
+    compress_size, compress_stride: tokens that a compressed key stands for, and from one to the next. block_size, block_count: tokens of a
+        block, and blocks that the heads of a key head read together. window: tokens that are read in any case. As in
+        `attnzoo_kernels.nsa_attention`; compress_stride divides the other two sizes.
+    pooling: "mlp" as in the paper, or "mean". independent_kv: whether each branch has keys and values of its own, as in the paper; without,
+        a checkpoint of attention=flash gives the projections of all.
+    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "reference"; on a CPU the reference does).
+    """
+
+    supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)
+    decodes_on_device = True
+
+    def __init__(self, spec: AttentionSpec, *, compress_size: int = 32, compress_stride: int = 16, block_size: int = 64,
+                 block_count: int = 16, window: int = 512, pooling: Literal["mlp", "mean"] = "mlp", independent_kv: bool = True,
+                 impl: Impl | None = None):
+        self.branches = len(BRANCHES) if independent_kv else 1  # head_shapes is asked for it
+        super().__init__(spec)
+        if impl == "cpu":
+            raise ValueError("attention.impl=cpu: NSA has no path for CPUs; null or reference takes its reference there")
+        self.sizes = {"compress_size": compress_size, "compress_stride": compress_stride, "block_size": block_size,
+                      "block_count": block_count, "window": window}
+        for name, value in self.sizes.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"attention.{name}={value!r}: must be an integer of at least 1")
+            if name in ("compress_size", "block_size") and value % compress_stride:
+                raise ValueError(f"attention.{name}={value}: must be a multiple of attention.compress_stride={compress_stride}")
+        if pooling not in ("mlp", "mean"):
+            raise ValueError(f"attention.pooling={pooling!r}: must be mlp or mean")
+        if block_size * block_count >= spec.train_context:
+            # one text for all layers: Python shows it once
+            warnings.warn(f"attention.block_count={block_count}, attention.block_size={block_size}: queries read every block of the "
+                          f"model's context of {spec.train_context} tokens, so that nothing is chosen there; set smaller ones, or a longer "
+                          "context", stacklevel=2)
+        self.impl = impl
+        self.branch_proj = nn.Linear(spec.dim, spec.n_heads * len(BRANCHES))
+        self.k_pool, self.v_pool = (Pool(spec.head_dim, compress_size, compress_stride, pooling) for _ in range(2))
+        self.block_use = BlockUse()
+        # what metrics() reports: each branch's mean gate over the tokens of the last training step
+        self.register_buffer("mean_gates", torch.full((len(BRANCHES),), math.nan), persistent=False)
+
+    def head_shapes(self) -> dict[str, tuple[int, int]]:
+        shapes = super().head_shapes()
+        return shapes | {name: (self.branches * shapes[name][0], shapes[name][1]) for name in ("k", "v")}
+
+    def init_weights(self, std: float, residual_std: float) -> None:
+        super().init_weights(std, residual_std)
+        for linear in (self.branch_proj, *self.k_pool.children(), *self.v_pool.children()):
+            # the pools' results are of the size of what they pool
+            nn.init.normal_(linear.weight, std=std if linear is self.branch_proj else linear.in_features**-0.5)
+            nn.init.zeros_(linear.bias)
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, *rest = super().project(x)
+        gates = self.branch_proj(x).sigmoid().unflatten(-1, (self.spec.n_heads, len(BRANCHES)))
+        if self.training:
+            with torch.no_grad():
+                self.mean_gates.copy_(gates.flatten(0, -2).mean(0))
+        return q, *rest, gates.to(q.dtype)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo, gates: Tensor) -> Tensor:
+        keys, values = (x.chunk(self.branches, dim=-2) for x in (k, v))
+        k_cmp, v_cmp = self._compressed(self.k_pool, keys[0], seq), self._compressed(self.v_pool, values[0], seq)
+        selected = min(1, self.branches - 1)
+        out, blocks = nsa_attention(
+            q, keys[selected], values[selected], k_cmp, v_cmp, gates, k_window=keys[-1], v_window=values[-1], return_blocks=True,
+            cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens_k, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen_k,
+            impl=self.impl, **self.sizes)
+        if self.training:
+            self.block_use.update(blocks, self.sizes["block_size"], seq)
+        return out
+
+    def _compressed(self, pool: Pool, x: Tensor, seq: SequenceInfo) -> Tensor:
+        size, stride = self.sizes["compress_size"], self.sizes["compress_stride"]
+        if seq.cu_seqlens_k is None:
+            whole = x.shape[1] // stride
+            return pool(x[:, : whole * stride].unflatten(1, (whole, stride)), None).to(x.dtype)
+        tokens, rows = seq.once(("nsa", size, stride), lambda: _packed_chunks(seq.cu_seqlens_k, x.shape[0], size, stride))
+        return pool(x[tokens], rows).to(x.dtype)
+
+    def visible_pairs(self, length: int) -> int:
+        """Pairs of a query and a key or compressed key that a head computes, over its branches."""
+        size, stride, block, count, window = self.sizes.values()
+        return sum(max(0, (t + 1 - size) // stride + 1) + min(t // block, count - 1) * block + t % block + 1 + min(t + 1, window)
+                   for t in range(length))
+
+    def flops(self, lengths: list[int]) -> float:
+        """With gates and pools, and with the compressed keys' scores for the choice, which have no backward."""
+        size, stride = self.sizes["compress_size"], self.sizes["compress_stride"]
+        pooled = sum(max(0, (length - size) // stride + 1) for length in lengths) * self.spec.n_kv_heads
+        weights = sum(linear.weight.numel() for pool in (self.k_pool, self.v_pool) for linear in pool.children())
+        scores = sum(max(0, (t + 1 - size) // stride + 1) for length in lengths for t in range(length))
+        return (super().flops(lengths) + 6.0 * self.branch_proj.weight.numel() * sum(lengths) + 6.0 * weights * pooled
+                + 2.0 * self.spec.n_heads * self.spec.head_dim * scores)
+
+    def metrics(self) -> dict[str, float]:
+        """gate_<branch>: the mean over heads and tokens of the last training step. block_entropy, block_coverage: see BlockUse."""
+        gates = dict(zip((f"gate_{name}" for name in BRANCHES), self.mean_gates.tolist(), strict=True))
+        return super().metrics() | gates | self.block_use.metrics()
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.sizes.items())
+
+
+def _packed_chunks(cu_seqlens: Tensor, total: int, size: int, stride: int) -> tuple[Tensor, Tensor]:
+    """Which tokens are in which chunk, (total // stride, stride), and the first chunk of each compressed key, (total // stride,)."""
+    count = total // stride
+    number = torch.arange(count, device=cu_seqlens.device)
+
+    def places(bounds: Tensor) -> tuple[Tensor, Tensor]:
+        """Each number's sequence and its place in it. What is behind the last goes on there."""
+        sequence = torch.searchsorted(bounds[1:].contiguous(), number, right=True).clamp(max=bounds.shape[0] - 2)
+        return sequence, number - bounds[sequence]
+
+    whole = cu_seqlens.diff() // stride
+    first_chunk = torch.cat([whole.new_zeros(1), whole.cumsum(0)])
+    sequence, place = places(first_chunk)
+    tokens = (cu_seqlens[sequence] + place * stride)[:, None] + torch.arange(stride, device=cu_seqlens.device)
+    sequence, place = places(compressed_bounds(cu_seqlens, size, stride))
+    return tokens.clamp(max=max(total - 1, 0)), first_chunk[sequence] + place
