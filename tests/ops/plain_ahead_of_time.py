@@ -146,6 +146,24 @@ def two_frame():
         ops._gradients(grad_out, lse if grad_lse else None, q, k, v, out, stats, *rest)
 
 
+def routed():
+    """With the kernels that choose blocks."""
+    from attnzoo_kernels.moba import choose as moba
+    from attnzoo_kernels.nsa import choose as nsa
+    from attnzoo_kernels.routed import parts
+
+    bounds = torch.tensor([0, 100, 256], dtype=torch.int32)
+    for dtype, width in ((BF16, 64), (F32, 128)):
+        q, k = (torch.zeros(256, heads, width, dtype=dtype) for heads in (4, 2))
+        lse, place = torch.zeros(4, 256), torch.zeros(256 * 4, 3, dtype=torch.int32)
+        moba.launch_blocks(q, k, bounds, bounds, 16, 3)
+        nsa.launch_blocks(q, k, lse, bounds, bounds, bounds, 32, 16, 64, 15, 0.1)
+        part, part_lse, stats = q.new_zeros(256 * 12, 1, width), torch.zeros(1, 256 * 12), torch.zeros(2, 4, 256)
+        parts.launch_sum(part, place, 1, 4)
+        out, merged, own = parts.launch_merge(q, lse, stats, part, part_lse, torch.stack((part_lse, part_lse)), place, 1)
+        parts.launch_merge_backward(q, merged, q, lse, stats, part, part_lse, torch.stack((part_lse, part_lse)), place, out, own, 1)
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     triton.compiler.CompiledKernel.__getitem__ = lambda self, grid: lambda *arguments: None  # a second launch of what is compiled
@@ -165,10 +183,10 @@ def main() -> None:
         compiled.clear()
         globals()[operator]()
         for name, constants, kernel in {id(kernel): (name, constants, kernel) for name, constants, kernel in compiled}.values():
-            if "PRECISION" not in constants:
+            if operator != "routed" and "PRECISION" not in constants:
                 continue
             registers, stack = resources(kernel.asm["cubin"])
-            shown = {key: constants[key] for key in ("HEAD_DIM", "VALUE_DIM", "PRECISION", "BLOCK_M", "BLOCK_N", "PACKED", "TMA")}
+            shown = {key: constants.get(key) for key in ("HEAD_DIM", "VALUE_DIM", "PRECISION", "BLOCK_M", "BLOCK_N", "PACKED", "TMA")}
             print(json.dumps({"kernel": name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
                               **wgmma_faults(kernel), **shown}), flush=True)
 

@@ -22,8 +22,8 @@ def _block_scores(q, lse, rows, first, count, block, position, scale, stride, HE
     """What one head's weights of compressed keys add up to in blocks [1, BLOCK_N]: [BLOCK_M, BLOCK_N]. rows: the key head's."""
     column = tl.arange(0, BLOCK_D)
     scores = (position * 0).to(tl.float32) + (block * 0).to(tl.float32)
-    for offset in tl.static_range(PER_BLOCK + OVERLAP - 1):
-        SHARED: tl.constexpr = min(offset + 1, PER_BLOCK) - max(offset + 1 - OVERLAP, 0)
+    for offset in range(PER_BLOCK + OVERLAP - 1):
+        shared = tl.minimum(offset + 1, PER_BLOCK) - tl.maximum(offset + 1 - OVERLAP, 0)  # strides in the key and in the block
         c = block * PER_BLOCK + (offset + 1 - OVERLAP)
         row = tl.reshape(first + c, [block.shape[1]]).to(tl.int64)
         there = tl.reshape((c >= 0) & (c < count), [block.shape[1]])
@@ -31,7 +31,7 @@ def _block_scores(q, lse, rows, first, count, block, position, scale, stride, HE
         keys = tl.load(rows.source + row[:, None] * rows.stride + column[None, :], mask=there[:, None] & (column < HEAD_DIM)[None, :],
                        other=0.0)
         weights = tl.exp2(score_dot(q, keys, PRECISION) * scale - lse)
-        scores += tl.where((c >= 0) & ((c + OVERLAP) * stride <= position + 1), SHARED * weights, 0.0)
+        scores += tl.where((c >= 0) & ((c + OVERLAP) * stride <= position + 1), shared * weights, 0.0)
     return scores
 
 
@@ -89,7 +89,7 @@ def launch_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, cu_seqlens_q: Tensor, c
     call = Call(sequences=packed_sequences(cu_seqlens_q), softmax_scale=1.0)
     exact = q.dtype == torch.float32
     block_d = block_width(width)
-    block_m, block_n = (32, 32) if exact or block_d > 128 else (64, 64)
+    block_m, block_n = (16, 16) if exact and block_d > 128 else (32, 32) if exact or block_d > 128 else (64, 64)
     with on_device_of(q):
         nsa_blocks_kernel[(call.programs(kv_heads, total_q, call.sequences, block_m),)](
             q, k_cmp, lse, chosen, cu_seqlens_q, cu_seqlens_k, cu_seqlens_c, *strides(q)[1:], *strides(k_cmp)[1:], softmax_scale * LOG2E,
