@@ -44,7 +44,7 @@ class PromptRows:
 
     def sequences(self, row: int) -> tuple[list[np.ndarray], int]:
         """Token ids of a prompt with each of its continuations, int64, uncut, and the prompt's length."""
-        prompt, *continuations = (self.store.tokens[slice(*self.store.offsets[document : document + 2])].astype(np.int64)
+        prompt, *continuations = (np.array(self.store.tokens[slice(*self.store.offsets[document : document + 2])], np.int64)
                                   for document in range(*self.documents[row]))
         return [np.concatenate([prompt[:-1], text]) for text in continuations], len(prompt) - 1
 
