@@ -33,6 +33,7 @@ class Part(NamedTuple):
     """One of a rank's two chunks, as queries, and the keys that they may see.
 
     index: 0 or 1. begin: its first token in the global order. queries: tokens of it. keys: so many of the global order's first tokens.
+    causal: whether these end with the chunk.
     lengths: of packed sequences, the arguments cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of the operators; else empty.
         Every sequence of the stream is in them, in its place. Those before the chunk have keys and no queries, those behind it neither.
     """
@@ -41,6 +42,7 @@ class Part(NamedTuple):
     begin: int
     queries: int
     keys: int
+    causal: bool
     lengths: dict[str, Any]
 
 
@@ -91,23 +93,23 @@ class Zigzag:
         Queries of a chunk are the last ones of the keys up to the chunk's end, so that masks aligned to the bottom right are the whole
         sequence's. Without `causal` all keys are seen, and no mask may depend on positions. The host waits for nothing.
         """
-        return tuple(self._part(index, chunk * self.chunk, causal, cu_seqlens, max_seqlen) for index, chunk in enumerate(self.chunks))
+        parts = []
+        for index, keys in enumerate(self._keys(self.rank, causal)):
+            begin = self.chunks[index] * self.chunk
+            lengths = {} if cu_seqlens is None else self._lengths(begin, keys, causal, cu_seqlens, max_seqlen)
+            parts.append(Part(index, begin, self.chunk, keys, causal, lengths))
+        return tuple(parts)
 
-    def _part(self, index: int, begin: int, causal: bool, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Part:
-        end = begin + self.chunk
-        keys = end if causal else self.total
-        if cu_seqlens is None:
-            return Part(index, begin, self.chunk, keys, {})
-        return Part(index, begin, self.chunk, keys, {
+    def _keys(self, rank: int, causal: bool) -> tuple[int, int]:
+        """How many keys a rank's chunks see."""
+        return tuple((chunk + 1) * self.chunk if causal else self.total for chunk in (rank, 2 * self.ranks - 1 - rank))
+
+    def _lengths(self, begin: int, keys: int, causal: bool, cu_seqlens: Tensor, max_seqlen: int | None) -> dict[str, Any]:
+        return {
             "cu_seqlens_q": (cu_seqlens - begin).clamp(0, self.chunk),
-            "cu_seqlens_k": cu_seqlens.clamp(max=end) if causal else cu_seqlens,
+            "cu_seqlens_k": cu_seqlens.clamp(max=keys) if causal else cu_seqlens,
             "max_seqlen_q": None if max_seqlen is None else min(max_seqlen, self.chunk),
-            "max_seqlen_k": None if max_seqlen is None else min(max_seqlen, keys)})
-
-    def _by_rank(self, device: torch.device) -> Tensor:
-        """The chunks in the order of the ranks that hold them, int64 (2R,)."""
-        low = torch.arange(self.ranks, device=device)
-        return torch.stack([low, 2 * self.ranks - 1 - low], 1).flatten()
+            "max_seqlen_k": None if max_seqlen is None else min(max_seqlen, keys)}
 
     def _by_place(self, device: torch.device) -> Tensor:
         """Where in the order of the ranks each chunk stands, int64 (2R,)."""
@@ -146,7 +148,8 @@ class ContextParallel(Zigzag):
                     raise ValueError(f"{name}: dimension {dim} must be the rank's {self.local} tokens, got shape {tuple(x.shape)}")
         gathered = _Gathered(self, dim, keys)
         n = len(keys)
-        seen = _Gather.apply(gathered, tuple(part.keys for part in parts), *keys)
+        counts = [self._keys(rank, parts[0].causal) for rank in range(self.ranks)]
+        seen = _Gather.apply(gathered, counts, *keys)
         out = torch.cat([
             attention(part, *(x.narrow(dim, part.index * self.chunk, self.chunk) for x in queries), *seen[i * n : (i + 1) * n])
             for i, part in enumerate(parts)], dim)
@@ -157,7 +160,7 @@ class ContextParallel(Zigzag):
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The whole of x along its dimension `dim`, 0 or 1, whose own part each rank has. Its gradient is the sum over the ranks."""
-        return _Gather.apply(_Gathered(self, dim, (x,)), (self.total,), x)[0]
+        return _Gather.apply(_Gathered(self, dim, (x,)), [(self.total,)] * self.ranks, x)[0]
 
     def gather_into(self, whole: Tensor, x: Tensor, dim: int) -> None:
         """The chunks of all ranks in the global order, with padding."""
@@ -167,24 +170,35 @@ class ContextParallel(Zigzag):
         chunks = received.unflatten(0, (self.ranks, -1)).unflatten(dim + 1, (2, self.chunk)).movedim(0, dim).flatten(dim, dim + 1)
         torch.index_select(chunks, dim, self._by_place(x.device), out=whole.view(chunks.shape))
 
-    def reduce(self, gradients: Sequence[Tensor | None], like: Tensor, dim: int) -> Tensor:
-        """Of gradients for the first so many tokens of the global order, the sum over the sequence and over the ranks of the rank's own
-        tokens, in `like`'s dtype. Sums are in float32, or float64, and in the ranks' order, so that they repeat bit by bit."""
-        wide = torch.promote_types(like.dtype, torch.float32)
-        shape = list(like.shape)
-        shape[dim] = self.ranks * self.local
-        total = like.new_zeros(shape, dtype=wide)
-        for gradient in gradients:
-            if gradient is not None:
-                total.narrow(dim, 0, gradient.shape[dim]).add_(gradient)
-        chunks = total.unflatten(dim, (2 * self.ranks, self.chunk)).index_select(dim, self._by_rank(total.device))
-        sent = chunks.unflatten(dim, (self.ranks, 2)).movedim(dim, 0).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
-        own = received[0]
-        for other in received[1:]:
-            own += other
-        return own.flatten(dim, dim + 1).to(like.dtype)
+    def reduce(self, gradients: Sequence[Tensor], counts: Sequence[tuple[int, ...]], dim: int) -> Tensor:
+        """The rank's own tokens' sum of what all ranks have for the first so many tokens of the global order.
+
+        counts: by rank, how many tokens each of its gradients has. They travel in their own dtype and are summed up in float32, or float64,
+        in the order of the ranks, so that the sums repeat bit by bit.
+        """
+        given = [self._pieces(counts[self.rank], owner) for owner in range(self.ranks)]
+        mine = [self._pieces(counts[rank], self.rank) for rank in range(self.ranks)]
+        shape, dtype = list(gradients[0].shape), gradients[0].dtype
+        shape[dim] = self.local
+        own = gradients[0].new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
+        width = own.numel() // self.local
+        sizes = [[width * sum(size for *_, size in pieces) for pieces in ranks] for ranks in (mine, given)]
+        sent = torch.cat([gradients[index].narrow(dim, begin, size).flatten() for pieces in given for index, _, begin, size in pieces])
+        received = sent.new_empty(sum(sizes[0]))
+        dist.all_to_all_single(received, sent, *sizes, group=self.group)
+        begin = 0
+        for _, half, _, size in (piece for pieces in mine for piece in pieces):
+            sums = own.narrow(dim, half * self.chunk, size)
+            sums.add_(received[begin : begin + sums.numel()].view(sums.shape))
+            begin += sums.numel()
+        return own.to(dtype)
+
+    def _pieces(self, counts: tuple[int, ...], owner: int) -> list[tuple[int, int, int, int]]:
+        """Of gradients for the first so many tokens, what belongs to a rank: the gradient's index, which of the rank's two chunks it is for,
+        where it begins and how long it is."""
+        chunks = ((0, owner * self.chunk), (1, (2 * self.ranks - 1 - owner) * self.chunk))
+        return [(index, half, begin, min(self.chunk, count - begin)) for index, count in enumerate(counts) for half, begin in chunks
+                if count > begin]
 
 
 class _Gathered:
@@ -214,20 +228,18 @@ class _Gather(torch.autograd.Function):
     """The first so many tokens of the global order of each tensor, once for each number, so that each use has a gradient of its own."""
 
     @staticmethod
-    def forward(ctx, gathered: _Gathered, counts: tuple[int, ...], *own: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, gathered: _Gathered, counts: Sequence[tuple[int, ...]], *own: Tensor) -> tuple[Tensor, ...]:
         gathered.gather()
-        ctx.gathered = gathered
-        ctx.set_materialize_grads(False)
-        return tuple(whole.narrow(gathered.dim, 0, count) for count in counts for whole in gathered.whole)
+        ctx.gathered, ctx.counts = gathered, counts
+        return tuple(whole.narrow(gathered.dim, 0, count) for count in counts[gathered.plan.rank] for whole in gathered.whole)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gathered, n = ctx.gathered, len(ctx.gathered.own)
         if not gathered.plan.keep_keys:
             gathered.release()
-        own = (gathered.plan.reduce(gradients[i::n], x, gathered.dim) if ctx.needs_input_grad[2 + i] else None
-               for i, x in enumerate(gathered.own))
+        own = (gathered.plan.reduce(gradients[i::n], ctx.counts, gathered.dim) if ctx.needs_input_grad[2 + i] else None for i in range(n))
         return None, None, *own
 
 
