@@ -347,7 +347,8 @@ class Attention(nn.Module):
 
     def _attend_in_context(self, q: Tensor, kept: Sequence[Tensor], seq: SequenceInfo, *rest: Tensor) -> Tensor:
         """`attend` of this process's tokens over those of all processes."""
-        parts, passes = seq.once("parts", lambda: seq.parts(self.spec.causal))
+        window = self.keys_before if self.spec.causal else -1
+        parts, passes = seq.once(("parts", window), lambda: seq.parts(self.spec.causal, window))
         n = 1 + len(rest)
         return seq.context.attend(
             lambda part, *tensors: self.attend_over(tensors[0], tensors[n:], passes[part.index], *tensors[1:n]), (q, *rest), kept, parts)
@@ -362,6 +363,11 @@ class Attention(nn.Module):
     def finish(self, out: Tensor) -> Tensor:
         """What is done to attend's output (..., heads, width) of each token, such as a norm."""
         return out
+
+    @property
+    def keys_before(self) -> int:
+        """How many keys before its own a query sees at most; -1 is unlimited."""
+        return -1
 
     @property
     def dropout_p(self) -> float:

@@ -56,9 +56,9 @@ class SequenceInfo:
             self.memo[key] = make()
         return self.memo[key]
 
-    def parts(self, causal: bool) -> tuple[tuple["Part", ...], list["SequenceInfo"]]:
+    def parts(self, causal: bool, window: int) -> tuple[tuple["Part", ...], list["SequenceInfo"]]:
         """Of `context`: this process's chunks of queries with the keys that they see, and each as a pass of its own."""
-        parts = self.context.parts(causal=causal, cu_seqlens=self.cu_seqlens, max_seqlen=self.max_seqlen)
+        parts = self.context.parts(causal=causal, window=window, cu_seqlens=self.cu_seqlens, max_seqlen=self.max_seqlen)
         passes = []
         for part, position_ids in zip(parts, self.position_ids.chunk(2, -1), strict=True):
             of = part.lengths

@@ -14,6 +14,10 @@ class WindowedAttention(Attention):
             raise ValueError(f"attention.window_size={list(window_size)}: must be two integers of at least -1 (unlimited), [left, right]")
         self.window_size = tuple(window_size)
 
+    @property
+    def keys_before(self) -> int:
+        return self.window_size[0]
+
     def check_context_parallel(self, packed: bool) -> None:
         super().check_context_parallel(packed)
         if not self.spec.causal and self.window_size != (-1, -1):

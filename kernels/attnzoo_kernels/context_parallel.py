@@ -14,6 +14,7 @@ what is missing in the last chunks is padding, which is not seen by any token an
     out = plan.attend(lambda part, q, k, v: flash_attention(q, k, v, causal=True, **part.lengths), (q,), (k, v), parts)
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,24 +27,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from attnzoo_kernels import checks
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
+Range = tuple[int, int]  # the first token, and the end
 MULTIPLE = 128  # tiles of queries begin in a chunk where they begin on one device
 
 
 class Part(NamedTuple):
     """One of a rank's two chunks, as queries, and the keys that they may see.
 
-    index: 0 or 1. begin: its first token in the global order. queries: tokens of it. keys: so many of the global order's first tokens.
-    causal: whether these end with the chunk.
+    index: 0 or 1. begin: its first token in the global order. queries: tokens of it. keys: the first of them and their end, in that order.
     lengths: of packed sequences, the arguments cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of the operators; else empty.
         Every sequence of the stream is in them, in its place. Those before the chunk have keys and no queries, those behind it neither.
+    of_ranks: `keys` of both parts of every rank.
     """
 
     index: int
     begin: int
     queries: int
-    keys: int
-    causal: bool
+    keys: "Range"
     lengths: dict[str, Any]
+    of_ranks: list[tuple["Range", ...]]
 
 
 class Zigzag:
@@ -87,29 +89,40 @@ class Zigzag:
             pieces.append(piece)
         return torch.cat(pieces, dim)
 
-    def parts(self, *, causal: bool, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> tuple[Part, ...]:
-        """The rank's two chunks. cu_seqlens, max_seqlen: of the whole packed stream, as the operators take them; None if dense.
+    def parts(self, *, causal: bool, window: int = -1, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> tuple[Part, ...]:
+        """The rank's two chunks.
 
-        Queries of a chunk are the last ones of the keys up to the chunk's end, so that masks aligned to the bottom right are the whole
-        sequence's. Without `causal` all keys are seen, and no mask may depend on positions. The host waits for nothing.
+        causal: queries of a chunk are the last ones of the keys up to the chunk's end, so that masks aligned to the bottom right are the
+            whole sequence's. Otherwise all keys are seen, and no mask may depend on positions.
+        window: so many keys before its own does a causal query see at most; -1 is unlimited. What lies before is not gathered.
+        cu_seqlens, max_seqlen: of the whole packed stream, as the operators take them; None if dense. The host waits for nothing.
         """
+        checks.integer("window", window, -1)
+        if window >= 0 and not causal:
+            raise ValueError(f"window: must be -1 without causal, got {window}")
+        of_ranks = [tuple(self._keys(chunk, causal, window) for chunk in (rank, 2 * self.ranks - 1 - rank)) for rank in range(self.ranks)]
         parts = []
-        for index, keys in enumerate(self._keys(self.rank, causal)):
+        for index, keys in enumerate(of_ranks[self.rank]):
             begin = self.chunks[index] * self.chunk
-            lengths = {} if cu_seqlens is None else self._lengths(begin, keys, causal, cu_seqlens, max_seqlen)
-            parts.append(Part(index, begin, self.chunk, keys, causal, lengths))
+            lengths = {} if cu_seqlens is None else self._lengths(begin, keys, cu_seqlens, max_seqlen)
+            parts.append(Part(index, begin, self.chunk, keys, lengths, of_ranks))
         return tuple(parts)
 
-    def _keys(self, rank: int, causal: bool) -> tuple[int, int]:
-        """How many keys a rank's chunks see."""
-        return tuple((chunk + 1) * self.chunk if causal else self.total for chunk in (rank, 2 * self.ranks - 1 - rank))
+    def _keys(self, chunk: int, causal: bool, window: int) -> Range:
+        """The keys that a chunk's queries see."""
+        if not causal:
+            return 0, self.total
+        # tiles of keys begin where they begin without a window
+        step = math.gcd(self.chunk, MULTIPLE)
+        return max(0, (chunk * self.chunk - window) // step * step) if window >= 0 else 0, (chunk + 1) * self.chunk
 
-    def _lengths(self, begin: int, keys: int, causal: bool, cu_seqlens: Tensor, max_seqlen: int | None) -> dict[str, Any]:
+    def _lengths(self, begin: int, keys: Range, cu_seqlens: Tensor, max_seqlen: int | None) -> dict[str, Any]:
+        first, end = keys
         return {
             "cu_seqlens_q": (cu_seqlens - begin).clamp(0, self.chunk),
-            "cu_seqlens_k": cu_seqlens.clamp(max=keys) if causal else cu_seqlens,
+            "cu_seqlens_k": (cu_seqlens - first).clamp(0, end - first),
             "max_seqlen_q": None if max_seqlen is None else min(max_seqlen, self.chunk),
-            "max_seqlen_k": None if max_seqlen is None else min(max_seqlen, keys)}
+            "max_seqlen_k": None if max_seqlen is None else min(max_seqlen, end - first)}
 
     def _by_place(self, device: torch.device) -> Tensor:
         """Where in the order of the ranks each chunk stands, int64 (2R,)."""
@@ -137,7 +150,7 @@ class ContextParallel(Zigzag):
         """attention(part, *queries, *keys) of both parts, one behind the other like the rank's own tokens.
 
         queries, keys: of the rank's own tokens, (batch, 2 chunks, ...), or (2 chunks, ...) where the parts are packed. Attention is given a
-            part's queries, and of all ranks' keys the first `part.keys`. Everything that belongs to a query goes with the queries.
+            part's queries, and of all ranks' keys `part.keys`. Everything that belongs to a query goes with the queries.
         parts: from `parts`. Gradients of `keys` are sums over the ranks, so all ranks must run the backward. Those of anything else that
             `attention` reads, such as weights, are this rank's share.
         """
@@ -146,10 +159,9 @@ class ContextParallel(Zigzag):
             for x in tensors:
                 if x.dim() <= dim or x.shape[dim] != self.local:
                     raise ValueError(f"{name}: dimension {dim} must be the rank's {self.local} tokens, got shape {tuple(x.shape)}")
-        gathered = _Gathered(self, dim, keys)
+        gathered = _Gathered(self, dim, parts[0].of_ranks, keys)
         n = len(keys)
-        counts = [self._keys(rank, parts[0].causal) for rank in range(self.ranks)]
-        seen = _Gather.apply(gathered, counts, *keys)
+        seen = _Gather.apply(gathered, *keys)
         out = torch.cat([
             attention(part, *(x.narrow(dim, part.index * self.chunk, self.chunk) for x in queries), *seen[i * n : (i + 1) * n])
             for i, part in enumerate(parts)], dim)
@@ -160,7 +172,7 @@ class ContextParallel(Zigzag):
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The whole of x along its dimension `dim`, 0 or 1, whose own part each rank has. Its gradient is the sum over the ranks."""
-        return _Gather.apply(_Gathered(self, dim, (x,)), [(self.total,)] * self.ranks, x)[0]
+        return _Gather.apply(_Gathered(self, dim, [((0, self.total),)] * self.ranks, (x,)), x)[0]
 
     def gather_into(self, whole: Tensor, x: Tensor, dim: int) -> None:
         """The chunks of all ranks in the global order, with padding."""
@@ -170,68 +182,95 @@ class ContextParallel(Zigzag):
         chunks = received.unflatten(0, (self.ranks, -1)).unflatten(dim + 1, (2, self.chunk)).movedim(0, dim).flatten(dim, dim + 1)
         torch.index_select(chunks, dim, self._by_place(x.device), out=whole.view(chunks.shape))
 
-    def reduce(self, gradients: Sequence[Tensor], counts: Sequence[tuple[int, ...]], dim: int) -> Tensor:
-        """The rank's own tokens' sum of what all ranks have for the first so many tokens of the global order.
+    def exchange_into(self, seen: Sequence[Tensor], x: Tensor, ranges: Sequence[Sequence[Range]], dim: int) -> None:
+        """Of the ranks' x what this rank's ranges are. ranges: by rank."""
+        given = [self._pieces(ranges[rank], self.rank) for rank in range(self.ranks)]
+        mine = [self._pieces(ranges[self.rank], owner) for owner in range(self.ranks)]
+        sent = [x.narrow(dim, own, size) for pieces in given for _, _, own, size in pieces]
+        targets = [seen[index].narrow(dim, place, size) for pieces in mine for index, place, _, size in pieces]
+        for target, received in zip(targets, self._exchange(sent, given, mine, x), strict=True):
+            target.copy_(received.view(target.shape))
 
-        counts: by rank, how many tokens each of its gradients has. They travel in their own dtype and are summed up in float32, or float64,
-        in the order of the ranks, so that the sums repeat bit by bit.
+    def reduce(self, gradients: Sequence[Tensor], ranges: Sequence[Sequence[Range]], dim: int) -> Tensor:
+        """The rank's own tokens' sum of what all ranks have for their ranges. ranges: by rank, one for each of its gradients.
+
+        Gradients travel in their own dtype and are summed up in float32, or float64, in the order of the ranks, so that the sums repeat bit
+        by bit.
         """
-        given = [self._pieces(counts[self.rank], owner) for owner in range(self.ranks)]
-        mine = [self._pieces(counts[rank], self.rank) for rank in range(self.ranks)]
+        given = [self._pieces(ranges[self.rank], owner) for owner in range(self.ranks)]
+        mine = [self._pieces(ranges[rank], self.rank) for rank in range(self.ranks)]
         shape, dtype = list(gradients[0].shape), gradients[0].dtype
         shape[dim] = self.local
-        own = gradients[0].new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
-        width = own.numel() // self.local
-        sizes = [[width * sum(size for *_, size in pieces) for pieces in ranks] for ranks in (mine, given)]
-        sent = torch.cat([gradients[index].narrow(dim, begin, size).flatten() for pieces in given for index, _, begin, size in pieces])
-        received = sent.new_empty(sum(sizes[0]))
-        dist.all_to_all_single(received, sent, *sizes, group=self.group)
-        begin = 0
-        for _, half, _, size in (piece for pieces in mine for piece in pieces):
-            sums = own.narrow(dim, half * self.chunk, size)
-            sums.add_(received[begin : begin + sums.numel()].view(sums.shape))
-            begin += sums.numel()
-        return own.to(dtype)
+        sums = gradients[0].new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
+        sent = [gradients[index].narrow(dim, place, size) for pieces in given for index, place, _, size in pieces]
+        targets = [sums.narrow(dim, own, size) for pieces in mine for _, _, own, size in pieces]
+        for target, received in zip(targets, self._exchange(sent, given, mine, sums), strict=True):
+            target.add_(received.view(target.shape))
+        return sums.to(dtype)
 
-    def _pieces(self, counts: tuple[int, ...], owner: int) -> list[tuple[int, int, int, int]]:
-        """Of gradients for the first so many tokens, what belongs to a rank: the gradient's index, which of the rank's two chunks it is for,
-        where it begins and how long it is."""
-        chunks = ((0, owner * self.chunk), (1, (2 * self.ranks - 1 - owner) * self.chunk))
-        return [(index, half, begin, min(self.chunk, count - begin)) for index, count in enumerate(counts) for half, begin in chunks
-                if count > begin]
+    def _pieces(self, ranges: Sequence[Range], owner: int) -> list[tuple[int, int, int, int]]:
+        """What of these ranges a rank owns: a range's index, places in the range and in the owner's own tokens, and the length."""
+        pieces = []
+        for index, (first, end) in enumerate(ranges):
+            for half, chunk in enumerate((owner, 2 * self.ranks - 1 - owner)):
+                begin, stop = max(first, chunk * self.chunk), min(end, (chunk + 1) * self.chunk)
+                if begin < stop:
+                    pieces.append((index, begin - first, begin + (half - chunk) * self.chunk, stop - begin))
+        return pieces
+
+    def _exchange(self, sent: Sequence[Tensor], given: Sequence, mine: Sequence, like: Tensor) -> Sequence[Tensor]:
+        """The pieces that the other ranks send, flat. given, mine: by rank, what goes there and what comes. like: (..., tokens, ...)."""
+        width = like.numel() // self.local
+        lengths = [[[width * size for *_, size in pieces] for pieces in ranks] for ranks in (mine, given)]
+        flat = torch.cat([x.flatten() for x in sent])  # never empty: a rank sees its own tokens
+        received = flat.new_empty(sum(map(sum, lengths[0])))
+        dist.all_to_all_single(received, flat, *([sum(pieces) for pieces in ranks] for ranks in lengths), group=self.group)
+        return received.split([n for pieces in lengths[0] for n in pieces])
 
 
 class _Gathered:
-    """Tensors of all ranks' tokens. Their memory is given back until the backward wants it."""
+    """Ranges of the tokens of all ranks, by rank, of each of some tensors. Their memory is given back until the backward wants it."""
 
-    def __init__(self, plan: ContextParallel, dim: int, own: Sequence[Tensor]):
-        self.plan, self.dim, self.own = plan, dim, tuple(x.detach() for x in own)
-        self.whole: tuple[Tensor, ...] = ()
+    def __init__(self, plan: ContextParallel, dim: int, ranges: Sequence[Sequence[Range]], own: Sequence[Tensor]):
+        self.plan, self.dim, self.ranges, self.own = plan, dim, ranges, tuple(x.detach() for x in own)
+        most = max(sum(end - first for first, end in of_rank) for of_rank in ranges)
+        # else each range comes by itself, where that is less
+        self.all = most >= plan.ranks * plan.local or not any(first for of_rank in ranges for first, _ in of_rank)
+        self.buffers: list[list[Tensor]] = []  # of each tensor, the whole or its ranges
 
     def gather(self) -> None:
-        if not self.whole:
-            shapes = ((*x.shape[: self.dim], self.plan.ranks * self.plan.local, *x.shape[self.dim + 1 :]) for x in self.own)
-            self.whole = tuple(x.new_empty(shape) for x, shape in zip(self.own, shapes, strict=True))
-        for whole, x in zip(self.whole, self.own, strict=True):
-            storage = whole.untyped_storage()
-            if storage.nbytes() == 0:
-                storage.resize_(whole.nbytes)
+        for i, x in enumerate(self.own):
+            if len(self.buffers) == i:
+                lengths = [self.plan.ranks * self.plan.local] if self.all else [end - first for first, end in self.ranges[self.plan.rank]]
+                self.buffers.append([x.new_empty(*x.shape[: self.dim], length, *x.shape[self.dim + 1 :]) for length in lengths])
+            for buffer in self.buffers[i]:
+                if buffer.untyped_storage().nbytes() == 0:
+                    buffer.untyped_storage().resize_(buffer.nbytes)
             # .data, because what autograd saved of them is the same again
-            self.plan.gather_into(whole.data, x, self.dim)
+            into = [buffer.data for buffer in self.buffers[i]]
+            if self.all:
+                self.plan.gather_into(into[0], x, self.dim)
+            else:
+                self.plan.exchange_into(into, x, self.ranges, self.dim)
+
+    def seen(self) -> tuple[Tensor, ...]:
+        """This rank's ranges, of all tensors one after the other."""
+        return tuple(buffers[0].narrow(self.dim, first, end - first) if self.all else buffers[index]
+                     for index, (first, end) in enumerate(self.ranges[self.plan.rank]) for buffers in self.buffers)
 
     def release(self) -> None:
-        for whole in self.whole:
-            whole.untyped_storage().resize_(0)
+        for buffer in (buffer for buffers in self.buffers for buffer in buffers):
+            buffer.untyped_storage().resize_(0)
 
 
 class _Gather(torch.autograd.Function):
-    """The first so many tokens of the global order of each tensor, once for each number, so that each use has a gradient of its own."""
+    """A rank's ranges of each tensor; each has a gradient of its own."""
 
     @staticmethod
-    def forward(ctx, gathered: _Gathered, counts: Sequence[tuple[int, ...]], *own: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, gathered: _Gathered, *own: Tensor) -> tuple[Tensor, ...]:
         gathered.gather()
-        ctx.gathered, ctx.counts = gathered, counts
-        return tuple(whole.narrow(gathered.dim, 0, count) for count in counts[gathered.plan.rank] for whole in gathered.whole)
+        ctx.gathered = gathered
+        return gathered.seen()
 
     @staticmethod
     @once_differentiable
@@ -239,8 +278,9 @@ class _Gather(torch.autograd.Function):
         gathered, n = ctx.gathered, len(ctx.gathered.own)
         if not gathered.plan.keep_keys:
             gathered.release()
-        own = (gathered.plan.reduce(gradients[i::n], ctx.counts, gathered.dim) if ctx.needs_input_grad[2 + i] else None for i in range(n))
-        return None, None, *own
+        own = (gathered.plan.reduce(gradients[i::n], gathered.ranges, gathered.dim) if ctx.needs_input_grad[1 + i] else None
+               for i in range(n))
+        return None, *own
 
 
 class _Again(torch.autograd.Function):

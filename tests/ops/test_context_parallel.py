@@ -48,11 +48,12 @@ def test_parts_are_those_of_the_whole(name, packed, impl, device):
     padding = 2 * plans[0].local - plans[0].total
     whole_queries, whole_keys = ([torch.cat([x, torch.zeros_like(x.narrow(dim, 0, padding))], dim) for x in tensors]
                                  for tensors in (queries, keys))
+    bounds = {"cu_seqlens": lengths["cu_seqlens_q"], "max_seqlen": lengths["max_seqlen_q"]} if lengths else {}
     outs = {}
     for plan in plans:
-        for part in plan.parts(causal=case.causal, cu_seqlens=lengths.get("cu_seqlens_q"), max_seqlen=lengths.get("max_seqlen_q")):
+        for part in plan.parts(causal=case.causal, window=case.window, **bounds):
             own = [x.narrow(dim, part.begin, part.queries) for x in whole_queries]
-            seen = [x.narrow(dim, 0, part.keys) for x in whole_keys]
+            seen = [x.narrow(dim, part.keys[0], part.keys[1] - part.keys[0]) for x in whole_keys]
             outs[part.begin] = case.attention(own, seen, part.lengths | path, weight)
     out = torch.cat([outs[begin] for begin in sorted(outs)], dim).narrow(dim, 0, plans[0].total)
     found = torch.autograd.grad(out, (*queries, *keys), dout)
@@ -78,3 +79,5 @@ def test_what_does_not_fit_is_refused():
         Zigzag(13, 2, 2)
     with pytest.raises(ValueError, match="x: dimension 1 must be the 13 tokens of the global order, got shape \\(13, 2\\)"):
         Zigzag(13, 2, 0).shard(torch.zeros(13, 2), 1)
+    with pytest.raises(ValueError, match="window: must be -1 without causal, got 3"):
+        Zigzag(13, 2, 0).parts(causal=False, window=3)
