@@ -1,0 +1,250 @@
+"""Attention over chosen blocks of keys: MoBA and NSA beside dense attention, FlexAttention with a mask of the blocks, and fla's NSA.
+
+    python -m benchmarks.routed                             # MoBA by length
+    python -m benchmarks.routed moba selected nsa lists
+
+Queries and keys are random, and each query chooses its blocks by them: no two choose alike, so that the blocks of a tile of queries are
+soon all that there are. A rate counts the pairs of a query and a key that it reads, for dense kernels too: its ratios are those of the
+times. Blocks are given where a column does not say that it chooses them. FlexAttention's block mask is made outside of the timing.
+"""
+
+import functools
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import moba_attention, moba_blocks, nsa_attention, routed_attention
+from attnzoo_kernels.flash import cases as dense_cases
+from attnzoo_kernels.nsa import cases as nsa_cases
+from attnzoo_kernels.routed import cases, even_bounds
+from attnzoo_kernels.routed.routes import Blocks, routes
+from benchmarks import flash, harness, peers
+from benchmarks.block_sparse import DENSE, Dense
+from benchmarks.harness import Backend, Entry, Line, Pass, Prepared, Session, Unsupported, differentiable
+from benchmarks.ranges import compiled_block_mask
+from benchmarks.report import Row
+from benchmarks.timing import Candidate
+
+
+@dataclass
+class Problem:
+    """leaves: q, k, v and what else has a gradient. call: the operator as a function of leaves, blocks and impl."""
+
+    leaves: list[Tensor]
+    dout: Tensor
+    blocks: Tensor
+    call: Callable[..., Tensor]
+
+    @property
+    def q(self) -> Tensor:
+        return self.leaves[0]
+
+    @property
+    def k(self) -> Tensor:
+        return self.leaves[1]
+
+
+class Check(flash.Check):
+    """As flash's, on slices with the blocks of their heads."""
+
+    def cut(self, at: tuple[int, int], tensors: list[Tensor]) -> list[Tensor]:
+        batch, head = at
+        of_queries, of_keys = slice(head * self.group, (head + 1) * self.group), slice(head, head + 1)
+        heads = self.x.q.shape[-2]
+        return [t[batch : batch + 1, :, of_queries if t.shape[-2] == heads else of_keys] for t in tensors]
+
+    def reference(self, at: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+        dout, *leaves = (t.to(dtype) for t in self.cut(at, [self.x.dout, *self.x.leaves]))
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        out = self.x.call(*leaves, blocks=self.cut(at, [self.x.blocks])[0], impl="reference")
+        grads = torch.autograd.grad(out, leaves, dout) if "backward" in self.directions else ()
+        return [out.detach(), *grads]
+
+
+def attnzoo(impl: str | None) -> Callable[[Any, Problem], Pass]:
+    def make(case: Any, x: Problem) -> Pass:
+        return differentiable(functools.partial(x.call, blocks=x.blocks, impl=impl), tuple(x.leaves), x.dout)
+
+    return make
+
+
+def choosing(case: Any, x: Problem) -> Pass:
+    """The choice in every call."""
+    if isinstance(case, nsa_cases.Case):
+        return differentiable(functools.partial(x.call, blocks=None, impl=None), tuple(x.leaves), x.dout)
+    if case.shared:
+        raise Unsupported("MoBA chooses by query head")
+    attend = functools.partial(moba_attention, block_size=case.block_size, top_k=case.slots + 1)
+    return differentiable(attend, tuple(x.leaves), x.dout)
+
+
+def refuse_whole(case: Any) -> None:
+    if isinstance(case, nsa_cases.Case):
+        raise Unsupported("written for the chosen blocks alone")
+
+
+def flex(case: Any, x: Problem) -> Pass:
+    refuse_whole(case)
+    seqlen, heads, size = x.q.shape[1], x.q.shape[2], case.block_size
+    count = -(-seqlen // size)
+    # (batch, heads, queries, blocks)
+    chosen = torch.zeros(*x.blocks.shape[:-1], count + 1, dtype=torch.bool, device=x.q.device).scatter_(-1, x.blocks.long() + 1, True)
+    chosen = chosen[..., 1:].repeat_interleave(heads // x.blocks.shape[2], dim=2).transpose(1, 2).contiguous()
+
+    def mask(b, h, i, j):
+        return (j <= i) & ((i // size == j // size) | chosen[b, h, i, j // size])
+
+    block_mask = compiled_block_mask()(mask, x.q.shape[0], heads, seqlen, seqlen, device=x.q.device)
+    attend = functools.partial(peers.compiled_flex_attention(), block_mask=block_mask, enable_gqa=heads != x.k.shape[2])
+    return differentiable(attend, tuple(map(peers.heads_first, x.leaves)), peers.heads_first(x.dout), lambda y: y.transpose(1, 2))
+
+
+@functools.cache
+def fla_missing() -> str | None:
+    try:
+        from fla.ops.nsa.parallel import parallel_nsa  # noqa: F401
+    except (ImportError, OSError) as problem:
+        return f"not importable ({problem})"
+    return None
+
+
+def fla(case: Any, x: Problem) -> Pass:
+    """Its selected branch with our blocks and the queries' own ones."""
+    from fla.ops.nsa.parallel import parallel_nsa
+
+    refuse_whole(case)
+    if not case.shared:
+        raise Unsupported("heads of a key head choose together")
+    own = torch.arange(x.q.shape[1], device=x.q.device, dtype=torch.int32).view(1, -1, 1, 1) // case.block_size
+    blocks = torch.cat((own.expand(*x.blocks.shape[:-1], 1), x.blocks.where(x.blocks < own, -1)), -1).long()
+    gate = torch.ones(x.q.shape[:-1], dtype=x.q.dtype, device=x.q.device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return parallel_nsa(q, k, v, g_slc=gate, block_indices=blocks, block_counts=blocks.shape[-1], block_size=case.block_size)
+
+    return differentiable(attend, tuple(x.leaves), x.dout)
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("attnzoo", attnzoo(None)),
+        Backend("attnzoo-triton", attnzoo("triton")),
+        Backend("attnzoo with its choice", choosing),
+        Backend("flex", flex, limit=peers.PEER_LIMIT),
+        Backend("fla", fla, fla_missing, limit=peers.PEER_LIMIT),
+        *(Backend(DENSE + name, Dense(name), peers.BACKENDS[name].missing, peers.BACKENDS[name].limit)
+          for name in ("attnzoo-gluon", "attnzoo-triton", "sdpa-cudnn")),
+        Backend("attnzoo-reference", attnzoo("reference")),
+        Backend(DENSE + "attnzoo-reference", Dense("attnzoo-reference")),
+    )
+}
+DRY_RUN = ["attnzoo-reference", DENSE + "attnzoo-reference"]
+
+
+def compare(session: Session, line: Line, case: Any, x: Problem) -> list[Row]:
+    o = session.options
+    work = {"forward": case.flops(), "backward": case.flops(backward=True)}
+    dense = dense_cases.Case(seqlen_q=case.seqlen_q, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, causal=True,
+                             dtype=case.dtype)
+    y = dense_cases.Inputs(*x.leaves[:3], x.dout, {"causal": True})
+    check, dense_check = Check(case, x, o.directions), flash.Check(dense, y, o.directions)
+    columns = [Entry(b.name, b, dense, y, work, dense_check) if b.name.startswith(DENSE) else Entry(b.name, b, case, x, work, check)
+               for b in session.backends]
+    return harness.compare(line, columns, o.directions, session.timing)
+
+
+def by_blocks(session: Session, table: str, case: cases.Case, seqlen: int) -> list[Row]:
+    q, k, v, _, dout, _ = case.inputs(session.device)
+    choosers = q[..., :: case.heads // (case.kv_heads or case.heads), :] if case.shared else q
+    blocks = moba_blocks(choosers, k, block_size=case.block_size, top_k=case.slots + 1)
+    call = functools.partial(routed_attention, block_size=case.block_size)
+    x = Problem([q, k, v], dout, blocks, lambda q, k, v, *, blocks, impl: call(q, k, v, blocks, impl=impl))
+    panel = f"d{case.head_dim}, {case.slots + 1} blocks of {case.block_size}, {case.heads} heads of {case.kv_heads or case.heads}"
+    return compare(session, Line("routed", table, panel, seqlen), case, x)
+
+
+def moba(session: Session) -> Iterator[list[Row]]:
+    """By length, each head by itself; a query reads `--top-k` blocks of `--block-size`."""
+    o = session.options
+    for seqlen in o.lengths:
+        yield by_blocks(session, "moba", cases.benchmark_case(seqlen, o.head_dim, o.heads, o.block_size, o.top_k - 1, dtype=session.dtype),
+                        seqlen)
+
+
+def selected(session: Session) -> Iterator[list[Row]]:
+    """NSA's blocks by length: `--block-count` of `--selected-size`, by key head."""
+    o = session.options
+    for seqlen in o.selected_lengths:
+        case = cases.benchmark_case(seqlen, o.head_dim, o.heads, o.selected_size, o.block_count - 1, kv_heads=o.kv_heads, shared=True,
+                                    dtype=session.dtype)
+        yield by_blocks(session, "selected", case, seqlen)
+
+
+def nsa(session: Session) -> Iterator[list[Row]]:
+    """NSA's three branches by length, over one set of keys and values."""
+    o = session.options
+    for seqlen in o.selected_lengths:
+        case = nsa_cases.benchmark_case(seqlen, o.head_dim, o.heads, o.kv_heads, block_size=o.selected_size, block_count=o.block_count,
+                                        window=o.window, dtype=session.dtype)
+        *leaves, dout, _ = case.inputs(session.device)
+        call = functools.partial(nsa_attention, **case.sizes)
+        with torch.no_grad():
+            blocks = call(*leaves, return_blocks=True)[1]
+        panel = f"d{o.head_dim}, {o.block_count} blocks of {o.selected_size}, window {o.window}, {o.heads} heads of {o.kv_heads}"
+        yield compare(session, Line("routed", "nsa", panel, seqlen), case, Problem(leaves, dout, blocks, call))
+
+
+def lists(session: Session) -> Iterator[list[Row]]:
+    """Milliseconds of MoBA's forward, and of what it consists of beside products: the choice, and the order of pairs by block."""
+    o = session.options
+    for seqlen in o.lengths:
+        case = cases.benchmark_case(seqlen, o.head_dim, o.heads, o.block_size, o.top_k - 1, dtype=session.dtype)
+        x = case.inputs(session.device)
+        choose = functools.partial(moba_blocks, x.q, x.k, block_size=case.block_size, top_k=o.top_k)
+        blocks, bounds = choose(), even_bounds(x.q)
+
+        def order(x=x, case=case, blocks=blocks, bounds=bounds) -> Any:
+            layout = Blocks.of(bounds, bounds, seqlen, seqlen, case.block_size)
+            return routes(blocks[0], layout, case.heads, case.heads, seqlen)
+
+        calls = {"forward with its choice": functools.partial(moba_attention, *x[:3], block_size=case.block_size, top_k=o.top_k),
+                 "choice": choose, "order": order}
+        readings = session.timing.measure({name: Candidate(call, nullcontext) for name, call in calls.items()})
+        ms = {name: statistics.median(times) for name, times in readings.items()}
+        columns = [Entry(name, session.backends[0], case, x, {}, float) for name in calls]
+        yield Line("routed", "lists", f"d{o.head_dim}, {o.top_k} blocks of {o.block_size}", seqlen).rows(
+            columns, Prepared({}, {}, {}), "forward", "ms", ms, ms=ms)
+
+
+TABLES = {f.__name__: f for f in (moba, selected, nsa, lists)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    command = harness.parser("routed", list(TABLES), list(BACKENDS))
+    command.add_argument("--lengths", nargs="+", type=harness.positive, default=[4096, 8192, 16384, 32768])
+    command.add_argument("--selected-lengths", nargs="+", type=harness.positive, default=[4096, 8192, 16384],
+                         help="of the tables selected and nsa, whose check takes more memory")
+    command.add_argument("--heads", type=harness.positive, default=16)
+    command.add_argument("--kv-heads", type=harness.positive, default=4, help="of the tables selected and nsa (default: 4)")
+    command.add_argument("--head-dim", type=harness.positive, default=128)
+    command.add_argument("--block-size", type=harness.positive, default=512)
+    command.add_argument("--top-k", type=harness.positive, default=3)
+    command.add_argument("--selected-size", type=harness.positive, default=64)
+    command.add_argument("--block-count", type=harness.positive, default=16)
+    command.add_argument("--window", type=harness.positive, default=512)
+    if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
+        command.set_defaults(lengths=[64], selected_lengths=[96], heads=4, kv_heads=2, head_dim=16, block_size=16, selected_size=16,
+                             block_count=3, window=16)
+    plots = dict.fromkeys(("moba", "selected", "nsa"), "sequence length")
+    return harness.main(command, TABLES, BACKENDS, DRY_RUN, plots, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
