@@ -201,6 +201,11 @@ def nsa(session: Session) -> Iterator[list[Row]]:
         yield compare(session, Line("routed", "nsa", panel, seqlen), case, Problem(leaves, dout, blocks, call))
 
 
+def order(blocks: Tensor, bounds: Tensor, case: cases.Case) -> Any:
+    layout = Blocks.of(bounds, bounds, case.seqlen_q, case.seqlen_q, case.block_size)
+    return routes(blocks[0], layout, case.heads, case.heads, case.seqlen_q)
+
+
 def lists(session: Session) -> Iterator[list[Row]]:
     """Milliseconds of MoBA's forward, and of what it consists of beside products: the choice, and the order of pairs by block."""
     o = session.options
@@ -210,12 +215,8 @@ def lists(session: Session) -> Iterator[list[Row]]:
         choose = functools.partial(moba_blocks, x.q, x.k, block_size=case.block_size, top_k=o.top_k)
         blocks, bounds = choose(), even_bounds(x.q)
 
-        def order(x=x, case=case, blocks=blocks, bounds=bounds) -> Any:
-            layout = Blocks.of(bounds, bounds, seqlen, seqlen, case.block_size)
-            return routes(blocks[0], layout, case.heads, case.heads, seqlen)
-
         calls = {"forward with its choice": functools.partial(moba_attention, *x[:3], block_size=case.block_size, top_k=o.top_k),
-                 "choice": choose, "order": order}
+                 "choice": choose, "order": functools.partial(order, blocks, bounds, case)}
         readings = session.timing.measure({name: Candidate(call, nullcontext) for name, call in calls.items()})
         ms = {name: statistics.median(times) for name, times in readings.items()}
         columns = [Entry(name, session.backends[0], case, x, {}, float) for name in calls]
