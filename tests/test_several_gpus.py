@@ -54,6 +54,7 @@ def test_devices_must_be_groups(tmp_path):
     ("BERT", {}, {"_target_": "attnzoo.attention.sdpa.SDPAttention"}, True, "cannot read packed sequences by attention=sdpa; set trainer."),
     ("GPT", {}, {"_target_": "attnzoo.attention.block_sparse.BlockSparseAttention"}, True, "set data.cross_documents=true"),
     ("GPT", {"attention_dropout": 0.1}, {"_target_": FLASH}, True, "needs model.attention_dropout=0, got 0.1"),
+    ("GPT", {"rope_scaling": "dynamic", "rope_factor": 2.0}, {"_target_": FLASH}, True, "rope_scaling=dynamic looks at the longest"),
     ("BERT", {"positions": "alibi"}, {"_target_": FLASH}, True, "does not go with model.positions=alibi in a bidirectional model"),
     ("BERT", {}, {"_target_": FLASH, "window_size": [4, 4]}, True, r"window_size=\[-1,-1\] in a bidirectional model, got \[4, 4\]"),
     ("BERT", {}, {"_target_": "attnzoo.attention.dual_chunk.DualChunkAttention"}, True, "dual_chunk goes with it in a causal model only"),

@@ -13,7 +13,7 @@ from attnzoo.attention.cache import KVCache
 from attnzoo.attention.norm import RMSNorm
 from attnzoo.attention.positions import ROPE_OPTIONS, ROPE_SCALINGS, Rope, alibi_slopes, make_rope, rotate
 from attnzoo.attention.sequence import SequenceInfo
-from attnzoo.attention.supports import POSITIONS, Supports
+from attnzoo.attention.supports import POSITIONS, Supports, check_context_parallel
 from attnzoo.attention.temperature import make_temperature
 
 GATES = ("none", "elementwise", "head")
@@ -214,16 +214,7 @@ class Attention(nn.Module):
 
     def check_context_parallel(self, packed: bool) -> None:
         """Raises ValueError where several devices cannot read one sequence by this layer."""
-        kind, ways = ("packed" if packed else "dense"), self.supports.context_parallel
-        if kind not in ways:
-            way_out = "set data.cross_documents=true" if self.spec.causal and "dense" in ways else "set trainer.context_parallel=1"
-            raise ValueError(f"trainer.context_parallel: several devices cannot read {kind} sequences by attention={self.name}; {way_out}, "
-                             "or attention=flash")
-        if self.spec.dropout > 0:
-            raise ValueError(f"trainer.context_parallel: needs model.attention_dropout=0, got {self.spec.dropout}")
-        if not self.spec.causal and (self.spec.positions == "alibi" or self.temperature is not None):
-            what = "positions=alibi" if self.spec.positions == "alibi" else f"attention_temperature={self.temperature.kind}"
-            raise ValueError(f"trainer.context_parallel: does not go with model.{what} in a bidirectional model")
+        check_context_parallel(self, packed)
 
     def head_shapes(self) -> dict[str, tuple[int, int]]:
         """(heads, width) of the projected "q", "k", "v" and of `attend`'s output "out"."""

@@ -1,6 +1,10 @@
 """What a variant says of itself."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnzoo.attention.base import Attention
 
 POSITIONS = ("learned", "rotary", "alibi", "none")
 
@@ -29,3 +33,20 @@ class Supports:
         return Supports(**{
             name: tuple(one for one in mine if one in getattr(other, name)) if isinstance(mine, tuple) else mine and getattr(other, name)
             for name, mine in vars(self).items()})
+
+
+def check_context_parallel(layer: "Attention", packed: bool) -> None:
+    """Raises ValueError where several devices cannot read one sequence by this layer."""
+    spec = layer.spec
+    kind, ways = ("packed" if packed else "dense"), layer.supports.context_parallel
+    if kind not in ways:
+        way_out = "set data.cross_documents=true" if spec.causal and "dense" in ways else "set trainer.context_parallel=1"
+        raise ValueError(f"trainer.context_parallel: several devices cannot read {kind} sequences by attention={layer.name}; {way_out}, "
+                         "or attention=flash")
+    if spec.dropout > 0:
+        raise ValueError(f"trainer.context_parallel: needs model.attention_dropout=0, got {spec.dropout}")
+    if spec.rope_scaling in ("dynamic", "longrope"):  # which no device knows of its own tokens
+        raise ValueError(f"trainer.context_parallel: model.rope_scaling={spec.rope_scaling} looks at the longest position")
+    if not spec.causal and (spec.positions == "alibi" or layer.temperature is not None):
+        what = "positions=alibi" if spec.positions == "alibi" else f"attention_temperature={layer.temperature.kind}"
+        raise ValueError(f"trainer.context_parallel: does not go with model.{what} in a bidirectional model")
