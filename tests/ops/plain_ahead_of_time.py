@@ -159,9 +159,10 @@ def routed():
         moba.launch_blocks(q, k, bounds, bounds, 16, 3)
         nsa.launch_blocks(q, k, lse, bounds, bounds, bounds, 32, 16, 64, 15, 0.1)
         part, part_lse, stats = q.new_zeros(256 * 12, 1, width), torch.zeros(1, 256 * 12), torch.zeros(2, 4, 256)
-        parts.launch_sum(part, place, 1, 4)
-        out, merged, own = parts.launch_merge(q, lse, stats, part, part_lse, torch.stack((part_lse, part_lse)), place, 1)
-        parts.launch_merge_backward(q, merged, q, lse, stats, part, part_lse, torch.stack((part_lse, part_lse)), place, out, own, 1)
+        parts.launch_sum(q, part, place, 1)
+        parts.launch_merge(q, lse, stats, part, part_lse, torch.stack((part_lse, part_lse)), place, 1)
+        if dtype == F32:
+            parts.launch_merge_backward(q, lse, q, stats, part, torch.stack((part_lse, part_lse)), place, q, stats, 1)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
-from attnzoo_kernels.flash import ops as flash_ops
+from attnzoo_kernels.flash import flash_attention
 from attnzoo_kernels.routed import ops
 from attnzoo_kernels.routed.reference import routed_attention_reference
 from attnzoo_kernels.routed.routes import Blocks, routes
@@ -49,8 +49,8 @@ def routed_attention(
     A query that sees no key gives zeros and LSE -inf, and finite gradients. blocks have no gradient.
 
     The kernels compute seqlen * (slots + 1) * block_size scores at most, whichever blocks are chosen, in memory that grows with
-    seqlen * slots: queries are gathered block by block (arXiv:2508.18224), and the parts are merged by their LSE. Nothing waits for the
-    device.
+    seqlen * slots while they run: queries are gathered block by block (arXiv:2508.18224), and the parts are merged by their LSE. For the
+    backward no more is kept than by flash_attention. Nothing waits for the device.
 
     softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
@@ -77,18 +77,13 @@ def routed_attention(
         q, k, v, blocks = (x.flatten(0, 1) for x in (q, k, v, blocks))
     layout = Blocks.of(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], block_size)
     softmax_scale, q = checks.positive_scale(softmax_scale, q)
-
-    def flash(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, window_right: int) -> tuple[Tensor, ...]:
-        return flash_ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, None, impl, deterministic, softmax_scale, -1,
-                                 window_right, 0.0, 0.0)
-
-    own = flash(q, k, v, layout.bounds_q, layout.bounds_k, 0)
-    out, lse, _ = own
     if blocks.shape[-1]:
         route = routes(blocks, layout, q.shape[1], k.shape[1], k.shape[0])
-        heads_first = (x.transpose(0, 1).reshape(-1, 1, x.shape[-1]) for x in (k, v))
-        chosen = flash(ops.gather(q, route.pair, route.place, route.rows), *heads_first, route.cu_seqlens_q, route.cu_seqlens_k, -1)
-        out, lse, _ = ops.merge(*own, *chosen, route.place, route.rows)
+        out, lse, _ = ops.forward(q, k, v, route.place, layout.bounds_q, layout.bounds_k, route.cu_seqlens_q, route.cu_seqlens_k,
+                                  route.rows, impl, deterministic, softmax_scale)
+    else:
+        out, lse = flash_attention(q, k, v, causal=True, softmax_scale=softmax_scale, cu_seqlens_q=layout.bounds_q,
+                                   cu_seqlens_k=layout.bounds_k, return_lse=True, deterministic=deterministic, impl=impl)
     if not packed:
         out, lse = out.unflatten(0, (batch, seqlen_q)), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
     return (out, lse) if return_lse else out

@@ -1,79 +1,124 @@
-"""Gathering and merging behind autograd. Triton is imported in them."""
+"""Routed attention's launches behind autograd: flash's over packed sequences, and those that gather and merge. Triton is imported in them.
+
+Only what any attention keeps is kept for the backward. In 16 bits each part's backward takes the statistics of the whole row, so that its
+weights are those of the whole softmax, and needs no output of its own. float32 adds up delta from the weights of each part, which must
+then be a softmax by itself: its parts are computed again.
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnzoo_kernels import autograd
+from attnzoo_kernels.flash import ops as flash
 
 
-def _gather(q: Tensor, pair: Tensor, place: Tensor, rows: int) -> Tensor:
-    tokens, heads, width = q.shape
-    return q.reshape(tokens * heads // rows, rows * width).index_select(0, pair // place.shape[1]).view(-1, 1, width)
+class Part(NamedTuple):
+    """What one call of flash's kernels reads beside tensors. window_right: 0 for a query's own block, -1 for chosen ones."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    window_right: int
 
 
-def _fake_gather(q, pair, place, rows):
-    return q.new_empty(pair.shape[0] * rows, 1, q.shape[2])
+def _attend(q: Tensor, k: Tensor, v: Tensor, part: Part, impl: str | None, deterministic: bool,
+            softmax_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return flash._forward(q, k, v, part.cu_seqlens_q, part.cu_seqlens_k, None, None, None, impl, deterministic, softmax_scale, -1,
+                          part.window_right, 0.0, 0.0)
 
 
-def _sum(part: Tensor, place: Tensor, rows: int, heads: int) -> Tensor:
-    from attnzoo_kernels.routed.parts import launch_sum
-
-    return launch_sum(part, place, rows, heads)
-
-
-def _fake_sum(part, place, rows, heads):
-    return part.new_empty(place.shape[0] * rows // heads, heads, part.shape[2])
+def _derive(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, part: Part,
+            impl: str | None, deterministic: bool, softmax_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return flash._gradients(grad_out, grad_lse, q, k, v, out, stats, part.cu_seqlens_q, part.cu_seqlens_k, None, None, False, impl,
+                            deterministic, softmax_scale, -1, part.window_right, 0.0, 0.0)[:3]
 
 
-def _gather_context(ctx, inputs, output):
-    q, _, place, ctx.rows = inputs
-    ctx.heads = q.shape[1]
-    ctx.save_for_backward(place)
+def _sources(place: Tensor) -> Tensor:
+    """Which (query, chooser) stands at each place."""
+    pairs = torch.arange(place.numel(), device=place.device) // place.shape[1]
+    return torch.empty_like(pairs).scatter_(0, place.flatten().long(), pairs)
 
 
-def _gather_backward(gradients, ctx, grad):
-    return gradients(grad, *ctx.saved_tensors, ctx.rows, ctx.heads), None, None, None
+def _gathered(x: Tensor, sources: Tensor, rows: int) -> Tensor:
+    """(tokens, heads, width) in the order of places: (places * rows, 1, width)."""
+    tokens, heads, width = x.shape
+    return x.reshape(tokens * heads // rows, rows * width).index_select(0, sources).view(-1, 1, width)
 
 
-gather = autograd.differentiable("routed_gather", "routed_attention", _gather, _fake_gather, _gather_context, _gather_backward, _sum,
-                                 autograd.custom_op("routed_sum", _sum, _fake_sum))
+def _gathered_numbers(x: Tensor | None, sources: Tensor, rows: int) -> Tensor | None:
+    """(..., heads, tokens) likewise: (..., 1, places * rows)."""
+    if x is None:
+        return None
+    by_chooser = x.mT.reshape(*x.shape[:-2], -1, rows)
+    return by_chooser.index_select(-2, sources).flatten(-2).unsqueeze(-2)
 
 
-def _merge(own: Tensor, own_lse: Tensor, own_stats: Tensor, part: Tensor, part_lse: Tensor, part_stats: Tensor, place: Tensor,
-           rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _heads_first(x: Tensor) -> Tensor:
+    """(tokens, heads, width) as (heads * tokens, 1, width)."""
+    return x.transpose(0, 1).reshape(-1, 1, x.shape[-1])
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, place: Tensor, bounds_q: Tensor, bounds_k: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int,
+    impl: str | None, deterministic: bool, softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     from attnzoo_kernels.routed.parts import launch_merge
 
-    return launch_merge(own, own_lse, own_stats, part, part_lse, part_stats, place, rows)
+    options = impl, deterministic, softmax_scale
+    own = _attend(q, k, v, Part(bounds_q, bounds_k, 0), *options)
+    chosen = _attend(_gathered(q, _sources(place), rows), _heads_first(k), _heads_first(v), Part(chosen_q, chosen_k, -1), *options)
+    return launch_merge(*own, *chosen, place, rows)
 
 
-def _fake_merge(own, own_lse, own_stats, *_):
-    return tuple(map(torch.empty_like, (own, own_lse, own_stats)))
+def _fake_forward(q, k, v, *_):
+    lse = q.new_empty(autograd.lse_shape(q, True), dtype=torch.float32)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(2, *lse.shape)
 
 
-def _merge_gradients(dout: Tensor, grad_lse: Tensor | None, own: Tensor, own_lse: Tensor, own_stats: Tensor, part: Tensor, part_lse: Tensor,
-                     part_stats: Tensor, place: Tensor, out: Tensor, stats: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from attnzoo_kernels.routed.parts import launch_merge_backward
+def _gradients(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, place: Tensor, bounds_q: Tensor,
+    bounds_k: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int, impl: str | None, deterministic: bool, softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    from attnzoo_kernels.routed.parts import launch_merge_backward, launch_sum
 
-    return launch_merge_backward(dout, grad_lse, own, own_lse, own_stats, part, part_lse, part_stats, place, out, stats, rows)
+    options = impl, deterministic, softmax_scale
+    own, chosen = Part(bounds_q, bounds_k, 0), Part(chosen_q, chosen_k, -1)
+    sources, k_heads, v_heads = _sources(place), _heads_first(k), _heads_first(v)
+    grad_out, grad_lse = grad_out.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    parts_q = _gathered(q, sources, rows)
+    if q.dtype == torch.float32:
+        own_out, _, own_stats = _attend(q, k, v, own, *options)
+        parts_out, _, parts_stats = _attend(parts_q, k_heads, v_heads, chosen, *options)
+        own_grads = launch_merge_backward(grad_out, grad_lse, own_out, own_stats, parts_out, parts_stats, place, out, stats, rows)
+        parts_grads = own_grads[2:]
+    else:
+        own_out, own_stats, own_grads = out, stats, (grad_out, grad_lse)
+        parts_out, parts_stats = _gathered(out, sources, rows), _gathered_numbers(stats, sources, rows)
+        parts_grads = _gathered(grad_out, sources, rows), _gathered_numbers(grad_lse, sources, rows)
+    dq, dk, dv = _derive(*own_grads[:2], q, k, v, own_out, own_stats, own, *options)
+    dparts, dk_heads, dv_heads = _derive(*parts_grads, parts_q, k_heads, v_heads, parts_out, parts_stats, chosen, *options)
+    dk, dv = (x + y.view(x.shape[1], x.shape[0], -1).transpose(0, 1) for x, y in ((dk, dk_heads), (dv, dv_heads)))
+    return launch_sum(dq, dparts, place, rows), dk, dv
 
 
-def _fake_merge_gradients(dout, grad_lse, own, own_lse, own_stats, part, part_lse, *_):
-    return tuple(map(torch.empty_like, (own, own_lse, part, part_lse)))
+def _fake_gradients(grad_out, grad_lse, q, k, v, *_):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _merge_context(ctx, inputs, output):
-    *tensors, ctx.rows = inputs
+def _setup_context(ctx, inputs, output):
+    *tensors, ctx.rows, ctx.impl, ctx.deterministic, ctx.softmax_scale = inputs
     out, _, stats = output
     ctx.save_for_backward(*tensors, out, stats)
     ctx.set_materialize_grads(False)
 
 
-def _merge_backward(gradients, ctx, dout, grad_lse, _):
-    *parts, out, stats = ctx.saved_tensors
-    dout = torch.zeros_like(out) if dout is None else dout
-    down, down_lse, dpart, dpart_lse = gradients(dout, grad_lse, *parts, out, stats, ctx.rows)
-    return down, down_lse, None, dpart, dpart_lse, None, None, None
+def _backward(gradients, ctx, grad_out, grad_lse, _):
+    q, k, v, *integers, out, stats = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    return *gradients(grad_out, grad_lse, q, k, v, out, stats, *integers, ctx.rows, ctx.impl, ctx.deterministic,
+                      ctx.softmax_scale), *(None,) * 9
 
 
-merge = autograd.differentiable("routed_merge", "routed_attention", _merge, _fake_merge, _merge_context, _merge_backward, _merge_gradients,
-                                autograd.custom_op("routed_merge_backward", _merge_gradients, _fake_merge_gradients))
+forward = autograd.differentiable("routed_forward", "routed_attention", _forward, _fake_forward, _setup_context, _backward, _gradients,
+                                  autograd.custom_op("routed_backward", _gradients, _fake_gradients))

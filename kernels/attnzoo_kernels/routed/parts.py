@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import next_power_of_2, on_device_of
-from attnzoo_kernels._triton.softmax import exp_in_units
+from attnzoo_kernels._triton.softmax import LOG2E, exp_in_units
 
 BLOCK_ROWS = 16
 NUMBERS = ["tokens", "heads", "rows", "slots"]
@@ -39,10 +39,10 @@ def _store(ptr, row, inside, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexp
 
 
 @triton.jit(do_not_specialize=NUMBERS)
-def routed_sum_kernel(part_ptr, place_ptr, out_ptr, tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+def routed_sum_kernel(own_ptr, part_ptr, place_ptr, out_ptr, tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
                       BLOCK_ROWS: tl.constexpr):
     row, inside, _ = _rows_of_program(tokens, heads, BLOCK_ROWS)
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    acc = _load(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
     for slot in range(slots):
         acc += _load(part_ptr, _part_row(place_ptr, row, inside, slot, rows, slots), inside, WIDTH, BLOCK_WIDTH)
     _store(out_ptr, row, inside, acc, WIDTH, BLOCK_WIDTH)
@@ -85,8 +85,9 @@ def routed_merge_kernel(own_ptr, own_lse_ptr, own_stats_ptr, part_ptr, part_lse_
     total = tl.where(total > 0, total, 1.0)
     _store(out_ptr, row, inside, acc / total[:, None], WIDTH, BLOCK_WIDTH)
     tl.store(lse_ptr + lse_at, tl.where(empty, -float("inf"), base + tl.log(total)), mask=inside)
-    tl.store(stats_ptr + lse_at, base, mask=inside)
-    tl.store(stats_ptr + stride_own + lse_at, total, mask=inside)
+    # as softmax_stats
+    tl.store(stats_ptr + lse_at, tl.where(empty, float("inf"), base if EXACT else base * LOG2E), mask=inside)
+    tl.store(stats_ptr + stride_own + lse_at, total if EXACT else tl.log2(total), mask=inside)
 
 
 @triton.jit
@@ -97,10 +98,10 @@ def _derive_part(ptr, dpart_ptr, dlse_ptr, at, lse_at, weight, dlse, out, dout, 
 
 
 @triton.jit(do_not_specialize=[*NUMBERS, "stride_own", "stride_part"], do_not_specialize_on_alignment=["grad_lse_ptr"])
-def routed_merge_bwd_kernel(dout_ptr, grad_lse_ptr, own_ptr, own_lse_ptr, own_stats_ptr, part_ptr, part_lse_ptr, part_stats_ptr, place_ptr,
-                            out_ptr, stats_ptr, down_ptr, down_lse_ptr, dpart_ptr, dpart_lse_ptr, stride_own, stride_part, tokens, heads,
-                            rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, EXACT: tl.constexpr,
-                            HAS_GRAD_LSE: tl.constexpr):
+def routed_merge_bwd_kernel(dout_ptr, grad_lse_ptr, own_ptr, own_stats_ptr, part_ptr, part_stats_ptr, place_ptr, out_ptr, stats_ptr,
+                            down_ptr, down_lse_ptr, dpart_ptr, dpart_lse_ptr, stride_own, stride_part, tokens, heads, rows, slots,
+                            WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):
+    """Of float32. An empty row has base +inf, which makes all weights zero."""
     row, inside, lse_at = _rows_of_program(tokens, heads, BLOCK_ROWS)
     base = tl.load(stats_ptr + lse_at, mask=inside, other=0.0)
     total = tl.load(stats_ptr + stride_own + lse_at, mask=inside, other=1.0)
@@ -109,12 +110,12 @@ def routed_merge_bwd_kernel(dout_ptr, grad_lse_ptr, own_ptr, own_lse_ptr, own_st
         dlse = tl.load(grad_lse_ptr + lse_at, mask=inside, other=0.0)
     out = _load(out_ptr, row, inside, WIDTH, BLOCK_WIDTH)
     dout = _load(dout_ptr, row, inside, WIDTH, BLOCK_WIDTH)
-    top, part_sum = _load_top(own_lse_ptr, own_stats_ptr, stride_own, lse_at, inside, EXACT)
+    top, part_sum = _load_top(None, own_stats_ptr, stride_own, lse_at, inside, True)
     _derive_part(own_ptr, down_ptr, down_lse_ptr, row, lse_at, part_sum * exp_in_units(top - base, True) / total, dlse, out, dout, inside,
                  WIDTH, BLOCK_WIDTH)
     for slot in range(slots):
         at = _part_row(place_ptr, row, inside, slot, rows, slots)
-        top, part_sum = _load_top(part_lse_ptr, part_stats_ptr, stride_part, at, inside, EXACT)
+        top, part_sum = _load_top(None, part_stats_ptr, stride_part, at, inside, True)
         _derive_part(part_ptr, dpart_ptr, dpart_lse_ptr, at, at, part_sum * exp_in_units(top - base, True) / total, dlse, out, dout, inside,
                      WIDTH, BLOCK_WIDTH)
 
@@ -129,30 +130,27 @@ def _launch(kernel, tensors: tuple, like: Tensor, place: Tensor, rows: int, **co
                 BLOCK_ROWS=BLOCK_ROWS, **constants, num_warps=4)
 
 
-def launch_sum(part: Tensor, place: Tensor, rows: int, heads: int) -> Tensor:
-    """(tokens, heads, width) from (places * rows, 1, width): each row's slots added up in their order."""
-    tokens = place.shape[0] * rows // heads
-    out = part.new_empty(tokens, heads, part.shape[-1])
-    _launch(routed_sum_kernel, (part.contiguous(), place, out), out, place, rows)
+def launch_sum(own: Tensor, part: Tensor, place: Tensor, rows: int) -> Tensor:
+    """own (tokens, heads, width) and each row's slots of part (places * rows, 1, width), added up in their order."""
+    out = torch.empty_like(own)
+    _launch(routed_sum_kernel, (own, part, place, out), out, place, rows)
     return out
 
 
 def launch_merge(own: Tensor, own_lse: Tensor, own_stats: Tensor, part: Tensor, part_lse: Tensor, part_stats: Tensor, place: Tensor,
                  rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE, and for the backward its statistics (2, *lse.shape): a number near the largest LSE, and the weights' sum beside it."""
+    """Output, LSE and statistics of all parts together, as one forward would give them."""
     out, lse, stats = (torch.empty_like(x) for x in (own, own_lse, own_stats))
     _launch(routed_merge_kernel, (own, own_lse, own_stats, part, part_lse, part_stats, place, out, lse, stats, own_lse.numel(),
                                   part_lse.numel()), own, place, rows, EXACT=own.dtype == torch.float32)
     return out, lse, stats
 
 
-def launch_merge_backward(dout: Tensor, grad_lse: Tensor | None, own: Tensor, own_lse: Tensor, own_stats: Tensor, part: Tensor,
-                          part_lse: Tensor, part_stats: Tensor, place: Tensor, out: Tensor, stats: Tensor,
-                          rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of own, own_lse, part and part_lse."""
-    gradients = tuple(map(torch.empty_like, (own, own_lse, part, part_lse)))
+def launch_merge_backward(dout: Tensor, grad_lse: Tensor | None, own: Tensor, own_stats: Tensor, part: Tensor, part_stats: Tensor,
+                          place: Tensor, out: Tensor, stats: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In float32, the gradients of own and its LSE, and of part and its LSE."""
+    gradients = tuple(torch.empty_like(x) for pair in ((own, own_stats[0]), (part, part_stats[0])) for x in pair)
     _launch(routed_merge_bwd_kernel,
-            (dout.contiguous(), None if grad_lse is None else grad_lse.contiguous(), own, own_lse, own_stats, part, part_lse, part_stats,
-             place, out, stats, *gradients, own_lse.numel(), part_lse.numel()),
-            own, place, rows, EXACT=own.dtype == torch.float32, HAS_GRAD_LSE=grad_lse is not None)
+            (dout, grad_lse, own, own_stats, part, part_stats, place, out, stats, *gradients, own_stats[0].numel(), part_stats[0].numel()),
+            own, place, rows, HAS_GRAD_LSE=grad_lse is not None)
     return gradients

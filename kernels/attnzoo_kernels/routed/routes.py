@@ -47,12 +47,10 @@ class Blocks(NamedTuple):
 class Routes(NamedTuple):
     """Pairs (query, chosen block) in the order of key heads and blocks; pairs that read nothing come last.
 
-    A pair stands for `rows` queries, those of the heads that choose together. pair: (pairs,) int64, the pair at each place, as
-    ((query * choosers) + chooser) * slots + slot. place: (total_q * choosers, slots) int32, where each pair went. cu_seqlens_q (of pairs
-    times rows) and cu_seqlens_k: int32 (kv_heads * count + 1,), the keys one head behind the other.
+    A pair stands for `rows` queries, those of the heads that choose together. place: (total_q * choosers, slots) int32, where each pair
+    went. cu_seqlens_q (of pairs times rows) and cu_seqlens_k: int32 (kv_heads * count + 1,), the keys one head behind the other.
     """
 
-    pair: Tensor
     place: Tensor
     rows: int
     cu_seqlens_q: Tensor
@@ -74,4 +72,4 @@ def routes(chosen: Tensor, blocks: Blocks, heads: int, kv_heads: int, total_k: i
     bounds = torch.searchsorted(in_order, numbers, out_int32=True) * rows
     head_starts = torch.arange(kv_heads, device=device, dtype=torch.int32)[:, None] * total_k
     bounds_k = torch.cat([(head_starts + blocks.bounds_k[:-1]).flatten(), numbers.new_full((1,), kv_heads * total_k)])
-    return Routes(pair, place.view(total_q * choosers, slots), rows, bounds, bounds_k)
+    return Routes(place.view(total_q * choosers, slots), rows, bounds, bounds_k)
