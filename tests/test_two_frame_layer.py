@@ -1,5 +1,7 @@
 """attention=two_frame: each method's formula, weights of a flash checkpoint, what it refuses, the cache, its own counts."""
 
+import functools
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -8,6 +10,7 @@ from attnzoo.attention.base import AttentionSpec, SequenceInfo
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.positions import rotate
 from attnzoo.attention.two_frame import METHODS, TwoFrameAttention
+from attnzoo.hub import from_huggingface
 from attnzoo.models import GPT
 from attnzoo_kernels.two_frame.cases import Case
 
@@ -65,6 +68,20 @@ def test_the_weights_of_flash_load_and_agree_while_all_keys_are_near(method):
     ids = torch.randint(53, (2, 30), generator=torch.Generator().manual_seed(1))
     assert_close(framed(ids)[:, :window], flash(ids)[:, :window], rtol=1e-6, atol=1e-6)
     assert not torch.isclose(framed(ids)[:, 25:], flash(ids)[:, 25:]).all(-1).any()
+
+
+@pytest.mark.parametrize("kind, options", [("Llama", {}), ("Qwen3", {"head_dim": 16})])
+@torch.no_grad()
+def test_weights_of_llama_and_qwen_are_read(kind, options):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 53, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "max_position_embeddings": 16}
+    theirs = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes | options)).eval()
+    ours = from_huggingface(theirs, attention=functools.partial(TwoFrameAttention, method="self_extend", window=9)).eval()
+    ids = torch.randint(53, (1, 40), generator=torch.Generator().manual_seed(1))
+    assert_close(ours(ids)[:, :9], theirs(ids).logits[:, :9], rtol=1e-4, atol=1e-4)
+    assert not torch.isclose(ours(ids)[:, 20:], theirs(ids).logits[:, 20:], rtol=1e-4, atol=1e-4).all(-1).any()
 
 
 @BOTH
