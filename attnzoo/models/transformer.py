@@ -198,7 +198,7 @@ class Transformer(nn.Module):
             return self.forward(tokens, **packed, logits_at=at, targets=targets, reduction=reduction, target_weights=weights)
         return torch.where(there[:, None], self.forward(tokens, **packed, logits_at=at), 0)
 
-    def _check_layout(self, input_ids, cu_seqlens, max_seqlen, attention_mask, cache, parents) -> None:
+    def _check_layout(self, input_ids, cu_seqlens, max_seqlen, attention_mask, cache, parents=None) -> None:
         if input_ids.dim() not in (1, 2):
             raise ValueError(f"input_ids: must be (batch, seqlen) or packed (total,), got shape {tuple(input_ids.shape)}")
         if input_ids.dim() == 1:
