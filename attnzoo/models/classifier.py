@@ -17,18 +17,23 @@ class BERTClassifier(BERT):
     n_classes: between which it decides.
     pooling: what the head reads: "cls", the first token's final state, through a dense layer and tanh (BERT's pooler), or "mean", the mean
         of all tokens' states, directly.
+    towers: sequences that are classed together: 1, or 2, pairs one after the other. Both go through the same encoder, and the classifier
+        reads what is pooled of them, a and b, as (a, b, a * b, a - b), through a hidden layer (Tay et al. 2020, arXiv:2011.04006).
     """
 
-    def __init__(self, *, n_classes: int, pooling: str = "cls", dropout: float = 0.0, **config):
+    def __init__(self, *, n_classes: int, pooling: str = "cls", dropout: float = 0.0, towers: int = 1, **config):
         if pooling not in POOLINGS:
             raise ValueError(f"task.pooling={pooling!r} must be one of {', '.join(POOLINGS)}")
         if not isinstance(n_classes, int) or n_classes < 2:
             raise ValueError(f"model.n_classes={n_classes!r} must be a whole number, at least 2")
+        if towers not in (1, 2):
+            raise ValueError(f"model.towers={towers!r} must be 1 or 2")
         super().__init__(dropout=dropout, **config)
-        self.n_classes, self.pooling = n_classes, pooling
+        self.n_classes, self.pooling, self.towers = n_classes, pooling, towers
         self.head = self.head_dense = self.head_norm = self.head_bias = None  # those of masked language modelling
         self.pooler = nn.Sequential(nn.Linear(self.dim, self.dim), nn.Tanh()) if pooling == "cls" else nn.Identity()
-        self.classifier = nn.Sequential(nn.Dropout(dropout), nn.Linear(self.dim, n_classes))
+        hidden = [nn.Linear(4 * self.dim, self.dim), nn.GELU()] if towers == 2 else []
+        self.classifier = nn.Sequential(nn.Dropout(dropout), *hidden, nn.Linear(self.dim, n_classes))
         for module in (*self.pooler.modules(), *self.classifier.modules()):
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=INIT_STD)
@@ -41,7 +46,8 @@ class BERTClassifier(BERT):
     ) -> Tensor:
         """Scores (sequences, n_classes): of the rows of input_ids (batch, seqlen), or of the cu_seqlens.shape[0] - 1 packed sequences.
 
-        Inputs as in `Transformer.forward`. Of a sequence without tokens the head reads zeros.
+        With two towers scores are (sequences / 2, n_classes), and an odd number of sequences raises ValueError. Inputs as in
+        `Transformer.forward`. Of a sequence without tokens the head reads zeros.
         """
         self._check_layout(input_ids, cu_seqlens, max_seqlen, attention_mask, cache)
         batch, seqlen = input_ids.shape if input_ids.dim() == 2 else (cu_seqlens.shape[0] - 1, max_seqlen)
@@ -61,7 +67,13 @@ class BERTClassifier(BERT):
             pooled = _mean(super().forward(input_ids, **inputs), cu_seqlens, lengths)
         if lengths is not None:
             pooled = pooled * (lengths > 0)[:, None]
-        return self.classifier(self.pooler(pooled))
+        pooled = self.pooler(pooled)
+        if self.towers == 2:
+            if pooled.shape[0] % 2:
+                raise ValueError(f"input_ids: a model of two towers takes pairs of sequences, got {pooled.shape[0]} sequences")
+            one, other = pooled.unflatten(0, (-1, 2)).unbind(1)
+            pooled = torch.cat([one, other, one * other, one - other], -1)
+        return self.classifier(pooled)
 
     def logits(self, x: Tensor) -> Tensor:
         """The tokens' final states: what is scored here are sequences."""

@@ -28,17 +28,22 @@ class Classification(TokenPrediction):
         if model["_target_"] not in ENCODERS:
             raise UserError(f"task=classification trains BERT encoders, not {model['_target_']}; take model=bert_tiny or another bert")
         target = "attnzoo.models.BERTClassifier"
-        return {**model, "_target_": target, "n_classes": len(data.classes), "pooling": task["pooling"]}
+        pairs = {"towers": data.towers} if getattr(data, "towers", 1) > 1 else {}
+        return {**model, "_target_": target, "n_classes": len(data.classes), "pooling": task["pooling"], **pairs}
 
     def validation_metrics(self, loss: Tensor, accuracy: Tensor) -> dict[str, Tensor]:
         return {"val/loss": loss, "val/accuracy": accuracy}
 
     @torch.no_grad()
     def sample(self, tokenizer, tokens: list[int], max_new_tokens: int, temperature: float, seed: int) -> str:
-        """The end of the text of `tokens` and how likely the three likeliest classes are."""
-        tokens, classes = tokens[: self.model.train_context], self.trainer.datamodule.classes
+        """The end of the text of `tokens` and how likely the three likeliest classes are; of pairs, beside the first pair's second text."""
+        data, context = self.trainer.datamodule, self.model.train_context
+        tokens, classes = tokens[:context], data.classes
+        sequences = [tokens] if self.model.towers == 1 else [tokens, data.documents("validation")[1]["input_ids"][:context].tolist()]
         self.model.eval()
-        shares = self.model(torch.tensor([tokens], device=self.device))[0].float().softmax(-1)
+        lengths = torch.tensor([0, *map(len, sequences)]).cumsum(0)
+        packed = {"cu_seqlens": lengths.int().to(self.device), "max_seqlen": max(map(len, sequences))}
+        shares = self.model(torch.tensor(sum(sequences, []), device=self.device), **packed)[0].float().softmax(-1)
         likely = shares.topk(min(3, len(classes)))
         answers = ", ".join(f"{classes[i]} {100 * share:.0f} %" for share, i in zip(*(x.tolist() for x in likely), strict=True))
         return f"{'… ' * (len(tokens) > 96)}{tokenizer.decode(tokens[-96:])}│{answers}"
