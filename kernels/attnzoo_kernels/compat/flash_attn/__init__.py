@@ -1,6 +1,8 @@
 """flash-attn 2.8's functions over `attnzoo_kernels.flash_attention`: change the import, keep the calls.
 
-    from attnzoo_kernels.compat.flash_attn import flash_attn_func
+    from attnzoo_kernels.compat.flash_attn import flash_attn_func, flash_attn_with_kvcache
+    from attnzoo_kernels.compat.flash_attn.bert_padding import index_first_axis
+    from attnzoo_kernels.compat.flash_attn.layers.rotary import apply_rotary_emb
 
 Arguments, shapes and meanings are flash-attn's: causal masks and windows are aligned to the bottom right, `softcap <= 0` is off,
 `alibi_slopes` is float32 (heads,) or (batch, heads). More is accepted than there: float32, values wider or narrower than keys, CPU tensors.
@@ -13,9 +15,11 @@ raises NotImplementedError.
 `deterministic=False` follows `torch.use_deterministic_algorithms`; True holds always.
 """
 
+import torch
 from torch import Tensor
 
 from attnzoo_kernels import checks
+from attnzoo_kernels.compat.flash_attn.kvcache import FEW, decoded_pages, flash_attn_with_kvcache, packed_pages, plain_window
 from attnzoo_kernels.flash import flash_attention
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
 ]
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -44,10 +49,9 @@ def _attend(
 ) -> Result:
     if return_attn_probs and dropout_p > 0:
         raise NotImplementedError("return_attn_probs: S_dmask with dropout_p > 0 is not kept; use return_attn_probs=False or dropout_p=0.0")
-    window_size = tuple(max(int(side), -1) for side in window_size)  # flash-attn also takes a tensor, and anything negative for -1
     out = flash_attention(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=window_size, softcap=max(softcap, 0.0), alibi_slopes=alibi_slopes,
-        dropout_p=dropout_p, return_lse=return_attn_probs, deterministic=deterministic or None, **packing)
+        q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=plain_window(window_size), softcap=max(softcap, 0.0),
+        alibi_slopes=alibi_slopes, dropout_p=dropout_p, return_lse=return_attn_probs, deterministic=deterministic or None, **packing)
     return (*out, q.new_empty(0)) if return_attn_probs else out
 
 
@@ -119,9 +123,26 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Result:
-    """q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim), cu_seqlens int32 (batch + 1,) -> out as q."""
+    """q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim), cu_seqlens int32 (batch + 1,) -> out as q.
+
+    block_table: int32 (batch, max_blocks), as of `decode_attention`; k and v are then pages (num_blocks, page, kv_heads, head_dim). Up to
+    16 queries a sequence read them there. More queries, gradients and dropout need a copy of keys and values, batch * max_seqlen_k tokens.
+    """
     if block_table is not None:
-        raise NotImplementedError("block_table: paged keys and values are not supported; gather them into (total_k, kv_heads, head_dim)")
+        checks.tensor("block_table", block_table)
+        for name, x in (("k", k), ("v", v)):
+            checks.tensor(name, x)
+            if x.dim() != 4:
+                raise ValueError(f"{name}: must be (num_blocks, page, kv_heads, head_dim) with block_table, got shape {tuple(x.shape)}")
+        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            checks.cu_seqlens(name, x, q)
+        graph = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        if q.shape[0] and 1 <= max_seqlen_q <= FEW and dropout_p == 0 and not graph:
+            out, lse = decoded_pages(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, softmax_scale=softmax_scale, causal=causal,
+                window_size=plain_window(window_size), softcap=max(softcap, 0.0), alibi_slopes=alibi_slopes)
+            return (out, lse, q.new_empty(0)) if return_attn_probs else out
+        k, v = packed_pages(k, v, cu_seqlens_k, max_seqlen_k, block_table)
     return _attend(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)

@@ -1,0 +1,173 @@
+"""flash-attn's functions over caches of keys and values, by `decode_attention`, which reads pages."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import checks
+from attnzoo_kernels.compat.flash_attn.layers.rotary import apply_rotary_emb
+from attnzoo_kernels.compat.flash_attn.packed import sequence_of_tokens
+from attnzoo_kernels.decode import decode_attention
+
+FEW = 16  # queries of a sequence that decode_attention is made for
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of the newest tokens over a cache, into which their keys and values are written first. It has no gradient.
+
+    q: (batch, seqlen_q, heads, head_dim).
+    k_cache, v_cache: (rows, max_len, kv_heads, head_dim), or pages (num_blocks, page, kv_heads, head_dim) with block_table, of any size.
+    k, v: (batch, new, kv_heads, head_dim), which the cache takes in place from cache_seqlens on; it must have room for them.
+    rotary_cos, rotary_sin: (at least max_len, rotary_dim / 2). New keys are rotated by their places in the cache, and queries from
+        place cache_seqlens on, all by that one place where the mask is neither causal nor a window. Only with k and v.
+    cache_seqlens: tokens in the cache without the new ones, an int or int32 (batch,); None: the cache is full.
+    cache_batch_idx: whole numbers (batch,), the row of the cache that each sequence has; None: the first rows.
+    cache_leftpad: int32 (batch,), where in its row a sequence begins.
+    block_table: int32 (batch, max_blocks), as of `decode_attention`; the pages of new tokens must be there.
+    num_splits: taken, and not needed: keys are always shared out evenly.
+    The other arguments are those of `flash_attn_func`. Lengths and tables are not looked at on a GPU, and nothing waits for it.
+
+    Returns out, as q, and with return_softmax_lse its log-sum-exp, float32 (batch, heads, seqlen_q).
+    Raises TypeError or ValueError naming the argument; NotImplementedError for pages together with cache_batch_idx or cache_leftpad.
+    """
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.tensor(name, x)
+        if x.dim() != 4:
+            raise ValueError(f"{name}: must have four dimensions, got shape {tuple(x.shape)}")
+    if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
+        name = "cache_leftpad" if cache_batch_idx is None else "cache_batch_idx"
+        raise NotImplementedError(f"{name}: a cache in pages has its rows in block_table; leave {name} out")
+    if (k is None) != (v is None):
+        raise ValueError("k, v: must be given both or neither")
+    if k is None and (rotary_cos is not None or rotary_sin is not None):
+        raise ValueError("rotary_cos, rotary_sin: need k and v, the new keys and values")
+    batch, window_size = q.shape[0], plain_window(window_size)
+    max_len = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    lengths = _lengths(cache_seqlens, q, max_len, appended=k is not None)
+    if block_table is not None:
+        block_table = block_table.contiguous()
+    rows = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
+
+    if k is not None:
+        if rotary_cos is not None:
+            q, k = _rotated(q, k, rotary_cos, rotary_sin, lengths, max_len, rotary_interleaved, causal or window_size != (-1, -1))
+        _append(k, v, k_cache, v_cache, lengths, rows, block_table, max_len)
+        lengths = lengths + k.shape[1]
+    if cache_leftpad is not None:
+        k_cache, v_cache, block_table = _behind_padding(k_cache, v_cache, rows, cache_leftpad)
+        lengths = (lengths - cache_leftpad).clamp(min=0).int()
+    elif cache_batch_idx is not None:
+        block_table = rows.int()[:, None]  # each row of the cache is a page
+    elif block_table is None:
+        k_cache, v_cache = k_cache[:batch], v_cache[:batch]
+    return decode_attention(
+        q, k_cache, v_cache, cache_seqlens=lengths, block_table=block_table, causal=causal, softmax_scale=softmax_scale,
+        window_size=window_size, softcap=max(softcap, 0.0), alibi_slopes=alibi_slopes, return_lse=return_softmax_lse)
+
+
+def plain_window(window_size) -> tuple[int, int]:
+    """flash-attn also takes a tensor, and anything negative for -1."""
+    return tuple(max(int(side), -1) for side in window_size)
+
+
+def _lengths(cache_seqlens: int | Tensor | None, q: Tensor, max_len: int, appended: bool) -> Tensor:
+    if isinstance(cache_seqlens, Tensor):
+        if cache_seqlens.shape != q.shape[:1] or cache_seqlens.dtype != torch.int32 or cache_seqlens.device != q.device:
+            raise ValueError(f"cache_seqlens: must be an int, or int32 of shape ({q.shape[0]},) on q's device {q.device}, got "
+                             f"{cache_seqlens.dtype} of shape {tuple(cache_seqlens.shape)} on {cache_seqlens.device}")
+        return cache_seqlens.contiguous()
+    if cache_seqlens is None and appended:
+        raise ValueError("cache_seqlens: must say where k and v go, got None")
+    return torch.full(q.shape[:1], max_len if cache_seqlens is None else cache_seqlens, dtype=torch.int32, device=q.device)
+
+
+def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, lengths: Tensor, max_len: int, interleaved: bool,
+             in_order: bool) -> tuple[Tensor, Tensor]:
+    if cos.shape[0] < max_len:
+        raise ValueError(f"rotary_cos: must have a row for each of the cache's {max_len} places, got {cos.shape[0]}")
+    k = apply_rotary_emb(k, cos, sin, interleaved, seqlen_offsets=lengths)
+    if in_order:
+        return apply_rotary_emb(q, cos, sin, interleaved, seqlen_offsets=lengths), k
+    at_one_place = q.flatten(1, 2)[:, None]
+    return apply_rotary_emb(at_one_place, cos, sin, interleaved, seqlen_offsets=lengths)[:, 0].unflatten(1, q.shape[1:3]), k
+
+
+def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, block_table: Tensor | None,
+            max_len: int) -> None:
+    for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        checks.tensor(name, x)
+        if x.dim() != 4 or x.shape != (lengths.shape[0], k.shape[1], *cache.shape[2:]) or x.dtype != cache.dtype:
+            raise ValueError(f"{name}: must be (batch={lengths.shape[0]}, new, kv_heads, head_dim) with the cache's dtype {cache.dtype} "
+                             f"and last dimensions {tuple(cache.shape[2:])}, got {x.dtype} of shape {tuple(x.shape)}")
+    places = lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
+    if places.is_cpu and places.numel() and not 0 <= places.min() <= places.max() < max_len:
+        raise ValueError(f"cache_seqlens: must leave room for {k.shape[1]} new tokens among the cache's {max_len}, got {lengths.tolist()}")
+    rows = rows[:, None]
+    if block_table is not None:
+        page = k_cache.shape[1]
+        rows, places = block_table.long().gather(1, places // page), places % page
+    if rows.is_cpu and rows.numel() and not 0 <= rows.min() <= rows.max() < k_cache.shape[0]:
+        name = "cache_batch_idx" if block_table is None else "block_table"
+        raise ValueError(f"{name}: must name one of the cache's {k_cache.shape[0]} for each new token, got {rows.tolist()}")
+    k_cache[rows, places], v_cache[rows, places] = k, v
+
+
+def _behind_padding(k_cache: Tensor, v_cache: Tensor, rows: Tensor, leftpad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The caches as pages of a token each, which are views, and the pages of sequences that begin behind their padding."""
+    n_rows, max_len = k_cache.shape[:2]
+    per_row = {x.stride(0) / (x.stride(1) or math.nan) if n_rows > 1 else max_len for x in (k_cache, v_cache)}
+    if len(per_row) > 1 or not (tokens := per_row.pop()).is_integer():
+        raise ValueError(f"cache_leftpad: k_cache and v_cache must have rows alike, a whole number of tokens apart, got strides "
+                         f"{k_cache.stride()} and {v_cache.stride()}")
+    n_tokens = (n_rows - 1) * int(tokens) + max_len
+    pages = [x.as_strided((n_tokens, 1, *x.shape[2:]), (x.stride(1), *x.stride()[1:])) for x in (k_cache, v_cache)]
+    first = rows * int(tokens) + leftpad
+    return *pages, (first[:, None] + torch.arange(max_len, device=rows.device)).int()
+
+
+def decoded_pages(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, block_table: Tensor,
+                  **options) -> tuple[Tensor, Tensor]:
+    """`flash_attn_varlen_func` over pages for few queries: out (total_q, heads, head_dim) and log-sum-exp (heads, total_q).
+
+    The queries of each sequence become the end of a row of max_seqlen_q, where bottom-right masks leave them what they see."""
+    ends = cu_seqlens_q[1:].long()
+    rows = q[(ends[:, None] + torch.arange(-max_seqlen_q, 0, device=q.device)).clamp(min=0)]
+    out, lse = decode_attention(
+        rows, k, v, cache_seqlens=cu_seqlens_k.diff(), block_table=block_table.contiguous(), return_lse=True, **options)
+    sequence, place = sequence_of_tokens(cu_seqlens_q, q.shape[0])
+    column = (place + max_seqlen_q - cu_seqlens_q.diff()[sequence]).clamp(max=max_seqlen_q - 1)
+    return out[sequence, column], lse[sequence, :, column].T
+
+
+def packed_pages(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies of keys and values out of their pages, packed, in room for batch * max_seqlen_k tokens, so that the host need not wait."""
+    sequence, place = sequence_of_tokens(cu_seqlens_k, block_table.shape[0] * max_seqlen_k)
+    page = block_table[sequence, (place // k.shape[1]).clamp(max=block_table.shape[1] - 1).long()].long()
+    if page.is_cpu and (wrong := (page < 0) | (page >= k.shape[0]))[: cu_seqlens_k[-1]].any():
+        at = int(wrong.nonzero()[0])
+        raise ValueError(f"block_table: row {int(sequence[at])} needs a page from 0 to {k.shape[0] - 1} for its token {int(place[at])}, "
+                         f"got {int(page[at])}")
+    page, row = page.clamp(0, k.shape[0] - 1), (place % k.shape[1]).long()
+    return k[page, row], v[page, row]
