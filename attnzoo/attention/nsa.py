@@ -160,7 +160,7 @@ def _packed_chunks(cu_seqlens: Tensor, total: int, size: int, stride: int) -> tu
 
     def places(bounds: Tensor) -> tuple[Tensor, Tensor]:
         """Each number's sequence and its place in it. What is behind the last goes on there."""
-        sequence = torch.searchsorted(bounds[1:].contiguous(), number, right=True).clamp(max=bounds.shape[0] - 2)
+        sequence = torch.searchsorted(bounds[1:].long(), number, right=True).clamp(max=bounds.shape[0] - 2)
         return sequence, number - bounds[sequence]
 
     whole = cu_seqlens.diff() // stride

@@ -8,7 +8,7 @@ import torch
 from paths import GPU
 from torch.testing import assert_close
 
-from attnzoo_kernels import nsa_attention
+from attnzoo_kernels import moba_attention, nsa_attention
 from attnzoo_kernels.nsa.cases import CORRECTNESS, LONG, SMALL, Case
 from benchmarks.accuracy import assert_accurate
 
@@ -121,3 +121,35 @@ def test_a_wrong_argument_is_named(change, error, message):
     arguments |= {"k_cmp": torch.zeros(1, 6, 2, 16), "v_cmp": torch.zeros(1, 6, 2, 16), "gates": torch.zeros(1, 30, 2, 3)}
     with pytest.raises(error, match=message):
         nsa_attention(**arguments | SMALL | change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", (None, (1, 0, 300)), ids=("dense", "packed"))
+@pytest.mark.parametrize("operator", ("nsa", "moba"))
+def test_no_launch_waits_for_the_host_and_a_graph_replays_it(operator, lengths):
+    x = Case(batch=2, seqlen_q=300, kv_heads=1, lengths_q=lengths, **SMALL).inputs(DEVICE)
+    leaves = [t.detach().requires_grad_() for t in (x[:6] if operator == "nsa" else x[:3])]
+    packing = {name: value for name, value in x.options.items() if "seqlen" in name}
+    options = x.options if operator == "nsa" else {"block_size": 16, "top_k": 3} | packing
+
+    def step():
+        out = {"nsa": nsa_attention, "moba": moba_attention}[operator](*leaves, deterministic=True, **options)
+        return [out, *torch.autograd.grad(out, leaves, x.dout)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        expected = step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    for result in results:
+        result.detach().zero_()
+    graph.replay()
+    assert all(map(torch.equal, results, expected))
