@@ -106,6 +106,7 @@ def key_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr, SHORT_T
     TAIL: tl.constexpr = not x.shape.TMA
     bounds = key_ranges(x.place.row, x.place.length, x.place.other_length, own.window, x.shape.BLOCK_M, x.shape.BLOCK_N, TAIL)
     if first is not None:
+        first = tl.maximum(first, 0) // x.shape.BLOCK_N * x.shape.BLOCK_N  # as windows begin: Triton 3.6 makes fault 3 of what was loaded
         bounds = (tl.maximum(bounds[0], first), tl.maximum(bounds[1], first), bounds[2], bounds[3], bounds[4])
     return range_loops(STEP, state, x, own, bounds, x.shape.BLOCK_N, own.window.HAS_LEFT, own.window.HAS_RIGHT or not TAIL, TAIL, ONE_LOOP,
                        SHORT_TAIL and not (own.window.HAS_LEFT or own.window.HAS_RIGHT), SHORT_TAIL)

@@ -53,13 +53,12 @@ class Modifiers(NamedTuple):
 
 
 class TileBias(NamedTuple):
-    """c of the rows of a program's tile, and of the other side's tile."""
+    """c of the rows of a program's tile, and what leads to that of the other side's."""
 
     source: Any  # the other side's first block of c; float32: where c of the sequence's keys begins
     own: Any  # float32: high parts
     low: Any
     start: Any  # c with which the block of the program's tile begins
-    other: Any
     apart: Any  # c with which the keys' block begins, less that with which the queries' does
 
 
@@ -112,19 +111,19 @@ def _blocks_before(m, place, first, head, QUERIES: tl.constexpr):
 @triton.jit
 def load_key_bias(m, place, head, rows, EXACT: tl.constexpr, QUERIES: tl.constexpr):
     """Of a program's tile of queries or keys, `rows`."""
-    bias = TileBias(0, 0, 0, 0, 0, 0)
+    bias = TileBias(0, 0, 0, 0, 0)
     if m.HAS_KEY_BIAS:
         if EXACT:
             first = place.other_first if QUERIES else place.first
             length = place.other_length if QUERIES else place.length
             source = m.key_bias + first_lse(place.batch, head, first, m.seqlen_k, m.heads, m.PACKED)
             high, low = _parts(m, source, rows + (place.other_length - place.length) if QUERIES else rows, length)
-            bias = TileBias(source, high, low, 0, 0, 0)
+            bias = TileBias(source, high, low, 0, 0)
         else:
             block = _blocks_before(m, place, place.first, head, QUERIES)
             own = tl.load(m.key_bias + block * BLOCK + rows)
             start = tl.load(m.block_starts + block + place.row // BLOCK)
-            bias = TileBias(_blocks_before(m, place, place.other_first, head, not QUERIES), own, 0, start, 0, 0)
+            bias = TileBias(_blocks_before(m, place, place.other_first, head, not QUERIES), own, 0, start, 0)
     return bias
 
 
@@ -136,20 +135,19 @@ def rows_more(place, m, rows):
 
 @triton.jit
 def keys_bias(m, bias, at, x):
-    """A TileBias with that of the keys from `at` on, which is loaded as a row: to convert a vector in the loop makes fault 3."""
+    """A TileBias with where the block of the keys from `at` on begins."""
     if m.HAS_KEY_BIAS and x.shape.PRECISION != "ieee":
-        keys = tl.load(m.key_bias + bias.source * BLOCK + (at + tl.arange(0, x.shape.BLOCK_N)[None, :]))
         apart = (tl.load(m.block_starts + bias.source + at // BLOCK) - bias.start).to(tl.float32)
-        bias = TileBias(bias.source, bias.own, 0, bias.start, keys, apart)
+        bias = TileBias(bias.source, bias.own, 0, bias.start, apart)
     return bias
 
 
 @triton.jit
 def queries_bias(m, bias, at, x):
-    """A TileBias with that of the queries from `at` on."""
+    """A TileBias with where the block of the queries from `at` on begins."""
     if m.HAS_KEY_BIAS and x.shape.PRECISION != "ieee":
         apart = (bias.start - tl.load(m.block_starts + bias.source + at // BLOCK)).to(tl.float32)
-        bias = TileBias(bias.source, bias.own, 0, bias.start, 0, apart)
+        bias = TileBias(bias.source, bias.own, 0, bias.start, apart)
     return bias
 
 
@@ -197,7 +195,8 @@ def _modified(products, i, j, shift, at, unit, m, slope, key_bias, len_k, PRECIS
                 bias = -bias if TRANSPOSED else bias
                 by_row = tl.zeros_like(i).to(tl.float32)
             else:
-                bias = key_bias.own if TRANSPOSED else key_bias.other
+                # loaded as a row, and behind the product: a vector, or one before it, makes fault 3
+                bias = key_bias.own if TRANSPOSED else tl.load(m.key_bias + key_bias.source * BLOCK + j)
                 by_row = key_bias.apart + tl.zeros_like(i).to(tl.float32)
         scores, derivative = scores_in_unit(products, bias, m.scale, m.softcap, m.PRESCALE, m.HAS_SOFTCAP, PRECISION == "ieee",
                                             m.HARDWARE_TANH)

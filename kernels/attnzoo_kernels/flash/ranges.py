@@ -31,7 +31,7 @@ def walk_keys(STEP: tl.constexpr, state, x, modifiers, ONE_LOOP: tl.constexpr, S
                            x.value_rows.stride),
                       Place(0, 0, x.place.head, row - of.first, of.first, of.length, of.other_first, of.other_length), x.i - of.first,
                       x.unit, x.shape, x.EXACT_DELTA),
-            Loaded(Window(of.left, of.right, LEFT, True), modifiers, 0.0, 0, 0, x.place.head, TileBias(0, 0, 0, 0, 0, 0)), bounds,
+            Loaded(Window(of.left, of.right, LEFT, True), modifiers, 0.0, 0, 0, x.place.head, TileBias(0, 0, 0, 0, 0)), bounds,
             x.shape.BLOCK_N, LEFT, True, TAIL, ONE_LOOP, False, SHORT_TAIL)
     return state
 
@@ -58,6 +58,6 @@ def walk_queries(STEP: tl.constexpr, state, x, modifiers, ONE_LOOP: tl.constexpr
                     x.row_stats + of.other_first, x.stride_rows,
                     Place(0, 0, x.place.head, row - of.first, of.first, of.length, of.other_first, of.other_length), x.head,
                     x.j - of.first, x.unit, x.shape),
-            Loaded(Window(of.left, of.right, LEFT, True), modifiers, 0.0, 0, 0, x.head, TileBias(0, 0, 0, 0, 0, 0)), bounds,
+            Loaded(Window(of.left, of.right, LEFT, True), modifiers, 0.0, 0, 0, x.head, TileBias(0, 0, 0, 0, 0)), bounds,
             x.shape.BLOCK_M, True, True, TAIL, ONE_LOOP, False, False)
     return state

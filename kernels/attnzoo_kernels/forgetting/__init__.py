@@ -60,7 +60,7 @@ def forgetting_attention(
     deterministic: as in flash_attention; plain Triton's results repeat bit by bit in any case.
     prune: True: the kernels pass over tiles whose weights are too small together to be seen in float32, because c_i - c_j is below
         -(2 softmax_scale max|q| max|k| + log(seqlen_k) + 17) in them, with the longest q and k of the head. None: from 1024 keys
-        (packed: tokens) on. `blocks.passed_over` counts them. The reference passes over nothing.
+        (packed: tokens) on, without a window. `blocks.passed_over` counts them. The reference passes over nothing.
     impl: "triton" | "reference". None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
@@ -79,13 +79,13 @@ def forgetting_attention(
             raise NotImplementedError(f'log_f: impl="triton" takes float32, got {log_f.dtype}; impl="reference" takes it')
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
         out, lse, *_ = ops.forward(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, left,
-                                    _prunes(prune, k))
+                                    _prunes(prune, k, left))
     return (out, lse) if return_lse else out
 
 
-def _prunes(prune: bool | None, k: Tensor) -> bool:
+def _prunes(prune: bool | None, k: Tensor, window_left: int) -> bool:
     if prune is None:
-        return k.shape[-3] >= FEWEST_KEYS
+        return k.shape[-3] >= FEWEST_KEYS and window_left < 0
     checks.flag("prune", prune, " or None")
     return prune
 
