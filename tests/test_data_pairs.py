@@ -60,8 +60,8 @@ def test_a_run_on_pairs_learns_and_is_evaluated(tmp_path, papers, layout):
         cfg = compose_config("eval", ["evaluation=classification", f"ckpt_path={tmp_path / 'run'}", "accelerator=cpu",
                                       "evaluation.tasks.classification.steps=2", f"run_dir={tmp_path / 'evaluation'}"])
     runner.evaluate(cfg)
-    table = (tmp_path / "evaluation" / "results.csv").read_text()
-    assert "accuracy" in table and "training_steps_per_second" in table
+    summary = (tmp_path / "evaluation" / "summary.md").read_text()
+    assert "| accuracy | loss | training_steps_per_second |" in summary
 
 
 def test_batches_of_pairs_hold_both_texts_and_masked_ones_each_by_itself(tmp_path, papers):

@@ -60,11 +60,11 @@ def _is_whole(rows: Sequence[Row], task: str) -> bool:
 
 
 def _table(rows: Sequence[Row], metric: str) -> tuple[str, pd.DataFrame]:
-    """A line a run, a column a length; or a column a metric where a task knows no lengths but its own."""
+    """A line a run, a column a length; or a column a metric where a task knows no lengths but its own, or the data's."""
     task, lengths = rows[0].task, sorted({row.length for row in rows if row.length is not None})
     if task == "validation":
         title, column, metrics, columns = task, "metric", METRICS, METRICS
-    elif not lengths:
+    elif not lengths or task == "classification":
         metrics = tuple(dict.fromkeys(row.metric for row in rows if row.value is not None))
         title, column, columns = task, "metric", metrics
     else:
