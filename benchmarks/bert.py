@@ -81,7 +81,7 @@ class Data:
     @cached_property
     def layouts(self) -> dict[bool, MaskedRows]:
         options = {"tokenizer": self.tokenizer, "mask_rate": MASK_RATE, "seed": 0, "shuffle": True, "min_seq_len": self.min_seq_len}
-        return {packed: MaskedRows(self.store, self.case.seqlen, packed=packed, balance_lengths=packed, **options)
+        return {packed: MaskedRows(self.store, self.case.seqlen, packed=packed, batching="balanced" if packed else "random", **options)
                 for packed in (True, False)}
 
     def batch(self, step: int, packed: bool, device: str) -> dict:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from attnzoo.batch import IGNORED, Batch
+from attnzoo.data.loader import ResumableLoader
 from attnzoo.data.masking import MaskedRows
 
 VOCAB, EOS, PAD, MASK, CLS, SEP = 1000, 990, 991, 992, 993, 994
@@ -119,17 +120,32 @@ def test_order_is_a_permutation_by_epoch():
     assert make_rows([30] * 20, shuffle=False).order(1, 4).tolist() == list(range(rows.n_rows))
 
 
-def test_grouping_by_length_pads_less():
+def test_like_lengths_are_padded_less_and_least_by_a_schedule():
     lengths = np.random.default_rng(0).integers(2, 500, 1003).tolist()
 
-    def efficiency(group_by_length):
-        rows = make_rows(lengths, 512, packed=False, group_by_length=group_by_length)
+    def efficiency(batching, step_tokens=0):
+        rows = make_rows(lengths, 512, packed=False, batching=batching, step_tokens=step_tokens)
         order = rows.order(0, 8)
-        assert sorted(order) == list(range(rows.n_rows))
-        batches = [rows.batch(0, order[i : i + 8]) for i in range(0, rows.n_rows, 8)]
-        return sum(b["n_tokens"] for b in batches) / sum(b["input_ids"].numel() for b in batches)
+        assert len(order) == rows.n_slots(8) and sorted(order[order < rows.n_rows]) == list(range(rows.n_rows))
+        batches = [rows.batch(0, order[i : i + 8]) for i in range(0, len(order), 8)]
+        return sum(b["n_tokens"] for b in batches) / sum(b["input_ids"].numel() for b in batches), len(batches)
 
-    assert efficiency(True) > 0.85 > 0.65 > efficiency(False)
+    assert efficiency("by_length")[0] > 0.85 > 0.65 > efficiency("random")[0]
+    free, dear = efficiency("scheduled"), efficiency("scheduled", 10**6)
+    assert free[0] >= dear[0] > efficiency("by_length")[0] and dear[1] == 126 <= free[1]
+
+
+def test_a_schedules_steps_are_dealt_to_devices_and_end_with_the_epoch():
+    rows = make_rows([20, 30, 40, 300, 310, 480, *[90] * 9], 512, packed=False, batching="scheduled", step_tokens=64)
+    loaders = [ResumableLoader(rows, 4, rank=rank, world_size=2) for rank in (0, 1)]
+    seen, (one, other) = [], (list(loader) for loader in loaders)
+    assert len(one) == len(other) == len(loaders[0]) == rows.n_slots(8) // 8
+    for a, b in zip(one, other, strict=True):
+        numbers = [batch["attention_mask"].sum().item() and len(batch["lengths"]) * (batch["n_tokens"] > 0) for batch in (a, b)]
+        assert abs(numbers[0] - numbers[1]) <= 1
+        seen += [length for batch in (a, b) if batch["n_tokens"] for length in batch["lengths"].tolist()]
+    assert sorted(seen) == sorted(rows._lengths + 2 * rows.frame)
+    assert rows.order(0, 8).tolist() != rows.order(1, 8).tolist()
 
 
 LENGTHS = np.random.default_rng(0).integers(20, 500, 1003).tolist()
@@ -146,7 +162,7 @@ def steps(rows, epoch, group, devices):
 @pytest.mark.parametrize("tokenizer", [FramedTokenizer, BareTokenizer])
 @pytest.mark.parametrize(("group", "devices"), [(32, 1), (32, 2), (24, 4), (15, 1)])
 def test_balanced_steps_have_one_shape_and_little_padding(tokenizer, group, devices):
-    rows, plain = (make_rows(LENGTHS, 512, tokenizer=tokenizer, mask_rate=0.15, balance_lengths=b) for b in (True, False))
+    rows, plain = (make_rows(LENGTHS, 512, tokenizer=tokenizer, mask_rate=0.15, batching=b) for b in ("balanced", "random"))
     batches = [batch for epoch in range(2) for batch in steps(rows, epoch, group, devices)]
     keys = ("input_ids", "labels", "position_ids", "logits_at", "cu_seqlens")
     (slots,) = {tuple(len(batch[key]) for key in keys) for batch in batches}
@@ -156,7 +172,7 @@ def test_balanced_steps_have_one_shape_and_little_padding(tokenizer, group, devi
 
 
 def test_a_balanced_batch_holds_the_same_as_a_plain_one():
-    plain, balanced = make_rows(LENGTHS, 512), make_rows(LENGTHS, 512, balance_lengths=True)
+    plain, balanced = make_rows(LENGTHS, 512), make_rows(LENGTHS, 512, batching="balanced")
     chosen = balanced.order(0, 16)[:16]
     a, b = plain.batch(0, chosen), balanced.batch(0, chosen)
     n, targets = a["n_tokens"], a["n_targets"]
@@ -171,7 +187,7 @@ def test_a_balanced_batch_holds_the_same_as_a_plain_one():
 
 
 def test_more_tokens_than_usual_get_more_slots():
-    rows = make_rows([20] * 99 + [500], 512, mask_rate=0.5, balance_lengths=True, seed=1)
+    rows = make_rows([20] * 99 + [500], 512, mask_rate=0.5, batching="balanced", seed=1)
     usual, more = (rows.batch(0, np.array([row] * 30)) for row in (0, 99))
     assert len(usual["input_ids"]) < more["n_tokens"] < len(more["input_ids"])
     assert len(usual["logits_at"]) < more["n_targets"] <= len(more["logits_at"])

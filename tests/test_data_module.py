@@ -14,10 +14,13 @@ from attnzoo.data import tokenizers
 from attnzoo.data.rows import RowsDataModule
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+KINDS = {"imdb": "text_classification"}  # of sources that are another one's
 NEEDED = {
     "text": ["data.paths=[{text}]"],
     "hf": ["data.name=json"],
-    **dict.fromkeys(("listops", "pathfinder", "pathx", "images"), ["task=classification"]),
+    **dict.fromkeys(("listops", "pathfinder", "pathx", "images", "imdb", "movie_reviews"), ["task=classification"]),
+    "retrieval": ["task=classification", f"data.path={Path(__file__).parent}/data/retrieval"],
+    "same_package": ["task=classification", "data.packages=[lightning,pydantic]"],
     "text_classification": ["task=classification", "data.name=json"],
 }
 
@@ -45,7 +48,14 @@ def test_every_config_makes_a_data_module(name, texts):
         cfg = compose("train", [f"data={name}", "seed=7", *overrides])
     made = instantiate(cfg.data)
     assert isinstance(made, RowsDataModule)
-    assert (made.objective, made.seed, made.kind) == (cfg.task.objective, 7, "hf" if cfg.data._target_.endswith("hf") else name)
+    kind = "hf" if cfg.data._target_.endswith("hf") else KINDS.get(name, name)
+    assert (made.objective, made.seed, made.kind) == (cfg.task.objective, 7, kind)
+
+
+@pytest.mark.parametrize(("key", "batching"), [("group_by_length", "by_length"), ("balance_lengths", "balanced")])
+def test_configs_of_earlier_runs_say_how_batches_are_made_in_two_keys(texts, key, batching):
+    made = data.text(**texts, seq_len=8, batch_size=1, objective="mlm", **{"group_by_length": False, "balance_lengths": False, key: True})
+    assert made.batching == batching
 
 
 def test_unknown_option_is_refused(texts):
@@ -114,9 +124,10 @@ def test_any_tokenizer_can_be_used(texts, tmp_path):
         ({"objective": "translation"}, "data.objective='translation' must be one of lm, mlm"),
         ({"objective": "mlm", "mask_rate": 0}, "data.mask_rate=0 must be above 0 and at most 1"),
         ({"objective": "mlm", "cross_documents": True}, "data.cross_documents=true must go with objective"),
-        ({"group_by_length": True}, "data.group_by_length=true must go with objective"),
-        ({"balance_lengths": True}, "data.balance_lengths=true must go with objective"),
-        ({"objective": "mlm", "balance_lengths": True, "packed": False}, "data.balance_lengths=true must go with .*data.packed=true"),
+        ({"batching": "sorted"}, "data.batching='sorted' must be one of random, by_length, scheduled, balanced"),
+        ({"batching": "by_length"}, "data.batching=by_length must go with objective"),
+        ({"objective": "mlm", "batching": "balanced", "packed": False}, "data.batching=balanced must go with .*data.packed=true"),
+        ({"objective": "mlm", "batching": "scheduled"}, "data.batching=scheduled must go with data.packed=false"),
         ({"objective": "mlm", "min_seq_len": 10**6}, "data.min_seq_len=1000000 must lie between 3 and data.seq_len"),
         ({"min_seq_len": 8}, "data.min_seq_len=8 must .*go with objective"),
     ],

@@ -82,7 +82,7 @@ class MustNotWait(lightning.Callback):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "objective", [[], ["model=bert_tiny", "data.balance_lengths=true"], ["optimizer=muon"], ["data=continuations", "data.paths=null"]],
+    "objective", [[], ["model=bert_tiny", "data.batching=balanced"], ["optimizer=muon"], ["data=continuations", "data.paths=null"]],
     ids=["lm", "mlm", "muon", "trees"]
 )
 def test_a_step_does_not_wait_for_the_gpu(tmp_path, objective, monkeypatch):
@@ -296,7 +296,7 @@ def test_throughput_counts_real_tokens_and_targets():
 
 
 def test_balanced_masked_batches_train(tmp_path):
-    data = ["data.balance_lengths=true", "data.min_seq_len=8"]
+    data = ["data.batching=balanced", "data.min_seq_len=8"]
     model = ["model=bert_tiny", "model.dim=32", "model.n_layers=2", "model.n_heads=2"]
     metrics = runner.train(compose_tiny(tmp_path, *model, *data, "trainer.max_steps=20", "optimizer.lr=1e-2"))
     assert metrics["perf/packing_efficiency"] < 1

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attnzoo.data import sources, tokenizers
-from attnzoo.data.masking import MaskedRows
+from attnzoo.data.masking import BATCHINGS, MaskedRows
 from attnzoo.data.packing import CausalRows
 from attnzoo.data.rows import RowsDataModule
 from attnzoo.data.tokenized import SPLITS, TokenStore, prepare
@@ -32,8 +32,9 @@ class TextDataModule(RowsDataModule):
         cross_documents: lm only: rows are one sequence each, whatever documents they hold.
         packed: mlm only: sequences one after the other; else padded rows.
         mask_rate, eval_mask_rate: mlm only: share of the tokens to guess, in training and in validation.
-        group_by_length: mlm only: sequences of like length in the same step, against padding in rows.
-        balance_lengths: mlm only: sequences of all lengths in every step, so that packed steps have one static shape.
+        batching: mlm only: which sequences share a step in training: "random", "by_length", "scheduled" or "balanced", see
+            `attnzoo.data.masking.MaskedRows`.
+        step_tokens: of the batching "scheduled".
         min_seq_len: mlm only: sequences of random lengths from this to `seq_len`; None: as long as documents allow.
         shuffle: whether each epoch has its own order of documents and rows.
         seed: of shuffling and masks.
@@ -57,8 +58,8 @@ class TextDataModule(RowsDataModule):
         packed: bool = True,
         mask_rate: float = 0.3,
         eval_mask_rate: float = 0.15,
-        group_by_length: bool = False,
-        balance_lengths: bool = False,
+        batching: str = "random",
+        step_tokens: int = 4096,
         min_seq_len: int | None = None,
         shuffle: bool = True,
         seed: int = 0,
@@ -68,8 +69,8 @@ class TextDataModule(RowsDataModule):
         super().__init__()
         self.source, self._given_tokenizer, self.objective = source, tokenizer, objective
         self.seq_len, self.batch_size, self.eval_batch_size = seq_len, batch_size, eval_batch_size or batch_size
-        self.cross_documents, self.packed, self.group_by_length, self.shuffle = cross_documents, packed, group_by_length, shuffle
-        self.balance_lengths, self.min_seq_len = balance_lengths, min_seq_len
+        self.cross_documents, self.packed, self.batching, self.shuffle = cross_documents, packed, batching, shuffle
+        self.step_tokens, self.min_seq_len = step_tokens, min_seq_len
         self.mask_rate, self.eval_mask_rate, self.seed, self.num_workers = mask_rate, eval_mask_rate, seed, num_workers
         self.cache_dir = Path(cache_dir or os.environ.get("ATTNZOO_CACHE") or "~/.cache/attnzoo").expanduser()
         self._folder: Path | None = None
@@ -79,18 +80,22 @@ class TextDataModule(RowsDataModule):
         if self.objective not in OBJECTIVES:
             hint = "; texts with classes are data=text_classification and data=listops" if self.objective == "classification" else ""
             raise ValueError(f"data.objective={self.objective!r} must be one of {', '.join(OBJECTIVES)}{hint}")
-        self.check_at_least(seq_len=3, batch_size=1, eval_batch_size=1, num_workers=0, seed=0)
+        self.check_at_least(seq_len=3, batch_size=1, eval_batch_size=1, num_workers=0, seed=0, step_tokens=0)
         for key in ("mask_rate", "eval_mask_rate"):
             if not 0 < getattr(self, key) <= 1:
                 raise ValueError(f"data.{key}={getattr(self, key)} must be above 0 and at most 1")
         if self.cross_documents and self.objective == "mlm":
             raise ValueError('data.cross_documents=true must go with objective "lm": masked sequences never cross documents')
-        if self.group_by_length and self.objective == "lm":
-            raise ValueError('data.group_by_length=true must go with objective "mlm": language modelling rows all have seq_len tokens')
-        if self.balance_lengths and (self.objective == "lm" or not self.packed or not self.shuffle or self.group_by_length):
+        if self.batching not in BATCHINGS:
+            raise ValueError(f"data.batching={self.batching!r} must be one of {', '.join(BATCHINGS)}")
+        if self.batching != "random" and self.objective == "lm":
             raise ValueError(
-                'data.balance_lengths=true must go with objective "mlm", data.packed=true, data.shuffle=true and data.group_by_length=false'
+                f'data.batching={self.batching} must go with objective "mlm": language modelling rows all have seq_len tokens'
             )
+        if self.batching == "balanced" and not (self.packed and self.shuffle):
+            raise ValueError("data.batching=balanced must go with data.packed=true and data.shuffle=true")
+        if self.batching == "scheduled" and (self.packed or not self.shuffle):
+            raise ValueError("data.batching=scheduled must go with data.packed=false and data.shuffle=true: packed rows have no padding")
         if self.min_seq_len is not None and (self.objective == "lm" or not 3 <= self.min_seq_len <= self.seq_len):
             raise ValueError(
                 f'data.min_seq_len={self.min_seq_len} must lie between 3 and data.seq_len={self.seq_len}, and go with objective "mlm"'
@@ -157,15 +162,19 @@ class TextDataModule(RowsDataModule):
             seed=self.seed if train else 0,  # every run is validated on the same masks
             shuffle=shuffle,
             packed=self.packed,
-            group_by_length=self.group_by_length and train,
-            balance_lengths=self.balance_lengths and train,
+            batching=self.batching if train else "random",
+            step_tokens=self.step_tokens,
             min_seq_len=self.min_seq_len,
         )
 
     def _settings(self) -> dict:
         record = self.record()
         settings = {"corpus": record["sha256"], "tokenizer": record["tokenizer"]["sha256"]}
-        return settings | {key: getattr(self, key) for key in ("objective", "seq_len", "seed", "shuffle", "group_by_length", "mask_rate")}
+        # as runs have recorded it since there were two choices
+        settings["group_by_length"] = self.batching == "by_length"
+        if self.batching == "scheduled":
+            settings["step_tokens"] = self.step_tokens
+        return settings | {key: getattr(self, key) for key in ("objective", "seq_len", "seed", "shuffle", "mask_rate")}
 
     def record(self) -> dict:
         """What the run was fed, as plain JSON: source, sha256 of its text, documents, bytes and tokens by split, tokenizer, versions."""
@@ -205,6 +214,9 @@ def hf(**options) -> TextDataModule:
 
 
 def _over(make_source, options: dict) -> TextDataModule:
+    by_length, balanced = (options.pop(key, False) for key in ("group_by_length", "balance_lengths"))  # as configs of earlier runs have it
+    if by_length or balanced:
+        options["batching"] = "balanced" if balanced else "by_length"
     keys = inspect.signature(make_source).parameters.keys() & options.keys()
     of_source = {key: options.pop(key) for key in keys}
     check_options("data", make_source, of_source)

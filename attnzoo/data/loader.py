@@ -4,6 +4,7 @@ The rows of a data set are an object with
 
 - `n_rows`: int, rows in an epoch;
 - `order(epoch, group) -> int64 (n_rows,)`: the rows in the epoch's order (`group`: the rows that all devices take together in a step);
+- `n_slots(group)`, where an order may hold numbers from `n_rows` on between the rows: how many numbers it has, in every epoch;
 - `batch(epoch, rows) -> attnzoo.batch.Batch`: the batch of these rows. A number from `n_rows` on stands for padding.
 
 `W` devices with `batch_size` rows each take together exactly the rows that one device with `W * batch_size` rows takes in the same step.
@@ -26,10 +27,11 @@ class _Batches(Dataset):
         self.rows, self.repeat = rows, repeat
         self.group = batch_size * world_size
         self.mine = np.arange(batch_size) + batch_size * rank
+        self.n_slots = rows.n_slots(self.group) if hasattr(rows, "n_slots") else rows.n_rows
         self.epoch, self.order = None, None
 
     def __len__(self) -> int:
-        return -(-self.rows.n_rows // self.group)
+        return -(-self.n_slots // self.group)
 
     def begin(self, epoch: int) -> None:
         if epoch != self.epoch:
@@ -39,8 +41,8 @@ class _Batches(Dataset):
         epoch, step = position
         self.begin(epoch)
         slots = step * self.group + self.mine
-        rows = self.order[slots % self.rows.n_rows]
-        return self.rows.batch(epoch, rows if self.repeat else np.where(slots < self.rows.n_rows, rows, slots))
+        rows = self.order[slots % self.n_slots]
+        return self.rows.batch(epoch, rows if self.repeat else np.where(slots < self.n_slots, rows, slots))
 
 
 def _as_it_is(batch: Batch) -> Batch:

@@ -11,8 +11,10 @@ import torch
 
 from attnzoo.batch import IGNORED, Batch
 from attnzoo.data.packing import packed_fields, ranges
+from attnzoo.data.scheduling import batch_sizes
 from attnzoo.data.tokenized import TokenStore
 
+BATCHINGS = ("random", "by_length", "scheduled", "balanced")
 SLOTS, LOGITS = 128, 64  # static shapes are multiples of these, which tiles of matrix products divide
 
 
@@ -27,24 +29,26 @@ class MaskedRows:
         seed: of shuffling and masks.
         shuffle: whether epochs are shuffled.
         packed: sequences one after the other without padding; else rows padded to a multiple of 64 tokens.
-        group_by_length: put sequences of like length into the same step, so that padded rows hold less padding.
-        balance_lengths: put sequences of all lengths into every step, so that packed steps hold nearly the same number of tokens, and fill
-            them up to one static shape: nothing is compiled or captured again.
+        batching: which sequences share a step, one of BATCHINGS. "random": any. "by_length": those of like length, so that padded rows hold
+            less padding. "scheduled": those of like length, cut by `attnzoo.data.scheduling` where padding costs more than another
+            step, so that steps may have fewer rows. "balanced": those of all lengths, so that packed steps hold nearly the same number
+            of tokens, and are filled up to one static shape: nothing is compiled or captured again.
+        step_tokens: "scheduled" only: what a step costs beside its tokens, as a number of tokens.
         min_seq_len: cut documents into sequences of random lengths from this to `seq_len`, the same in every epoch and for every seed;
             None cuts them as long as they get.
     """
 
     def __init__(
         self, store: TokenStore, seq_len: int, *, tokenizer, mask_rate: float, seed: int, shuffle: bool, packed: bool,
-        group_by_length: bool = False, balance_lengths: bool = False, min_seq_len: int | None = None,
+        batching: str = "random", step_tokens: int = 4096, min_seq_len: int | None = None,
     ):
         self.store, self.seq_len, self.tokenizer, self.mask_rate = store, seq_len, tokenizer, mask_rate
-        self.seed, self.shuffle, self.packed, self.group_by_length = seed, shuffle, packed, group_by_length
-        self.balance_lengths = balance_lengths
+        self.seed, self.shuffle, self.packed, self.batching, self.step_tokens = seed, shuffle, packed, batching, step_tokens
         self.frame = 0 if tokenizer.cls_id is None or tokenizer.sep_id is None else 1
         self._sources, self._lengths = self._cut(min_seq_len)
         self.n_rows = len(self._lengths)
         self._sizes: dict[int, tuple[int, int]] = {}
+        self._steps: dict[int, np.ndarray] = {}
 
     def _cut(self, min_seq_len: int | None) -> tuple[np.ndarray, np.ndarray]:
         """Where each sequence begins in the store, and how many of its tokens it holds."""
@@ -74,9 +78,11 @@ class MaskedRows:
             return np.arange(self.n_rows)
         rng = np.random.default_rng([self.seed, epoch])
         order = rng.permutation(self.n_rows)
-        if self.balance_lengths:
+        if self.batching == "balanced":
             return self._balanced(order, group, rng)
-        if not self.group_by_length:
+        if self.batching == "scheduled":
+            return self._scheduled(order, group, rng)
+        if self.batching == "random":
             return order
         # sort by length inside windows of 50 steps, then shuffle the steps; a last, smaller step stays last
         order = order[np.lexsort((self._lengths[order], np.arange(self.n_rows) // (50 * group)))]
@@ -94,10 +100,34 @@ class MaskedRows:
         steps = np.stack([classes[c][:whole] for c in spread], axis=1)
         return np.concatenate([steps.reshape(-1), *(classes[c][whole:] for c in spread[group - rest :])])
 
+    def n_slots(self, group: int) -> int:
+        """Places in an epoch's order: one a sequence, and in a schedule those of steps that are not full."""
+        scheduled = self.batching == "scheduled" and self.shuffle
+        return len(self._schedule(group)) * group if scheduled else self.n_rows
+
+    def _schedule(self, group: int) -> np.ndarray:
+        """How many of the sequences, by length, stand in each step."""
+        if group not in self._steps:
+            padded = self._padded(np.sort(self._lengths) + 2 * self.frame)
+            self._steps[group] = batch_sizes(padded, group, lambda rows, longest: self.step_tokens + rows * longest)
+        return self._steps[group]
+
+    def _scheduled(self, order: np.ndarray, group: int, rng: np.random.Generator) -> np.ndarray:
+        """The schedule's steps in any order, and in any order the sequences of one length; places without a sequence hold `n_rows`."""
+        sizes = self._schedule(group)
+        steps = np.full((len(sizes), group), self.n_rows)
+        # devices take neighbouring places of a step: each gets its share of the sequences
+        steps[spread_out(group) < sizes[:, None]] = order[np.argsort(self._lengths[order], kind="stable")]
+        return rng.permutation(steps).reshape(-1)
+
+    def _padded(self, lengths: np.ndarray) -> np.ndarray:
+        """What sequences of these lengths are padded to."""
+        return np.minimum(-(-lengths // 64) * 64, self.seq_len)
+
     def batch(self, epoch: int, rows: np.ndarray) -> Batch:
         """The batch of these sequences: packed `(n_tokens,)`, or `(len(rows), longest)` with a mask. `logits_at` are the tokens to guess.
 
-        Numbers from `n_rows` on are left out, and a batch of nothing else is one padding token. With `balance_lengths` packed batches are
+        Numbers from `n_rows` on are left out, and a batch of nothing else is one padding token. With `balanced` packed batches are
         filled up with padding behind the last sequence, and `logits_at` with indices of padding.
         """
         n_rows = len(rows)
@@ -108,7 +138,7 @@ class MaskedRows:
             ids, labels, lengths = np.array([self.tokenizer.pad_id]), np.array([IGNORED]), np.array([1])
         n_targets = int((labels != IGNORED).sum())
         n_slots, n_logits = len(ids), n_targets
-        if self.packed and self.balance_lengths:
+        if self.packed and self.batching == "balanced":
             usual_slots, usual_logits = self._static_sizes(n_rows)
             n_slots = max(usual_slots, round_up(len(ids) + 1, SLOTS))  # the last slot is always padding
             n_logits = max(usual_logits, round_up(n_targets, LOGITS))
@@ -117,7 +147,7 @@ class MaskedRows:
         if self.packed:
             fields = packed_fields(lengths, self.seq_len, n_rows + 1, n_slots)
         else:
-            longest = min(round_up(lengths.max(), 64), self.seq_len)
+            longest = self._padded(lengths.max())
             real = np.arange(longest) < lengths[:, None]
             ids, labels = pad_rows(ids, real, self.tokenizer.pad_id), pad_rows(labels, real, IGNORED)
             fields = {"attention_mask": torch.from_numpy(real), "max_tokens": int(lengths.sum()), "lengths": lengths}

@@ -16,7 +16,8 @@ from typing import Any
 from attnzoo.errors import UserError
 from attnzoo.run.folder import RunFolder
 
-RENAMED = {"variants": "readings", "again": "remeasure"}  # keys of earlier versions
+# keys of earlier versions
+RENAMED = {"variants": "readings", "again": "remeasure", "group_by_length": "batching", "balance_lengths": "batching"}
 EXTRAS = {"optuna": "optuna", "submitit_slurm": "slurm", "submitit_local": "slurm"}  # of this project, by what Hydra does not find
 
 
