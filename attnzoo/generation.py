@@ -3,7 +3,8 @@
 import contextlib
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ def generate(cfg: DictConfig) -> None:
     prompt = _prompt(cfg)
     writer = Writer(cfg)
     if prompt is not None:
-        show(prompt)
+        if cfg.num_samples == 1:
+            show(prompt)
         writer.go_on(prompt)
     while cfg.interactive and (prompt := _ask()) is not None:
         try:
@@ -61,23 +63,30 @@ class Writer:
         return next(self.model.parameters()).device
 
     def go_on(self, prompt: str) -> None:
-        """Shows how the model goes on with the prompt."""
+        """Shows how the model goes on with the prompt: token by token, or each of several texts whole, the prompt with it."""
         ids = self.tokenizer.encode(prompt)
         if not ids:
             raise ValueError("prompt: must have at least one token")
-        for piece in self.tokenizer.decode_stream(self._tokens(ids)):
-            show(piece)
-        print(flush=True)
+        if (count := self.cfg.num_samples) == 1:
+            for piece in self._text(token for token, in self._tokens(ids)):
+                show(piece)
+            print(flush=True)
+            return
+        for number, tokens in enumerate(zip(*self._tokens(ids), strict=True), 1):
+            show(f"[{number} of {count}]\n{prompt}{''.join(self._text(tokens))}\n")
 
-    def _tokens(self, prompt: list[int]) -> Iterator[int]:
-        """The new tokens up to the end of the text."""
-        cfg = self.cfg
-        options = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p, "generator": self.generator, "graph": cfg.graph}
+    def _text(self, tokens: Iterable[int]) -> Iterator[str]:
+        """Up to the end of the text."""
+        return self.tokenizer.decode_stream(takewhile(lambda token: token != self.tokenizer.eos_id, tokens))
+
+    def _tokens(self, prompt: list[int]) -> Iterator[list[int]]:
+        """The next token of each text, until all have ended."""
+        cfg, end = self.cfg, self.tokenizer.eos_id
+        options = {"temperature": cfg.temperature, "top_k": cfg.top_k, "top_p": cfg.top_p, "generator": self.generator, "graph": cfg.graph,
+                   "samples": cfg.num_samples, "stop": [] if end is None else [end]}
         with self.fabric.autocast():
             for drawn in self.model.stream(torch.tensor([prompt], device=self.device), cfg.max_new_tokens, **options):
-                if (token := int(drawn)) == self.tokenizer.eos_id:
-                    return
-                yield token
+                yield drawn.flatten().tolist()
 
 
 def _prompt(cfg: DictConfig) -> str | None:

@@ -73,6 +73,27 @@ def test_draws_are_those_of_caches_whose_lengths_the_host_knows(device):
     assert torch.equal(*texts)
 
 
+@pytest.mark.parametrize("unlike", (False, True))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_samples_are_what_as_many_equal_rows_draw(variant, unlike, device, monkeypatch):
+    model = build(variant, "rotary", device)
+    if unlike and not all(block.attention.decodes_on_device for block in model.blocks):
+        pytest.skip("its caches' lengths are the host's")
+    ids, lengths = prompts(device)
+    read = []
+    forward = GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, ids, **options: (read.append(ids.shape), forward(self, ids, **options))[1])
+    texts = [model.generate(x, 12, lengths=n if unlike else None, generator=torch.Generator(device).manual_seed(3), **samples)
+             for x, n, samples in ((ids, lengths, {"samples": 4}), (ids.repeat_interleave(4, 0), lengths.repeat_interleave(4), {}))]
+    assert torch.equal(*texts) and read[0] == (3, 40) and read[1][0] == 12
+    assert len({tuple(row) for row in texts[0].tolist()}) > 3
+
+
+def test_samples_are_one_at_least():
+    with pytest.raises(ValueError, match="samples=0: must be at least 1"):
+        build("sdpa", "rotary", "cpu").generate(prompts("cpu")[0], 1, samples=0)
+
+
 @pytest.mark.parametrize("lengths", (None, LENGTHS))
 def test_rows_repeat_the_token_that_stops_them_until_all_have_one(lengths):
     model = build("sdpa", "rotary", "cpu")

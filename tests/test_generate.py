@@ -57,6 +57,21 @@ def test_the_end_of_text_ends_it(source, capsys, monkeypatch):
     assert capsys.readouterr().out == "xab\n"
 
 
+def test_several_samples_are_the_texts_of_as_many_equal_rows(source, capsys, monkeypatch):
+    path, model = source
+    options = {"temperature": 2.0, "top_k": 50}
+    generation.generate(config(path, "prompt=Once", "max_new_tokens=30", "num_samples=3", "seed=5", "temperature=2", "top_k=50"))
+    rows = model.generate(torch.tensor([list(b"Once")] * 3), 30, generator=torch.Generator().manual_seed(5), **options).tolist()
+    texts = [ByteTokenizer().decode(row[: row.index(256) if 256 in row else None]) for row in rows]
+    assert len(set(texts)) == 3
+    assert capsys.readouterr().out == "".join(f"[{i} of 3]\n{text}\n" for i, text in enumerate(texts, 1))
+    # a text that has ended waits for the others, and nothing of that is shown
+    drawn = ([[97], [256]], [[98], [256]], [[256], [256]])
+    monkeypatch.setattr("attnzoo.models.GPT.stream", lambda *_, **__: map(torch.tensor, drawn))
+    generation.generate(config(path, "prompt=x", "num_samples=2"))
+    assert capsys.readouterr().out == "[1 of 2]\nxab\n[2 of 2]\nx\n"
+
+
 def test_exported_folders_run_folders_and_other_readings(source, tmp_path, capsys):
     path, _ = source
     hub.from_checkpoint(path).save_pretrained(tmp_path / "saved")
@@ -128,6 +143,8 @@ def test_a_hugging_face_tokenizer_streams_what_it_decodes():
     (["prompt=a", "top_k=0"], "top_k=0: must be"),
     (["prompt=a", "top_p=2"], "top_p=2: must be a number above 0"),
     (["prompt=a", "seed=x"], "seed='x': must be"),
+    (["prompt=a", "num_samples=0"], "num_samples=0: must be a whole number of at least 1"),
+    (["prompt=a", "num_samples=8", "temperature=0"], "num_samples=8: all would be the same text with temperature=0"),
     (["prompt=a", "interactive=2"], "interactive=2: must be true or false"),
     (["prompt=a", "accelerator=abacus"], "accelerator='abacus': must be"),
     (["prompt=a", "attention=differential"], "do not fit the model"),

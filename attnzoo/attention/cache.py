@@ -65,6 +65,11 @@ class KVCache:
             buffer[:, self.length : end] = x
         self.length = end
 
+    def take(self, rows: Tensor) -> None:
+        """Go on with these rows, whole numbers (batch,), in their order. A row that is named more than once is copied."""
+        self.buffers = tuple(buffer.index_select(0, rows) for buffer in self.buffers)
+        self.batch = rows.shape[0]
+
     def read(self) -> tuple[Tensor, ...]:
         """What was appended so far, as views."""
         return tuple(buffer[:, : self.length] for buffer in self.buffers)

@@ -25,9 +25,9 @@ class Decoding:
 
     def __init__(self, model: nn.Module, input_ids: Tensor, max_new_tokens: int, *, lengths: Tensor | None = None, temperature: float = 1.0,
                  top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None,
-                 graph: bool | None = False):
-        _check(model, input_ids, max_new_tokens, lengths, temperature, top_k, top_p)
-        self.model, self.input_ids, self.max_new_tokens, self.lengths = model, input_ids, max_new_tokens, lengths
+                 graph: bool | None = False, samples: int = 1):
+        _check(model, input_ids, max_new_tokens, lengths, temperature, top_k, top_p, samples)
+        self.model, self.input_ids, self.max_new_tokens, self.lengths, self.samples = model, input_ids, max_new_tokens, lengths, samples
         self.how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
         reason = why_no_graph(model, input_ids.device)
         if graph and reason:
@@ -35,7 +35,7 @@ class Decoding:
         self.graphed = reason is None if graph is None else graph
         self.caches = model.new_cache(input_ids.shape[0], input_ids.shape[1] + max_new_tokens) if model.supports.cache else None
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.drawn: Tensor | None = None  # (batch, 1), the tokens drawn last
+        self.drawn: Tensor | None = None  # (batch * samples, 1), the tokens drawn last
         self.n_drawn = 0
         device = input_ids.device.type
         self.on_device = self.graphed or lengths is not None
@@ -45,8 +45,8 @@ class Decoding:
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """The next token of each row, (batch, 1), on the device; the next step writes over it. -1 where logits are NaN. Computed under the
-        autocast in which the object was made."""
+        """The next token of each text, (batch * samples, 1), on the device; the next step writes over it. -1 where logits are NaN. Computed
+        under the autocast in which the object was made."""
         if self.n_drawn >= self.max_new_tokens:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: as many are drawn already")
         if self.graphed and self.graph is None and self.n_drawn > WARM_UP:
@@ -73,8 +73,8 @@ class Decoding:
             cache.length = self.input_ids.shape[1]
 
     def on_host(self, stop: Sequence[int] = ()) -> Iterator[Tensor]:
-        """The tokens, (batch, 1) on the CPU, as many as there shall be, or up to where each row has drawn one of `stop`, which it repeats
-        from there on. A GPU is some tokens ahead. Raises ValueError for NaN."""
+        """The tokens, (batch * samples, 1) on the CPU, as many as there shall be, or up to where each row has drawn one of `stop`, which it
+        repeats from there on. A GPU is some tokens ahead. Raises ValueError for NaN."""
         stops = torch.tensor(list(stop), dtype=torch.int64)
         last = finished = None
         for drawn in self._copies():
@@ -104,10 +104,16 @@ class Decoding:
         batch, seqlen = self.input_ids.shape
         ends = torch.full((batch,), seqlen, device=self.input_ids.device) if self.lengths is None else self.lengths.long()
         last = torch.arange(batch, device=self.input_ids.device) * seqlen + ends - 1
+        logits = self.model(self.input_ids, cache=self.caches, logits_at=last)
+        if self.samples > 1:
+            rows = torch.arange(batch, device=self.input_ids.device).repeat_interleave(self.samples)
+            for cache in self.caches or ():
+                cache.take(rows)
+            self.input_ids, logits, ends = (x[rows] for x in (self.input_ids, logits, ends))
         if self.on_device:
             self.fast = _prepared(self.model)
             self._read_tokens, self.positions = ends, ends.clone()
-        self.drawn = self._drawn_from(self.model(self.input_ids, cache=self.caches, logits_at=last))
+        self.drawn = self._drawn_from(logits)
         self._first = self.drawn.clone()
 
     def _draw(self, newest: Tensor) -> None:
@@ -167,13 +173,15 @@ def draw(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top
 
 
 def _check(model: nn.Module, input_ids: Tensor, max_new_tokens: int, lengths: Tensor | None, temperature: float, top_k: int | None,
-           top_p: float | None) -> None:
+           top_p: float | None, samples: int) -> None:
     if input_ids.dim() != 2 or input_ids.shape[1] < 1:
         raise ValueError(f"input_ids: must be (batch, seqlen) with at least one token, got shape {tuple(input_ids.shape)}")
     if max_new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):
         raise ValueError(f"max_new_tokens={max_new_tokens}, temperature={temperature} must be at least 0, top_k={top_k} at least 1")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p}: must lie in (0, 1]; None draws from all tokens")
+    if samples < 1:
+        raise ValueError(f"samples={samples}: must be at least 1")
     if lengths is not None:
         if lengths.shape != input_ids.shape[:1] or lengths.is_floating_point() or lengths.device != input_ids.device:
             raise ValueError(f"lengths: must be whole numbers of shape ({input_ids.shape[0]},) on {input_ids.device}, got {lengths.dtype} "

@@ -124,7 +124,7 @@ GENERATION = {
     "ckpt_path": str,
     "prompt_file": str | None,
     "interactive": bool,
-    "max_new_tokens": Count,
+    **dict.fromkeys(("max_new_tokens", "num_samples"), Count),
     "temperature": NonNegative,
     "top_k": Count | None,
     "top_p": PositiveShare | None,
@@ -184,6 +184,8 @@ def check_generation(cfg: DictConfig) -> None:
         raise UserError("prompt, prompt_file: say one of them")
     if plain["prompt"] is None and plain["prompt_file"] is None and not plain["interactive"]:
         raise UserError("prompt must be set: add prompt=<text>, prompt_file=<file> or interactive=true")
+    if plain["num_samples"] > 1 and plain["temperature"] == 0:
+        raise UserError(f"num_samples={plain['num_samples']}: all would be the same text with temperature=0; set temperature above 0")
 
 
 def _check_beginning(plain: Mapping[str, Any]) -> None:
