@@ -52,7 +52,7 @@ class Writer:
             kind = type(loaded.model).__name__
             raise UserError(f"ckpt_path={given.where} holds a {kind}, trained for task={loaded.task}: it reads whole texts and writes "
                             "none; take a GPT, which python train.py model=gpt_tiny trains")
-        self.cfg, self.tokenizer, self.context = cfg, loaded.tokenizer, loaded.context
+        self.cfg, self.tokenizer, self.context, self.description = cfg, loaded.tokenizer, loaded.context, loaded.record["model"]
         self.fabric, self.model = _place(loaded.model, cfg)
         for block in loaded.model.blocks:
             check_path(getattr(block.attention, "impl", None), self.device)
@@ -63,17 +63,22 @@ class Writer:
         return next(self.model.parameters()).device
 
     def go_on(self, prompt: str) -> None:
-        """Shows how the model goes on with the prompt: token by token, or each of several texts whole, the prompt with it."""
+        """Shows how the model goes on with the prompt: token by token, or texts that are whole; of several each with the prompt."""
         ids = self.tokenizer.encode(prompt)
         if not ids:
             raise ValueError("prompt: must have at least one token")
-        if (count := self.cfg.num_samples) == 1:
-            for piece in self._text(token for token, in self._tokens(ids)):
+        if self.cfg.beams > 1:
+            texts = self._beams(ids)
+        elif self.cfg.num_samples > 1:
+            texts = list(zip(*self._tokens(ids), strict=True))
+        else:
+            texts = [(token for (token,) in self._tokens(ids))]
+        for number, tokens in enumerate(texts, 1):
+            if len(texts) > 1:
+                show(f"[{number} of {len(texts)}]\n{prompt}")
+            for piece in self._text(tokens):
                 show(piece)
             print(flush=True)
-            return
-        for number, tokens in enumerate(zip(*self._tokens(ids), strict=True), 1):
-            show(f"[{number} of {count}]\n{prompt}{''.join(self._text(tokens))}\n")
 
     def _text(self, tokens: Iterable[int]) -> Iterator[str]:
         """Up to the end of the text."""
@@ -87,6 +92,30 @@ class Writer:
         with self.fabric.autocast():
             for drawn in self.model.stream(torch.tensor([prompt], device=self.device), cfg.max_new_tokens, **options):
                 yield drawn.flatten().tolist()
+
+    def _beams(self, prompt: list[int]) -> list[list[int]]:
+        """The new tokens of the likeliest texts, by transformers' beam search."""
+        from transformers import LogitsProcessorList
+
+        from attnzoo.hub.configs import GPTConfig
+        from attnzoo.hub.pretrained import BuiltGPT
+
+        self.model._check_length(len(prompt) + self.cfg.max_new_tokens - 1)
+        end, ids = self.tokenizer.eos_id, torch.tensor([prompt], device=self.device)
+        model = BuiltGPT(self.model, GPTConfig(model=self.description, attention={}))
+        with self.fabric.autocast():
+            found = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.cfg.max_new_tokens, do_sample=False, num_beams=self.cfg.beams,
+                num_return_sequences=self.cfg.num_samples, use_cache=self.model.supports.cache, eos_token_id=end, pad_token_id=end,
+                logits_processor=LogitsProcessorList([_numbers]))
+        return found[:, len(prompt) :].tolist()
+
+
+def _numbers(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """A transformers' logits processor that changes nothing."""
+    if scores.isnan().any():
+        raise ValueError("the model's logits are NaN, from which no text can be searched")
+    return scores
 
 
 def _prompt(cfg: DictConfig) -> str | None:

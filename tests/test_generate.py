@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from omegaconf import OmegaConf
 from tiny_run import ROOT, write_checkpoint
 
 from attnzoo import generation, hub
+from attnzoo.attention.flash import FlashAttention
 from attnzoo.data.tokenizers import ByteTokenizer, NumberTokenizer
 from attnzoo.errors import UserError
 from attnzoo.run.command_line import as_typed
@@ -70,6 +72,42 @@ def test_several_samples_are_the_texts_of_as_many_equal_rows(source, capsys, mon
     monkeypatch.setattr("attnzoo.models.GPT.stream", lambda *_, **__: map(torch.tensor, drawn))
     generation.generate(config(path, "prompt=x", "num_samples=2"))
     assert capsys.readouterr().out == "[1 of 2]\nxab\n[2 of 2]\nx\n"
+
+
+@pytest.mark.parametrize("cached", (True, False))
+def test_beams_are_the_likeliest_texts_that_beams_find(cached, tmp_path, capsys, monkeypatch):
+    """As a beam search written out that reads everything again; the tokenizer has no end of text."""
+    model = write_checkpoint(tmp_path / "a.ckpt", tokenizer={"kind": "numbers", "vocab_size": 259})
+    if not cached:
+        monkeypatch.setattr(FlashAttention, "supports", replace(FlashAttention.supports, cache=False))
+    beams = [(0.0, [1, 2, 3])]
+    with torch.no_grad():
+        for _ in range(6):
+            longer = []
+            for score, ids in beams:
+                logs = model(torch.tensor([ids]))[0, -1].log_softmax(-1)
+                longer += [(score + float(logs[token]), [*ids, token]) for token in range(259)]
+            beams = sorted(longer, reverse=True)[:4]
+    for asked, shown in (("num_samples=1", "{0}\n"), ("num_samples=2", "[1 of 2]\n{0}\n[2 of 2]\n{1}\n")):
+        generation.generate(config(tmp_path / "a.ckpt", "prompt='1 2 3'", "max_new_tokens=6", "beams=4", asked))
+        out, err = capsys.readouterr()
+        assert out == shown.format(*(" ".join(map(str, ids)) for _, ids in beams)) and not err
+
+
+def test_beams_are_not_searched_in_nan(source, monkeypatch):
+    monkeypatch.setattr("attnzoo.models.GPT.forward", lambda self, ids, **_: torch.full((*ids.shape, 259), torch.nan))
+    with pytest.raises(ValueError, match="logits are NaN"):
+        generation.generate(config(source[0], "prompt=a", "beams=2"))
+
+
+def test_beams_end_with_the_text(source, capsys):
+    """The texts that transformers' search gives on the exported model."""
+    path, _ = source
+    exported = hub.from_checkpoint(path)
+    ids = torch.tensor([list(b"Once")])
+    found = exported.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=60, num_beams=3, do_sample=False)[0].tolist()
+    generation.generate(config(path, "prompt=Once", "max_new_tokens=60", "beams=3", "temperature=0"))
+    assert capsys.readouterr().out == ByteTokenizer().decode(found[: found.index(256) if 256 in found else None]) + "\n"
 
 
 def test_exported_folders_run_folders_and_other_readings(source, tmp_path, capsys):
@@ -145,6 +183,8 @@ def test_a_hugging_face_tokenizer_streams_what_it_decodes():
     (["prompt=a", "seed=x"], "seed='x': must be"),
     (["prompt=a", "num_samples=0"], "num_samples=0: must be a whole number of at least 1"),
     (["prompt=a", "num_samples=8", "temperature=0"], "num_samples=8: all would be the same text with temperature=0"),
+    (["prompt=a", "beams=4", "top_k=3"], "beams=4 does not go with top_k=3"),
+    (["prompt=a", "beams=4", "num_samples=5"], "num_samples=5: must be at most the beams=4"),
     (["prompt=a", "interactive=2"], "interactive=2: must be true or false"),
     (["prompt=a", "accelerator=abacus"], "accelerator='abacus': must be"),
     (["prompt=a", "attention=differential"], "do not fit the model"),

@@ -29,17 +29,13 @@ class LayerCaches:
     def make_room(self, tokens: int) -> None:
         for layer, cache in enumerate(self.layers):
             if cache.length + tokens > cache.max_len:
-                self.layers[layer] = _copy(cache, cache.batch, max(2 * cache.max_len, cache.length + tokens), slice(None))
+                self.layers[layer] = larger = KVCache(cache.batch, max(2 * cache.max_len, cache.length + tokens))
+                larger.append(*cache.read())
 
     def reorder_cache(self, beams: Tensor) -> None:
         """Row b becomes what row beams[b] was."""
-        self.layers = [_copy(cache, len(beams), cache.max_len, beams) for cache in self.layers]
-
-
-def _copy(cache: KVCache, batch: int, max_len: int, rows: Any) -> KVCache:
-    copy = KVCache(batch, max_len)
-    copy.append(*(x[rows] for x in cache.read()))
-    return copy
+        for cache in self.layers:
+            cache.take(beams)
 
 
 class _Pretrained(PreTrainedModel):
@@ -106,6 +102,14 @@ class GPTForCausalLM(_Pretrained, GenerationMixin):
         if past_key_values is not None:
             input_ids = input_ids[:, past_key_values.get_seq_length() :]
         return {"input_ids": input_ids, "past_key_values": past_key_values, "attention_mask": attention_mask, "use_cache": use_cache}
+
+
+class BuiltGPT(GPTForCausalLM):
+    """The same around a GPT that there is already, whose description is not known."""
+
+    def __init__(self, model: nn.Module, config: GPTConfig):
+        PreTrainedModel.__init__(self, config)
+        self.model = model
 
 
 class BERTForMaskedLM(_Pretrained):

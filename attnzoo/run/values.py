@@ -124,7 +124,7 @@ GENERATION = {
     "ckpt_path": str,
     "prompt_file": str | None,
     "interactive": bool,
-    **dict.fromkeys(("max_new_tokens", "num_samples"), Count),
+    **dict.fromkeys(("max_new_tokens", "num_samples", "beams"), Count),
     "temperature": NonNegative,
     "top_k": Count | None,
     "top_p": PositiveShare | None,
@@ -184,7 +184,13 @@ def check_generation(cfg: DictConfig) -> None:
         raise UserError("prompt, prompt_file: say one of them")
     if plain["prompt"] is None and plain["prompt_file"] is None and not plain["interactive"]:
         raise UserError("prompt must be set: add prompt=<text>, prompt_file=<file> or interactive=true")
-    if plain["num_samples"] > 1 and plain["temperature"] == 0:
+    if (beams := plain["beams"]) > 1:
+        for key in ("top_k", "top_p", "graph"):
+            if plain[key]:
+                raise UserError(f"beams={beams} does not go with {key}={plain[key]}; leave {key} out, or set beams=1")
+        if plain["num_samples"] > beams:
+            raise UserError(f"num_samples={plain['num_samples']}: must be at most the beams={beams}")
+    elif plain["num_samples"] > 1 and plain["temperature"] == 0:
         raise UserError(f"num_samples={plain['num_samples']}: all would be the same text with temperature=0; set temperature above 0")
 
 
