@@ -219,20 +219,25 @@ def wall_clock(call: Callable[[], object], warmup: float, rep: float) -> float:
     return (time.perf_counter() - start) / steps * 1e3
 
 
+def tokens_a_second(session: Session, table: str, backends: list[Backend], case: Case, data: Data, direction: str) -> list[Row]:
+    """Real tokens a second of each backend's pass over the same four batches."""
+    n_tokens = np.mean([data.batch(step, True, "cpu")["n_tokens"] for step in range(4)])
+    line = Line("bert", table, f"{case.rows} rows, mean {n_tokens / case.rows:.0f}", case.seqlen)
+    columns = [Entry(b.name, b, case, data, {"forward": float(n_tokens)}, lambda run: run.saved[0].item()) for b in backends]
+    ready = harness.prepare(columns)
+    timing = replace(session.timing, bench=wall_clock)
+    readings = timing.measure({label: Candidate(run.forward, run.scope) for label, run in ready.passes.items()})
+    ms = {label: float(np.median(times)) for label, times in readings.items()}
+    spread = {label: (max(times) - min(times)) / ms[label] for label, times in readings.items()}
+    values = {label: n_tokens / time * 1e3 for label, time in ms.items()}
+    return line.rows(columns, ready, direction, "tokens/s", values, ms=ms, spread=spread)
+
+
 def speed(session: Session) -> Iterator[list[Row]]:
     """Real tokens a second, and the share of the card's peak that their matrix products are."""
-    timing = replace(session.timing, bench=wall_clock)
     for case in cases(session):
         data = random_data(case, 4)
-        n_tokens = np.mean([data.batch(step, True, "cpu")["n_tokens"] for step in range(4)])
-        line = Line("bert", "speed", f"{case.rows} rows, mean {n_tokens / case.rows:.0f}", case.seqlen)
-        columns = [Entry(b.name, b, case, data, {"forward": float(n_tokens)}, lambda run: run.saved[0].item()) for b in session.backends]
-        ready = harness.prepare(columns)
-        readings = timing.measure({label: Candidate(run.forward, run.scope) for label, run in ready.passes.items()})
-        ms = {label: float(np.median(times)) for label, times in readings.items()}
-        spread = {label: (max(times) - min(times)) / ms[label] for label, times in readings.items()}
-        values = {label: n_tokens / time * 1e3 for label, time in ms.items()}
-        rows = line.rows(columns, ready, "step", "tokens/s", values, ms=ms, spread=spread)
+        rows = tokens_a_second(session, "speed", session.backends, case, data, "step")
         yield rows
         if peak := peak_flops(torch.device(DEVICE), "bf16"):
             flops = step_flops(case, data)

@@ -1,8 +1,10 @@
 """The BERT benchmark runs, checks its models against each other, and trains them to the same loss."""
 
+import csv
+
 import pytest
 
-from benchmarks import bert
+from benchmarks import batching, bert, fused
 
 TINY = ["--dry-run", "--backends", "attnzoo-eager", "huggingface-eager"]
 
@@ -11,6 +13,13 @@ def test_dry_run_prints_figures_that_were_checked(capsys):
     assert bert.main(["speed", *TINY]) == 0
     printed = capsys.readouterr().out
     assert "tokens/s" in printed
+    assert "Error" not in printed and "allowed error" not in printed
+
+
+def test_dry_run_encodes_and_trains_with_and_without_padding(capsys):
+    assert fused.main(TINY) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("encode") >= 2 and printed.count("train") >= 2
     assert "Error" not in printed and "allowed error" not in printed
 
 
@@ -28,3 +37,10 @@ def test_packed_and_padded_batches_hold_the_same_tokens():
                                           ("triton_per_fused_add_native_layer_norm_5", "norms and residuals")])
 def test_kernels_have_kinds(kernel, kind):
     assert bert.kind_of(kernel) == kind
+
+
+def test_batching_is_counted(tmp_path, capsys):
+    assert batching.main(["--sequences", "700", "--output", str(tmp_path)]) == 0
+    with (tmp_path / "batching.csv").open(newline="") as file:
+        padding = {row["way"]: float(row["padding"]) for row in csv.DictReader(file) if row["lengths"] == "uniform"}
+    assert padding["random"] > padding["by_length"] and padding["scheduled, step_tokens=512"] < padding["random"]
