@@ -3,8 +3,8 @@
     python -m benchmarks.fused --shapes 1x32 8x128 64x512
 
 Every shape is measured with rows that are all full, and with rows that are full to three fifths in the mean. Hugging Face's model computes
-the padding, attnzoo's does not. FasterTransformer fused by hand what stands between the matrix products, and tests/test_fused_layer.py counts
-the kernels of a compiled layer. Encoding is checked as training is in benchmarks.bert: within twice the error of Hugging Face's model.
+the padding, attnzoo's does not. Encoding is checked as training is in benchmarks.bert: within twice the error of Hugging Face's model.
+tests/test_fused_layer.py counts the kernels of a compiled layer, of which FasterTransformer wrote all but the matrix products by hand.
 """
 
 import itertools

@@ -57,8 +57,10 @@ def _words(line: str, following: Iterator[str]) -> list[str]:
 
 
 def first_of(swept: str) -> str:
-    """Of an override of a sweep the first value; a pattern of names is one of them without its end."""
-    return re.sub(r"=glob\((\w+)\*\)$", r"=\1", swept) if "glob(" in swept or "[" in swept else swept.split(",")[0]
+    """Of an override of a sweep the first value; of a pattern of names the first one."""
+    if pattern := re.fullmatch(r"(\w+)=glob\(([\w*]+)(,exclude=\w+)?\)", swept):
+        return f"{pattern[1]}={min(path.stem for path in (ROOT / 'configs' / pattern[1]).glob(f'{pattern[2]}.yaml'))}"
+    return swept if "[" in swept else swept.split(",")[0]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
