@@ -12,7 +12,7 @@ from paths import GPU
 from torch.testing import assert_close
 
 from attnzoo_kernels import KeyRanges, flash_attention
-from attnzoo_kernels.flash import backward, forward, ops, why_not_gluon
+from attnzoo_kernels.flash import backward, forward, ops
 from attnzoo_kernels.flash.cases import Case
 from attnzoo_kernels.flash.range_cases import CORRECTNESS, RangeCase
 from attnzoo_kernels.flash.tiles import Tile
@@ -234,10 +234,3 @@ def test_a_wrong_argument_is_named(change, error, message):
     arguments = {name: torch.zeros(4, 2, 16) for name in "qkv"} | {"ranges": torch.zeros(1, 5, dtype=torch.int32)} | change
     with pytest.raises(error, match=message):
         flash_attention(**arguments)
-
-
-def test_a_path_that_is_not_there_says_so(monkeypatch):
-    monkeypatch.setattr("attnzoo_kernels.dispatch.takes_reference", lambda *_, **__: False)
-    monkeypatch.setattr("attnzoo_kernels.dispatch.gluon_loads", lambda: True)
-    q = torch.zeros(4, 2, 64, dtype=torch.float16)
-    assert why_not_gluon(q, q, q, ranges=torch.zeros(1, 5, dtype=torch.int32)) == "it has no ranges"

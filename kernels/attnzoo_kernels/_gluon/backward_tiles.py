@@ -169,11 +169,11 @@ def next_key_tile(problem, own, c):
     so that a tile only ever waits for those that were taken before it.
     """
     index = gl.atomic_add(problem.counter, 1, sem="relaxed")
-    sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _decode_keys(index, problem, c)
+    sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(index, problem, c)
     if c.PACKED:
         while (key >= len_k) & (index < problem.n_tiles):
             index = gl.atomic_add(problem.counter, 1, sem="relaxed")
-            sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = _decode_keys(index, problem, c)
+            sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(index, problem, c)
     batch = sequence
     if c.PACKED:
         batch = 0
@@ -183,7 +183,7 @@ def next_key_tile(problem, own, c):
 
 
 @gluon.jit
-def _decode_keys(index, problem, c):
+def decode_keys(index, problem, c):
     """Of the index-th tile (sequence, key head, first key, first_q, len_q, first_k, len_k, first tile of dQ)."""
     n_seqs = problem.n_seqs
     if c.PACKED:

@@ -92,8 +92,6 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_s
 
 def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Why this path does not take the call; None if it does."""
-    if options.ranges:
-        return "it has no ranges"
     if not (32 < q.shape[-1] <= 128 and 32 < v.shape[-1] <= 128):
         return f"head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
     if options.softcap > 0 or options.slopes_stride is not None or options.dropout_p > 0:

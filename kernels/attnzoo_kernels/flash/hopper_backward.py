@@ -53,8 +53,6 @@ def in_order_anyway(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, exact_delta: bool = False) -> str | None:
     """Why this path does not take the call; None if it does."""
-    if options.ranges:
-        return "it has no ranges"
     if not 32 < max(q.shape[-1], v.shape[-1]) <= 128:
         return f"the wider of head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
     if options.softcap > 0 or options.slopes_stride is not None or options.dropout_p > 0 or exact_delta:

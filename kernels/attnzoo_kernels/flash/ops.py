@@ -38,8 +38,10 @@ def _forward(
         return hopper.forward_reason(q, k, v, options)
 
     if dispatch.choose("flash forward", impl, why_not_gluon) == "gluon":
-        from attnzoo_kernels.flash import hopper
+        from attnzoo_kernels.flash import hopper, hopper_ranges
 
+        if options.ranges:
+            return hopper_ranges.launch_forward(q, k, v, cu_seqlens_q, sinks, options)
         return hopper.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, options)
     from attnzoo_kernels.flash import forward
 
@@ -67,11 +69,15 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.flash import hopper_backward
 
+        if options.ranges and deterministic:
+            return "it adds up dQ over key ranges in no order"
         return hopper_backward.backward_reason(q, k, v, options, exact_delta)
 
     if dispatch.choose_backward("flash backward", impl, why_not_gluon) == "gluon":
-        from attnzoo_kernels.flash import hopper_backward
+        from attnzoo_kernels.flash import hopper_backward, hopper_ranges_backward
 
+        if options.ranges:
+            return hopper_ranges_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_k, options, into)
         ordered = deterministic or hopper_backward.in_order_anyway(q, k, v, options)
         return hopper_backward.launch_backward(*arguments[:9], options, ordered, into=into)
     from attnzoo_kernels.flash import backward

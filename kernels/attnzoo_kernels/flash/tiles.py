@@ -114,3 +114,8 @@ def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, *, causal: b
     if window or seqlen_q <= (2048 if packed else 1024 if causal else 512):
         return ForwardTile(128, 3, prefetch_tile=not window)
     return ForwardTile(128, 4, 3, 160, q_slots=2, joint_release=True, k_before_pv=True, prefetch_tile=True)
+
+
+def hopper_range_tile(block_d: int, block_dv: int, *, window: bool) -> ForwardTile:
+    """Over key ranges: as for short causal sequences."""
+    return ForwardTile(128, 2 if max(block_d, block_dv) == 128 else 3, prefetch_tile=not window)

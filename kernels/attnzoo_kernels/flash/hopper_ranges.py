@@ -1,0 +1,229 @@
+"""FlashAttention's forward for Hopper over key ranges: its persistent programs, with a walk of ranges in place of one sequence's keys.
+
+A program's tile of queries may lie in several ranges. The loading warp and the consumers go over the same ranges, from the last one back, and
+over the keys of each from its last tile down; what a row of a tile does not see is masked.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
+from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_forward
+from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, outputs, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward_mainloop import attend_step, first_weights, last_product
+from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
+from attnzoo_kernels._gluon.forward_tile import ForwardTile
+from attnzoo_kernels._gluon.hopper import mbarrier, product_layout, stage_of
+from attnzoo_kernels._gluon.ranges import Table, last_beginning, load_range, touching
+from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, decode_tile, take_words, tile_counter
+from attnzoo_kernels._gluon.tiles import key_tiles
+from attnzoo_kernels._triton.call import Layout, layout
+from attnzoo_kernels._triton.launch import on_device_of
+from attnzoo_kernels.flash.hopper import LOG2E, join_sink
+from attnzoo_kernels.flash.options import Options
+from attnzoo_kernels.flash.tiles import hopper_range_tile
+
+
+class Own(NamedTuple):
+    sinks: Any
+    table: Any  # Table by queries
+
+
+class Seen(NamedTuple):
+    """What a consumer's rows see of a range; rows and keys count from its first ones."""
+
+    row: Any
+    len_q: Any
+    len_k: Any
+    left: Any
+    right: Any
+    full_begin: Any  # tiles of keys before this one, and from full_end on, need a mask
+    full_end: Any
+
+
+@gluon.jit
+def keys_of(row, entry, program, config):
+    """(range, begin, end): of an entry the tiles of keys that a program's rows see. Without a range they get one tile, in which they see
+    nothing."""
+    of = load_range(program.own.table, entry, False)
+    begin, _, _, end = key_tiles(row - of.first, config.CONSUMERS * ROWS, of.length, of.other_length, of.left, of.right, config.BLOCK_N,
+                                 config.HAS_LEFT, True)
+    return of, gl.where(entry < 0, 0, begin), gl.where(entry < 0, 1, end)
+
+
+@gluon.jit
+def next_entry(entry, row, program, config):
+    """`entry`, or the next one before it of which the program's rows see keys; below 0 if there is none."""
+    entry = touching(program.own.table, entry, row)
+    _, begin, end = keys_of(row, entry, program, config)
+    while end <= begin:
+        entry = touching(program.own.table, entry - 1, row)
+        _, begin, end = keys_of(row, entry, program, config)
+    return entry
+
+
+@gluon.jit
+def next_tile(index, program, config):
+    """NEXT_TILE."""
+    problem = program.problem
+    BLOCK_M: gl.constexpr = config.CONSUMERS * ROWS
+    _, head, tile = decode_tile(index, problem, BLOCK_M, False, True)
+    row = tile * BLOCK_M
+    entry = next_entry(last_beginning(program.own.table, row + BLOCK_M), row, program, config)
+    return Tile(index, (0, head, row, entry), 0, head, row, 0, problem.seqlen_q, 0, problem.seqlen_k, entry)
+
+
+@gluon.jit
+def load_sink(tile, span, program, config):
+    """BEGIN: the head's sink in base 2."""
+    return gl.load(program.own.sinks + tile.head) * LOG2E
+
+
+@gluon.jit
+def load_tile(tile, step, q_step, program, config):
+    """LOAD_TILE: the keys of all ranges, and the queries beside the first."""
+    kv_head = tile.head // program.problem.group
+    entry = tile.own
+    first = step
+    more = 1
+    while more != 0:
+        of, begin, end = keys_of(tile.row, entry, program, config)
+        keys = Keys(0, kv_head, of.other_first, of.other_length)
+        key = (end - 1) * config.BLOCK_N
+        for _ in range(end - begin):
+            load_keys(program.descs.k, step, keys, key, program, config)
+            if step == first:
+                load_queries(program.descs.q, tile, q_step, program, config)
+            load_values(step, keys, key, program, config)
+            key -= config.BLOCK_N
+            step += 1
+        entry = next_entry(entry - 1, tile.row, program, config)
+        more = (entry >= 0).to(gl.int32)
+    return step, q_step + 1
+
+
+@gluon.jit
+def take(taken, program, config):
+    """TAKE."""
+    sequence, head, row, entry = take_words(4, taken, program)
+    return Taken(sequence, head, row, 0, program.problem.seqlen_q, 0, program.problem.seqlen_k, entry)
+
+
+@gluon.jit
+def span(tile, ME: gl.constexpr, taken, program, config):
+    """SPAN: each consumer takes all tiles of keys; which they are, the mainloop finds."""
+    return Span(tile.row + ME * ROWS, tile.len_q, tile.len_k, 0, 1, 0, 0, 1, 1, ())
+
+
+@gluon.jit
+def seen_of(row, of, config):
+    _, full_begin, full_end, _ = key_tiles(row - of.first, ROWS, of.length, of.other_length, of.left, of.right, config.BLOCK_N,
+                                           config.HAS_LEFT, True)
+    whole = (row >= of.first) & (row + ROWS <= of.first + of.length)
+    return Seen(row - of.first, of.length, of.other_length, of.left, of.right, full_begin, gl.where(whole, full_end, 0))
+
+
+@gluon.jit
+def mask(scores, column, seen, program, config):
+    """MASK: rows outside of the range see nothing."""
+    scores_layout: gl.constexpr = scores.type.layout
+    i = seen.row + gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores_layout))
+    j = column + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores_layout))
+    shift = seen.len_k - seen.len_q
+    last = gl.minimum(i + (shift + seen.right), seen.len_k - 1)
+    last = gl.where((i >= 0) & (i < seen.len_q), last, -1)
+    scores = gl.where(j[None, :] <= last[:, None], scores, -float("inf"))
+    if config.HAS_LEFT:
+        scores = gl.where(j[None, :] >= (i + (shift - seen.left))[:, None], scores, -float("inf"))
+    return scores
+
+
+@gluon.jit
+def needs_mask(tile, seen, config):
+    masked = tile >= seen.full_end
+    if config.HAS_LEFT:
+        masked = masked | (tile < seen.full_begin)
+    return masked
+
+
+@gluon.jit
+def step_mask(scores, where, program, config):
+    """STEP_MASK."""
+    tile, seen = where
+    if needs_mask(tile, seen, config):
+        scores = config.MASK(scores, tile * config.BLOCK_N, seen, program, config)
+    return scores
+
+
+@gluon.jit
+def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
+    """MAINLOOP over the ranges of 64 queries."""
+    bars, tiles, scale = program.bars, program.tiles, program.rows.scale
+    entry = tile.own
+    of, begin, end = keys_of(tile.row, entry, program, config)
+    seen = seen_of(span.row, of, config)
+    slot, phase = stage_of(step, config.STAGES)
+    mbarrier.wait(bars.k_full.index(slot), phase)
+    row_max, row_sum, p = first_weights(q, tiles.k.index(slot), bars.k_empty.index(slot), needs_mask(end - 1, seen, config),
+                                        (end - 1) * config.BLOCK_N, seen, scale, program, config)
+    # [ROWS, BLOCK_DV]
+    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
+    step += 1
+    end -= 1
+    more = 1
+    while more != 0:
+        stop = step + end - begin
+        for s in range(step, stop):
+            p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, stop, (begin + stop - 1 - s, seen), scale, program,
+                                                   config)
+        step = stop
+        entry = next_entry(entry - 1, tile.row, program, config)
+        of, begin, end = keys_of(tile.row, entry, program, config)
+        seen = seen_of(span.row, of, config)
+        more = (entry >= 0).to(gl.int32)
+    acc_pending = last_product(p, acc, step, program, config)
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, product_layout(config.BLOCK_N)))
+    return acc_pending, row_max * scale, row_sum, step, q_step
+
+
+@gluon.jit(do_not_specialize=[*SCALARS, "n_ranges"], do_not_specialize_on_alignment=["table", "counter", "sinks"])
+def flash_ranges_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, table, counter, sinks, stride_stats, scale,
+                                   window_left, window_right, n_ranges, seqlen_q, seqlen_k, heads, group, head_group, n_tiles,
+                                   BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+                                   REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, PREFETCH_TILE: gl.constexpr,
+                                   HAS_SINKS: gl.constexpr):
+    config = Config(
+        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=True, HAS_LEFT=HAS_LEFT,
+        HAS_RIGHT=True, BRANCHES=1, MASK_IN_LOOP=True, EMPTY_ROWS=True, Q_SLOTS=1, Q_IN_REGISTERS=True, PREFETCH_TILE=PREFETCH_TILE,
+        PRODUCE=produce_segments, CONSUME=consume, NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span,
+        BEGIN=load_sink if HAS_SINKS else None, MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, MASK=mask, STEP_MASK=step_mask,
+        INSIDE=inside, FINISH=finish)
+    descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
+    tiles, bars = allocate(descs, config, 4)
+    problem = Problem(counter, None, None, 1, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None)
+    own = Own(sinks, Table(table, n_ranges, window_left, window_right))
+    run_forward(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, own), config)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(device: torch.device, dtype: torch.dtype, has_sinks: bool, q: Layout, k: Layout, v: Layout, options: Options,
+          tile: ForwardTile | None = None) -> ForwardPlan:
+    width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
+    tile = tile or hopper_range_tile(width, value_width, window=options.window_left >= 0)
+    scalars = {"n_ranges": options.sequences, "head_group": heads_in_l2(k[0][0], width + value_width) * (q[0][-2] // k[0][-2])}
+    return plan_forward(flash_ranges_fwd_hopper_kernel, device, options, tile, q, k, v, scalars, {"HAS_SINKS": has_sinks})
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, table: Tensor, sinks: Tensor | None, options: Options,
+                   tile: ForwardTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, LSE and statistics as the plain path's launch_forward gives them. table: of the ranges by queries."""
+    out, lse, stats = outputs(q, v.shape[-1])
+    plan = _plan(q.device, q.dtype, sinks is not None, layout(q), layout(k), layout(v), options, tile)
+    with on_device_of(q):
+        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, table, tile_counter(q.device), sinks)
+    return out, lse, stats

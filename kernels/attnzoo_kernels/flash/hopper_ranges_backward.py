@@ -1,0 +1,142 @@
+"""FlashAttention's backward for Hopper over key ranges: that of one dense sequence, whose tiles of keys meet the queries of several ranges.
+
+The loading warp and the consumers go over the ranges that a tile of keys touches, from the last one back, and over the queries of each from
+its first tile on. Sums of dQ have no order.
+"""
+
+from dataclasses import replace
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.backward_consume import Gradients, pair_start, pair_store
+from attnzoo_kernels._gluon.backward_kernel import run_pair
+from attnzoo_kernels._gluon.backward_load import Operands, Source, load_keys, load_queries
+from attnzoo_kernels._gluon.backward_plan import Tile
+from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, ROWS, Config, KeyTile, Problem, decode_keys, same_for_all, word
+from attnzoo_kernels._gluon.hopper import product_layout
+from attnzoo_kernels._gluon.ranges import UNLIMITED, Table, last_beginning, load_range, touching
+from attnzoo_kernels.flash import hopper_backward
+from attnzoo_kernels.flash.options import Options
+
+
+@gluon.jit
+def queries_of(table, entry, key):
+    """(range, begin, full_begin, full_end, end): of an entry the tiles of all queries that see the KEYS keys from `key` on; those before
+    full_begin and from full_end on need a mask."""
+    of = load_range(table, entry, True)
+    shift = of.length - of.other_length
+    first = gl.maximum(key - of.first, 0)
+    last = gl.minimum(key + KEYS - of.first, of.length) - 1
+    begin = gl.maximum(first - shift - of.right, 0)
+    end = gl.minimum(of.other_length, last - shift + of.left + 1)
+    some = end > begin
+    full_begin = of.other_first + gl.maximum(last - shift - of.right, 0)
+    full_end = of.other_first + gl.minimum(of.other_length, first - shift + of.left + 1)
+    begin = (of.other_first + begin) // ROWS
+    end = gl.where(some, (of.other_first + end + ROWS - 1) // ROWS, begin)
+    whole = (key >= of.first) & (key + KEYS <= of.first + of.length)
+    full_begin = gl.where(whole, gl.minimum(gl.maximum((full_begin + ROWS - 1) // ROWS, begin), end), end)
+    full_end = gl.maximum(gl.minimum(full_end // ROWS, end), full_begin)
+    return of, begin, full_begin, full_end, end
+
+
+@gluon.jit
+def first_and_last(of, key):
+    """Of all queries (first, last) that sees each of the HALF keys from `key` on."""
+    shift = of.length - of.other_length
+    j = gl.arange(0, HALF, gl.SliceLayout(1, product_layout(ROWS))) + (key - of.first)
+    low = gl.maximum(j - shift - of.right, 0) + of.other_first
+    low = gl.where((j >= 0) & (j < of.length), low, UNLIMITED)
+    return low, gl.minimum(j - shift + of.left, of.other_length - 1) + of.other_first
+
+
+@gluon.jit
+def next_key_tile(problem, table, c):
+    """TILE. full_begin is the first entry of its walk, and `end` counts all steps of a query head."""
+    index = gl.atomic_add(problem.counter, 1, sem="relaxed")
+    _, kv_head, key, _, len_q, _, len_k, dq_tile = decode_keys(index, problem, c)
+    first = touching(table, last_beginning(table, key + KEYS), key)
+    steps = 0
+    entry = first
+    while entry >= 0:
+        _, begin, _, _, end = queries_of(table, entry, key)
+        steps += end - begin
+        entry = touching(table, entry - 1, key)
+    more = (index < problem.n_tiles).to(gl.int32)
+    return KeyTile(more, 0, kv_head, key, 0, first, 0, steps, len_q, len_k, 0, dq_tile, index), 0, 0
+
+
+@gluon.jit
+def all_steps(table, tile, member):
+    """LOAD_STEPS. The state is (entry, the next tile of queries, the one behind its last, the first key), and stands before the walk."""
+    return 0, tile.end, (tile.full_begin + 1, 0, 0, tile.key)
+
+
+@gluon.jit
+def next_step(table, state, n):
+    """LOAD_NEXT."""
+    entry, j, end, key = state
+    while j >= end:
+        entry = touching(table, entry - 1, key)
+        _, j, _, _, end = queries_of(table, entry, key)
+    return j, (entry, j + 1, end, key)
+
+
+@gluon.jit
+def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
+    """MAINLOOP: of each of a group's query heads the steps of all ranges, in segments with a mask and without."""
+    dk, dv = state
+    step = at
+    for member in range(problem.group):
+        entry = word(smem.work, slot, "full_begin")
+        while entry >= 0:
+            key = word(smem.work, slot, "key")
+            dq_tile = word(smem.work, slot, "dq_tile") + member * problem.head_tiles
+            of, begin, full_begin, full_end, end = queries_of(table, entry, key)
+            segments = begin, full_begin, full_end, end
+            low, high = first_and_last(of, key + ME * HALF)
+            for segment in gl.static_range(3):
+                for j in range(segments[segment], segments[segment + 1]):
+                    dk, dv = c.STEP(dk, dv, smem, bars, dq_desc, dq_tile + j, step + j - begin, True, scale, low - j * ROWS, high - j * ROWS,
+                                    c, ME, segment != 1)
+            step += end - begin
+            entry = touching(table, entry - 1, word(smem.work, slot, "key"))
+    return (dk, dv), step
+
+
+@gluon.jit(do_not_specialize=["n_ranges", "window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group",
+                              "head_tiles", "n_tiles"],
+           do_not_specialize_on_alignment=["table"])
+def flash_ranges_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc, dk_desc,
+                            dv_desc, dk_ptr, dv_ptr, dq_desc, dv_from, dv_to, counter, dq_semaphore, cu_seqlens_q, table, n_ranges,
+                            softmax_scale, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, kv_heads, stride_dk, stride_dv,
+                            group, head_group, head_tiles, n_tiles, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr,
+                            PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr,
+                            ROWS: gl.constexpr, STAGES: gl.constexpr, DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr,
+                            REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
+    """The tensors are dense, of one sequence. table: of the ranges by keys. The tails, dv_from, dv_to and cu_seqlens_q are None."""
+    c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES, PACKED=False,
+               HAS_LEFT=True, HAS_RIGHT=True, ORDERED=False, CLEARED=False, DQ_WARP=False, DQ_LAGS=False, OF_TILE=same_for_all,
+               TILE=next_key_tile, LOAD_STEPS=all_steps, LOAD_NEXT=next_step, LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start,
+               MAINLOOP=mainloop, STEP=pair_step, STORE=pair_store)
+    smem = pair_tiles(q_desc.dtype, c)
+    bars = pair_barriers(c)
+    source = Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc)
+    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
+    problem = Problem(counter, None, None, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0)
+    walk = Table(table, n_ranges, gl.where(window_left < 0, UNLIMITED, window_left), window_right)
+    run_pair(source, grads, smem, bars, dq_desc, dq_semaphore, problem, walk, scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c)
+
+
+def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, table: Tensor,
+                    options: Options, into: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dQ, dK, dV and an empty delta, as the plain path's launch_backward gives them. table: of the ranges by keys."""
+    rule = hopper_backward.Rule(flash_ranges_bwd_kernel, (options.sequences,))
+    dense = (x[None] for x in (q, k, v, out))
+    *grads, delta = hopper_backward.launch_backward(
+        grad_out[None], grad_lse, *dense, stats, None, table, replace(options, sequences=None, ranges=False), False, Tile(),
+        None if into is None else tuple(x[None] for x in into), rule)
+    return *(x[0] for x in grads), delta
