@@ -9,8 +9,8 @@ from hopper_ahead_of_time import WarmUp, compile_only, report
 
 def main() -> None:
     compile_only()
-    from attnzoo_kernels._triton.call import layout
     from attnzoo_kernels._gluon import forward_launch
+    from attnzoo_kernels._triton.call import layout
     from attnzoo_kernels.flash import hopper_backward, hopper_ranges, hopper_ranges_backward
     from attnzoo_kernels.flash.options import Options
 

@@ -22,7 +22,8 @@ CASES = (
     RangeCase(lengths_q=(3000,), lengths_k=(2999,), head_dim=64, kv_heads=1, ranges=MANY, label="many"),
     RangeCase(lengths_q=(3000,), lengths_k=(2999,), head_dim=128, ranges=MANY, window_size=(5, 20), label="many"),
 )
-TREES = (rollouts(1000, 300, 5, groups=2, heads=4, kv_heads=2, head_dim=128), drawn(300, 40, 1, head_dim=64), drawn(3000, 3, 2, head_dim=128))
+TREES = (rollouts(1000, 300, 5, groups=2, heads=4, kv_heads=2, head_dim=128), drawn(300, 40, 1, head_dim=64),
+         drawn(3000, 3, 2, head_dim=128))
 
 
 def run(attend, x, impl, dtype=None, **options):
@@ -37,7 +38,8 @@ def run(attend, x, impl, dtype=None, **options):
 @pytest.mark.hopper
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("attend, case", [(flash_attention, case) for case in CASES] + [(tree_attention, case) for case in TREES], ids=str)
+@pytest.mark.parametrize("attend, case", [(flash_attention, case) for case in CASES] + [(tree_attention, case) for case in TREES],
+                         ids=lambda x: getattr(x, "__name__", str(x)))
 def test_kernels_keep_the_rule(attend, case, dtype):
     x = replace(case, dtype=dtype).inputs("cuda")
     dispatch.forget()

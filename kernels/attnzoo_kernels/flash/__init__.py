@@ -43,8 +43,8 @@ def flash_attention(
     Packed, with ranges in place of cu_seqlens: a list of which keys queries see, int32 (n, 5) as `KeyRanges` has it, or a KeyRanges, which
     spares calls of one list all tables but the first. Each range says whether it is causal, so that `causal` must be False, and windows
     count from each one's own diagonal. A key that several ranges show to a query counts as often. There is no alibi_slopes and no
-    dropout_p with ranges, and no path for CPUs; Gluon's backward does not take them where it is to repeat bit by bit. Wrong places on a GPU are not looked for; KeyRanges.of can.
-    Segments share tiles there: a NaN can reach other segments' tokens beside it.
+    dropout_p with ranges, and no path for CPUs; a backward that is to repeat bit by bit is plain Triton's. Wrong places on a GPU are not
+    looked for; KeyRanges.of can. Segments share tiles there: a NaN can reach other segments' tokens beside it.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
     head_dim and value_dim up to 256. From sm_90 on, tensors whose rows do not lie at whole 16 bytes may be copied.
     kv_heads divides heads; query head h reads key head h // (heads // kv_heads).

@@ -1,7 +1,7 @@
 """FlashAttention's forward for Hopper over key ranges: its persistent programs, with a walk of ranges in place of one sequence's keys.
 
-A program's tile of queries may lie in several ranges. The loading warp and the consumers go over the same ranges, from the last one back, and
-over the keys of each from its last tile down; what a row of a tile does not see is masked.
+A program's tile of queries may lie in several ranges. The loading warp and the consumers go over the same ranges, from the last one back,
+and over the keys of each from its last tile down; what a row of a tile does not see is masked.
 """
 
 import functools

@@ -100,8 +100,8 @@ def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, pro
             low, high = first_and_last(of, key + ME * HALF)
             for segment in gl.static_range(3):
                 for j in range(segments[segment], segments[segment + 1]):
-                    dk, dv = c.STEP(dk, dv, smem, bars, dq_desc, dq_tile + j, step + j - begin, True, scale, low - j * ROWS, high - j * ROWS,
-                                    c, ME, segment != 1)
+                    dk, dv = c.STEP(dk, dv, smem, bars, dq_desc, dq_tile + j, step + j - begin, True, scale, low - j * ROWS,
+                                    high - j * ROWS, c, ME, segment != 1)
             step += end - begin
             entry = touching(table, entry - 1, word(smem.work, slot, "key"))
     return (dk, dv), step
