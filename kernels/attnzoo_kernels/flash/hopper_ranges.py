@@ -75,7 +75,8 @@ def next_tile(index, program, config):
     _, head, tile = decode_tile(index, problem, BLOCK_M, False, True)
     row = tile * BLOCK_M
     entry = next_entry(last_beginning(program.own.table, row + BLOCK_M), row, program, config)
-    return Tile(index, (0, head, row, entry), 0, head, row, 0, problem.seqlen_q, 0, problem.seqlen_k, entry)
+    following = next_entry(entry - 1, row, program, config)
+    return Tile(index, (0, head, row, entry, following), 0, head, row, 0, problem.seqlen_q, 0, problem.seqlen_k, entry)
 
 
 @gluon.jit
@@ -110,8 +111,8 @@ def load_tile(tile, step, q_step, program, config):
 @gluon.jit
 def take(taken, program, config):
     """TAKE."""
-    sequence, head, row, entry = take_words(4, taken, program)
-    return Taken(sequence, head, row, 0, program.problem.seqlen_q, 0, program.problem.seqlen_k, entry)
+    sequence, head, row, entry, following = take_words(5, taken, program)
+    return Taken(sequence, head, row, 0, program.problem.seqlen_q, 0, program.problem.seqlen_k, (entry, following))
 
 
 @gluon.jit
@@ -164,7 +165,7 @@ def step_mask(scores, where, program, config):
 def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
     """MAINLOOP over the ranges of 64 queries."""
     bars, tiles, scale = program.bars, program.tiles, program.rows.scale
-    entry = tile.own
+    entry, following = tile.own
     of, begin, end = keys_of(tile.row, entry, program, config)
     seen = seen_of(span.row, of, config)
     slot, phase = stage_of(step, config.STAGES)
@@ -182,10 +183,12 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
             p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, stop, (begin + stop - 1 - s, seen), scale, program,
                                                    config)
         step = stop
-        entry = next_entry(entry - 1, tile.row, program, config)
-        of, begin, end = keys_of(tile.row, entry, program, config)
-        seen = seen_of(span.row, of, config)
-        more = (entry >= 0).to(gl.int32)
+        more = 0
+        if following >= 0:
+            of, begin, end = keys_of(tile.row, following, program, config)
+            seen = seen_of(span.row, of, config)
+            following = next_entry(following - 1, tile.row, program, config)  # known before its turn, which would wait for it
+            more = 1
     acc_pending = last_product(p, acc, step, program, config)
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, product_layout(config.BLOCK_N)))
     return acc_pending, row_max * scale, row_sum, step, q_step
@@ -204,7 +207,7 @@ def flash_ranges_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
         BEGIN=load_sink if HAS_SINKS else None, MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, MASK=mask, STEP_MASK=step_mask,
         INSIDE=inside, FINISH=finish)
     descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
-    tiles, bars = allocate(descs, config, 4)
+    tiles, bars = allocate(descs, config, 5)
     problem = Problem(counter, None, None, 1, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None)
     own = Own(sinks, Table(table, n_ranges, window_left, window_right))
     run_forward(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, own), config)
