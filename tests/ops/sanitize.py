@@ -30,6 +30,7 @@ from attnzoo_kernels.differential.cases import Case as Differential
 from attnzoo_kernels.dual_chunk.cases import Case as Chunks
 from attnzoo_kernels.flash.cases import Case
 from attnzoo_kernels.sigmoid.cases import Case as Sigmoid
+from attnzoo_kernels.tree.cases import drawn, rollouts
 
 PROGRAMS = 3
 PACKED = (100, 0, 200)
@@ -62,6 +63,7 @@ CASES = {
                    for d in (64, 128) for chunk, lengths in ((128, None), (128, (100, 0, 400)), (218, (100, 0, 400)))],
     "sigmoid": [Sigmoid(seqlen_q=333, lengths_q=lengths, kv_heads=1, head_dim=d, causal=True)
                 for d in (64, 128) for lengths in (None, PACKED)],
+    "tree": [rollouts(200, 90, 3, kv_heads=1, head_dim=d) for d in (64, 128)] + [drawn(20, 40, 0, head_dim=d) for d in (64, 128)],
 }
 
 

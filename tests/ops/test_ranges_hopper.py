@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels import dispatch, flash_attention, tree_attention
 from attnzoo_kernels.flash.range_cases import CORRECTNESS, TREE, RangeCase
@@ -11,6 +12,8 @@ from attnzoo_kernels.tree.cases import drawn, rollouts
 from benchmarks.accuracy import assert_accurate
 
 DTYPES = (torch.float16, torch.bfloat16)
+SHARED_MEMORY = 232448
+SPILLS = {"flash_ranges_bwd_kernel": 152}  # at head dim 128, most of it between the loops
 MANY = tuple((n % 2990, n % 2990 + n % 11, n * 7 % 2900, n * 7 % 2900 + n % 97, n % 3) for n in range(10_000))
 PACKED = tuple((a, b, a, b, 1) for a, b in ((0, 700), (700, 701), (701, 1900), (1900, 2500)))
 CASES = (
@@ -78,3 +81,12 @@ def test_nothing_waits():
         flash_attention(*leaves, impl="gluon", deterministic=False, **x.options).backward(x.dout)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.slow
+def test_tiles_fit_and_spill_little():
+    kernels = compiled_kernels("ranges_hopper_ahead_of_time.py")
+    assert len(kernels) == 5
+    wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]
+             or kernel["stack"] > SPILLS.get(kernel["kernel"], 0)]
+    assert not wrong, "\n".join(map(str, wrong))
