@@ -76,18 +76,18 @@ def hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME: gl.constexpr):
     if c.DQ_WARP:
         release(bars.dq_full.index(ME))
     else:
-        _add_half(dq_desc, smem.dq, dq_tile, ME, 128 * COLUMNS)
+        add_half(dq_desc, smem.dq, dq_tile, ME, 128 * COLUMNS)
 
 
 @gluon.jit
-def _add_half(dq_desc, dq_tiles, dq_tile, ME: gl.constexpr, SIZE: gl.constexpr):
+def add_half(dq_desc, dq_tiles, dq_tile, ME: gl.constexpr, SIZE: gl.constexpr):
     """One consumer's half of a tile of dQ, SIZE floats, to memory."""
     async_add(dq_desc, [0, 0, dq_tile * (SIZE // 32) + ME * (SIZE // 64), 0], box(dq_tiles.index(ME), dq_desc))
 
 
 @gluon.jit
 def _write_half(dq_desc, dq_tiles, dq_tile, ME: gl.constexpr, SIZE: gl.constexpr):
-    """As _add_half, over what was there."""
+    """As add_half, over what was there."""
     async_store(dq_desc, [0, 0, dq_tile * (SIZE // 32) + ME * (SIZE // 64), 0], box(dq_tiles.index(ME), dq_desc))
 
 
@@ -158,7 +158,7 @@ def add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c):
                     if mine == 0:
                         _write_half(dq_desc, smem.dq, dq_tile, half, SIZE)
                     else:
-                        _add_half(dq_desc, smem.dq, dq_tile, half, SIZE)
+                        add_half(dq_desc, smem.dq, dq_tile, half, SIZE)
                 for half in gl.static_range(2):
                     tma.store_wait(1 - half)
                     mbarrier.arrive(bars.dq_empty.index(half), count=1)

@@ -43,6 +43,14 @@ def softmax_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc,
 
 
 @gluon.jit
+def _add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c):
+    if c.ADD_DQ is None:
+        add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c)
+    else:
+        c.ADD_DQ(dq_desc, dq_semaphore, smem, bars, problem, own, c)
+
+
+@gluon.jit
 def run_pair(source, grads, smem, bars, dq_desc, dq_semaphore, problem, own, scale, dk_scale, REGISTERS: gl.constexpr,
              LOAD_REGISTERS: gl.constexpr, c):
     """The warps of a backward by two consumers. own: what its hooks need beside what they are given."""
@@ -51,7 +59,7 @@ def run_pair(source, grads, smem, bars, dq_desc, dq_semaphore, problem, own, sca
             (consume, (grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, 0)),
             (consume, (grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, 1)),
             (load, (source, smem, bars, problem, own, c)),
-            (add_dq, (dq_desc, dq_semaphore, smem, bars, problem, own, c)),
+            (_add_dq, (dq_desc, dq_semaphore, smem, bars, problem, own, c)),
         ], [4, 1, 1], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])
     else:
         gl.warp_specialize([

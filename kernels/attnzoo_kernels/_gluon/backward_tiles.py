@@ -47,6 +47,7 @@ class Config:
     MAINLOOP: gl.constexpr  # the steps of a tile, as pair_mainloop
     STEP: gl.constexpr  # what a consumer does with a step, as pair_step
     STORE: gl.constexpr  # where the sums go, as pair_store
+    ADD_DQ: gl.constexpr  # the warp of DQ_WARP, if it is not add_dq
     BUFFER: gl.constexpr  # which buffer of dQ a step adds to, as first_buffer
 
 

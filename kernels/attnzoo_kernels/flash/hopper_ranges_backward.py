@@ -11,19 +11,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_consume import Gradients, pair_start, pair_store
+from attnzoo_kernels._gluon.backward_dq import add_half
 from attnzoo_kernels._gluon.backward_kernel import run_pair
 from attnzoo_kernels._gluon.backward_load import Operands, Source, load_keys, load_queries
-from attnzoo_kernels._gluon.backward_plan import Tile
+from attnzoo_kernels._gluon.backward_plan import Tile, mainloop_width, pair_tile
 from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles
-from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, ROWS, Config, KeyTile, Problem, decode_keys, same_for_all, word
-from attnzoo_kernels._gluon.hopper import product_layout
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, Config, KeyTile, Problem, await_tile, decode_keys, same_for_all, word
+from attnzoo_kernels._gluon.hopper import mbarrier, product_layout, tma
 from attnzoo_kernels._gluon.ranges import UNLIMITED, Table, last_beginning, load_range, touching
 from attnzoo_kernels.flash import hopper_backward
 from attnzoo_kernels.flash.options import Options
 
 
 @gluon.jit
-def queries_of(table, entry, key):
+def queries_of(table, entry, key, ROWS: gl.constexpr):
     """(range, begin, full_begin, full_end, end): of an entry the tiles of all queries that see the KEYS keys from `key` on; those before
     full_begin and from full_end on need a mask."""
     of = load_range(table, entry, True)
@@ -44,7 +45,7 @@ def queries_of(table, entry, key):
 
 
 @gluon.jit
-def first_and_last(of, key):
+def first_and_last(of, key, ROWS: gl.constexpr):
     """Of all queries (first, last) that sees each of the HALF keys from `key` on."""
     shift = of.length - of.other_length
     j = gl.arange(0, HALF, gl.SliceLayout(1, product_layout(ROWS))) + (key - of.first)
@@ -62,7 +63,7 @@ def next_key_tile(problem, table, c):
     steps = 0
     entry = first
     while entry >= 0:
-        _, begin, _, _, end = queries_of(table, entry, key)
+        _, begin, _, _, end = queries_of(table, entry, key, c.ROWS)
         steps += end - begin
         entry = touching(table, entry - 1, key)
     more = (index < problem.n_tiles).to(gl.int32)
@@ -76,18 +77,30 @@ def all_steps(table, tile, member):
 
 
 @gluon.jit
-def next_step(table, state, n):
-    """LOAD_NEXT."""
+def _next_step(table, state, ROWS: gl.constexpr):
     entry, j, end, key = state
     while j >= end:
         entry = touching(table, entry - 1, key)
-        _, j, _, _, end = queries_of(table, entry, key)
+        _, j, _, _, end = queries_of(table, entry, key, ROWS)
     return j, (entry, j + 1, end, key)
+
+
+@gluon.jit
+def next_step_of_64(table, state, n):
+    """LOAD_NEXT."""
+    return _next_step(table, state, 64)
+
+
+@gluon.jit
+def next_step_of_128(table, state, n):
+    """LOAD_NEXT."""
+    return _next_step(table, state, 128)
 
 
 @gluon.jit
 def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
     """MAINLOOP: of each of a group's query heads the steps of all ranges, in segments with a mask and without."""
+    ROWS: gl.constexpr = c.ROWS
     dk, dv = state
     step = at
     for member in range(problem.group):
@@ -95,9 +108,9 @@ def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, pro
         while entry >= 0:
             key = word(smem.work, slot, "key")
             dq_tile = word(smem.work, slot, "dq_tile") + member * problem.head_tiles
-            of, begin, full_begin, full_end, end = queries_of(table, entry, key)
+            of, begin, full_begin, full_end, end = queries_of(table, entry, key, ROWS)
             segments = begin, full_begin, full_end, end
-            low, high = first_and_last(of, key + ME * HALF)
+            low, high = first_and_last(of, key + ME * HALF, ROWS)
             for segment in gl.static_range(3):
                 for j in range(segments[segment], segments[segment + 1]):
                     dk, dv = c.STEP(dk, dv, smem, bars, dq_desc, dq_tile + j, step + j - begin, True, scale, low - j * ROWS,
@@ -105,6 +118,36 @@ def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, pro
             step += end - begin
             entry = touching(table, entry - 1, word(smem.work, slot, "key"))
     return (dk, dv), step
+
+
+@gluon.jit
+def add_dq(dq_desc, dq_semaphore, smem, bars, problem, table, c):
+    """ADD_DQ: adds both halves of dQ to memory, step by step as the consumers go."""
+    taken = 0
+    step = 0
+    slot, more = await_tile(smem.work, bars.work_full, taken)
+    while more != 0:
+        key = word(smem.work, slot, "key")
+        first = word(smem.work, slot, "full_begin")
+        dq_tile = word(smem.work, slot, "dq_tile")
+        mbarrier.arrive(bars.work_empty.index(slot), count=1)
+        for _ in range(problem.group):
+            entry = first
+            while entry >= 0:
+                _, begin, _, _, end = queries_of(table, entry, key, c.ROWS)
+                for j in range(begin, end):
+                    for half in gl.static_range(2):
+                        mbarrier.wait(bars.dq_full.index(half), step & 1)
+                        add_half(dq_desc, smem.dq, dq_tile + j, half, c.DQ_ROWS * c.WIDTH)
+                    for half in gl.static_range(2):
+                        tma.store_wait(1 - half)
+                        mbarrier.arrive(bars.dq_empty.index(half), count=1)
+                    step += 1
+                entry = touching(table, entry - 1, key)
+            dq_tile += problem.head_tiles
+        taken += 1
+        slot, more = await_tile(smem.work, bars.work_full, taken)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["n_ranges", "window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group",
@@ -119,9 +162,9 @@ def flash_ranges_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
                             REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     """The tensors are dense, of one sequence. table: of the ranges by keys. The tails, dv_from, dv_to and cu_seqlens_q are None."""
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES, PACKED=False,
-               HAS_LEFT=True, HAS_RIGHT=True, ORDERED=False, CLEARED=False, DQ_WARP=False, DQ_LAGS=False, OF_TILE=same_for_all,
-               TILE=next_key_tile, LOAD_STEPS=all_steps, LOAD_NEXT=next_step, LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start,
-               MAINLOOP=mainloop, STEP=pair_step, STORE=pair_store)
+               HAS_LEFT=True, HAS_RIGHT=True, ORDERED=False, CLEARED=False, DQ_WARP=DQ_WARP, DQ_LAGS=False, OF_TILE=same_for_all,
+               TILE=next_key_tile, LOAD_STEPS=all_steps, LOAD_NEXT=next_step_of_64 if ROWS == 64 else next_step_of_128, LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start,
+               MAINLOOP=mainloop, STEP=pair_step, STORE=pair_store, ADD_DQ=add_dq)
     smem = pair_tiles(q_desc.dtype, c)
     bars = pair_barriers(c)
     source = Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc)
@@ -132,11 +175,15 @@ def flash_ranges_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, table: Tensor,
-                    options: Options, into: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                    options: Options, into: tuple[Tensor, Tensor, Tensor] | None = None,
+                    tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV and an empty delta, as the plain path's launch_backward gives them. table: of the ranges by keys."""
+    width = mainloop_width(q.shape[-1], v.shape[-1])
+    # as for one sequence: masks of a window would spill beside the scores of 128 queries
+    tile = tile or (Tile(64, dq_warp=True) if width == 64 and options.window_left >= 0 else pair_tile(width, ordered=False))
     rule = hopper_backward.Rule(flash_ranges_bwd_kernel, (options.sequences,))
-    dense = (x[None] for x in (q, k, v, out))
-    *grads, delta = hopper_backward.launch_backward(
-        grad_out[None], grad_lse, *dense, stats, None, table, replace(options, sequences=None, ranges=False), False, Tile(),
-        None if into is None else tuple(x[None] for x in into), rule)
+    *dense, of_out = (x[None] for x in (q, k, v, out, grad_out))
+    into = None if into is None else tuple(x[None] for x in into)
+    *grads, delta = hopper_backward.launch_backward(of_out, grad_lse, *dense, stats, None, table,
+                                                    replace(options, sequences=None, ranges=False), False, tile, into, rule)
     return *(x[0] for x in grads), delta
