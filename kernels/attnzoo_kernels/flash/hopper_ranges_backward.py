@@ -163,8 +163,8 @@ def flash_ranges_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
     """The tensors are dense, of one sequence. table: of the ranges by keys. The tails, dv_from, dv_to and cu_seqlens_q are None."""
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES, PACKED=False,
                HAS_LEFT=True, HAS_RIGHT=True, ORDERED=False, CLEARED=False, DQ_WARP=DQ_WARP, DQ_LAGS=False, OF_TILE=same_for_all,
-               TILE=next_key_tile, LOAD_STEPS=all_steps, LOAD_NEXT=next_step_of_64 if ROWS == 64 else next_step_of_128, LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start,
-               MAINLOOP=mainloop, STEP=pair_step, STORE=pair_store, ADD_DQ=add_dq)
+               TILE=next_key_tile, LOAD_STEPS=all_steps, LOAD_NEXT=next_step_of_64 if ROWS == 64 else next_step_of_128,
+               LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start, MAINLOOP=mainloop, STEP=pair_step, STORE=pair_store, ADD_DQ=add_dq)
     smem = pair_tiles(q_desc.dtype, c)
     bars = pair_barriers(c)
     source = Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc)
