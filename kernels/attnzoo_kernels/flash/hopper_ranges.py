@@ -90,20 +90,23 @@ def load_tile(tile, step, q_step, program, config):
     """LOAD_TILE: the keys of all ranges, and the queries beside the first."""
     kv_head = tile.head // program.problem.group
     entry = tile.own
+    following = entry
     first = step
     more = 1
     while more != 0:
         of, begin, end = keys_of(tile.row, entry, program, config)
         keys = Keys(0, kv_head, of.other_first, of.other_length)
         key = (end - 1) * config.BLOCK_N
-        for _ in range(end - begin):
+        for j in range(end - begin):
             load_keys(program.descs.k, step, keys, key, program, config)
             if step == first:
                 load_queries(program.descs.q, tile, q_step, program, config)
             load_values(step, keys, key, program, config)
+            if j == 0:  # beside the loads, which would wait for it
+                following = next_entry(entry - 1, tile.row, program, config)
             key -= config.BLOCK_N
             step += 1
-        entry = next_entry(entry - 1, tile.row, program, config)
+        entry = following
         more = (entry >= 0).to(gl.int32)
     return step, q_step + 1
 
