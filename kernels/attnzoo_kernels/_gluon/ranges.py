@@ -5,11 +5,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels import ranges
-
-CAUSAL_TOP_LEFT = gl.constexpr(ranges.CAUSAL_TOP_LEFT)
-WIDTH = gl.constexpr(ranges.WIDTH)
-UNLIMITED = gl.constexpr(2**30)
+from attnzoo_kernels._triton.ranges import CAUSAL_TOP_LEFT, UNLIMITED, WIDTH, Range
 
 
 class Table(NamedTuple):
@@ -19,17 +15,6 @@ class Table(NamedTuple):
     count: Any
     window_left: Any
     window_right: Any
-
-
-class Range(NamedTuple):
-    """One range as a tile of its queries, or of its keys, has it, with the window around the diagonal of its bottom right."""
-
-    first: Any
-    length: Any
-    other_first: Any
-    other_length: Any
-    left: Any
-    right: Any
 
 
 @gluon.jit
