@@ -16,11 +16,22 @@ def _forward(
     if readable is not None:
         out, *rest = _forward(*readable, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, near_keys, far_keys)
         return launch.narrowed(out, v), *rest
-    dispatch.choose("two_frame forward", impl)
-    from attnzoo_kernels.two_frame.forward import launch_forward
     from attnzoo_kernels.two_frame.options import Options
 
-    return launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, Options.of(cu_seqlens_q, softmax_scale, near_keys, far_keys))
+    options = Options.of(cu_seqlens_q, softmax_scale, near_keys, far_keys)
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.two_frame import hopper
+
+        return hopper.forward_reason(q, k, v)
+
+    if dispatch.choose("two_frame forward", impl, why_not_gluon) == "gluon":
+        from attnzoo_kernels.two_frame import hopper
+
+        return hopper.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
+    from attnzoo_kernels.two_frame import forward
+
+    return forward.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
 
 
 def _fake_forward(q, k, v, cu_seqlens_q, *_):
@@ -40,12 +51,22 @@ def _gradients(
         wide = _gradients(readable[4], grad_lse, *readable[:4], stats, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale,
                           near_keys, far_keys)
         return tuple(map(launch.narrowed, wide, (q, k, v)))
-    dispatch.choose_backward("two_frame backward", impl, lambda: "there is none")
-    from attnzoo_kernels.two_frame.backward import launch_backward
     from attnzoo_kernels.two_frame.options import Options
 
-    return launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k,
-                           Options.of(cu_seqlens_q, softmax_scale, near_keys, far_keys))
+    options = Options.of(cu_seqlens_q, softmax_scale, near_keys, far_keys)
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.two_frame import hopper_backward
+
+        return hopper_backward.backward_reason(q, k, v, options)
+
+    if dispatch.choose_backward("two_frame backward", impl, why_not_gluon) == "gluon":
+        from attnzoo_kernels.two_frame import hopper_backward
+
+        return hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, options, deterministic)
+    from attnzoo_kernels.two_frame import backward
+
+    return backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, options)
 
 
 def _fake_gradients(grad_out, grad_lse, q, k, v, *_):

@@ -1,0 +1,211 @@
+"""The forward of attention in two frames for Hopper in Gluon: flash's persistent programs, which exchange their queries at the border.
+
+A tile of queries goes over its near keys from the diagonal down, and then over its far ones, with the other queries and keys. All consumers
+see all tiles that are loaded, but for those behind the diagonal of their rows; on the border other frames' keys are masked.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
+from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_forward
+from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, outputs, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward_mainloop import attend_step, first_weights, last_product, mask_scores
+from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
+from attnzoo_kernels._gluon.forward_tile import ForwardTile
+from attnzoo_kernels._gluon.hopper import mbarrier, product_layout, ring, stage_of, why_not_tma
+from attnzoo_kernels._gluon.tile_scheduler import Span, Tile, next_tile, take, tile_counter
+from attnzoo_kernels._gluon.tiles import masks_in_loop
+from attnzoo_kernels._triton.call import Layout, layout
+from attnzoo_kernels._triton.launch import on_device_of
+from attnzoo_kernels.two_frame.options import Options
+from attnzoo_kernels.two_frame.tiles import hopper_forward_tile
+
+Q_SLOTS = gl.constexpr(2)  # the far frame's queries are loaded while the near one's are read
+
+
+class Own(NamedTuple):
+    near_keys: Any
+    far_keys: Any
+
+
+class Far(NamedTuple):
+    """A consumer's far keys, in tiles; those from full_end on need a mask."""
+
+    full_end: Any
+    end: Any
+
+
+@gluon.jit
+def near_tiles(row, COUNT: gl.constexpr, len_q, len_k, near_keys, BLOCK_N: gl.constexpr):
+    """Tiles with near keys of COUNT queries from `row` on, at least one: (begin, full_begin, full_end, end); as key_tiles."""
+    shift = len_k - len_q
+    last = gl.minimum(row + COUNT, len_q) - 1
+    end = (gl.minimum(gl.maximum(last + shift + 1, 0), len_k) + BLOCK_N - 1) // BLOCK_N
+    begin = gl.maximum(row + shift - near_keys + 1, 0) // BLOCK_N
+    full_begin = (gl.maximum(last + shift - near_keys + 1, 0) + BLOCK_N - 1) // BLOCK_N
+    full_end = gl.minimum(gl.maximum(row + shift + 1, 0), len_k) // BLOCK_N
+    end = gl.maximum(end, 1)
+    return gl.minimum(begin, end - 1), full_begin, full_end, end
+
+
+@gluon.jit
+def far_tiles(row, COUNT: gl.constexpr, len_q, len_k, own, BLOCK_N: gl.constexpr):
+    """Tiles with far keys of COUNT queries from `row` on: (full_end, end)."""
+    border = len_k - len_q - own.near_keys + 1
+    last = gl.minimum(row + COUNT, len_q) - 1
+    seen = gl.minimum(len_k, own.far_keys)
+    end = (gl.minimum(gl.maximum(last + border, 0), seen) + BLOCK_N - 1) // BLOCK_N
+    return gl.minimum(gl.maximum(row + border, 0), seen) // BLOCK_N, end
+
+
+@gluon.jit
+def load_frame(tile, keys, first, tiles, FRAME: gl.constexpr, step, q_step, program, config):
+    """`tiles` tiles of keys from the key `first` down, and beside the first of them the frame's queries."""
+    queries = Tile(tile.index, tile.words, tile.sequence, 2 * tile.head + FRAME, tile.row, tile.first_q, tile.len_q, tile.first_k, tile.len_k,
+                   tile.own)
+    of_frame = Keys(keys.sequence, 2 * keys.kv_head + FRAME, keys.first, keys.length)
+    for j in range(tiles):
+        load_keys(program.descs.k, step, of_frame, first, program, config)
+        if j == 0:
+            load_queries(program.descs.q, queries, q_step, program, config)
+        load_values(step, keys, first, program, config)
+        first -= config.BLOCK_N
+        step += 1
+    return step, q_step + (tiles > 0).to(gl.int32)
+
+
+@gluon.jit
+def load_tile(tile, step, q_step, program, config):
+    """LOAD_TILE: the near frame, and the far one where there is any."""
+    BLOCK_M: gl.constexpr = config.CONSUMERS * ROWS
+    keys = Keys(tile.sequence, tile.head // program.problem.group, tile.first_k, tile.len_k)
+    begin, _, _, end = near_tiles(tile.row, BLOCK_M, tile.len_q, tile.len_k, program.own.near_keys, config.BLOCK_N)
+    step, q_step = load_frame(tile, keys, (end - 1) * config.BLOCK_N, end - begin, 0, step, q_step, program, config)
+    _, far_end = far_tiles(tile.row, BLOCK_M, tile.len_q, tile.len_k, program.own, config.BLOCK_N)
+    return load_frame(tile, keys, (far_end - 1) * config.BLOCK_N, far_end, 1, step, q_step, program, config)
+
+
+@gluon.jit
+def span(tile, ME: gl.constexpr, taken, program, config):
+    """SPAN of the near frame; `own` is the far one's."""
+    BLOCK_M: gl.constexpr = config.CONSUMERS * ROWS
+    len_q, len_k = tile.len_q, tile.len_k
+    begin, _, _, loaded_end = near_tiles(tile.row, BLOCK_M, len_q, len_k, program.own.near_keys, config.BLOCK_N)
+    row = tile.row + ME * ROWS
+    _, full_begin, full_end, end = near_tiles(row, ROWS, len_q, len_k, program.own.near_keys, config.BLOCK_N)
+    end = gl.where(row < len_q, gl.minimum(gl.maximum(end, begin + 1), loaded_end), loaded_end)
+    _, far_end = far_tiles(tile.row, BLOCK_M, len_q, len_k, program.own, config.BLOCK_N)
+    far_full_end, _ = far_tiles(row, ROWS, len_q, len_k, program.own, config.BLOCK_N)
+    return Span(row, len_q, len_k, begin, loaded_end, begin, full_begin, full_end, end, Far(far_full_end, far_end))
+
+
+@gluon.jit
+def mask(scores, column, span, program, config):
+    """MASK of the near frame."""
+    return mask_scores(scores, span.row, column, span.len_q, span.len_k, program.own.near_keys - 1, 0, True, True)
+
+
+@gluon.jit
+def step_mask(scores, where, program, config):
+    """STEP_MASK: where is (whether the frame is the far one, the tile, the span)."""
+    far, tile, span = where
+    if gl.where(far, tile >= span.own.full_end, (tile >= span.full_end) | (tile < span.full_begin)):
+        # far keys are a sequence of their own, and the window says where it lies beside the queries
+        length = gl.where(far, gl.minimum(span.len_k, program.own.far_keys), span.len_k)
+        left = gl.where(far, span.len_k, program.own.near_keys - 1)
+        right = gl.where(far, span.len_k - length - program.own.near_keys, 0)
+        scores = mask_scores(scores, span.row, tile * config.BLOCK_N, span.len_q, length, left, right, True, True)
+    return scores
+
+
+@gluon.jit
+def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
+    """MAINLOOP over the near keys and then the far ones of 64 queries, whose frames follow each other in the ring of queries."""
+    bars, tiles, scale = program.bars, program.tiles, program.rows.scale
+    q_slot, q_phase = ring(q_step, Q_SLOTS)
+    at = q_slot * config.CONSUMERS + ME
+    mbarrier.wait(bars.q_full.index(at), q_phase)
+    slot, phase = stage_of(step, config.STAGES)
+    mbarrier.wait(bars.k_full.index(slot), phase)
+    masked = (span.end > span.full_end) | (span.end <= span.full_begin)
+    row_max, row_sum, p = first_weights(tiles.q.index(at), tiles.k.index(slot), bars.k_empty.index(slot), masked,
+                                        (span.end - 1) * config.BLOCK_N, span, scale, program, config)
+    # [ROWS, BLOCK_DV]
+    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
+    far_step = step + span.end - span.begin
+    last_step = far_step + span.own.end
+    step += 1
+    for n in range(2):
+        stop = gl.where(n == 0, far_step, last_step)
+        if (n > 0) & (stop > step):
+            mbarrier.arrive(bars.q_empty.index(at), count=1)
+            q_step += 1
+            q_slot, q_phase = ring(q_step, Q_SLOTS)
+            at = q_slot * config.CONSUMERS + ME
+            mbarrier.wait(bars.q_full.index(at), q_phase)
+        lowest = gl.where(n == 0, span.begin, 0)
+        for s in range(step, stop):
+            p, acc, row_max, row_sum = attend_step(tiles.q.index(at), p, acc, row_max, row_sum, s, last_step,
+                                                   (n > 0, lowest + stop - 1 - s, span), scale, program, config)
+        step = gl.maximum(step, stop)
+    mbarrier.arrive(bars.q_empty.index(at), count=1)
+    acc_pending = last_product(p, acc, last_step, program, config)
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, product_layout(config.BLOCK_N)))
+    return acc_pending, row_max * scale, row_sum, last_step, q_step + 1
+
+
+@gluon.jit(do_not_specialize=[*SCALARS, "near_keys", "far_keys"],
+           do_not_specialize_on_alignment=["lse_ptr", "stats_ptr", "cu_seqlens_q", "cu_seqlens_k"])
+def two_frame_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, cu_seqlens_q, cu_seqlens_k, counter, stride_stats,
+                                scale, near_keys, far_keys, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles,
+                                BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
+                                REGISTERS: gl.constexpr, PACKED: gl.constexpr, EMPTY_ROWS: gl.constexpr):
+    config = Config(
+        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED, HAS_LEFT=True,
+        HAS_RIGHT=True, BRANCHES=1, MASK_IN_LOOP=True, EMPTY_ROWS=EMPTY_ROWS, Q_SLOTS=Q_SLOTS, INDEX_EARLY=True, PRODUCE=produce_segments,
+        CONSUME=consume, NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span, MAINLOOP=mainloop, MASK=mask, STEP_MASK=step_mask,
+        INSIDE=inside, FINISH=finish)
+    descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
+    tiles, bars = allocate(descs, config)
+    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None)
+    run_forward(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, Own(near_keys, far_keys)), config)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layout, k: Layout, v: Layout, out: Layout, options: Options,
+          tile: ForwardTile | None) -> ForwardPlan:
+    _, seqlen_q, seqlen_k = options.sizes(out[0], v[0])
+    width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
+    tile = tile or hopper_forward_tile(width, value_width)
+    shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
+    scalars = {"near_keys": options.near_keys, "far_keys": options.far_keys,
+               "head_group": heads_in_l2(seqlen_k, 2 * width + value_width) * (out[0][-2] // v[0][-2])}
+    # rows whose own key is not in their first tile of keys, or not there
+    constants = {"EMPTY_ROWS": masks_in_loop(-1, 0, shift, ROWS.value) or shift < 0}
+    rows = (out[0][:-1] + q[0][-1:], ())  # one head for two of q
+    return compiled_together([plan_forward(two_frame_fwd_hopper_kernel, device, options, tile, rows, v, v, scalars, constants)])
+
+
+def forward_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why this path does not take the call; None if it does."""
+    if not (32 < q.shape[-1] <= 128 and 32 < v.shape[-1] <= 128):
+        return f"head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
+    return why_not_tma(q, k, v)
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
+                   tile: ForwardTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through."""
+    out, lse, stats = outputs(q[..., ::2, :], v.shape[-1])
+    same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
+    plan = _plan(q.device, q.dtype, same_lengths, *map(layout, (q, k, v, out)), options, tile)
+    with on_device_of(q):
+        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, cu_seqlens_q, cu_seqlens_k,
+                    tile_counter(q.device))
+    return out, lse, stats

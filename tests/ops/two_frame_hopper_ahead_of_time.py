@@ -1,0 +1,62 @@
+"""Compile the Gluon kernels of attention in two frames without a Hopper: with `90` as argument it prints a JSON line per kernel.
+
+A process of its own, as ahead_of_time.py, whose driver it takes.
+"""
+
+import itertools
+
+import torch
+from hopper_ahead_of_time import WarmUp, compile_only, report
+
+from attnzoo_kernels.checks import UNLIMITED
+from attnzoo_kernels.two_frame.options import Options
+
+
+def main() -> None:
+    compile_only()
+    from attnzoo_kernels._gluon import forward_launch
+    from attnzoo_kernels.flash import hopper_backward as flash
+    from attnzoo_kernels.two_frame import hopper, hopper_backward
+
+    forward_launch.multiprocessors = flash.multiprocessors = lambda device: 132
+    hopper.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
+    forward_plan, backward_plan, launches = hopper._plan, flash._plan, []
+
+    def warmed(launch):
+        if not isinstance(launch.kernel, WarmUp):
+            launch.kernel, launch.other = WarmUp(launch.kernel), None
+        launches.append(launch)
+
+    def plan_forward(*arguments):
+        plan = forward_plan(*arguments)
+        warmed(plan.launch)
+        return plan
+
+    def plan_backward(*arguments):
+        plan = backward_plan(*arguments)
+        for launch in (*plan.tails, plan.preprocess, plan.postprocess, plan.mainloop):
+            warmed(launch)
+        return plan
+
+    hopper._plan, flash._plan = plan_forward, plan_backward
+    for (head_dim, value_dim), packed, keys in itertools.product(((64, 64), (64, 128), (128, 128)), (False, True), (4096, 4000)):
+        far_keys = UNLIMITED if packed or keys == 4096 else 4
+
+        def tensor(rows, heads, width, packed=packed):
+            return torch.zeros(*(() if packed else (1,)), rows, heads, width, dtype=torch.bfloat16)
+
+        q, k, v, out = (tensor(*of) for of in ((4096, 4, head_dim), (keys, 4, head_dim), (keys, 2, value_dim), (4096, 2, value_dim)))
+        of_q = torch.zeros(2, dtype=torch.int32) if packed else None
+        of_k = of_q if keys == 4096 or of_q is None else of_q.clone()
+        options = Options.of(of_q, 0.125, 1024, far_keys)
+        launches.clear()
+        _, _, stats = hopper.launch_forward(q, k, v, of_q, of_k, options)
+        hopper_backward.launch_backward(out, None, q, k, v, out, stats, of_q, of_k, options, keys == 4000)
+        for launch in {id(launch): launch for launch in launches}.values():
+            if "fwd" in launch.compiled.metadata.name or launch.compiled.metadata.name == "softmax_bwd_kernel":
+                report(launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, keys=keys,
+                       left=launch.constants.get("HAS_LEFT"), ordered=launch.constants.get("ORDERED"))
+
+
+if __name__ == "__main__":
+    main()
