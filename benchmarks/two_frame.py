@@ -50,6 +50,7 @@ def attnzoo(impl: str) -> Callable[[Case, Inputs], Pass]:
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
+        Backend("attnzoo-gluon", attnzoo("gluon")),
         Backend("attnzoo-triton", attnzoo("triton")),
         *(replace(backend, name=name) for name, backend in FLASH.items()),
         Backend("attnzoo-reference", attnzoo("reference")),

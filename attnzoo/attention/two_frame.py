@@ -83,7 +83,7 @@ class TwoFrameAttention(Attention):
     It has the parameters of attention=flash: a checkpoint of that, trained with rotary positions, reads longer contexts with this one.
     `Frames` has the formulas. The cache holds each key twice, rotated for either frame, and also those keys that are not seen again.
 
-    impl: the operator's path, None for the fastest that runs ("triton", "cpu", "reference").
+    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     method: "rerope" and "leaky_rerope" (Su 2023, https://kexue.fm/archives/9708), "self_extend" (Jin et al. 2024, arXiv:2401.01325),
         "lm_infinite" (Han et al. 2023, arXiv:2308.16137), "streaming_llm" (Xiao et al. 2023, arXiv:2309.17453).
     window: the last keys up to a query's own that are near; None for the method's default.

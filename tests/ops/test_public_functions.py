@@ -30,6 +30,7 @@ from attnzoo_kernels import (
     routed,
     sigmoid,
     sigmoid_attention,
+    two_frame,
 )
 from attnzoo_kernels.block_sparse.patterns import dense
 from attnzoo_kernels.compat import flash_attn
@@ -161,6 +162,7 @@ def test_why_not_gluon_is_asked_alike():
         (moba, (q, k, v), {"block_size": 2, "top_k": 2}),
         (nsa, (q, k, v, k[:, :0], v[:, :0], torch.zeros(1, 5, 1, 3)), {}),
         (routed, (q, k, v, torch.zeros(1, 5, 1, 1, dtype=torch.int32)), {"block_size": 2}),
+        (two_frame, (*(torch.stack((x, x), -2) for x in (q, k)), v), {"near_keys": 2}),
     )
     for module, inputs, options in calls:
         assert module.why_not_gluon(*inputs, **options) in ("q must be on a CUDA device, got cpu", "q1 must be on a CUDA device, got cpu")

@@ -1,13 +1,13 @@
 """Attention in two frames of positions: near and far keys see other rotations of the same queries, under one softmax."""
 
+from typing import Any
+
 from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.two_frame import ops
 from attnzoo_kernels.two_frame.cpu import two_frame_attention_cpu
 from attnzoo_kernels.two_frame.reference import two_frame_attention_reference
-
-IMPLEMENTATIONS = ("triton", "cpu", "reference")
 
 
 def two_frame_attention(
@@ -57,8 +57,9 @@ def two_frame_attention(
 
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: as in flash_attention; plain Triton's results repeat bit by bit in any case.
-    impl: "triton" | "cpu" | "reference". None takes triton on CUDA tensors and cpu on CPU ones: PyTorch's attention by tiles of queries, in
-        linear memory, with first derivatives only. A path named runs or raises.
+    impl: "triton" | "gluon" | "cpu" | "reference". None takes gluon where it holds (Hopper, 16 bits, widths of 33 to 128), else triton, on
+        CUDA tensors, and cpu on CPU ones: PyTorch's attention by tiles of queries, in linear memory, with first derivatives only. A path
+        named runs or raises; what gluon's backward does not take (packed sequences with far_keys) triton's does.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -75,7 +76,7 @@ def two_frame_attention(
     if dispatch.takes_cpu(impl, "q", q):
         out, lse = two_frame_attention_cpu(q, k, v, near_keys=near, far_keys=far, softmax_scale=softmax_scale,
                                            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    elif dispatch.takes_reference("two_frame", impl, "q", q, IMPLEMENTATIONS):
+    elif dispatch.takes_reference("two_frame", impl, "q", q):
         out, lse = two_frame_attention_reference(
             q, k, v, near_keys=near, far_keys=far, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
@@ -83,6 +84,11 @@ def two_frame_attention(
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
         out, lse, _ = ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, near, far)
     return (out, lse) if return_lse else out
+
+
+def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
+    """Why impl="gluon" does not take a call with these arguments of two_frame_attention; None where it does, and impl=None takes it."""
+    return dispatch.why_not_gluon(two_frame_attention, q, k, v, **options)
 
 
 def _frames_as_heads(name: str, x: Tensor, layout: str) -> Tensor:

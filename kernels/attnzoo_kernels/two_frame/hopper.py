@@ -67,8 +67,8 @@ def far_tiles(row, COUNT: gl.constexpr, len_q, len_k, own, BLOCK_N: gl.constexpr
 @gluon.jit
 def load_frame(tile, keys, first, tiles, FRAME: gl.constexpr, step, q_step, program, config):
     """`tiles` tiles of keys from the key `first` down, and beside the first of them the frame's queries."""
-    queries = Tile(tile.index, tile.words, tile.sequence, 2 * tile.head + FRAME, tile.row, tile.first_q, tile.len_q, tile.first_k, tile.len_k,
-                   tile.own)
+    queries = Tile(tile.index, tile.words, tile.sequence, 2 * tile.head + FRAME, tile.row, tile.first_q, tile.len_q, tile.first_k,
+                   tile.len_k, tile.own)
     of_frame = Keys(keys.sequence, 2 * keys.kv_head + FRAME, keys.first, keys.length)
     for j in range(tiles):
         load_keys(program.descs.k, step, of_frame, first, program, config)
