@@ -27,7 +27,7 @@ from benchmarks.report import Row
 
 def attnzoo(impl: str, prune: bool = False) -> Callable[[Case, Inputs], Pass]:
     def make(case: Case, x: Inputs) -> Pass:
-        attend = functools.partial(forgetting_attention, impl=impl, prune=prune, **x.options)
+        attend = functools.partial(forgetting_attention, impl=impl, prune=prune, deterministic=False, **x.options)
         return differentiable(attend, x[:4], x.dout)
 
     return make
@@ -73,6 +73,7 @@ def fla(case: Case, x: Inputs) -> Pass:
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
+        Backend("attnzoo-gluon", attnzoo("gluon")),
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("attnzoo-triton-pruned", attnzoo("triton", True)),
         Backend("forgetting_transformer", upstream, lambda: missing("forgetting_transformer"), limit=peers.PEER_LIMIT),

@@ -107,7 +107,7 @@ def test_tiles_are_passed_over_where_no_weight_in_them_counts(case):
     from attnzoo_kernels.forgetting.blocks import NEGLIGIBLE, key_bias, passed_over
 
     x = case.inputs(DEVICE)
-    ends = key_bias(x.log_f, x.q, x.k, None, None, ops._options(None, 0.25, -1, True)).ends
+    ends = key_bias(x.log_f, x.q, x.k, None, None, ops._options(None, x.k, 0.25, -1, True)).ends
     longest_q, longest_k = (t.double().norm(dim=-1).amax(1) for t in (x.q, x.k.repeat_interleave(case.heads // x.k.shape[2], 2)))
     farthest = 0.5 * longest_q * longest_k + math.log(case.seqlen_k) + NEGLIGIBLE
     c = x.log_f.double().cumsum(1).mT

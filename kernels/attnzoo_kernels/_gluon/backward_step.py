@@ -98,8 +98,8 @@ def column_numbers(ROWS: gl.constexpr):
 
 
 @gluon.jit
-def pair_tiles(dtype: gl.constexpr, c):
-    """Shared of pair_step."""
+def pair_tiles(dtype: gl.constexpr, c, columns=None):
+    """Shared of pair_step. columns: those of it, if they have a place already."""
     ROWS: gl.constexpr = c.ROWS
     WIDTH: gl.constexpr = c.WIDTH
     STAGES: gl.constexpr = c.STAGES
@@ -114,7 +114,8 @@ def pair_tiles(dtype: gl.constexpr, c):
     ds = gl.allocate_shared_memory(dtype, [4, HALF, ROWS], gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype))
     dq = gl.allocate_shared_memory(gl.float32, [2] + half, gl.NVMMASharedLayout.get_default_for(half, gl.float32))
     stats = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * ROWS], gl.NVMMASharedLayout.get_default_for([1, 2 * ROWS], gl.float32))
-    columns = column_numbers(ROWS)
+    if columns is None:
+        columns = column_numbers(ROWS)
     work = gl.allocate_shared_memory(gl.int32, [WORK, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return Shared(q, do, stats, k, v, ds, dq, out, columns, work)
 

@@ -54,9 +54,11 @@ class Config:
     MAINLOOP: gl.constexpr  # (q, tile, span, taken, step, q_step, BRANCH, ME) -> (product in flight, row_max, row_sum, step, q_step)
     JOIN: gl.constexpr  # (row_max, row_sum, begun) -> both with what joins a row without a value, and the output's factor; may be left out
     COLUMN: gl.constexpr  # (tile of keys, span, FIRST) -> its first key; FIRST: it is a consumer's first one
+    KEY_BIAS: gl.constexpr  # (column, KEYS, span) -> [KEYS], what scores of KEYS keys are less by, in the products' unit; may be left out
     MASK: gl.constexpr  # (scores, column, span) -> -inf where a query does not see a key
     STEP_MASK: gl.constexpr  # (scores, where) -> MASK for those tiles in the loop that need it, under MASK_IN_LOOP
     INSIDE: gl.constexpr  # (tile, span, layout) -> (rows of lse and statistics, whether they are there)
+    MORE: gl.constexpr  # (tile, span) -> what the LSE of rows is more by than their statistics, in base 2; may be left out
     WEIGHTS: gl.constexpr  # (scores, (step, last step, span)) -> weights that need no statistics of their row; left out: a softmax's
     FINISH: gl.constexpr  # (acc, inverse, tile, span, at, begun, BRANCH, ME): writes the output, which lies at the box `at`
 

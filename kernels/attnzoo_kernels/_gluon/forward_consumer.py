@@ -22,15 +22,15 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def store_statistics(rows, place, inside, row_max, row_sum, BEFORE: gl.constexpr = 0):
-    """LSE, and for the backward the maximum (+inf for a row without a key) and log2 of the sum; returns the sum's inverse. BEFORE: of
-    how many softmaxes the statistics come before these."""
+def store_statistics(rows, place, inside, row_max, row_sum, BEFORE: gl.constexpr = 0, more=None):
+    """LSE, of a maximum that is `more`, and for the backward the maximum (+inf for a row without a key) and log2 of the sum; returns the
+    sum's inverse. BEFORE: of how many softmaxes the statistics come before these."""
     if BEFORE > 0:
         rows = Rows(rows.scale, rows.lse + BEFORE * rows.stride_stats, rows.stats + 2 * BEFORE * rows.stride_stats, rows.stride_stats)
     some = row_sum > 0
     divisor = gl.where(some, row_sum, 1.0)
     log_sum = log2(divisor)
-    gl.store(rows.lse + place, gl.where(some, (row_max + log_sum) * LN2, -float("inf")), mask=inside)
+    gl.store(rows.lse + place, gl.where(some, ((row_max if more is None else row_max + more) + log_sum) * LN2, -float("inf")), mask=inside)
     gl.store(rows.stats + place, gl.where(some, row_max, float("inf")), mask=inside)
     gl.store(rows.stats + rows.stride_stats + place, log_sum, mask=inside)
     return 1.0 / divisor
@@ -91,7 +91,8 @@ def consume(program, config, ME: gl.constexpr):
                 row, there = config.INSIDE(tile, span, program, config)
                 if config.JOIN is not None:
                     row_max, row_sum, factor = config.JOIN(row_max, row_sum, begun, program, config)
-                inverse = store_statistics(program.rows, row, there, row_max, row_sum, config.BRANCHES - 1 - BRANCH)
+                inverse = store_statistics(program.rows, row, there, row_max, row_sum, config.BRANCHES - 1 - BRANCH,
+                                           None if config.MORE is None else config.MORE(tile, span, program, config))
                 if config.JOIN is not None:
                     inverse = inverse * factor
             at = place(tile.sequence, tile.head, tile.first_q, span.row, span.len_q, config.PACKED)

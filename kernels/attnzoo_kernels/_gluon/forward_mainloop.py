@@ -67,12 +67,17 @@ def first_weights(q, keys, k_empty, masked, column, span, scale, program, config
     tile_layout: gl.constexpr = product_layout(config.BLOCK_N)
     scores_layout: gl.constexpr = product_layout(KEYS)
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(config.BLOCK_DV), 2)
+    bias = 0
+    if config.KEY_BIAS is not None:
+        bias = config.KEY_BIAS(column, KEYS, span, program, config)
     if isinstance(q, gl.tensor):  # it carries the layout of a whole tile's product
         q = gl.convert_layout(q, gl.DotOperandLayout(0, scores_layout, 2))
     # [ROWS, KEYS]
     pending = warpgroup_mma(q, keys.permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, scores_layout), use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     release(k_empty)
+    if config.KEY_BIAS is not None:
+        scores = scores - bias[None, :]
     if masked:
         scores = config.MASK(scores, column, span, program, config)
     row_max = 0
@@ -112,6 +117,11 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
     no_scores = gl.zeros([ROWS, config.BLOCK_N], gl.float32, product_layout(config.BLOCK_N))
     slot, phase = stage_of(s, config.STAGES)
     before, phase_before = stage_of(s - 1, config.STAGES)
+    bias = 0
+    if config.KEY_BIAS is not None:  # asked for early: it comes from memory
+        span = where[2]
+        bias = config.KEY_BIAS(config.COLUMN(span.begin + last_step - 1 - s, span, False, program, config), config.BLOCK_N, span, program,
+                               config)
     if not config.K_BEFORE_PV:
         mbarrier.wait(bars.k_full.index(slot), phase)
     # [ROWS, BLOCK_N]
@@ -123,6 +133,8 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
     scores = warpgroup_mma_wait(1, deps=(pending,))
     if not config.JOINT_RELEASE:
         release(bars.k_empty.index(slot))
+    if config.KEY_BIAS is not None:
+        scores = scores - bias[None, :]
     if config.MASK_IN_LOOP:
         scores = config.STEP_MASK(scores, where, program, config)
     if config.WEIGHTS is None:

@@ -120,11 +120,13 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, stats: Tensor | None,
                     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Call, deterministic: bool,
                     tile: Tile | None = None, into: tuple[Tensor, Tensor, Tensor] | None = None, rule: Rule | None = None,
-                    dv_sums: tuple[Tensor | None, Tensor | None] = (None, None)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                    dv_sums: tuple[Tensor | None, Tensor | None] = (None, None),
+                    own: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV and an empty delta, as the plain path's launch_backward gives them, for what backward_reason lets through.
 
     into: where the first three go, 16-byte aligned, the heads of a row side by side. rule: another operator's, whose rows may have no
-    statistics: then out and stats are None. dv_sums: dv_from and dv_to of `Gradients`, for calls that add up dV.
+    statistics: then out and stats are None. dv_sums: dv_from and dv_to of `Gradients`, for calls that add up dV. own: tensors that the
+    rule's kernel takes before the others.
     """
     grad_out = tma_gradient(grad_out)
     if grad_lse is not None:
@@ -143,7 +145,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         if plan.tails:
             bounds = cu_seqlens_q, cu_seqlens_k, cu_seqlens_k, cu_seqlens_q
             ends = tuple(map(copy_tails, plan.tails, tensors, bounds))
-        plan.mainloop(*sources(tensors, rows, width), None if out is None else descriptor(row_stats, 1, 2 * rows),
+        plan.mainloop(*own, *sources(tensors, rows, width), None if out is None else descriptor(row_stats, 1, 2 * rows),
                       *sources(ends, rows, width),
                       descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width), dk, dv,
                       descriptor(dq_sum, rows * width // 64, 32), *dv_sums, counter, semaphore, cu_seqlens_q, cu_seqlens_k)

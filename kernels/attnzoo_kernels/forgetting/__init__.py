@@ -9,7 +9,6 @@ from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.forgetting import ops
 from attnzoo_kernels.forgetting.reference import forgetting_attention_reference
 
-FEWEST_KEYS = 1024  # with fewer, prune=None passes over nothing: what it takes to know which would cost more
 IMPLEMENTATIONS = ("gluon", "triton", "reference")
 
 
@@ -57,11 +56,15 @@ def forgetting_attention(
 
     return_lse: also return the natural log-sum-exp of the scores, with c_i, float32, (batch, heads, seqlen_q) or (heads, total),
         differentiable.
-    deterministic: as in flash_attention; plain Triton's results repeat bit by bit in any case.
+    deterministic: True: repeated runs give the same bits in the backward too, which plain Triton's then is; None follows
+        torch.are_deterministic_algorithms_enabled(). The forward repeats bit by bit always.
     prune: True: the kernels pass over tiles whose weights are too small together to be seen in float32, because c_i - c_j is below
         -(2 softmax_scale max|q| max|k| + log(seqlen_k) + 17) in them, with the longest q and k of the head. None: from 1024 keys
         (packed: tokens) on, without a window. `blocks.passed_over` counts them. The reference passes over nothing.
-    impl: "triton" | "reference". None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, not prune=True) | "triton" | "reference". None takes gluon
+        where it holds (`why_not_gluon`), else triton, on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+        The backward of gluon takes bfloat16 and queries and keys of the same lengths, packed ones with one cu_seqlens, unless
+        `deterministic` asks for sums in order; else the backward is plain Triton's.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -70,6 +73,8 @@ def forgetting_attention(
     left, _ = checks.window(window_size, True)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
+    if prune is not None:
+        checks.flag("prune", prune, " or None")
     if dispatch.takes_reference("forgetting", impl, "q", q, IMPLEMENTATIONS):
         out, lse = forgetting_attention_reference(
             q, k, v, log_f, window_size=(left, 0), softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
@@ -79,15 +84,8 @@ def forgetting_attention(
             raise NotImplementedError(f'log_f: impl="triton" takes float32, got {log_f.dtype}; impl="reference" takes it')
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
         out, lse, *_ = ops.forward(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, left,
-                                    _prunes(prune, k, left))
+                                    prune)
     return (out, lse) if return_lse else out
-
-
-def _prunes(prune: bool | None, k: Tensor, window_left: int) -> bool:
-    if prune is None:
-        return k.shape[-3] >= FEWEST_KEYS and window_left < 0
-    checks.flag("prune", prune, " or None")
-    return prune
 
 
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, **options: Any) -> str | None:

@@ -20,6 +20,7 @@ from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
 from attnzoo_kernels.forgetting import gates
 
 LOG2E = tl.constexpr(math.log2(math.e))
+LAST = 2**23  # more blocks than there can be
 NEGLIGIBLE = 17.0  # e**-17 is less than float32's rounding of one
 
 
@@ -108,7 +109,9 @@ def shapes(q: Tensor, k: Tensor, log_f: Tensor, options: Options) -> tuple[tuple
     return (2, *log_f.mT.shape) if exact else (count, C_BLOCK), (0 if exact else count,), (count if options.pruned else 0,)
 
 
-def key_bias(log_f: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options) -> KeyBias:
+def key_bias(log_f: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
+             prune: bool = True) -> KeyBias:
+    """prune: False: the ends pass over nothing."""
     c = gates.cumulative(log_f, cu_seqlens_k)
     exact = q.dtype == torch.float32
     of_rows, of_starts, of_ends = shapes(q, k, log_f, options)
@@ -122,7 +125,10 @@ def key_bias(log_f: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, c
     with on_device_of(c):
         for launch, bounds in zip(blocks, (cu_seqlens_k, cu_seqlens_q), strict=True):
             launch(c, rows, starts, extremes, bounds, cu_seqlens_k)
-        if options.pruned:
+        if options.pruned and not prune:
+            ends[: blocks[0].programs] = LAST
+            ends[blocks[0].programs :] = 0
+        elif options.pruned:
             farthest = _farthest(q, k, options.softmax_scale, options.packed).contiguous()
             for launch, bounds in zip(ends_of, ((cu_seqlens_k, cu_seqlens_q), (cu_seqlens_q, cu_seqlens_k)), strict=True):
                 launch(extremes, farthest, ends, *bounds)

@@ -6,18 +6,20 @@ from torch import Tensor
 from attnzoo_kernels import autograd, dispatch
 from attnzoo_kernels.forgetting import gates
 
+FEWEST_KEYS = 1024  # with fewer, prune=None passes over nothing: what it takes to know which would cost more
 
-def _options(cu_seqlens_q: Tensor | None, softmax_scale: float, window_left: int, pruned: bool):
+
+def _options(cu_seqlens_q: Tensor | None, k: Tensor, softmax_scale: float, window_left: int, prune: bool | None):
     from attnzoo_kernels._triton.call import packed_sequences
     from attnzoo_kernels.flash.options import Options
 
     return Options(sequences=packed_sequences(cu_seqlens_q), softmax_scale=softmax_scale, window_left=window_left, window_right=0,
-                   key_bias=True, pruned=pruned)
+                   key_bias=True, pruned=k.shape[-3] >= FEWEST_KEYS and window_left < 0 if prune is None else prune)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, impl: str | None,
-    deterministic: bool, softmax_scale: float, window_left: int, prune: bool,
+    deterministic: bool, softmax_scale: float, window_left: int, prune: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from attnzoo_kernels._triton import launch
 
@@ -26,12 +28,23 @@ def _forward(
         out, *rest = _forward(*readable, log_f, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, window_left,
                               prune)
         return launch.narrowed(out, v), *rest
-    dispatch.choose("forgetting forward", impl)
-    from attnzoo_kernels.flash.forward import launch_forward
+    options = _options(cu_seqlens_q, k, softmax_scale, window_left, prune)
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.forgetting import hopper
+
+        return "it passes over no tiles, which prune=True asks for" if prune else hopper.forward_reason(q, k, v, options)
+
+    path = dispatch.choose("forgetting forward", impl, why_not_gluon)
     from attnzoo_kernels.forgetting.blocks import key_bias
 
-    options = _options(cu_seqlens_q, softmax_scale, window_left, prune)
-    bias = key_bias(log_f, q, k, cu_seqlens_q, cu_seqlens_k, options)
+    bias = key_bias(log_f, q, k, cu_seqlens_q, cu_seqlens_k, options, path == "triton")
+    if path == "gluon":
+        from attnzoo_kernels.forgetting import hopper
+
+        return *hopper.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options, bias), *bias
+    from attnzoo_kernels.flash.forward import launch_forward
+
     return *launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, None, options, bias), *bias
 
 
@@ -39,7 +52,7 @@ def _fake_forward(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, impl, deterministi
     from attnzoo_kernels.forgetting.blocks import shapes
 
     lse = q.new_empty(autograd.lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32)
-    c, starts, ends = shapes(q, k, log_f, _options(cu_seqlens_q, softmax_scale, window_left, prune))
+    c, starts, ends = shapes(q, k, log_f, _options(cu_seqlens_q, k, softmax_scale, window_left, prune))
     return (q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(2, *lse.shape), lse.new_empty(c),
             lse.new_empty(starts, dtype=torch.float64), lse.new_empty(ends, dtype=torch.int32))
 
@@ -53,14 +66,29 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, c, starts, ends, cu_seql
         *wide, dlog_f = _gradients(readable[4], grad_lse, *readable[:4], stats, c, starts, ends, cu_seqlens_q, cu_seqlens_k, needs_dlog_f,
                                    impl, deterministic, *numbers)
         return *map(launch.narrowed, wide, (q, k, v)), dlog_f
-    dispatch.choose_backward("forgetting backward", impl, lambda: "there is none")
-    from attnzoo_kernels.flash.backward import launch_backward
     from attnzoo_kernels.flash.options import KeyBias
+
+    options = _options(cu_seqlens_q, k, *numbers)
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.forgetting import hopper_backward
+
+        return hopper_backward.backward_reason(q, k, v, cu_seqlens_q, cu_seqlens_k, options, deterministic)
+
+    if dispatch.choose_backward("forgetting backward", impl, why_not_gluon) == "gluon":
+        from attnzoo_kernels.forgetting import hopper_backward
+
+        dq, dk, dv, columns, rows = hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, options,
+                                                                    KeyBias(c, starts, ends))
+        if not needs_dlog_f:
+            return dq, dk, dv, stats.new_empty(0)
+        return dq, dk, dv, gates.gradient(columns, rows.double(), cu_seqlens_q, cu_seqlens_q)
+    from attnzoo_kernels.flash.backward import launch_backward
 
     columns = torch.empty(autograd.lse_shape(q, cu_seqlens_q is not None)[:-1] + (k.shape[-3],), device=q.device,
                           dtype=torch.float64 if q.dtype == torch.float32 else torch.float32)
     dq, dk, dv, rows = launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, None, None,
-                                       "residual" if needs_dlog_f else False, _options(cu_seqlens_q, *numbers),
+                                       "residual" if needs_dlog_f else False, options,
                                        key_bias=KeyBias(c, starts, ends), column_sums=columns)
     if not needs_dlog_f:
         return dq, dk, dv, stats.new_empty(0)
@@ -70,7 +98,7 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, c, starts, ends, cu_seql
 def _backward_op(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, c: Tensor, starts: Tensor,
     ends: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dlog_f: bool, impl: str | None, deterministic: bool,
-    softmax_scale: float, window_left: int, prune: bool,
+    softmax_scale: float, window_left: int, prune: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gradients = _gradients(grad_out, grad_lse, q, k, v, out, stats, c, starts, ends, cu_seqlens_q, cu_seqlens_k, needs_dlog_f, impl,
                            deterministic, softmax_scale, window_left, prune)

@@ -1,0 +1,210 @@
+"""Forgetting attention's backward for Hopper: flash's with a bias by key, and the sums of dS by key and by query beside dQ, dK and dV.
+
+Both sums are products with ones, of the dS that dK and dQ are made of: their errors would add up over a sequence if they were not of the
+same numbers. Rows are added up in any order; where it must be one, plain Triton's backward takes the call.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels import autograd
+from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, pair_start, pair_store, same_tile
+from attnzoo_kernels._gluon.backward_dq import dq_before, first_buffer, hand_on_dq
+from attnzoo_kernels._gluon.backward_kernel import run_pair
+from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load_keys, load_queries, next_step
+from attnzoo_kernels._gluon.backward_step import (
+    add_step,
+    column_numbers,
+    masked_scores,
+    pair_barriers,
+    pair_tiles,
+    products,
+    row_statistics,
+)
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, Config, Problem, next_key_tile, same_for_all, word
+from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_layout, ring, warpgroup_mma, warpgroup_mma_wait
+from attnzoo_kernels.flash import hopper_backward as flash
+from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
+
+BLOCK = gl.constexpr(C_BLOCK)
+ROWS = 64  # of a step: at width 64 the scores of 128 queries would spill beside the bias
+
+
+class Own(NamedTuple):
+    c: Any  # KeyBias's: queries stand at the keys of their number, so that those of keys serve both
+    starts: Any
+    columns: Any  # where sums of dS by key go, in blocks like c's
+    rows: Any  # where those by query are added to, in tiles like those of dQ
+    ones: Any  # [8, HALF] in shared memory: ones in the first row, anything in the others
+
+
+@gluon.jit
+def _sum(tile, FROM: gl.constexpr, BY_ROW: gl.constexpr, acc, ones):
+    """64 columns of dS [HALF, ROWS] from FROM on, in flight: added up by key, or by query."""
+    part = tile.slice(FROM, 64, dim=1)
+    if BY_ROW:
+        part = part.permute((1, 0))
+    # [64, 64] x [64, 8]
+    return warpgroup_mma(part, ones.permute((1, 0)), acc, is_async=True)
+
+
+@gluon.jit
+def _first_column(x):
+    column = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    return gl.sum(gl.where(column[None, :] == 0, x, 0.0), 1)
+
+
+@gluon.jit
+def _ones_and_columns(dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """Own's ones, and Shared's columns, which at width 128 have a place behind their first row: there is none left."""
+    ones = gl.allocate_shared_memory(dtype, [8, HALF], gl.NVMMASharedLayout.get_default_for([8, HALF], dtype))
+    ones.store(gl.full([8, HALF], 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
+    if WIDTH > 64:
+        barrier()
+        columns = ones._reinterpret(gl.int32, [256], gl.SwizzledSharedLayout(1, 1, 1, [0])).slice(128, ROWS)
+        columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
+    else:
+        columns = column_numbers(ROWS)
+    fence_async_shared()
+    barrier()
+    return ones, columns
+
+
+@gluon.jit
+def _step(dk, dv, dc, own, block, j, start, near, smem, bars, dq_desc, dq_tile, row_tile, step, some, scale, low, high, c,
+          ME: gl.constexpr, MASKED: gl.constexpr):
+    """pair_step with the bias and the sums. block: of c where the sequence begins; j: the tile of queries; start, near: of the keys."""
+    ROWS: gl.constexpr = c.ROWS
+    column: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
+    apart = (start - gl.load(own.starts + block + j * ROWS // BLOCK)).to(gl.float32)  # asked for early: it comes from memory
+    stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
+    x = (scores - near[:, None]) * scale - (row_statistics(smem.stats, stage, 0, ROWS, column) + apart)[None, :]
+    if MASKED:
+        x = masked_scores(x, smem.columns, low, high, c)
+    weights = gl.exp2(x)
+    p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
+    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
+    delta = row_statistics(smem.stats, stage, 1, ROWS, column)
+    dscores = (weights * (dweights - delta[None, :])).to(smem.q.dtype)
+    dk, dv = add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, False)
+    slot, _ = ring(step, 2)
+    ds = smem.ds.index(slot * 2 + ME)
+    sums: gl.constexpr = product_layout(8)
+    lanes = gl.arange(0, 64, gl.SliceLayout(1, sums))
+    for n in gl.static_range(ROWS // 64):
+        dc_pending = _sum(ds, n * 64, False, dc, own.ones)
+        rows_pending = _sum(ds, n * 64, True, gl.zeros([64, 8], gl.float32, sums), own.ones)
+        dc, rows = warpgroup_mma_wait(0, deps=(dc_pending, rows_pending))
+        gl.atomic_add(own.rows + row_tile.to(gl.int64) * ROWS + n * 64 + lanes, _first_column(rows), sem="relaxed")
+    return dk, dv, dc
+
+
+@gluon.jit
+def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
+    """MAINLOOP: as pair_mainloop, with the gates of each query head, whose sums by key are written behind its steps."""
+    ROWS: gl.constexpr = c.ROWS
+    sums: gl.constexpr = product_layout(8)
+    dk, dv = state
+    dq_tile = word(smem.work, slot, "dq_tile")
+    key = word(smem.work, slot, "key")
+    kv_head = word(smem.work, slot, "kv_head")
+    if c.PACKED:
+        head_tiles = problem.seqlen_k // BLOCK + problem.n_seqs + 1
+        tile = kv_head * problem.group * head_tiles + word(smem.work, slot, "number") % head_tiles
+    else:
+        head_tiles = (problem.seqlen_k + KEYS - 1) // KEYS
+        owner = word(smem.work, slot, "batch") * problem.kv_heads + kv_head
+        tile = owner * problem.group * head_tiles + key // KEYS
+    before = at - bounds[0]
+    dq_end = dq_tile
+    for _ in range(problem.group):
+        start = gl.load(own.starts + tile)
+        keys = tile.to(gl.int64) * KEYS + ME * HALF
+        near = gl.load(own.c + keys + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(ROWS))))
+        dc = gl.zeros([HALF, 8], gl.float32, sums)
+        for segment in gl.static_range(c.SEGMENT_BEGIN, c.SEGMENT_END):
+            for i in range(bounds[segment], bounds[segment + 1]):
+                made = dq_tile + i
+                if c.DQ_LAGS:
+                    made = gl.where(i > bounds[0], dq_tile + i, dq_end) - 1
+                dk, dv, dc = _step(dk, dv, dc, own, tile - key // KEYS, i, start, near, smem, bars, dq_desc, made, dq_tile + i,
+                                   before + i, before + i > at, scale, low - i * ROWS, high - i * ROWS, c, ME, segment != 1)
+        gl.store(own.columns + keys + gl.arange(0, HALF, gl.SliceLayout(1, sums)), _first_column(dc))
+        before += bounds[3] - bounds[0]
+        dq_end = dq_tile + bounds[3]
+        dq_tile += problem.head_tiles
+        tile += head_tiles
+    if c.DQ_LAGS:
+        if before + bounds[0] > at:
+            dq = warpgroup_mma_wait(0, deps=(dq_before(smem, bars, before + bounds[0], True, c, ME),))
+            hand_on_dq(dq, dq_desc, smem, dq_end - 1, bars, before + bounds[0], c, ME)
+    return (dk, dv), before + bounds[0]
+
+
+@gluon.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group", "head_tiles",
+                              "n_tiles"],
+           do_not_specialize_on_alignment=["c_ptr", "starts_ptr", "cu_seqlens_q", "cu_seqlens_k", "dq_semaphore"])
+def forgetting_bwd_hopper_kernel(
+        c_ptr, starts_ptr, columns_ptr, rows_ptr, q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc,
+        do_tail_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, dv_from, dv_to, counter, dq_semaphore, cu_seqlens_q, cu_seqlens_k,
+        softmax_scale, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, kv_heads, stride_dk, stride_dv, group, head_group,
+        head_tiles, n_tiles, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, PACKED: gl.constexpr,
+        HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+        DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
+    """The first four are `Own`'s, the rest as softmax_bwd_kernel; queries stand at the keys of their number."""
+    c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
+               PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, CLEARED=False, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
+               SEGMENT_BEGIN=0, SEGMENT_END=3 if HAS_LEFT else 2, OF_TILE=same_for_all, TILE=next_key_tile, BOUNDS=all_queries,
+               LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start,
+               MAINLOOP=_mainloop, STORE=pair_store, BUFFER=first_buffer)
+    ones, columns = _ones_and_columns(q_desc.dtype, ROWS, WIDTH)
+    smem = pair_tiles(q_desc.dtype, c, columns)
+    bars = pair_barriers(c)
+    source = Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc), stats_desc)
+    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
+    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
+                      window_left, window_right)
+    own = Own(c_ptr, starts_ptr, columns_ptr, rows_ptr, ones)
+    run_pair(source, grads, smem, bars, dq_desc, dq_semaphore, problem, own, scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c)
+
+
+def backward_reason(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
+                    deterministic: bool) -> str | None:
+    """Why this path does not take the call; None if it does."""
+    if deterministic:
+        return "its sums have no order"
+    if q.dtype == torch.float16:
+        return "the gradient of log_f would break the error rule in float16"
+    if q.shape[:-2] != k.shape[:-2] or cu_seqlens_q is not None and cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr():
+        return "queries and keys must have the same lengths, and cu_seqlens_q and cu_seqlens_k be one tensor"
+    return flash.backward_reason(q, k, v, options)
+
+
+def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
+                    cu_seqlens: Tensor | None, options: Options, bias: KeyBias) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dQ, dK, dV and the sums of dS by key and by query, which lie as the LSE does, for what backward_reason lets through."""
+    sequences, seqlen, _ = options.sizes(q.shape, k.shape)
+    heads = q.shape[-2]
+    columns = torch.empty(options.programs(heads, seqlen, sequences, C_BLOCK) * C_BLOCK, dtype=torch.float32, device=q.device)
+    rows = torch.zeros(options.programs(heads, seqlen, sequences, ROWS) * ROWS, dtype=torch.float32, device=q.device)
+    tile = flash.Tile(ROWS, dq_warp=True) if max(q.shape[-1], v.shape[-1]) <= 64 else flash.Tile(ROWS)
+    dq, dk, dv, _ = flash.launch_backward(
+        grad_out, grad_lse, q, k, v, out, stats, cu_seqlens, cu_seqlens, options, False, tile,
+        rule=flash.Rule(forgetting_bwd_hopper_kernel), own=(bias.c, bias.starts, columns, rows))
+    shape = autograd.lse_shape(q, options.packed)
+    return dq, dk, dv, _by_row(columns, shape, cu_seqlens, C_BLOCK), _by_row(rows, shape, cu_seqlens, ROWS)
+
+
+def _by_row(x: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None, block: int) -> Tensor:
+    """What lies in blocks, by rows."""
+    if cu_seqlens is None:
+        return x.view(*shape[:-1], -1)[..., : shape[-1]]
+    total = shape[-1]
+    token = torch.arange(total, device=x.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token.int(), right=True)
+    first = cu_seqlens.long()[sequence]
+    return x.view(shape[0], -1)[:, (first // block + sequence) * block + token - first]

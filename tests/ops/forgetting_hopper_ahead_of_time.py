@@ -1,0 +1,46 @@
+"""Compile forgetting attention's Gluon kernels for Hopper without one: `python forgetting_hopper_ahead_of_time.py 90` prints a JSON line
+per kernel."""
+
+import torch
+from hopper_ahead_of_time import WarmUp, compile_only, report
+
+
+def main() -> None:
+    compile_only()
+    from attnzoo_kernels._triton.call import layout
+    from attnzoo_kernels.flash import hopper_backward as flash
+    from attnzoo_kernels.flash.options import KeyBias, Options
+    from attnzoo_kernels.forgetting import blocks, hopper, hopper_backward
+
+    flash.multiprocessors, hopper.tile_counter = lambda device: 132, lambda device: torch.zeros(1, dtype=torch.int32)
+    plans, plan_of_flash = [], flash._plan
+
+    def plan_backward(*arguments):
+        plan = plan_of_flash(*arguments)
+        for launch in (plan.preprocess, *plan.tails, plan.mainloop, plan.postprocess):
+            launch.kernel = WarmUp(launch.kernel)
+        plans.append(plan)
+        return plan
+
+    flash._plan = plan_backward
+    for head_dim, value_dim, length, packed, left in ((64, 64, 4096, False, -1), (128, 128, 4096, False, -1), (128, 128, 4096, True, 64),
+                                                      (64, 64, 512, True, -1), (64, 128, 1000, False, 64)):
+        rows = (length,) if packed else (1, length)
+        q, k = torch.zeros(2, *rows, 4, head_dim, dtype=torch.bfloat16)
+        v = torch.zeros(*rows, 4, value_dim, dtype=torch.bfloat16)
+        bounds = torch.zeros(2, dtype=torch.int32) if packed else None
+        options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=0, key_bias=True)
+        case = {"head_dim": head_dim, "value_dim": value_dim, "packed": packed, "window": left}
+        c, starts, ends = blocks.shapes(q, k, torch.zeros(*rows, 4), options)
+        bias = KeyBias(torch.zeros(c), torch.zeros(starts, dtype=torch.float64), torch.zeros(ends, dtype=torch.int32))
+        launch = hopper._plan(q.device, q.dtype, packed, layout(q), layout(k), layout(v), options).launch
+        launch.kernel, launch.other = WarmUp(launch.kernel), None
+        hopper.launch_forward(q, k, v, bounds, bounds, options, bias)
+        report(launch.compiled, **case)
+        stats = torch.zeros(2, 4, length) if packed else torch.zeros(2, 1, 4, length)
+        hopper_backward.launch_backward(v, None, q, k, v, v, stats, bounds, options, bias)
+        report(plans[-1].mainloop.compiled, **case)
+
+
+if __name__ == "__main__":
+    main()
