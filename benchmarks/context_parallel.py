@@ -98,7 +98,7 @@ def torch_ring(case: Case, backend: str, group: int) -> Candidate:
     @contextlib.contextmanager
     def scope() -> Iterator[None]:
         shape = torch.empty(1, 1, plan.total, 1, device="cuda")
-        with context_parallel(mesh, buffers=[shape], buffer_seq_dims=[2]), sdpa_kernel(SDPBackend[backend]):
+        with context_parallel(mesh, buffers=[shape], buffer_seq_dims=[2]), sdpa_kernel(getattr(SDPBackend, backend)):
             yield
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
