@@ -128,6 +128,19 @@ def test_a_static_cache_is_read_up_to_what_it_holds(kind):
         assert_close(torch.cat(steps, dim=1), model(tokens).logits)
 
 
+@pytest.mark.parametrize("kind", ("llama", "mistral", "gpt_oss"))
+def test_continuous_batching_writes_what_each_prompt_gives_alone(kind):
+    """transformers' engine, which keeps its cache in pages: prompts read in pieces, tokens of several sequences in one call."""
+    model = build(kind, "attnzoo_flash")
+    how = transformers.GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=VOCAB, pad_token_id=VOCAB)
+    prompts = [ids(1, length)[0].tolist() for length in (5, 30, 2, 30)]
+    engine = transformers.ContinuousBatchingConfig(block_size=16, num_blocks=24, max_batch_tokens=16)
+    found = model.generate_batch(inputs=prompts, generation_config=how, continuous_batching_config=engine, progress_bar=False)
+    for prompt, (_, written) in zip(prompts, sorted(found.items()), strict=True):
+        expected = model.generate(torch.tensor([prompt]), generation_config=how)[0, len(prompt) :].tolist()
+        assert written.generated_tokens == expected
+
+
 @each_model
 def test_gradients(kind):
     tokens = ids(2, LENGTH)

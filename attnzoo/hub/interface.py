@@ -62,6 +62,7 @@ def flash(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, at
           s_aux: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
     """`flash_attention` behind transformers' attention interface: query (batch, heads, seqlen, head_dim) to (batch, seqlen, heads, ...)."""
     _refuse("attnzoo_flash", kwargs)
+    key, value = _over_pages(module, key, value, kwargs)
     q, k, v = _operands(query, key, value)
     options = _options(module, scaling, sliding_window, is_causal) | {"softcap": softcap or 0.0}
     options |= {"sinks": None if s_aux is None else s_aux.float()}
@@ -80,7 +81,7 @@ def block_sparse(module: torch.nn.Module, query: Tensor, key: Tensor, value: Ten
                  scaling: float | None = None, sliding_window: int | None = None, is_causal: bool | None = None,
                  **kwargs: Any) -> tuple[Tensor, None]:
     """`block_sparse_attention` in the pattern that the model's config names (see `use_block_sparse`), as `flash`."""
-    _refuse("attnzoo_block_sparse", kwargs | {"dropout": dropout or None}, "softcap", "s_aux", "dropout")
+    _refuse("attnzoo_block_sparse", kwargs | {"dropout": dropout or None}, "softcap", "s_aux", "dropout", "cache")
     q, k, v = _operands(query, key, value)
     options = _options(module, scaling, sliding_window, is_causal)
     chosen = {"causal": options["causal"]} | (getattr(module.config, "attnzoo_block_sparse", None) or DEFAULT_PATTERN)
@@ -149,6 +150,12 @@ def _refuse(name: str, given: dict[str, Any], *more: str) -> None:
         if given.get(option) is not None and given[option] is not False:
             raise ValueError(f"{option}: attn_implementation=\"{name}\" does not support it; load the model with "
                              f"attn_implementation=\"{'eager' if option == 'output_attentions' else 'sdpa'}\"")
+
+
+def _over_pages(module: torch.nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Keys and values of all tokens: where `generate_batch` keeps them in pages, packed copies whose lengths go to kwargs."""
+    cache = kwargs.pop("cache", None)
+    return (key, value) if cache is None else cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
 
 
 def _operands(*tensors: Tensor) -> Iterator[Tensor]:
