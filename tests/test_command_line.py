@@ -67,9 +67,16 @@ def test_a_misspelt_key_names_those_like_it(tmp_path, script, argument, near):
     assert done.returncode == 1 and done.stderr == f"error: {key}: there is no such key; like it: {near}; --help lists all\n"
 
 
-@pytest.mark.parametrize(("argument", "now"), [("variants=[a]", "readings"), ("+again=true", "remeasure")])
-def test_a_key_of_an_earlier_version_names_that_of_today(tmp_path, argument, now):
-    done = command(tmp_path, "eval.py", argument)
+@pytest.mark.parametrize(
+    ("script", "argument", "now"),
+    [
+        ("eval.py", "variants=[a]", "readings"),
+        ("eval.py", "+again=true", "remeasure"),
+        ("train.py", "data.group_by_length=true", "batching"),
+    ],
+)
+def test_a_key_of_an_earlier_version_names_that_of_today(tmp_path, script, argument, now):
+    done = command(tmp_path, script, argument)
     key = argument.partition("=")[0].lstrip("+")
     assert done.returncode == 1 and done.stderr == f"error: {key}: there is no such key; it is called {now} now\n"
 
