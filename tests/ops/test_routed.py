@@ -43,8 +43,10 @@ def test_error_is_at_most_twice_that_of_eager(case, poisoned):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", LONG, ids=str)
-@pytest.mark.parametrize("impl", ("triton", None))
+@pytest.mark.parametrize("impl", ("triton", pytest.param("gluon", marks=pytest.mark.hopper)))
 def test_error_is_at_most_twice_that_of_eager_at_length(case, dtype, impl):
+    if impl == "gluon" and dtype == torch.float32:
+        pytest.skip("the Hopper path takes 16 bits")
     check(replace(case, dtype=dtype), impl)
 
 

@@ -78,5 +78,5 @@ def moba_blocks(
 
 
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
-    """Why impl="gluon" does not take a call with these arguments of moba_attention; None where it does, and impl=None takes it."""
+    """Why impl="gluon" does not take a call with these arguments of moba_attention; None where it does."""
     return dispatch.why_not_gluon(moba_attention, q, k, v, **options)

@@ -60,7 +60,8 @@ def nsa_attention(
         (batch, seqlen_q, kv_heads, block_count - 1) or (total, kv_heads, block_count - 1).
     softmax_scale: any finite number; default head_dim ** -0.5.
     deterministic: as in `flash_attention`.
-    impl: "gluon" | "triton" | "reference", of the products, as in `routed_attention`.
+    impl: "gluon" | "triton" | "reference", of the products. None takes triton for the chosen blocks, as in `routed_attention`,
+        and for the rest what flash_attention takes.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -109,7 +110,7 @@ def nsa_attention(
 
 
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, gates: Tensor, **options: Any) -> str | None:
-    """Why impl="gluon" does not take a call with these arguments of nsa_attention; None where it does, and impl=None takes it."""
+    """Why impl="gluon" does not take a call with these arguments of nsa_attention; None where it does."""
     return dispatch.why_not_gluon(nsa_attention, q, k, v, k_cmp, v_cmp, gates, **options)
 
 
