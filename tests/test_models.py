@@ -374,8 +374,8 @@ CU = torch.tensor([0, 3, 8], dtype=torch.int32)
         ({"input_ids": ids(8), "cu_seqlens": CU, "max_seqlen": torch.tensor(5)}, "max_seqlen as an int"),
         ({"input_ids": ids(8), "cu_seqlens": CU, "max_seqlen": 17}, "17 tokens is longer"),
         ({"input_ids": ids(8), "cu_seqlens": CU, "max_seqlen": 5, "attention_mask": torch.ones(8)}, "attention_mask, cache"),
-        ({"input_ids": ids(1, 8), "cu_seqlens": CU, "max_seqlen": 5}, "flatten them"),
-        ({"input_ids": ids(1, 8), "max_seqlen": 8}, "cu_seqlens, max_seqlen: are for packed"),
+        ({"input_ids": ids(1, 8), "cu_seqlens": CU, "max_seqlen": 5}, "flatten input_ids"),
+        ({"input_ids": ids(1, 8), "max_seqlen": 8}, "cu_seqlens, max_seqlen, parents: are for packed"),
         ({"input_ids": ids(1, 8), "attention_mask": torch.ones(1, 7)}, r"must have input_ids' shape \(1, 8\), got \(1, 7\)"),
     ],
 )

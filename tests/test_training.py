@@ -145,7 +145,7 @@ def test_fused_loss_is_the_loss(kind, chosen, weighted, padded):
         loss, count = summed_loss(model, batch, fused)
         results.append((loss, count, *torch.autograd.grad(loss, tuple(model.parameters()))))
     torch.testing.assert_close(*results)
-    inputs = {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
+    inputs = {name: value for name, value in batch.items() if name not in ("input_ids", "labels", "weights")}
     logits, targets = predict(model, batch)
     if padded and not chosen:
         with pytest.raises(ValueError, match="reduction='none': must be 'sum' for padded input without logits_at"):
