@@ -18,13 +18,15 @@ SIZES = {"vocab_size": 53, "dim": 32, "n_layers": 4, "n_heads": 4, "train_contex
 
 
 def step(kind, variant, every, wrap=lambda function: function, **options):
-    """Loss and gradients of a training step on packed sequences, and the numbers that the forward pass kept for the backward."""
+    """Loss and gradients of a training step, on packed sequences where the variant takes them, and the numbers that the forward pass kept
+    for the backward."""
     attention = OmegaConf.to_container(OmegaConf.load(CONFIGS / f"{variant}.yaml"))
     torch.manual_seed(0)
     model = from_config({"_target_": f"attnzoo.models.{kind}", **SIZES, **options}, attention).train()
     model.recompute_every = every
-    ids = torch.randint(53, (64,))
-    inputs = {"cu_seqlens": torch.tensor([0, 32, 41, 64], dtype=torch.int32), "max_seqlen": 32}
+    ids, inputs = torch.randint(53, (2, 32)), {}
+    if model.supports.packed:
+        ids, inputs = ids.flatten(), {"cu_seqlens": torch.tensor([0, 32, 41, 64], dtype=torch.int32), "max_seqlen": 32}
     kept = 0
 
     def count(tensor):
