@@ -84,23 +84,23 @@ def flex(mask_mod: Callable, lists: bool) -> Callable[[Case, Inputs], Pass]:
     return make
 
 
-def of_ranges(case: RangeCase, x: Inputs) -> Callable[..., Tensor]:
-    return mask_of(case)
-
-
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (
+def backends(attnzoo: Callable[..., Callable], mask_mod: Callable, packed: str) -> dict[str, Backend]:
+    """Ours and FlexAttention, with lists made outside of the timing and inside, and ours on packed sequences under names that begin with
+    `packed`. attnzoo: from impl and lists to what makes a pass. mask_mod: as `flex` takes it."""
+    found = (
         Backend("attnzoo-gluon", attnzoo("gluon")),
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("attnzoo-gluon" + WITH, attnzoo("gluon", lists=True)),
-        Backend("flex", flex(of_ranges, False), limit=peers.PEER_LIMIT),
-        Backend("flex" + WITH, flex(of_ranges, True), limit=peers.PEER_LIMIT),
-        *(Backend(PACKED + name, peers.BACKENDS[name].make) for name in ("attnzoo-gluon", "attnzoo-triton")),
+        Backend("flex", flex(mask_mod, False), limit=peers.PEER_LIMIT),
+        Backend("flex" + WITH, flex(mask_mod, True), limit=peers.PEER_LIMIT),
+        *(Backend(packed + name, peers.BACKENDS[name].make) for name in ("attnzoo-gluon", "attnzoo-triton")),
         Backend("attnzoo-reference", attnzoo("reference")),
-        Backend(PACKED + "attnzoo-reference", peers.BACKENDS["attnzoo-reference"].make),
+        Backend(packed + "attnzoo-reference", peers.BACKENDS["attnzoo-reference"].make),
     )
-}
+    return {backend.name: backend for backend in found}
+
+
+BACKENDS = backends(attnzoo, lambda case, x: mask_of(case), PACKED)
 
 
 def of_sequences(lengths: tuple[int, ...]) -> tuple[tuple[int, int, int, int, int], ...]:

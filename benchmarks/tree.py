@@ -18,9 +18,9 @@ from attnzoo_kernels import flash_attention, tree_attention
 from attnzoo_kernels.flash import cases as flash_cases
 from attnzoo_kernels.tree import tree_ranges
 from attnzoo_kernels.tree.cases import Case, Inputs, rollouts
-from benchmarks import flash, harness, peers
-from benchmarks.harness import Backend, Entry, Line, Pass, Session, differentiable
-from benchmarks.ranges import WITH, flex
+from benchmarks import flash, harness
+from benchmarks.harness import Entry, Line, Pass, Session, differentiable
+from benchmarks.ranges import backends
 from benchmarks.report import Row
 
 PATHS = "paths "
@@ -51,19 +51,7 @@ def mask_of(case: Case, x: Inputs) -> Callable[..., Tensor]:
     return mask
 
 
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (
-        Backend("attnzoo-gluon", attnzoo("gluon")),
-        Backend("attnzoo-triton", attnzoo("triton")),
-        Backend("attnzoo-gluon" + WITH, attnzoo("gluon", lists=True)),
-        Backend("flex", flex(mask_of, False), limit=peers.PEER_LIMIT),
-        Backend("flex" + WITH, flex(mask_of, True), limit=peers.PEER_LIMIT),
-        *(Backend(PATHS + name, peers.BACKENDS[name].make) for name in ("attnzoo-gluon", "attnzoo-triton")),
-        Backend("attnzoo-reference", attnzoo("reference")),
-        Backend(PATHS + "attnzoo-reference", peers.BACKENDS["attnzoo-reference"].make),
-    )
-}
+BACKENDS = backends(attnzoo, mask_of, PATHS)
 
 
 def speed(session: Session) -> Iterator[list[Row]]:

@@ -58,7 +58,7 @@ def test_the_layer_is_the_operator():
     q, k = layer.apply_positions(q, k, seq)
     assert_close(layer(x, seq), layer.o_proj(moba_attention(q, k, v, block_size=4, top_k=2).flatten(-2)))
     assert layer.visible_pairs(10) == (1 + 2 + 3 + 4) + (5 + 6 + 7 + 8) + (5 + 6)
-    # twice as much for the backward of what is attended to, none for that of the choice: 4 heads of 8, 4 + 4 blocks and 2 of two
+    # the attention has a backward, which costs twice the forward; the choice of blocks has none
     dense = 6.0 * sum(p.weight.numel() for p in (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)) * 10
     assert layer.flops([10]) == dense + 6.0 * 4 * 16 * layer.visible_pairs(10) + 2.0 * 32 * (4 + 2 * 2)
 

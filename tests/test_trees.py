@@ -121,7 +121,7 @@ def test_a_batch_says_what_it_holds():
     source = rows()
     assert (source.n_rows, source.n_left_out) == (3, 1)
     batch = source.batch(0, np.arange(3))
-    # 5 1 2, then 1 1 1 1 1 1 1, or 3, then 4 (0, or 4 and 0 or 6 0) or 7 0; and 8 8 8 8 8 2 0
+    # every token of the two tries once, segment by segment
     assert batch["n_tokens"] == len(batch["input_ids"]) == 3 + 7 + 1 + 1 + 1 + 1 + 1 + 2 + 2 + 7
     assert batch["n_targets"] == len(batch["labels"]) == len(batch["weights"]) < batch["weights"].sum()
     lengths, shared = batch["lengths"], batch["shared"]

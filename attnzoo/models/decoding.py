@@ -150,8 +150,13 @@ def why_no_graph(model: nn.Module, device: torch.device) -> str | None:
         return f"it needs a GPU, got {device.type}"
     if not model.supports.cache:
         return "the attention has no cache"
-    others = {block.attention.name for block in model.blocks if not block.attention.decodes_on_device}
-    return f"attention={', '.join(sorted(others))} asks the host how long a cache is" if others else None
+    others = _decoding_by_host(model)
+    return f"attention={others} asks the host how long a cache is" if others else None
+
+
+def _decoding_by_host(model: nn.Module) -> str:
+    """The names of the variants of its layers that cannot leave to the device where a token stands."""
+    return ", ".join(sorted({block.attention.name for block in model.blocks if not block.attention.decodes_on_device}))
 
 
 def draw(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None,
@@ -186,9 +191,9 @@ def _check(model: nn.Module, input_ids: Tensor, max_new_tokens: int, lengths: Te
         if lengths.shape != input_ids.shape[:1] or lengths.is_floating_point() or lengths.device != input_ids.device:
             raise ValueError(f"lengths: must be whole numbers of shape ({input_ids.shape[0]},) on {input_ids.device}, got {lengths.dtype} "
                              f"of shape {tuple(lengths.shape)} on {lengths.device}")
-        others = {block.attention.name for block in model.blocks if not block.attention.decodes_on_device}
+        others = _decoding_by_host(model)
         if others or not model.supports.cache:
-            raise ValueError(f"lengths: attention={', '.join(sorted(others))} takes no rows of unlike lengths; read them one by one")
+            raise ValueError(f"lengths: attention={others} takes no rows of unlike lengths; read them one by one")
         if not (1 <= lengths.min() and lengths.max() <= input_ids.shape[1]):
             raise ValueError(f"lengths: must lie between 1 and the rows' {input_ids.shape[1]} tokens, got {lengths.tolist()}")
     # the last token drawn is never read

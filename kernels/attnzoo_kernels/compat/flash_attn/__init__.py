@@ -86,7 +86,7 @@ def flash_attn_kvpacked_func(
 ) -> Result:
     """q (batch, seqlen_q, heads, head_dim), kv (batch, seqlen_k, 2, kv_heads, head_dim) -> out as q."""
     return _attend(q, *_parts("kv", kv, 2, False),
-                   dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -102,7 +102,7 @@ def flash_attn_qkvpacked_func(
 ) -> Result:
     """qkv (batch, seqlen, 3, heads, head_dim) -> out (batch, seqlen, heads, head_dim)."""
     return _attend(*_parts("qkv", qkv, 3, False),
-                   dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -167,7 +167,7 @@ def flash_attn_varlen_kvpacked_func(
     """q (total_q, heads, head_dim), kv (total_k, 2, kv_heads, head_dim), cu_seqlens int32 (batch + 1,) -> out as q."""
     return _attend(
         q, *_parts("kv", kv, 2, True),
-                   dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
 
@@ -187,5 +187,5 @@ def flash_attn_varlen_qkvpacked_func(
     """qkv (total, 3, heads, head_dim), cu_seqlens int32 (batch + 1,) -> out (total, heads, head_dim)."""
     return _attend(
         *_parts("qkv", qkv, 3, True),
-                dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen)
