@@ -109,8 +109,8 @@ def test_defaults_follow_the_training_context(method, window, factor, sinks):
 
 @pytest.mark.parametrize("options, message", [
     ({"method": "yarn"}, "attention.method='yarn': must be one of rerope, leaky_rerope"),
-    ({"window": 0}, "attention.window=0: must be an integer of at least 1, or null"),
-    ({"factor": 4}, "attention.factor=4: has no effect with method=rerope; leave it out, or set attention.method to leaky_rerope or self"),
+    ({"window": 0}, "attention.window=0: must be an integer of at least 1, or left out"),
+    ({"factor": 4}, "attention.factor=4: has no effect with method=rerope; leave it out, or set method to leaky_rerope or self_extend"),
     ({"method": "self_extend", "sinks": 4}, "attention.sinks=4: has no effect with method=self_extend"),
     ({"method": "self_extend", "factor": 1.5}, "attention.factor=1.5: must be an integer of at least 1"),
 ])

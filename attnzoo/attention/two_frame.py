@@ -32,13 +32,12 @@ class Frames:
 
     def __init__(self, method: str, context: int, window: int | None, factor: int | None, sinks: int | None):
         if method not in METHODS:
-            raise ValueError(f"attention.method={method!r}: must be one of {', '.join(METHODS)}")
+            raise ValueError(f"method={method!r}: must be one of {', '.join(METHODS)}")
         for name, value, known, least in (("factor", factor, FACTOR, 1), ("sinks", sinks, SINKS, 0)):
             if value is not None and method not in known:
-                raise ValueError(f"attention.{name}={value}: has no effect with method={method}; leave it out, or set attention.method to "
-                                 f"{' or '.join(known)}")
+                raise ValueError(f"{name}={value}: has no effect with method={method}; leave it out, or set method to {' or '.join(known)}")
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-                raise ValueError(f"attention.{name}={value!r}: must be an integer of at least {least}")
+                raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")
         self.method = method
         self.factor = FACTOR.get(method, 1) if factor is None else factor
         self.sinks = SINKS.get(method) if sinks is None else sinks
@@ -47,7 +46,7 @@ class Frames:
                 method, context // 2)
             window = max(window, 1)
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-            raise ValueError(f"attention.window={window!r}: must be an integer of at least 1, or null")
+            raise ValueError(f"window={window!r}: must be an integer of at least 1, or left out")
         self.window = window
 
     @property
@@ -99,7 +98,10 @@ class TwoFrameAttention(Attention):
                  factor: int | None = None, sinks: int | None = None):
         super().__init__(spec)
         self.impl = impl
-        self.frames = Frames(method, spec.known_context, window, factor, sinks)
+        try:
+            self.frames = Frames(method, spec.known_context, window, factor, sinks)
+        except ValueError as error:
+            raise ValueError(f"attention.{error}") from error
 
     def apply_positions(self, q: Tensor, k: Tensor, seq: SequenceInfo) -> tuple[Tensor, Tensor]:
         """Both frames' rotations side by side, (..., heads, 2 head_dim), the near one first."""
