@@ -175,6 +175,24 @@ def test_two_ranks_train_as_one(tmp_path):
     assert_same_losses(two, one)
 
 
+@pytest.mark.slow
+def test_split_parameters_train_as_whole_ones(tmp_path):
+    """On two ranks in the middle of a run that begins and ends on one; a checkpoint does not tell which it is of."""
+    one, moved = tmp_path / "one", tmp_path / "moved"
+    single = ["data.batch_size=8", "trainer.val_check_interval=2"]
+    runner.train(compose_tiny(one, *single, "trainer.max_steps=6"))
+    schedule = "optimizer.total_steps=6"
+    runner.train(compose_tiny(moved, *single, schedule, "trainer.max_steps=2"))
+    options = ["trainer=fsdp2", "trainer.accelerator=cpu", "trainer.devices=2", "data.batch_size=4", schedule]
+    command = [sys.executable, "train.py", *TINY, *options, "trainer.max_steps=4", "trainer.val_check_interval=2", "resume=auto",
+               f"data.paths=[{moved / 'corpus'}]", f"data.cache_dir={moved / 'cache'}", f"hydra.run.dir={moved / 'run'}"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    runner.train(compose_tiny(moved, *single, schedule, "trainer.max_steps=6", "resume=auto"))
+    for name in ("train/loss", "val/loss"):
+        values = [torch.tensor([float(loss) for loss in column(folder, name)]) for folder in (moved, one)]
+        torch.testing.assert_close(*values)
+
+
 class ScalarReads(TorchDispatchMode):
     """Counts reads of tensor values by the host, each of which waits for a GPU."""
 

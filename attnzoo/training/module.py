@@ -154,10 +154,14 @@ class TokenPrediction(lightning.LightningModule):
         self.step_loss = totals[0]
         self.log("train/loss", totals[0] / totals[1])
 
+    def configure_model(self) -> None:
+        if hasattr(self.trainer.strategy, "shard") and not self.is_sharded:
+            self.trainer.strategy.shard(self.model)
+
     @property
     def is_sharded(self) -> bool:
         """Whether each rank holds a part of the parameters only (FSDP)."""
-        return hasattr(self.trainer.model, "clip_grad_norm_")
+        return hasattr(self.trainer.model, "clip_grad_norm_") or hasattr(next(self.parameters()), "full_tensor")
 
     def _sum_over_ranks(self, totals: Tensor) -> None:
         # not Strategy.reduce, whose barrier makes the host wait in every step
@@ -178,11 +182,11 @@ class TokenPrediction(lightning.LightningModule):
     ):
         if not gradient_clip_val:
             return
-        if self.is_sharded:  # no rank has the whole gradient
+        if hasattr(self.trainer.model, "clip_grad_norm_"):  # FSDP: no rank has the whole gradient
             norm = self.trainer.model.clip_grad_norm_(gradient_clip_val)
         else:
             norm = nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
-        self.log("train/grad_norm", norm)
+        self.log("train/grad_norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer, schedule = self.optimizer.build(
