@@ -127,13 +127,21 @@ def cu_seqlens(name: str, value: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name}: must be contiguous, got stride {value.stride(0)}")
 
 
-def packed_lengths(suffix: str, cu_seqlens: Tensor, longest: int | None, total: int) -> None:
+def rising(name: str, cu_seqlens: Tensor, total: int | None = None) -> list[int] | None:
     """What cu_seqlens holds, where looking costs no wait: on a CPU."""
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
-        return
+        return None
     bounds = cu_seqlens.tolist()
-    if bounds[0] != 0 or bounds[-1] > total or sorted(bounds) != bounds:
-        raise ValueError(f"cu_seqlens_{suffix}: must rise from 0 to at most the {total} tokens, got {bounds}")
+    if bounds[0] != 0 or sorted(bounds) != bounds or total is not None and bounds[-1] > total:
+        most = "" if total is None else f" to at most the {total} tokens"
+        raise ValueError(f"{name}: must rise from 0{most}, got {bounds}")
+    return bounds
+
+
+def packed_lengths(suffix: str, cu_seqlens: Tensor, longest: int | None, total: int) -> None:
+    bounds = rising(f"cu_seqlens_{suffix}", cu_seqlens, total)
+    if bounds is None:
+        return
     reached = max(end - start for start, end in zip(bounds, bounds[1:], strict=False))
     if longest is not None and reached > longest:
         raise ValueError(f"max_seqlen_{suffix}: must be at least the longest sequence's {reached}, got {longest}")

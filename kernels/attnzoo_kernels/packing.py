@@ -18,6 +18,8 @@ def pad_packed(tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Te
     """
     if max_seqlen is None:
         max_seqlen = tokens.shape[0] if torch.compiler.is_compiling() else int(cu_seqlens.diff().amax())
+    elif not torch.compiler.is_compiling():
+        max_seqlen = min(max_seqlen, tokens.shape[0])
     position = torch.arange(max_seqlen, device=tokens.device)
     start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     index = start[:, None] + position

@@ -41,14 +41,15 @@ def test_many_chunks_give_what_one_gives(monkeypatch):
     torch.testing.assert_close(run(case, "triton"), whole)
 
 
-def test_targets_that_do_not_count_and_those_that_do_not_exist():
+@pytest.mark.parametrize("impl", ("triton", "reference"))
+def test_targets_that_do_not_count_and_those_that_do_not_exist(impl):
     x, weight = (torch.randn(n, 16, device=DEVICE).requires_grad_() for n in (4, 10))
     none = torch.full((4,), -100, device=DEVICE)
-    loss = linear_cross_entropy(x, weight, none, reduction="sum", impl="triton")
+    loss = linear_cross_entropy(x, weight, none, reduction="sum", impl=impl)
     assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, weight)))
-    losses = linear_cross_entropy(x, weight, torch.tensor([0, 10, -1, 9], device=DEVICE), reduction="none", impl="triton")
+    losses = linear_cross_entropy(x, weight, torch.tensor([0, 10, -1, 9], device=DEVICE), reduction="none", impl=impl)
     assert losses.isnan().tolist() == [False, True, True, False]
-    empty = linear_cross_entropy(x[:0], weight, none[:0], reduction="sum", impl="triton")
+    empty = linear_cross_entropy(x[:0], weight, none[:0], reduction="sum", impl=impl)
     assert empty == 0 and not torch.autograd.grad(empty, weight)[0].any()
 
 
@@ -79,6 +80,8 @@ def test_wrong_arguments_are_refused():
         (ValueError, r"weight: must be .* \(rows, 4\), got .* \(6, 3\)", lambda: linear_cross_entropy(x, weight[:, :3], targets)),
         (ValueError, "targets: must be int64", lambda: linear_cross_entropy(x, weight, targets.int())),
         (ValueError, r"bias: must be .* \(6,\)", lambda: linear_cross_entropy(x, weight, targets, bias=torch.zeros(5))),
+        (ValueError, r"token_weights: must be .* \(2,\), got torch.float8_e4m3fn",
+         lambda: linear_cross_entropy(x, weight, targets, token_weights=torch.ones(2).to(torch.float8_e4m3fn))),
         (ValueError, "reduction: must be one of", lambda: linear_cross_entropy(x, weight, targets, reduction="max")),
         (ValueError, "vocab_size: must be at most", lambda: linear_cross_entropy(x, weight, targets, vocab_size=7)),
         (ValueError, "label_smoothing: must lie", lambda: linear_cross_entropy(x, weight, targets, label_smoothing=1.0)),

@@ -105,6 +105,20 @@ def test_packed_calls_need_no_longest_sequence(operator, impl, device):
     assert torch.equal(attend(q, k, v, **packed), attend(q, k, v, **packed, max_seqlen_q=3, max_seqlen_k=4))
 
 
+def test_a_bound_on_the_longest_sequence_may_be_far_away():
+    q, k, v = torch.randn(3, 5, 1, 16, dtype=torch.float64)
+    packed = {"cu_seqlens_q": BOUNDS, "cu_seqlens_k": BOUNDS}
+    far = sigmoid_attention(q, k, v, **packed, max_seqlen_q=2**40, max_seqlen_k=2**40)
+    torch.testing.assert_close(far, sigmoid_attention(q, k, v, **packed))
+
+
+@pytest.mark.parametrize("attend", (flash_attention, sigmoid_attention))
+def test_slopes_are_as_exact_as_the_tensors(attend):
+    q, k, v = torch.randn(3, 1, 40, 2, 16, dtype=torch.float64)
+    slopes = torch.rand(2)
+    assert torch.equal(attend(q, k, v, alibi_slopes=slopes), attend(q, k, v, alibi_slopes=slopes.double()))
+
+
 def test_a_compiled_reference_needs_no_longest_sequence():
     q, k, v = torch.randn(3, 5, 1, 16)
     packed = {"cu_seqlens_q": BOUNDS, "cu_seqlens_k": BOUNDS, "impl": "reference"}
@@ -200,6 +214,9 @@ MASK = torch.ones(1, 1, 2, 2, dtype=torch.bool)
     (lambda: bias_gelu(torch.zeros(2, 4).to(torch.float8_e4m3fn), torch.zeros(4)), TypeError, "x: must be float16, .*float8_e4m3fn"),
     (lambda: bias_gelu(torch.zeros(2, 4).long(), torch.zeros(4)), TypeError, "x: must be float16, .* got torch.int64"),
     (lambda: flash_attention(*[torch.zeros(1, 2, 1, 16).to_sparse()] * 3), TypeError, "q: must be a dense tensor, got torch.sparse_coo"),
+    (lambda: flash_attention(*torch.zeros(3, 1, 2, 1, 16), return_lse=torch.ones(2)), TypeError, "return_lse: must be True or False"),
+    (lambda: BlockLayout(MASK, torch.ones(2), 16), ValueError, "block_q: must be one of 16, "),
+    (lambda: padding.position_ids(BOUNDS + 1, 5), ValueError, "cu_seqlens: must rise from 0, got"),
     (lambda: flash_attn.flash_attn_qkvpacked_func([1.0]), TypeError, "qkv: must be a tensor, got list"),
     (lambda: flash_attn.flash_attn_kvpacked_func(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 3, 1, 16)), ValueError,
      r"kv: must be \(batch, seqlen, 2, heads, head_dim\), got shape \(1, 2, 3, 1, 16\)"),

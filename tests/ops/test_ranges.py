@@ -224,6 +224,7 @@ WRONG = {
     "a causal call": ({"causal": True}, ValueError, "causal: must be False with ranges, .* got True"),
     "lengths, too": ({"cu_seqlens_q": torch.tensor([0, 4], dtype=torch.int32)}, ValueError, "cu_seqlens_q: must be None with ranges"),
     "a batch": ({"q": torch.zeros(1, 4, 2, 16)}, ValueError, r"q: must be \(total, heads, head_dim\), got shape"),
+    "slopes": ({"alibi_slopes": torch.ones(2)}, NotImplementedError, "ranges: go with no alibi_slopes and no dropout_p"),
     "dropout": ({"dropout_p": 0.1}, NotImplementedError, "ranges: go with no alibi_slopes and no dropout_p"),
     "the path for CPUs": ({"impl": "cpu"}, NotImplementedError, 'impl="cpu" does not take this call: it has no ranges'),
 }

@@ -113,9 +113,9 @@ def test_it_compiles_to_what_eager_mode_computes():
 
 @pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=needs_triton)])
 def test_empty_inputs(impl):
-    for rows in ((0, 5), (2, 0)):
-        leaves = [torch.zeros(*rows, heads, 16, device=DEVICE, requires_grad=True) for heads in (4, 2, 2)]
-        blocks = torch.zeros(*rows, 4, 2, device=DEVICE, dtype=torch.int32)
+    for batch, queries, keys in ((0, 5, 5), (2, 0, 0), (2, 5, 0)):
+        leaves = [torch.zeros(batch, *rest, 16, device=DEVICE, requires_grad=True) for rest in ((queries, 4), (keys, 2), (keys, 2))]
+        blocks = torch.zeros(batch, queries, 4, 2, device=DEVICE, dtype=torch.int32)
         routed_attention(*leaves, blocks, block_size=4, impl=impl).sum().backward()
         assert all(t.grad is not None and t.grad.shape == t.shape for t in leaves)
 

@@ -92,6 +92,8 @@ WRONG = {
     "a parent behind": ({"parents": torch.tensor([-1, 2, 1, -1])}, ValueError, "segment 1 must have -1 for a parent, or 0 or .* got 2"),
     "too few parents": ({"parents": torch.tensor([-1, 0])}, ValueError, r"parents: must be contiguous and have shape \(4,\), .* got shape"),
     "parents as floats": ({"parents": torch.zeros(4)}, TypeError, "parents: must be int32, got torch.float32"),
+    "more tokens than there are": ({"cu_seqlens": torch.tensor([0, 1, 2, 3, 5], dtype=torch.int32)}, ValueError,
+                                   "cu_seqlens: must rise from 0 to at most the 4 tokens, got"),
     "no bounds": ({"cu_seqlens": [0, 4]}, TypeError, "cu_seqlens: must be an int32 tensor"),
 }
 
@@ -103,3 +105,5 @@ def test_a_wrong_argument_is_named(change, error, message):
         arguments["parents"] = arguments["parents"].int()
     with pytest.raises(error, match=message):
         tree_attention(*torch.zeros(3, 4, 2, 16), **arguments)
+    with pytest.raises(error, match=message):
+        tree_positions(**arguments, total=4)

@@ -72,6 +72,7 @@ def block_sparse_attention(
     window = checks.window(window_size, causal)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
+    checks.flag("return_lse", return_lse)
     for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)) if packed else ():
         if value is None:
             raise ValueError(f"{name}: must be an int of at least the longest sequence, which tells the layout's size, got None")

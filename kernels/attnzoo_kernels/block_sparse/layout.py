@@ -135,5 +135,5 @@ def _check_mask(mask: Tensor) -> None:
 
 
 def check_block(name: str, block: int) -> None:
-    if block not in BLOCKS:
+    if not isinstance(block, checks.INTEGERS) or block not in BLOCKS:
         raise ValueError(f"{name}: must be one of {', '.join(map(str, BLOCKS))} tokens, got {block!r}")

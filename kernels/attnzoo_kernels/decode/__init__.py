@@ -65,6 +65,7 @@ def decode_attention(
                             unpacked="; it takes no packed input, and one token of each sequence is q[:, None]")
     batch, _, heads, head_dim = q.shape
     checks.flag("check", check)
+    checks.flag("return_lse", return_lse)
     _check_lengths(cache_seqlens, q, k_cache.shape[1] * (1 if block_table is None else block_table.shape[1]), check)
     if block_table is not None:
         _check_pages(cache_seqlens, block_table, *k_cache.shape[:2], check)

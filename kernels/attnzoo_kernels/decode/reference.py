@@ -29,7 +29,7 @@ def decode_attention_reference(q, k_cache, v_cache, *, cache_seqlens, block_tabl
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
-        scores = scores + alibi_bias(alibi_slopes, len_q, len_k, rows, columns)
+        scores = scores + alibi_bias(alibi_slopes.to(scores.dtype), len_q, len_k, rows, columns)
     scores = scores.masked_fill(~visible(len_q, len_k, rows, columns, window_size), -torch.inf)
     if sinks is not None:
         # a sink is a key without a value

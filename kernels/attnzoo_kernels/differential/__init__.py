@@ -79,6 +79,7 @@ def differential_attention(
     left, right = checks.window(window_size, causal)
     softmax_scale = checks.softmax_scale(softmax_scale, q1.shape[-1])
     deterministic = checks.deterministic(deterministic)
+    checks.flag("return_lse", return_lse)
     if k2 is k1:
         k2 = None
     if dispatch.takes_cpu(impl, "q1", q1):

@@ -44,9 +44,10 @@ def dual_chunk_attention(
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
     head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
-    cos, sin: float32 (positions, rotary_dim / 2), the angles of position 0, 1, ...; at least as many as the largest position below, plus
-    one. rotary_dim may be less than head_dim; the channels behind it are not rotated. rope_interleaved: channel 2c pairs with 2c + 1
-    instead of c with c + rotary_dim / 2.
+    cos, sin: float32 (positions, rotary_dim / 2), of the angles of position 0, 1, ...; at least as many as the largest position below,
+    plus one. A pair's angle grows evenly from 0 on: gradients are turned by differences of positions. rotary_dim may be less than
+    head_dim; the channels behind it are not rotated. rope_interleaved: channel 2c pairs with 2c + 1 instead of c with
+    c + rotary_dim / 2.
 
     Query i stands at position p = i + seqlen_k - seqlen_q (bottom right), key j at position j. With chunks of L = chunk_size - local_size
     tokens, and n chunks from the key's to the query's, the rotary positions of the two are
@@ -86,6 +87,7 @@ def dual_chunk_attention(
     checks.flag("rope_interleaved", rope_interleaved)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
+    checks.flag("return_lse", return_lse)
 
     if dispatch.takes_cpu(impl, "q", q):
         out, lse = dual_chunk_attention_cpu(

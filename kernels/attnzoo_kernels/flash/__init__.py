@@ -82,13 +82,14 @@ def flash_attention(
     checks.probability("dropout_p", dropout_p)
     checks.non_negative("softcap", softcap)
     left, right = checks.window(window_size, causal)
+    checks.flag("return_lse", return_lse)
+    if ranges is not None:
+        ranges = _checked_ranges(ranges, q, k, causal, alibi_slopes, dropout_p)
     if alibi_slopes is not None:
         batch = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
         checks.per_head("alibi_slopes", alibi_slopes, q, heads, batch)
     if sinks is not None:
         checks.per_head("sinks", sinks, q, heads)
-    if ranges is not None:
-        ranges = _checked_ranges(ranges, q, k, causal, alibi_slopes, dropout_p)
     softmax_scale = checks.softmax_scale(softmax_scale, head_dim)
     deterministic = checks.deterministic(deterministic)
     rng_state = new_rng_state(q.device) if dropout_p > 0 and not dispatch.asking() else None

@@ -57,7 +57,7 @@ def flash_attention_reference(q, k, v, *, window_size, softmax_scale, softcap, a
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
-        scores = scores + alibi_bias(alibi_slopes, len_q, len_k, rows, columns)
+        scores = scores + alibi_bias(alibi_slopes.to(scores.dtype), len_q, len_k, rows, columns)
     seen = visible(len_q, len_k, rows, columns, window_size) if ranges is None else times_seen(ranges, rows, columns, window_size)
     scores = scores.masked_fill(seen == 0, -torch.inf)
 

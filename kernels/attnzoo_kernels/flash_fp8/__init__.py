@@ -109,6 +109,7 @@ def flash_attention_fp8(
     autograd.refuse_derivatives("FP8 attention", "use flash_attention", q=q, k=k, v=v,
                                 **{f"{name}_descale": x for name, x in descales.items()})
     checks.flag("causal", causal)
+    checks.flag("return_lse", return_lse)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     if dispatch.takes_reference("flash_fp8", impl, "q", q, IMPLEMENTATIONS, dtypes=(FP8,)):
         out, lse = flash_fp8_reference(q, k, v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, causal=causal,

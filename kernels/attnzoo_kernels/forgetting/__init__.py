@@ -73,6 +73,7 @@ def forgetting_attention(
     left, _ = checks.window(window_size, True)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
+    checks.flag("return_lse", return_lse)
     if prune is not None:
         checks.flag("prune", prune, " or None")
     if dispatch.takes_reference("forgetting", impl, "q", q, IMPLEMENTATIONS):

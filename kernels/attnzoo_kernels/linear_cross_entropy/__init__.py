@@ -71,7 +71,7 @@ def _check(x, weight, targets, bias, token_weights, reduction, ignore_index, voc
         if value is None:
             continue
         checks.tensor(name, value)
-        if value.shape != shape or not value.is_floating_point():
+        if value.shape != shape or value.dtype not in checks.DTYPES:
             raise ValueError(f"{name}: must be floating point of shape {tuple(shape)}, got {value.dtype} of shape {tuple(value.shape)}")
     for name, value in (("weight", weight), ("targets", targets), ("bias", bias), ("token_weights", token_weights)):
         if value is not None and value.device != x.device:

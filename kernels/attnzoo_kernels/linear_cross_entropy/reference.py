@@ -17,8 +17,11 @@ def linear_cross_entropy_reference(
     logits = logits.flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
-    losses = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=ignore_index, label_smoothing=label_smoothing)
+    known = (targets >= 0) & (targets < vocab_size)
+    losses = F.cross_entropy(logits, torch.where(known, targets, 0).flatten(), reduction="none", label_smoothing=label_smoothing)
     if z_loss > 0:
-        losses = losses + torch.where(targets.flatten() != ignore_index, z_loss * logits.logsumexp(-1).square(), 0)
+        losses = losses + z_loss * logits.logsumexp(-1).square()
     losses = losses.view(targets.shape)
-    return losses if token_weights is None else losses * token_weights
+    if token_weights is not None:
+        losses = losses * token_weights
+    return torch.where(targets == ignore_index, 0, torch.where(known, losses, torch.nan))

@@ -75,6 +75,7 @@ def nsa_attention(
     k_window, v_window = k if k_window is None else k_window, v if v_window is None else v_window
     checks.alike("k_window", k_window, "k", k)
     checks.alike("v_window", v_window, "v", v)
+    checks.flag("return_blocks", return_blocks)
     if blocks is not None:
         check_blocks(blocks, q, k)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])

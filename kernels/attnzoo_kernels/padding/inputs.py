@@ -111,6 +111,7 @@ def cu_seqlens(value: Tensor) -> None:
         raise TypeError(f"cu_seqlens: must be int32, got {value.dtype}")
     if value.stride(0) != 1:
         raise ValueError(f"cu_seqlens: must be contiguous, got stride {value.stride(0)}")
+    checks.rising("cu_seqlens", value)
 
 
 def indices(value: Tensor, x: Tensor, n_slots: int) -> None:

@@ -66,6 +66,7 @@ def routed_attention(
     check_blocks(blocks, q, k)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
+    checks.flag("return_lse", return_lse)
     if dispatch.takes_reference("routed", impl, "q", q, IMPLEMENTATIONS) or q.numel() == 0:
         out, lse = routed_attention_reference(
             q, k, v, blocks, block_size=block_size, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,

@@ -98,7 +98,7 @@ def _gradients(
         parts_grads = _gathered(grad_out, sources, rows), _gathered_numbers(grad_lse, sources, rows)
     dq, dk, dv = _derive(*own_grads[:2], q, k, v, own_out, own_stats, own, *options)
     dparts, dk_heads, dv_heads = _derive(*parts_grads, parts_q, k_heads, v_heads, parts_out, parts_stats, chosen, *options)
-    dk, dv = (x + y.view(x.shape[1], x.shape[0], -1).transpose(0, 1) for x, y in ((dk, dk_heads), (dv, dv_heads)))
+    dk, dv = (x + y.view(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1) for x, y in ((dk, dk_heads), (dv, dv_heads)))
     return launch_sum(dq, dparts, place, rows), dk, dv
 
 

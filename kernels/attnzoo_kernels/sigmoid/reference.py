@@ -29,7 +29,7 @@ def sigmoid_attention_reference(q, k, v, *, window_size, softmax_scale, sigmoid_
     scores = (q @ k.mT) * softmax_scale
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if alibi_slopes is not None:
-        scores = scores + alibi_bias(alibi_slopes, len_q, len_k, rows, columns)
+        scores = scores + alibi_bias(alibi_slopes.to(scores.dtype), len_q, len_k, rows, columns)
     if sigmoid_bias is None:
         scores = scores - len_k.clamp(min=1).to(scores.dtype).log().view(-1, 1, 1, 1)
     else:

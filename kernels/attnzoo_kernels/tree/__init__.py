@@ -52,7 +52,7 @@ def tree_attention(
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
     checks.tensor("q", q)
-    _check_places(parents, cu_seqlens)
+    _check_places(parents, cu_seqlens, q.shape[0] if q.dim() else None)
     if parents.device != q.device:
         raise ValueError(f"parents: must be on q's device {q.device}, got {parents.device}")
     by_kernel = impl != "reference" and (parents.is_cuda or impl == "triton")
@@ -78,8 +78,8 @@ def tree_ranges(parents: Tensor, cu_seqlens: Tensor, *, check: bool = False, imp
 
 def tree_positions(parents: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
     """Position of each of `total` tokens in the sequences that it belongs to, int64 (total,): how many tokens stand before it there."""
-    _check_places(parents, cu_seqlens)
     checks.integer("total", total, 0)
+    _check_places(parents, cu_seqlens, total)
     _, below, begin, end, _ = reference_ranges(parents, cu_seqlens).long().T
     # what a segment adds to the positions begins behind it, and ends behind the last below it
     added = torch.zeros(total + 1, dtype=torch.int64, device=parents.device)
@@ -92,7 +92,7 @@ def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, parents: Tensor, cu_seqlens: 
     return dispatch.why_not_gluon(tree_attention, q, k, v, parents, cu_seqlens, **options)
 
 
-def _check_places(parents: Tensor, cu_seqlens: Tensor) -> None:
+def _check_places(parents: Tensor, cu_seqlens: Tensor, total: int | None = None) -> None:
     checks.tensor("parents", parents, "an int32 tensor of shape (segments,)")
     if parents.dtype != torch.int32:
         raise TypeError(f"parents: must be int32, got {parents.dtype}")
@@ -100,5 +100,6 @@ def _check_places(parents: Tensor, cu_seqlens: Tensor) -> None:
     if parents.shape != (cu_seqlens.shape[0] - 1,) or parents.stride() != (1,):
         raise ValueError(f"parents: must be contiguous and have shape {(cu_seqlens.shape[0] - 1,)}, one entry for each segment of "
                          f"cu_seqlens, got shape {tuple(parents.shape)} with strides {parents.stride()}")
+    checks.rising("cu_seqlens", cu_seqlens, total)
     if parents.device.type == "cpu" and not torch.compiler.is_compiling():
         check_tree(parents)

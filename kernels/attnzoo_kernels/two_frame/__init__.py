@@ -72,6 +72,7 @@ def two_frame_attention(
     near, far = (min(int(n), checks.UNLIMITED) for n in (near_keys, checks.UNLIMITED if far_keys is None else far_keys))
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
+    checks.flag("return_lse", return_lse)
 
     if dispatch.takes_cpu(impl, "q", q):
         out, lse = two_frame_attention_cpu(q, k, v, near_keys=near, far_keys=far, softmax_scale=softmax_scale,
