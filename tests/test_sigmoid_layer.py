@@ -31,7 +31,6 @@ def test_a_longer_training_keeps_the_bias_of_the_first():
 
 @pytest.mark.parametrize("options, message", [
     ({"sigmoid_bias": "length"}, "attention.sigmoid_bias=length: earlier tokens of a causal model would depend on how many follow"),
-    ({"impl": "cpu"}, "attention.impl=cpu: sigmoid attention has no path for CPUs"),
     ({"window_size": [1]}, "attention.window_size"),
 ])
 def test_what_it_refuses(options, message):

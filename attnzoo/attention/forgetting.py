@@ -20,7 +20,7 @@ class ForgettingAttention(Attention):
     The paper's models have no positions besides (model.positions=none); rotary and learned ones go with it. The parameter beside those of
     all variants is `fgate_proj`.
 
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "reference").
+    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     """
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False,

@@ -16,7 +16,7 @@ class SigmoidAttention(WindowedAttention):
 
     It has the parameters of attention=flash. The paper trains it with qk_norm, and with rotary positions or ALiBi.
 
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "reference"; on a CPU the reference does).
+    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     window_size: (left, right) keys beside its own that a query sees, -1 is unlimited; right is 0 in a causal model.
     sigmoid_bias: a number; None for the paper's -log(context), of the context that the model was trained on, so that a prompt, a longer
         text and one token over a cache are read alike; or "length" for -log of each sequence's own length, in bidirectional models only.
@@ -28,8 +28,6 @@ class SigmoidAttention(WindowedAttention):
     def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None, window_size: Sequence[int] = (-1, -1),
                  sigmoid_bias: float | Literal["length"] | None = None):
         super().__init__(spec, window_size)
-        if impl == "cpu":
-            raise ValueError("attention.impl=cpu: sigmoid attention has no path for CPUs; null or reference takes its reference there")
         if sigmoid_bias == "length" and spec.causal:
             raise ValueError("attention.sigmoid_bias=length: earlier tokens of a causal model would depend on how many follow; give a "
                              "number, or null for the training context's")

@@ -7,6 +7,8 @@ import test_block_sparse
 import test_differential
 import test_dual_chunk
 import test_flash
+import test_forgetting
+import test_sigmoid
 import torch
 from paths import GPU
 from test_derivatives import leaves
@@ -21,10 +23,13 @@ from attnzoo_kernels.differential import cases as differential
 from attnzoo_kernels.dropout import keep_mask
 from attnzoo_kernels.dual_chunk import cases as dual_chunk
 from attnzoo_kernels.flash import cases as flash
+from attnzoo_kernels.forgetting import cases as forgetting
+from attnzoo_kernels.sigmoid import cases as sigmoid
 from benchmarks.accuracy import assert_accurate
 
 pytestmark = pytest.mark.skipif(GPU, reason="it is the path of a machine without a GPU")
-OPERATORS = {"flash": flash, "block_sparse": block_sparse, "differential": differential, "dual_chunk": dual_chunk}
+OPERATORS = {"flash": flash, "block_sparse": block_sparse, "differential": differential, "dual_chunk": dual_chunk, "sigmoid": sigmoid,
+             "forgetting": forgetting}
 LONG = (  # what the fused kernel does by several tiles, parts and blocks of its own
     ("flash", flash.Case(seqlen_q=300, seqlen_k=700, heads=4, kv_heads=2, causal=True)),
     ("flash", flash.Case(seqlen_q=700, heads=1, head_dim=32, window_size=(100, 300), sinks=True)),
@@ -36,6 +41,9 @@ LONG = (  # what the fused kernel does by several tiles, parts and blocks of its
     *(("dual_chunk", dual_chunk.Case(seqlen_q=600, heads=2, kv_heads=1, chunk_size=200, local_size=50, causal=causal))
       for causal in (True, False)),
     ("dual_chunk", dual_chunk.Case(lengths_q=(500, 0, 140), heads=1, chunk_size=200, local_size=50, multiplier=True)),
+    ("sigmoid", sigmoid.Case(seqlen_q=300, seqlen_k=700, heads=4, kv_heads=2, causal=True)),
+    ("forgetting", forgetting.Case(seqlen_q=300, seqlen_k=700, heads=4, kv_heads=2, gate=5.0, resets=0.05)),
+    ("forgetting", forgetting.Case(lengths_q=(300, 0, 740), heads=2, gate=-3.0)),
 )
 CASES = [(name, replace(case, dtype=torch.float32)) for name, cases in OPERATORS.items()
          for case in cases.CORRECTNESS + getattr(cases, "DROPOUT", ())] + [
@@ -48,8 +56,10 @@ def run(operator: str, case, impl: str, dtype: torch.dtype | None = None):
     """Output, log-sum-exp and all gradients."""
     if operator == "flash":
         return test_flash.run(case, case.inputs(), impl, dtype)
-    if operator == "differential":
-        return test_differential.run(case, impl, dtype)
+    if operator == "sigmoid":
+        return test_sigmoid.run(case, case.inputs(), impl, dtype)
+    if operator in ("differential", "forgetting"):
+        return {"differential": test_differential, "forgetting": test_forgetting}[operator].run(case, impl, dtype)
     return {"block_sparse": test_block_sparse, "dual_chunk": test_dual_chunk}[operator].run(case.inputs(), impl, dtype)
 
 
@@ -114,6 +124,8 @@ class Largest(TorchDispatchMode):
     ("block_sparse", block_sparse.Case(heads=1, head_dim=16, causal=True)),
     ("differential", differential.Case(heads=1, head_dim=16)),
     ("dual_chunk", dual_chunk.Case(heads=1, head_dim=16, chunk_size=256, local_size=64)),
+    ("sigmoid", sigmoid.Case(heads=1, head_dim=16, causal=True)),
+    ("forgetting", forgetting.Case(heads=1, head_dim=16, gate=5.0)),
 ], ids=str)
 def test_memory_is_linear(operator, case):
     elements = []

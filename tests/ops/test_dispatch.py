@@ -41,7 +41,7 @@ def function(operator: str, device: str, impl: str | None):
         "differential": lambda q: differential_attention(q, q, k, None, v, torch.tensor(0.5, device=device), impl=impl),
         "dual_chunk": lambda q: dual_chunk_attention(q, k, v, cos=ANGLES.cos().to(device), sin=ANGLES.sin().to(device), chunk_size=8,
                                                      local_size=2, causal=True, impl=impl),
-        "forgetting": lambda q: forgetting_attention(q, k, v, -torch.rand(1, 5, 1, device=device), impl=impl),
+        "forgetting": lambda q: forgetting_attention(q, k, v, -torch.ones(1, 5, 1, device=device), impl=impl),
         "moba": lambda q: moba_attention(q, k, v, block_size=2, top_k=2, impl=impl),
         "nsa": lambda q: nsa_attention(q, k, v, k[:, :2], v[:, :2], torch.ones(1, 5, 1, 3, device=device), compress_size=2,
                                        compress_stride=2, block_size=2, block_count=2, window=2, impl=impl),

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paths import GPU
+from paths import GPU, PATHS
 from torch.testing import assert_close
 
 from attnzoo_kernels import flash_attention, forgetting_attention
+from attnzoo_kernels._cpu import fused
 from attnzoo_kernels.forgetting import gates, ops
 from attnzoo_kernels.forgetting.cases import CORRECTNESS, LONG, Case
 from benchmarks import forgetting as benchmark
@@ -137,6 +138,20 @@ def test_what_is_passed_over_changes_no_bit(case, dtype):
     assert all(torch.equal(every[name], pruned[name]) for name in NAMES)
 
 
+@pytest.mark.skipif(GPU, reason="the path for CPUs")
+@pytest.mark.parametrize("case", PRUNED, ids=str)
+def test_the_path_for_cpus_leaves_out_what_does_not_count(case, monkeypatch):
+    keys = []
+    forward = fused.forward
+    monkeypatch.setattr(fused, "forward", lambda parts, rule: keys.extend(part.k.shape[2] for part in parts) or forward(parts, rule))
+    case, read = replace(case, dtype=torch.bfloat16), {}
+    for prune in (False, True):
+        keys.clear()
+        assert_accurate(run(case, "cpu", prune=prune), run(case, "reference"), run(case, "reference", torch.float64))
+        read[prune] = sum(keys)
+    assert read[True] < read[False]
+
+
 @needs_triton
 def test_custom_operators_and_the_eager_path_agree_and_compile():
     x = Case(lengths_q=(9, 0, 11), head_dim=16, dtype=torch.float16).inputs(DEVICE)
@@ -157,7 +172,7 @@ def test_custom_operators_and_the_eager_path_agree_and_compile():
         assert all(map(torch.equal, torch.autograd.grad(result, inputs, x.dout), wanted))
 
 
-@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=needs_triton)])
+@pytest.mark.parametrize("impl", [pytest.param(path, marks=[needs_triton] * (path == "triton")) for path in PATHS])
 def test_empty_inputs(impl):
     for rows in ((0, 5), (2, 0)):
         leaves = [torch.zeros(*rows, heads, 16, device=DEVICE, requires_grad=True) for heads in (4, 2, 2)]
@@ -171,7 +186,7 @@ WRONG = {
     "gates in half precision": ({"log_f": torch.zeros(1, 4, 2).half()}, TypeError, "log_f: must be float32, got torch.float16"),
     "no gates": ({"log_f": None}, TypeError, "log_f: must be a float32 tensor, got NoneType"),
     "a scale without end": ({"softmax_scale": float("inf")}, ValueError, "softmax_scale: must be a finite number.* got inf"),
-    "a path that there is not": ({"impl": "cpu"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'reference', got 'cpu'"),
+    "a path that there is not": ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'cpu', .*got 'cuda'"),
 }
 
 

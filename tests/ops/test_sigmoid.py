@@ -5,16 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from paths import GPU, PATHS
 
 from attnzoo_kernels import sigmoid_attention
 from attnzoo_kernels.sigmoid.cases import CORRECTNESS, Case
 from benchmarks.accuracy import assert_accurate
 
-GPU = torch.cuda.is_available()
 DTYPES = (torch.float16, torch.bfloat16, torch.float32) if GPU else (torch.float16, torch.float32)  # the interpreter gets bfloat16 wrong
 CASES = [replace(case, dtype=dtype) for n, case in enumerate(CORRECTNESS) for m, dtype in enumerate(DTYPES)
          if GPU or max(max(pair) for pair in case.lengths) <= 150 and case.head_dim <= 80 and (n + m) % 2 == 0]
-PATHS = ("triton", "reference")
 
 
 def run(case: Case, inputs, impl: str, dtype: torch.dtype | None = None, **options) -> dict[str, torch.Tensor]:
@@ -54,7 +53,8 @@ def test_rows_without_a_key_are_zero_with_finite_gradients(device):
 
 
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
-def test_nothing_depends_on_what_lies_beyond_a_sequence(device, dtype):
+@pytest.mark.parametrize("impl", [path for path in PATHS if path != "reference"])
+def test_nothing_depends_on_what_lies_beyond_a_sequence(device, dtype, impl):
     """Packed sequences with NaN in their neighbours, and in the tokens behind the last one."""
     bounds = torch.tensor((0, 33, 83, 102, 102), device=device, dtype=torch.int32)
     tensors = [torch.randn(110, 2, 32, device=device, generator=torch.Generator(device).manual_seed(i)).to(dtype) for i in range(4)]
@@ -65,7 +65,7 @@ def test_nothing_depends_on_what_lies_beyond_a_sequence(device, dtype):
     results = []
     for q, k, v, dout in (tensors, poisoned):
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        out = sigmoid_attention(q, k, v, causal=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds, impl="triton")
+        out = sigmoid_attention(q, k, v, causal=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds, impl=impl)
         out.backward(dout)
         assert all((x[102:] == 0).all() for x in (out, q.grad, k.grad, v.grad))
         results.append([x[rows] for x in (out, q.grad, k.grad, v.grad)])
@@ -85,7 +85,7 @@ def test_reference_gradients_by_gradcheck():
 @pytest.mark.parametrize("changes, error, message", [
     ({"sigmoid_bias": "x"}, TypeError, "sigmoid_bias: must be a finite number, or None for minus the log.* got 'x'"),
     ({"sigmoid_bias": math.inf}, ValueError, "sigmoid_bias: must be a finite number.* got inf"),
-    ({"impl": "cpu"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'reference', got 'cpu'"),
+    ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'cpu', 'reference', got 'cuda'"),
     ({"alibi_slopes": torch.zeros(2, requires_grad=True), "impl": "triton"}, NotImplementedError, "alibi_slopes: only impl=\"reference\""),
 ])
 def test_what_does_not_fit_is_named(changes, error, message, device):

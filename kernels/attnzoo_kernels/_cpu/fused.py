@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo_kernels._cpu.part import Inputs, Rule, finite
+from attnzoo_kernels._cpu.part import Gradients, Inputs, Rule, finite, for_each_head, sum_of_heads
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -20,13 +20,14 @@ def forward(parts: list[Inputs], rule: Rule) -> tuple[Tensor, Tensor]:
 
 
 def backward(parts: list[Inputs], rule: Rule, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor,
-             lse: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Gradients of each part's q, k and v. Weights are made of the log-sum-exp, whose rounding shows where logits are in the hundreds."""
+             lse: Tensor) -> list[Gradients]:
+    """Of each part. Weights are made of the log-sum-exp, whose rounding shows where logits are in the hundreds."""
     lse = finite(lse)
     return [_backward_of_part(part, rule, grad_out, grad_lse, out, lse) for part in parts]
 
 
 def _forward_of_part(part: Inputs, rule: Rule) -> tuple[Tensor, Tensor]:
+    part, rule = _with_gates(part, rule)
     q, k, v = _alike(*part[:3])
     out, lse = _forward(q, k, v, 0.0, part.triangle, attn_mask=part.bias, scale=rule.softmax_scale)
     if part.bias is not None:
@@ -34,8 +35,26 @@ def _forward_of_part(part: Inputs, rule: Rule) -> tuple[Tensor, Tensor]:
     return out[..., : part.v.shape[-1]], lse
 
 
-def _backward_of_part(part: Inputs, rule: Rule, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor,
-                      lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_of_part(part: Inputs, rule: Rule, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Gradients:
+    if part.gates is None:
+        return _derive(part, rule, grad_out, grad_lse, out, lse)
+    wide = _derive(*_with_gates(part, rule), grad_out, grad_lse, out, lse)
+    width = part.q.shape[-1]
+    return Gradients(wide.q[..., :width] * rule.softmax_scale, sum_of_heads(wide.k[..., :width], part), sum_of_heads(wide.v, part),
+                     rows=wide.q[..., width + 1], columns=wide.k[..., width])
+
+
+def _with_gates(part: Inputs, rule: Rule) -> tuple[Inputs, Rule]:
+    """Gates as two more channels of queries and keys, so that the gradients of these are the sums of the scores' gradients."""
+    if part.gates is None:
+        return part, rule
+    q, (k, v) = part.q * rule.softmax_scale, (for_each_head(x, part) for x in (part.k, part.v))
+    rows, columns = (x.to(q.dtype).unsqueeze(-1) for x in part.gates)
+    q, k = torch.cat([q, torch.ones_like(rows), rows], dim=-1), torch.cat([k, -columns, torch.ones_like(columns)], dim=-1)
+    return part._replace(q=q, k=k, v=v, gates=None), rule._replace(softmax_scale=1.0)
+
+
+def _derive(part: Inputs, rule: Rule, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Gradients:
     options = {"dropout_p": 0.0, "is_causal": part.triangle, "attn_mask": part.bias, "scale": rule.softmax_scale}
     q, k, v, out, grad_out = _alike(*part[:3], out, grad_out)
     dq, dk, dv = _backward(grad_out, q, k, v, out, lse, **options)
@@ -46,7 +65,7 @@ def _backward_of_part(part: Inputs, rule: Rule, grad_out: Tensor, grad_lse: Tens
         dq = dq + of_k * (grad_lse * torch.exp(own - lse) * rule.softmax_scale).unsqueeze(-1)
         dk = dk + of_q * rule.softmax_scale
     head_dim, value_dim = part.q.shape[-1], part.v.shape[-1]
-    return dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim]
+    return Gradients(dq[..., :head_dim], dk[..., :head_dim], dv[..., :value_dim])
 
 
 def _alike(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -5,7 +5,8 @@ in the lengths. Everything is computed in the tensors' dtype: an operator widens
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
 from attnzoo_kernels._cpu import by_hand, fused
+from attnzoo_kernels._cpu.gates import Gates
 from attnzoo_kernels._cpu.part import Inputs, Rule
 from attnzoo_kernels._cpu.tiles import Call, Part, Tile
 from attnzoo_kernels.dropout import keep_mask
@@ -23,62 +25,77 @@ FEW_KEYS = 64  # up to which float32 is computed in float64: there every roundin
 Tiles = Callable[[Call], Iterator[Tile]]
 
 
-def operator(name: str, public: str, tiles: Tiles) -> Callable:
-    """attend(q, k, v, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap, dropout_p, window_left,
-    window_right, exact, numbers) gives output and log-sum-exp; under torch.compile it is `attnzoo::<name>_cpu`.
+def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None) -> Callable:
+    """attend(q, k, v, ...) gives output and log-sum-exp; under torch.compile it is `attnzoo::<name>_cpu`.
 
-    q, k: (copies, batch, seqlen, heads, width) or (copies, total, heads, width), v without copies. layout: bool (batch or 1, heads or 1,
-    q_blocks, k_blocks). exact: whether the caller's tensors are of float32 or wider, so that the fused kernel's errors count.
-    numbers: what `tiles` takes besides. The rest as in flash_attention. public: the operator's name in messages.
+    tiles: which tiles there are. way: how one is computed, None for softmax by `fused` or `by_hand`. public: the operator's name in
+    messages.
     """
 
-    def fake(q, k, v, cu_seqlens_q, *_):
+    def fake(q, k, v, log_f, cu_seqlens_q, *_):
         lse_shape = autograd.lse_shape(q[0], cu_seqlens_q is not None)
         return v.new_empty(*q.shape[1:-1], v.shape[-1]), v.new_empty(lse_shape, dtype=torch.promote_types(v.dtype, torch.float32))
 
     @dispatch.without_autocast
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, layout: Tensor | None,
-        alibi_slopes: Tensor | None, rng_state: Tensor | None, softmax_scale: float, softcap: float, dropout_p: float, window_left: int,
-        window_right: int, exact: bool, numbers: list[int],
+        q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+        layout: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, softmax_scale: float, softcap: float,
+        score_bias: float | None, dropout_p: float, window_left: int, window_right: int, exact: bool, numbers: list[int],
     ) -> tuple[Tensor, Tensor]:
         dispatch.note(f"{name} forward", "cpu")
-        out, lse = fake(q, k, v, cu_seqlens_q)
+        out, lse = fake(q, k, v, log_f, cu_seqlens_q)
         out.zero_()
         lse.fill_(-torch.inf)
-        for problem in _problems(q, k, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap, dropout_p,
-                                 window_left, window_right, exact, numbers):
+        for problem in _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap,
+                                 score_bias, dropout_p, window_left, window_right, exact, numbers):
             _attend(problem, tiles, q, k, v, out, lse)
         return out, lse
 
     @dispatch.without_autocast
     def gradients(
-        grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None, layout: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, softmax_scale: float,
-        softcap: float, dropout_p: float, window_left: int, window_right: int, exact: bool, numbers: list[int],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, log_f: Tensor | None,
+        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, layout: Tensor | None, alibi_slopes: Tensor | None,
+        rng_state: Tensor | None, softmax_scale: float, softcap: float, score_bias: float | None, dropout_p: float, window_left: int,
+        window_right: int, exact: bool, numbers: list[int],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dispatch.note(f"{name} backward", "cpu")
-        dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
-        for problem in _problems(q, k, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap, dropout_p,
-                                 window_left, window_right, exact, numbers):
-            _add_gradients(problem, tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv)
-        return dq, dk, dv
+        dq, dk, dv, dlog_f = (x.new_zeros(x.shape) for x in (q, k, v, q.new_empty(0) if log_f is None else log_f))
+        for problem in _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap,
+                                 score_bias, dropout_p, window_left, window_right, exact, numbers):
+            _add_gradients(problem, tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, dlog_f)
+        return dq, dk, dv, dlog_f
 
-    def fake_gradients(grad_out, grad_lse, q, k, v, *_):
-        return tuple(x.new_empty(x.shape) for x in (q, k, v))
+    def fake_gradients(grad_out, grad_lse, q, k, v, out, lse, log_f, *_):
+        return tuple(x.new_empty(x.shape) for x in (q, k, v, q.new_empty(0) if log_f is None else log_f))
 
     def setup_context(ctx, inputs, output):
-        tensors, ctx.options = inputs[:8], inputs[8:]
+        tensors, ctx.options = inputs[:9], inputs[9:]
         ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
         ctx.set_materialize_grads(False)
 
     def backward(gradients, ctx, grad_out, grad_lse):
         tensors = ctx.saved_tensors
         grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
-        return *gradients(grad_out, grad_lse, *tensors, *ctx.options), *(None,) * (5 + len(ctx.options))
+        dq, dk, dv, dlog_f = gradients(grad_out, grad_lse, *tensors, *ctx.options)
+        return dq, dk, dv, None if tensors[5] is None else dlog_f, *(None,) * (5 + len(ctx.options))
 
-    return autograd.differentiable(f"{name}_cpu", public, forward, fake, setup_context, backward, gradients,
-                                   autograd.custom_op(f"{name}_cpu_backward", gradients, fake_gradients))
+    differentiable = autograd.differentiable(f"{name}_cpu", public, forward, fake, setup_context, backward, gradients,
+                                             autograd.custom_op(f"{name}_cpu_backward", gradients, fake_gradients))
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, softmax_scale: float, exact: bool,
+        window_size: tuple[int, int] = (-1, -1), log_f: Tensor | None = None, layout: Tensor | None = None,
+        alibi_slopes: Tensor | None = None, rng_state: Tensor | None = None, softcap: float = 0.0, score_bias: float | None = None,
+        dropout_p: float = 0.0, numbers: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """q, k: (copies, batch, seqlen, heads, width) or (copies, total, heads, width), v without copies. exact: whether the caller's
+        tensors are of float32 or wider, so that the fused kernel's errors count. log_f: as in forgetting_attention, with gradient.
+        layout: bool (batch or 1, heads or 1, q_blocks, k_blocks). score_bias: as sigmoid_bias in sigmoid_attention. numbers: what `tiles`
+        takes besides. The rest as in flash_attention."""
+        return differentiable(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap,
+                              score_bias, dropout_p, *window_size, exact, list(numbers))
+
+    return attend
 
 
 @dataclass(frozen=True)
@@ -101,10 +118,7 @@ class _Problem:
     rng_state: Tensor | None
     dropout_p: float
     dtype: torch.dtype  # of the computation
-
-    @property
-    def way(self) -> ModuleType:
-        return fused if self.call.fused else by_hand
+    way: ModuleType
 
     def queries(self, x: Tensor) -> Tensor:
         """(..., batch, heads, seqlen, width) of what lies like q; a view."""
@@ -131,7 +145,15 @@ class _Problem:
     def parts(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> list[Inputs]:
         rows, heads = self.place(tile)
         return [Inputs(*(x.to(self.dtype) for x in (q[part.q_copy][rows], k[part.k_copy][:, heads, part.keys], v[:, heads, part.keys])),
-                       self._bias(tile.rows, part), part.triangle, self._keep(tile.rows, part.keys)) for part in tile.parts]
+                       self._bias(tile.rows, part), part.triangle, self._keep(tile.rows, part.keys),
+                       self._gates(tile.rows, part.keys, rows[1])) for part in tile.parts]
+
+    def positions(self, rows: slice) -> slice:
+        """The keys at which queries stand."""
+        return slice(rows.start + self.call.diagonal, rows.stop + self.call.diagonal)
+
+    def _gates(self, rows: slice, keys: slice | Tensor, heads: slice) -> tuple[Tensor, Tensor] | None:
+        return None if self.call.gates is None else self.call.gates.of(self.positions(rows), keys, heads)
 
     def _keep(self, rows: slice, keys: slice | Tensor) -> tuple[Tensor, float] | None:
         if self.dropout_p == 0:
@@ -150,10 +172,9 @@ class _Problem:
         return bias.masked_fill(~part.seen, -torch.inf)
 
 
-def _problems(q, k, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap, dropout_p, window_left,
-              window_right, exact, numbers) -> Iterator[_Problem]:
+def _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap, score_bias,
+              dropout_p, window_left, window_right, exact, numbers) -> Iterator[_Problem]:
     packed = cu_seqlens_q is not None
-    rule = Rule(softmax_scale, softcap)
     if packed:
         bounds = (itertools.pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k))
         places = [(n, slice(0, 1), slice(*x), slice(*y)) for n, (x, y) in enumerate(zip(*bounds, strict=True))]
@@ -162,7 +183,8 @@ def _problems(q, k, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state,
         batch = q.shape[1]
         by_row = layout is not None and layout.shape[0] > 1
         places = [(n, slice(n, n + 1), *tokens) for n in range(batch)] if by_row else [(0, slice(0, batch), *tokens)]
-    is_fused = softcap == 0 and dropout_p == 0 and not exact  # its gradients have up to 2.5 times the error of eager float32
+    # not exact: the fused kernel's gradients have up to 2.5 times the error of eager float32
+    is_fused = way is None and softcap == 0 and dropout_p == 0 and not exact
     for number, rows, tokens_q, tokens_k in places:
         len_q, len_k = tokens_q.stop - tokens_q.start, tokens_k.stop - tokens_k.start
         if min(len_q, len_k, rows.stop - rows.start) == 0:
@@ -171,9 +193,19 @@ def _problems(q, k, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state,
         slopes = None if alibi_slopes is None else alibi_slopes.view(-1, alibi_slopes.shape[-1])
         if packed and slopes is not None and slopes.shape[0] > 1:
             slopes = slopes[number : number + 1]
-        call = Call(len_q, len_k, (window_left, window_right), own, is_fused, slopes is not None, numbers)
+        rule = Rule(softmax_scale, softcap, -math.log(len_k) if score_bias is None else score_bias)
+        gates = None if log_f is None else _gates(log_f, q, k, packed, rows, tokens_q, tokens_k, softmax_scale)
+        call = Call(len_q, len_k, (window_left, window_right), own, is_fused, slopes is not None, gates, numbers)
         yield _Problem(call, rule, number, rows, tokens_q, tokens_k, packed, q.shape[-2], q.shape[-2] // k.shape[-2], slopes, rng_state,
-                       dropout_p, torch.float64 if exact and len_k <= FEW_KEYS else q.dtype)
+                       dropout_p, torch.float64 if exact and len_k <= FEW_KEYS else q.dtype,
+                       way or (fused if is_fused else by_hand))
+
+
+def _gates(log_f: Tensor, q: Tensor, k: Tensor, packed: bool, batch: slice, tokens_q: slice, tokens_k: slice,
+           softmax_scale: float) -> Gates:
+    log_f, q, k = (x.unsqueeze(0) if packed else x for x in (log_f, q[0], k[0]))
+    return Gates.summed(log_f[batch, tokens_k], *(x[batch, tokens].transpose(1, 2) for x, tokens in ((q, tokens_q), (k, tokens_k))),
+                        softmax_scale)
 
 
 def _attend(problem: _Problem, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
@@ -183,18 +215,25 @@ def _attend(problem: _Problem, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, ou
         out[rows], lse[rows] = problem.way.forward(problem.parts(tile, q, k, v), problem.rule)
 
 
-def _add_gradients(problem: _Problem, tiles: Tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv) -> None:
+def _add_gradients(problem: _Problem, tiles: Tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, dlog_f) -> None:
     grad_out, q, out, dq = (problem.queries(x) for x in (grad_out, q, out, dq))
     k, v, dk, dv = (problem.keys(x) for x in (k, v, dk, dv))
     lse, grad_lse = problem.rows(lse), None if grad_lse is None else problem.rows(grad_lse)
+    gates = problem.call.gates
+    dc = None if gates is None else torch.zeros_like(gates.c)
     for tile in tiles(problem.call):
         rows, heads = problem.place(tile)
         of_rows = (None if x is None else x[rows].to(problem.dtype) for x in (grad_out, grad_lse, out))
         gradients = problem.way.backward(problem.parts(tile, q, k, v), problem.rule, *of_rows, lse[rows])
-        for part, (dq_part, dk_part, dv_part) in zip(tile.parts, gradients, strict=True):
-            dq[part.q_copy][rows].add_(dq_part)
-            _add(dk[part.k_copy][:, heads], part.keys, dk_part)
-            _add(dv[:, heads], part.keys, dv_part)
+        for part, own in zip(tile.parts, gradients, strict=True):
+            dq[part.q_copy][rows].add_(own.q)
+            _add(dk[part.k_copy][:, heads], part.keys, own.k)
+            _add(dv[:, heads], part.keys, own.v)
+            if dc is not None:
+                dc[:, rows[1], problem.positions(tile.rows)] += own.rows
+                dc[:, rows[1], part.keys] -= own.columns
+    if dc is not None:
+        problem.keys(dlog_f.unsqueeze(-1))[..., 0].copy_(dc.flip(-1).cumsum(-1).flip(-1))
 
 
 def _add(gradient: Tensor, keys: slice | Tensor, part: Tensor) -> None:

@@ -12,6 +12,7 @@ class Inputs(NamedTuple):
     bias: is added to the scores and broadcasts to (batch, heads, rows, columns); -inf where a key is not seen, None for none.
     triangle: a query sees the keys up to its own, of as many as there are queries (fused only).
     keep: bool (batch, heads, rows, columns), which weights stay, and the probability to stay, or None (by hand only).
+    gates: float64 (batch, heads, rows) and (batch, heads, columns), whose differences are added to the scores, or None.
     """
 
     q: Tensor
@@ -20,15 +21,37 @@ class Inputs(NamedTuple):
     bias: Tensor | None
     triangle: bool
     keep: tuple[Tensor, float] | None
+    gates: tuple[Tensor, Tensor] | None
 
 
 class Rule(NamedTuple):
-    """Scores are scaled, then capped (0 is off)."""
+    """Scores are scaled, then capped (0 is off). bias: is added to all of them where each makes its weight alone."""
 
     softmax_scale: float
     softcap: float
+    bias: float
+
+
+class Gradients(NamedTuple):
+    """Of a part's q, k and v. rows and columns: with gates the sums of the scores' gradients, (batch, heads, rows or columns)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    rows: Tensor | None = None
+    columns: Tensor | None = None
 
 
 def finite(lse: Tensor) -> Tensor:
     """A log-sum-exp to subtract: 0 in rows that see no key, whose weights are then zeros."""
     return lse.masked_fill(lse == -torch.inf, 0)
+
+
+def for_each_head(x: Tensor, part: Inputs) -> Tensor:
+    """Keys or values of the query heads."""
+    return x.repeat_interleave(part.q.shape[1] // x.shape[1], dim=1)
+
+
+def sum_of_heads(x: Tensor, part: Inputs) -> Tensor:
+    """The way back for their gradients."""
+    return x.unflatten(1, (part.k.shape[1], -1)).sum(2)

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnzoo_kernels._cpu.gates import Gates
+
 ROWS = 128  # queries of a tile: fewer take longer to start than to compute, more compute what lies behind the diagonal
 
 
@@ -13,7 +15,7 @@ class Call(NamedTuple):
     """What tiles are made from. Query i stands at key i + diagonal, which aligns both ends.
 
     window: (left, right), -1 is unlimited. layout: bool (heads or 1, q_blocks, k_blocks), or None. fused: PyTorch's kernel computes
-    the tiles. biased: scores get a bias besides. numbers: the operator's own.
+    the tiles. biased: scores get a bias besides. gates: what forgetting adds to them. numbers: the operator's own.
     """
 
     len_q: int
@@ -22,6 +24,7 @@ class Call(NamedTuple):
     layout: Tensor | None
     fused: bool
     biased: bool
+    gates: Gates | None
     numbers: Sequence[int]
 
     @property

@@ -40,6 +40,6 @@ def block_sparse_attention_cpu(q, k, v, mask, *, block_q, block_k, window_size, 
     """Output and log-sum-exp. Arguments are checked by the caller."""
     dtype = q.dtype
     q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-    out, lse = attend(q.unsqueeze(0), k.unsqueeze(0), v, cu_seqlens_q, cu_seqlens_k, mask, None, None, softmax_scale, 0.0, 0.0,
-                      *window_size, dtype.itemsize > 2, [block_q, block_k])
+    out, lse = attend(q.unsqueeze(0), k.unsqueeze(0), v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, layout=mask,
+                      softmax_scale=softmax_scale, window_size=window_size, exact=dtype.itemsize > 2, numbers=[block_q, block_k])
     return out.to(dtype), lse

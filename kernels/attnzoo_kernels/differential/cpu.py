@@ -17,8 +17,8 @@ def differential_attention_cpu(q1, q2, k1, k2, v, lam, *, window_size, softmax_s
     dtype, heads = q1.dtype, q1.shape[-2]
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = (torch.cat(pair, dim=-2).to(wide) for pair in ((q1, q2), (k1, k1 if k2 is None else k2), (v, v)))
-    out, lse = attend(q.unsqueeze(0), k.unsqueeze(0), v, cu_seqlens_q, cu_seqlens_k, None, None, None, softmax_scale, 0.0, 0.0,
-                      *window_size, dtype.itemsize > 2, [])
+    out, lse = attend(q.unsqueeze(0), k.unsqueeze(0), v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                      softmax_scale=softmax_scale, window_size=window_size, exact=dtype.itemsize > 2)
     first, second = out.split(heads, dim=-2)
     # per head or per token and head
     lam = lam.unsqueeze(-1) if lam.dim() else lam

@@ -60,6 +60,7 @@ def dual_chunk_attention_cpu(q, k, v, *, cos, sin, geometry, stages, causal, rop
                      for x, position in ((q, i), (k, j)))
     # keys behind their query are the only ones at a later stage's position
     keys = keys[:1] if causal else keys
-    out, lse = attend(torch.stack(queries), torch.stack(keys), v, cu_seqlens_q, cu_seqlens_k, None, None, None, softmax_scale, 0.0, 0.0, -1,
-                      0 if causal else -1, dtype.itemsize > 2, [geometry.chunk, stages])
+    out, lse = attend(torch.stack(queries), torch.stack(keys), v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                      softmax_scale=softmax_scale, window_size=(-1, 0 if causal else -1), exact=dtype.itemsize > 2,
+                      numbers=[geometry.chunk, stages])
     return out.to(dtype), lse

@@ -36,8 +36,9 @@ def flash_attention_cpu(q, k, v, *, window_size, softmax_scale, softcap, alibi_s
     once = left < 0 and (right < 0 or right == 0 and aligned) and softcap == 0 and alibi_slopes is None and dropout_p == 0
     if not once or sinks is not None or return_lse:
         q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-    out, lse = attend(q.unsqueeze(0), k.unsqueeze(0), v, cu_seqlens_q, cu_seqlens_k, None, alibi_slopes, rng_state, softmax_scale, softcap,
-                      dropout_p, left, right, dtype.itemsize > 2, [])
+    out, lse = attend(q.unsqueeze(0), k.unsqueeze(0), v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, alibi_slopes=alibi_slopes,
+                      rng_state=rng_state, softmax_scale=softmax_scale, softcap=softcap, dropout_p=dropout_p, window_size=window_size,
+                      exact=dtype.itemsize > 2)
     if sinks is not None:
         without, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         if cu_seqlens_q is not None:  # what lies behind the last sequence has no sink

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.forgetting import ops
+from attnzoo_kernels.forgetting.cpu import forgetting_attention_cpu
 from attnzoo_kernels.forgetting.reference import forgetting_attention_reference
-
-IMPLEMENTATIONS = ("gluon", "triton", "reference")
 
 
 def forgetting_attention(
@@ -58,13 +57,14 @@ def forgetting_attention(
         differentiable.
     deterministic: True: repeated runs give the same bits in the backward too, which plain Triton's then is; None follows
         torch.are_deterministic_algorithms_enabled(). The forward repeats bit by bit always.
-    prune: True: the kernels pass over tiles whose weights are too small together to be seen in float32, because c_i - c_j is below
-        -(2 softmax_scale max|q| max|k| + log(seqlen_k) + 17) in them, with the longest q and k of the head. None: from 1024 keys
-        (packed: tokens) on, without a window. `blocks.passed_over` counts them. The reference passes over nothing.
-    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, not prune=True) | "triton" | "reference". None takes gluon
-        where it holds (`why_not_gluon`), else triton, on CUDA tensors and the reference on CPU ones. A path named runs or raises.
-        The backward of gluon takes bfloat16 and queries and keys of the same lengths, packed ones with one cu_seqlens, unless
-        `deterministic` asks for sums in order; else the backward is plain Triton's.
+    prune: True: plain Triton and the path for CPUs pass over tiles whose weights are too small together to be seen in float32, because
+        c_i - c_j is below -(2 softmax_scale max|q| max|k| + log(seqlen_k) + 17) in them, with the longest q and k of the head. None: from
+        1024 keys (packed: tokens) on, without a window. `blocks.passed_over` counts them. The reference passes over nothing.
+    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, not prune=True) | "triton" | "cpu" | "reference". None takes gluon
+        where it holds (`why_not_gluon`), else triton, on CUDA tensors, and cpu on CPU ones: PyTorch's attention by tiles of queries, in
+        linear memory, with first derivatives only. A path named runs or raises. The backward of gluon takes bfloat16 and queries and
+        keys of the same lengths, packed ones with one cu_seqlens, unless `deterministic` asks for sums in order; else the backward is
+        plain Triton's.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -76,7 +76,11 @@ def forgetting_attention(
     checks.flag("return_lse", return_lse)
     if prune is not None:
         checks.flag("prune", prune, " or None")
-    if dispatch.takes_reference("forgetting", impl, "q", q, IMPLEMENTATIONS):
+    if dispatch.takes_cpu(impl, "q", q):
+        out, lse = forgetting_attention_cpu(
+            q, k, v, log_f, window_size=(left, 0), softmax_scale=softmax_scale, prune=ops.prunes(k, left, prune), cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k)
+    elif dispatch.takes_reference("forgetting", impl, "q", q):
         out, lse = forgetting_attention_reference(
             q, k, v, log_f, window_size=(left, 0), softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
             max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)

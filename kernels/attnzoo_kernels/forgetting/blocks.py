@@ -18,10 +18,10 @@ from attnzoo_kernels._triton.launch import Launch, on_device_of
 from attnzoo_kernels._triton.tiles import first_lse, program_tile
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
 from attnzoo_kernels.forgetting import gates
+from attnzoo_kernels.forgetting.gates import NEGLIGIBLE
 
 LOG2E = tl.constexpr(math.log2(math.e))
 LAST = 2**23  # more blocks than there can be
-NEGLIGIBLE = 17.0  # e**-17 is less than float32's rounding of one
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "seqlen_k", "heads", "before"],

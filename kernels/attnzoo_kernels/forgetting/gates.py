@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnzoo_kernels.packing import token_positions
 
+NEGLIGIBLE = 17.0  # e**-17 is less than float32's rounding of one
 FIXED = 2.0**38  # of one in an integer: c up to 3e7
 
 

@@ -9,12 +9,16 @@ from attnzoo_kernels.forgetting import gates
 FEWEST_KEYS = 1024  # with fewer, prune=None passes over nothing: what it takes to know which would cost more
 
 
+def prunes(k: Tensor, window_left: int, prune: bool | None) -> bool:
+    return k.shape[-3] >= FEWEST_KEYS and window_left < 0 if prune is None else prune
+
+
 def _options(cu_seqlens_q: Tensor | None, k: Tensor, softmax_scale: float, window_left: int, prune: bool | None):
     from attnzoo_kernels._triton.call import packed_sequences
     from attnzoo_kernels.flash.options import Options
 
     return Options(sequences=packed_sequences(cu_seqlens_q), softmax_scale=softmax_scale, window_left=window_left, window_right=0,
-                   key_bias=True, pruned=k.shape[-3] >= FEWEST_KEYS and window_left < 0 if prune is None else prune)
+                   key_bias=True, pruned=prunes(k, window_left, prune))
 
 
 def _forward(

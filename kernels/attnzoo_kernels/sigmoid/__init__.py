@@ -2,13 +2,13 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.sigmoid import ops
+from attnzoo_kernels.sigmoid.cpu import sigmoid_attention_cpu
 from attnzoo_kernels.sigmoid.reference import sigmoid_attention_reference
-
-IMPLEMENTATIONS = ("gluon", "triton", "reference")
 
 
 def sigmoid_attention(
@@ -42,9 +42,9 @@ def sigmoid_attention(
     alibi_slopes: float32 (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q - j|. No gradient.
     deterministic: as in flash_attention. Plain Triton's forward and backward always repeat bit by bit.
     impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, no ALiBi; what its backward does not take, plain Triton's does) |
-        "triton" | "reference". None takes gluon where it holds (`why_not_gluon`), else triton, on CUDA tensors, and the
-        reference on CPU ones: there is no path for CPUs. A path named runs or raises. On a GPU a NaN in one query can make other
-        queries of its tile NaN.
+        "triton" | "cpu" | "reference". None takes gluon where it holds (`why_not_gluon`), else triton, on CUDA tensors, and cpu on
+        CPU ones: matrix products by tiles, in linear memory, with first derivatives only (the reference, where `alibi_slopes` require a
+        gradient). A path named runs or raises. On a GPU a NaN in one query can make other queries of its tile NaN.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -59,7 +59,12 @@ def sigmoid_attention(
         sigmoid_bias = float(sigmoid_bias)
     deterministic = checks.deterministic(deterministic)
 
-    if dispatch.takes_reference("sigmoid", impl, "q", q, IMPLEMENTATIONS):
+    differentiable_slopes = torch.is_grad_enabled() and alibi_slopes is not None and alibi_slopes.requires_grad
+    if dispatch.takes_cpu(impl, "q", q, "alibi_slopes require a gradient" if differentiable_slopes else None):
+        return sigmoid_attention_cpu(
+            q, k, v, window_size=(left, right), softmax_scale=softmax_scale, sigmoid_bias=sigmoid_bias, alibi_slopes=alibi_slopes,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    if dispatch.takes_reference("sigmoid", impl, "q", q):
         return sigmoid_attention_reference(
             q, k, v, window_size=(left, right), softmax_scale=softmax_scale, sigmoid_bias=sigmoid_bias, alibi_slopes=alibi_slopes,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)

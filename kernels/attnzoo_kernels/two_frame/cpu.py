@@ -33,6 +33,6 @@ def two_frame_attention_cpu(q, k, v, *, near_keys, far_keys, softmax_scale, cu_s
     dtype = q.dtype
     q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
     queries, keys = (torch.stack((x[..., ::2, :], x[..., 1::2, :])) for x in (q, k))
-    out, lse = attend(queries, keys, v, cu_seqlens_q, cu_seqlens_k, None, None, None, softmax_scale, 0.0, 0.0, -1, 0, dtype.itemsize > 2,
-                      [near_keys, far_keys])
+    out, lse = attend(queries, keys, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, softmax_scale=softmax_scale,
+                      window_size=(-1, 0), exact=dtype.itemsize > 2, numbers=[near_keys, far_keys])
     return out.to(dtype), lse
