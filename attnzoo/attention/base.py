@@ -141,6 +141,7 @@ class Attention(nn.Module):
 
     - `head_shapes`: other numbers or widths of heads;
     - `project`: more inputs to `attend` than q, k and v, made from x;
+    - `inputs`: what depends on the tokens before, too;
     - `apply_positions`: un-rotated or otherwise rotated queries and keys;
     - `kept`, `attend_over`, `attend_cached`, `attend_newest`: more in the cache than keys and values, a kernel of its own for the newest
       tokens over it;
@@ -239,7 +240,7 @@ class Attention(nn.Module):
             self.check_trees()
         elif seq.cu_seqlens is not None:
             self.check_packed(self.spec.causal)
-        q, k, v, *rest = self.project(x)
+        q, k, v, *rest = self.inputs(x, seq, cache)
         q, k = self.q_norm(q), self.k_norm(k)
         if cache is not None and cache.newest is not None:
             q = self._append_newest(q, k, v, cache, seq, *rest)
@@ -281,6 +282,10 @@ class Attention(nn.Module):
         parts = F.linear(x, weight, bias).split([p.out_features for p in projections], dim=-1)
         return tuple(part.unflatten(-1, shapes[name]) for name, part in zip("qkv", parts, strict=True))
 
+    def inputs(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None) -> tuple[Tensor, ...]:
+        """What `project` gives of the new tokens, changed by what comes from the tokens before them."""
+        return self.project(x)
+
     def apply_positions(self, q: Tensor, k: Tensor, seq: SequenceInfo) -> tuple[Tensor, Tensor]:
         """Queries and keys of the new tokens as `attend` and the cache see them."""
         if self.spec.positions != "rotary":
@@ -292,20 +297,10 @@ class Attention(nn.Module):
         """Queries (..., heads, width) times the factors of their positions, which is what the logits are multiplied by."""
         if self.temperature is None:
             return q
-        factor = seq.once(self.temperature.key, lambda: self.temperature.factor(self._context_lengths(q, seq)))[..., None]
+        factor = seq.once(self.temperature.key, lambda: self.temperature.factor(seq.context_lengths(self.spec.causal)))[..., None]
         if self.ssmax_scale is not None:
             factor = factor * self.ssmax_scale
         return (q * factor[..., None].to(torch.promote_types(q.dtype, torch.float32))).to(q.dtype)
-
-    def _context_lengths(self, q: Tensor, seq: SequenceInfo) -> Tensor:
-        """Tokens that each token may see, as far as the model's kind and the packing say: int64, like position_ids."""
-        if self.spec.causal:
-            return seq.position_ids + 1
-        if seq.cu_seqlens is None:
-            return torch.full_like(seq.position_ids, q.shape[1])
-        tokens = torch.arange(q.shape[0], device=q.device, dtype=torch.int32)
-        sequence = torch.searchsorted(seq.cu_seqlens[1:], tokens, right=True).clamp(max=seq.cu_seqlens.shape[0] - 2)
-        return seq.cu_seqlens.diff()[sequence].clamp(min=1).long()
 
     def rotary(self, seq: SequenceInfo) -> tuple[Tensor, Tensor]:
         """cos and sin of the pass's tokens, float32 (*position_ids.shape, rotated channels / 2)."""

@@ -65,6 +65,12 @@ class KVCache:
             buffer[:, self.length : end] = x
         self.length = end
 
+    def last(self, buffer: Tensor) -> Tensor:
+        """What one of the buffers has of each row's last token so far, (batch, 1, ...)."""
+        if self.newest is None:
+            return buffer[:, self.length - 1 : self.length]
+        return buffer.flatten(0, 1).index_select(0, self.newest.places - 1)[:, None]
+
     def take(self, rows: Tensor) -> None:
         """Go on with these rows, whole numbers (batch,), in their order. A row that is named more than once is copied."""
         self.buffers = tuple(buffer.index_select(0, rows) for buffer in self.buffers)

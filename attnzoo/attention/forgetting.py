@@ -1,6 +1,7 @@
 """Forgetting attention: softmax attention with a forget gate by token and head (Lin et al. 2025, arXiv:2503.02130).
 
-Runs on `attnzoo_kernels.forgetting_attention`, one kernel for the products and the gates' bias.
+Runs on `attnzoo_kernels.forgetting_attention`, one kernel for the products and the gates' bias. The Pro form's norms, gate and shifts are
+plain PyTorch around it.
 """
 
 import math
@@ -11,15 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.attention.base import Attention, AttentionSpec, Impl, KVCache, SequenceInfo, Supports
-from attnzoo_kernels import forgetting_attention
+from attnzoo.attention.norm import HeadwiseRMSNorm
+from attnzoo.signatures import Positive
+from attnzoo_kernels import forgetting_attention, padding
 
 
 class ForgettingAttention(Attention):
     """FoX: scores get the sum of log f over the tokens behind the key up to the query, f = sigmoid(x W + b) by token and query head.
 
     The paper's models have no positions besides (model.positions=none); rotary and learned ones go with it. The parameter beside those of
-    all variants is `fgate_proj`.
+    all variants is `fgate_proj`. FoX (Pro) is model.qk_norm=true, model.attention_gate=elementwise and all three options below.
 
+    shift_keys, shift_values: a token's key (value) becomes a k_before + (1 - a) k, where k_before is the key of the token before it in its
+        sequence, zero for the first one, and a = sigmoid(x W) by token and key head. Keys are shifted before they are normalised and
+        rotated. A cache holds what is not shifted, too.
+    output_norm: RMSNorm of each head's output, with a weight by head and channel, before the gate of model.attention_gate.
+    qk_norm_eps: of model.qk_norm's norms, None for model.norm_eps. The published weights have another one there.
     impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     """
 
@@ -27,17 +35,32 @@ class ForgettingAttention(Attention):
                         context_parallel=("dense", "packed"))
     decodes_on_device = True
 
-    def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None):
+    def __init__(self, spec: AttentionSpec, *, shift_keys: bool = False, shift_values: bool = False, output_norm: bool = False,
+                 qk_norm_eps: Positive | None = None, impl: Impl | None = None):
         super().__init__(spec)
         self.impl = impl
         self.fgate_proj = nn.Linear(spec.dim, spec.n_heads)
+        self.k_shift, self.v_shift = (
+            nn.Linear(spec.dim, spec.n_kv_heads, bias=False) if shifts else None for shifts in (shift_keys, shift_values))
+        self.output_norm = HeadwiseRMSNorm(spec.n_heads, spec.head_dim, spec.norm_eps) if output_norm else nn.Identity()
+        if qk_norm_eps is not None:
+            if not spec.qk_norm:
+                raise ValueError(f"attention.qk_norm_eps={qk_norm_eps}: has no effect without model.qk_norm=true")
+            self.q_norm.eps = self.k_norm.eps = qk_norm_eps
         # what metrics() reports: the mean over the tokens of the last training step
         self.register_buffer("mean_gate", torch.full((), math.nan), persistent=False)
 
     def init_weights(self, std: float, residual_std: float) -> None:
         super().init_weights(std, residual_std)
-        nn.init.normal_(self.fgate_proj.weight, std=std)
+        for projection in filter(None, (self.fgate_proj, self.k_shift, self.v_shift)):
+            nn.init.normal_(projection.weight, std=std)
         nn.init.zeros_(self.fgate_proj.bias)
+
+    def check_context_parallel(self, packed: bool) -> None:
+        super().check_context_parallel(packed)
+        if self.k_shift is not None or self.v_shift is not None:
+            raise ValueError("trainer.context_parallel: the token before a part's first one is on another device; set "
+                             "attention.shift_keys=false and attention.shift_values=false, or trainer.context_parallel=1")
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         logits = self.fgate_proj(x)
@@ -47,24 +70,52 @@ class ForgettingAttention(Attention):
                 self.mean_gate.copy_(log_f.exp().mean())
         return *super().project(x), log_f
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo, log_f: Tensor) -> Tensor:
+    def inputs(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None) -> tuple[Tensor, ...]:
+        q, k, v, log_f = self.project(x)
+        shifts = (self.k_shift, self.v_shift)
+        # what is kept behind keys, values and gates: keys and values as the next token's shift takes them
+        unshifted = [] if cache is None else [y for y, shift in zip((k, v), shifts, strict=True) if shift is not None]
+        before = iter([cache.last(buffer) for buffer in cache.buffers[3:]] if cache is not None else ())
+        k, v = (y if shift is None else _shifted(y, shift(x), next(before, None), seq) for y, shift in zip((k, v), shifts, strict=True))
+        return q, k, v, log_f, *unshifted
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo, log_f: Tensor, *unshifted: Tensor) -> Tensor:
         return forgetting_attention(
             q, k, v, log_f, cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens_k, max_seqlen_q=seq.max_seqlen,
             max_seqlen_k=seq.max_seqlen_k, impl=self.impl)
 
-    def kept(self, k: Tensor, v: Tensor, log_f: Tensor) -> tuple[Tensor, ...]:
-        return k, v, log_f
+    def kept(self, k: Tensor, v: Tensor, log_f: Tensor, *unshifted: Tensor) -> tuple[Tensor, ...]:
+        return k, v, log_f, *unshifted
 
-    def attend_over(self, q: Tensor, kept: Sequence[Tensor], seq: SequenceInfo, log_f: Tensor) -> Tensor:
-        k, v, log_f = kept
+    def attend_over(self, q: Tensor, kept: Sequence[Tensor], seq: SequenceInfo, *rest: Tensor) -> Tensor:
+        k, v, log_f = kept[:3]
         return self.attend(q, k, v, seq, log_f)
 
-    def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo, log_f: Tensor) -> Tensor:
+    def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
         return super().attend_newest(q, cache, seq)  # the cache has the gates, too
 
+    def finish(self, out: Tensor) -> Tensor:
+        return self.output_norm(out)
+
     def flops(self, lengths: list[int]) -> float:
-        return super().flops(lengths) + 6.0 * self.fgate_proj.weight.numel() * sum(lengths)
+        extra = sum(projection.weight.numel() for projection in (self.fgate_proj, self.k_shift, self.v_shift) if projection is not None)
+        return super().flops(lengths) + 6.0 * extra * sum(lengths)
 
     def metrics(self) -> dict[str, float]:
         """forget_gate: the mean over heads and tokens of the last training step."""
         return super().metrics() | {"forget_gate": self.mean_gate.item()}
+
+
+def _shifted(x: Tensor, logits: Tensor, before: Tensor | None, seq: SequenceInfo) -> Tensor:
+    """a x[t - 1] + (1 - a) x[t] with a = sigmoid(logits), in at least float32.
+
+    x: (..., tokens, heads, width). logits: (..., tokens, heads). before: (batch, 1, heads, width), the token before the first one of each
+    row; None for zeros.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    first = torch.zeros_like(x[..., :1, :, :]) if before is None else before.to(x.dtype)
+    previous = torch.cat((first, x[..., :-1, :, :]), dim=-3)
+    if seq.cu_seqlens is not None:
+        begins = seq.once("begins", lambda: padding.position_ids(seq.cu_seqlens, x.shape[0]) == 0)
+        previous = previous.masked_fill(begins[:, None, None], 0)
+    return torch.lerp(x.to(wide), previous.to(wide), logits.to(wide).sigmoid()[..., None]).to(x.dtype)

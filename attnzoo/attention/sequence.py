@@ -4,6 +4,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from attnzoo_kernels.ranges import KeyRanges
@@ -46,6 +47,16 @@ class SequenceInfo:
     def tree_ranges(self) -> KeyRanges:
         """Which keys the queries of trees see, with tables that all layers of a pass share."""
         return self.once("tree ranges", lambda: tree_ranges(self.parents, self.cu_seqlens))
+
+    def context_lengths(self, causal: bool) -> Tensor:
+        """Tokens that each token may see, as far as the model's kind and the packing say: int64, like position_ids."""
+        if causal:
+            return self.position_ids + 1
+        if self.cu_seqlens is None:
+            return torch.full_like(self.position_ids, self.position_ids.shape[-1])
+        tokens = torch.arange(self.position_ids.shape[0], device=self.position_ids.device, dtype=torch.int32)
+        sequence = torch.searchsorted(self.cu_seqlens[1:], tokens, right=True).clamp(max=self.cu_seqlens.shape[0] - 2)
+        return self.cu_seqlens.diff()[sequence].clamp(min=1).long()
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """make()'s result, computed by the first layer that asks for `key` in this pass and shared by the others.

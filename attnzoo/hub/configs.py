@@ -3,6 +3,8 @@
 `attnzoo.models.from_config` builds the model from them; a config runs no code of its author.
 """
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 TOKENIZER_RECORD = "attnzoo_tokenizer.json"  # beside transformers' files: the record of attnzoo.data.tokenizers
@@ -38,3 +40,11 @@ class GPTConfig(ZooConfig):
 
 class BERTConfig(ZooConfig):
     model_type = "attnzoo_bert"
+
+
+def require(config: Any, **expected: Any) -> None:
+    """Raises ValueError for a transformers config that says otherwise."""
+    for name, value in expected.items():
+        found = getattr(config, name, value)
+        if found != value:
+            raise ValueError(f"{config.model_type} config {name}={found!r}: not supported, must be {value!r}")

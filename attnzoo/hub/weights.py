@@ -1,4 +1,4 @@
-"""Hugging Face weights: GPT-2, BERT and Llama with its kin become attnzoo models, GPT-2 and BERT go back, with equal logits."""
+"""Hugging Face weights: GPT-2, BERT, FoX and Llama with its kin become attnzoo models, GPT-2 and BERT go back, with equal logits."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.attention.base import Attention, AttentionSpec
-from attnzoo.attention.flash import FlashAttention
-from attnzoo.models import BERT, GPT
+from attnzoo.hub import fox
+from attnzoo.hub.configs import require
+from attnzoo.models import BERT, GPT, from_config
 from attnzoo.models.transformer import Transformer
 
 _GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -24,26 +25,33 @@ class _Weight(NamedTuple):
     transposed: bool = False
 
 
-def from_huggingface(source: str | Path | nn.Module, *, attention: Callable[[AttentionSpec], Attention] = FlashAttention) -> GPT | BERT:
-    """A GPT or BERT with the weights of a GPT2LMHeadModel, BertForMaskedLM, or the ForCausalLM of Llama, Mistral, Ministral3, Qwen3, Phi3
-    or SmolLM3, float32, in training mode with the config's dropout.
+def from_huggingface(source: str | Path | nn.Module, *, attention: Callable[[AttentionSpec], Attention] | None = None) -> GPT | BERT:
+    """A GPT or BERT with the weights of a GPT2LMHeadModel, BertForMaskedLM, the ForCausalLM of Llama, Mistral, Ministral3, Qwen3, Phi3
+    or SmolLM3, or of a published Forgetting Transformer, float32, in training mode with the config's dropout.
 
-    source: a folder, a name on the hub, or the transformers model itself. attention: the variant's class, or any callable as in `GPT`;
-    parameters that only the variant has keep their initial values, and layers with a sliding window need one that takes window_size. No
-    code of the checkpoint's author runs.
+    source: a folder, a name on the hub, or the transformers model itself. attention: the variant's class, or any callable as in `GPT`,
+    None for `attention_from_huggingface`'s; parameters that only the variant has keep their initial values, and layers with a sliding
+    window need one that takes window_size. No code of the checkpoint's author runs.
 
-    Raises ValueError for a missing or incomplete checkpoint and for options that attnzoo's models do not have.
+    Raises ValueError for a missing or incomplete checkpoint, for options that attnzoo's models do not have, and for an attention without
+    parameters that the weights have.
     """
     theirs = source if isinstance(source, nn.Module) else _load(str(source))
     arguments = config_from_huggingface(theirs.config)
     expected = _huggingface_class(theirs.config.model_type)
     if not isinstance(theirs, expected):
         raise ValueError(f"source: must be a {expected.__name__}, got {type(theirs).__name__}; load it as {expected.__name__}")
-    model = _MODELS[theirs.config.model_type](attention=attention, **{k: v for k, v in arguments.items() if k != "_target_"})
+    if attention is None:
+        model = from_config(arguments, attention_from_huggingface(theirs.config))
+    else:
+        model = _MODELS[theirs.config.model_type](attention=attention, **{k: v for k, v in arguments.items() if k != "_target_"})
     parameters = dict(model.named_parameters())
     state = theirs.state_dict()
+    weights = list(_weights(model, theirs.config.model_type, theirs.config))
+    if lacking := [name for weight in weights for name in weight.ours if name not in parameters]:
+        raise ValueError(f"attention: must have the weights' parameter {lacking[0]}; leave it out for what they were trained with")
     with torch.no_grad():
-        for weight in _weights(model, theirs.config.model_type):
+        for weight in weights:
             parts = [_used_rows(name, parameters[name], model.vocab_size) for name in weight.ours]
             tensor = state[weight.theirs].T if weight.transposed else state[weight.theirs]
             for part, piece in zip(parts, tensor.split([part.shape[0] for part in parts]), strict=True):
@@ -75,14 +83,21 @@ def save_huggingface(model: GPT | BERT, path: str | Path, **config: Any) -> None
 
 def config_from_huggingface(config: Any) -> dict[str, Any]:
     """The plain description (`_target_` and arguments, as for `attnzoo.models.from_config`) of a transformers config of these models."""
-    describe = {"gpt2": _from_gpt2, "bert": _from_bert, **dict.fromkeys(_LLAMAS, _from_llama)}
+    describe = {"gpt2": _from_gpt2, "bert": _from_bert, **dict.fromkeys(_LLAMAS, _from_llama), fox.FoXConfig.model_type: fox.describe}
     if config.model_type not in describe:
         raise ValueError(f"model_type={config.model_type!r}: must be one of {', '.join(describe)}, the architectures that attnzoo has")
     return describe[config.model_type](config)
 
 
+def attention_from_huggingface(config: Any) -> dict[str, Any]:
+    """The plain description (`_target_` and arguments) of the attention that weights with this transformers config were trained with."""
+    if config.model_type == fox.FoXConfig.model_type:
+        return fox.describe_attention(config)
+    return {"_target_": "attnzoo.attention.flash.FlashAttention", "_partial_": True}
+
+
 def _from_gpt2(config: Any) -> dict[str, Any]:
-    _require(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
+    require(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False,
              embd_pdrop=config.resid_pdrop)
     return {
         "_target_": "attnzoo.models.GPT", "vocab_size": config.vocab_size, "dim": config.n_embd, "n_layers": config.n_layer,
@@ -94,7 +109,7 @@ def _from_gpt2(config: Any) -> dict[str, Any]:
 
 
 def _from_bert(config: Any) -> dict[str, Any]:
-    _require(config, is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
+    require(config, is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
     return {
         "_target_": "attnzoo.models.BERT", "vocab_size": config.vocab_size, "type_vocab_size": config.type_vocab_size,
         "dim": config.hidden_size, "n_layers": config.num_hidden_layers, "n_heads": config.num_attention_heads,
@@ -107,7 +122,7 @@ def _from_bert(config: Any) -> dict[str, Any]:
 def _from_llama(config: Any) -> dict[str, Any]:
     """Of Llama and those that differ from it by a norm of queries and keys (Qwen3), partly rotated heads (Phi-3), windows in all or some
     layers (Mistral, Qwen3, Phi-3), layers without rotation (SmolLM3), or Llama 4's temperature (Ministral 3)."""
-    _require(config, hidden_act="silu", attention_bias=False, mlp_bias=False, embd_pdrop=getattr(config, "resid_pdrop", 0.0))
+    require(config, hidden_act="silu", attention_bias=False, mlp_bias=False, embd_pdrop=getattr(config, "resid_pdrop", 0.0))
     return {
         "_target_": "attnzoo.models.GPT", "vocab_size": config.vocab_size, "dim": config.hidden_size, "n_layers": config.num_hidden_layers,
         "n_heads": config.num_attention_heads, "n_kv_heads": config.num_key_value_heads, "head_dim": getattr(config, "head_dim", None),
@@ -169,13 +184,6 @@ def _shared(config: Any) -> dict[str, Any]:
             "pad_vocab_multiple": 64}
 
 
-def _require(config: Any, **expected: Any) -> None:
-    for name, value in expected.items():
-        found = getattr(config, name, value)
-        if found != value:
-            raise ValueError(f"{config.model_type} config {name}={found!r}: not supported, must be {value!r}")
-
-
 def _gelu(name: str) -> str:
     if name not in _GELUS:
         raise ValueError(f"activation {name!r}: not supported, must be one of {', '.join(_GELUS)}")
@@ -221,7 +229,7 @@ def _config_for_huggingface(model: GPT | BERT) -> dict[str, Any]:
 
 
 _LLAMAS = {"llama": "Llama", "qwen3": "Qwen3", "phi3": "Phi3", "smollm3": "SmolLM3", "mistral": "Mistral", "ministral3": "Ministral3"}
-_MODELS = {"gpt2": GPT, "bert": BERT, **dict.fromkeys(_LLAMAS, GPT)}
+_MODELS = {"gpt2": GPT, "bert": BERT, **dict.fromkeys((*_LLAMAS, fox.FoXConfig.model_type), GPT)}
 
 
 def _huggingface_class(model_type: str) -> type:
@@ -229,7 +237,8 @@ def _huggingface_class(model_type: str) -> type:
 
     if model_type in _LLAMAS:
         return getattr(transformers, f"{_LLAMAS[model_type]}ForCausalLM")
-    return {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM}[model_type]
+    return {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM,
+            fox.FoXConfig.model_type: fox.FoXForCausalLM}[model_type]
 
 
 def _load(source: str) -> nn.Module:
@@ -260,8 +269,11 @@ def _used_rows(name: str, tensor: Tensor, vocab_size: int) -> Tensor:
     return tensor[:vocab_size] if name in _BY_TOKEN else tensor
 
 
-def _weights(model: Transformer, model_type: str) -> Iterator[_Weight]:
-    """Which tensor of theirs holds which parameters of ours."""
+def _weights(model: Transformer, model_type: str, config: Any = None) -> Iterator[_Weight]:
+    """Which tensor of theirs holds which parameters of ours. config: theirs, of weights that come in."""
+    if model_type == fox.FoXConfig.model_type:
+        yield from (_Weight(theirs, ours) for theirs, (ours, _) in fox.parameters(config).items())
+        return
     head = "token_embedding.weight" if model.head is None else "head.weight"
     blocks = range(len(model.blocks))
     if model_type in _LLAMAS:
