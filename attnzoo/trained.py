@@ -36,7 +36,7 @@ def read(given: str, *, key: str, prefer: str = "best") -> Trained:
     """What `given`, the value of the option `key`, names.
 
     A checkpoint file; a run folder (`prefer`: best or last, where it has both); a folder that save_pretrained wrote, ours or one of GPT-2,
-    BERT and Llama with its kin; a name of such weights on the Hugging Face hub. UserError for anything else, and for damaged files.
+    BERT, FoX and Llama with its kin; a name of such weights on the Hugging Face hub. UserError for anything else, and for damaged files.
     """
     path = Path(given).expanduser()
     if path.is_dir() and (path / "config.json").is_file():

@@ -13,6 +13,7 @@ from attnzoo.attention.cache import KVCache, Newest
 from attnzoo.attention.differential import DifferentialAttention
 from attnzoo.attention.dual_chunk import DualChunkAttention
 from attnzoo.attention.flash import FlashAttention
+from attnzoo.attention.forgetting import ForgettingAttention
 from attnzoo.attention.moba import MoBAAttention
 from attnzoo.attention.nsa import NSAttention
 from attnzoo.attention.positions import rotate
@@ -29,6 +30,7 @@ OPTIONS = {
     "blocks that are chosen": lambda spec: MoBAAttention(spec, block_size=4, top_k=3),
     "compressed keys": lambda spec: NSAttention(
         spec, compress_size=4, compress_stride=2, block_size=4, block_count=3, window=5),
+    "forgetting, shifted": lambda spec: ForgettingAttention(spec, shift_keys=True, shift_values=True, output_norm=True),
     "dual chunk, yarn": lambda spec: DualChunkAttention(spec, chunk_size=12, temperature="yarn"),
 }
 MODEL = {"qk_norm": True, "attention_temperature": "ssmax", "attention_gate": "head"}

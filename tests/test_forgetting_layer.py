@@ -199,17 +199,13 @@ def test_the_cache_has_what_the_next_token_takes(options, positions, ids):
     assert len(caches[0].buffers) == 3 + sum((OPTIONS | options)[name] for name in ("shift_keys", "shift_values"))
 
 
-@pytest.mark.parametrize("layout", ["dense", "packed"])
-def test_it_compiles_twice_at_most_as_lengths_change(layout):
+def test_packed_sequences_compile_twice_at_most_as_lengths_change():
     torch._dynamo.reset()
     model, counter = build(n_layers=1), CompileCounter()
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for length in (9, 10, 16):
-        tokens, inputs = torch.arange(2 * length), {}
-        if layout == "packed":
-            inputs = {"cu_seqlens": torch.tensor([0, length, length + 5, 2 * length, 2 * length], dtype=torch.int32), "max_seqlen": length}
-        else:
-            tokens = tokens.view(2, length)
+        tokens, cu_seqlens = torch.arange(2 * length), torch.tensor([0, length, length + 5, 2 * length, 2 * length], dtype=torch.int32)
+        inputs = {"cu_seqlens": cu_seqlens, "max_seqlen": length}
         assert_close(compiled(tokens, **inputs), model(tokens, **inputs))
     assert counter.frame_count <= 2
 
