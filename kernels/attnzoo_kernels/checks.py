@@ -127,6 +127,16 @@ def cu_seqlens(name: str, value: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name}: must be contiguous, got stride {value.stride(0)}")
 
 
+def whole_numbers(name: str, x: Tensor, other: Tensor, shape: tuple[int, ...], other_name: str = "q") -> None:
+    tensor(name, x)
+    whole = not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+    if not whole or x.shape != shape or x.device != other.device:
+        raise ValueError(f"{name}: must be whole numbers of shape {shape} on {other_name}'s device {other.device}, got {x.dtype} of shape "
+                         f"{tuple(x.shape)} on {x.device}")
+    if x.is_cpu and not torch.compiler.is_compiling() and (x < 0).any():
+        raise ValueError(f"{name}: must be at least 0, got {x.tolist()}")
+
+
 def rising(name: str, cu_seqlens: Tensor, total: int | None = None) -> list[int] | None:
     """What cu_seqlens holds, where looking costs no wait: on a CPU."""
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():

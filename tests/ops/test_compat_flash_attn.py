@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attnzoo_kernels.compat import flash_attn
+from attnzoo_kernels.compat.flash_attn import bert_padding
 
 # Parameter names and defaults of flash-attn 2.8's public functions.
 OPTIONS = {
@@ -142,6 +143,33 @@ def test_varlen_packed_forms_equal_flash_attn_varlen_func():
     kv_packed = flash_attn.flash_attn_varlen_kvpacked_func(qkv[:, 0], qkv[:, 1:], cu_seqlens, cu_seqlens, 6, 6, causal=True)
     torch.testing.assert_close(packed, expected, rtol=0, atol=0)
     torch.testing.assert_close(kv_packed, expected, rtol=0, atol=0)
+
+
+def test_a_last_dimension_may_be_strided_and_a_longest_sequence_a_tensor():
+    q, k, v = (randn(9, 2, 32)[..., ::2] for _ in range(3))
+    bounds = cumulative([3, 6])
+    plain_call = (q.contiguous(), k.contiguous(), v.contiguous(), bounds, bounds, 6, 6)
+    out = flash_attn.flash_attn_varlen_func(q, k, v, bounds, bounds, *torch.tensor([6, 6]), causal=True)
+    assert torch.equal(out, flash_attn.flash_attn_varlen_func(*plain_call, causal=True))
+
+
+@pytest.mark.parametrize("words, options", [
+    ("window_size: must be two ints", {"window_size": None}), ("window_size: must be an integer, got 1.5", {"window_size": (1.5, 0)}),
+    ("softcap: must be a number, got None", {"softcap": None}), ("dropout_p: must be a number", {"dropout_p": None}),
+])
+def test_a_wrong_option_is_named(words, options):
+    with pytest.raises((TypeError, ValueError), match=words):
+        flash_attn.flash_attn_func(*torch.zeros(3, 1, 4, 1, 8), **options)
+
+
+def test_rows_that_are_not_there_are_named():
+    rows = torch.zeros(3, 2)
+    with pytest.raises(ValueError, match="indices: must lie in 0 .. 2, got 3 .. 3"):
+        bert_padding.index_first_axis(rows, torch.tensor([3]))
+    with pytest.raises(ValueError, match="values: must have a row for each of the 2 indices, got shape"):
+        bert_padding.index_put_first_axis(rows, torch.tensor([0, 1]), 4)
+    with pytest.raises(ValueError, match="indices: must be int64"):
+        bert_padding.index_put_first_axis(rows, torch.zeros(3), 4)
 
 
 def test_dropout_keeps_and_rescales():

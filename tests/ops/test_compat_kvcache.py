@@ -117,13 +117,27 @@ def test_a_cache_takes_new_tokens_and_is_read(case, impl, dtype, device, monkeyp
     ("cache_seqlens: must leave room for 1 new tokens among the cache's 4, got \\[4\\]", {"cache_seqlens": 4}),
     ("cache_batch_idx: must name one of the cache's 2 for each new token, got \\[\\[2\\]\\]", {"cache_batch_idx": int32(2)}),
     ("block_table: must name one of", {"block_table": int32([-1])}),
-    ("rotary_cos: must have a row for each of the cache's 4 places, got 2", {"rotary_cos": torch.ones(2, 2)}),
+    ("rotary_cos: must have a row for each of the cache's 4 places, got \\(2, 2\\)",
+     {"rotary_cos": torch.ones(2, 2), "rotary_sin": torch.ones(2, 2)}),
+    ("rotary_cos, rotary_sin: must be given both", {"rotary_sin": torch.ones(4, 2)}),
+    ("rotary_cos: must be a tensor, got list", {"rotary_cos": [], "rotary_sin": []}),
+    ("cos: must be floating point of 16 to 64 bits on x's device cpu, got torch.float32 on meta",
+     {"rotary_cos": torch.ones(4, 2, device="meta"), "rotary_sin": torch.ones(4, 2)}),
+    ("cache_seqlens: must be an integer of at least 0, got 1.5", {"cache_seqlens": 1.5}),
+    ("cache_batch_idx: must be a tensor, got list", {"cache_batch_idx": [0]}),
+    ("cache_batch_idx: must be whole numbers of shape \\(1,\\) .* got torch.float32", {"cache_batch_idx": torch.zeros(1)}),
+    ("cache_leftpad: must be at least 0, got \\[-1\\]", {"cache_leftpad": int32(-1)}),
+    ("v: must be .* and device cpu, got .* on meta", {"v": torch.zeros(1, 1, 1, 4, device="meta")}),
+    ("v_cache: must be on k_cache's device cpu and \\(2, 4, 1\\) first", {"v_cache": torch.zeros(1, 4, 1, 4)}),
+    ("k_cache: must have q's dtype torch.float16", {"q": torch.zeros(1, 1, 1, 4, dtype=torch.float16)}),
+    ("window_size: must be two ints", {"window_size": None}),
+    ("softcap: must be a number, got None", {"softcap": None}),
     ("k: must be \\(batch=1, new, kv_heads, head_dim\\)", {"k": torch.zeros(1, 1, 2, 4)}),
 ])
 def test_what_a_cache_cannot_do_is_refused(words, change):
     x = torch.zeros(1, 1, 1, 4)
     call = {"q": x, "k_cache": torch.zeros(2, 4, 1, 4), "v_cache": torch.zeros(2, 4, 1, 4), "k": x, "v": x, "cache_seqlens": 1}
-    with pytest.raises((ValueError, NotImplementedError), match=words):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=words):
         flash_attn_with_kvcache(**call | change)
 
 
@@ -155,6 +169,51 @@ def test_varlen_over_pages_has_gradients_and_refuses_bad_tables():
     assert k.grad[0].abs().sum() > 0 and not k.grad[1].any() and not k.grad[0, 3].any() and k.grad[2].abs().sum() > 0
     with pytest.raises(ValueError, match="block_table: row 1 needs a page from 0 to 2 for its token 0, got -1"):
         flash_attn_varlen_func(q, k, k, *bounds, block_table=int32([2, 0], [-1, -1]))
+
+
+@pytest.mark.parametrize("words, place, value", [
+    ("q: must be a tensor, got NoneType", 0, None),
+    ("q: must be \\(total_q, heads, head_dim\\), got shape", 0, torch.zeros(3, 8)),
+    ("v: must have k's pages \\(3, 4\\), got \\(2, 4\\)", 2, torch.zeros(2, 4, 1, 8)),
+    ("cu_seqlens_q: must rise from 0 to at most the 3 tokens, got \\[0, 1, 4\\]", 3, int32(0, 1, 4)),
+    ("cu_seqlens_k: must have cu_seqlens_q's shape \\(3,\\), got \\(2,\\)", 4, int32(0, 6)),
+    ("max_seqlen_q: must be an integer of at least 0, got None", 5, None),
+    ("max_seqlen_q: must be at least the longest sequence's 2, got 1", 5, 1),
+    ("max_seqlen_k: must be an integer of at least 0, got -1", 6, -1),
+    ("block_table: must be int32 .batch, max_blocks. with batch 2, got torch.float32 of shape", 7, torch.zeros(2, 2)),
+])
+@pytest.mark.parametrize("gradient", (False, True))
+def test_varlen_over_pages_names_wrong_arguments(words, place, value, gradient):
+    k = torch.zeros(3, 4, 1, 8, requires_grad=gradient)
+    call = [torch.zeros(3, 2, 8), k, k, cumulative([1, 2]), cumulative([6, 3]), 2, 6, int32([2, 0], [0, -1])]
+    call[place] = value
+    with pytest.raises((TypeError, ValueError), match=words):
+        flash_attn_varlen_func(*call[:7], block_table=call[7])
+
+
+@pytest.mark.parametrize("offset", (3, int32(2, 4)))
+def test_a_leaf_that_is_turned_in_place_has_a_gradient(offset):
+    cos, sin = tables()
+    leaf = torch.randn(2, 5, 3, 16)
+    other = leaf.clone().requires_grad_()
+    leaf.requires_grad_()
+    out, expected = (apply_rotary_emb(x, cos, sin, inplace=x is leaf, seqlen_offsets=offset) for x in (leaf, other))
+    assert torch.equal(leaf, out) and torch.equal(out, expected) and out.data_ptr() == leaf.data_ptr()
+    grad = torch.randn_like(out)
+    assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y, x in ((out, leaf), (expected, other))))
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"seqlen_offsets": -1}, "seqlen_offsets: must be an integer of at least 0, got -1"),
+    ({"seqlen_offsets": int32(0)}, "seqlen_offsets: must be whole numbers of shape .2,. on x's device cpu"),
+    ({"seqlen_offsets": int32(0, -2)}, "seqlen_offsets: must be at least 0, got .0, -2."),
+    ({"x": torch.zeros(2, 5, 3, 16, dtype=torch.int64)}, "x: must be floating point of 16 to 64 bits"),
+    ({"x": torch.zeros(5, 3, 16), "cu_seqlens": int32(0, 6)}, "cu_seqlens: must rise from 0 to at most the 5 tokens, got .0, 6."),
+])
+def test_what_cannot_be_turned_is_named(change, words):
+    cos, sin = tables()
+    with pytest.raises((TypeError, ValueError), match=words):
+        apply_rotary_emb(**{"x": torch.zeros(2, 5, 3, 16), "cos": cos, "sin": sin} | change)
 
 
 @pytest.mark.parametrize("interleaved", (False, True))

@@ -32,6 +32,13 @@ def test_error_is_at_most_twice_that_of_eager(case, poisoned):
     assert all(torch.equal(a, b) for a, b in zip(ours, run(case, "triton"), strict=True))
 
 
+def test_weights_of_tokens_are_as_exact_as_the_tensors():
+    x, weight, factors = torch.randn(40, 8, dtype=torch.float64), torch.randn(9, 8, dtype=torch.float64), torch.rand(40)
+    targets = torch.arange(40) % 9
+    losses, ours = (linear_cross_entropy(x, weight, targets, token_weights=factors, reduction=r) for r in ("none", "mean"))
+    torch.testing.assert_close(ours, losses.sum() / factors.double().sum(), rtol=1e-13, atol=0)
+
+
 def test_many_chunks_give_what_one_gives(monkeypatch):
     from attnzoo_kernels.linear_cross_entropy import chunks
 

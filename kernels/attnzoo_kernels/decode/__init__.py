@@ -60,7 +60,11 @@ def decode_attention(
     """
     rows = k_cache, v_cache
     if block_table is not None:
-        rows = _rows_like_pages(q, k_cache, v_cache, block_table)
+        checks.tensor("q", q)
+        if q.dim() != 4:
+            raise ValueError(f"q: must be (batch, seqlen_q, heads, head_dim), got shape {tuple(q.shape)}")
+        check_pages(q, k_cache, v_cache, block_table, q.shape[0])
+        rows = (x[:1].expand(q.shape[0], -1, -1, -1) for x in rows)  # of the shapes that attention_inputs knows
     checks.attention_inputs(q, *rows, None, None, None, None, names=("q", "k_cache", "v_cache"),
                             unpacked="; it takes no packed input, and one token of each sequence is q[:, None]")
     batch, _, heads, head_dim = q.shape
@@ -89,25 +93,23 @@ def decode_attention(
     return (out, lse) if return_lse else out
 
 
-def _rows_like_pages(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor) -> tuple[Tensor, Tensor]:
-    """Caches of the shapes that checks.attention_inputs knows, which stand for pages."""
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int, names: tuple[str, str] = ("k_cache", "v_cache")) -> None:
+    """Keys and values in pages, which the caller calls `names`, and the table of them; not their widths and dtypes."""
+    for name, x in zip(names, (k, v), strict=True):
         checks.tensor(name, x)
         if x.dim() != 4:
-            what = "(batch, seqlen_q, heads, head_dim)" if name == "q" else "(num_blocks, block_size, kv_heads, width)"
-            raise ValueError(f"{name}: must be {what}, got shape {tuple(x.shape)}")
-        if x is not q and 0 in x.shape[:2]:
+            raise ValueError(f"{name}: must be (num_blocks, block_size, kv_heads, width), got shape {tuple(x.shape)}")
+        if 0 in x.shape[:2]:
             raise ValueError(f"{name}: must have a page, and rows in it, got shape {tuple(x.shape)}")
-    if v_cache.shape[:2] != k_cache.shape[:2]:
-        raise ValueError(f"v_cache: must have k_cache's pages {tuple(k_cache.shape[:2])}, got {tuple(v_cache.shape[:2])}")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"{names[1]}: must have {names[0]}'s pages {tuple(k.shape[:2])}, got {tuple(v.shape[:2])}")
     checks.tensor("block_table", block_table)
-    if block_table.dim() != 2 or block_table.shape[0] != q.shape[0] or block_table.dtype != torch.int32:
-        raise ValueError(f"block_table: must be int32 (batch, max_blocks) with batch {q.shape[0]}, got {block_table.dtype} of shape "
+    if block_table.dim() != 2 or block_table.shape[0] != batch or block_table.dtype != torch.int32:
+        raise ValueError(f"block_table: must be int32 (batch, max_blocks) with batch {batch}, got {block_table.dtype} of shape "
                          f"{tuple(block_table.shape)}")
     if block_table.device != q.device or not block_table.is_contiguous():
         raise ValueError(f"block_table: must be contiguous and on q's device {q.device}, got strides {block_table.stride()} on "
                          f"{block_table.device}")
-    return tuple(x[:1].expand(q.shape[0], -1, -1, -1) for x in (k_cache, v_cache))
 
 
 def _check_pages(cache_seqlens: Tensor, block_table: Tensor, n_pages: int, page: int, check: bool) -> None:

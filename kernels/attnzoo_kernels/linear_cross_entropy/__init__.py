@@ -53,7 +53,7 @@ def linear_cross_entropy(
         loss = ops.losses(*inputs).view(targets.shape) if reduction == "none" else ops.summed(*inputs)
     if reduction == "mean":
         counted = targets != ignore_index
-        loss = loss / (counted.sum() if token_weights is None else torch.where(counted, token_weights, 0).sum())
+        loss = loss / (counted.sum() if token_weights is None else torch.where(counted, token_weights.to(loss.dtype), 0).sum())
     return loss
 
 

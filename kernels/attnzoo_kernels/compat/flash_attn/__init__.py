@@ -5,7 +5,8 @@
     from attnzoo_kernels.compat.flash_attn.layers.rotary import apply_rotary_emb
 
 Arguments, shapes and meanings are flash-attn's: causal masks and windows are aligned to the bottom right, `softcap <= 0` is off,
-`alibi_slopes` is float32 (heads,) or (batch, heads). More is accepted than there: float32, values wider or narrower than keys, CPU tensors.
+`alibi_slopes` is float32 (heads,) or (batch, heads), and queries, keys and values whose last dimension is not contiguous are copied. More
+is accepted than there: float32, values wider or narrower than keys, CPU tensors.
 
 With `return_attn_probs=True` they return (out, softmax_lse, S_dmask). softmax_lse is float32, (batch, heads, seqlen_q) or
 (heads, total_q), and carries a gradient; it is -inf (flash-attn: +inf) in rows that see no key, where out is zero. S_dmask is an empty
@@ -19,7 +20,16 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels import checks
-from attnzoo_kernels.compat.flash_attn.kvcache import FEW, decoded_pages, flash_attn_with_kvcache, packed_pages, plain_window
+from attnzoo_kernels.compat.flash_attn.kvcache import (
+    FEW,
+    decoded_pages,
+    flash_attn_with_kvcache,
+    packed_pages,
+    plain_softcap,
+    plain_window,
+    readable,
+)
+from attnzoo_kernels.decode import check_pages
 from attnzoo_kernels.flash import flash_attention
 
 __all__ = [
@@ -47,10 +57,14 @@ def _parts(name: str, x: Tensor, parts: int, packed: bool) -> tuple[Tensor, ...]
 def _attend(
     q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, **packing
 ) -> Result:
+    checks.probability("dropout_p", dropout_p)
     if return_attn_probs and dropout_p > 0:
         raise NotImplementedError("return_attn_probs: S_dmask with dropout_p > 0 is not kept; use return_attn_probs=False or dropout_p=0.0")
+    # a longest sequence in a tensor is not waited for: no kernel reads it
+    packing |= {name: None for name in ("max_seqlen_q", "max_seqlen_k") if isinstance(packing.get(name), Tensor)}
     out = flash_attention(
-        q, k, v, causal=causal, softmax_scale=softmax_scale, window_size=plain_window(window_size), softcap=max(softcap, 0.0),
+        *map(readable, (q, k, v)), causal=causal, softmax_scale=softmax_scale, window_size=plain_window(window_size),
+        softcap=plain_softcap(softcap),
         alibi_slopes=alibi_slopes, dropout_p=dropout_p, return_lse=return_attn_probs, deterministic=deterministic or None, **packing)
     return (*out, q.new_empty(0)) if return_attn_probs else out
 
@@ -129,23 +143,37 @@ def flash_attn_varlen_func(
     16 queries a sequence read them there. More queries, gradients and dropout need a copy of keys and values, batch * max_seqlen_k tokens.
     """
     if block_table is not None:
-        checks.tensor("block_table", block_table)
-        for name, x in (("k", k), ("v", v)):
-            checks.tensor(name, x)
-            if x.dim() != 4:
-                raise ValueError(f"{name}: must be (num_blocks, page, kv_heads, head_dim) with block_table, got shape {tuple(x.shape)}")
-        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-            checks.cu_seqlens(name, x, q)
+        block_table = _checked_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)
+        checks.probability("dropout_p", dropout_p)
         graph = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
         if q.shape[0] and 1 <= max_seqlen_q <= FEW and dropout_p == 0 and not graph:
             out, lse = decoded_pages(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, softmax_scale=softmax_scale, causal=causal,
-                window_size=plain_window(window_size), softcap=max(softcap, 0.0), alibi_slopes=alibi_slopes)
+                readable(q), k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, block_table, softmax_scale=softmax_scale, causal=causal,
+                window_size=plain_window(window_size), softcap=plain_softcap(softcap), alibi_slopes=alibi_slopes)
             return (out, lse, q.new_empty(0)) if return_attn_probs else out
         k, v = packed_pages(k, v, cu_seqlens_k, max_seqlen_k, block_table)
     return _attend(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+
+
+def _checked_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table) -> Tensor:
+    checks.tensor("q", q)
+    if q.dim() != 3:
+        raise ValueError(f"q: must be (total_q, heads, head_dim), got shape {tuple(q.shape)}")
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        checks.cu_seqlens(name, x, q)
+    batch = cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k.shape[0] != batch + 1:
+        raise ValueError(f"cu_seqlens_k: must have cu_seqlens_q's shape {(batch + 1,)}, got {tuple(cu_seqlens_k.shape)}")
+    checks.tensor("block_table", block_table)
+    block_table = block_table.contiguous()
+    check_pages(q, k, v, block_table, batch, ("k", "v"))
+    checks.integer("max_seqlen_q", max_seqlen_q, 0)
+    checks.integer("max_seqlen_k", max_seqlen_k, 0)
+    checks.packed_lengths("q", cu_seqlens_q, max_seqlen_q, q.shape[0])
+    checks.packed_lengths("k", cu_seqlens_k, max_seqlen_k, block_table.numel() * k.shape[1])
+    return block_table
 
 
 def flash_attn_varlen_kvpacked_func(

@@ -8,7 +8,7 @@ from torch import Tensor
 from attnzoo_kernels import checks
 from attnzoo_kernels.compat.flash_attn.layers.rotary import apply_rotary_emb
 from attnzoo_kernels.compat.flash_attn.packed import sequence_of_tokens
-from attnzoo_kernels.decode import decode_attention
+from attnzoo_kernels.decode import check_pages, decode_attention
 
 FEW = 16  # queries of a sequence that decode_attention is made for
 
@@ -63,14 +63,27 @@ def flash_attn_with_kvcache(
         raise ValueError("k, v: must be given both or neither")
     if k is None and (rotary_cos is not None or rotary_sin is not None):
         raise ValueError("rotary_cos, rotary_sin: need k and v, the new keys and values")
-    batch, window_size = q.shape[0], plain_window(window_size)
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError("rotary_cos, rotary_sin: must be given both or neither")
+    batch, window_size, q = q.shape[0], plain_window(window_size), readable(q)
+    if q.dtype != k_cache.dtype:
+        raise TypeError(f"k_cache: must have q's dtype {q.dtype}, got {k_cache.dtype}")
+    if v_cache.shape[:3] != k_cache.shape[:3] or v_cache.device != k_cache.device:
+        raise ValueError(f"v_cache: must be on k_cache's device {k_cache.device} and {tuple(k_cache.shape[:3])} first, got "
+                         f"{tuple(v_cache.shape)} on {v_cache.device}")
+    if block_table is not None:
+        checks.tensor("block_table", block_table)
+        block_table = block_table.contiguous()
+        check_pages(q, k_cache, v_cache, block_table, batch)
     max_len = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     lengths = _lengths(cache_seqlens, q, max_len, appended=k is not None)
-    if block_table is not None:
-        block_table = block_table.contiguous()
+    for name, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
+        if x is not None:
+            checks.whole_numbers(name, x, q, (batch,))
     rows = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
 
     if k is not None:
+        _check_new(k, v, k_cache, v_cache, batch)
         if rotary_cos is not None:
             q, k = _rotated(q, k, rotary_cos, rotary_sin, lengths, max_len, rotary_interleaved, causal or window_size != (-1, -1))
         _append(k, v, k_cache, v_cache, lengths, rows, block_table, max_len)
@@ -84,29 +97,50 @@ def flash_attn_with_kvcache(
         k_cache, v_cache = k_cache[:batch], v_cache[:batch]
     return decode_attention(
         q, k_cache, v_cache, cache_seqlens=lengths, block_table=block_table, causal=causal, softmax_scale=softmax_scale,
-        window_size=window_size, softcap=max(softcap, 0.0), alibi_slopes=alibi_slopes, return_lse=return_softmax_lse)
+        window_size=window_size, softcap=plain_softcap(softcap), alibi_slopes=alibi_slopes, return_lse=return_softmax_lse)
 
 
 def plain_window(window_size) -> tuple[int, int]:
     """flash-attn also takes a tensor, and anything negative for -1."""
-    return tuple(max(int(side), -1) for side in window_size)
+    sides = window_size.tolist() if isinstance(window_size, Tensor) else window_size
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+        raise ValueError(f"window_size: must be two ints (left, right), got {window_size!r}")
+    for side in sides:
+        checks.integer("window_size", side)
+    return tuple(max(int(side), -1) for side in sides)
+
+
+def plain_softcap(softcap: float) -> float:
+    """flash-attn also takes anything negative for 0."""
+    checks.number("softcap", softcap)
+    return max(softcap, 0.0)
+
+
+def readable(x: Tensor) -> Tensor:
+    """A copy where the last dimension is not contiguous; what is no tensor is left to the operators' checks."""
+    return x.contiguous() if isinstance(x, Tensor) and x.layout == torch.strided and x.dim() and x.stride(-1) != 1 else x
 
 
 def _lengths(cache_seqlens: int | Tensor | None, q: Tensor, max_len: int, appended: bool) -> Tensor:
     if isinstance(cache_seqlens, Tensor):
+        checks.tensor("cache_seqlens", cache_seqlens)
         if cache_seqlens.shape != q.shape[:1] or cache_seqlens.dtype != torch.int32 or cache_seqlens.device != q.device:
             raise ValueError(f"cache_seqlens: must be an int, or int32 of shape ({q.shape[0]},) on q's device {q.device}, got "
                              f"{cache_seqlens.dtype} of shape {tuple(cache_seqlens.shape)} on {cache_seqlens.device}")
         return cache_seqlens.contiguous()
-    if cache_seqlens is None and appended:
+    if cache_seqlens is not None:
+        checks.integer("cache_seqlens", cache_seqlens, 0)
+    elif appended:
         raise ValueError("cache_seqlens: must say where k and v go, got None")
     return torch.full(q.shape[:1], max_len if cache_seqlens is None else cache_seqlens, dtype=torch.int32, device=q.device)
 
 
 def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, lengths: Tensor, max_len: int, interleaved: bool,
              in_order: bool) -> tuple[Tensor, Tensor]:
-    if cos.shape[0] < max_len:
-        raise ValueError(f"rotary_cos: must have a row for each of the cache's {max_len} places, got {cos.shape[0]}")
+    checks.tensor("rotary_cos", cos)
+    checks.tensor("rotary_sin", sin)
+    if cos.dim() != 2 or cos.shape[0] < max_len:
+        raise ValueError(f"rotary_cos: must have a row for each of the cache's {max_len} places, got {tuple(cos.shape)}")
     k = apply_rotary_emb(k, cos, sin, interleaved, seqlen_offsets=lengths)
     if in_order:
         return apply_rotary_emb(q, cos, sin, interleaved, seqlen_offsets=lengths), k
@@ -114,13 +148,17 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, lengths: Ten
     return apply_rotary_emb(at_one_place, cos, sin, interleaved, seqlen_offsets=lengths)[:, 0].unflatten(1, q.shape[1:3]), k
 
 
-def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, block_table: Tensor | None,
-            max_len: int) -> None:
+def _check_new(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: int) -> None:
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         checks.tensor(name, x)
-        if x.dim() != 4 or x.shape != (lengths.shape[0], k.shape[1], *cache.shape[2:]) or x.dtype != cache.dtype:
-            raise ValueError(f"{name}: must be (batch={lengths.shape[0]}, new, kv_heads, head_dim) with the cache's dtype {cache.dtype} "
-                             f"and last dimensions {tuple(cache.shape[2:])}, got {x.dtype} of shape {tuple(x.shape)}")
+        if x.dim() != 4 or x.shape != (batch, k.shape[1], *cache.shape[2:]) or x.dtype != cache.dtype or x.device != cache.device:
+            raise ValueError(f"{name}: must be (batch={batch}, new, kv_heads, head_dim) with the cache's dtype {cache.dtype}, last "
+                             f"dimensions {tuple(cache.shape[2:])} and device {cache.device}, got {x.dtype} of shape "
+                             f"{tuple(x.shape)} on {x.device}")
+
+
+def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, block_table: Tensor | None,
+            max_len: int) -> None:
     places = lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
     if places.is_cpu and places.numel() and not 0 <= places.min() <= places.max() < max_len:
         raise ValueError(f"cache_seqlens: must leave room for {k.shape[1]} new tokens among the cache's {max_len}, got {lengths.tolist()}")

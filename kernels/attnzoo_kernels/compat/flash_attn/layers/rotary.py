@@ -24,20 +24,27 @@ def apply_rotary_emb(
     x: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with cu_seqlens, int32 (batch + 1,).
     cos, sin: (positions, rotary_dim / 2), of the angle of each pair of channels. A token at a position behind them stays as it is.
     interleaved: pairs are channels 0 and 1, 2 and 3, and so on; otherwise 0 and rotary_dim / 2, 1 and rotary_dim / 2 + 1.
-    inplace: x itself is written, and returned.
-    seqlen_offsets: the position of a sequence's first token, an int or a whole number for each sequence, (batch,).
+    inplace: x itself is written, and returned; of a leaf that requires a gradient only what is returned carries it on.
+    seqlen_offsets: the position of a sequence's first token, an int or a whole number for each sequence, (batch,), from 0 on.
     max_seqlen: taken, and not needed.
 
     Raises TypeError or ValueError naming the argument.
     """
     for name, given in (("x", x), ("cos", cos), ("sin", sin)):
         checks.tensor(name, given)
+        if given.dtype not in checks.DTYPES or given.device != x.device:
+            raise TypeError(f"{name}: must be floating point of 16 to 64 bits on x's device {x.device}, got {given.dtype} on "
+                            f"{given.device}")
     if x.dim() != (4 if cu_seqlens is None else 3):
         shape = "(batch, seqlen, heads, head_dim), or (total, heads, head_dim) with cu_seqlens"
         raise ValueError(f"x: must be {shape}, got shape {tuple(x.shape)}")
     if cos.dim() != 2 or cos.shape != sin.shape or not cos.numel() or 2 * cos.shape[1] > x.shape[-1]:
         raise ValueError(f"cos, sin: must both be (positions, rotary_dim / 2), with rotary_dim at most head_dim={x.shape[-1]}, got "
                          f"{tuple(cos.shape)} and {tuple(sin.shape)}")
+    if cu_seqlens is not None:
+        checks.cu_seqlens("cu_seqlens", cu_seqlens, x)
+        checks.rising("cu_seqlens", cu_seqlens, x.shape[0])
+    _check_offsets(seqlen_offsets, x, x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1)
     offset = seqlen_offsets[:, None] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
     if cu_seqlens is None:
         position = torch.arange(x.shape[1], device=x.device)[None] + offset
@@ -45,6 +52,25 @@ def apply_rotary_emb(
         sequence, place = sequence_of_tokens(cu_seqlens, x.shape[0])
         position = place + (seqlen_offsets[sequence] if isinstance(seqlen_offsets, Tensor) else seqlen_offsets)
     return _rotated(x, cos, sin, position.long(), interleaved, inplace)
+
+
+def _check_offsets(offsets: int | Tensor, x: Tensor, batch: int) -> None:
+    if isinstance(offsets, Tensor):
+        checks.whole_numbers("seqlen_offsets", offsets, x, (batch,), "x")
+    else:
+        checks.integer("seqlen_offsets", offsets, 0)
+
+
+class _Stored(torch.autograd.Function):
+    """A value in the memory of x."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, x: Tensor) -> Tensor:
+        return x.copy_(value)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved: bool, inplace: bool) -> Tensor:
@@ -56,7 +82,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, position: Tensor, interleaved:
     width, pair = 2 * cos.shape[-1], -1 if interleaved else -2
     first, second = x[..., :width].to(wide).unflatten(-1, (-1, 2) if interleaved else (2, -1)).unbind(pair)
     turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=pair).flatten(-2).to(x.dtype)
-    if inplace:
+    if inplace and not (x.is_leaf and x.requires_grad and torch.is_grad_enabled()):
         x[..., :width] = turned
         return x
-    return torch.cat((turned, x[..., width:]), dim=-1)
+    out = torch.cat((turned, x[..., width:]), dim=-1)
+    return _Stored.apply(out, x.detach()) if inplace else out
