@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from attnzoo import checkpoint, trained
-from attnzoo.attention.base import check_path
+from attnzoo.attention.supports import check_path
 from attnzoo.errors import UserError
 from attnzoo.run import values
 

@@ -11,7 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from attnzoo import checkpoint, models, trained
-from attnzoo.attention.base import Attention, SequenceInfo, check_path
+from attnzoo.attention.base import Attention, SequenceInfo
+from attnzoo.attention.supports import check_path
 from attnzoo.errors import UserError
 from attnzoo.evaluation.heatmaps import COLOUR_MAP
 from attnzoo.run import checks
@@ -82,6 +83,9 @@ def distances(layer: Attention, length: int) -> Tensor:
 
         def probed(x: Tensor) -> tuple[Tensor, ...]:
             q, k, *rest = project(x)
+            if k.shape[-1] != q.shape[-1]:
+                raise UserError(f"attention={layer.name}, what=distances: needs keys that are projected as wide as queries, got "
+                                f"{k.shape[-1]} and {q.shape[-1]} channels; what=mask has no such need")
             unit = torch.eye(q.shape[-1], dtype=q.dtype)
             return size * unit[pair].expand(q.shape), unit[channel].expand(k.shape), *rest
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from attnzoo import checkpoint, trained
 from attnzoo import layers as by_layer
-from attnzoo.attention.base import check_path
+from attnzoo.attention.supports import check_path
 from attnzoo.errors import UserError
 from attnzoo.run import checks, initial
 from attnzoo.run.claiming import opens_again, own_folder

@@ -12,9 +12,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
 from attnzoo.attention import Attention, AttentionSpec, Supports
-from attnzoo.attention.base import POSITIONS, check_path
+from attnzoo.attention.base import POSITIONS
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.sdpa import SDPAttention
+from attnzoo.attention.supports import check_path
 from attnzoo.models import BERT, GPT, from_config
 from attnzoo.signatures import check_options
 from attnzoo_kernels.dispatch import IMPLEMENTATIONS

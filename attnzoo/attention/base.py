@@ -1,6 +1,5 @@
 """The attention layer's contract: one description to build a layer from, one base that a variant extends by `attend`."""
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,17 +17,6 @@ from attnzoo.attention.temperature import make_temperature
 
 GATES = ("none", "elementwise", "head")
 Impl = Literal["gluon", "triton", "cpu", "reference"]  # a path of the operators; None takes the fastest that runs
-
-
-def check_path(impl: str | None, device: torch.device) -> None:
-    """Raises ValueError for a path that takes no call at all on this device, so that it is known before there are data to try it with."""
-    if impl == "gluon" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)):
-        found = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        raise ValueError(f"attention.impl=gluon: needs a Hopper GPU, got {found}; null takes the fastest path that runs")
-    if impl == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"attention.impl=triton: needs a GPU, got {device.type}; null takes the fastest path that runs")
-    if impl == "cpu" and device.type != "cpu":
-        raise ValueError(f"attention.impl=cpu: needs a CPU, got {device.type}; null takes the fastest path that runs")
 
 
 @dataclass(frozen=True)
@@ -140,7 +128,7 @@ class Attention(nn.Module):
     """Base of all variants: projections, rotary positions and cache. A variant overrides `attend`, and if it must
 
     - `head_shapes`: other numbers or widths of heads;
-    - `project`: more inputs to `attend` than q, k and v, made from x;
+    - `project`, `projections`: more inputs to `attend` than q, k and v, made from x, or other matrices to make them;
     - `inputs`: what depends on the tokens before, too;
     - `apply_positions`: un-rotated or otherwise rotated queries and keys;
     - `kept`, `attend_over`, `attend_cached`, `attend_newest`: more in the cache than keys and values, a kernel of its own for the newest
@@ -223,9 +211,20 @@ class Attention(nn.Module):
         queries, keys = (spec.n_heads, spec.head_dim), (spec.n_kv_heads, spec.head_dim)
         return {"q": queries, "k": keys, "v": keys, "out": queries}
 
+    @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        """What `project` multiplies x by, in one product."""
+        return self.q_proj, self.k_proj, self.v_proj
+
+    @property
+    def matrices(self) -> list[nn.Linear]:
+        """All projections, each once."""
+        found = (*self.projections, self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.g_proj)
+        return [*dict.fromkeys(filter(None, found))]
+
     def init_weights(self, std: float, residual_std: float) -> None:
         """Normal weights, zero biases; `residual_std` is for the projection that writes to the residual stream."""
-        for projection in filter(None, (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.g_proj)):
+        for projection in self.matrices:
             nn.init.normal_(projection.weight, std=residual_std if projection is self.o_proj else std)
             if projection.bias is not None:
                 nn.init.zeros_(projection.bias)
@@ -248,12 +247,13 @@ class Attention(nn.Module):
         else:
             q, k = self.apply_positions(q, k, seq)
             q = self.temper(q, seq)
+            kept = self.kept(k, v, *rest)
             if seq.context is not None:
-                out = self._attend_in_context(q, self.kept(k, v, *rest), seq, *rest)
+                out = self._attend_in_context(q, kept, seq, *rest)
             elif cache is None:
-                out = self.attend(q, k, v, seq, *rest)
+                out = self.attend_over(q, kept, seq, *rest)
             else:
-                cache.append(*self.kept(k, v, *rest))
+                cache.append(*kept)
                 out = self.attend_cached(q, cache, seq, *rest)
         out = self.finish(out)
         if self.g_proj is not None:
@@ -275,11 +275,10 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k and v as (..., heads, width), and whatever else `attend` takes after `seq`."""
-        projections = (self.q_proj, self.k_proj, self.v_proj)
         # one product for all three: at GPT-2's widths three narrow ones leave a part of the GPU idle
-        weight, bias = self.joined or joined(projections)
+        weight, bias = self.joined or joined(self.projections)
         shapes = self.head_shapes()
-        parts = F.linear(x, weight, bias).split([p.out_features for p in projections], dim=-1)
+        parts = F.linear(x, weight, bias).split([p.out_features for p in self.projections], dim=-1)
         return tuple(part.unflatten(-1, shapes[name]) for name, part in zip("qkv", parts, strict=True))
 
     def inputs(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None) -> tuple[Tensor, ...]:
@@ -378,7 +377,7 @@ class Attention(nn.Module):
     def flops(self, lengths: list[int]) -> float:
         """Floating point operations of forward and backward (twice the forward) over sequences of these lengths."""
         shapes = self.head_shapes()
-        projections = sum(p.weight.numel() for p in (self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.g_proj) if p is not None)
+        projections = sum(p.weight.numel() for p in self.matrices)
         per_pair = shapes["q"][0] * (shapes["q"][1] + shapes["v"][1])
         return 6.0 * (projections * sum(lengths) + per_pair * sum(map(self.visible_pairs, lengths)))
 

@@ -1,7 +1,10 @@
-"""What a variant says of itself."""
+"""What a variant says of itself, and what a device lacks for it."""
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
 
 if TYPE_CHECKING:
     from attnzoo.attention.base import Attention
@@ -50,3 +53,14 @@ def check_context_parallel(layer: "Attention", packed: bool) -> None:
     if not spec.causal and (spec.positions == "alibi" or layer.temperature is not None):
         what = "positions=alibi" if spec.positions == "alibi" else f"attention_temperature={layer.temperature.kind}"
         raise ValueError(f"trainer.context_parallel: does not go with model.{what} in a bidirectional model")
+
+
+def check_path(impl: str | None, device: torch.device) -> None:
+    """Raises ValueError for a path that takes no call at all on this device, so that it is known before there are data to try it with."""
+    if impl == "gluon" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)):
+        found = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        raise ValueError(f"attention.impl=gluon: needs a Hopper GPU, got {found}; null takes the fastest path that runs")
+    if impl == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"attention.impl=triton: needs a GPU, got {device.type}; null takes the fastest path that runs")
+    if impl == "cpu" and device.type != "cpu":
+        raise ValueError(f"attention.impl=cpu: needs a CPU, got {device.type}; null takes the fastest path that runs")

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 import attnzoo.data
 from attnzoo import checkpoint as checkpoints
-from attnzoo.attention.base import check_path
+from attnzoo.attention.supports import check_path
 from attnzoo.errors import UserError
 from attnzoo.evaluation import together
 from attnzoo.evaluation.measurement import digest

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.attention.base import Attention, AttentionSpec
-from attnzoo.hub import fox
+from attnzoo.hub import deepseek, fox
 from attnzoo.hub.configs import require
 from attnzoo.models import BERT, GPT, from_config
 from attnzoo.models.transformer import Transformer
@@ -18,23 +18,26 @@ _BY_TOKEN = ("token_embedding.weight", "head.weight", "head_bias")
 
 
 class _Weight(NamedTuple):
-    """A tensor of theirs and the parameters of ours that it holds, one after another; `transposed` as in GPT-2's Conv1D."""
+    """A tensor of theirs and the parameters of ours that it holds, one after another; `transposed` as in GPT-2's Conv1D; `rows`: theirs in
+    our order, None where it is the same."""
 
     theirs: str
     ours: tuple[str, ...]
     transposed: bool = False
+    rows: Tensor | None = None
 
 
 def from_huggingface(source: str | Path | nn.Module, *, attention: Callable[[AttentionSpec], Attention] | None = None) -> GPT | BERT:
-    """A GPT or BERT with the weights of a GPT2LMHeadModel, BertForMaskedLM, the ForCausalLM of Llama, Mistral, Ministral3, Qwen3, Phi3
-    or SmolLM3, or of a published Forgetting Transformer, float32, in training mode with the config's dropout.
+    """A GPT or BERT with the weights of a GPT2LMHeadModel, BertForMaskedLM, the ForCausalLM of Llama, Mistral, Ministral3, Qwen3, Phi3,
+    SmolLM3, or DeepseekV2 and V3 without experts, or of a published Forgetting Transformer, float32, in training mode with the config's
+    dropout.
 
     source: a folder, a name on the hub, or the transformers model itself. attention: the variant's class, or any callable as in `GPT`,
     None for `attention_from_huggingface`'s; parameters that only the variant has keep their initial values, and layers with a sliding
     window need one that takes window_size. No code of the checkpoint's author runs.
 
-    Raises ValueError for a missing or incomplete checkpoint, for options that attnzoo's models do not have, and for an attention without
-    parameters that the weights have.
+    Raises ValueError for a missing or incomplete checkpoint, for options that attnzoo's models do not have, and for an attention whose
+    parameters are not those that the weights have.
     """
     theirs = source if isinstance(source, nn.Module) else _load(str(source))
     arguments = config_from_huggingface(theirs.config)
@@ -54,6 +57,10 @@ def from_huggingface(source: str | Path | nn.Module, *, attention: Callable[[Att
         for weight in weights:
             parts = [_used_rows(name, parameters[name], model.vocab_size) for name in weight.ours]
             tensor = state[weight.theirs].T if weight.transposed else state[weight.theirs]
+            tensor = tensor if weight.rows is None else tensor[weight.rows]
+            if tensor.shape != (sum(map(len, parts)), *parts[0].shape[1:]):
+                raise ValueError(f"attention: {', '.join(weight.ours)} must have the weights' shape {tuple(tensor.shape)} together, got "
+                                 f"{[tuple(part.shape) for part in parts]}; leave it out for what they were trained with")
             for part, piece in zip(parts, tensor.split([part.shape[0] for part in parts]), strict=True):
                 part.copy_(piece)
     return model
@@ -83,7 +90,8 @@ def save_huggingface(model: GPT | BERT, path: str | Path, **config: Any) -> None
 
 def config_from_huggingface(config: Any) -> dict[str, Any]:
     """The plain description (`_target_` and arguments, as for `attnzoo.models.from_config`) of a transformers config of these models."""
-    describe = {"gpt2": _from_gpt2, "bert": _from_bert, **dict.fromkeys(_LLAMAS, _from_llama), fox.FoXConfig.model_type: fox.describe}
+    describe = {"gpt2": _from_gpt2, "bert": _from_bert, **dict.fromkeys(_LLAMAS, _from_llama),
+                **dict.fromkeys(deepseek.CLASSES, _from_deepseek), fox.FoXConfig.model_type: fox.describe}
     if config.model_type not in describe:
         raise ValueError(f"model_type={config.model_type!r}: must be one of {', '.join(describe)}, the architectures that attnzoo has")
     return describe[config.model_type](config)
@@ -93,6 +101,8 @@ def attention_from_huggingface(config: Any) -> dict[str, Any]:
     """The plain description (`_target_` and arguments) of the attention that weights with this transformers config were trained with."""
     if config.model_type == fox.FoXConfig.model_type:
         return fox.describe_attention(config)
+    if config.model_type in deepseek.CLASSES:
+        return deepseek.describe_attention(config)
     return {"_target_": "attnzoo.attention.flash.FlashAttention", "_partial_": True}
 
 
@@ -131,6 +141,11 @@ def _from_llama(config: Any) -> dict[str, Any]:
         "train_context": config.max_position_embeddings, "tie_embeddings": config.tie_word_embeddings, "pad_vocab_multiple": 64,
         "dropout": getattr(config, "resid_pdrop", 0.0), "attention_dropout": config.attention_dropout, "layers": _layers(config),
     }
+
+
+def _from_deepseek(config: Any) -> dict[str, Any]:
+    deepseek.check(config)
+    return _from_llama(config) | {"head_dim": config.qk_nope_head_dim}
 
 
 def _layers(config: Any) -> dict[str, Any] | None:
@@ -229,14 +244,14 @@ def _config_for_huggingface(model: GPT | BERT) -> dict[str, Any]:
 
 
 _LLAMAS = {"llama": "Llama", "qwen3": "Qwen3", "phi3": "Phi3", "smollm3": "SmolLM3", "mistral": "Mistral", "ministral3": "Ministral3"}
-_MODELS = {"gpt2": GPT, "bert": BERT, **dict.fromkeys((*_LLAMAS, fox.FoXConfig.model_type), GPT)}
+_MODELS = {"gpt2": GPT, "bert": BERT, **dict.fromkeys((*_LLAMAS, *deepseek.CLASSES, fox.FoXConfig.model_type), GPT)}
 
 
 def _huggingface_class(model_type: str) -> type:
     import transformers
 
-    if model_type in _LLAMAS:
-        return getattr(transformers, f"{_LLAMAS[model_type]}ForCausalLM")
+    if name := (_LLAMAS | deepseek.CLASSES).get(model_type):
+        return getattr(transformers, f"{name}ForCausalLM")
     return {"gpt2": transformers.GPT2LMHeadModel, "bert": transformers.BertForMaskedLM,
             fox.FoXConfig.model_type: fox.FoXForCausalLM}[model_type]
 
@@ -276,13 +291,19 @@ def _weights(model: Transformer, model_type: str, config: Any = None) -> Iterato
         return
     head = "token_embedding.weight" if model.head is None else "head.weight"
     blocks = range(len(model.blocks))
-    if model_type in _LLAMAS:
+    if model_type in _LLAMAS | deepseek.CLASSES:
         fused = model_type == "phi3"
         yield _Weight("model.embed_tokens.weight", ("token_embedding.weight",))
         yield _Weight("model.norm.weight", ("final_norm.weight",))
         yield _Weight("lm_head.weight", (head,))
         for i in blocks:
-            names = _LLAMA_BLOCK | (_PHI3_FUSED if fused else _LLAMA_APART) | (_QWEN3_NORMS if model_type == "qwen3" else {})
+            if model_type in deepseek.CLASSES:
+                names = _LLAMA_BLOCK | _MLP_APART
+                for theirs, (ours, rows) in deepseek.matrices(config).items():
+                    parts = tuple(f"blocks.{i}.attention.{name}.weight" for name in ours)
+                    yield _Weight(f"model.layers.{i}.self_attn.{theirs}.weight", parts, rows=rows)
+            else:
+                names = _LLAMA_BLOCK | (_PHI3_FUSED if fused else _LLAMA_APART) | (_QWEN3_NORMS if model_type == "qwen3" else {})
             for theirs, ours in names.items():
                 yield _Weight(f"model.layers.{i}.{theirs}.weight", tuple(f"blocks.{i}.{name}.weight" for name in ours))
         return
@@ -322,10 +343,8 @@ _LLAMA_BLOCK = {
     "post_attention_layernorm": ("mlp_norm",),
     "mlp.down_proj": ("mlp.down_proj",),
 }
-_LLAMA_APART = {
-    **{f"self_attn.{x}_proj": (f"attention.{x}_proj",) for x in "qkv"},
-    **{f"mlp.{x}_proj": (f"mlp.{x}_proj",) for x in ("gate", "up")},
-}
+_MLP_APART = {f"mlp.{x}_proj": (f"mlp.{x}_proj",) for x in ("gate", "up")}
+_LLAMA_APART = {f"self_attn.{x}_proj": (f"attention.{x}_proj",) for x in "qkv"} | _MLP_APART
 _PHI3_FUSED = {
     "self_attn.qkv_proj": ("attention.q_proj", "attention.k_proj", "attention.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),

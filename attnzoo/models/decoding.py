@@ -201,7 +201,7 @@ def _check(model: nn.Module, input_ids: Tensor, max_new_tokens: int, lengths: Te
 
 
 def _prepared(model: nn.Module) -> nn.Module:
-    """The model in eval mode with its matrices as their products read them: in autocast's dtype, and those of q, k and v joined. All else
+    """The model in eval mode with its matrices as their products read them: in autocast's dtype, and those that read x joined. All else
     is the model's own."""
     own = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     fast = copy.deepcopy(model, own).eval()
@@ -217,7 +217,7 @@ def _prepared(model: nn.Module) -> nn.Module:
             if isinstance(module, nn.Linear) and module.bias is not None and (module is not block.mlp.up_proj or block.mlp.kind != "gelu"):
                 module.bias = _compute(module.bias)
         attention = block.attention
-        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        projections = attention.projections
         attention.joined = joined(projections)
         for projection, rows in zip(projections, attention.joined[0].split([p.out_features for p in projections]), strict=True):
             projection.weight = nn.Parameter(rows, requires_grad=False)
