@@ -16,6 +16,7 @@ MODELS: dict[str, dict[str, Any]] = {  # with positions and kinds of model that 
     "sigmoid": {"sigmoid_bias": "length", "kind": "BERT", "positions": "learned"},
     "dual_chunk": {"chunk_size": 16, "temperature": "yarn"},
     "two_frame": {"method": "leaky_rerope", "window": 20},
+    "mla": {"q_lora_rank": 6},
     "sdpa": {"positions": "alibi", "packed": False},
     "block_sparse": {"block": 16, "pattern": {"name": "longformer", "window": 1, "n_global": 1}, "packed": False},
 }
@@ -55,7 +56,8 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
 
     of_model = {key: value for key, value in options.items() if key in OF_MODEL}
     kind = of_model.pop("kind", "GPT")
-    classes = {"sdpa": "SDP", "two_frame": "TwoFrame", "flash": "Flash", "dual_chunk": "DualChunk", "block_sparse": "BlockSparse"}
+    classes = {"sdpa": "SDP", "two_frame": "TwoFrame", "flash": "Flash", "dual_chunk": "DualChunk", "block_sparse": "BlockSparse",
+               "mla": "ML"}
     attention = {"_target_": f"attnzoo.attention.{name}.{classes.get(name, name.capitalize())}Attention",
                  **{key: value for key, value in options.items() if key not in OF_MODEL}}
     torch.manual_seed(0)

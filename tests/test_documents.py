@@ -150,7 +150,8 @@ def variants() -> str:
                                     positions=can.positions[0], train_context=4096))
         weights = {key: value.shape for key, value in built.state_dict().items()}
         flash = flash or weights
-        operator = importlib.util.find_spec(f"attnzoo_kernels.{name}") and importlib.import_module(f"attnzoo_kernels.{name}")
+        own = "flash" if hasattr(inspect.getmodule(layer), "flash_attention") else name
+        operator = importlib.util.find_spec(f"attnzoo_kernels.{own}") and importlib.import_module(f"attnzoo_kernels.{own}")
         paths = getattr(operator, "IMPLEMENTATIONS", IMPLEMENTATIONS) if operator else ()
         decodes = "by `decode_attention`" if hasattr(inspect.getmodule(layer), "decode_attention") else "yes"
         rows.append((
