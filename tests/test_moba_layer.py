@@ -68,10 +68,10 @@ def test_what_is_logged_of_the_choice():
     even, same = torch.arange(33)[:, None, None] // 8 % 4, torch.zeros(33, 1, 1)  # of every eighth query; 32 tokens before are 4 blocks
     for blocks, entropy, coverage in ((even, 0.96, 1.0), (same, 0.0, 0.25)):
         use = BlockUse()
-        use.update(blocks[None].int(), 8, seq)
+        use.keep(blocks[None].int(), 8, seq)
         assert use.metrics() == pytest.approx({"block_entropy": entropy, "block_coverage": coverage}, abs=5e-3)
         packed = BlockUse()
-        packed.update(torch.cat([blocks[:8], -blocks[:1] - 1, blocks[1:]]).int(), 8, SequenceInfo(cu_seqlens=bounds([34]), max_seqlen=34))
+        packed.keep(torch.cat([blocks[:8], -blocks[:1] - 1, blocks[1:]]).int(), 8, SequenceInfo(cu_seqlens=bounds([34]), max_seqlen=34))
         assert packed.metrics()["block_coverage"] <= coverage
     layer = MoBAAttention(AttentionSpec(**SPEC), block_size=4).train()
     assert torch.isnan(torch.tensor(layer.metrics()["block_entropy"]))

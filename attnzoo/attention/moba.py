@@ -1,6 +1,6 @@
 """Mixture of block attention (Lu et al. 2025, arXiv:2502.13189): each query and head chooses blocks of keys by their mean.
 
-Runs on `attnzoo_kernels.moba_blocks` and `attnzoo_kernels.routed_attention`.
+Runs on `attnzoo_kernels.moba_attention`.
 """
 
 import warnings
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
 from attnzoo.attention.routing import BlockUse
-from attnzoo_kernels import moba_blocks, routed_attention
+from attnzoo_kernels import moba_attention
 
 
 class MoBAAttention(Attention):
@@ -43,10 +43,10 @@ class MoBAAttention(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
         options = {"block_size": self.block_size, "cu_seqlens_q": seq.cu_seqlens, "cu_seqlens_k": seq.cu_seqlens_k,
                    "max_seqlen_q": seq.max_seqlen, "max_seqlen_k": seq.max_seqlen_k, "impl": self.impl}
-        blocks = moba_blocks(q, k, top_k=self.top_k, **options)
+        out, blocks = moba_attention(q, k, v, top_k=self.top_k, return_blocks=True, **options)
         if self.training:
-            self.block_use.update(blocks, self.block_size, seq)
-        return routed_attention(q, k, v, blocks, **options)
+            self.block_use.keep(blocks, self.block_size, seq)
+        return out
 
     def visible_pairs(self, length: int) -> int:
         """Pairs of a query and a key that it reads."""

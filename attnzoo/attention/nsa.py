@@ -119,7 +119,7 @@ class NSAttention(Attention):
             cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens_k, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen_k,
             impl=self.impl, **self.sizes)
         if self.training:
-            self.block_use.update(blocks, self.sizes["block_size"], seq)
+            self.block_use.keep(blocks, self.sizes["block_size"], seq)
         return out
 
     def _compressed(self, pool: Pool, x: Tensor, seq: SequenceInfo) -> Tensor:

@@ -218,16 +218,17 @@ def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
     return packed
 
 
-def alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """x must be a tensor like `other`: its shape, dtype and device, last dimension contiguous."""
+def alike(name: str, x: Tensor, other_name: str, other: Tensor, shape: tuple[int, ...] | None = None, contiguous: bool = True) -> None:
+    """x must be a tensor like `other`: of its shape, or of `shape`, its dtype and device, last dimension contiguous."""
     tensor(name, x)
-    if x.shape != other.shape:
-        raise ValueError(f"{name}: must have {other_name}'s shape {tuple(other.shape)}, got {tuple(x.shape)}")
+    if x.shape != (other.shape if shape is None else shape):
+        wanted = f"{other_name}'s shape {tuple(other.shape)}" if shape is None else f"shape {shape}"
+        raise ValueError(f"{name}: must have {wanted}, got {tuple(x.shape)}")
     if x.dtype != other.dtype:
         raise TypeError(f"{name}: must have {other_name}'s dtype {other.dtype}, got {x.dtype}")
     if x.device != other.device:
         raise ValueError(f"{name}: must be on {other_name}'s device {other.device}, got {x.device}")
-    if x.shape[-1] > 1 and x.stride(-1) != 1:
+    if contiguous and x.shape[-1] > 1 and x.stride(-1) != 1:
         raise ValueError(f"{name}: last dimension must be contiguous, got stride {x.stride(-1)}; call .contiguous()")
 
 

@@ -156,7 +156,7 @@ def routed():
     for dtype, width in ((BF16, 64), (F32, 128)):
         q, k = (torch.zeros(256, heads, width, dtype=dtype) for heads in (4, 2))
         lse, place = torch.zeros(4, 256), torch.zeros(256 * 4, 3, dtype=torch.int32)
-        moba.launch_blocks(q, k, bounds, bounds, 16, 3)
+        moba.launch_blocks(q, k, bounds, bounds, bounds, torch.arange(20, dtype=torch.int32), 16, 3)
         nsa.launch_blocks(q, k, lse, bounds, bounds, bounds, 32, 16, 64, 15, 0.1)
         part, part_lse, stats = q.new_zeros(256 * 12, 1, width), torch.zeros(1, 256 * 12), torch.zeros(2, 4, 256)
         parts.launch_sum(q, part, place, 1)

@@ -9,7 +9,8 @@ from torch import Tensor
 from attnzoo_kernels import autograd, checks, dispatch
 from attnzoo_kernels.moba import ops
 from attnzoo_kernels.moba.reference import moba_blocks_reference
-from attnzoo_kernels.routed import IMPLEMENTATIONS, even_bounds, routed_attention
+from attnzoo_kernels.routed import IMPLEMENTATIONS, attend
+from attnzoo_kernels.routed.routes import Blocks
 
 
 def moba_attention(
@@ -25,21 +26,27 @@ def moba_attention(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     return_lse: bool = False,
+    return_blocks: bool = False,
     deterministic: bool | None = None,
     impl: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """`routed_attention` over the blocks that `moba_blocks` chooses: softmax(softmax_scale * q kᵀ) v, causal, over top_k blocks of keys.
 
     block_size, top_k, and which blocks they are: as `moba_blocks` has them. Gradients reach q, k and v through the attention alone, as in
-    the paper: the choice has none. Everything else is as in `routed_attention`.
+    the paper: the choice has none. return_blocks: also return the blocks, behind the LSE. Everything else is as in `routed_attention`.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     checks.attention_inputs(q, k, v, **lengths)
+    _check_sizes(block_size, top_k)
+    checks.flag("return_lse", return_lse)
+    checks.flag("return_blocks", return_blocks)
     # what takes the call does not depend on the blocks
-    blocks = q.new_empty(*q.shape[:-1], 0, dtype=torch.int32) if dispatch.asking() else moba_blocks(
-        q, k, block_size=block_size, top_k=top_k, impl=impl, **lengths)
-    return routed_attention(q, k, v, blocks, block_size=block_size, softmax_scale=softmax_scale, return_lse=return_lse,
-                            deterministic=deterministic, impl=impl, **lengths)
+    blocks, layout = (q.new_empty(*q.shape[:-1], 0, dtype=torch.int32), None) if dispatch.asking() else _choose(
+        q, k, block_size, top_k, impl, **lengths)
+    out, lse = attend(q, k, v, blocks, layout, block_size=block_size, softmax_scale=softmax_scale, deterministic=deterministic, impl=impl,
+                      **lengths)
+    results = out, *[lse] * return_lse, *[blocks] * return_blocks
+    return results if len(results) > 1 else out
 
 
 def moba_blocks(
@@ -64,19 +71,28 @@ def moba_blocks(
     impl: "gluon" | "triton" | "reference"; the first two have one kernel. Scores that differ by less than rounding may be ordered
         differently on different paths.
     """
-    packed = checks.attention_inputs(q, k, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    checks.integer("block_size", block_size, 1)
-    checks.integer("top_k", top_k, 1)
-    if dispatch.takes_reference("moba_blocks", impl, "q", q, IMPLEMENTATIONS):
-        return moba_blocks_reference(q, k, block_size=block_size, slots=top_k - 1, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-                                     max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    autograd.refuse_tangents("moba_blocks", 'impl="reference" takes it', q=q, k=k)
-    if packed:
-        return ops.choose(q.detach(), k.detach(), cu_seqlens_q, cu_seqlens_k, block_size, top_k - 1)
-    blocks = ops.choose(q.detach().flatten(0, 1), k.detach().flatten(0, 1), even_bounds(q), even_bounds(k), block_size, top_k - 1)
-    return blocks.unflatten(0, q.shape[:2])
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    checks.attention_inputs(q, k, k, **lengths)
+    _check_sizes(block_size, top_k)
+    return _choose(q, k, block_size, top_k, impl, **lengths)[0]
 
 
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> str | None:
     """Why impl="gluon" does not take a call with these arguments of moba_attention; None where it does."""
     return dispatch.why_not_gluon(moba_attention, q, k, v, **options)
+
+
+def _check_sizes(block_size: int, top_k: int) -> None:
+    checks.integer("block_size", block_size, 1)
+    checks.integer("top_k", top_k, 1)
+
+
+def _choose(q: Tensor, k: Tensor, block_size: int, top_k: int, impl: str | None, **lengths: Any) -> tuple[Tensor, Blocks | None]:
+    """The blocks that moba_blocks chooses, and where a kernel does what it needs to know of them all."""
+    if dispatch.takes_reference("moba_blocks", impl, "q", q, IMPLEMENTATIONS) or q.numel() == 0:
+        return moba_blocks_reference(q, k, block_size=block_size, slots=top_k - 1, **lengths), None
+    autograd.refuse_tangents("moba_blocks", 'impl="reference" takes it', q=q, k=k)
+    layout = Blocks.of(q, k, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size)
+    blocks = ops.choose(*(x.detach().flatten(0, -3) for x in (q, k)), layout.cu_seqlens_q, layout.cu_seqlens_k, layout.first,
+                        layout.bounds_k, block_size, top_k - 1)
+    return blocks.unflatten(0, q.shape[:-2]), layout

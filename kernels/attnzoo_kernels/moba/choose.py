@@ -1,16 +1,16 @@
 """Which blocks each query reads: the means of blocks, and the best of a query's scores, of which none is stored."""
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Call, packed_sequences
-from attnzoo_kernels._triton.launch import block_width, next_power_of_2, on_device_of, strides
+from attnzoo_kernels._triton.launch import block_width, on_device_of, strides
 from attnzoo_kernels._triton.softmax import score_dot
 from attnzoo_kernels._triton.tiles import Operand, head_rows, load_rows, program_tile
-from attnzoo_kernels.routed.best import keep_best
-from attnzoo_kernels.routed.routes import Blocks
+from attnzoo_kernels.routed.best import choose_best, plan_choice
 
 MEAN_ROWS = 64
 
@@ -33,66 +33,64 @@ def moba_means_kernel(k_ptr, bounds_ptr, means_ptr, stride_ks, stride_kh, block_
     tl.store(means_ptr + (head.to(tl.int64) * count + block) * HEAD_DIM + column, total / block_size, mask=column < HEAD_DIM)
 
 
+class Means(NamedTuple):
+    """Of a sequence's blocks, and the queries [BLOCK_M, BLOCK_D] that meet them."""
+
+    q: Any
+    means: Any
+    HEAD_DIM: Any
+    BLOCK_D: Any
+    PRECISION: Any
+
+
+@triton.jit
+def _scores(x, own, block):
+    """SCORES: queries times means."""
+    column = tl.arange(0, own.BLOCK_D)
+    # [BLOCK_N, BLOCK_D]
+    mean = tl.load(own.means + block[:, None] * own.HEAD_DIM + column[None, :],
+                   mask=(block < x.earlier)[:, None] & (column < own.HEAD_DIM)[None, :], other=0.0)
+    if own.PRECISION == "ieee":
+        scores = score_dot(own.q, mean, own.PRECISION)
+    else:
+        # means in two parts: products as exact as float32's
+        high = mean.to(own.q.dtype)
+        scores = score_dot(own.q, high, own.PRECISION)
+        scores += score_dot(own.q, (mean - high.to(tl.float32)).to(own.q.dtype), own.PRECISION)
+    return scores
+
+
 @triton.jit(do_not_specialize=["n_seqs", "seqlen_q", "seqlen_k", "heads", "block_size", "count", "slots"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "first_ptr"])
 def moba_blocks_kernel(q_ptr, means_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k, first_ptr, stride_qs, stride_qh, n_seqs, seqlen_q,
                        seqlen_k, heads, group, block_size, count, slots, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                        SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
-    """A program's tile of queries goes through the means of the blocks before them; blocks_ptr: int32 (seqlen_q, heads, slots)."""
     place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, True, True)
     if place.row >= place.length:
         return
-    q_rows = head_rows(Operand(q_ptr, 0, stride_qs, stride_qh), 0, place.head, place.first, place.length, False)
     # [BLOCK_M, BLOCK_D]
-    q = load_rows(q_rows, place.row, HEAD_DIM, BLOCK_M, BLOCK_D, True, False)
-    i = place.row + tl.arange(0, BLOCK_M)
-    shift = place.other_length - place.length
-    own = tl.maximum(i + shift, 0) // block_size
+    q = load_rows(head_rows(Operand(q_ptr, 0, stride_qs, stride_qh), 0, place.head, place.first, place.length, False), place.row, HEAD_DIM,
+                  BLOCK_M, BLOCK_D, True, False)
     first = tl.load(first_ptr + tl.minimum(place.sequence, n_seqs - 1))
     means = means_ptr + (place.head // group).to(tl.int64) * count * HEAD_DIM + first.to(tl.int64) * HEAD_DIM
-    column = tl.arange(0, BLOCK_D)
-    slot = tl.arange(0, SLOTS)
-    best = tl.zeros([BLOCK_M, SLOTS], tl.float32) + tl.where(slot < slots, -float("inf"), float("inf"))[None, :]
-    chosen = tl.zeros([BLOCK_M, SLOTS], tl.int32) - 1 - slot[None, :]
-    earlier = tl.maximum(tl.minimum(place.row + BLOCK_M, place.length) - 1 + shift, 0) // block_size
-    for at in range(0, earlier, BLOCK_N):
-        block = at + tl.arange(0, BLOCK_N)
-        # [BLOCK_N, BLOCK_D]
-        mean = tl.load(means + block[:, None] * HEAD_DIM + column[None, :], mask=(block < earlier)[:, None] & (column < HEAD_DIM)[None, :],
-                       other=0.0)
-        # [BLOCK_M, BLOCK_N]
-        if PRECISION == "ieee":
-            scores = score_dot(q, mean, PRECISION)
-        else:
-            # means in two parts: products as exact as float32's
-            high = mean.to(q.dtype)
-            scores = score_dot(q, high, PRECISION) + score_dot(q, (mean - high.to(tl.float32)).to(q.dtype), PRECISION)
-        scores = tl.where((block[None, :] < own[:, None]) & (scores == scores), scores, -float("inf"))
-        best, chosen = keep_best(best, chosen, scores, block[None, :], SLOTS)
-    rows = ((place.first + i).to(tl.int64) * heads + place.head) * slots
-    tl.store(blocks_ptr + rows[:, None] + slot[None, :], tl.maximum(chosen, -1),
-             mask=(i < place.length)[:, None] & (slot < slots)[None, :])
+    choose_best(place, Means(q, means, HEAD_DIM, BLOCK_D, PRECISION), blocks_ptr, heads, block_size, slots, _scores, SLOTS, BLOCK_M,
+                BLOCK_N)
 
 
-def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_size: int, slots: int) -> Tensor:
-    """q (total_q, heads, head_dim), k (total_k, kv_heads, head_dim); int32 (total_q, heads, slots)."""
+def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, first: Tensor, bounds_k: Tensor, block_size: int,
+                  slots: int) -> Tensor:
+    """q (total_q, heads, head_dim), k (total_k, kv_heads, head_dim), first and bounds_k of Blocks; int32 (total_q, heads, slots)."""
     total_q, heads, width = q.shape
     total_k, kv_heads, _ = k.shape
+    count = bounds_k.shape[0] - 1
     chosen = torch.empty(total_q, heads, slots, dtype=torch.int32, device=q.device)
     if chosen.numel() == 0:
         return chosen
-    blocks = Blocks.of(cu_seqlens_q, cu_seqlens_k, total_q, total_k, block_size)
-    means = torch.empty(kv_heads, blocks.count, width, dtype=torch.float32, device=q.device)
-    call = Call(sequences=packed_sequences(cu_seqlens_q), softmax_scale=1.0)
-    exact = q.dtype == torch.float32
-    block_d = block_width(width)
-    block_m, block_n = (32, 32) if exact or block_d > 128 else (64, 64)
+    means = torch.empty(kv_heads, count, width, dtype=torch.float32, device=q.device)
+    programs, sequences, constants = plan_choice(q, cu_seqlens_q, heads, slots)
     with on_device_of(q):
-        moba_means_kernel[(blocks.count, kv_heads)](k, blocks.bounds_k, means, *strides(k)[1:], block_size, blocks.count, HEAD_DIM=width,
-                                                    BLOCK_D=block_d, ROWS=MEAN_ROWS, num_warps=4)
-        moba_blocks_kernel[(call.programs(heads, total_q, call.sequences, block_m),)](
-            q, means, chosen, cu_seqlens_q, cu_seqlens_k, blocks.first, *strides(q)[1:], call.sequences, total_q, total_k, heads,
-            heads // kv_heads, block_size, blocks.count, slots, HEAD_DIM=width, BLOCK_D=block_d, SLOTS=next_power_of_2(slots),
-            BLOCK_M=block_m, BLOCK_N=block_n, PRECISION="ieee" if exact else "tf32",
-            num_warps=8 if block_d >= 128 else 4)
+        moba_means_kernel[(count, kv_heads)](k, bounds_k, means, *strides(k)[1:], block_size, count, HEAD_DIM=width,
+                                             BLOCK_D=block_width(width), ROWS=MEAN_ROWS, num_warps=4)
+        moba_blocks_kernel[(programs,)](q, means, chosen, cu_seqlens_q, cu_seqlens_k, first, *strides(q)[1:], sequences, total_q, total_k,
+                                        heads, heads // kv_heads, block_size, count, slots, **constants)
     return chosen

@@ -9,7 +9,8 @@ from attnzoo_kernels.flash import flash_attention
 from attnzoo_kernels.nsa import ops
 from attnzoo_kernels.nsa.fold import Fold, compressed_bounds
 from attnzoo_kernels.nsa.reference import nsa_attention_reference
-from attnzoo_kernels.routed import IMPLEMENTATIONS, check_blocks, even_bounds, routed_attention
+from attnzoo_kernels.routed import IMPLEMENTATIONS, check_blocks, routed_attention
+from attnzoo_kernels.routed.routes import even_bounds
 
 __all__ = ["compressed_bounds", "nsa_attention", "why_not_gluon"]
 
@@ -70,8 +71,8 @@ def nsa_attention(
     kept = max(0, (k.shape[1] - compress_size) // compress_stride + 1) if not packed else k.shape[0] // compress_stride
     rows = (kept,) if packed else (k.shape[0], kept)
     for name, x, like in (("k_cmp", k_cmp, k), ("v_cmp", v_cmp, v)):
-        _check_like(name, x, (*rows, *like.shape[-2:]), q)
-    _check_like("gates", gates, (*q.shape[:-1], 3), q)
+        checks.alike(name, x, "q", q, (*rows, *like.shape[-2:]))
+    checks.alike("gates", gates, "q", q, (*q.shape[:-1], 3), contiguous=False)
     k_window, v_window = k if k_window is None else k_window, v if v_window is None else v_window
     checks.alike("k_window", k_window, "k", k)
     checks.alike("v_window", v_window, "v", v)
@@ -122,13 +123,3 @@ def _check_sizes(compress_size: int, compress_stride: int, block_size: int, bloc
     for name, value in (("compress_size", compress_size), ("block_size", block_size)):
         if value % compress_stride:
             raise ValueError(f"{name}: must be a multiple of compress_stride={compress_stride}, got {value}")
-
-
-def _check_like(name: str, x: Tensor, shape: tuple[int, ...], q: Tensor) -> None:
-    checks.tensor(name, x)
-    if tuple(x.shape) != shape:
-        raise ValueError(f"{name}: must have shape {shape}, got {tuple(x.shape)}")
-    if x.dtype != q.dtype:
-        raise TypeError(f"{name}: must have q's dtype {q.dtype}, got {x.dtype}")
-    if x.device != q.device:
-        raise ValueError(f"{name}: must be on q's device {q.device}, got {x.device}")

@@ -61,23 +61,27 @@ def routed_attention(
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
-    packed = checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    checks.attention_inputs(q, k, v, **lengths)
     checks.integer("block_size", block_size, 1)
     check_blocks(blocks, q, k)
+    checks.flag("return_lse", return_lse)
+    out, lse = attend(q, k, v, blocks, None, block_size=block_size, softmax_scale=softmax_scale, deterministic=deterministic, impl=impl,
+                      **lengths)
+    return (out, lse) if return_lse else out
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | None, *, block_size: int, softmax_scale: float | None,
+           deterministic: bool | None, impl: str | None, **lengths: Any) -> tuple[Tensor, Tensor]:
+    """routed_attention's output and LSE. layout: of the call's blocks, if it is made already."""
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
-    checks.flag("return_lse", return_lse)
     if dispatch.takes_reference("routed", impl, "q", q, IMPLEMENTATIONS) or q.numel() == 0:
-        out, lse = routed_attention_reference(
-            q, k, v, blocks, block_size=block_size, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-        return (out, lse) if return_lse else out
+        return routed_attention_reference(q, k, v, blocks, block_size=block_size, softmax_scale=softmax_scale, **lengths)
 
-    batch, seqlen_q = q.shape[:2]
-    if not packed:
-        cu_seqlens_q, cu_seqlens_k = (even_bounds(x) for x in (q, k))
-        q, k, v, blocks = (x.flatten(0, 1) for x in (q, k, v, blocks))
-    layout = Blocks.of(cu_seqlens_q, cu_seqlens_k, q.shape[0], k.shape[0], block_size)
+    layout = layout or Blocks.of(q, k, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size)
+    shape = q.shape[:-2]
+    q, k, v, blocks = (x.flatten(0, -3) for x in (q, k, v, blocks))
     softmax_scale, q = checks.positive_scale(softmax_scale, q)
     if blocks.shape[-1]:
         route = routes(blocks, layout, q.shape[1], k.shape[1], k.shape[0])
@@ -86,19 +90,14 @@ def routed_attention(
     else:
         out, lse = flash_attention(q, k, v, causal=True, softmax_scale=softmax_scale, cu_seqlens_q=layout.bounds_q,
                                    cu_seqlens_k=layout.bounds_k, return_lse=True, deterministic=deterministic, impl=impl)
-    if not packed:
-        out, lse = out.unflatten(0, (batch, seqlen_q)), lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
-    return (out, lse) if return_lse else out
+    if len(shape) == 2:
+        out, lse = out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
+    return out, lse
 
 
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, **options: Any) -> str | None:
     """Why impl="gluon" does not take a call with these arguments of routed_attention; None where it does."""
     return dispatch.why_not_gluon(routed_attention, q, k, v, blocks, **options)
-
-
-def even_bounds(x: Tensor) -> Tensor:
-    """cu_seqlens of (batch, seqlen, heads, width) whose sequences are put one behind the other."""
-    return torch.arange(x.shape[0] + 1, device=x.device, dtype=torch.int32) * x.shape[1]
 
 
 def check_blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:

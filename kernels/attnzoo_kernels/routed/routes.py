@@ -15,6 +15,8 @@ class Blocks(NamedTuple):
 
     size: int
     count: int
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
     first: Tensor  # (sequences,), each sequence's first block
     bounds_q: Tensor  # (count + 1,)
     bounds_k: Tensor  # (count + 1,)
@@ -22,7 +24,11 @@ class Blocks(NamedTuple):
     own: Tensor  # (total_q,), each query's own block, counted from its sequence's first; -1 where it sees no key
 
     @classmethod
-    def of(cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int, size: int) -> "Blocks":
+    def of(cls, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, size: int) -> "Blocks":
+        """Of dense q and k too, whose sequences are then put one behind the other."""
+        if cu_seqlens_q is None:
+            cu_seqlens_q, cu_seqlens_k = even_bounds(q), even_bounds(k)
+        total_q, total_k = (x.shape[:-2].numel() for x in (q, k))
         sequences = cu_seqlens_q.shape[0] - 1
         count = total_k // size + sequences + 1
         start_q, end_q, start_k, end_k = cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:]
@@ -41,7 +47,13 @@ class Blocks(NamedTuple):
         sequence = torch.searchsorted(end_q.contiguous(), token, right=True, out_int32=True).clamp(max=sequences - 1)
         position = token - start_q[sequence] + shift[sequence]
         own = torch.where((position >= 0) & (token < end_q[-1]), position.div(size, rounding_mode="floor"), -1).int()
-        return cls(size, count, first, torch.cat([bounds_q, end_q[-1:]]), torch.cat([bounds_k, end_k[-1:]]), sequence, own)
+        return cls(size, count, cu_seqlens_q, cu_seqlens_k, first,
+                   torch.cat([bounds_q, end_q[-1:]]), torch.cat([bounds_k, end_k[-1:]]), sequence, own)
+
+
+def even_bounds(x: Tensor) -> Tensor:
+    """cu_seqlens of (batch, seqlen, heads, width) whose sequences are put one behind the other."""
+    return torch.arange(x.shape[0] + 1, device=x.device, dtype=torch.int32) * x.shape[1]
 
 
 class Routes(NamedTuple):
