@@ -20,7 +20,7 @@ from attnzoo.evaluation.cost import cost
 from attnzoo.evaluation.results import Row
 from attnzoo.evaluation.retrieval import needle, passkey, spread
 from attnzoo.evaluation.ruler import ruler
-from attnzoo.evaluation.ruler_tasks import NIAH, TASKS, ask, prompt, score
+from attnzoo.evaluation.ruler_tasks import NIAH, TASKS, ask, prompts, score
 from attnzoo.evaluation.token_tasks import EVALUATION, copying, induction, recall
 from attnzoo.models import BERT, GPT
 
@@ -272,8 +272,8 @@ def test_ruler_of_a_model_that_reads_all_or_only_the_end(bpe):
 def test_prompts_are_of_the_published_form_and_of_the_asked_length(name):
     for seed in range(3):
         rng = np.random.default_rng(seed)
-        asked = ask(name, rng)
-        ids = prompt(name, asked, 1500, 100, encode=BYTES.encode, text=np.array(BYTES.encode("lorem ipsum ")), rng=rng)
+        (asked,) = ask(name, rng)
+        (ids,) = prompts(name, [asked], 1500, 100, encode=BYTES.encode, text=np.array(BYTES.encode("lorem ipsum ")), rng=rng)
         written = BYTES.decode(ids)
         assert len(ids) == 1400 and written.startswith(asked.introduction) and written.endswith(asked.question)
         places = [written.index(sentence) for sentence in asked.sentences]
@@ -293,8 +293,9 @@ def test_only_one_needle_has_the_key_that_is_asked_for(monkeypatch):
     monkeypatch.setattr(ruler_tasks, "NOUNS", ["owl", "moon"])
     for seed in range(3):
         rng = np.random.default_rng(seed)
-        asked = ask("niah_multikey_2", rng)
-        written = BYTES.decode(prompt("niah_multikey_2", asked, 2500, 100, encode=BYTES.encode, text=np.arange(9), rng=rng))
+        (asked,) = ask("niah_multikey_2", rng)
+        (ids,) = prompts("niah_multikey_2", [asked], 2500, 100, encode=BYTES.encode, text=np.arange(9), rng=rng)
+        written = BYTES.decode(ids)
         hidden = written.split(asked.introduction)[1].removesuffix(asked.question)
         keys = re.findall(r"for ([\w-]+) is", hidden)
         (key,) = re.findall(r"for ([\w-]+) is", asked.sentences[0])
@@ -311,6 +312,8 @@ def test_references_are_found_in_any_case_and_counted():
     [
         (ruler, {"tasks": ["niah"]}, "niah is none of"),
         (ruler, {"examples": 0}, "examples=0"),
+        (ruler, {"questions": 0}, "questions=0 must lie between 1 and 40"),
+        (passkey, {"one_text": True, "depths": 11, "distractors": 6}, "depths=.*, distractors=6: with one_text they must be at most 16"),
         (passkey, {"examples": 0}, "examples=0"),
         (recall, {"examples": 0}, "examples=0"),
         (cost, {"repeats": 0}, "repeats=0"),

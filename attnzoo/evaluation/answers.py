@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from attnzoo.batch import IGNORED
 from attnzoo.evaluation.results import SHARES, Row, mean_row
+from attnzoo.models.decoding import read_once
 
 WRONG = "zero: every answer is wrong, and no input was cut off"
 LLAMA2_AT_4K = 0.856  # what Llama 2 7B reaches in RULER at 4096 tokens, RULER's measure of what satisfies
@@ -37,20 +38,34 @@ def answer(
     *,
     batch_tokens: int,
     advance: Callable[[int], None] = lambda tokens: None,
+    one_text: bool = False,
 ) -> list[Answer]:
     """The answers to examples of (input_ids, labels), int64 (length,) each of one length; labels[t] is to be predicted at t, or -100.
 
     model: causal, called as model(input_ids (batch, length), logits_at=(n,)) -> logits (n, vocab_size). batch_tokens: read at once, about.
+    one_text: what all examples begin with is read once, where the model `reads_in_parts`, and each goes on from there.
     """
     device = next(model.parameters()).device
-    rows = max(1, batch_tokens // len(examples[0][0]))
-    answers = []
+    length = len(examples[0][0])
+    rows = min(max(1, batch_tokens // length), len(examples))
+    answers, begun, caches = [], 0, {}
+    if one_text and getattr(model, "reads_in_parts", False):
+        begun = min(common_beginning([ids for ids, _ in examples]), *(int((labels != IGNORED).argmax()) for _, labels in examples))
+    if begun:
+        beginning = torch.from_numpy(examples[0][0][:begun])
+        _check_vocabulary(model, beginning)
+        caches = {"cache": read_once(model, beginning.to(device), rows, length)}
+        advance(begun)
     for i in range(0, len(examples), rows):
-        input_ids, labels = (torch.from_numpy(np.stack(parts)) for parts in zip(*examples[i : i + rows], strict=True))
+        input_ids, labels = (torch.from_numpy(np.stack(parts)[:, begun:]) for parts in zip(*examples[i : i + rows], strict=True))
         _check_vocabulary(model, input_ids)
+        for cache in caches.get("cache", ()):
+            cache.length = begun
+            if cache.batch > len(input_ids):
+                cache.take(torch.arange(len(input_ids), device=device))
         at = (labels.flatten() != IGNORED).nonzero().squeeze(1)
         targets = labels.flatten()[at].to(device)
-        logits = model(input_ids.to(device), logits_at=at.to(device)).float()
+        logits = model(input_ids.to(device), logits_at=at.to(device), **caches).float()
         nothing = torch.where(logits.isnan().any(-1), torch.nan, 0.0)  # of NaN the first token would be the likeliest
         right = nothing + (logits.argmax(-1) == targets)
         rank = nothing + 1 + (logits > logits.gather(1, targets[:, None])).sum(-1)
@@ -60,6 +75,12 @@ def answer(
             answers.append(Answer(hits.min().item(), hits.mean().item(), (1 / ranks).mean().item(), losses.mean().item()))
         advance(input_ids.numel())
     return answers
+
+
+def common_beginning(rows: Sequence[np.ndarray]) -> int:
+    """How many first tokens all rows, (length,) each, have in common."""
+    same = (np.stack(rows) == rows[0]).all(axis=0)
+    return len(same) if same.all() else int(same.argmin())
 
 
 def _check_vocabulary(model: torch.nn.Module, input_ids: torch.Tensor) -> None:

@@ -29,6 +29,7 @@ def passkey(
     examples: int = 10,
     keys: tuple[int, int] | None = None,
     distractors: int = 0,
+    one_text: bool = False,
     seed: int = 0,
     batch_tokens: int = 8192,
     effective_threshold: float = LLAMA2_AT_4K,
@@ -38,11 +39,13 @@ def passkey(
     data: a data module; its `tokenizer` is used. depths: shares of the filler before the key, or how many from 0 to 1. examples: at each
     length and depth. keys: the smallest and the largest; None: those that the run was trained on, else the published ones.
     distractors: further keys at random depths, each with a name; the task is then called passkey_<keys in all>_keys.
+    one_text: a text has a key at every depth, each with a name, is read once and is asked for all of them; `examples` are then texts, and
+    the task is called passkey_one_text. Models that do not read in parts (see `Transformer.reads_in_parts`) read it for each question.
     batch_tokens: read at once. effective_threshold: the share of right answers beyond which a length counts as effective.
     """
     if (refused := _refused("passkey", data)) is not None:
         return refused
-    return _grid("passkey", model, data, lengths, depths, examples, keys, distractors, seed, batch_tokens, effective_threshold,
+    return _grid("passkey", model, data, lengths, depths, examples, keys, distractors, one_text, seed, batch_tokens, effective_threshold,
                  lambda length, rng: None)
 
 
@@ -56,6 +59,7 @@ def needle(
     examples: int = 10,
     keys: tuple[int, int] | None = None,
     distractors: int = 0,
+    one_text: bool = False,
     seed: int = 0,
     batch_tokens: int = 8192,
     effective_threshold: float = LLAMA2_AT_4K,
@@ -68,7 +72,8 @@ def needle(
     def filler(length: int, rng: np.random.Generator) -> np.ndarray:
         return text[(rng.integers(len(text)) + np.arange(length)) % len(text)]
 
-    return _grid("needle", model, data, lengths, depths, examples, keys, distractors, seed, batch_tokens, effective_threshold, filler)
+    return _grid("needle", model, data, lengths, depths, examples, keys, distractors, one_text, seed, batch_tokens, effective_threshold,
+                 filler)
 
 
 def _refused(name: str, data) -> Plan | None:
@@ -93,6 +98,7 @@ def _grid(
     examples: int,
     keys: Sequence[int] | None,
     distractors: int,
+    one_text: bool,
     seed: int,
     batch_tokens: int,
     effective_threshold: float,
@@ -103,27 +109,38 @@ def _grid(
     keys = tuple(keys or getattr(data, "keys", task.KEYS))
     settings = {"examples": examples, "keys": list(keys), "seed": seed, "batch_tokens": batch_tokens}
     options = {"encode": data.tokenizer.encode}
+    depths = spread(depths)
     if distractors:
         name = f"{name}_{distractors + 1}_keys"
         settings["distractors"] = options["distractors"] = distractors
+    if one_text:
+        name = f"{name}_one_text"
+        if len(depths) + distractors > len(task.NAMES):
+            raise ValueError(f"depths={depths}, distractors={distractors}: with one_text they must be at most {len(task.NAMES)} together")
 
-    def measure(length: int, depth: float, advance: Callable[[int], None]) -> list[Row]:
+    def measure(length: int, depths: Sequence[float], advance: Callable[[int], None]) -> list[Row]:
         # the longest key first, so that a length has room for all keys or is refused for all
-        task.example(length, depth=0.0, seed=0, filler=[0], keys=(keys[-1], keys[-1]), **options)
-        rows = []
+        task.examples(length, depths=depths, seed=0, filler=[0], keys=(keys[-1], keys[-1]), **options)
+        texts = []
         for i in range(examples):
-            seeds = (seed, length, round(1e6 * depth), i)
+            seeds = (seed, length, i) if one_text else (seed, length, round(1e6 * depths[0]), i)
             text = filler(length, np.random.default_rng((*seeds, 1)))
-            made = task.example(length, depth=depth, seed=seeds, filler=text, keys=keys, **options)
-            rows.append((made.input_ids, made.labels))
-        answers = answer(model, rows, batch_tokens=batch_tokens, advance=advance)
-        return answer_rows(answers, METRICS, task=name, length=length, depth=depth)
+            made = task.examples(length, depths=depths, seed=seeds, filler=text, keys=keys, **options)
+            texts.append([(one.input_ids, one.labels) for one in made])
+        if one_text:
+            answers = [answer(model, text, batch_tokens=batch_tokens, advance=advance, one_text=True) for text in texts]
+        else:
+            answers = [[one] for one in answer(model, [row for (row,) in texts], batch_tokens=batch_tokens, advance=advance)]
+        by_depth = zip(depths, zip(*answers, strict=True), strict=True)
+        return [row for depth, found in by_depth for row in answer_rows(found, METRICS, task=name, length=length, depth=depth)]
 
+    settings["one_text"] = one_text
     measurements = [
-        Measurement(name, partial(measure, length, depth), {**settings, "depth": depth}, examples * length, length)
+        Measurement(name, partial(measure, length, together), {**settings, "depths": together}, examples * length, length)
         for length in sorted(lengths)
-        for depth in spread(depths)
+        for together in ([depths] if one_text else [[depth] for depth in depths])
     ]
+
     def conclude(rows: list[Row]) -> list[Row]:
         means = explain_zeros(over_depths(rows))
         return means + effective_length(means, name, METRICS[0], effective_threshold)

@@ -11,12 +11,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from attnzoo.evaluation.answers import LLAMA2_AT_4K, WRONG, effective_length, explain_zeros
+from attnzoo.evaluation.answers import LLAMA2_AT_4K, WRONG, common_beginning, effective_length, explain_zeros
 from attnzoo.evaluation.measurement import Measurement, Plan, refusal
 from attnzoo.evaluation.perplexity import SPLIT
 from attnzoo.evaluation.results import Row, mean_row
 from attnzoo.evaluation.retrieval import is_text
-from attnzoo.evaluation.ruler_tasks import NEW_TOKENS, TASKS, ask, prompt, score
+from attnzoo.evaluation.ruler_tasks import DEPTHS, MULTIKEY, NEW_TOKENS, TASKS, ask, prompts, score
 
 METRIC = "string_match"
 # beside what ruler_tasks.py says of the texts
@@ -35,13 +35,16 @@ def ruler(
     context: int | None = None,
     tasks: Sequence[str] | None = None,
     examples: int = 20,
+    questions: int = 1,
     seed: int = 0,
     batch_tokens: int = 8192,
     effective_threshold: float = LLAMA2_AT_4K,
 ) -> Plan:
     """The mean share of answers found, by task and length, and the mean over the tasks.
 
-    data: a data module; its `tokenizer` and `documents(split)` are used. tasks: of TASKS, None for all. examples: of each at each length.
+    data: a data module; its `tokenizer` and `documents(split)` are used. tasks: of TASKS, None for all. examples: of each at each length,
+    questions that are asked. questions: of them to each text of the tasks of MULTIKEY, each for another key; the text is then read once,
+    where the model reads in parts (see `Transformer.reads_in_parts`). Published: 1.
     effective_threshold: the share of answers beyond which a length counts as effective, RULER's own by default.
     """
     names = list(TASKS) if tasks is None else list(tasks)
@@ -49,6 +52,8 @@ def ruler(
         raise ValueError(f"tasks: {', '.join(sorted(unknown))} is none of {', '.join(TASKS)}")
     if examples < 1 or not names:
         raise ValueError(f"examples={examples} must be at least 1, and tasks={names} must name at least one")
+    if not 1 <= questions <= len(DEPTHS):
+        raise ValueError(f"questions={questions} must lie between 1 and {len(DEPTHS)}")
     if data.objective != "lm":
         return refusal("ruler", "needs a causal language model that goes on from a question")
     if not is_text(data):
@@ -58,13 +63,14 @@ def ruler(
     measurements = [
         Measurement(
             f"ruler_{name}",
-            partial(_measure, model, data.tokenizer, text, name, length, examples, seed, batch_tokens),
-            settings,
+            partial(_measure, model, data.tokenizer, text, name, length, examples, asked, seed, batch_tokens),
+            {**settings, "questions": asked},
             examples * length,
             length,
         )
         for length in sorted(lengths)
         for name in names
+        for asked in [questions if name in MULTIKEY else 1]
     ]
     return Plan(measurements, partial(_conclude, names, effective_threshold))
 
@@ -77,27 +83,36 @@ def _measure(
     name: str,
     length: int,
     examples: int,
+    questions: int,
     seed: int,
     batch_tokens: int,
     advance: Callable[[int], None],
 ) -> list[Row]:
     device = next(model.parameters()).device
+    of_text = [min(questions, examples - i) for i in range(0, examples, questions)]
     # the same questions at every length, at other places
-    asked = [ask(name, np.random.default_rng((seed, TASKS.index(name), i))) for i in range(examples)]
-    rngs = [np.random.default_rng((seed, TASKS.index(name), i, length)) for i in range(examples)]
+    groups = [ask(name, np.random.default_rng((seed, TASKS.index(name), i)), n) for i, n in enumerate(of_text)]
+    rngs = [np.random.default_rng((seed, TASKS.index(name), i, length)) for i in range(len(groups))]
+    asked = [one for group in groups for one in group]
     n_new = max(NEW_TOKENS[name], *(2 * len(tokenizer.encode(one.answer)) for one in asked))
-    prompts = [prompt(name, one, length, n_new, encode=tokenizer.encode, text=text, rng=rng) for one, rng in zip(asked, rngs, strict=True)]
+    made = [prompts(name, group, length, n_new, encode=tokenizer.encode, text=text, rng=rng)
+            for group, rng in zip(groups, rngs, strict=True)]
+    together = getattr(model, "reads_in_parts", False) and questions > 1
+    rows = questions if together else max(1, batch_tokens // length)
+    input_rows = [row for group in made for row in group]
     scores, texts = [], []
-    rows = max(1, batch_tokens // length)
     for i in range(0, examples, rows):
-        input_ids = torch.from_numpy(np.stack(prompts[i : i + rows])).to(device)
-        written = model.generate(input_ids, n_new, temperature=0.0)[:, input_ids.shape[1] :].tolist()
+        batch = input_rows[i : i + rows]
+        input_ids = torch.from_numpy(np.stack(batch)).to(device)
+        shared = {"shared": min(common_beginning(batch), len(batch[0]) - 1)} if together else {}
+        written = model.generate(input_ids, n_new, temperature=0.0, **shared)[:, input_ids.shape[1] :].tolist()
         for one, ids in zip(asked[i : i + rows], written, strict=True):
             end = ids.index(tokenizer.eos_id) if tokenizer.eos_id in ids else len(ids)
             texts.append(tokenizer.decode(ids[:end]))
             scores.append(score(one.references, texts[-1]))
         advance(input_ids.shape[0] * length)
-    row = mean_row(scores, task=f"ruler_{name}", length=length, metric=METRIC, note=DEVIATIONS)
+    note = DEVIATIONS if questions == 1 else f"{DEVIATIONS}; each text is asked {questions} questions"
+    row = mean_row(scores, task=f"ruler_{name}", length=length, metric=METRIC, note=note)
     return explain_zeros([row], WRONG if "".join(texts).strip() else SILENT)
 
 

@@ -60,6 +60,7 @@ NIAH = {
     "niah_multiquery": Needles("text", n_keys=4, n_queries=4),
 }
 N_HOPS = 4
+MULTIKEY = tuple(name for name in NIAH if "multikey" in name)
 TASKS = (*NIAH, "vt")
 NEW_TOKENS = {**dict.fromkeys(NIAH, 128), "vt": 30}  # to generate, as published
 
@@ -79,40 +80,42 @@ class Question:
         return " " + ", ".join(self.references)
 
 
-def ask(name: str, rng: np.random.Generator) -> Question:
-    """A question of the task `name`."""
-    return _track_variables(rng) if name == "vt" else _ask_for_needles(NIAH[name], rng)
+def ask(name: str, rng: np.random.Generator, questions: int = 1) -> list[Question]:
+    """What the task `name` asks of one text: one question, or of a task of MULTIKEY as many as are wanted, each for a key of its own."""
+    return [_track_variables(rng)] if name == "vt" else _ask_for_needles(NIAH[name], questions if name in MULTIKEY else 1, rng)
 
 
-def prompt(
+def prompts(
     name: str,
-    asked: Question,
+    asked: Sequence[Question],
     length: int,
     n_new: int,
     *,
     encode: Callable[[str], Sequence[int]],
     text: np.ndarray,
     rng: np.random.Generator,
-) -> np.ndarray:
-    """The question's prompt, int64 (length - n_new,): introduction, filler with the sentences in it, question.
+) -> list[np.ndarray]:
+    """The prompt of each question of one text, int64 (length - n_new,): introduction, filler with the sentences in it, question.
 
     n_new: tokens that are to follow. text: token ids of the natural text, read from a random place on. Raises NoRoom where `length` is too
     short.
     """
     kind = NIAH[name].haystack if name in NIAH else "noise"
-    needles = [encode(f"\n{sentence}\n") for sentence in asked.sentences]
-    parts = {"introduction": encode(asked.introduction), "question": encode(asked.question)}
-    needed = sum(map(len, (*parts.values(), *needles)))
+    needles = [encode(f"\n{sentence}\n") for sentence in asked[0].sentences]
+    introduction, questions = encode(asked[0].introduction), [encode(one.question) for one in asked]
+    needed = sum(map(len, (introduction, max(questions, key=len), *needles)))
     if (room := length - n_new - needed) < 0:
         raise NoRoom(f"needs a length of at least {needed + n_new}: {needed} tokens of needles and question, {n_new} of answer")
     if kind == "needles":
-        needles, depths = _among_others(needles, asked.question, NIAH[name], room, encode, rng)
+        needles, depths = _among_others(needles, "".join(one.question for one in asked), NIAH[name], room, encode, rng)
     else:
         depths = rng.choice(DEPTHS, len(needles), replace=False)
-        depths = np.sort(depths) if asked.ordered else depths
+        depths = np.sort(depths) if asked[0].ordered else depths
     filler = text[(rng.integers(len(text)) + np.arange(length)) % len(text)] if kind == "text" else haystack.noise(encode)
     # the answer is not part of the prompt, but a haystack has one
-    return haystack.hide(length - n_new + 1, needles=needles, depths=list(map(float, depths)), answer=[0], filler=filler, **parts).prompt
+    made = haystack.hide_for_all(length - n_new + 1, introduction=introduction, needles=needles, depths=list(map(float, depths)),
+                                 questions=questions, answers=[[0]] * len(questions), filler=filler)
+    return [one.prompt for one in made]
 
 
 def score(references: Sequence[str], text: str) -> float:
@@ -144,11 +147,16 @@ def _needle(task: Needles, key: str, value: str) -> str:
     return f"One of the special magic {task.value} for {key} is: {value}."
 
 
-def _ask_for_needles(task: Needles, rng: np.random.Generator) -> Question:
-    keys = _distinct(task.key, task.n_keys, rng)
-    values = _distinct(task.value, task.n_keys * task.n_values, rng)
+def _ask_for_needles(task: Needles, questions: int, rng: np.random.Generator) -> list[Question]:
+    n_keys = max(task.n_keys, questions * task.n_queries)
+    keys = _distinct(task.key, n_keys, rng)
+    values = _distinct(task.value, n_keys * task.n_values, rng)
     hidden = [(key, values[i * task.n_values + j]) for i, key in enumerate(keys) for j in range(task.n_values)]
-    asked = [keys[i] for i in rng.permutation(task.n_keys)[: task.n_queries]]
+    order = [keys[i] for i in rng.permutation(n_keys)]
+    return [_needle_question(task, hidden, order[i * task.n_queries : (i + 1) * task.n_queries]) for i in range(questions)]
+
+
+def _needle_question(task: Needles, hidden: Sequence[tuple[str, str]], asked: Sequence[str]) -> Question:
     query = asked[0] if len(asked) == 1 else ", ".join(asked[:-1]) + ", and " + asked[-1]
     single = task.n_queries * task.n_values == 1
     kind, are = (task.value[:-1], "is") if single else (task.value, "are")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnzoo.attention.base import joined
-from attnzoo.attention.cache import Newest
+from attnzoo.attention.cache import KVCache, Newest
 from attnzoo.models.blocks import in_compute_dtype
 
 AHEAD = 8  # tokens that a GPU is told to make before the host looks at the first of them
@@ -25,9 +25,10 @@ class Decoding:
 
     def __init__(self, model: nn.Module, input_ids: Tensor, max_new_tokens: int, *, lengths: Tensor | None = None, temperature: float = 1.0,
                  top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None,
-                 graph: bool | None = False, samples: int = 1):
-        _check(model, input_ids, max_new_tokens, lengths, temperature, top_k, top_p, samples)
+                 graph: bool | None = False, samples: int = 1, shared: int = 0):
+        _check(model, input_ids, max_new_tokens, lengths, temperature, top_k, top_p, samples, shared)
         self.model, self.input_ids, self.max_new_tokens, self.lengths, self.samples = model, input_ids, max_new_tokens, lengths, samples
+        self.shared = shared
         self.how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
         reason = why_no_graph(model, input_ids.device)
         if graph and reason:
@@ -103,8 +104,10 @@ class Decoding:
         """The prompts, and the first token behind them."""
         batch, seqlen = self.input_ids.shape
         ends = torch.full((batch,), seqlen, device=self.input_ids.device) if self.lengths is None else self.lengths.long()
-        last = torch.arange(batch, device=self.input_ids.device) * seqlen + ends - 1
-        logits = self.model(self.input_ids, cache=self.caches, logits_at=last)
+        if self.shared:
+            self.caches = read_once(self.model, self.input_ids[0, : self.shared], batch, self.caches[0].max_len)
+        last = torch.arange(batch, device=self.input_ids.device) * (seqlen - self.shared) + ends - self.shared - 1
+        logits = self.model(self.input_ids[:, self.shared :], cache=self.caches, logits_at=last)
         if self.samples > 1:
             rows = torch.arange(batch, device=self.input_ids.device).repeat_interleave(self.samples)
             for cache in self.caches or ():
@@ -144,6 +147,15 @@ class Decoding:
             self._draw_newest()
 
 
+def read_once(model: nn.Module, beginning: Tensor, rows: int, max_len: int) -> list[KVCache]:
+    """Caches of `rows` texts of up to max_len tokens that all begin with `beginning`, int64 (tokens,): read once, and copied."""
+    caches = model.new_cache(1, max_len)
+    model(beginning[None], cache=caches, logits_at=torch.full((1,), beginning.shape[0] - 1, device=beginning.device))
+    for cache in caches:
+        cache.take(torch.zeros(rows, dtype=torch.int64, device=beginning.device))
+    return caches
+
+
 def why_no_graph(model: nn.Module, device: torch.device) -> str | None:
     """Why decoding cannot be a CUDA graph; None where it can."""
     if device.type != "cuda":
@@ -178,7 +190,7 @@ def draw(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top
 
 
 def _check(model: nn.Module, input_ids: Tensor, max_new_tokens: int, lengths: Tensor | None, temperature: float, top_k: int | None,
-           top_p: float | None, samples: int) -> None:
+           top_p: float | None, samples: int, shared: int) -> None:
     if input_ids.dim() != 2 or input_ids.shape[1] < 1:
         raise ValueError(f"input_ids: must be (batch, seqlen) with at least one token, got shape {tuple(input_ids.shape)}")
     if max_new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):
@@ -196,6 +208,12 @@ def _check(model: nn.Module, input_ids: Tensor, max_new_tokens: int, lengths: Te
             raise ValueError(f"lengths: attention={others} takes no rows of unlike lengths; read them one by one")
         if not (1 <= lengths.min() and lengths.max() <= input_ids.shape[1]):
             raise ValueError(f"lengths: must lie between 1 and the rows' {input_ids.shape[1]} tokens, got {lengths.tolist()}")
+    if shared:
+        shortest = input_ids.shape[1] if lengths is None else int(lengths.min())
+        if not 0 < shared < shortest or not (input_ids[:, :shared] == input_ids[:1, :shared]).all():
+            raise ValueError(f"shared={shared}: must be less than the shortest row's {shortest} tokens, and all rows begin alike so far")
+        if not model.reads_in_parts:
+            raise ValueError(f"shared={shared}: this model reads a text otherwise in parts than at once, or has no cache; leave it out")
     # the last token drawn is never read
     model._check_length(input_ids.shape[1] + max_new_tokens - 1)
 

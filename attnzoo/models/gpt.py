@@ -35,6 +35,7 @@ class GPT(Transformer):
         likeliest whose probabilities, after temperature and top_k, sum to p or more (Holtzman et al. 2020).
         generator: on input_ids' device.
         samples: texts that go on with each row, which is read once; they are neighbours, and the draws those of as many equal rows.
+        shared: the first tokens of all rows, which are equal, and are then read once; of a model with `reads_in_parts`.
         stop: tokens that end a row, which repeats its own until all rows have one.
         graph: each token is the replay of a CUDA graph, or ValueError says why it cannot be; None takes one where it can.
 

@@ -269,6 +269,12 @@ class Transformer(nn.Module):
         return reduce(Supports.common, (block.attention.supports for block in self.blocks))
 
     @property
+    def reads_in_parts(self) -> bool:
+        """Whether a text that is read in parts, with a cache, gives what it gives when it is read at once."""
+        by_length = any(block.attention.spec.rope_scaling in ("dynamic", "longrope") for block in self.blocks)
+        return self.causal and self.supports.cache and not by_length
+
+    @property
     def n_parameters(self) -> int:
         """Trainable and frozen parameters, tied ones once, without the padded part of the vocabulary."""
         rows = self.token_embedding.num_embeddings

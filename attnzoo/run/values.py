@@ -134,8 +134,9 @@ GENERATION = {
 # what may differ between readings without new weights
 READ_MODEL = {key: MODEL[key] | None for key in ("positions", *by_layer.ROTARY, "original_context", "attention_temperature", "layers")}
 BY_LAYER = {**{key: MODEL[key] for key in by_layer.BY_LAYER if key != "attention"}, "attention": dict | None}
-TASKS = {"examples": Count, "batch_tokens": Count, "seed": Natural, "distractors": Natural, "batch_size": Count, "repeats": Count,
-         "new_tokens": Count, "min_tokens": Count, "max_tokens": Count | None, "effective_threshold": ShareBelowOne}
+TASKS = {"examples": Count, "batch_tokens": Count, "seed": Natural, "distractors": Natural, "one_text": bool, "questions": Count,
+         "batch_size": Count, "repeats": Count, "new_tokens": Count, "min_tokens": Count, "max_tokens": Count | None,
+         "effective_threshold": ShareBelowOne}
 
 
 def check_training(cfg: DictConfig) -> None:

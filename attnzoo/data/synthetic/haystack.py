@@ -67,15 +67,36 @@ def hide(
         NoRoom: `length` does not hold all of it.
         ValueError: a depth is out of range, or a part is missing.
     """
-    if not len(question) or not len(answer) or not len(filler):
-        raise ValueError(f"question, answer, filler: must have at least one token each, got {len(question)}, {len(answer)}, {len(filler)}")
+    return hide_for_all(length, needles=needles, depths=depths, questions=[question], answers=[answer], filler=filler,
+                        introduction=introduction)[0]
+
+
+def hide_for_all(
+    length: int,
+    *,
+    needles: Sequence[Sequence[int]],
+    depths: Sequence[float],
+    questions: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    filler: Sequence[int],
+    introduction: Sequence[int] = (),
+) -> list[Haystack]:
+    """One text that is asked each of the questions: examples that begin alike, as `hide` makes one.
+
+    Depths are shares of the filler of the longest question and answer; shorter ones have more of it before them, so that all examples have
+    `length` tokens.
+    """
+    shortest = [min((len(part) for part in parts), default=0) for parts in (questions, answers, [filler])]
+    if not all(shortest):
+        raise ValueError("question, answer, filler: must have at least one token each, got {}, {}, {}".format(*shortest))
     if len(depths) != len(needles) or not all(0 <= depth <= 1 for depth in depths):
         raise ValueError(f"depths={list(depths)} must be one number from 0 to 1 for each of the {len(needles)} needles")
-    needed = len(introduction) + sum(map(len, needles)) + len(question) + len(answer)
+    asked = [len(question) + len(answer) for question, answer in zip(questions, answers, strict=True)]
+    needed = len(introduction) + sum(map(len, needles)) + max(asked)
     n_filler = length - needed
     if n_filler < 0:
         raise NoRoom(f"length={length} must be at least {needed}, the tokens of introduction, needles, question and answer")
-    fill = np.resize(np.asarray(filler, np.int64), n_filler)
+    fill = np.resize(np.asarray(filler, np.int64), n_filler + max(asked) - min(asked))
     parts, spans, at, taken = [introduction], {}, len(introduction), 0
     for i in np.argsort(depths, kind="stable"):
         cut = round(depths[i] * n_filler)
@@ -83,9 +104,12 @@ def hide(
         at += cut - taken
         spans[i] = slice(at, at + len(needles[i]))
         at, taken = spans[i].stop, cut
-    parts += [fill[taken:], question, answer]
-    input_ids = np.concatenate([np.asarray(part, np.int64) for part in parts])
-    return Haystack(input_ids, slice(length - len(answer), length), tuple(spans[i] for i in range(len(needles))))
+    found = []
+    for question, answer, n in zip(questions, answers, asked, strict=True):
+        rest = [fill[taken : n_filler + max(asked) - n], question, answer]
+        input_ids = np.concatenate([np.asarray(part, np.int64) for part in parts + rest])
+        found.append(Haystack(input_ids, slice(length - len(answer), length), tuple(spans[i] for i in range(len(needles)))))
+    return found
 
 
 def noise(encode: Callable[[str], Sequence[int]]) -> np.ndarray:

@@ -46,27 +46,44 @@ def example(
     Raises:
         ValueError: `length` has no room for the sentences, or an argument is out of its range.
     """
+    options = {"filler": filler, "keys": keys, "introduction": introduction, "distractors": distractors}
+    return examples(length, depths=[depth], encode=encode, seed=seed, **options)[0]
+
+
+def examples(
+    length: int,
+    *,
+    depths: Sequence[float | None],
+    encode: Callable[[str], Sequence[int]],
+    seed: int | Sequence[int],
+    filler: Sequence[int] | None = None,
+    keys: tuple[int, int] = KEYS,
+    introduction: str = INTRODUCTION,
+    distractors: int = 0,
+) -> list[haystack.Haystack]:
+    """One text with a key at each of the depths, and the question for each of them: examples that begin alike, in the order of depths.
+    Arguments as of `example`; several keys have names."""
     low, high = keys
     if not 0 <= low <= high:
         raise ValueError(f"keys={list(keys)} must be the smallest and the largest key, whole numbers from 0 on")
-    if not 0 <= distractors < len(NAMES):
-        raise ValueError(f"distractors={distractors} must lie between 0 and {len(NAMES) - 1}")
+    if not 0 <= distractors <= len(NAMES) - len(depths):
+        raise ValueError(f"distractors={distractors} must lie between 0 and {len(NAMES) - len(depths)}")
     rng = np.random.default_rng(seed)
-    key = int(rng.integers(low, high, endpoint=True))
-    depths = [rng.random() if depth is None else depth, *rng.random(distractors)]
-    if distractors:
-        names = [NAMES[i] for i in rng.permutation(len(NAMES))[: distractors + 1]]
+    asked = [int(rng.integers(low, high, endpoint=True)) for _ in depths]
+    places = [*(rng.random() if depth is None else depth for depth in depths), *rng.random(distractors)]
+    if len(places) > 1:
+        names = [NAMES[i] for i in rng.permutation(len(NAMES))[: len(places)]]
         others = rng.integers(low, high, size=distractors, endpoint=True)
-        needles = [NAMED_NEEDLE.format(name=name, key=other) for name, other in zip(names, (key, *others), strict=True)]
-        question = NAMED_QUESTION.format(name=names[0])
+        needles = [NAMED_NEEDLE.format(name=name, key=key) for name, key in zip(names, (*asked, *others), strict=True)]
+        questions = [NAMED_QUESTION.format(name=name) for name in names[: len(depths)]]
     else:
-        needles, question = [NEEDLE.format(key=key)], QUESTION
-    return haystack.hide(
+        needles, questions = [NEEDLE.format(key=asked[0])], [QUESTION]
+    return haystack.hide_for_all(
         length,
         introduction=encode(introduction),
         needles=[encode(needle) for needle in needles],
-        depths=depths,
-        question=encode(question),
-        answer=encode(ANSWER.format(key=key)),
+        depths=places,
+        questions=[encode(question) for question in questions],
+        answers=[encode(ANSWER.format(key=key)) for key in asked],
         filler=haystack.noise(encode) if filler is None else filler,
     )
