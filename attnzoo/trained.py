@@ -66,7 +66,6 @@ def _from_pretrained(source: str, key: str) -> Trained:
 
     from attnzoo import hub
     from attnzoo.hub.configs import BERTConfig, ZooConfig
-    from attnzoo.hub.fox import FoXConfig
 
     logging.disable_progress_bar()
 
@@ -84,9 +83,7 @@ def _from_pretrained(source: str, key: str) -> Trained:
     except Exception as error:
         raise UserError(f"{key}={source}: {_first_line(error)}") from error
     record = {
-        "format": checkpoint.FORMAT, "model": described, "attention": attention,
-        # FoX's tokenizer escapes a text as JSON before it is encoded, which ours do not
-        "tokenizer": None if config.model_type == FoXConfig.model_type else _tokenizer(source),
+        "format": checkpoint.FORMAT, "model": described, "attention": attention, "tokenizer": _tokenizer(source),
         "task": TASKS[type(model).__name__], "context": described["train_context"],
     }
     return Trained(source, kind, {"attnzoo": record, "state_dict": {checkpoint.PREFIX + k: v for k, v in model.state_dict().items()}})

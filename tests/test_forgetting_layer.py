@@ -15,7 +15,9 @@ from attnzoo import checkpoint, trained
 from attnzoo.attention import AttentionSpec
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.forgetting import ForgettingAttention
+from attnzoo.data.tokenizers import ByteTokenizer
 from attnzoo.hub import from_checkpoint, from_huggingface
+from attnzoo.hub.tokenizers import to_transformers
 from attnzoo.models import from_config
 
 transformers = pytest.importorskip("transformers")
@@ -146,6 +148,18 @@ def test_published_weights_give_their_logits(form, ids, tmp_path):
         again.load_state_dict(read.weights)
         assert torch.equal(again(ids[None]), ours(ids[None]))
     assert read.record["tokenizer"] is None and read.record["context"] == 16384
+
+
+def test_a_tokenizer_is_read_where_it_needs_no_code_of_theirs(tmp_path):
+    save_published(tmp_path, PUBLISHED, published(PUBLISHED))
+    theirs = to_transformers(ByteTokenizer(), context=16)
+    theirs.save_pretrained(tmp_path)
+    assert trained.read(str(tmp_path), key="init_from").record["tokenizer"]["kind"] == "huggingface"
+    # as it lies beside the published weights; read without their code, which escapes texts first, it would give other tokens
+    theirs.backend_tokenizer.model.save(str(tmp_path))  # vocab.json and merges.txt
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "JSONGPT2Tokenizer", "add_bos_token": True}))
+    assert trained.read(str(tmp_path), key="init_from").record["tokenizer"] is None
 
 
 @pytest.mark.parametrize("changed, message", [
