@@ -50,11 +50,9 @@ class ForgettingAttention(Attention):
         # what metrics() reports: the mean over the tokens of the last training step
         self.register_buffer("mean_gate", torch.full((), math.nan), persistent=False)
 
-    def init_weights(self, std: float, residual_std: float) -> None:
-        super().init_weights(std, residual_std)
-        for projection in filter(None, (self.fgate_proj, self.k_shift, self.v_shift)):
-            nn.init.normal_(projection.weight, std=std)
-        nn.init.zeros_(self.fgate_proj.bias)
+    @property
+    def matrices(self) -> list[nn.Linear]:
+        return [*super().matrices, *filter(None, (self.fgate_proj, self.k_shift, self.v_shift))]
 
     def check_context_parallel(self, packed: bool) -> None:
         super().check_context_parallel(packed)
@@ -75,7 +73,7 @@ class ForgettingAttention(Attention):
         shifts = (self.k_shift, self.v_shift)
         # what is kept behind keys, values and gates: keys and values as the next token's shift takes them
         unshifted = [] if cache is None else [y for y, shift in zip((k, v), shifts, strict=True) if shift is not None]
-        before = iter([cache.last(buffer) for buffer in cache.buffers[3:]] if cache is not None else ())
+        before = iter([] if cache is None else [cache.last(buffer) for buffer in cache.buffers[3:]])
         k, v = (y if shift is None else _shifted(y, shift(x), next(before, None), seq) for y, shift in zip((k, v), shifts, strict=True))
         return q, k, v, log_f, *unshifted
 
@@ -96,10 +94,6 @@ class ForgettingAttention(Attention):
 
     def finish(self, out: Tensor) -> Tensor:
         return self.output_norm(out)
-
-    def flops(self, lengths: list[int]) -> float:
-        extra = sum(projection.weight.numel() for projection in (self.fgate_proj, self.k_shift, self.v_shift) if projection is not None)
-        return super().flops(lengths) + 6.0 * extra * sum(lengths)
 
     def metrics(self) -> dict[str, float]:
         """forget_gate: the mean over heads and tokens of the last training step."""
