@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 
 
@@ -32,7 +33,11 @@ def forward_only(name: str, function: Callable, fake: Callable) -> Callable:
     op = custom_op(name, function, fake)
 
     def call(*inputs):
-        return op(*inputs) if compiling() else function(*inputs)
+        if compiling():
+            return op(*inputs)
+        if torch._C._are_functorch_transforms_active() and any(is_functorch_wrapped_tensor(x) for x in inputs if isinstance(x, Tensor)):
+            raise NotImplementedError(f'{name}: the kernel takes no tensors of torch.func.grad, jvp or vmap; impl="reference" does')
+        return function(*inputs)
 
     return call
 
@@ -75,6 +80,10 @@ def eager_function(operator: str, function: Callable, prepare: Callable, derive:
         @staticmethod
         def jvp(ctx, *tangents):
             raise NotImplementedError(f'{operator}: the kernels have no forward-mode derivative; impl="reference" has')
+
+        @staticmethod
+        def vmap(info, in_dims, *inputs):
+            raise NotImplementedError(f'{operator}: the kernels have no rule for torch.func.vmap; impl="reference" has')
 
     return Eager.apply
 

@@ -5,7 +5,7 @@ import torch
 from test_dispatch import OPERATORS, call, function
 from torch.autograd import forward_ad
 
-from attnzoo_kernels import differential_attention, padding
+from attnzoo_kernels import differential_attention, moba_blocks, padding
 
 DIFFERENTIABLE = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "moba", "nsa", "two_frame", "bias_gelu")
 
@@ -54,6 +54,20 @@ def test_forward_mode_is_refused(operator, through, device):
         else:
             with forward_ad.dual_level():
                 run(forward_ad.make_dual(q, torch.ones_like(q)))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_vmap_is_refused(operator, device):
+    run, q = function(operator, device, "triton")
+    with pytest.raises(NotImplementedError, match="torch.func.*vmap; impl=.reference. (has|does)"):
+        torch.func.vmap(run)(q[None])
+
+
+@pytest.mark.parametrize("transform", (torch.func.vmap, lambda run: torch.func.grad(lambda q: run(q).sum())))
+def test_a_kernel_without_a_derivative_takes_no_wrapped_tensors(transform, device):
+    k = torch.randn(1, 5, 1, 16, device=device)
+    with pytest.raises(NotImplementedError, match="moba_blocks: the kernel takes no tensors of torch.func.grad, jvp or vmap"):
+        transform(lambda q: moba_blocks(q, k, block_size=2, top_k=2, impl="triton").float())(k[None] if transform is torch.func.vmap else k)
 
 
 def test_functional_gradients_are_refused(device):

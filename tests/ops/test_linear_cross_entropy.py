@@ -54,6 +54,8 @@ def test_targets_that_do_not_count_and_those_that_do_not_exist(impl):
     none = torch.full((4,), -100, device=DEVICE)
     loss = linear_cross_entropy(x, weight, none, reduction="sum", impl=impl)
     assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, weight)))
+    mean = linear_cross_entropy(x, weight, none, impl=impl)
+    assert mean.isnan() and not any(g.any() for g in torch.autograd.grad(mean, (x, weight)))
     losses = linear_cross_entropy(x, weight, torch.tensor([0, 10, -1, 9], device=DEVICE), reduction="none", impl=impl)
     assert losses.isnan().tolist() == [False, True, True, False]
     empty = linear_cross_entropy(x[:0], weight, none[:0], reduction="sum", impl=impl)

@@ -24,7 +24,7 @@ def linear_cross_entropy(
     x's dtype, or float32, of which a copy in x's dtype is multiplied. targets: int64 (...), classes below vocab_size. bias: (rows,).
     token_weights: float32 (...), a factor of each token's loss. Without gradient.
     reduction: "sum", "none" (losses as `targets`), or "mean", the sum over the tokens that count, divided by their number, or by the sum
-        of their token_weights.
+        of their token_weights; NaN if that is 0.
     ignore_index: a target that does not count; its loss and its gradients are zero. Any other target outside of the vocabulary gives NaN.
     label_smoothing: share of the target's probability that all classes get alike, as torch.nn.functional.cross_entropy has it.
     z_loss: times the squared log-sum-exp of the logits is added to a token's loss (PaLM, arXiv:2204.02311).
@@ -53,7 +53,9 @@ def linear_cross_entropy(
         loss = ops.losses(*inputs).view(targets.shape) if reduction == "none" else ops.summed(*inputs)
     if reduction == "mean":
         counted = targets != ignore_index
-        loss = loss / (counted.sum() if token_weights is None else torch.where(counted, token_weights.to(loss.dtype), 0).sum())
+        total = counted.sum() if token_weights is None else torch.where(counted, token_weights.to(loss.dtype), 0).sum()
+        # of nothing the mean is NaN, and its gradients are zeros
+        loss = torch.where(total == 0, torch.nan, loss / torch.where(total == 0, 1, total))
     return loss
 
 
