@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from attnzoo_kernels._triton.forward import products_only
-from attnzoo_kernels._triton.mainloop import KeyTile, QueryTile, RowStats
+from attnzoo_kernels._triton.mainloop import KeyTile, QueryTile, RowStats, load_gradients, load_keys, load_query_rows, load_values
 from attnzoo_kernels._triton.softmax import add_dot, repeat_weights, score_dot
-from attnzoo_kernels._triton.tiles import first_lse, head_rows, in_registers, load_rows, store_rows
+from attnzoo_kernels._triton.tiles import first_lse, in_registers, load_rows, other_rows, own_rows, store_rows
 
 STATS_BLOCK = 128  # a sequence's row statistics lie at a multiple of this; dQ tiles divide it, and dK/dV tiles divide dQ's
 
@@ -24,6 +24,13 @@ def first_stats_row(head, seq, first_q, n_seqs, seqlen_q, heads, PACKED: tl.cons
     else:
         first = (seq * heads + head).to(tl.int64) * (tl.cdiv(seqlen_q, BLOCK) * BLOCK)
     return first
+
+
+@triton.jit
+def row_delta(out_rows, do, row, WIDTH: tl.constexpr):
+    """rowsum(dO * O) of the rows from `row` on, of which dO is [BLOCK_M, BLOCK_DV]."""
+    o = load_rows(out_rows, row, WIDTH, do.shape[0], do.shape[1], True, False)
+    return tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
 
 
 @triton.jit
@@ -49,8 +56,8 @@ def softmax_gradient(weights, dweights, delta):
 
 
 @triton.jit
-def repeated(q, k, stats, x, own, at, position, edge, MASKED: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr, WEIGHTS: tl.constexpr,
-             ROW_BIAS: tl.constexpr):
+def repeated(q, k, stats, x, own, at, position, edge, MASKED: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr = products_only,
+             WEIGHTS: tl.constexpr = repeat_weights, ROW_BIAS: tl.constexpr = False):
     """The forward's weights of a tile of keys [BLOCK_N, BLOCK_D], and the scores' derivative."""
     PRECISION: tl.constexpr = x.shape.PRECISION
     # [BLOCK_M, BLOCK_N]
@@ -70,28 +77,32 @@ def repeated(q, k, stats, x, own, at, position, edge, MASKED: tl.constexpr, SCOR
 
 
 @triton.jit
+def add_dq(dq, exact_delta, weights, dweights, derivative, k, stats, x, EXACT_DELTA: tl.constexpr,
+           GRADIENT: tl.constexpr = softmax_gradient):
+    """dq_step's state with what a tile of keys adds to it."""
+    if EXACT_DELTA == "residual":
+        exact_delta += tl.sum((weights * (dweights - stats.delta[:, None])).to(exact_delta.dtype), 1)
+    elif EXACT_DELTA:
+        exact_delta += tl.sum(weights * dweights, 1)
+    dscores = GRADIENT(weights, dweights, stats.delta[:, None]) * derivative
+    # [BLOCK_M, BLOCK_D]
+    return add_dot(dscores.to(k.dtype), k, dq, x.shape.PRECISION), exact_delta
+
+
+@triton.jit
 def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr, MASK: tl.constexpr,
             SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = repeat_weights,
             GRADIENT: tl.constexpr = softmax_gradient, ROW_BIAS: tl.constexpr = False):
     """One tile of keys into (dQ not yet scaled [BLOCK_M, BLOCK_D], under x.EXACT_DELTA the rows' sums of weights times their gradients, or,
     if that is "residual", times what these are more than delta)."""
     dq, exact_delta = state
-    # [BLOCK_N, BLOCK_D]
-    k = load_rows(x.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
-    # [BLOCK_N, BLOCK_DV]
-    v = load_rows(x.value_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_N, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
+    k = load_keys(x, x.key_rows, at, GUARD)
+    v = load_values(x, at, GUARD)
     # [BLOCK_M, BLOCK_N]
-    weights, derivative = repeated(x.q, k, x.stats, x, own, at, position, edge, MASKED, SCORE, MASK, WEIGHTS, ROW_BIAS)
+    weights, derivative = repeated(x.q, k, x.stats, x, own, at, position, edge, MASKED, MASK, SCORE, WEIGHTS, ROW_BIAS)
     dweights = score_dot(x.do, v, x.shape.PRECISION)
     _, dweights = DROP(x, own, weights, dweights, at, False)
-    if x.EXACT_DELTA == "residual":
-        exact_delta += tl.sum((weights * (dweights - x.stats.delta[:, None])).to(exact_delta.dtype), 1)
-    elif x.EXACT_DELTA:
-        exact_delta += tl.sum(weights * dweights, 1)
-    dscores = GRADIENT(weights, dweights, x.stats.delta[:, None]) * derivative
-    # [BLOCK_M, BLOCK_D]
-    dq = add_dot(dscores.to(k.dtype), k, dq, x.shape.PRECISION)
-    return dq, exact_delta
+    return add_dq(dq, exact_delta, weights, dweights, derivative, k, x.stats, x, x.EXACT_DELTA, GRADIENT)
 
 
 @triton.jit
@@ -129,12 +140,12 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
     PRECISION: tl.constexpr = shape.PRECISION
     i = place.row + tl.arange(0, shape.BLOCK_M)
     lse_at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, shape.PACKED) + i
-    q_rows = head_rows(queries, place.batch, place.head, place.first, place.length, shape.TMA)
-    k_rows = head_rows(keys, place.batch, place.head // group, place.other_first, place.other_length, shape.TMA)
-    v_rows = head_rows(values, place.batch, place.head // group, place.other_first, place.other_length, shape.TMA)
-    do_rows = head_rows(grads, place.batch, place.head, place.first, place.length, shape.TMA)
+    q_rows = own_rows(queries, place, shape.TMA)
+    k_rows = other_rows(keys, place, place.head // group, shape.TMA)
+    v_rows = other_rows(values, place, place.head // group, shape.TMA)
+    do_rows = own_rows(grads, place, shape.TMA)
     if STATISTICS:
-        out_rows = head_rows(out, place.batch, place.head, place.first, place.length, False)
+        out_rows = own_rows(out, place, False)
     # [BLOCK_M, BLOCK_DV]
     do = load_rows(do_rows, place.row, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV,
                    not shape.TMA or stats_end is not None, shape.TMA)
@@ -143,8 +154,7 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
     row_sum = grad_lse
     delta = grad_lse
     if STATISTICS:
-        o = load_rows(out_rows, place.row, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV, True, False)
-        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        delta = row_delta(out_rows, do, place.row, shape.VALUE_DIM)
         if HAS_GRAD_LSE:
             grad_lse = tl.load(grad_lse_ptr + lse_at, mask=i < place.length, other=0.0).to(tl.float32)
             delta -= grad_lse
@@ -170,8 +180,7 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
                                                  EXACT_DELTA or PRECISION == "ieee" and STATISTICS), own)
     if STATISTICS:
         tl.store(row_stats + stride_rows, delta, mask=None if stats_end is None else i < stats_end)
-    dq_rows = head_rows(dq_out, place.batch, place.head, place.first, place.length, False)
-    FINISH(dq_rows, dq, softmax_scale, place, own, shape)
+    FINISH(own_rows(dq_out, place, False), dq, softmax_scale, place, own, shape)
     if EXACT_DELTA == "residual" or EXACT_DELTA:
         tl.store(delta_ptr + lse_at, exact_delta - grad_lse, mask=i < place.length)
 
@@ -191,7 +200,7 @@ def load_row_stats(row_stats, stride_rows, at, BLOCK_M: tl.constexpr, PRECISION:
 @triton.jit
 def load_queries(x, own, at, GUARD: tl.constexpr):
     """LOAD_Q: queries at .. at + BLOCK_M, [BLOCK_M, BLOCK_D]."""
-    return load_rows(x.query_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+    return load_query_rows(x, x.query_rows, at, GUARD)
 
 
 @triton.jit
@@ -201,8 +210,9 @@ def load_stats(x, own, at):
 
 
 @triton.jit
-def repeated_transposed(k, q, stats, x, own, at, position, edge, MASKED: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr,
-                        WEIGHTS: tl.constexpr, ROW_BIAS: tl.constexpr, FROM_STATS: tl.constexpr):
+def repeated_transposed(k, q, stats, x, own, at, position, edge, MASKED: tl.constexpr, MASK: tl.constexpr,
+                        SCORE: tl.constexpr = products_only, WEIGHTS: tl.constexpr = repeat_weights, ROW_BIAS: tl.constexpr = False,
+                        FROM_STATS: tl.constexpr = False):
     """The forward's weights of a tile of queries, [BLOCK_N, BLOCK_M], and the scores' derivative."""
     PRECISION: tl.constexpr = x.shape.PRECISION
     i = at + tl.arange(0, x.shape.BLOCK_M)[None, :]
@@ -237,13 +247,12 @@ def dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl
     COLUMN_SUMS: a third sum is the keys' of dS [BLOCK_N], in its own dtype, the gradient of a bias by key.
     """
     dk, dv = state[0], state[1]
-    # [BLOCK_M, BLOCK_D]
     q = LOAD_Q(x, own, at, GUARD)
-    # [BLOCK_M, BLOCK_DV]
-    do = load_rows(x.grad_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_M, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
+    do = load_gradients(x, at, GUARD)
     stats = LOAD_STATS(x, own, at)
     # [BLOCK_N, BLOCK_M]
-    weights, derivative = repeated_transposed(x.k, q, stats, x, own, at, position, edge, MASKED, SCORE, MASK, WEIGHTS, ROW_BIAS, FROM_STATS)
+    weights, derivative = repeated_transposed(x.k, q, stats, x, own, at, position, edge, MASKED, MASK, SCORE, WEIGHTS, ROW_BIAS,
+                                              FROM_STATS)
     if FROM_STATS:
         dweights = tl.dot(x.v, tl.trans(do), tl.broadcast_to(-stats.delta[None, :], [x.shape.BLOCK_N, x.shape.BLOCK_M]))
     else:
@@ -263,8 +272,8 @@ def add_members(state, k, v, place, queries, grads, row_stats_ptr, stride_rows, 
     """What the queries of the first `members` of a key head's `group` heads add to dkdv_step's state: LOOPS(state, x, own) one head's."""
     for member in range(members):
         head = place.head * group + member
-        q_rows = head_rows(queries, place.batch, head, place.other_first, place.other_length, shape.TMA)
-        do_rows = head_rows(grads, place.batch, head, place.other_first, place.other_length, shape.TMA)
+        q_rows = other_rows(queries, place, head, shape.TMA)
+        do_rows = other_rows(grads, place, head, shape.TMA)
         row_stats = row_stats_ptr + first_stats_row(head, place.sequence, place.other_first, n_seqs, seqlen_q, heads, shape.PACKED,
                                                     STATS_BLOCK)
         state = LOOPS(state, KeyTile(k, v, q_rows, do_rows, row_stats, stride_rows, place, head,
@@ -274,19 +283,20 @@ def add_members(state, k, v, place, queries, grads, row_stats_ptr, stride_rows, 
 
 @triton.jit
 def backward_dkdv(place, queries, keys, values, grads, dk_out, dv_out, row_stats_ptr, stride_rows, unit, softmax_scale, keep_prob, own,
-                  n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr, STATS_BLOCK: tl.constexpr):
-    """A whole program: add_members over all heads of the group, and this stores dK and dV."""
-    k_rows = head_rows(keys, place.batch, place.head, place.first, place.length, shape.TMA)
-    v_rows = head_rows(values, place.batch, place.head, place.first, place.length, shape.TMA)
+                  n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr, STATS_BLOCK: tl.constexpr, third=None):
+    """A whole program: add_members over all heads of the group, and this stores dK and dV. third: where a third sum begins, if the state
+    has one, which is returned."""
+    k_rows, v_rows = own_rows(keys, place, shape.TMA), own_rows(values, place, shape.TMA)
     # [BLOCK_N, BLOCK_D]
     k = load_rows(k_rows, place.row, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D, not shape.TMA, shape.TMA)
     # [BLOCK_N, BLOCK_DV]
     v = load_rows(v_rows, place.row, shape.VALUE_DIM, shape.BLOCK_N, shape.BLOCK_DV, not shape.TMA, shape.TMA)
-    dk = tl.zeros([shape.BLOCK_N, shape.BLOCK_D], tl.float32)
-    dv = tl.zeros([shape.BLOCK_N, shape.BLOCK_DV], tl.float32)
-    dk, dv = add_members((dk, dv), k, v, place, queries, grads, row_stats_ptr, stride_rows, unit, own, n_seqs, seqlen_q, heads, group,
-                         group, shape, LOOPS, STATS_BLOCK)
-    dk_rows = head_rows(dk_out, place.batch, place.head, place.first, place.length, False)
-    dv_rows = head_rows(dv_out, place.batch, place.head, place.first, place.length, False)
-    store_rows(dk_rows, dk * softmax_scale, place.row, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D)
-    store_rows(dv_rows, dv / keep_prob, place.row, shape.VALUE_DIM, shape.BLOCK_N, shape.BLOCK_DV)
+    state = (tl.zeros([shape.BLOCK_N, shape.BLOCK_D], tl.float32), tl.zeros([shape.BLOCK_N, shape.BLOCK_DV], tl.float32))
+    if third is not None:
+        state = (state[0], state[1], third)
+    state = add_members(state, k, v, place, queries, grads, row_stats_ptr, stride_rows, unit, own, n_seqs, seqlen_q, heads, group,
+                        group, shape, LOOPS, STATS_BLOCK)
+    dk_rows, dv_rows = own_rows(dk_out, place, False), own_rows(dv_out, place, False)
+    store_rows(dk_rows, state[0] * softmax_scale, place.row, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D)
+    store_rows(dv_rows, state[1] / keep_prob, place.row, shape.VALUE_DIM, shape.BLOCK_N, shape.BLOCK_DV)
+    return None if third is None else state[2]

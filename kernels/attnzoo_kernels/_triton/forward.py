@@ -5,7 +5,7 @@ import triton.language as tl
 
 from attnzoo_kernels._triton.mainloop import QueryTile
 from attnzoo_kernels._triton.softmax import add_dot, log_sum_exp, rescaled, score_dot, softmax_stats, softmax_weights
-from attnzoo_kernels._triton.tiles import first_lse, head_rows, in_registers, load_rows, store_rows
+from attnzoo_kernels._triton.tiles import first_lse, in_registers, load_rows, other_rows, own_rows, store_own
 
 
 @triton.jit
@@ -98,9 +98,9 @@ def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats,
     the LSE of rows [BLOCK_M] is more by, in base 2, because all of a row's scores are.
     """
     PRECISION: tl.constexpr = shape.PRECISION
-    q_rows = head_rows(queries, place.batch, place.head, place.first, place.length, shape.TMA)
-    k_rows = head_rows(keys, place.batch, place.head // group, place.other_first, place.other_length, shape.TMA)
-    v_rows = head_rows(values, place.batch, place.head // group, place.other_first, place.other_length, shape.TMA)
+    q_rows = own_rows(queries, place, shape.TMA)
+    k_rows = other_rows(keys, place, place.head // group, shape.TMA)
+    v_rows = other_rows(values, place, place.head // group, shape.TMA)
     # [BLOCK_M, BLOCK_D]
     q = load_rows(q_rows, place.row, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D, not shape.TMA or Q_SELECT, shape.TMA)
     if shape.TMA and Q_REGISTERS and not Q_SELECT:
@@ -110,8 +110,7 @@ def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats,
 
     if STATISTICS:
         acc = normalised(acc, row_sum, keep_prob, PRECISION)
-    out_rows = head_rows(out, place.batch, place.head, place.first, place.length, False)
-    store_rows(out_rows, acc, place.row, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV)
+    store_own(out, acc, place, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV)
     if STATISTICS:
         i = place.row + tl.arange(0, shape.BLOCK_M)
         at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, shape.PACKED) + i

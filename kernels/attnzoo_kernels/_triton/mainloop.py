@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from attnzoo_kernels._triton.masks import key_ranges, keys_seen, queries_seeing, query_ranges
+from attnzoo_kernels._triton.tiles import load_rows
 
 
 class RowStats(NamedTuple):
@@ -55,6 +56,30 @@ class KeyTile(NamedTuple):
     j: Any  # [BLOCK_N, 1], the keys' rows
     unit: Any
     shape: Any
+
+
+@triton.jit
+def load_keys(x, rows, at, GUARD: tl.constexpr):
+    """Keys at .. at + BLOCK_N for a QueryTile, [BLOCK_N, BLOCK_D]."""
+    return load_rows(rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+
+
+@triton.jit
+def load_values(x, at, GUARD: tl.constexpr):
+    """Their values, [BLOCK_N, BLOCK_DV]."""
+    return load_rows(x.value_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_N, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
+
+
+@triton.jit
+def load_query_rows(x, rows, at, GUARD: tl.constexpr):
+    """Queries at .. at + BLOCK_M for a KeyTile, [BLOCK_M, BLOCK_D]."""
+    return load_rows(rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+
+
+@triton.jit
+def load_gradients(x, at, GUARD: tl.constexpr):
+    """The gradients of their outputs, [BLOCK_M, BLOCK_DV]."""
+    return load_rows(x.grad_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_M, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
 
 
 @triton.jit

@@ -158,6 +158,18 @@ def head_rows(operand, batch, head, first, length, TMA: tl.constexpr):
 
 
 @triton.jit
+def own_rows(operand, place, TMA: tl.constexpr):
+    """The Rows of a Place's own side."""
+    return head_rows(operand, place.batch, place.head, place.first, place.length, TMA)
+
+
+@triton.jit
+def other_rows(operand, place, head, TMA: tl.constexpr):
+    """The Rows of a head on the other side of a Place."""
+    return head_rows(operand, place.batch, head, place.other_first, place.other_length, TMA)
+
+
+@triton.jit
 def _offsets(stride, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     return tl.arange(0, BLOCK)[:, None] * stride + tl.arange(0, BLOCK_WIDTH)[None, :]
 
@@ -211,3 +223,15 @@ def store_rows(rows_of, tile, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLO
     columns = tl.arange(0, BLOCK_WIDTH)
     pointers = rows_of.source + tl.cast(row, tl.int64) * rows_of.stride + _offsets(rows_of.stride, BLOCK, BLOCK_WIDTH)
     tl.store(pointers, tile.to(rows_of.source.dtype.element_ty), mask=(rows < rows_of.length)[:, None] & (columns < WIDTH)[None, :])
+
+
+@triton.jit
+def load_own(operand, place, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, TMA: tl.constexpr):
+    """A Place's tile, [BLOCK, BLOCK_WIDTH]."""
+    return load_rows(own_rows(operand, place, TMA), place.row, WIDTH, BLOCK, BLOCK_WIDTH, not TMA, TMA)
+
+
+@triton.jit
+def store_own(operand, tile, place, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Store a Place's tile [BLOCK, BLOCK_WIDTH]."""
+    store_rows(own_rows(operand, place, False), tile, place.row, WIDTH, BLOCK, BLOCK_WIDTH)

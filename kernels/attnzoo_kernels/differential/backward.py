@@ -17,29 +17,35 @@ from torch import Tensor
 
 from attnzoo_kernels._triton.backward import (
     STATS_BLOCK,
+    add_dq,
+    backward_dkdv,
     first_stats_row,
+    load_queries,
     load_row_stats,
+    load_stats,
     pass_on_softmax,
     repeated,
     repeated_transposed,
+    row_delta,
     transposed_dot,
 )
 from attnzoo_kernels._triton.call import Layout, layout, strides, tma_kind
-from attnzoo_kernels._triton.forward import products_only
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.mainloop import (
-    KeyTile,
     QueryTile,
     RowStats,
     key_loops,
+    load_gradients,
+    load_query_rows,
+    load_values,
     query_loops,
     window_seen,
     window_seen_transposed,
 )
 from attnzoo_kernels._triton.masks import Window
-from attnzoo_kernels._triton.softmax import add_dot, in_units, repeat_weights, score_dot
-from attnzoo_kernels._triton.tiles import Operand, Shape, first_lse, head_rows, load_rows, program_tile, store_rows
-from attnzoo_kernels.differential.hooks import Branch2, Branch2Keys, load_branch, load_lambda
+from attnzoo_kernels._triton.softmax import add_dot, in_units, score_dot
+from attnzoo_kernels._triton.tiles import Operand, Shape, first_lse, load_own, other_rows, own_rows, program_tile, store_own
+from attnzoo_kernels.differential.hooks import Branch2, Branch2Keys, load_both_keys, load_branch, load_lambda
 from attnzoo_kernels.differential.options import Options, lambda_strides
 from attnzoo_kernels.differential.tiles import dkdv_tile, dq_tile
 
@@ -48,29 +54,15 @@ from attnzoo_kernels.differential.tiles import dkdv_tile, dq_tile
 def _dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
     """dq2 lacks the factor -lambda of its rows."""
     dq1, dq2, exact_delta, exact_r = state
-    k1 = load_rows(x.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
-    k2 = k1 if own.SHARED_K else load_rows(own.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
-    v = load_rows(x.value_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_N, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
-    weights1, _ = repeated(x.q, k1, x.stats, x, own, at, position, edge, MASKED, products_only, window_seen, repeat_weights, False)
-    weights2, _ = repeated(own.q, k2, own.stats, x, own, at, position, edge, MASKED, products_only, window_seen, repeat_weights, False)
+    k1, k2 = load_both_keys(x, own, at, GUARD)
+    v = load_values(x, at, GUARD)
+    weights1, _ = repeated(x.q, k1, x.stats, x, own, at, position, edge, MASKED, window_seen)
+    weights2, _ = repeated(own.q, k2, own.stats, x, own, at, position, edge, MASKED, window_seen)
     # [BLOCK_M, BLOCK_N], once for both branches
     dweights = score_dot(x.do, v, x.shape.PRECISION)
-    if x.EXACT_DELTA and x.shape.PRECISION == "ieee":
-        exact_delta += tl.sum(weights1 * dweights, 1)
-    if x.EXACT_DELTA:
-        exact_r += tl.sum(weights2 * dweights, 1)
-    # [BLOCK_M, BLOCK_D]
-    dq1 = add_dot((weights1 * (dweights - x.stats.delta[:, None])).to(k1.dtype), k1, dq1, x.shape.PRECISION)
-    dq2 = add_dot((weights2 * (dweights - own.stats.delta[:, None])).to(k2.dtype), k2, dq2, x.shape.PRECISION)
+    dq1, exact_delta = add_dq(dq1, exact_delta, weights1, dweights, 1.0, k1, x.stats, x, x.EXACT_DELTA and x.shape.PRECISION == "ieee")
+    dq2, exact_r = add_dq(dq2, exact_r, weights2, dweights, 1.0, k2, own.stats, x, x.EXACT_DELTA)
     return dq1, dq2, exact_delta, exact_r
-
-
-@triton.jit
-def _row_delta(out, do, place, VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """rowsum(dO * O)."""
-    rows = head_rows(out, place.batch, place.head, place.first, place.length, False)
-    o = load_rows(rows, place.row, VALUE_DIM, BLOCK_M, BLOCK_DV, True, False)
-    return tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "heads", "stride_stats", "stride_lb",
@@ -95,17 +87,14 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
     i = place.row + tl.arange(0, BLOCK_M)
     inside = i < place.length
     lse_at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, PACKED) + i
-    do_rows = head_rows(Operand(do_source, stride_dob, stride_dos, stride_doh), place.batch, place.head, place.first, place.length, TMA)
-    v_rows = head_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), place.batch, place.head // group, place.other_first,
-                       place.other_length, TMA)
     # [BLOCK_M, BLOCK_DV]
-    do = load_rows(do_rows, place.row, VALUE_DIM, BLOCK_M, BLOCK_DV, not TMA, TMA)
+    do = load_own(Operand(do_source, stride_dob, stride_dos, stride_doh), place, VALUE_DIM, BLOCK_M, BLOCK_DV, TMA)
     lam = load_lambda(Operand(lam_ptr, stride_lb, stride_ls, stride_lh), place, i)
     delta = tl.zeros([BLOCK_M], tl.float32)
     r = tl.zeros([BLOCK_M], tl.float32)
     if not EXACT:
-        delta = _row_delta(Operand(out_ptr, stride_ob, stride_os, stride_oh), do, place, VALUE_DIM, BLOCK_M, BLOCK_DV)
-        r = _row_delta(Operand(out2_ptr, stride_ob, stride_os, stride_oh), do, place, VALUE_DIM, BLOCK_M, BLOCK_DV)
+        delta = row_delta(own_rows(Operand(out_ptr, stride_ob, stride_os, stride_oh), place, False), do, place.row, VALUE_DIM)
+        r = row_delta(own_rows(Operand(out2_ptr, stride_ob, stride_os, stride_oh), place, False), do, place.row, VALUE_DIM)
         delta += lam * r
     row_stats = row_stats_ptr + i + first_stats_row(place.head, place.sequence, place.first, n_seqs, seqlen_q, heads, PACKED, STATS_BLOCK)
     row_stats2 = row_stats + BRANCH_STATS * stride_rows
@@ -129,7 +118,9 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
             r = exact_r
         dq1, dq2, exact_delta, exact_r = key_loops(
             _dq_step, (zeros, zeros, exact_delta, exact_r),
-            QueryTile(q1, do, RowStats(lse1, sum1, delta), k1_rows, v_rows, place, i[:, None], in_units(softmax_scale, EXACT),
+            QueryTile(q1, do, RowStats(lse1, sum1, delta), k1_rows,
+                      other_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), place, place.head // group, TMA),
+                      place, i[:, None], in_units(softmax_scale, EXACT),
                       Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
                       (EXACT_R or EXACT) and sweep == 0),
             Branch2(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), q2, k2_rows, RowStats(lse2, sum2, r), SHARED_K, False),
@@ -137,10 +128,9 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
     # what was read behind the sequence's end must not reach the second kernel
     tl.store(row_stats + stride_rows, tl.where(inside, delta, 0.0))
     tl.store(row_stats2 + stride_rows, tl.where(inside, r, 0.0))
-    dq1_rows = head_rows(Operand(dq1_ptr, stride_dq1b, stride_dq1s, stride_dq1h), place.batch, place.head, place.first, place.length, False)
-    dq2_rows = head_rows(Operand(dq2_ptr, stride_dq2b, stride_dq2s, stride_dq2h), place.batch, place.head, place.first, place.length, False)
-    store_rows(dq1_rows, dq1 * softmax_scale, place.row, HEAD_DIM, BLOCK_M, BLOCK_D)
-    store_rows(dq2_rows, dq2 * (-lam * softmax_scale)[:, None], place.row, HEAD_DIM, BLOCK_M, BLOCK_D)
+    store_own(Operand(dq1_ptr, stride_dq1b, stride_dq1s, stride_dq1h), dq1 * softmax_scale, place, HEAD_DIM, BLOCK_M, BLOCK_D)
+    store_own(Operand(dq2_ptr, stride_dq2b, stride_dq2s, stride_dq2h), dq2 * (-lam * softmax_scale)[:, None], place, HEAD_DIM, BLOCK_M,
+              BLOCK_D)
     if EXACT_R:
         tl.store(r_ptr + lse_at, exact_r, mask=inside)
 
@@ -148,21 +138,20 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
 @triton.jit
 def _dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
     """SHARED_K sums both branches' dK in dk1."""
-    dk1, dk2, dv = state
+    dk1, dv, dk2 = state
     PRECISION: tl.constexpr = x.shape.PRECISION
     BRANCH_STATS: tl.constexpr = 3 if PRECISION == "ieee" else 2
-    q1 = load_rows(x.query_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D, GUARD, x.shape.TMA)
-    q2 = load_rows(own.query_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D, GUARD, x.shape.TMA)
-    do = load_rows(x.grad_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_M, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
+    q1 = load_queries(x, own, at, GUARD)
+    q2 = load_query_rows(x, own.queries, at, GUARD)
+    do = load_gradients(x, at, GUARD)
     row_stats2 = x.row_stats + BRANCH_STATS * x.stride_rows
-    stats1 = load_row_stats(x.row_stats, x.stride_rows, at, x.shape.BLOCK_M, PRECISION)
+    stats1 = load_stats(x, own, at)
     stats2 = load_row_stats(row_stats2, x.stride_rows, at, x.shape.BLOCK_M, PRECISION)
     lam = tl.load(row_stats2 + BRANCH_STATS * x.stride_rows + at + tl.arange(0, x.shape.BLOCK_M))[None, :]
     # [BLOCK_N, BLOCK_M]
-    weights1, _ = repeated_transposed(x.k, q1, stats1, x, own, at, position, edge, MASKED, products_only, window_seen_transposed,
-                                      repeat_weights, False, False)
-    weights2, _ = repeated_transposed(own.k, q2, stats2, x, own, at, position, edge, MASKED, products_only, window_seen_transposed,
-                                      repeat_weights, False, False)
+    weights1, _ = repeated_transposed(x.k, q1, stats1, x, own, at, position, edge, MASKED, window_seen_transposed)
+    weights2, _ = repeated_transposed(x.k if own.SHARED_K else own.k, q2, stats2, x, own, at, position, edge, MASKED,
+                                      window_seen_transposed)
     weights2 *= lam
     # [BLOCK_N, BLOCK_DV]; the difference is rounded once
     dv = add_dot((weights1 - weights2).to(do.dtype), do, dv, PRECISION)
@@ -175,7 +164,13 @@ def _dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: t
         dk1 = add_dot(dscores2, q2, dk1, PRECISION)
     else:
         dk2 = add_dot(dscores2, q2, dk2, PRECISION)
-    return dk1, dk2, dv
+    return dk1, dv, dk2
+
+
+@triton.jit
+def _dkdv_loops(state, x, own):
+    return query_loops(_dkdv_step, state, x, Branch2Keys(own.window, own.k, other_rows(own.queries, x.place, x.head, x.shape.TMA),
+                                                         own.SHARED_K), False)
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "heads"],
@@ -193,44 +188,23 @@ def differential_bwd_dkdv_kernel(q1_source, q2_source, k1_source, k2_source, v_s
     place = program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False)
     if place.row >= place.length:
         return
-    k1_rows = head_rows(Operand(k1_source, stride_k1b, stride_k1s, stride_k1h), place.batch, place.head, place.first, place.length, TMA)
-    v_rows = head_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), place.batch, place.head, place.first, place.length, TMA)
-    # [BLOCK_N, BLOCK_D]
-    k1 = load_rows(k1_rows, place.row, HEAD_DIM, BLOCK_N, BLOCK_D, not TMA, TMA)
-    k2 = k1
+    k2 = 0.0
+    dk2 = 0.0
     if not SHARED_K:
-        k2_rows = head_rows(Operand(k2_source, stride_k2b, stride_k2s, stride_k2h), place.batch, place.head, place.first, place.length, TMA)
-        k2 = load_rows(k2_rows, place.row, HEAD_DIM, BLOCK_N, BLOCK_D, not TMA, TMA)
-    # [BLOCK_N, BLOCK_DV]
-    v = load_rows(v_rows, place.row, VALUE_DIM, BLOCK_N, BLOCK_DV, not TMA, TMA)
-
-    dk1 = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    # a number where it is not used
-    dk2 = 0.0 if SHARED_K else tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    for member in range(group):
-        head = place.head * group + member
-        q1_rows = head_rows(Operand(q1_source, stride_q1b, stride_q1s, stride_q1h), place.batch, head, place.other_first,
-                            place.other_length, TMA)
-        q2_rows = head_rows(Operand(q2_source, stride_q2b, stride_q2s, stride_q2h), place.batch, head, place.other_first,
-                            place.other_length, TMA)
-        do_rows = head_rows(Operand(do_source, stride_dob, stride_dos, stride_doh), place.batch, head, place.other_first,
-                            place.other_length, TMA)
-        row_stats = row_stats_ptr + first_stats_row(head, place.sequence, place.other_first, n_seqs, seqlen_q, heads, PACKED, STATS_BLOCK)
-        dk1, dk2, dv = query_loops(
-            _dkdv_step, (dk1, dk2, dv),
-            KeyTile(k1, v, q1_rows, do_rows, row_stats, stride_rows, place, head, place.row + tl.arange(0, BLOCK_N)[:, None],
-                    in_units(softmax_scale, PRECISION == "ieee"),
-                    Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA)),
-            Branch2Keys(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), k2, q2_rows, SHARED_K), False)
-    dk1_rows = head_rows(Operand(dk1_ptr, stride_dk1b, stride_dk1s, stride_dk1h), place.batch, place.head, place.first, place.length, False)
-    dv_rows = head_rows(Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), place.batch, place.head, place.first, place.length, False)
-    store_rows(dk1_rows, dk1 * softmax_scale, place.row, HEAD_DIM, BLOCK_N, BLOCK_D)
-    store_rows(dv_rows, dv, place.row, VALUE_DIM, BLOCK_N, BLOCK_DV)
+        # [BLOCK_N, BLOCK_D]
+        k2 = load_own(Operand(k2_source, stride_k2b, stride_k2s, stride_k2h), place, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+        dk2 = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dk2 = backward_dkdv(
+        place, Operand(q1_source, stride_q1b, stride_q1s, stride_q1h), Operand(k1_source, stride_k1b, stride_k1s, stride_k1h),
+        Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(do_source, stride_dob, stride_dos, stride_doh),
+        Operand(dk1_ptr, stride_dk1b, stride_dk1s, stride_dk1h), Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), row_stats_ptr,
+        stride_rows, in_units(softmax_scale, PRECISION == "ieee"), softmax_scale, 1.0,
+        Branch2Keys(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), k2,
+                    Operand(q2_source, stride_q2b, stride_q2s, stride_q2h), SHARED_K),
+        n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
+        _dkdv_loops, STATS_BLOCK, dk2)
     if not SHARED_K:
-        dk2_rows = head_rows(Operand(dk2_ptr, stride_dk2b, stride_dk2s, stride_dk2h), place.batch, place.head, place.first, place.length,
-                             False)
-        store_rows(dk2_rows, dk2 * softmax_scale, place.row, HEAD_DIM, BLOCK_N, BLOCK_D)
+        store_own(Operand(dk2_ptr, stride_dk2b, stride_dk2s, stride_dk2h), dk2 * softmax_scale, place, HEAD_DIM, BLOCK_N, BLOCK_D)
 
 
 def _blocks(tile, constants: dict) -> dict[int, tuple]:

@@ -10,11 +10,11 @@ from torch import Tensor
 from attnzoo_kernels._triton.call import Layout, layout, strides, tma_kind
 from attnzoo_kernels._triton.forward import normalised, products_only, scored, store_softmax
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
-from attnzoo_kernels._triton.mainloop import QueryTile, key_loops, window_seen
+from attnzoo_kernels._triton.mainloop import QueryTile, key_loops, load_values, window_seen
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.softmax import add_dot, in_units, rescaled, softmax_weights
-from attnzoo_kernels._triton.tiles import Operand, Shape, first_lse, head_rows, load_rows, program_tile, store_rows
-from attnzoo_kernels.differential.hooks import Branch2, load_branch, load_lambda
+from attnzoo_kernels._triton.tiles import Operand, Shape, first_lse, other_rows, program_tile, store_own
+from attnzoo_kernels.differential.hooks import Branch2, load_both_keys, load_branch, load_lambda
 from attnzoo_kernels.differential.options import Options, lambda_strides
 from attnzoo_kernels.differential.tiles import forward_tile
 
@@ -30,12 +30,10 @@ def _gather(scores, v, acc, row_max, row_sum, x, MASKED: tl.constexpr, LAGS: tl.
 @triton.jit
 def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
     acc1, max1, sum1, acc2, max2, sum2 = state
-    k1 = load_rows(x.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
-    k2 = k1 if own.SHARED_K else load_rows(own.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+    k1, k2 = load_both_keys(x, own, at, GUARD)
     scores1, _ = scored(x.q, k1, x, own, at, position, edge, MASKED, products_only, window_seen)
     scores2, _ = scored(own.q, k2, x, own, at, position, edge, MASKED, products_only, window_seen)
-    # [BLOCK_N, BLOCK_DV], once for both branches
-    v = load_rows(x.value_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_N, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
+    v = load_values(x, at, GUARD)  # once for both branches
     acc1, max1, sum1 = _gather(scores1, v, acc1, max1, sum1, x, MASKED, own.LAGS)
     acc2, max2, sum2 = _gather(scores2, v, acc2, max2, sum2, x, MASKED, own.LAGS)
     return acc1, max1, sum1, acc2, max2, sum2
@@ -63,8 +61,7 @@ def differential_fwd_kernel(q1_source, q2_source, k1_source, k2_source, v_source
     q2, k2_rows = load_branch(Operand(q2_source, stride_q2b, stride_q2s, stride_q2h),
                               Operand(k2_source, stride_k2b, stride_k2s, stride_k2h), place, group, HEAD_DIM, BLOCK_M, BLOCK_D,
                               not TMA or Q_SELECT, TMA)
-    v_rows = head_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), place.batch, place.head // group, place.other_first,
-                       place.other_length, TMA)
+    v_rows = other_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), place, place.head // group, TMA)
     nothing = tl.full([BLOCK_M], -float("inf"), tl.float32)
     zeros = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
@@ -80,11 +77,9 @@ def differential_fwd_kernel(q1_source, q2_source, k1_source, k2_source, v_source
     lam = load_lambda(Operand(lam_ptr, stride_lb, stride_ls, stride_lh), place, i)
     acc2 = normalised(acc2, sum2, 1.0, PRECISION)
     out = normalised(acc1, sum1, 1.0, PRECISION) - lam[:, None] * acc2
-    out_rows = head_rows(Operand(out_ptr, stride_ob, stride_os, stride_oh), place.batch, place.head, place.first, place.length, False)
-    store_rows(out_rows, out, place.row, VALUE_DIM, BLOCK_M, BLOCK_DV)
+    store_own(Operand(out_ptr, stride_ob, stride_os, stride_oh), out, place, VALUE_DIM, BLOCK_M, BLOCK_DV)
     if SAVE and not EXACT:
-        out2_rows = head_rows(Operand(out2_ptr, stride_ob, stride_os, stride_oh), place.batch, place.head, place.first, place.length, False)
-        store_rows(out2_rows, acc2, place.row, VALUE_DIM, BLOCK_M, BLOCK_DV)
+        store_own(Operand(out2_ptr, stride_ob, stride_os, stride_oh), acc2, place, VALUE_DIM, BLOCK_M, BLOCK_DV)
     store_softmax(lse_ptr, stats_ptr, stride_lse, at, inside, max1, sum1, PRECISION, SAVE)
     store_softmax(lse_ptr + stride_lse, stats_ptr + 2 * stride_lse, stride_lse, at, inside, max2, sum2, PRECISION, SAVE)
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnzoo_kernels._triton.tiles import head_rows, load_rows, tile_source
+from attnzoo_kernels._triton.mainloop import load_keys
+from attnzoo_kernels._triton.tiles import load_rows, other_rows, own_rows, tile_source
 
 
 class Branch2(NamedTuple):
@@ -23,8 +24,8 @@ class Branch2Keys(NamedTuple):
     """The second branch of a tile of keys, for the steps over queries; the first one is the KeyTile."""
 
     window: Any
-    k: Any  # [BLOCK_N, BLOCK_D]
-    query_rows: Any
+    k: Any  # [BLOCK_N, BLOCK_D]; not where SHARED_K
+    queries: Any  # Operand, in a step the Rows of a head
     SHARED_K: Any
 
 
@@ -32,9 +33,15 @@ class Branch2Keys(NamedTuple):
 def load_branch(queries, keys, place, group, HEAD_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, GUARD: tl.constexpr,
                 TMA: tl.constexpr):
     """A branch's queries [BLOCK_M, BLOCK_D], and the Rows of its keys."""
-    q_rows = head_rows(queries, place.batch, place.head, place.first, place.length, TMA)
-    k_rows = head_rows(keys, place.batch, place.head // group, place.other_first, place.other_length, TMA)
+    q_rows, k_rows = own_rows(queries, place, TMA), other_rows(keys, place, place.head // group, TMA)
     return load_rows(q_rows, place.row, HEAD_DIM, BLOCK_M, BLOCK_D, GUARD, TMA), k_rows
+
+
+@triton.jit
+def load_both_keys(x, own, at, GUARD: tl.constexpr):
+    """Both branches' keys from `at` on, [BLOCK_N, BLOCK_D]."""
+    k1 = load_keys(x, x.key_rows, at, GUARD)
+    return k1, k1 if own.SHARED_K else load_keys(x, own.key_rows, at, GUARD)
 
 
 @triton.jit
