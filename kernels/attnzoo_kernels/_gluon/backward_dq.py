@@ -125,6 +125,14 @@ def first_buffer(of_tile, j, c):
 
 
 @gluon.jit
+def give_back_dq(bars):
+    """Both halves of dQ, once they were read."""
+    for half in gl.static_range(2):
+        tma.store_wait(1 - half)
+        mbarrier.arrive(bars.dq_empty.index(half), count=1)
+
+
+@gluon.jit
 def add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c):
     """The warp that has both halves of dQ added to memory; the consumers run up to a step ahead of its waiting.
 
@@ -159,9 +167,7 @@ def add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c):
                         _write_half(dq_desc, smem.dq, dq_tile, half, SIZE)
                     else:
                         add_half(dq_desc, smem.dq, dq_tile, half, SIZE)
-                for half in gl.static_range(2):
-                    tma.store_wait(1 - half)
-                    mbarrier.arrive(bars.dq_empty.index(half), count=1)
+                give_back_dq(bars)
                 if c.ORDERED:
                     _pass_turn(dq_semaphore + tile)
                 tile += 1

@@ -80,14 +80,14 @@ def step_barriers(STAGES: gl.constexpr, KEY_READERS: gl.constexpr, TILE_READERS:
 @gluon.jit
 def pair_barriers(c):
     """Of two consumers that make dQ between them, which a warp has added to memory under DQ_WARP, a step late under DQ_LAGS."""
-    q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty = step_barriers(c.STAGES, 2, 3 if c.DQ_WARP else 2)
+    of_steps = step_barriers(c.STAGES, 2, 3 if c.DQ_WARP else 2)
     ds_full = (barriers(2, 1), barriers(2, 1))
     ds_empty, dq_full, dq_empty = (), (), ()
     if c.DQ_LAGS:
         ds_empty = (barriers(2, 1), barriers(2, 1))
     if c.DQ_WARP:
         dq_full, dq_empty = barriers(2, 1), barriers(2, 1)
-    return Barriers(q_full, do_full, step_empty, k_full, v_full, kv_empty, work_full, work_empty, ds_full, dq_full, dq_empty, ds_empty)
+    return Barriers(*of_steps, ds_full, dq_full, dq_empty, ds_empty)
 
 
 @gluon.jit

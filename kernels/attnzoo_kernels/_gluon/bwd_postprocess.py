@@ -22,14 +22,14 @@ def bwd_postprocess_kernel(sum_ptr, semaphore_ptr, dq_ptr, cu_seqlens, stride_dq
                            heads, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
                            ORDERED: tl.constexpr = False, SPACING: tl.constexpr = 1):
     """dQ of a tile, every SPACING-th of those in memory. ORDERED: where no key tile took its turn, the sum was never written."""
-    batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     written = True
     if ORDERED:
-        written = tl.load(semaphore_ptr + tile) > 0
+        written = tl.load(semaphore_ptr + tile.number) > 0
     r = tl.arange(0, BLOCK)
     c = tl.arange(0, WIDTH)
-    place = sum_ptr + tile * (SPACING * BLOCK * WIDTH) + tl.arange(0, BLOCK * WIDTH)
+    place = sum_ptr + tile.number * (SPACING * BLOCK * WIDTH) + tl.arange(0, BLOCK * WIDTH)
     dq = tl.load(place, mask=written, other=0.0) * softmax_scale
     dq = by_rows(dq.to(dq_ptr.dtype.element_ty), BLOCK, WIDTH)
-    rows = dq_ptr + batch * stride_dqb + head * stride_dqh + (first + row + r).to(tl.int64)[:, None] * stride_dqs
-    tl.store(rows + c, dq, mask=(row + r < length)[:, None] & (c < HEAD_DIM)[None, :])
+    rows = dq_ptr + tile.batch * stride_dqb + tile.head * stride_dqh + (tile.first + tile.row + r).to(tl.int64)[:, None] * stride_dqs
+    tl.store(rows + c, dq, mask=(tile.row + r < tile.length)[:, None] & (c < HEAD_DIM)[None, :])

@@ -1,16 +1,28 @@
 """What precedes a Hopper backward's mainloop, in plain Triton: row statistics, an empty float32 dQ (where sums have no order), copies of
 the ends of packed sequences."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from attnzoo_kernels._triton.tiles import find_tile
+from attnzoo_kernels._triton.tiles import Operand, find_tile
+
+
+class RowTile(NamedTuple):
+    """A program's rows row .. row + BLOCK of a head of a sequence."""
+
+    batch: Any
+    head: Any
+    row: Any
+    first: Any  # token of its sequence
+    length: Any
+    number: Any  # of the tile in memory
 
 
 @triton.jit
 def program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """(batch, head, first row, first token and length of its sequence, number of the tile in memory) of this program; programs of all heads
-    of the same rows follow each other."""
+    """This program's RowTile; programs of all heads of the same rows follow each other."""
     head = tl.program_id(0) % heads
     number = tl.program_id(0) // heads
     if PACKED:
@@ -23,7 +35,37 @@ def program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED: tl.conste
         first, length = 0, seqlen
         batch = (number // tiles).to(tl.int64)
         place = (batch * heads + head) * tiles + tile
-    return batch, head, tile * BLOCK, first, length, place
+    return RowTile(batch, head, tile * BLOCK, first, length, place)
+
+
+@triton.jit
+def pointers_of(operand, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr = 0):
+    """(pointers, mask) [BLOCK, COLUMNS] of a RowTile from column FIRST on; the mask ends at WIDTH and the sequence's end."""
+    rows = tile.row + tl.arange(0, BLOCK)
+    columns = FIRST + tl.arange(0, COLUMNS)
+    mask = (rows < tile.length)[:, None] & (columns < WIDTH)[None, :]
+    i = (tile.first + rows).to(tl.int64)[:, None]
+    return operand.source + tile.batch * operand.stride_batch + tile.head * operand.stride_head + i * operand.stride_row + columns, mask
+
+
+@triton.jit
+def load_tile(operand, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr = 0):
+    """Columns FIRST .. FIRST + COLUMNS of a RowTile, float32 [BLOCK, COLUMNS], zero beyond WIDTH and the sequence's end."""
+    pointers, mask = pointers_of(operand, tile, WIDTH, BLOCK, COLUMNS, FIRST)
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def statistics_of(tile, seqlen, heads, BLOCK: tl.constexpr):
+    """(where the statistics of a RowTile's rows lie, which rows are inside the sequence)."""
+    rows = tile.row + tl.arange(0, BLOCK)
+    return (tile.batch * heads + tile.head) * seqlen + tile.first + rows, rows < tile.length
+
+
+@triton.jit
+def clear(sums_ptr, number, SIZE: tl.constexpr):
+    """The number-th tile of SIZE float32 sums."""
+    tl.store(sums_ptr + number * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
 
 
 @triton.jit
@@ -44,24 +86,15 @@ def reset(counter_ptr, semaphore_ptr, tile, SEMAPHORES: tl.constexpr):
 
 
 @triton.jit
-def write_statistics(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, batch, head, row, first, length, tile, stride_ob, stride_os,
-                     stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, seqlen, heads, VALUE_DIM: tl.constexpr,
+def write_statistics(out, grads, stats_ptr, grad_lse_ptr, row_stats_ptr, tile, stride_stats, seqlen, heads, VALUE_DIM: tl.constexpr,
                      WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
-    """[2, BLOCK] of a tile: the LSE in base 2 (+inf where a row sees no key, or is none), delta = rowsum(dO * O) - dLSE."""
-    rows = row + tl.arange(0, BLOCK)
-    columns = tl.arange(0, WIDTH)
-    inside = rows < length
-    mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
-    i = (first + rows).to(tl.int64)[:, None]
-    # [BLOCK, WIDTH]
-    out = tl.load(out_ptr + batch * stride_ob + head * stride_oh + i * stride_os + columns, mask=mask, other=0.0).to(tl.float32)
-    do = tl.load(do_ptr + batch * stride_dob + head * stride_doh + i * stride_dos + columns, mask=mask, other=0.0).to(tl.float32)
-    delta = tl.sum(out * do, 1)
-    lse_index = (batch * heads + head) * seqlen + first + rows
+    """[2, BLOCK] of a RowTile: the LSE in base 2 (+inf where a row sees no key, or is none), delta = rowsum(dO * O) - dLSE."""
+    delta = tl.sum(load_tile(out, tile, VALUE_DIM, BLOCK, WIDTH) * load_tile(grads, tile, VALUE_DIM, BLOCK, WIDTH), 1)
+    at, inside = statistics_of(tile, seqlen, heads, BLOCK)
     if HAS_GRAD_LSE:
-        delta -= tl.load(grad_lse_ptr + lse_index, mask=inside, other=0.0)
-    place = row_stats_ptr + tile * (2 * BLOCK) + tl.arange(0, BLOCK)
-    tl.store(place, lse_log2(stats_ptr, stride_stats, lse_index, inside))
+        delta -= tl.load(grad_lse_ptr + at, mask=inside, other=0.0)
+    place = row_stats_ptr + tile.number * (2 * BLOCK) + tl.arange(0, BLOCK)
+    tl.store(place, lse_log2(stats_ptr, stride_stats, at, inside))
     tl.store(place + BLOCK, delta)
 
 
@@ -71,15 +104,13 @@ def bwd_preprocess_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_pt
                           stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen, heads,
                           VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, SEMAPHORES: tl.constexpr,
                           HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr, STATISTICS: tl.constexpr = True):
-    batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     if STATISTICS:
-        write_statistics(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, batch, head, row, first, length, tile, stride_ob,
-                         stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, seqlen, heads, VALUE_DIM, WIDTH,
-                         HAS_GRAD_LSE, BLOCK)
+        write_statistics(Operand(out_ptr, stride_ob, stride_os, stride_oh), Operand(do_ptr, stride_dob, stride_dos, stride_doh), stats_ptr,
+                         grad_lse_ptr, row_stats_ptr, tile, stride_stats, seqlen, heads, VALUE_DIM, WIDTH, HAS_GRAD_LSE, BLOCK)
     if SEMAPHORES == 0:  # else the first key tile in turn writes
-        empty = tl.arange(0, BLOCK * WIDTH)
-        tl.store(dq_ptr + tile * (BLOCK * WIDTH) + empty, tl.zeros([BLOCK * WIDTH], tl.float32))
-    reset(counter_ptr, semaphore_ptr, tile, SEMAPHORES)
+        clear(dq_ptr, tile.number, BLOCK * WIDTH)
+    reset(counter_ptr, semaphore_ptr, tile.number, SEMAPHORES)
 
 
 @triton.jit(do_not_specialize=["n_seqs", "heads"], do_not_specialize_on_alignment=["cu_seqlens"])

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Rows
+from attnzoo_kernels._gluon.forward import ROWS, Program, Rows, allocate
 from attnzoo_kernels._gluon.forward_mainloop import hand_on, queries_in_registers
 from attnzoo_kernels._gluon.hopper import (
     async_store,
@@ -125,6 +125,13 @@ def _consume(program, config, ME: gl.constexpr):
 @gluon.jit
 def _produce(program, config):
     config.PRODUCE(program, config)
+
+
+@gluon.jit
+def run_tiles(descs, problem, rows, own, config, WORDS: gl.constexpr = 3):
+    """The body of a kernel with the tiles and barriers of `allocate`."""
+    tiles, bars = allocate(descs, config, WORDS)
+    run_forward(Program(descs, problem, rows, tiles, bars, own), config)
 
 
 @gluon.jit

@@ -59,6 +59,24 @@ def queries_in_registers(program, config, ME: gl.constexpr, taken, there):
 
 
 @gluon.jit
+def await_keys(step, program, config, there=True):
+    """The slot of a step's keys, which are waited for if they are to be `there`."""
+    slot, phase = stage_of(step, config.STAGES)
+    mbarrier.wait(program.bars.k_full.index(slot), phase, pred=there)
+    return slot
+
+
+@gluon.jit
+def first_step(q, masked, column, span, step, scale, program, config):
+    """first_weights of all keys of a step, and an accumulator that is empty: (weights, acc, row_max, partial sums)."""
+    slot = await_keys(step, program, config)
+    row_max, row_sum, p = first_weights(q, program.tiles.k.index(slot), program.bars.k_empty.index(slot), masked, column, span, scale,
+                                        program, config)
+    # [ROWS, BLOCK_DV]
+    return p, gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV)), row_max, row_sum
+
+
+@gluon.jit
 def first_weights(q, keys, k_empty, masked, column, span, scale, program, config):
     """(row_max, partial sums, weights) of the first tile; `keys` are its BLOCK_N keys, or half of them where no query sees the others.
     ROW_MAX_NOT_NEGATIVE: a maximum somewhat below zero becomes zero, and weights are `packed`."""
@@ -176,8 +194,7 @@ def attend(q, span, step, program, config):
     acc_layout: gl.constexpr = product_layout(config.BLOCK_DV)
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     column = config.COLUMN(span.end - 1, span, True, program, config)
-    slot, phase = stage_of(step, config.STAGES)
-    mbarrier.wait(bars.k_full.index(slot), phase)
+    slot = await_keys(step, program, config)
     masked = span.end > span.full_end or (config.HAS_LEFT and span.end <= span.full_begin)
     HALF: gl.constexpr = config.BLOCK_N // 2
     if config.HALF_TILE and span.row + ROWS + (span.len_k - span.len_q + program.problem.window_right) <= column + HALF:
@@ -192,8 +209,7 @@ def attend(q, span, step, program, config):
 
     last_step = step + span.end - 1 - span.begin
     if config.K_BEFORE_PV:
-        slot, phase = stage_of(step, config.STAGES)
-        mbarrier.wait(bars.k_full.index(slot), phase, pred=step < last_step)
+        await_keys(step, program, config, step < last_step)
     middle = last_step
     if config.ROW_MAX_NOT_NEGATIVE:
         if gl.min(row_max, 0) >= 0:

@@ -13,8 +13,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
-from attnzoo_kernels._gluon.forward_consumer import consume, inside, run_forward, write_tile
+from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward_consumer import consume, inside, run_tiles, write_tile
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, outputs, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import Keys, load_segment, produce_segments
@@ -114,16 +114,14 @@ def differential_fwd_hopper_kernel(q1_desc, q2_desc, k1_desc, k2_desc, v_desc, o
         K_BEFORE_PV=K_BEFORE_PV, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, OPTIONS=OwnConfig(SAVE=SAVE, IN_MEMORY=IN_MEMORY),
         PRODUCE=produce_segments, CONSUME=consume, NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span, BEGIN=load_lambda,
         MAINLOOP=mainloop, COLUMN=column, MASK=mask, STEP_MASK=step_mask, INSIDE=inside, FINISH=subtract)
-    descs = Descriptors(q1_desc, k1_desc, v_desc, out_desc)
     kept = scratch_ptr
     if not IN_MEMORY:
         kept = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, BLOCK_DV],
                                          gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_DV], gl.float32))
-    tiles, bars = allocate(descs, config)
-    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
-                      window_right)
-    own = Own(q2_desc, k2_desc, out2_desc, lam_ptr, stride_lb, stride_ls, stride_lh, kept)
-    run_forward(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, own), config)
+    run_tiles(Descriptors(q1_desc, k1_desc, v_desc, out_desc),
+              Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
+                      window_right), Rows(scale, lse_ptr, stats_ptr, stride_stats),
+              Own(q2_desc, k2_desc, out2_desc, lam_ptr, stride_lb, stride_ls, stride_lh, kept), config)
 
 
 def forward_reason(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor) -> str | None:

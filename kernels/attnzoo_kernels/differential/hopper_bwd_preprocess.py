@@ -3,8 +3,29 @@
 import triton
 import triton.language as tl
 
-from attnzoo_kernels._gluon.bwd_preprocess import lse_log2, program_tile_of_queries
-from attnzoo_kernels._triton.tiles import tile_source
+from attnzoo_kernels._gluon.bwd_preprocess import clear, load_tile, lse_log2, pointers_of, program_tile_of_queries, reset, statistics_of
+from attnzoo_kernels._triton.tiles import Operand, tile_source
+
+
+@triton.jit
+def _lambda(lam, tile, inside, BLOCK: tl.constexpr):
+    rows = tile_source(lam.source, tile.batch, tile.head, tile.first, lam.stride_batch, lam.stride_row, lam.stride_head, False)
+    return tl.load(rows + (tile.row + tl.arange(0, BLOCK)).to(tl.int64) * lam.stride_row, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_lse(row_stats, apart, stats_ptr, stride_stats, at, inside):
+    """Both branches' LSE in base 2 (+inf where a row sees no key, or is none), `apart` in the row statistics; returns the last one."""
+    for branch in tl.static_range(2):
+        lse = lse_log2(stats_ptr + 2 * branch * stride_stats, stride_stats, at, inside)
+        tl.store(row_stats + branch * apart, lse)
+    return lse
+
+
+@triton.jit
+def _store_r(r_ptr, at, r, lse, inside):
+    """The gradient of -lambda. Rows that see no key have none, whatever dO is behind the last sequence."""
+    tl.store(r_ptr + at, tl.where(lse == float("inf"), 0.0, r), mask=inside)
 
 
 @triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "stride_lb", "stride_ls", "stride_lh"],
@@ -14,38 +35,23 @@ def differential_bwd_preprocess_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats
                                  stride_lh, stride_stats, n_seqs, seqlen, heads, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                                  BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr,
                                  DQ_TILE: tl.constexpr):
-    """[2, STATS] of each tile: LSE in base 2 (+inf where a row sees no key, or is none) and delta of the first branch, both of the second,
-    lambda; out2's rows times dO are also the gradient of -lambda."""
-    batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
-    rows = row + tl.arange(0, BLOCK)
-    columns = tl.arange(0, BLOCK_DV)
-    inside = rows < length
-    mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
-    i = (first + rows).to(tl.int64)[:, None]
+    """[2, STATS] of each tile: LSE and delta of the first branch, both of the second, lambda."""
+    tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    at, inside = statistics_of(tile, seqlen, heads, BLOCK)
+    lam = _lambda(Operand(lam_ptr, stride_lb, stride_ls, stride_lh), tile, inside, BLOCK)
     # [BLOCK, BLOCK_DV]
-    do = tl.load(do_ptr + batch * stride_dob + head * stride_doh + i * stride_dos + columns, mask=mask, other=0.0).to(tl.float32)
-    place = batch * stride_ob + head * stride_oh + i * stride_os + columns
-    out = tl.load(out_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    out2 = tl.load(out2_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    lam_rows = tile_source(lam_ptr, batch, head, first, stride_lb, stride_ls, stride_lh, False)
-    lam = tl.load(lam_rows + rows.to(tl.int64) * stride_ls, mask=inside, other=0.0)
-    r = tl.sum(out2 * do, 1)
-    delta = tl.sum(out * do, 1) + lam * r
-    lse_index = (batch * heads + head) * seqlen + first + rows
-    row_stats = row_stats_ptr + tile * (2 * STATS) + tl.arange(0, BLOCK)
-    for branch in tl.static_range(2):
-        lse = lse_log2(stats_ptr + 2 * branch * stride_stats, stride_stats, lse_index, inside)
-        tl.store(row_stats + 2 * branch * BLOCK, lse)
-    # rows that see no key have none, whatever dO is behind the last sequence
-    tl.store(r_ptr + lse_index, tl.where(lse == float("inf"), 0.0, r), mask=inside)
-    tl.store(row_stats + BLOCK, delta)
+    do = load_tile(Operand(do_ptr, stride_dob, stride_dos, stride_doh), tile, VALUE_DIM, BLOCK, BLOCK_DV)
+    out = load_tile(Operand(out_ptr, stride_ob, stride_os, stride_oh), tile, VALUE_DIM, BLOCK, BLOCK_DV)
+    r = tl.sum(load_tile(Operand(out2_ptr, stride_ob, stride_os, stride_oh), tile, VALUE_DIM, BLOCK, BLOCK_DV) * do, 1)
+    row_stats = row_stats_ptr + tile.number * (2 * STATS) + tl.arange(0, BLOCK)
+    _store_r(r_ptr, at, r, _store_lse(row_stats, 2 * BLOCK, stats_ptr, stride_stats, at, inside), inside)
+    tl.store(row_stats + BLOCK, tl.sum(out * do, 1) + lam * r)
     tl.store(row_stats + 3 * BLOCK, r)
     tl.store(row_stats + 4 * BLOCK, lam)
-    empty = tile * DQ_TILE + tl.arange(0, BLOCK * BLOCK_D)
+    empty = tile.number * DQ_TILE + tl.arange(0, BLOCK * BLOCK_D)
     tl.store(dq1_ptr + empty, tl.zeros([BLOCK * BLOCK_D], tl.float32))
     tl.store(dq2_ptr + empty, tl.zeros([BLOCK * BLOCK_D], tl.float32))
-    if tl.program_id(0) == 0:
-        tl.store(counter_ptr, 0)
+    reset(counter_ptr, None, tile.number, 0)
 
 
 @triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "stride_lb", "stride_ls", "stride_lh", "n_tiles"],
@@ -57,34 +63,25 @@ def differential_bwd_preprocess_by_branch_kernel(
 ):
     """A softmax's [2, BLOCK] statistics of each tile, for each branch and WIDTH columns of the values; do2 = -lambda dO, what the second
     branch's softmax would have got by itself; r = rowsum(dO * out2)."""
-    batch, head, row, first, length, tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
-    rows = row + tl.arange(0, BLOCK)
-    inside = rows < length
-    i = (first + rows).to(tl.int64)[:, None]
-    lam_rows = tile_source(lam_ptr, batch, head, first, stride_lb, stride_ls, stride_lh, False)
-    lam = tl.load(lam_rows + rows.to(tl.int64) * stride_ls, mask=inside, other=0.0)
-    lse_index = (batch * heads + head) * seqlen + first + rows
+    tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    at, inside = statistics_of(tile, seqlen, heads, BLOCK)
+    lam = _lambda(Operand(lam_ptr, stride_lb, stride_ls, stride_lh), tile, inside, BLOCK)
     r = tl.zeros([BLOCK], tl.float32)
     for n in tl.static_range(VALUE_TILES):
-        columns = n * WIDTH + tl.arange(0, WIDTH)
-        mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
-        place = batch * stride_ob + head * stride_oh + i * stride_os + columns
         # [BLOCK, WIDTH]
-        do = tl.load(do_ptr + batch * stride_dob + head * stride_doh + i * stride_dos + columns, mask=mask, other=0.0).to(tl.float32)
-        out = tl.load(out_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        out2 = tl.load(out2_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        do = load_tile(Operand(do_ptr, stride_dob, stride_dos, stride_doh), tile, VALUE_DIM, BLOCK, WIDTH, n * WIDTH)
+        out = load_tile(Operand(out_ptr, stride_ob, stride_os, stride_oh), tile, VALUE_DIM, BLOCK, WIDTH, n * WIDTH)
+        out2 = load_tile(Operand(out2_ptr, stride_ob, stride_os, stride_oh), tile, VALUE_DIM, BLOCK, WIDTH, n * WIDTH)
         do2 = (-lam[:, None] * do).to(do2_ptr.dtype.element_ty)
-        tl.store(do2_ptr + place, do2, mask=mask)
+        pointers, mask = pointers_of(Operand(do2_ptr, stride_ob, stride_os, stride_oh), tile, VALUE_DIM, BLOCK, WIDTH, n * WIDTH)
+        tl.store(pointers, do2, mask=mask)
         of_columns = tl.sum(out2 * do, 1)
         r += of_columns
-        row_stats = row_stats_ptr + (n * n_tiles + tile) * (2 * BLOCK) + tl.arange(0, BLOCK)
+        row_stats = row_stats_ptr + (n * n_tiles + tile.number) * (2 * BLOCK) + tl.arange(0, BLOCK)
+        lse = _store_lse(row_stats, VALUE_TILES * n_tiles * 2 * BLOCK, stats_ptr, stride_stats, at, inside)
         tl.store(row_stats + BLOCK, tl.sum(out * do, 1) + lam * of_columns)
         tl.store(row_stats + (VALUE_TILES * n_tiles * 2 + 1) * BLOCK, tl.sum(out2 * do2.to(tl.float32), 1))
-        for branch in tl.static_range(2):
-            lse = lse_log2(stats_ptr + 2 * branch * stride_stats, stride_stats, lse_index, inside)
-            tl.store(row_stats + branch * VALUE_TILES * n_tiles * 2 * BLOCK, lse)
-    # rows that see no key have none, whatever dO is behind the last sequence
-    tl.store(r_ptr + lse_index, tl.where(lse == float("inf"), 0.0, r), mask=inside)
-    tl.store(dq_ptr + tile * (BLOCK * WIDTH) + tl.arange(0, BLOCK * WIDTH), tl.zeros([BLOCK * WIDTH], tl.float32))
+    _store_r(r_ptr, at, r, lse, inside)
+    clear(dq_ptr, tile.number, BLOCK * WIDTH)
     if tl.program_id(0) == 0:
         tl.store(counter_ptr + tl.arange(0, 8 * VALUE_TILES), 0)

@@ -10,8 +10,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
-from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_forward
+from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, outputs, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import produce_prefetched
@@ -58,11 +58,9 @@ def flash_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr
         ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PRODUCE=produce_prefetched, CONSUME=consume, NEXT_TILE=next_tile, TAKE=take, SPAN=span,
         BEGIN=load_sink if HAS_SINKS else None, MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, COLUMN=column, MASK=mask,
         STEP_MASK=step_mask, INSIDE=inside, FINISH=finish)
-    descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
-    tiles, bars = allocate(descs, config)
-    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
-                      window_right)
-    run_forward(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, sinks), config)
+    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
+              Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
+                      window_right), Rows(scale, lse_ptr, stats_ptr, stride_stats), sinks, config)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,13 +12,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
-from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_forward
+from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, outputs, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import attend_step, first_weights, last_product
+from attnzoo_kernels._gluon.forward_mainloop import attend_step, first_step, last_product
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
-from attnzoo_kernels._gluon.hopper import mbarrier, product_layout, stage_of
+from attnzoo_kernels._gluon.hopper import product_layout
 from attnzoo_kernels._gluon.ranges import Table, last_beginning, load_range, touching
 from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, decode_tile, take_words, tile_counter
 from attnzoo_kernels._gluon.tiles import key_tiles
@@ -167,16 +167,12 @@ def step_mask(scores, where, program, config):
 @gluon.jit
 def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
     """MAINLOOP over the ranges of 64 queries."""
-    bars, tiles, scale = program.bars, program.tiles, program.rows.scale
+    scale = program.rows.scale
     entry, following = tile.own
     of, begin, end = keys_of(tile.row, entry, program, config)
     seen = seen_of(span.row, of, config)
-    slot, phase = stage_of(step, config.STAGES)
-    mbarrier.wait(bars.k_full.index(slot), phase)
-    row_max, row_sum, p = first_weights(q, tiles.k.index(slot), bars.k_empty.index(slot), needs_mask(end - 1, seen, config),
-                                        (end - 1) * config.BLOCK_N, seen, scale, program, config)
-    # [ROWS, BLOCK_DV]
-    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
+    p, acc, row_max, row_sum = first_step(q, needs_mask(end - 1, seen, config), (end - 1) * config.BLOCK_N, seen, step, scale, program,
+                                          config)
     step += 1
     end -= 1
     more = 1
@@ -209,11 +205,9 @@ def flash_ranges_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
         PRODUCE=produce_segments, CONSUME=consume, NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span,
         BEGIN=load_sink if HAS_SINKS else None, MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, MASK=mask, STEP_MASK=step_mask,
         INSIDE=inside, FINISH=finish)
-    descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
-    tiles, bars = allocate(descs, config, 5)
-    problem = Problem(counter, None, None, 1, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None)
-    own = Own(sinks, Table(table, n_ranges, window_left, window_right))
-    run_forward(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, own), config)
+    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
+              Problem(counter, None, None, 1, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None),
+              Rows(scale, lse_ptr, stats_ptr, stride_stats), Own(sinks, Table(table, n_ranges, window_left, window_right)), config, 5)
 
 
 @functools.lru_cache(maxsize=1024)

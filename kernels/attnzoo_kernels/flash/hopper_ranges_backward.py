@@ -11,11 +11,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_consume import Gradients, pair_start, pair_store
-from attnzoo_kernels._gluon.backward_dq import add_half
-from attnzoo_kernels._gluon.backward_kernel import run_pair
+from attnzoo_kernels._gluon.backward_dq import add_half, give_back_dq
+from attnzoo_kernels._gluon.backward_kernel import run_pair_tiles
 from attnzoo_kernels._gluon.backward_load import Operands, Source, load_keys, load_queries
 from attnzoo_kernels._gluon.backward_plan import Tile, mainloop_width, pair_tile
-from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles
+from attnzoo_kernels._gluon.backward_step import pair_step
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, Config, KeyTile, Problem, await_tile, decode_keys, same_for_all, word
 from attnzoo_kernels._gluon.hopper import mbarrier, product_layout, tma
 from attnzoo_kernels._gluon.ranges import UNLIMITED, Table, last_beginning, load_range, touching
@@ -139,9 +139,7 @@ def add_dq(dq_desc, dq_semaphore, smem, bars, problem, table, c):
                     for half in gl.static_range(2):
                         mbarrier.wait(bars.dq_full.index(half), step & 1)
                         add_half(dq_desc, smem.dq, dq_tile + j, half, c.DQ_ROWS * c.WIDTH)
-                    for half in gl.static_range(2):
-                        tma.store_wait(1 - half)
-                        mbarrier.arrive(bars.dq_empty.index(half), count=1)
+                    give_back_dq(bars)
                     step += 1
                 entry = touching(table, entry - 1, key)
             dq_tile += problem.head_tiles
@@ -165,13 +163,12 @@ def flash_ranges_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
                HAS_LEFT=True, HAS_RIGHT=True, ORDERED=False, CLEARED=False, DQ_WARP=DQ_WARP, DQ_LAGS=False, OF_TILE=same_for_all,
                TILE=next_key_tile, LOAD_STEPS=all_steps, LOAD_NEXT=next_step_of_64 if ROWS == 64 else next_step_of_128,
                LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start, MAINLOOP=mainloop, STEP=pair_step, STORE=pair_store, ADD_DQ=add_dq)
-    smem = pair_tiles(q_desc.dtype, c)
-    bars = pair_barriers(c)
-    source = Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc)
-    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
-    problem = Problem(counter, None, None, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0)
-    walk = Table(table, n_ranges, gl.where(window_left < 0, UNLIMITED, window_left), window_right)
-    run_pair(source, grads, smem, bars, dq_desc, dq_semaphore, problem, walk, scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c)
+    run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc),
+                   Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to),
+                   dq_desc, dq_semaphore,
+                   Problem(counter, None, None, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0),
+                   Table(table, n_ranges, gl.where(window_left < 0, UNLIMITED, window_left), window_right), scale, softmax_scale,
+                   REGISTERS, LOAD_REGISTERS, c)
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, table: Tensor,
