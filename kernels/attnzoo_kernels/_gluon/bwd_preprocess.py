@@ -39,19 +39,13 @@ def program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED: tl.conste
 
 
 @triton.jit
-def pointers_of(operand, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr = 0):
-    """(pointers, mask) [BLOCK, COLUMNS] of a RowTile from column FIRST on; the mask ends at WIDTH and the sequence's end."""
+def load_tile(operand, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr = 0):
+    """Columns FIRST .. FIRST + COLUMNS of a RowTile, float32 [BLOCK, COLUMNS], zero beyond WIDTH and the sequence's end."""
     rows = tile.row + tl.arange(0, BLOCK)
     columns = FIRST + tl.arange(0, COLUMNS)
     mask = (rows < tile.length)[:, None] & (columns < WIDTH)[None, :]
     i = (tile.first + rows).to(tl.int64)[:, None]
-    return operand.source + tile.batch * operand.stride_batch + tile.head * operand.stride_head + i * operand.stride_row + columns, mask
-
-
-@triton.jit
-def load_tile(operand, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr = 0):
-    """Columns FIRST .. FIRST + COLUMNS of a RowTile, float32 [BLOCK, COLUMNS], zero beyond WIDTH and the sequence's end."""
-    pointers, mask = pointers_of(operand, tile, WIDTH, BLOCK, COLUMNS, FIRST)
+    pointers = operand.source + tile.batch * operand.stride_batch + tile.head * operand.stride_head + i * operand.stride_row + columns
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 

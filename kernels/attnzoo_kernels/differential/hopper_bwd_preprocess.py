@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from attnzoo_kernels._gluon.bwd_preprocess import clear, load_tile, lse_log2, pointers_of, program_tile_of_queries, reset, statistics_of
+from attnzoo_kernels._gluon.bwd_preprocess import clear, load_tile, lse_log2, program_tile_of_queries, reset, statistics_of
 from attnzoo_kernels._triton.tiles import Operand, tile_source
 
 
@@ -11,6 +11,12 @@ from attnzoo_kernels._triton.tiles import Operand, tile_source
 def _lambda(lam, tile, inside, BLOCK: tl.constexpr):
     rows = tile_source(lam.source, tile.batch, tile.head, tile.first, lam.stride_batch, lam.stride_row, lam.stride_head, False)
     return tl.load(rows + (tile.row + tl.arange(0, BLOCK)).to(tl.int64) * lam.stride_row, mask=inside, other=0.0)
+
+
+@triton.jit
+def _load_pair(out_ptr, out2_ptr, offsets, mask):
+    """Both branches' outputs in float32."""
+    return tl.load(out_ptr + offsets, mask=mask, other=0.0).to(tl.float32), tl.load(out2_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -38,14 +44,18 @@ def differential_bwd_preprocess_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats
     """[2, STATS] of each tile: LSE and delta of the first branch, both of the second, lambda."""
     tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     at, inside = statistics_of(tile, seqlen, heads, BLOCK)
-    lam = _lambda(Operand(lam_ptr, stride_lb, stride_ls, stride_lh), tile, inside, BLOCK)
     # [BLOCK, BLOCK_DV]
     do = load_tile(Operand(do_ptr, stride_dob, stride_dos, stride_doh), tile, VALUE_DIM, BLOCK, BLOCK_DV)
-    out = load_tile(Operand(out_ptr, stride_ob, stride_os, stride_oh), tile, VALUE_DIM, BLOCK, BLOCK_DV)
-    r = tl.sum(load_tile(Operand(out2_ptr, stride_ob, stride_os, stride_oh), tile, VALUE_DIM, BLOCK, BLOCK_DV) * do, 1)
+    columns = tl.arange(0, BLOCK_DV)
+    i = (tile.first + (tile.row + tl.arange(0, BLOCK))).to(tl.int64)[:, None]
+    out, out2 = _load_pair(out_ptr, out2_ptr, tile.batch * stride_ob + tile.head * stride_oh + i * stride_os + columns,
+                           inside[:, None] & (columns < VALUE_DIM)[None, :])
+    lam = _lambda(Operand(lam_ptr, stride_lb, stride_ls, stride_lh), tile, inside, BLOCK)
+    r = tl.sum(out2 * do, 1)
+    delta = tl.sum(out * do, 1) + lam * r
     row_stats = row_stats_ptr + tile.number * (2 * STATS) + tl.arange(0, BLOCK)
     _store_r(r_ptr, at, r, _store_lse(row_stats, 2 * BLOCK, stats_ptr, stride_stats, at, inside), inside)
-    tl.store(row_stats + BLOCK, tl.sum(out * do, 1) + lam * r)
+    tl.store(row_stats + BLOCK, delta)
     tl.store(row_stats + 3 * BLOCK, r)
     tl.store(row_stats + 4 * BLOCK, lam)
     empty = tile.number * DQ_TILE + tl.arange(0, BLOCK * BLOCK_D)
@@ -64,23 +74,28 @@ def differential_bwd_preprocess_by_branch_kernel(
     """A softmax's [2, BLOCK] statistics of each tile, for each branch and WIDTH columns of the values; do2 = -lambda dO, what the second
     branch's softmax would have got by itself; r = rowsum(dO * out2)."""
     tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
-    at, inside = statistics_of(tile, seqlen, heads, BLOCK)
+    rows = tile.row + tl.arange(0, BLOCK)
+    inside = rows < tile.length
+    i = (tile.first + rows).to(tl.int64)[:, None]
     lam = _lambda(Operand(lam_ptr, stride_lb, stride_ls, stride_lh), tile, inside, BLOCK)
+    at = (tile.batch * heads + tile.head) * seqlen + tile.first + rows
     r = tl.zeros([BLOCK], tl.float32)
     for n in tl.static_range(VALUE_TILES):
+        columns = n * WIDTH + tl.arange(0, WIDTH)
+        mask = inside[:, None] & (columns < VALUE_DIM)[None, :]
+        offsets = tile.batch * stride_ob + tile.head * stride_oh + i * stride_os + columns
         # [BLOCK, WIDTH]
-        do = load_tile(Operand(do_ptr, stride_dob, stride_dos, stride_doh), tile, VALUE_DIM, BLOCK, WIDTH, n * WIDTH)
-        out = load_tile(Operand(out_ptr, stride_ob, stride_os, stride_oh), tile, VALUE_DIM, BLOCK, WIDTH, n * WIDTH)
-        out2 = load_tile(Operand(out2_ptr, stride_ob, stride_os, stride_oh), tile, VALUE_DIM, BLOCK, WIDTH, n * WIDTH)
+        do = tl.load(do_ptr + tile.batch * stride_dob + tile.head * stride_doh + i * stride_dos + columns, mask=mask, other=0.0)
+        do = do.to(tl.float32)
+        out, out2 = _load_pair(out_ptr, out2_ptr, offsets, mask)
         do2 = (-lam[:, None] * do).to(do2_ptr.dtype.element_ty)
-        pointers, mask = pointers_of(Operand(do2_ptr, stride_ob, stride_os, stride_oh), tile, VALUE_DIM, BLOCK, WIDTH, n * WIDTH)
-        tl.store(pointers, do2, mask=mask)
+        tl.store(do2_ptr + offsets, do2, mask=mask)
         of_columns = tl.sum(out2 * do, 1)
         r += of_columns
         row_stats = row_stats_ptr + (n * n_tiles + tile.number) * (2 * BLOCK) + tl.arange(0, BLOCK)
-        lse = _store_lse(row_stats, VALUE_TILES * n_tiles * 2 * BLOCK, stats_ptr, stride_stats, at, inside)
         tl.store(row_stats + BLOCK, tl.sum(out * do, 1) + lam * of_columns)
         tl.store(row_stats + (VALUE_TILES * n_tiles * 2 + 1) * BLOCK, tl.sum(out2 * do2.to(tl.float32), 1))
+        lse = _store_lse(row_stats, VALUE_TILES * n_tiles * 2 * BLOCK, stats_ptr, stride_stats, at, inside)
     _store_r(r_ptr, at, r, lse, inside)
     clear(dq_ptr, tile.number, BLOCK * WIDTH)
     if tl.program_id(0) == 0:
