@@ -59,7 +59,8 @@ def statistics_of(tile, seqlen, heads, BLOCK: tl.constexpr):
 @triton.jit
 def clear(sums_ptr, number, SIZE: tl.constexpr):
     """The number-th tile of SIZE float32 sums."""
-    tl.store(sums_ptr + number * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
+    empty = tl.arange(0, SIZE)
+    tl.store(sums_ptr + number * SIZE + empty, tl.zeros([SIZE], tl.float32))
 
 
 @triton.jit

@@ -67,9 +67,8 @@ def await_keys(step, program, config, there=True):
 
 
 @gluon.jit
-def first_step(q, masked, column, span, step, scale, program, config):
-    """first_weights of all keys of a step, and an accumulator that is empty: (weights, acc, row_max, partial sums)."""
-    slot = await_keys(step, program, config)
+def first_step(q, slot, masked, column, span, scale, program, config):
+    """first_weights of all keys in a slot, and an accumulator that is empty: (weights, acc, row_max, partial sums)."""
     row_max, row_sum, p = first_weights(q, program.tiles.k.index(slot), program.bars.k_empty.index(slot), masked, column, span, scale,
                                         program, config)
     # [ROWS, BLOCK_DV]

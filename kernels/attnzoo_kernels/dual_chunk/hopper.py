@@ -56,7 +56,8 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
     q_slot, q_phase = ring(q_step, Q_SLOTS)
     at = q_slot * config.CONSUMERS + ME
     mbarrier.wait(bars.q_full.index(at), q_phase)
-    p, acc, row_max, row_sum = first_step(tiles.q.index(at), True, (keys - 1) * config.BLOCK_N, span, step, 1.0, program, config)
+    slot = await_keys(step, program, config)
+    p, acc, row_max, row_sum = first_step(tiles.q.index(at), slot, True, (keys - 1) * config.BLOCK_N, span, 1.0, program, config)
     successive_step = step + keys
     inter_step = successive_step + relation_keys(1, span.own.chunk, chunk, span.own.last, span.own.merged, config.BLOCK_N)[1]
     last_step = inter_step + relation_keys(2, span.own.chunk, chunk, span.own.last, span.own.merged, config.BLOCK_N)[1]

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
 from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, outputs, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import attend_step, first_step, last_product
+from attnzoo_kernels._gluon.forward_mainloop import attend_step, await_keys, first_step, last_product
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import product_layout
@@ -171,7 +171,8 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
     entry, following = tile.own
     of, begin, end = keys_of(tile.row, entry, program, config)
     seen = seen_of(span.row, of, config)
-    p, acc, row_max, row_sum = first_step(q, needs_mask(end - 1, seen, config), (end - 1) * config.BLOCK_N, seen, step, scale, program,
+    slot = await_keys(step, program, config)
+    p, acc, row_max, row_sum = first_step(q, slot, needs_mask(end - 1, seen, config), (end - 1) * config.BLOCK_N, seen, scale, program,
                                           config)
     step += 1
     end -= 1
