@@ -59,20 +59,11 @@ def queries_in_registers(program, config, ME: gl.constexpr, taken, there):
 
 
 @gluon.jit
-def await_keys(step, program, config, there=True):
-    """The slot of a step's keys, which are waited for if they are to be `there`."""
+def await_keys(step, program, config):
+    """The slot of a step's keys, once they are there."""
     slot, phase = stage_of(step, config.STAGES)
-    mbarrier.wait(program.bars.k_full.index(slot), phase, pred=there)
+    mbarrier.wait(program.bars.k_full.index(slot), phase)
     return slot
-
-
-@gluon.jit
-def first_step(q, slot, masked, column, span, scale, program, config):
-    """first_weights of all keys in a slot, and an accumulator that is empty: (weights, acc, row_max, partial sums)."""
-    row_max, row_sum, p = first_weights(q, program.tiles.k.index(slot), program.bars.k_empty.index(slot), masked, column, span, scale,
-                                        program, config)
-    # [ROWS, BLOCK_DV]
-    return p, gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV)), row_max, row_sum
 
 
 @gluon.jit
@@ -208,7 +199,8 @@ def attend(q, span, step, program, config):
 
     last_step = step + span.end - 1 - span.begin
     if config.K_BEFORE_PV:
-        await_keys(step, program, config, step < last_step)
+        slot, phase = stage_of(step, config.STAGES)
+        mbarrier.wait(bars.k_full.index(slot), phase, pred=step < last_step)
     middle = last_step
     if config.ROW_MAX_NOT_NEGATIVE:
         if gl.min(row_max, 0) >= 0:

@@ -15,10 +15,10 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
 from attnzoo_kernels._gluon.forward_consumer import consume, rows_before, run_tiles, write_tile
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, outputs, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import attend_step, await_keys, first_step, last_product, mask_scores
+from attnzoo_kernels._gluon.forward_mainloop import attend_step, await_keys, first_weights, last_product, mask_scores
 from attnzoo_kernels._gluon.forward_producer import produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
-from attnzoo_kernels._gluon.hopper import constants, mbarrier, product_layout, ring, why_not_tma
+from attnzoo_kernels._gluon.hopper import constants, mbarrier, product_layout, ring, stage_of, why_not_tma
 from attnzoo_kernels._gluon.tile_scheduler import take, tile_counter
 from attnzoo_kernels._triton.call import Layout, layout
 from attnzoo_kernels._triton.launch import on_device_of
@@ -57,13 +57,17 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
     at = q_slot * config.CONSUMERS + ME
     mbarrier.wait(bars.q_full.index(at), q_phase)
     slot = await_keys(step, program, config)
-    p, acc, row_max, row_sum = first_step(tiles.q.index(at), slot, True, (keys - 1) * config.BLOCK_N, span, 1.0, program, config)
+    row_max, row_sum, p = first_weights(tiles.q.index(at), tiles.k.index(slot), bars.k_empty.index(slot), True,
+                                        (keys - 1) * config.BLOCK_N, span, 1.0, program, config)
+    # [ROWS, BLOCK_DV]
+    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
     successive_step = step + keys
     inter_step = successive_step + relation_keys(1, span.own.chunk, chunk, span.own.last, span.own.merged, config.BLOCK_N)[1]
     last_step = inter_step + relation_keys(2, span.own.chunk, chunk, span.own.last, span.own.merged, config.BLOCK_N)[1]
     step += 1
     if config.K_BEFORE_PV:
-        await_keys(step, program, config, step < last_step)
+        slot, phase = stage_of(step, config.STAGES)
+        mbarrier.wait(bars.k_full.index(slot), phase, pred=step < last_step)
     for n in range(3):
         stop = gl.where(n == 0, successive_step, gl.where(n == 1, inter_step, last_step))
         if (n > 0) & (stop > step):

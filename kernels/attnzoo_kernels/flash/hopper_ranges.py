@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
 from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, outputs, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import attend_step, await_keys, first_step, last_product
+from attnzoo_kernels._gluon.forward_mainloop import attend_step, await_keys, first_weights, last_product
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import product_layout
@@ -167,13 +167,15 @@ def step_mask(scores, where, program, config):
 @gluon.jit
 def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
     """MAINLOOP over the ranges of 64 queries."""
-    scale = program.rows.scale
+    bars, tiles, scale = program.bars, program.tiles, program.rows.scale
     entry, following = tile.own
     of, begin, end = keys_of(tile.row, entry, program, config)
     seen = seen_of(span.row, of, config)
     slot = await_keys(step, program, config)
-    p, acc, row_max, row_sum = first_step(q, slot, needs_mask(end - 1, seen, config), (end - 1) * config.BLOCK_N, seen, scale, program,
-                                          config)
+    row_max, row_sum, p = first_weights(q, tiles.k.index(slot), bars.k_empty.index(slot), needs_mask(end - 1, seen, config),
+                                        (end - 1) * config.BLOCK_N, seen, scale, program, config)
+    # [ROWS, BLOCK_DV]
+    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
     step += 1
     end -= 1
     more = 1
