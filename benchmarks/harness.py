@@ -231,13 +231,14 @@ def main(
     command: argparse.ArgumentParser,
     tables: dict[str, Callable[[Session], Iterator[list[Row]]]],
     backends: dict[str, Backend],
-    dry_run_backends: list[str],
+    dry_run_backends: list[str] | None,
     plots: dict[str, str],
     arguments: list[str] | None = None,
 ) -> int:
     """Run the tables asked for, print each, and keep its CSV file up to date after every line.
 
-    Without --backends all are taken that are not in `dry_run_backends`. `plots` names the tables to plot and their x axis.
+    Without --backends all are taken that are not in `dry_run_backends`; None: a dry run has all, too. `plots` names the tables to plot and
+    their x axis.
     Returns 1 if the baseline has a wrong or missing figure.
     """
     options = command.parse_args(arguments)
@@ -246,7 +247,8 @@ def main(
             command.error(f"table: must be one of {', '.join(tables)}, got {name!r}")
     if not options.dry_run and not torch.cuda.is_available():
         command.error("needs an NVIDIA GPU; --dry-run runs everything on the CPU, tiny and without meaning")
-    names = options.backends or (dry_run_backends if options.dry_run else [name for name in backends if name not in dry_run_backends])
+    only_dry = list(backends) if dry_run_backends is None and options.dry_run else dry_run_backends or []
+    names = options.backends or (only_dry if options.dry_run else [name for name in backends if name not in only_dry])
     chosen = []
     for name in names:
         reason = backends[name].missing()

@@ -1,0 +1,191 @@
+"""Tokens a second of transformers' own engine, `generate_batch`, by what computes attention over its pages.
+
+    python -m benchmarks.serving                     # Qwen2.5's shapes at 1.5 B, random weights, 8 samples a prompt
+    python -m benchmarks.serving --size 7b --prompt 4096 --batches 1 8
+    python -m benchmarks.serving --dry-run           # on the CPU, tiny
+
+The engine is the same for all: continuous batching, a cache in pages, samples that share their prompt's pages. A backend is an
+attn_implementation, which was called "paged|..." before. A reading goes from new random prompts on the host, so that no page is found
+again, to all tokens on the host. What the engine prepares once is not in it, nor that generate_batch waits for its thread to end.
+
+Before a figure is printed the backend writes the likeliest tokens in float32, which must be those that transformers' eager attention writes
+for each prompt alone. The figures are of `--dtype`, with drawn tokens.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+import logging
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import harness
+from benchmarks.harness import Backend, Entry, Line, Pass, Session
+from benchmarks.report import Row
+from benchmarks.timing import Candidate, host_bench
+
+CHECKED_PROMPTS, CHECKED_TOKENS = 2, 16
+PAGE = 256  # tokens, the engine's default
+SIZES = {
+    "tiny": {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2},
+    "0.5b": {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+             "num_key_value_heads": 2},
+    "1.5b": {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+             "num_key_value_heads": 2},
+    "7b": {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Prompts of so many random tokens, each continued `samples` times by `new` tokens, in a model of SIZES."""
+
+    size: str
+    prompts: int
+    samples: int
+    prompt: int
+    new: int
+    dtype: torch.dtype
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.size} {self.prompts}x{self.samples} {self.prompt}+{self.new}"
+
+    def inputs(self, seed: int) -> list[list[int]]:
+        shape, high = (self.prompts, self.prompt), SIZES[self.size]["vocab_size"]
+        return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def model(case: Case, implementation: str) -> nn.Module:
+    """In float32, its weights the same at every call."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    import attnzoo.hub  # noqa: F401  registers attnzoo_flash
+
+    config = Qwen2Config(**SIZES[case.size], max_position_embeddings=case.prompt + case.new + CHECKED_TOKENS, use_sliding_window=False,
+                         attn_implementation=implementation, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(0)
+    with torch.device(case.device):
+        return Qwen2ForCausalLM(config).eval()
+
+
+def written(model: nn.Module, case: Case, prompts: list[list[int]], samples: int, new: int, top_k: int = 0) -> Tensor:
+    """What the engine draws behind each prompt, of the top_k likeliest tokens (0: of all), samples next to each other: (prompts * samples,
+    new)."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    vocab_size = SIZES[case.size]["vocab_size"]  # no token ends a text
+    generation = GenerationConfig(max_new_tokens=new, num_return_sequences=samples, do_sample=True, top_k=top_k, eos_token_id=vocab_size,
+                                  pad_token_id=vocab_size)
+    pages = len(prompts) * samples * -(-(case.prompt + new) // PAGE) + 8
+    engine = ContinuousBatchingConfig(num_blocks=pages, max_batch_tokens=max(case.prompt, 8192 if case.device == "cuda" else 64),
+                                      auto_switch_to_flash=False)
+    found = model.generate_batch(inputs=prompts, generation_config=generation, continuous_batching_config=engine, progress_bar=False,
+                                 persistent_manager=True)
+    lengths = [len(one.generated_tokens) for one in found.values()]
+    if lengths != [new] * (len(prompts) * samples):
+        raise RuntimeError(f"generate_batch wrote {sum(lengths)} tokens of {len(lengths)} texts, not {new} of each of "
+                           f"{len(prompts) * samples}")
+    return torch.tensor([one.generated_tokens for one in found.values()])
+
+
+class Served:
+    """The engine that `written` has left in the model. What generate_batch does, its thread's start and stop apart."""
+
+    def __init__(self, model: nn.Module, case: Case):
+        self.model, self.case, self.seeds = model, case, itertools.count(2)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with self.model.continuous_batching_context_manager(persistent_manager=True, timeout=5) as self.manager:
+            yield
+
+    def answer(self) -> None:
+        self.manager.add_requests(inputs=self.case.inputs(next(self.seeds)), max_new_tokens=self.case.new)
+        texts = 0
+        while texts < self.case.prompts * self.case.samples:
+            result = self.manager.get_result(timeout=1)
+            if result is None and not self.manager.is_running():
+                raise RuntimeError("the engine's thread has ended")
+            if result is not None and result.is_finished():
+                if len(result.generated_tokens) != self.case.new:
+                    raise RuntimeError(f"a text has {len(result.generated_tokens)} new tokens, not {self.case.new}: {result.error}")
+                texts += 1
+
+
+@functools.lru_cache(maxsize=1)
+def expected(case: Case) -> Tensor:
+    """What eager attention writes behind each of the checked prompts alone, (CHECKED_PROMPTS, CHECKED_TOKENS)."""
+    eager = model(case, "eager")
+    how = {"max_new_tokens": CHECKED_TOKENS, "do_sample": False, "pad_token_id": 0}
+    rows = [torch.tensor([ids], device=case.device) for ids in case.inputs(0)]
+    return torch.cat([eager.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, ids.shape[1] :].cpu() for ids in rows])
+
+
+def backend(name: str, package: str | None = None) -> Backend:
+    def missing() -> str | None:
+        found = package is None or importlib.util.find_spec(package) is not None
+        return None if found else f"cannot run: the package {package} is not installed"
+
+    def make(case: Case, _) -> Pass:
+        ours = model(case, name)
+        checked = replace(case, prompts=CHECKED_PROMPTS)
+        found = written(ours, checked, checked.inputs(0), 2, CHECKED_TOKENS, top_k=1)  # the likeliest
+        equal = torch.equal(found, expected(checked).repeat_interleave(2, dim=0))
+        ours.destroy_cached_continuous_batching_manager()
+        ours.to(case.dtype)
+        written(ours, case, case.inputs(1), case.samples, case.new)  # makes the engine, compiles, captures
+        served = Served(ours, case)
+        return Pass(served.answer, lambda: (), [torch.tensor(0.0 if equal else torch.inf)], scope=served.running)
+
+    return Backend(name, make, missing)
+
+
+BACKENDS = {one.name: one for one in (backend("attnzoo_flash"), backend("sdpa"), backend("flash_attention_2", "flash_attn"))}
+
+
+def speed(session: Session) -> Iterator[list[Row]]:
+    """New tokens a second of all samples together, by the number of prompts."""
+    o = session.options
+    for prompts in o.batches:
+        yield rows(session, Case(o.size, prompts, o.samples, o.prompt, o.new_tokens, session.dtype, session.device))
+
+
+def rows(session: Session, case: Case) -> list[Row]:
+    columns = [Entry(one.name, one, case, None, {}, lambda run: run.saved[0].item()) for one in session.backends]
+    ready = harness.prepare(columns)
+    timing = replace(session.timing, bench=host_bench)
+    readings = timing.measure({label: Candidate(run.forward, run.scope) for label, run in ready.passes.items()})
+    ms = {label: statistics.median(times) for label, times in readings.items()}
+    spread = {label: (max(times) - min(times)) / ms[label] for label, times in readings.items()}
+    values = {label: case.prompts * case.samples * case.new / time * 1e3 for label, time in ms.items()}
+    line = Line("serving", "speed", f"{case.size}, {case.prompt}+{case.new}, {case.samples} samples", case.prompts)
+    return line.rows(columns, ready, "generate", "tokens/s", values, ms=ms, spread=spread)
+
+
+TABLES = {"speed": speed}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    command = harness.parser("serving", list(TABLES), list(BACKENDS))
+    command.add_argument("--size", choices=list(SIZES), default="1.5b", help="of the model, random weights (default: 1.5b)")
+    command.add_argument("--batches", nargs="+", type=harness.positive, default=[1, 4, 16], help="prompts at once (default: 1 4 16)")
+    command.add_argument("--samples", type=harness.positive, default=8, help="of each prompt (default: 8)")
+    command.add_argument("--prompt", type=harness.positive, default=1024, help="tokens of a prompt (default: 1024)")
+    command.add_argument("--new-tokens", type=harness.positive, default=128, help="of each sample (default: 128)")
+    if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
+        command.set_defaults(size="tiny", batches=[2], prompt=12, new_tokens=4, dtype="float32")
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
+    return harness.main(command, TABLES, BACKENDS, None, {"speed": "prompts"}, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
