@@ -14,6 +14,7 @@ from attnzoo.attention.differential import DifferentialAttention
 from attnzoo.attention.dual_chunk import DualChunkAttention
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.forgetting import ForgettingAttention
+from attnzoo.attention.mla import MLAttention
 from attnzoo.attention.moba import MoBAAttention
 from attnzoo.attention.nsa import NSAttention
 from attnzoo.attention.positions import rotate
@@ -32,7 +33,9 @@ OPTIONS = {
         spec, compress_size=4, compress_stride=2, block_size=4, block_count=3, window=5),
     "forgetting, shifted": lambda spec: ForgettingAttention(spec, shift_keys=True, shift_values=True, output_norm=True),
     "dual chunk, yarn": lambda spec: DualChunkAttention(spec, chunk_size=12, temperature="yarn"),
+    "latents, wide": lambda spec: MLAttention(spec, q_lora_rank=24, kv_lora_rank=256),  # wider than decode_attention's caches
 }
+OWN_MODEL = ("dual chunk, yarn", "latents, wide")  # without a norm of queries and keys
 MODEL = {"qk_norm": True, "attention_temperature": "ssmax", "attention_gate": "head"}
 
 
@@ -61,7 +64,7 @@ def test_each_row_is_what_it_is_alone(variant, positions, device):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_too(name, device):
     torch.manual_seed(0)
-    model = GPT(**SIZES, **(MODEL if name != "dual chunk, yarn" else {}), attention=OPTIONS[name]).double().eval()
+    model = GPT(**SIZES, **({} if name in OWN_MODEL else MODEL), attention=OPTIONS[name]).double().eval()
     for parameter in model.parameters():
         parameter.data.mul_(4 if parameter.dim() > 1 else 1)
     check_rows_of_unlike_lengths(model.to(device).float() if device == "cuda" else model, device)
