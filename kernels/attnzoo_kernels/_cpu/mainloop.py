@@ -16,7 +16,7 @@ from torch import Tensor
 from attnzoo_kernels import autograd, dispatch
 from attnzoo_kernels._cpu import by_hand, fused
 from attnzoo_kernels._cpu.gates import Gates
-from attnzoo_kernels._cpu.part import Inputs, Rule
+from attnzoo_kernels._cpu.part import Inputs, Rule, finite
 from attnzoo_kernels._cpu.tiles import Call, Part, Tile
 from attnzoo_kernels.dropout import keep_mask
 
@@ -39,29 +39,29 @@ def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None
     @dispatch.without_autocast
     def forward(
         q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-        layout: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, softmax_scale: float, softcap: float,
-        score_bias: float | None, dropout_p: float, window_left: int, window_right: int, exact: bool, numbers: list[int],
+        layout: Tensor | None, blocks: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, softmax_scale: float,
+        softcap: float, score_bias: float | None, dropout_p: float, window_left: int, window_right: int, exact: bool, numbers: list[int],
     ) -> tuple[Tensor, Tensor]:
         dispatch.note(f"{name} forward", "cpu")
         out, lse = fake(q, k, v, log_f, cu_seqlens_q)
         out.zero_()
         lse.fill_(-torch.inf)
-        for problem in _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap,
-                                 score_bias, dropout_p, window_left, window_right, exact, numbers):
+        for problem in _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, softmax_scale,
+                                 softcap, score_bias, dropout_p, window_left, window_right, exact, numbers):
             _attend(problem, tiles, q, k, v, out, lse)
         return out, lse
 
     @dispatch.without_autocast
     def gradients(
         grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, log_f: Tensor | None,
-        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, layout: Tensor | None, alibi_slopes: Tensor | None,
-        rng_state: Tensor | None, softmax_scale: float, softcap: float, score_bias: float | None, dropout_p: float, window_left: int,
-        window_right: int, exact: bool, numbers: list[int],
+        cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, layout: Tensor | None, blocks: Tensor | None,
+        alibi_slopes: Tensor | None, rng_state: Tensor | None, softmax_scale: float, softcap: float, score_bias: float | None,
+        dropout_p: float, window_left: int, window_right: int, exact: bool, numbers: list[int],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dispatch.note(f"{name} backward", "cpu")
         dq, dk, dv, dlog_f = (x.new_zeros(x.shape) for x in (q, k, v, q.new_empty(0) if log_f is None else log_f))
-        for problem in _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap,
-                                 score_bias, dropout_p, window_left, window_right, exact, numbers):
+        for problem in _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, softmax_scale,
+                                 softcap, score_bias, dropout_p, window_left, window_right, exact, numbers):
             _add_gradients(problem, tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, dlog_f)
         return dq, dk, dv, dlog_f
 
@@ -69,7 +69,7 @@ def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None
         return tuple(x.new_empty(x.shape) for x in (q, k, v, q.new_empty(0) if log_f is None else log_f))
 
     def setup_context(ctx, inputs, output):
-        tensors, ctx.options = inputs[:9], inputs[9:]
+        tensors, ctx.options = inputs[:10], inputs[10:]
         ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
         ctx.set_materialize_grads(False)
 
@@ -77,7 +77,7 @@ def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None
         tensors = ctx.saved_tensors
         grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
         dq, dk, dv, dlog_f = gradients(grad_out, grad_lse, *tensors, *ctx.options)
-        return dq, dk, dv, None if tensors[5] is None else dlog_f, *(None,) * (5 + len(ctx.options))
+        return dq, dk, dv, None if tensors[5] is None else dlog_f, *(None,) * (6 + len(ctx.options))
 
     differentiable = autograd.differentiable(f"{name}_cpu", public, forward, fake, setup_context, backward, gradients,
                                              autograd.custom_op(f"{name}_cpu_backward", gradients, fake_gradients))
@@ -85,14 +85,14 @@ def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None
     def attend(
         q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, softmax_scale: float, exact: bool,
         window_size: tuple[int, int] = (-1, -1), log_f: Tensor | None = None, layout: Tensor | None = None,
-        alibi_slopes: Tensor | None = None, rng_state: Tensor | None = None, softcap: float = 0.0, score_bias: float | None = None,
-        dropout_p: float = 0.0, numbers: Sequence[int] = (),
+        blocks: Tensor | None = None, alibi_slopes: Tensor | None = None, rng_state: Tensor | None = None, softcap: float = 0.0,
+        score_bias: float | None = None, dropout_p: float = 0.0, numbers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
         """q, k: (copies, batch, seqlen, heads, width) or (copies, total, heads, width), v without copies. exact: whether the caller's
         tensors are of float32 or wider, so that the fused kernel's errors count. log_f: as in forgetting_attention, with gradient.
-        layout: bool (batch or 1, heads or 1, q_blocks, k_blocks). score_bias: as sigmoid_bias in sigmoid_attention. numbers: what `tiles`
+        layout: bool (batch or 1, heads or 1, q_blocks, k_blocks). blocks: as in routed_attention. score_bias: as sigmoid_bias in sigmoid_attention. numbers: what `tiles`
         takes besides. The rest as in flash_attention."""
-        return differentiable(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap,
+        return differentiable(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, softmax_scale, softcap,
                               score_bias, dropout_p, *window_size, exact, list(numbers))
 
     return attend
@@ -135,18 +135,17 @@ class _Problem:
         """(batch, heads, seqlen) of what lies like the log-sum-exp; a view."""
         return (x.unsqueeze(0) if self.packed else x)[self.batch, :, self.tokens_q]
 
-    def place(self, tile: Tile) -> tuple[tuple[slice, ...], slice]:
-        """Of the tile's queries in (batch, heads, seqlen, ...), and its key heads."""
-        if tile.head is None:
-            return (slice(None), slice(None), tile.rows), slice(None)
-        kv_head = tile.head // self.group
-        return (slice(None), slice(tile.head, tile.head + 1), tile.rows), slice(kv_head, kv_head + 1)
+    def key_heads(self, tile: Tile) -> slice:
+        if tile.heads == slice(None):
+            return tile.heads
+        return slice(tile.heads.start // self.group, (tile.heads.stop - 1) // self.group + 1)
 
     def parts(self, tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> list[Inputs]:
-        rows, heads = self.place(tile)
-        return [Inputs(*(x.to(self.dtype) for x in (q[part.q_copy][rows], k[part.k_copy][:, heads, part.keys], v[:, heads, part.keys])),
+        heads = self.key_heads(tile)
+        return [Inputs(*(x.to(self.dtype) for x in (_rows_of(q[part.q_copy], tile), k[part.k_copy][:, heads, part.keys],
+                                                    v[:, heads, part.keys])),
                        self._bias(tile.rows, part), part.triangle, self._keep(tile.rows, part.keys),
-                       self._gates(tile.rows, part.keys, rows[1])) for part in tile.parts]
+                       self._gates(tile.rows, part.keys, tile.heads)) for part in tile.parts]
 
     def positions(self, rows: slice) -> slice:
         """The keys at which queries stand."""
@@ -172,8 +171,8 @@ class _Problem:
         return bias.masked_fill(~part.seen, -torch.inf)
 
 
-def _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes, rng_state, softmax_scale, softcap, score_bias,
-              dropout_p, window_left, window_right, exact, numbers) -> Iterator[_Problem]:
+def _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, softmax_scale, softcap,
+              score_bias, dropout_p, window_left, window_right, exact, numbers) -> Iterator[_Problem]:
     packed = cu_seqlens_q is not None
     if packed:
         bounds = (itertools.pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k))
@@ -181,7 +180,7 @@ def _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes
     else:
         tokens = slice(0, q.shape[2]), slice(0, k.shape[2])
         batch = q.shape[1]
-        by_row = layout is not None and layout.shape[0] > 1
+        by_row = blocks is not None or layout is not None and layout.shape[0] > 1
         places = [(n, slice(n, n + 1), *tokens) for n in range(batch)] if by_row else [(0, slice(0, batch), *tokens)]
     # not exact: the fused kernel's gradients have up to 2.5 times the error of eager float32
     is_fused = way is None and softcap == 0 and dropout_p == 0 and not exact
@@ -195,7 +194,8 @@ def _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, alibi_slopes
             slopes = slopes[number : number + 1]
         rule = Rule(softmax_scale, softcap, -math.log(len_k) if score_bias is None else score_bias)
         gates = None if log_f is None else _gates(log_f, q, k, packed, rows, tokens_q, tokens_k, softmax_scale)
-        call = Call(len_q, len_k, (window_left, window_right), own, is_fused, slopes is not None, gates, numbers)
+        chosen = None if blocks is None else blocks[tokens_q] if packed else blocks[number]
+        call = Call(len_q, len_k, (window_left, window_right), own, chosen, q.shape[-2], is_fused, slopes is not None, gates, numbers)
         yield _Problem(call, rule, number, rows, tokens_q, tokens_k, packed, q.shape[-2], q.shape[-2] // k.shape[-2], slopes, rng_state,
                        dropout_p, torch.float64 if exact and len_k <= FEW_KEYS else q.dtype,
                        way or (fused if is_fused else by_hand))
@@ -211,8 +211,20 @@ def _gates(log_f: Tensor, q: Tensor, k: Tensor, packed: bool, batch: slice, toke
 def _attend(problem: _Problem, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
     q, k, v, out, lse = problem.queries(q), problem.keys(k), problem.keys(v), problem.queries(out), problem.rows(lse)
     for tile in tiles(problem.call):
-        rows, _ = problem.place(tile)
-        out[rows], lse[rows] = problem.way.forward(problem.parts(tile, q, k, v), problem.rule)
+        results = problem.way.forward(problem.parts(tile, q, k, v), problem.rule)
+        if isinstance(tile.rows, slice):
+            _rows_of(out, tile)[:], _rows_of(lse, tile)[:] = results
+        else:
+            _join(out, lse, tile, *results)
+
+
+def _join(out: Tensor, lse: Tensor, tile: Tile, more: Tensor, more_lse: Tensor) -> None:
+    """To what a tile's queries saw, more that they see."""
+    before = _rows_of(lse, tile)
+    after = torch.logaddexp(before, more_lse)
+    shares = (torch.exp(x - finite(after)).unsqueeze(-1) for x in (before, more_lse))
+    out[:, tile.heads].index_copy_(2, tile.rows, sum(x * share for x, share in zip((_rows_of(out, tile), more), shares, strict=True)))
+    lse[:, tile.heads].index_copy_(2, tile.rows, after)
 
 
 def _add_gradients(problem: _Problem, tiles: Tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, dlog_f) -> None:
@@ -222,22 +234,28 @@ def _add_gradients(problem: _Problem, tiles: Tiles, grad_out, grad_lse, q, k, v,
     gates = problem.call.gates
     dc = None if gates is None else torch.zeros_like(gates.c)
     for tile in tiles(problem.call):
-        rows, heads = problem.place(tile)
-        of_rows = (None if x is None else x[rows].to(problem.dtype) for x in (grad_out, grad_lse, out))
-        gradients = problem.way.backward(problem.parts(tile, q, k, v), problem.rule, *of_rows, lse[rows])
+        heads = problem.key_heads(tile)
+        of_rows = (None if x is None else _rows_of(x, tile).to(problem.dtype) for x in (grad_out, grad_lse, out))
+        gradients = problem.way.backward(problem.parts(tile, q, k, v), problem.rule, *of_rows, _rows_of(lse, tile))
         for part, own in zip(tile.parts, gradients, strict=True):
-            dq[part.q_copy][rows].add_(own.q)
+            _add(dq[part.q_copy][:, tile.heads], tile.rows, own.q)
             _add(dk[part.k_copy][:, heads], part.keys, own.k)
             _add(dv[:, heads], part.keys, own.v)
             if dc is not None:
-                dc[:, rows[1], problem.positions(tile.rows)] += own.rows
-                dc[:, rows[1], part.keys] -= own.columns
+                dc[:, tile.heads, problem.positions(tile.rows)] += own.rows
+                dc[:, tile.heads, part.keys] -= own.columns
     if dc is not None:
         problem.keys(dlog_f.unsqueeze(-1))[..., 0].copy_(dc.flip(-1).cumsum(-1).flip(-1))
 
 
-def _add(gradient: Tensor, keys: slice | Tensor, part: Tensor) -> None:
-    if isinstance(keys, slice):
-        gradient[:, :, keys].add_(part)
+def _rows_of(x: Tensor, tile: Tile) -> Tensor:
+    """A tile's queries of (batch, heads, seqlen, ...); a view where they are a slice."""
+    x = x[:, tile.heads]
+    return x[:, :, tile.rows] if isinstance(tile.rows, slice) else x.index_select(2, tile.rows)
+
+
+def _add(gradient: Tensor, tokens: slice | Tensor, part: Tensor) -> None:
+    if isinstance(tokens, slice):
+        gradient[:, :, tokens].add_(part)
     else:
-        gradient.index_add_(2, keys, part.to(gradient.dtype))
+        gradient.index_add_(2, tokens, part.to(gradient.dtype))

@@ -14,7 +14,8 @@ ROWS = 128  # queries of a tile: fewer take longer to start than to compute, mor
 class Call(NamedTuple):
     """What tiles are made from. Query i stands at key i + diagonal, which aligns both ends.
 
-    window: (left, right), -1 is unlimited. layout: bool (heads or 1, q_blocks, k_blocks), or None. fused: PyTorch's kernel computes
+    window: (left, right), -1 is unlimited. layout: bool (heads or 1, q_blocks, k_blocks), or None. blocks: int32
+    (len_q, choosers, slots), blocks of keys that queries chose, or None. heads: of queries. fused: PyTorch's kernel computes
     the tiles. biased: scores get a bias besides. gates: what forgetting adds to them. numbers: the operator's own.
     """
 
@@ -22,6 +23,8 @@ class Call(NamedTuple):
     len_k: int
     window: tuple[int, int]
     layout: Tensor | None
+    blocks: Tensor | None
+    heads: int
     fused: bool
     biased: bool
     gates: Gates | None
@@ -46,11 +49,15 @@ class Part(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries, and the parts of what they see. A query is in one tile of its head at most. head: a query head, None for all."""
+    """Queries, and the parts of what they see. heads: query heads, all of those of their key heads, or one.
 
-    rows: slice
+    A query is in one tile of its head that has a slice of rows, at most. Where rows are indices, what they see is joined to what earlier
+    tiles saw (fused only).
+    """
+
+    rows: slice | Tensor
     parts: list[Part]
-    head: int | None = None
+    heads: slice = slice(None)
 
 
 def row_tiles(first: int, end: int, rows: int = ROWS) -> Iterator[slice]:

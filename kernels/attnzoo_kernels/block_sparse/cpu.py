@@ -22,7 +22,7 @@ def _tiles(call: Call) -> Iterator[Tile]:
             keys = keys[kept[keys // block_k]]
             if keys.numel():
                 seen = in_window(rows, keys, call) & layout[torch.arange(rows.start, rows.stop)[:, None] // block_q, keys // block_k]
-                yield Tile(rows, [Part(_slice_if_one(keys), None if seen.all() else seen)], head if len(call.layout) > 1 else None)
+                yield Tile(rows, [Part(_slice_if_one(keys), None if seen.all() else seen)], slice(head, head + 1) if len(call.layout) > 1 else slice(None))
 
 
 def _slice_if_one(keys: Tensor) -> slice | Tensor:

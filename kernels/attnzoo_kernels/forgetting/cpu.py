@@ -26,7 +26,7 @@ def _tiles(call: Call) -> Iterator[Tile]:
             yield Tile(rows, list(_parts(call, rows, slice(first[0], keys.stop))))
         else:
             for head, key in enumerate(first):
-                yield Tile(rows, list(_parts(call, rows, slice(key, keys.stop))), head)
+                yield Tile(rows, list(_parts(call, rows, slice(key, keys.stop))), slice(head, head + 1))
 
 
 def _parts(call: Call, rows: slice, keys: slice) -> Iterator[Part]:
