@@ -32,7 +32,7 @@ from benchmarks.report import Row
 from benchmarks.timing import Candidate, Timing
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-VARIANTS = ("sdpa", "flash", "block_sparse", "differential", "dual_chunk", "two_frame", "sigmoid", "forgetting")
+VARIANTS = ("sdpa", "flash", "block_sparse", "differential", "dual_chunk", "two_frame", "sigmoid", "forgetting", "moba", "nsa")
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
 TOKENS = 4096  # of a step
 EXACT_IN_DOUBLE = 1024  # tokens of a row

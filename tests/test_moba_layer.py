@@ -85,7 +85,6 @@ def test_a_context_of_few_blocks_is_warned_about():
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"impl": "cpu"}, "attention.impl=cpu: MoBA has no path for CPUs"),
     ({"block_size": 0}, "attention.block_size=0: must be an integer of at least 1"),
     ({"top_k": 1.5}, "attention.top_k=1.5: must be an integer of at least 1"),
 ])

@@ -87,7 +87,6 @@ def test_a_context_of_few_blocks_is_warned_about():
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"impl": "cpu"}, "attention.impl=cpu: NSA has no path for CPUs"),
     ({"block_size": 7}, "attention.block_size=7: must be a multiple of attention.compress_stride=3"),
     ({"window": 0}, "attention.window=0: must be an integer of at least 1"),
     ({"pooling": "max"}, "attention.pooling='max': must be mlp or mean"),

@@ -19,7 +19,7 @@ class MoBAAttention(Attention):
 
     block_size: tokens of a block, any number from 1 on. top_k: blocks that a query reads, its own included. Warns where they are all blocks
         of the model's context, which then is dense attention.
-    impl: the operator's path, None for plain Triton on a GPU ("gluon", "triton", "reference"; on a CPU the reference does).
+    impl: the operator's path, None for plain Triton on a GPU and the path for CPUs elsewhere ("gluon", "triton", "cpu", "reference").
     """
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)
@@ -27,8 +27,6 @@ class MoBAAttention(Attention):
 
     def __init__(self, spec: AttentionSpec, *, block_size: int = 64, top_k: int = 3, impl: Impl | None = None):
         super().__init__(spec)
-        if impl == "cpu":
-            raise ValueError("attention.impl=cpu: MoBA has no path for CPUs; null or reference takes its reference there")
         for name, value in (("block_size", block_size), ("top_k", top_k)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"attention.{name}={value!r}: must be an integer of at least 1")

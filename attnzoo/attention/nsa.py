@@ -57,7 +57,7 @@ class NSAttention(Attention):
     pooling: "mlp" as in the paper, or "mean". independent_kv: whether each branch has keys and values of its own, as in the paper; without,
         a checkpoint of attention=flash gives the projections of all.
     impl: the operator's path, None for plain Triton for the chosen blocks and the fastest that runs for the rest ("gluon",
-        "triton", "reference"; on a CPU the reference does).
+        "triton", "cpu", "reference").
     """
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)
@@ -68,8 +68,6 @@ class NSAttention(Attention):
                  impl: Impl | None = None):
         self.branches = len(BRANCHES) if independent_kv else 1  # head_shapes is asked for it
         super().__init__(spec)
-        if impl == "cpu":
-            raise ValueError("attention.impl=cpu: NSA has no path for CPUs; null or reference takes its reference there")
         self.sizes = {"compress_size": compress_size, "compress_stride": compress_stride, "block_size": block_size,
                       "block_count": block_count, "window": window}
         for name, value in self.sizes.items():

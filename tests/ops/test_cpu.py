@@ -8,6 +8,8 @@ import test_differential
 import test_dual_chunk
 import test_flash
 import test_forgetting
+import test_nsa
+import test_routed
 import test_sigmoid
 import torch
 from paths import GPU
@@ -24,12 +26,15 @@ from attnzoo_kernels.dropout import keep_mask
 from attnzoo_kernels.dual_chunk import cases as dual_chunk
 from attnzoo_kernels.flash import cases as flash
 from attnzoo_kernels.forgetting import cases as forgetting
+from attnzoo_kernels.nsa import cases as nsa
+from attnzoo_kernels.routed import cases as routed
 from attnzoo_kernels.sigmoid import cases as sigmoid
 from benchmarks.accuracy import assert_accurate
 
 pytestmark = pytest.mark.skipif(GPU, reason="it is the path of a machine without a GPU")
 OPERATORS = {"flash": flash, "block_sparse": block_sparse, "differential": differential, "dual_chunk": dual_chunk, "sigmoid": sigmoid,
              "forgetting": forgetting}
+COMPOSED = {"routed": routed, "nsa": nsa}  # of several operators, or a part of such
 LONG = (  # what the fused kernel does by several tiles, parts and blocks of its own
     ("flash", flash.Case(seqlen_q=300, seqlen_k=700, heads=4, kv_heads=2, causal=True)),
     ("flash", flash.Case(seqlen_q=700, heads=1, head_dim=32, window_size=(100, 300), sinks=True)),
@@ -43,12 +48,15 @@ LONG = (  # what the fused kernel does by several tiles, parts and blocks of its
     ("dual_chunk", dual_chunk.Case(lengths_q=(500, 0, 140), heads=1, chunk_size=200, local_size=50, multiplier=True)),
     ("sigmoid", sigmoid.Case(seqlen_q=300, seqlen_k=700, heads=4, kv_heads=2, causal=True)),
     ("forgetting", forgetting.Case(seqlen_q=300, seqlen_k=700, heads=4, kv_heads=2, gate=5.0, resets=0.05)),
+    ("routed", routed.Case(batch=2, seqlen_q=300, seqlen_k=340, heads=4, kv_heads=2, head_dim=32, block_size=64)),
+    ("routed", routed.Case(lengths_q=(260, 0, 17), heads=4, kv_heads=2, head_dim=32, block_size=8, slots=7, shared=True)),
+    ("nsa", nsa.Case(seqlen_q=500, heads=4, kv_heads=2, head_dim=32, block_count=3, window=100)),
     ("forgetting", forgetting.Case(lengths_q=(300, 0, 740), heads=2, gate=-3.0)),
 )
-CASES = [(name, replace(case, dtype=torch.float32)) for name, cases in OPERATORS.items()
+CASES = [(name, replace(case, dtype=torch.float32)) for name, cases in (OPERATORS | COMPOSED).items()
          for case in cases.CORRECTNESS + getattr(cases, "DROPOUT", ())] + [
     (name, replace(case, dtype=dtype)) for name, case in LONG for dtype in (torch.float32, torch.bfloat16)] + [
-    (name, replace(case, dtype=(torch.bfloat16, torch.float16)[n // 5 % 2])) for name, cases in OPERATORS.items()
+    (name, replace(case, dtype=(torch.bfloat16, torch.float16)[n // 5 % 2])) for name, cases in (OPERATORS | COMPOSED).items()
     for n, case in enumerate(cases.CORRECTNESS) if n % 5 == 0]
 
 
@@ -58,8 +66,10 @@ def run(operator: str, case, impl: str, dtype: torch.dtype | None = None):
         return test_flash.run(case, case.inputs(), impl, dtype)
     if operator == "sigmoid":
         return test_sigmoid.run(case, case.inputs(), impl, dtype)
-    if operator in ("differential", "forgetting"):
-        return {"differential": test_differential, "forgetting": test_forgetting}[operator].run(case, impl, dtype)
+    if operator == "nsa":
+        return test_nsa.run(case, impl, dtype, test_nsa.blocks_of(case))
+    if operator in ("differential", "forgetting", "routed"):
+        return {"differential": test_differential, "forgetting": test_forgetting, "routed": test_routed}[operator].run(case, impl, dtype)
     return {"block_sparse": test_block_sparse, "dual_chunk": test_dual_chunk}[operator].run(case.inputs(), impl, dtype)
 
 
@@ -86,7 +96,7 @@ def test_what_it_took_is_written_down(operator):
     assert dispatch.implementations_taken() == {f"{operator} backward": ["cpu"], f"{operator} forward": ["cpu"]}
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", (*OPERATORS, "moba", "nsa"))
 def test_derivatives_that_it_does_not_have_are_refused(operator):
     out = call(operator, "cpu", "cpu")
     with pytest.raises(NotImplementedError, match='no second derivative, which create_graph=True asks for .*impl="reference" has'):
@@ -96,7 +106,7 @@ def test_derivatives_that_it_does_not_have_are_refused(operator):
         run(forward_ad.make_dual(q, torch.ones_like(q)))
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", (*OPERATORS, "moba", "nsa"))
 def test_compiles_without_a_graph_break(operator):
     run, q = function(operator, "cpu", "cpu")
     gradients = []
@@ -126,6 +136,7 @@ class Largest(TorchDispatchMode):
     ("dual_chunk", dual_chunk.Case(heads=1, head_dim=16, chunk_size=256, local_size=64)),
     ("sigmoid", sigmoid.Case(heads=1, head_dim=16, causal=True)),
     ("forgetting", forgetting.Case(heads=1, head_dim=16, gate=5.0)),
+    ("routed", routed.Case(heads=1, head_dim=16, block_size=64)),
 ], ids=str)
 def test_memory_is_linear(operator, case):
     elements = []

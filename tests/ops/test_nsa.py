@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paths import GPU
+from paths import GPU, PATHS
 from torch.testing import assert_close
 
 from attnzoo_kernels import moba_attention, nsa_attention
@@ -30,10 +30,15 @@ def run(case, impl, dtype=None, blocks=None):
     return dict(zip(NAMES, (out.detach(), *grads), strict=True))
 
 
-def check(case, impl="triton"):
+def blocks_of(case):
+    """What the reference chooses in float64, for all to read."""
     x = case.inputs(DEVICE)
-    blocks = nsa_attention(*(t.double() for t in x[:6]), return_blocks=True, impl="reference",
-                           **x.options | {"k_window": None, "v_window": None})[1]
+    return nsa_attention(*(t.double() for t in x[:6]), return_blocks=True, impl="reference",
+                         **x.options | {"k_window": None, "v_window": None})[1]
+
+
+def check(case, impl="triton"):
+    blocks = blocks_of(case)
     assert_accurate(run(case, impl, blocks=blocks), run(case, "reference", blocks=blocks),
                     run(case, "reference", torch.float64, blocks=blocks))
 
@@ -56,10 +61,11 @@ def test_error_is_at_most_twice_that_of_eager_at_length(case, dtype, impl):
 
 @needs_triton
 @pytest.mark.parametrize("case", [replace(case, dtype=torch.float32) for case in CORRECTNESS], ids=str)
-def test_the_kernel_chooses_what_the_reference_does(case):
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "reference"])
+def test_the_kernel_chooses_what_the_reference_does(case, path):
     x = case.inputs(DEVICE)
     ours, wanted = (nsa_attention(*x[:6], return_blocks=True, impl=impl, **x.options)[1].sort(-1).values
-                    for impl in ("triton", "reference"))
+                    for impl in (path, "reference"))
     assert torch.equal(ours, wanted)
 
 
@@ -116,7 +122,7 @@ def test_it_compiles_to_what_eager_mode_computes():
     ({"gates": torch.zeros(1, 30, 2)}, ValueError, r"gates: must have shape \(1, 30, 2, 3\), got \(1, 30, 2\)"),
     ({"gates": torch.zeros(1, 30, 2, 3).double()}, TypeError, "gates: must have q's dtype torch.float32, got torch.float64"),
     ({"blocks": torch.zeros(1, 30, 2, 3)}, TypeError, "blocks: must be int32, got torch.float32"),
-    ({"impl": "cpu"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'reference', got 'cpu'"),
+    ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'cpu', 'reference', got 'cuda'"),
 ])
 def test_a_wrong_argument_is_named(change, error, message):
     arguments = {name: torch.zeros(1, 30, 2, 16) for name in ("q", "k", "v")}

@@ -90,8 +90,8 @@ def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None
     ) -> tuple[Tensor, Tensor]:
         """q, k: (copies, batch, seqlen, heads, width) or (copies, total, heads, width), v without copies. exact: whether the caller's
         tensors are of float32 or wider, so that the fused kernel's errors count. log_f: as in forgetting_attention, with gradient.
-        layout: bool (batch or 1, heads or 1, q_blocks, k_blocks). blocks: as in routed_attention. score_bias: as sigmoid_bias in sigmoid_attention. numbers: what `tiles`
-        takes besides. The rest as in flash_attention."""
+        layout: bool (batch or 1, heads or 1, q_blocks, k_blocks). blocks: as in routed_attention. score_bias: as sigmoid_bias in
+        sigmoid_attention. numbers: what `tiles` takes besides. The rest as in flash_attention."""
         return differentiable(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, softmax_scale, softcap,
                               score_bias, dropout_p, *window_size, exact, list(numbers))
 

@@ -38,7 +38,8 @@ class Call(NamedTuple):
 class Part(NamedTuple):
     """Keys of a tile, a slice or ascending indices, in copy `k_copy` of k, against the queries in copy `q_copy` of q.
 
-    seen: bool (rows, keys), None for all. triangle: a query sees the keys up to its own, of as many as there are queries (fused only).
+    seen: bool (rows, keys) or (1, heads, rows, keys), None for all. triangle: a query sees the keys up to its own, of as many as there are
+    queries (fused only).
     """
 
     keys: slice | Tensor
@@ -63,6 +64,12 @@ class Tile(NamedTuple):
 def row_tiles(first: int, end: int, rows: int = ROWS) -> Iterator[slice]:
     for start in range(first, end, rows):
         yield slice(start, min(start + rows, end))
+
+
+def causal_parts(first: int, positions: slice) -> list[Part]:
+    """Keys from the first on, of which those at the queries' own places are a triangle (fused only)."""
+    own = Part(positions, triangle=True)
+    return [Part(slice(first, positions.start)), own] if first < positions.start else [own]
 
 
 def window_span(rows: slice, call: Call) -> slice:

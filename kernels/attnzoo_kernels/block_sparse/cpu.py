@@ -15,6 +15,7 @@ ROWS = 64  # queries that share their keys, at least
 def _tiles(call: Call) -> Iterator[Tile]:
     block_q, block_k = call.numbers
     for head, layout in enumerate(call.layout):
+        heads = slice(head, head + 1) if len(call.layout) > 1 else slice(None)
         for rows in row_tiles(0, call.len_q, max(block_q, ROWS)):
             span = window_span(rows, call)
             kept = layout[rows.start // block_q : -(-rows.stop // block_q)].any(0)
@@ -22,7 +23,7 @@ def _tiles(call: Call) -> Iterator[Tile]:
             keys = keys[kept[keys // block_k]]
             if keys.numel():
                 seen = in_window(rows, keys, call) & layout[torch.arange(rows.start, rows.stop)[:, None] // block_q, keys // block_k]
-                yield Tile(rows, [Part(_slice_if_one(keys), None if seen.all() else seen)], slice(head, head + 1) if len(call.layout) > 1 else slice(None))
+                yield Tile(rows, [Part(_slice_if_one(keys), None if seen.all() else seen)], heads)
 
 
 def _slice_if_one(keys: Tensor) -> slice | Tensor:

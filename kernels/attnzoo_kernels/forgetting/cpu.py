@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._cpu.mainloop import operator
-from attnzoo_kernels._cpu.tiles import Call, Part, Tile, in_window_of, row_tiles, window_span
+from attnzoo_kernels._cpu.tiles import Call, Part, Tile, causal_parts, in_window_of, row_tiles, window_span
 from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.forgetting.gates import NEGLIGIBLE
 
@@ -23,20 +23,17 @@ def _tiles(call: Call) -> Iterator[Tile]:
             positions = slice(rows.start + call.diagonal, rows.stop + call.diagonal)
             first = [max(keys.start, key) for key in call.gates.first_key(positions, math.log(call.len_k) + NEGLIGIBLE)]
         if min(first) == max(first):
-            yield Tile(rows, list(_parts(call, rows, slice(first[0], keys.stop))))
+            yield Tile(rows, _parts(call, rows, slice(first[0], keys.stop)))
         else:
             for head, key in enumerate(first):
-                yield Tile(rows, list(_parts(call, rows, slice(key, keys.stop))), slice(head, head + 1))
+                yield Tile(rows, _parts(call, rows, slice(key, keys.stop)), slice(head, head + 1))
 
 
-def _parts(call: Call, rows: slice, keys: slice) -> Iterator[Part]:
+def _parts(call: Call, rows: slice, keys: slice) -> list[Part]:
     own = slice(rows.start + call.diagonal, rows.stop + call.diagonal)
     if not call.fused or call.window[0] >= 0 or keys.start > own.start:
-        yield Part(keys, in_window_of(rows, keys, call))
-        return
-    if keys.start < own.start:
-        yield Part(slice(keys.start, own.start))
-    yield Part(own, triangle=True)
+        return [Part(keys, in_window_of(rows, keys, call))]
+    return causal_parts(keys.start, own)
 
 
 attend = operator("forgetting", "forgetting_attention", _tiles)

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from attnzoo_kernels import autograd, checks, dispatch
 from attnzoo_kernels.moba import ops
+from attnzoo_kernels.moba.cpu import choose_on_cpu
 from attnzoo_kernels.moba.reference import moba_blocks_reference
-from attnzoo_kernels.routed import IMPLEMENTATIONS, attend
-from attnzoo_kernels.routed.routes import Blocks
+from attnzoo_kernels.routed import attend
+from attnzoo_kernels.routed.routes import Blocks, even_bounds
 
 
 def moba_attention(
@@ -68,8 +69,8 @@ def moba_blocks(
     A block's score is q times the mean of its keys, in float32, for each query head, also where heads share keys, as the paper's code has
     it. Blocks that end before the query's own are looked at; the top_k - 1 best are chosen, in no order. Of equal ones the earlier is
     better, and one whose score is NaN is never chosen. Where there are fewer, -1 fills up. The result has no gradient.
-    impl: "gluon" | "triton" | "reference"; the first two have one kernel. Scores that differ by less than rounding may be ordered
-        differently on different paths.
+    impl: "gluon" | "triton" | "cpu" | "reference"; the first two have one kernel, "cpu" goes by tiles of queries. Scores that differ by
+        less than rounding may be ordered differently on different paths.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     checks.attention_inputs(q, k, k, **lengths)
@@ -89,9 +90,14 @@ def _check_sizes(block_size: int, top_k: int) -> None:
 
 def _choose(q: Tensor, k: Tensor, block_size: int, top_k: int, impl: str | None, **lengths: Any) -> tuple[Tensor, Blocks | None]:
     """The blocks that moba_blocks chooses, and where a kernel does what it needs to know of them all."""
-    if dispatch.takes_reference("moba_blocks", impl, "q", q, IMPLEMENTATIONS) or q.numel() == 0:
+    on_cpu = dispatch.takes_cpu(impl, "q", q)
+    if not on_cpu and dispatch.takes_reference("moba_blocks", impl, "q", q) or q.numel() == 0:
         return moba_blocks_reference(q, k, block_size=block_size, slots=top_k - 1, **lengths), None
     autograd.refuse_tangents("moba_blocks", 'impl="reference" takes it', q=q, k=k)
+    if on_cpu:
+        bounds = (even_bounds(x) if own is None else own for x, own in ((q, lengths["cu_seqlens_q"]), (k, lengths["cu_seqlens_k"])))
+        blocks = choose_on_cpu(*(x.detach().flatten(0, -3) for x in (q, k)), *bounds, block_size, top_k - 1)
+        return blocks.unflatten(0, q.shape[:-2]), None
     layout = Blocks.of(q, k, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size)
     blocks = ops.choose(*(x.detach().flatten(0, -3) for x in (q, k)), layout.cu_seqlens_q, layout.cu_seqlens_k, layout.first,
                         layout.bounds_k, block_size, top_k - 1)

@@ -7,9 +7,10 @@ from torch import Tensor
 from attnzoo_kernels import autograd, checks, dispatch
 from attnzoo_kernels.flash import flash_attention
 from attnzoo_kernels.nsa import ops
+from attnzoo_kernels.nsa.cpu import choose_on_cpu
 from attnzoo_kernels.nsa.fold import Fold, compressed_bounds
 from attnzoo_kernels.nsa.reference import nsa_attention_reference
-from attnzoo_kernels.routed import IMPLEMENTATIONS, check_blocks, routed_attention
+from attnzoo_kernels.routed import check_blocks, routed_attention
 from attnzoo_kernels.routed.routes import even_bounds
 
 __all__ = ["compressed_bounds", "nsa_attention", "why_not_gluon"]
@@ -61,8 +62,8 @@ def nsa_attention(
         (batch, seqlen_q, kv_heads, block_count - 1) or (total, kv_heads, block_count - 1).
     softmax_scale: any finite number; default head_dim ** -0.5.
     deterministic: as in `flash_attention`.
-    impl: "gluon" | "triton" | "reference", of the products. None takes triton for the chosen blocks, as in `routed_attention`,
-        and for the rest what flash_attention takes.
+    impl: "gluon" | "triton" | "cpu" | "reference", of the products. None takes triton for the chosen blocks, as in `routed_attention`,
+        and for the rest what flash_attention takes; cpu for all on CPU tensors.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -82,7 +83,8 @@ def nsa_attention(
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     sizes = {"compress_size": compress_size, "compress_stride": compress_stride, "block_size": block_size}
-    if dispatch.takes_reference("nsa", impl, "q", q, IMPLEMENTATIONS) or q.numel() == 0:
+    on_cpu = dispatch.takes_cpu(impl, "q", q)
+    if not on_cpu and dispatch.takes_reference("nsa", impl, "q", q) or q.numel() == 0:
         out, blocks = nsa_attention_reference(
             q, k, v, k_cmp, v_cmp, gates, blocks, k_window=k_window, v_window=v_window, block_count=block_count, window=window,
             softmax_scale=softmax_scale, **sizes, **lengths)
@@ -103,9 +105,13 @@ def nsa_attention(
     compressed = fold.unfold(compressed, kv_heads).unflatten(0, shape)
     if blocks is None:
         autograd.refuse_tangents("nsa_attention", 'impl="reference" takes it', q=q, k_cmp=k_cmp)
-        lse = fold.unfold(lse.detach().mT.unsqueeze(-1), kv_heads)[..., 0].mT
-        blocks = ops.choose(q_rows.detach(), k_cmp.detach(), lse, cu_seqlens_q, cu_seqlens_k, bounds, compress_size, compress_stride,
-                            block_size, block_count - 1, softmax_scale).unflatten(0, shape)
+        given = cu_seqlens_q, cu_seqlens_k, bounds, *sizes.values(), block_count - 1, softmax_scale
+        if on_cpu:
+            blocks = choose_on_cpu(q_rows.detach(), k_cmp.detach(), *given)
+        else:
+            lse = fold.unfold(lse.detach().mT.unsqueeze(-1), kv_heads)[..., 0].mT
+            blocks = ops.choose(q_rows.detach(), k_cmp.detach(), lse, *given)
+        blocks = blocks.unflatten(0, shape)
     selected = routed_attention(q, k, v, blocks, block_size=block_size, **options, **lengths)
     out = gates[..., :1] * compressed + gates[..., 1:2] * selected + gates[..., 2:] * near
     return (out, blocks) if return_blocks else out

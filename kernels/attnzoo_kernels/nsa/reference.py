@@ -23,14 +23,19 @@ def overlaps(compressed: int, count: int, size: int, stride: int, block_size: in
 @torch.no_grad()
 def best_blocks(weights: Tensor, own: Tensor, kv_heads: int, count: int, size: int, stride: int, block_size: int, slots: int) -> Tensor:
     """weights (batch, heads, rows, compressed) of compressed keys, own (batch, rows); int32 (batch, rows, kv_heads, slots)."""
+    scores = block_scores(weights, own, kv_heads, count, size, stride, block_size)
+    # stable: of equal scores the earlier block comes first
+    best, blocks = F.pad(scores, (0, slots), value=-torch.inf).sort(dim=-1, descending=True, stable=True)
+    return torch.where(best > -torch.inf, blocks, -1)[..., :slots].int()
+
+
+def block_scores(weights: Tensor, own: Tensor, kv_heads: int, count: int, size: int, stride: int, block_size: int) -> Tensor:
+    """Of `count` blocks for each query, (batch, rows, kv_heads, count): +inf for what is always read, -inf for what never is."""
     shared = overlaps(weights.shape[-1], count, size, stride, block_size, weights.device).to(weights.dtype)
     scores = (weights @ shared).unflatten(1, (kv_heads, -1)).sum(2).transpose(1, 2)
     block, own = torch.arange(count, device=weights.device), own[:, :, None, None]
     scores = scores.masked_fill((block == 0) | (block == own - 1), torch.inf)
-    scores = scores.masked_fill((block >= own) | scores.isnan(), -torch.inf)
-    # stable: of equal scores the earlier block comes first
-    best, blocks = F.pad(scores, (0, slots), value=-torch.inf).sort(dim=-1, descending=True, stable=True)
-    return torch.where(best > -torch.inf, blocks, -1)[..., :slots].int()
+    return scores.masked_fill((block >= own) | scores.isnan(), -torch.inf)
 
 
 @without_autocast

@@ -8,10 +8,9 @@ from torch import Tensor
 from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.flash import flash_attention
 from attnzoo_kernels.routed import ops
+from attnzoo_kernels.routed.cpu import routed_attention_cpu
 from attnzoo_kernels.routed.reference import routed_attention_reference
 from attnzoo_kernels.routed.routes import Blocks, routes
-
-IMPLEMENTATIONS = ("gluon", "triton", "reference")
 
 
 def routed_attention(
@@ -55,9 +54,10 @@ def routed_attention(
     softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: as in flash_attention.
-    impl: "gluon" | "triton" | "reference", of the products, which are flash_attention's on packed sequences; gathering and merging are
-        plain Triton. None takes triton on CUDA tensors and the reference on CPU ones. gluon is not verified for many short
-        sequences yet, and runs where it is named.
+    impl: "gluon" | "triton" | "cpu" | "reference". The first two are of the products, which are flash_attention's on packed sequences;
+        gathering and merging are plain Triton. None takes triton on CUDA tensors, and cpu on CPU ones: PyTorch's attention by blocks, in
+        linear memory, with first derivatives only; float32 computes all scores before a query there. gluon is not verified for many
+        short sequences yet, and runs where it is named.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -76,7 +76,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | Non
     """routed_attention's output and LSE. layout: of the call's blocks, if it is made already."""
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
-    if dispatch.takes_reference("routed", impl, "q", q, IMPLEMENTATIONS) or q.numel() == 0:
+    if dispatch.takes_cpu(impl, "q", q):
+        return routed_attention_cpu(q, k, v, blocks, block_size=block_size, softmax_scale=softmax_scale,
+                                    cu_seqlens_q=lengths["cu_seqlens_q"], cu_seqlens_k=lengths["cu_seqlens_k"])
+    if dispatch.takes_reference("routed", impl, "q", q) or q.numel() == 0:
         return routed_attention_reference(q, k, v, blocks, block_size=block_size, softmax_scale=softmax_scale, **lengths)
 
     layout = layout or Blocks.of(q, k, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size)

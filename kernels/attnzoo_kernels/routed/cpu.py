@@ -1,45 +1,48 @@
-"""Routed attention on a CPU: own blocks are tiles, and so is each chosen block with the queries that read it, whose results are joined."""
+"""Routed attention on a CPU: own blocks are tiles, and so is each chosen block with the queries that read it, whose results are joined.
 
+Where most blocks are read, and in float32, whose weights are a softmax of all parts together, other blocks are masked instead.
+"""
+
+import itertools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from attnzoo_kernels._cpu.mainloop import operator
-from attnzoo_kernels._cpu.tiles import Call, Part, Tile, in_window_of, row_tiles
+from attnzoo_kernels._cpu.tiles import Call, Part, Tile, causal_parts, row_tiles
 from attnzoo_kernels.dispatch import without_autocast
 
-ROWS = 128  # queries whose own blocks are read at once, at least
+ROWS = 64  # queries whose own blocks are read at once, at least
 
 
 def _tiles(call: Call) -> Iterator[Tile]:
     (size,) = call.numbers
-    block = torch.arange(call.len_k) // size
-    if not call.fused:
-        yield from _masked_tiles(call, block)
-        return
-    first = max(-call.diagonal, 0)
+    if call.fused and 2 * size * call.blocks.shape[-1] < call.len_k:
+        yield from _own_tiles(call, size)
+        yield from _chosen_tiles(call, size)
+    else:
+        yield from _masked_tiles(call, size)
+
+
+def _own_tiles(call: Call, size: int) -> Iterator[Tile]:
+    """Of one block, or of several small ones."""
     together = size * -(-ROWS // size)
+    first = max(-call.diagonal, 0)
     for position in range((first + call.diagonal) // together * together, call.len_k, together):
         rows = slice(max(position - call.diagonal, first), min(position + together - call.diagonal, call.len_q))
         keys = slice(position, rows.stop + call.diagonal)
-        if together == size:
-            seen = in_window_of(rows, keys, call)
+        if rows.start + call.diagonal == position and together == size:
+            yield Tile(rows, causal_parts(position, keys))
         else:
-            seen = (block[keys] == block[_positions(call, rows), None]) & (torch.arange(call.len_k)[keys] <= _positions(call, rows)[:, None])
-        whole = together == size and rows.stop - rows.start == keys.stop - keys.start
-        yield Tile(rows, [Part(keys, None if whole else seen, triangle=whole)])
-    yield from _chosen_tiles(call, size)
-
-
-def _positions(call: Call, rows: slice) -> Tensor:
-    return torch.arange(rows.start, rows.stop) + call.diagonal
+            places, j = _places(call, rows)[:, None], torch.arange(keys.start, keys.stop)
+            yield Tile(rows, [Part(keys, (j // size == places // size) & (j <= places))])
 
 
 def _chosen_tiles(call: Call, size: int) -> Iterator[Tile]:
     """By chooser and block, the queries that chose it."""
     choosers, count = call.blocks.shape[1], -(-call.len_k // size)
-    own = _positions(call, slice(0, call.len_q)).div(size, rounding_mode="floor")
+    own = _places(call, slice(0, call.len_q)).div(size, rounding_mode="floor")
     blocks = call.blocks.permute(1, 0, 2)
     there = (blocks >= 0) & (blocks < own[:, None])
     chosen = torch.where(there, blocks + torch.arange(choosers)[:, None, None] * count, choosers * count).flatten()
@@ -52,15 +55,25 @@ def _chosen_tiles(call: Call, size: int) -> Iterator[Tile]:
             yield Tile(rows, [Part(slice(block * size, (block + 1) * size))], slice(chooser * group, (chooser + 1) * group))
 
 
-def _masked_tiles(call: Call, block: Tensor) -> Iterator[Tile]:
-    """All keys before a tile's queries, of which those that no block has are hidden."""
+def _masked_tiles(call: Call, size: int) -> Iterator[Tile]:
+    """All keys before a tile's queries, of which those in no block of theirs are hidden."""
+    block = torch.arange(call.len_k) // size
     for rows in row_tiles(max(-call.diagonal, 0), call.len_q):
-        keys, position = slice(0, rows.stop + call.diagonal), _positions(call, rows)[:, None]
+        places = _places(call, rows)[:, None]
+        before = slice(0, rows.stop + call.diagonal)
+        numbers = torch.arange(block[before.stop - 1] + 1)
         # (choosers, rows, blocks)
-        read = (call.blocks[rows].transpose(0, 1).unsqueeze(-1) == torch.arange(block[-1] + 1)).any(-2)
-        read |= torch.arange(block[-1] + 1) == block[position]
-        seen = read[..., block[keys]] & (torch.arange(keys.stop) <= position)
-        yield Tile(rows, [Part(keys, seen.repeat_interleave(call.heads // len(seen), dim=0))])
+        read = (call.blocks[rows].transpose(0, 1).unsqueeze(-1) == numbers).any(-2) | (numbers == block[places])
+        if call.fused and (read | (numbers > block[places])).all():
+            yield Tile(rows, causal_parts(0, slice(rows.start + call.diagonal, before.stop)))
+        else:
+            seen = read[..., block[before]] & (torch.arange(before.stop) <= places)
+            yield Tile(rows, [Part(before, seen.repeat_interleave(call.heads // len(seen), dim=0).unsqueeze(0))])
+
+
+def _places(call: Call, rows: slice) -> Tensor:
+    """The keys at which queries stand."""
+    return torch.arange(rows.start, rows.stop) + call.diagonal
 
 
 attend = operator("routed", "routed_attention", _tiles)
@@ -74,6 +87,11 @@ def routed_attention_cpu(q, k, v, blocks, *, block_size, softmax_scale, cu_seqle
     out, lse = attend(q.unsqueeze(0), k.unsqueeze(0), v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, blocks=blocks,
                       softmax_scale=softmax_scale, window_size=(-1, 0), exact=dtype.itemsize > 2, numbers=[block_size])
     return out.to(dtype), lse
+
+
+def sequences(x: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
+    """Each sequence's tokens of (total, ...); views."""
+    return [x[first:end] for first, end in itertools.pairwise(cu_seqlens.tolist())]
 
 
 def best_blocks(scores: Tensor, slots: int) -> Tensor:
