@@ -152,7 +152,7 @@ def test_varlen_over_pages_is_varlen_over_the_packed_keys(lengths_q, impl, devic
     for x in (k, v):
         x[[0, 4, 6]] = torch.randn(3, page, KV_HEADS, DIM, device=device)
         x[2, :3] = torch.randn(3, KV_HEADS, DIM, device=device)
-    q = torch.randn(sum(lengths_q), HEADS, DIM, device=device)
+    q = torch.randn(sum(lengths_q) + 2, HEADS, DIM, device=device)  # two behind the last sequence
     packed = [torch.cat([x[row[row >= 0].long()].flatten(0, 1)[:n] for row, n in zip(table, lengths_k, strict=True)]) for x in (k, v)]
     bounds = cumulative(lengths_q).to(device), cumulative(lengths_k).to(device), max(lengths_q), 20
     options = {"causal": True, "window_size": (12, -1), "return_attn_probs": True}
@@ -160,6 +160,12 @@ def test_varlen_over_pages_is_varlen_over_the_packed_keys(lengths_q, impl, devic
     found = flash_attn_varlen_func(q, k, v, *bounds, **options, block_table=table.to(device))
     for ours, other in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, other)
+
+
+def test_a_sequence_in_a_cache_of_one_row_may_begin_behind_padding():
+    q, k, v = torch.randn(1, 2, 4, 8), *torch.randn(2, 1, 6, 2, 8)
+    out = flash_attn_with_kvcache(q, k, v, cache_seqlens=5, cache_leftpad=int32(2), causal=True)
+    torch.testing.assert_close(out, flash_attn_with_kvcache(q, k[:, 2:], v[:, 2:], cache_seqlens=3, causal=True))
 
 
 def test_varlen_over_pages_has_gradients_and_refuses_bad_tables():

@@ -118,6 +118,7 @@ def test_it_compiles_to_what_eager_mode_computes():
 @pytest.mark.parametrize("change, error, message", [
     ({"block_size": 6}, ValueError, "block_size: must be a multiple of compress_stride=4, got 6"),
     ({"window": 0}, ValueError, "window: must be an integer of at least 1, got 0"),
+    ({"deterministic": 1}, TypeError, "deterministic: must be True or False or None, got 1"),
     ({"k_cmp": torch.zeros(1, 7, 2, 16)}, ValueError, r"k_cmp: must have shape \(1, 6, 2, 16\), got \(1, 7, 2, 16\)"),
     ({"gates": torch.zeros(1, 30, 2)}, ValueError, r"gates: must have shape \(1, 30, 2, 3\), got \(1, 30, 2\)"),
     ({"gates": torch.zeros(1, 30, 2, 3).double()}, TypeError, "gates: must have q's dtype torch.float32, got torch.float64"),

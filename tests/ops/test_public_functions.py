@@ -70,15 +70,15 @@ def test_arguments_of_one_name_have_one_default_and_one_place(operator):
 
 
 @pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk"))
-@pytest.mark.parametrize("impl", PATHS)
+@pytest.mark.parametrize("impl, low", [(impl, torch.float32) for impl in PATHS] + [("cpu", torch.bfloat16)] * ("cpu" in PATHS))
 @pytest.mark.parametrize("scale", (-0.3, 0.0))
-def test_scales_that_are_not_positive(operator, impl, scale, device):
+def test_scales_that_are_not_positive(operator, impl, low, scale, device):
     attend = operators(device)[operator]
     torch.manual_seed(0)
     tensors = torch.randn(3, 4, 5, 8, 16, device=device)  # of few rows the rule would compare single rounding errors
     results = []
-    for dtype, by in ((torch.float32, impl), (torch.float32, "reference"), (torch.float64, "reference")):
-        leaves = [x.to(dtype).requires_grad_() for x in tensors]
+    for dtype, by in ((low, impl), (low, "reference"), (torch.float64, "reference")):
+        leaves = [x.to(low).to(dtype).requires_grad_() for x in tensors]
         out = attend(*leaves, softmax_scale=scale, impl=by)
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     assert_accurate(*results)

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from attnzoo_kernels import autograd, dispatch
+from attnzoo_kernels import autograd, checks, dispatch
 from attnzoo_kernels._cpu import by_hand, fused
 from attnzoo_kernels._cpu.gates import Gates
 from attnzoo_kernels._cpu.part import Inputs, Rule, finite
@@ -92,6 +92,7 @@ def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None
         tensors are of float32 or wider, so that the fused kernel's errors count. log_f: as in forgetting_attention, with gradient.
         layout: bool (batch or 1, heads or 1, q_blocks, k_blocks). blocks: as in routed_attention. score_bias: as sigmoid_bias in
         sigmoid_attention. numbers: what `tiles` takes besides. The rest as in flash_attention."""
+        softmax_scale, q = checks.positive_scale(softmax_scale, q)  # the fused kernel's triangle is there before the scale
         return differentiable(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, softmax_scale, softcap,
                               score_bias, dropout_p, *window_size, exact, list(numbers))
 

@@ -77,6 +77,7 @@ def nsa_attention(
     k_window, v_window = k if k_window is None else k_window, v if v_window is None else v_window
     checks.alike("k_window", k_window, "k", k)
     checks.alike("v_window", v_window, "v", v)
+    deterministic = checks.deterministic(deterministic)
     checks.flag("return_blocks", return_blocks)
     if blocks is not None:
         check_blocks(blocks, q, k)

@@ -9,6 +9,7 @@ from attnzoo_kernels import checks
 from attnzoo_kernels.compat.flash_attn.layers.rotary import apply_rotary_emb
 from attnzoo_kernels.compat.flash_attn.packed import sequence_of_tokens
 from attnzoo_kernels.decode import check_pages, decode_attention
+from attnzoo_kernels.packing import behind_last
 
 FEW = 16  # queries of a sequence that decode_attention is made for
 
@@ -175,7 +176,7 @@ def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Ten
 def _behind_padding(k_cache: Tensor, v_cache: Tensor, rows: Tensor, leftpad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The caches as pages of a token each, which are views, and the pages of sequences that begin behind their padding."""
     n_rows, max_len = k_cache.shape[:2]
-    per_row = {x.stride(0) / (x.stride(1) or math.nan) if n_rows > 1 else max_len for x in (k_cache, v_cache)}
+    per_row = {x.stride(0) / (x.stride(1) or math.nan) if n_rows > 1 else float(max_len) for x in (k_cache, v_cache)}
     if len(per_row) > 1 or not (tokens := per_row.pop()).is_integer():
         raise ValueError(f"cache_leftpad: k_cache and v_cache must have rows alike, a whole number of tokens apart, got strides "
                          f"{k_cache.stride()} and {v_cache.stride()}")
@@ -196,7 +197,8 @@ def decoded_pages(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seql
         rows, k, v, cache_seqlens=cu_seqlens_k.diff(), block_table=block_table.contiguous(), return_lse=True, **options)
     sequence, place = sequence_of_tokens(cu_seqlens_q, q.shape[0])
     column = (place + max_seqlen_q - cu_seqlens_q.diff()[sequence]).clamp(max=max_seqlen_q - 1)
-    return out[sequence, column], lse[sequence, :, column].T
+    behind = behind_last(cu_seqlens_q, q.shape[0])
+    return out[sequence, column].masked_fill(behind[:, None, None], 0), lse[sequence, :, column].T.masked_fill(behind, -torch.inf)
 
 
 def packed_pages(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
