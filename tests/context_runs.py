@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from commands import PRELOAD
 
 MODELS: dict[str, dict[str, Any]] = {  # with positions and kinds of model that go with them
     "flash": {"window_size": [40, 0], "positions": "alibi", "attention_temperature": "ssmax"},
@@ -117,5 +118,5 @@ def check_evaluation(ranks: int) -> None:
 
 def run(ranks: int, folder: Path, port: int) -> None:
     """In processes that a server forks which has imported Lightning once."""
-    multiprocessing.set_forkserver_preload(["sympy", "lightning", "attnzoo.runner", "attnzoo.models", "attnzoo.training.lm"])
+    multiprocessing.set_forkserver_preload(PRELOAD)
     torch.multiprocessing.start_processes(main, (ranks, str(folder), port), ranks, start_method="forkserver")

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from commands import Command
 from tiny_run import ROOT, compose_tiny
 
 from attnzoo import runner
@@ -137,7 +138,7 @@ def test_resuming_in_a_fixed_folder_starts_and_goes_on(tmp_path):
     arguments = ["resume=auto", f"hydra.run.dir={tmp_path / 'run'}", "data=text", f"data.paths=[{ROOT / 'README.md'}]", "data.seq_len=32"]
     arguments += [f"data.cache_dir={tmp_path}", "model.dim=16", "model.n_layers=1", "trainer=cpu", "callbacks.plot=null"]
     for steps in (2, 4):
-        done = command(tmp_path, "train.py", *arguments, f"trainer.max_steps={steps}", "trainer.val_check_interval=2")
+        done = Command("train.py", *arguments, f"trainer.max_steps={steps}", "trainer.val_check_interval=2").wait()
         assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert record["steps"] == 4 and record["resumed_from"].endswith("last.ckpt")

@@ -7,6 +7,7 @@ from pathlib import Path
 import hydra
 import pytest
 import torch
+from commands import Command
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -153,17 +154,8 @@ finally:
 
 @pytest.mark.slow
 def test_a_job_of_a_sweep_that_fails_does_not_stop_the_others(tmp_path):
-    command = [
-        sys.executable,
-        "train.py",
-        "-m",
-        "model.n_heads=3,4",
-        "debug=fast_dev_run",
-        "trainer=cpu",
-        "data.seq_len=32",
-        f"hydra.sweep.dir={tmp_path}",
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = Command("train.py", "-m", "model.n_heads=3,4", "debug=fast_dev_run", "trainer=cpu", "data.seq_len=32",
+                   f"hydra.sweep.dir={tmp_path}").wait()
     assert done.returncode == 1
     assert "not divisible by model.n_heads=3" in done.stderr and "Traceback" not in done.stderr
     assert (tmp_path / "1_gpt_tiny_flash" / "config.yaml").exists()

@@ -2,11 +2,10 @@
 
 import contextlib
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
+from commands import Command
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -322,13 +321,13 @@ def test_contradictions_are_refused(tmp_path, overrides, message):
 
 @pytest.mark.slow
 def test_the_command_extends_a_run(run, tmp_path):
-    """A subprocess, as typed: sizes from the run, positions and attention from the line."""
+    """As typed: sizes from the run, positions and attention from the line."""
     options = [option for option in TINY if not option.startswith(("model.", "data.seq_len"))]
     corpus, cache = run.parent / "corpus", run.parent / "cache"
-    done = subprocess.run(
-        [sys.executable, "train.py", *options, f"data.paths=[{corpus}]", f"data.cache_dir={cache}", f"hydra.run.dir={tmp_path / 'longer'}",
-         f"init_from={run}", "data.seq_len=128", "model.rope_scaling=ntk", "model.rope_factor=4", "attention=dual_chunk",
-         "trainer.max_steps=2", *QUICK], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = Command(
+        "train.py", *options, f"data.paths=[{corpus}]", f"data.cache_dir={cache}", f"hydra.run.dir={tmp_path / 'longer'}",
+        f"init_from={run}", "data.seq_len=128", "model.rope_scaling=ntk", "model.rope_factor=4", "attention=dual_chunk",
+        "trainer.max_steps=2", *QUICK).wait()
     assert done.returncode == 0, done.stderr
     saved = checkpoint.read(tmp_path / "longer" / "checkpoints" / "last.ckpt")["attnzoo"]
     assert (saved["model"]["dim"], saved["model"]["original_context"], saved["context"]) == (32, 32, 128)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from commands import Command
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from tiny_run import ROOT, TINY, compose_tiny
@@ -138,11 +139,11 @@ def test_other_ranks_claim_nothing(tmp_path, monkeypatch):
 def test_two_commands_at_once_are_two_runs(tmp_path):
     compose_tiny(tmp_path)  # writes the corpus
     command = [
-        *(sys.executable, "train.py", *TINY, "trainer.max_steps=2", "callbacks.plot=null", f"data.paths=[{tmp_path / 'corpus'}]"),
+        *("train.py", *TINY, "trainer.max_steps=2", "callbacks.plot=null", f"data.paths=[{tmp_path / 'corpus'}]"),
         *(f"data.cache_dir={tmp_path / 'cache'}", f"hydra.run.dir={tmp_path}/runs/{STAMPED}"),
     ]
-    runs = [subprocess.Popen([*command, f"seed={seed}"], cwd=ROOT, stdout=subprocess.DEVNULL) for seed in (1, 2)]
-    assert [run.wait(timeout=240) for run in runs] == [0, 0]
+    runs = [Command(*command, f"seed={seed}") for seed in (1, 2)]
+    assert [run.wait().returncode for run in runs] == [0, 0]
     folders = [RunFolder(path) for path in (tmp_path / "runs").iterdir()]
     assert len(folders) == 2 and all(folder.best.is_file() for folder in folders)
     assert sorted(line for folder in folders for line in folder.config.read_text().splitlines() if line.startswith("seed")) == [

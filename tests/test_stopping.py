@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning
 import pytest
 import torch
+from commands import Command, as_torchrun
 from tiny_run import ROOT, TINY, column, compose_tiny
 
 from attnzoo import runner
@@ -304,24 +305,29 @@ def test_without_validation_the_interval_still_saves(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_stop_together(tmp_path):
-    """SIGTERM reaches one rank, then the other, in the middle of a step; both stop at its end, and the run goes on exactly."""
+    """SIGTERM reaches one rank, then the other, in the middle of a step; both stop at its end, and the run goes on exactly. Once the
+    command starts its second rank, else both are started as torchrun does it."""
     compose_tiny(tmp_path)  # writes the corpus
     command = [
-        *(sys.executable, "train.py", *TINY, *RUN, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "batch_tokens=256"),
+        *("train.py", *TINY, *RUN, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "batch_tokens=256"),
         "trainer.limit_train_batches=12",  # three steps an epoch
         *(f"data.paths=[{tmp_path / 'corpus'}]", f"data.cache_dir={tmp_path / 'cache'}", "callbacks.progress=null", "resume=auto"),
     ]
     places = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": places}
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": places}
 
-    def train(name: str, *overrides: str) -> subprocess.CompletedProcess:
+    def train(name: str, *overrides: str) -> list[subprocess.CompletedProcess]:
         arguments = [*command, f"hydra.run.dir={tmp_path / name / 'run'}", *overrides]
-        return subprocess.run(arguments, cwd=ROOT, timeout=200, capture_output=True, text=True, env=environment)
+        return [rank.wait() for rank in [Command(*arguments, environment=environment | of_rank) for of_rank in as_torchrun(2)]]
 
-    assert train("whole").returncode == 0
-    for step, rank in ((3, 1), (7, 0)):
-        stopped = train("parts", send("on_train_batch_end", step, 3, "SIGTERM", rank=rank))
-        assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
-        assert f"stopped by SIGTERM after step {step + 1}" in stopped.stdout
-    assert train("parts").returncode == 0
+    def train_and_start_the_other(name: str, *overrides: str) -> list[subprocess.CompletedProcess]:
+        arguments = [sys.executable, *command, f"hydra.run.dir={tmp_path / name / 'run'}", *overrides]
+        return [subprocess.run(arguments, cwd=ROOT, timeout=200, capture_output=True, text=True, env=os.environ | environment)]
+
+    assert [done.returncode for done in train("whole")] == [0, 0]
+    for step, rank, start in ((3, 1, train_and_start_the_other), (7, 0, train)):
+        stopped = start("parts", send("on_train_batch_end", step, 3, "SIGTERM", rank=rank))
+        assert {done.returncode for done in stopped} == {128 + signal.SIGTERM}, stopped[0].stderr
+        assert f"stopped by SIGTERM after step {step + 1}" in stopped[0].stdout
+    assert [done.returncode for done in train("parts")] == [0, 0]
     assert_equal(tmp_path / "parts", tmp_path / "whole")
