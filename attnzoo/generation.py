@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from attnzoo import checkpoint, trained
 from attnzoo.attention.supports import check_path
 from attnzoo.errors import UserError
+from attnzoo.models.decoding import read_once
 from attnzoo.run import values
 
 
@@ -98,16 +99,20 @@ class Writer:
         from transformers import LogitsProcessorList
 
         from attnzoo.hub.configs import GPTConfig
-        from attnzoo.hub.pretrained import BuiltGPT
+        from attnzoo.hub.pretrained import BuiltGPT, LayerCaches
 
         self.model._check_length(len(prompt) + self.cfg.max_new_tokens - 1)
         end, ids = self.tokenizer.eos_id, torch.tensor([prompt], device=self.device)
         model = BuiltGPT(self.model, GPTConfig(model=self.description, attention={}))
-        with self.fabric.autocast():
+        with self.fabric.autocast(), torch.no_grad():
+            cache = {}
+            if self.model.reads_in_parts and len(prompt) > 1:  # else transformers reads the prompt for each beam
+                read = read_once(self.model, ids[0, :-1], self.cfg.beams, len(prompt) + self.cfg.max_new_tokens)
+                cache["past_key_values"] = LayerCaches(read)
             found = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.cfg.max_new_tokens, do_sample=False, num_beams=self.cfg.beams,
                 num_return_sequences=self.cfg.num_samples, use_cache=self.model.supports.cache, eos_token_id=end, pad_token_id=end,
-                logits_processor=LogitsProcessorList([_numbers]))
+                logits_processor=LogitsProcessorList([_numbers]), **cache)
         return found[:, len(prompt) :].tolist()
 
 

@@ -45,9 +45,10 @@ def questions(vocab_size=53, length=120, n=5):
     return list(zip(ids, labels, strict=True))
 
 
-def check_equal(answers, expected):
+def check_equal(answers, expected, device="cpu"):
     for one, other in zip(answers, expected, strict=True):
-        assert dataclasses.astuple(one) == pytest.approx(dataclasses.astuple(other), rel=1e-6)
+        assert dataclasses.astuple(one)[:3] == dataclasses.astuple(other)[:3]
+        assert one.loss == pytest.approx(other.loss, rel=1e-6 if device == "cpu" else 1e-3)  # float64, and float32 by kernels
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -57,7 +58,7 @@ def test_answers_are_those_of_reading_the_text_for_each_question(variant, device
     expected = answer(model, questions(), batch_tokens=1000)
     read = lengths_read(monkeypatch)
     advanced = []
-    check_equal(answer(model, questions(), batch_tokens=240, advance=advanced.append, one_text=True), expected)  # two at once
+    check_equal(answer(model, questions(), batch_tokens=240, advance=advanced.append, one_text=True), expected, device)  # two at once
     assert read == [(1, 100), (2, 20), (2, 20), (1, 20)] and sum(advanced) == 100 + 5 * 20
 
 

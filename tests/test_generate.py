@@ -88,10 +88,13 @@ def test_beams_are_the_likeliest_texts_that_beams_find(cached, tmp_path, capsys,
                 logs = model(torch.tensor([ids]))[0, -1].log_softmax(-1)
                 longer += [(score + float(logs[token]), [*ids, token]) for token in range(259)]
             beams = sorted(longer, reverse=True)[:4]
+    read, forward = [], type(model).forward
+    monkeypatch.setattr(type(model), "forward", lambda self, ids, **options: (read.append(ids.shape), forward(self, ids, **options))[1])
     for asked, shown in (("num_samples=1", "{0}\n"), ("num_samples=2", "[1 of 2]\n{0}\n[2 of 2]\n{1}\n")):
         generation.generate(config(tmp_path / "a.ckpt", "prompt='1 2 3'", "max_new_tokens=6", "beams=4", asked))
         out, err = capsys.readouterr()
         assert out == shown.format(*(" ".join(map(str, ids)) for _, ids in beams)) and not err
+    assert read[:3] == ([(1, 2), (4, 1), (4, 1)] if cached else [(4, 3), (4, 4), (4, 5)])  # the prompt is read once
 
 
 def test_beams_are_not_searched_in_nan(source, monkeypatch):

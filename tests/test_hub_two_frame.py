@@ -141,3 +141,13 @@ def test_wrong_options_leave_the_model_as_it_was(options, message, tokens):
 def test_inputs_that_it_would_read_wrongly_are_refused(tokens):
     with pytest.raises(ValueError, match="attention_mask: attention in two frames takes no padding .* got 5 padded keys"):
         use_two_frame(llama())(tokens, attention_mask=torch.arange(30).expand(2, -1) >= torch.tensor([[5], [0]]))
+
+
+@pytest.mark.gpu
+@BOTH
+@torch.no_grad()
+def test_kernels(method, tokens):
+    model = llama(hidden_size=128, head_dim=32)
+    expected = restated(copy.deepcopy(model).double(), tokens, method, **OPTIONS[method])
+    model = use_two_frame(model.cuda(), method=method, **OPTIONS[method])
+    assert_close(model(tokens.cuda()).logits.cpu().double(), expected, rtol=1e-3, atol=1e-3)  # float32 by kernels

@@ -1,6 +1,7 @@
 """Passkey retrieval (Mohtashami & Jaggi 2023, arXiv:2305.16300): a number hidden in filler, and asked for at the end."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,32 +22,9 @@ NAMED_NEEDLE = "\nThe pass key of {name} is {key}. Remember it. {key} is the pas
 NAMED_QUESTION = "\nWhat is the pass key of {name}? The pass key of {name} is"
 
 
-def example(
-    length: int,
-    *,
-    depth: float | None,
-    encode: Callable[[str], Sequence[int]],
-    seed: int | Sequence[int],
-    filler: Sequence[int] | None = None,
-    keys: tuple[int, int] = KEYS,
-    introduction: str = INTRODUCTION,
-    distractors: int = 0,
-) -> haystack.Haystack:
-    """`length` tokens: introduction, filler with the key's sentence in it, question and answer (a blank and the key's digits).
-
-    Args:
-        length: of everything in tokens, the answer included.
-        depth: share of the filler before the key, 0 to 1; None draws it.
-        encode: text to token ids, without special tokens; pieces are encoded one by one.
-        seed: of the key (and depth): an int, or several such as (run, split, row).
-        filler: token ids, cut or repeated to what is needed; None takes the task's own five sentences.
-        keys: the smallest and the largest key.
-        distractors: further keys at depths of their own. Each key then has a name (NAMES), and that of the first is asked for.
-
-    Raises:
-        ValueError: `length` has no room for the sentences, or an argument is out of its range.
-    """
-    options = {"filler": filler, "keys": keys, "introduction": introduction, "distractors": distractors}
+def example(length: int, *, depth: float | None, encode: Callable[[str], Sequence[int]], seed: int | Sequence[int],
+            **options: Any) -> haystack.Haystack:
+    """A text with one key that is asked for; arguments as of `examples`, where one depth is one key."""
     return examples(length, depths=[depth], encode=encode, seed=seed, **options)[0]
 
 
@@ -61,8 +39,21 @@ def examples(
     introduction: str = INTRODUCTION,
     distractors: int = 0,
 ) -> list[haystack.Haystack]:
-    """One text with a key at each of the depths, and the question for each of them: examples that begin alike, in the order of depths.
-    Arguments as of `example`; several keys have names."""
+    """One text with a key at each depth, and the question for each: as many examples, which begin alike, each of `length` tokens:
+    introduction, filler with the keys' sentences in it, question and answer (a blank and the key's digits).
+
+    Args:
+        length: of everything in tokens, the answer included.
+        depths: share of the filler before each key, 0 to 1; None draws it.
+        encode: text to token ids, without special tokens; pieces are encoded one by one.
+        seed: of the keys (and depths): an int, or several such as (run, split, row).
+        filler: token ids, cut or repeated to what is needed; None takes the task's own five sentences.
+        keys: the smallest and the largest key.
+        distractors: further keys at depths of their own, which are not asked for. Where there are several keys, each has a name (NAMES).
+
+    Raises:
+        ValueError: `length` has no room for the sentences, or an argument is out of its range.
+    """
     low, high = keys
     if not 0 <= low <= high:
         raise ValueError(f"keys={list(keys)} must be the smallest and the largest key, whole numbers from 0 on")
