@@ -1,7 +1,7 @@
 """`flash_attention` against its peers, its features against plain attention, memory, host time and first call.
 
     python -m benchmarks.flash                              # the main table
-    python -m benchmarks.flash speed sustained graph deterministic features packed memory host first_call
+    python -m benchmarks.flash speed sustained graph deterministic features packed latent memory host first_call
 """
 
 import json
@@ -181,6 +181,13 @@ def packed(session: Session) -> Iterator[list[Row]]:
                 yield harness.compare(Line("flash", "packed", f"d{head_dim} {mask}", longest), columns, o.directions, session.timing)
 
 
+def latent(session: Session) -> Iterator[list[Row]]:
+    """Queries and keys half as wide again as values, as in multi-head latent attention: 192 and 128, and 96 and 64."""
+    for panel, length, case in main_cases(session):
+        wider = replace(case, head_dim=3 * case.head_dim // 2, value_dim=case.head_dim)
+        yield harness.compare(Line("flash", "latent", panel, length), entries(session, wider), session.options.directions, session.timing)
+
+
 def memory(session: Session) -> Iterator[list[Row]]:
     """Peak of one forward and backward beyond inputs and output gradient (outputs, gradients and scratch), as the allocator counts it."""
     for panel, length, case in main_cases(session):
@@ -249,7 +256,7 @@ def first_call(session: Session) -> Iterator[list[Row]]:
             yield [Row(direction=step, value=value, **common) for step, value in seconds.items()]
 
 
-TABLES = {f.__name__: f for f in (speed, sustained, graph, deterministic, features, packed, memory, host, first_call)}
+TABLES = {f.__name__: f for f in (speed, sustained, graph, deterministic, features, packed, latent, memory, host, first_call)}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -29,6 +29,7 @@ def refuse(case: Case, *features: str) -> None:
         "dropout": case.dropout_p > 0,  # each has a random stream of its own, so that the result could not be checked
         "unlike causal lengths": case.causal and any(m != n for m, n in case.lengths),
         "unlike packed lengths": case.packed and any(m != n for m, n in case.lengths),
+        "values of another width": case.value_dim not in (None, case.head_dim),
     }
     for feature in features:
         if used[feature]:
@@ -50,6 +51,8 @@ def attnzoo(impl: str, deterministic: bool = False) -> Callable[[Case, Inputs], 
 def sdpa(backend: SDPBackend) -> Callable[[Case, Inputs], Pass]:
     def make(case: Case, x: Inputs) -> Pass:
         refuse(case, "packed input", "window", "softcap", "alibi", "sinks", "dropout", "unlike causal lengths")
+        if backend == SDPBackend.FLASH_ATTENTION:
+            refuse(case, "values of another width")
         gqa = x.q.shape[-2] != x.k.shape[-2]
 
         def attend(q, k, v):
