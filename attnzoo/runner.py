@@ -1,6 +1,8 @@
 """From a composed config to a run: the only file that knows both Hydra and the Trainer."""
 
+import contextlib
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from attnzoo import checkpoint, trained
 from attnzoo import layers as by_layer
 from attnzoo.attention.supports import check_path
+from attnzoo.batch import sharing
 from attnzoo.errors import UserError
 from attnzoo.run import checks, initial
 from attnzoo.run.claiming import opens_again, own_folder
@@ -63,15 +66,13 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
         if getattr(data, "packs", False):
             for attention in attentions:
                 get_class(attention["_target_"]).check_packed(causal=data.objective == "lm", trees=trees)
+        _check_layers(cfg, trainer, data, trees)
         if origin:
             initial.check_tokenizer(cfg, origin, data.tokenizer)
         data.prepare_data()
         data.setup("fit")
         set_accumulation(trainer, cfg.batch_tokens, data)
         module = _build_module(cfg, data)
-        if trees:
-            for block in module.model.blocks:
-                block.attention.check_trees()
         begun = None
         if origin and ckpt_path is None:
             begun = initial.load(module.model, origin, new=cfg.init_new, positions=cfg.init_positions)
@@ -137,6 +138,18 @@ def build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:
     """The Trainer of a train.py config."""
     callbacks = [instantiate(callback, _convert_="all") for callback in (cfg.callbacks or {}).values() if callback]
     return make_trainer(instantiate(cfg.trainer, _partial_=True, _convert_="all"), callbacks, loggers, cfg.trainer.accelerator)
+
+
+def _check_layers(cfg: DictConfig, trainer: lightning.Trainer, data: Any, trees: bool) -> None:
+    """Lets each layer refuse what it does not take, in a model without memory: to prepare data may take hours."""
+    # a layer of one's own may not know the device, and what layers warn of they say when they are built
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"), torch.device("meta"):
+        model = instantiate(cfg.model, _partial_=True, _convert_="all")(vocab_size=cfg.model.vocab_size or 1)
+        for block in model.blocks:
+            if trees:
+                block.attention.check_trees()
+            if sharing(trainer) > 1:
+                block.attention.check_context_parallel(packed=getattr(data, "packs", False))
 
 
 def _build_module(cfg: DictConfig, data: Any) -> lightning.LightningModule:

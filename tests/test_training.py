@@ -35,6 +35,17 @@ def test_a_variant_without_packed_sequences_is_told_so_before_data_are_prepared(
     assert runner.train(compose_tiny(tmp_path, "data.cross_documents=true"))["val/loss"] > 0
 
 
+def test_what_a_layer_refuses_is_told_before_data_are_prepared(tmp_path):
+    for options, says in (
+        (["attention=mla", "model.qk_norm=true"], "model.qk_norm=true: attention=mla has norms of the latents"),
+        (["attention=nsa", "attention.block_size=7"], "attention.block_size=7"),
+        (["data=continuations", "data.paths=null", "layers=local_global"], "attention.window_size=.*in trees"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            runner.train(compose_tiny(tmp_path, *options))
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "objective", [[], ["model=bert_tiny", "data.packed=false"], ["data.cross_documents=true"]], ids=["lm", "mlm", "dense"]
