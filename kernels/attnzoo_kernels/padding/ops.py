@@ -110,7 +110,7 @@ def _add_norm_setup(ctx, inputs, output):
 def _add_norm_backward(remove, ctx, grad, *_):
     hidden, residual, weight, bias, indices, mean, rstd = ctx.saved_tensors
     x, grad = hidden + residual, remove(_readable(grad, 2), indices)
-    parameters = (p.to(x.dtype) for p in (weight, bias))
+    parameters = (p.to(x.dtype if x.is_cuda else mean.dtype) for p in (weight, bias))  # a CPU's takes those of the statistics
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(grad, x, weight.shape, mean, rstd, *parameters, [True, True, True])
     return dx, dx, dweight.to(weight.dtype), dbias.to(bias.dtype), None, None, None, None
 
