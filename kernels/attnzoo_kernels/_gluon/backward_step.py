@@ -15,6 +15,7 @@ from attnzoo_kernels._gluon.hopper import (
     product_layout,
     release,
     ring,
+    shared_tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -98,26 +99,21 @@ def column_numbers(ROWS: gl.constexpr):
 
 
 @gluon.jit
+def tile_words():
+    """Where the loading warp tells the others of tiles."""
+    return gl.allocate_shared_memory(gl.int32, [WORK, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
 def pair_tiles(dtype: gl.constexpr, c, columns=None):
     """Shared of pair_step. columns: those of it, if they have a place already."""
     ROWS: gl.constexpr = c.ROWS
-    WIDTH: gl.constexpr = c.WIDTH
-    STAGES: gl.constexpr = c.STAGES
-    rows_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
-    keys_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, WIDTH], dtype)
-    half: gl.constexpr = [ROWS * WIDTH // 64, 32]
-    q = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
-    do = gl.allocate_shared_memory(dtype, [STAGES, ROWS, WIDTH], rows_layout)
-    k = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
-    v = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
-    out = gl.allocate_shared_memory(dtype, [2, HALF, WIDTH], keys_layout)
-    ds = gl.allocate_shared_memory(dtype, [4, HALF, ROWS], gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype))
-    dq = gl.allocate_shared_memory(gl.float32, [2] + half, gl.NVMMASharedLayout.get_default_for(half, gl.float32))
-    stats = gl.allocate_shared_memory(gl.float32, [STAGES, 1, 2 * ROWS], gl.NVMMASharedLayout.get_default_for([1, 2 * ROWS], gl.float32))
-    if columns is None:
-        columns = column_numbers(ROWS)
-    work = gl.allocate_shared_memory(gl.int32, [WORK, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Shared(q, do, stats, k, v, ds, dq, out, columns, work)
+    return Shared(
+        q=shared_tiles(dtype, c.STAGES, ROWS, c.WIDTH), do=shared_tiles(dtype, c.STAGES, ROWS, c.WIDTH),
+        k=shared_tiles(dtype, 2, HALF, c.WIDTH), v=shared_tiles(dtype, 2, HALF, c.WIDTH), out=shared_tiles(dtype, 2, HALF, c.WIDTH),
+        ds=shared_tiles(dtype, 4, HALF, ROWS), dq=shared_tiles(gl.float32, 2, ROWS * c.WIDTH // 64, 32),
+        stats=shared_tiles(gl.float32, c.STAGES, 1, 2 * ROWS), columns=column_numbers(ROWS) if columns is None else columns,
+        work=tile_words())
 
 
 @gluon.jit
@@ -147,14 +143,20 @@ def base_2_scores(scores, smem, stage, scale, low, high, c, MASKED: gl.constexpr
 
 
 @gluon.jit
-def products(q_tiles, smem, bars, step, c, ME: gl.constexpr):
-    """(stage of a step, its scores, dO Vᵀ still in flight)."""
+def scores_in_flight(q_tiles, smem, bars, step, c, ME: gl.constexpr):
+    """(stage of a step, its phase, its scores still in flight)."""
     ROWS: gl.constexpr = q_tiles.shape[1]
     stage, phase = ring(step, c.STAGES)
     mbarrier.wait(bars.q_full.index(stage), phase)
     # [HALF, WIDTH] x [WIDTH, ROWS]
-    pending = warpgroup_mma(smem.k.index(ME), q_tiles.index(stage).permute((1, 0)),
-                            gl.zeros([HALF, ROWS], gl.float32, product_layout(ROWS)), use_acc=False, is_async=True)
+    return stage, phase, warpgroup_mma(smem.k.index(ME), q_tiles.index(stage).permute((1, 0)),
+                                       gl.zeros([HALF, ROWS], gl.float32, product_layout(ROWS)), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def products(q_tiles, smem, bars, step, c, ME: gl.constexpr):
+    """(stage of a step, its scores, dO Vᵀ still in flight)."""
+    stage, phase, pending = scores_in_flight(q_tiles, smem, bars, step, c, ME)
     mbarrier.wait(bars.do_full.index(stage), phase)
     # [HALF, VALUE_WIDTH] x [VALUE_WIDTH, c.ROWS]
     dweights_pending = warpgroup_mma(smem.v.index(ME), smem.do.index(stage).permute((1, 0)),

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import constants, mbarrier, ring
-from attnzoo_kernels._gluon.tiles import find_sequence
+from attnzoo_kernels._gluon.tiles import by_groups, find_sequence
 
 ROWS = gl.constexpr(64)  # queries of a step, if nothing else is said
 KEYS = gl.constexpr(128)  # of a program
@@ -203,13 +203,8 @@ def decode_keys(index, problem, c):
             tile = gl.where(tile < tiles, tiles - 1 - tile, tile)
         dq_tile = kv_head * problem.group * problem.head_tiles + first_q // c.ROWS + sequence
     else:
-        rows = n_seqs * problem.kv_heads
         key_tiles = (problem.seqlen_k + KEYS - 1) // KEYS
-        first_row = index // (problem.head_group * key_tiles) * problem.head_group
-        members = gl.maximum(gl.minimum(problem.head_group, rows - first_row), 1)
-        place = index - first_row * key_tiles
-        owner = first_row + place % members
-        tile = place // members
+        owner, tile = by_groups(index, key_tiles, n_seqs * problem.kv_heads, problem.head_group, True)
         if c.ORDERED:
             tile = key_tiles - 1 - tile
         sequence, kv_head = owner // problem.kv_heads, owner % problem.kv_heads

@@ -17,8 +17,8 @@ from attnzoo_kernels._triton import launch
 from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, descriptor_template, tma_takes_layout
 
 __all__ = ["TRIED", "async_add", "async_load", "async_store", "barrier", "barriers", "box", "descriptor", "fence_async_shared",
-           "constants", "invalidate", "load_box", "load_tile", "mbarrier", "place", "product_layout", "release", "ring", "stage_of", "tma",
-           "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
+           "constants", "invalidate", "load_box", "load_tile", "mbarrier", "place", "product_layout", "release", "ring", "shared_tiles", "stage_of",
+           "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
 
 SEQUENCE_END = gl.constexpr(launch.SEQUENCE_END)
 TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to the plain kernels
@@ -78,6 +78,12 @@ def why_not_tma(*tensors: Tensor) -> str | None:
 def box(buffer, desc):
     """A shared tile [rows, width] as the box of its descriptor [1, 1, rows, width]."""
     return buffer._reinterpret(desc.block_type.element_ty, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def shared_tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """COUNT tiles [ROWS, COLUMNS] in shared memory as TMA and matrix instructions take them."""
+    return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLUMNS], gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype))
 
 
 @gluon.jit

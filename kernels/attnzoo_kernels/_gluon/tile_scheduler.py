@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS, WORK
 from attnzoo_kernels._gluon.hopper import mbarrier, ring
-from attnzoo_kernels._gluon.tiles import find_sequence, key_tiles, sequence_bounds
+from attnzoo_kernels._gluon.tiles import by_groups, find_sequence, key_tiles, sequence_bounds
 
 
 class Tile(NamedTuple):
@@ -76,11 +76,8 @@ def decode_tile(index, problem, BLOCK: gl.constexpr, PACKED: gl.constexpr, HEAVY
     else:
         tiles = (seqlen + BLOCK - 1) // BLOCK
         if HEAVY_LAST:
-            first = index // (head_group * tiles) * head_group
-            members = gl.minimum(head_group, n_seqs * heads - first)
-            place = index - first * tiles
-            row = first + place % members
-            tile = tiles - 1 - place // members
+            row, tile = by_groups(index, tiles, n_seqs * heads, head_group, False)
+            tile = tiles - 1 - tile
         else:
             row = index // tiles
             tile = index % tiles

@@ -57,6 +57,18 @@ def sequence_bounds(cu_seqlens, sequence, n_seqs, seqlen, PACKED: gl.constexpr, 
 
 
 @gluon.jit
+def by_groups(index, tiles, heads, head_group, BEYOND: gl.constexpr):
+    """(head, tile) of the index-th of `tiles` tiles of each of `heads` heads: `head_group` of them take turns. BEYOND: the index may lie
+    behind the last one."""
+    first = index // (head_group * tiles) * head_group
+    members = gl.minimum(head_group, heads - first)
+    if BEYOND:
+        members = gl.maximum(members, 1)
+    place = index - first * tiles
+    return first + place % members, place // members
+
+
+@gluon.jit
 def key_tiles(row, ROWS: gl.constexpr, len_q, len_k, window_left, window_right, BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr,
               HAS_RIGHT: gl.constexpr):
     """Tiles of keys that ROWS queries from `row` on see: (begin, full_begin, full_end, end), in tiles; those before full_begin and from

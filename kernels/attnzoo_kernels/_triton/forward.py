@@ -28,7 +28,7 @@ def load_sequence(own, rows, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK
 
 
 @triton.jit
-def scored(q, k, x, own, at, position, edge, MASKED: tl.constexpr, SCORE: tl.constexpr, MASK: tl.constexpr):
+def scored(q, k, x, own, at, position, edge, MASKED: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr = products_only):
     """Scores of a tile of keys [BLOCK_N, BLOCK_D], -inf where masked, and what those of a row are less by."""
     # [BLOCK_M, BLOCK_N]
     products = score_dot(q, k, x.shape.PRECISION)
@@ -56,7 +56,7 @@ def forward_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD:
     # [BLOCK_N, BLOCK_D]
     k = LOAD(own, x.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
     # [BLOCK_M, BLOCK_N]
-    scores, less = scored(x.q, k, x, own, at, position, edge, MASKED, SCORE, MASK)
+    scores, less = scored(x.q, k, x, own, at, position, edge, MASKED, MASK, SCORE)
     weights, new_max, rescale = WEIGHTS(scores, row_max, x.unit, MASKED != "none", x.shape.PRECISION == "ieee", LAGS,
                                         less.reshape(x.shape.BLOCK_M) if ROW_BIAS else None)
     if not SUMS_LAST:

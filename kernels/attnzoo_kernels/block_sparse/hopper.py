@@ -12,8 +12,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
-from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_forward
+from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, outputs, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import Keys, load_segment, produce_segments
@@ -121,11 +121,10 @@ def block_sparse_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
         PREFETCH_TILE=PREFETCH_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PACKED=False, PRODUCE=produce_segments, CONSUME=consume,
         NEXT_TILE=next_tile, LOAD_TILE=load_tile, NEXT_ENTRY=next_entry, TAKE=take, SPAN=span, MAINLOOP=mainloop, COLUMN=column, MASK=mask,
         STEP_MASK=step_mask, INSIDE=inside, FINISH=finish)
-    descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
-    tiles, bars = allocate(descs, config, 7)
-    problem = Problem(counter, None, None, None, seqlen_q, seqlen_k, heads, group, None, n_tiles, window_left, window_right)
-    lists = Lists(order, index, count, list_tiles, list_width, stride_lb, stride_lh)
-    run_forward(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, lists), config)
+    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
+              Problem(counter, None, None, None, seqlen_q, seqlen_k, heads, group, None, n_tiles, window_left, window_right),
+              Rows(scale, lse_ptr, stats_ptr, stride_stats),
+              Lists(order, index, count, list_tiles, list_width, stride_lb, stride_lh), config, 7)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.call import Layout, layout, strides, tma_kind
-from attnzoo_kernels._triton.forward import normalised, products_only, scored, store_softmax
+from attnzoo_kernels._triton.forward import normalised, scored, softmax_state, store_softmax
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.mainloop import QueryTile, key_loops, load_values, window_seen
 from attnzoo_kernels._triton.masks import Window
@@ -31,8 +31,8 @@ def _gather(scores, v, acc, row_max, row_sum, x, MASKED: tl.constexpr, LAGS: tl.
 def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
     acc1, max1, sum1, acc2, max2, sum2 = state
     k1, k2 = load_both_keys(x, own, at, GUARD)
-    scores1, _ = scored(x.q, k1, x, own, at, position, edge, MASKED, products_only, window_seen)
-    scores2, _ = scored(own.q, k2, x, own, at, position, edge, MASKED, products_only, window_seen)
+    scores1, _ = scored(x.q, k1, x, own, at, position, edge, MASKED, window_seen)
+    scores2, _ = scored(own.q, k2, x, own, at, position, edge, MASKED, window_seen)
     v = load_values(x, at, GUARD)  # once for both branches
     acc1, max1, sum1 = _gather(scores1, v, acc1, max1, sum1, x, MASKED, own.LAGS)
     acc2, max2, sum2 = _gather(scores2, v, acc2, max2, sum2, x, MASKED, own.LAGS)
@@ -62,11 +62,9 @@ def differential_fwd_kernel(q1_source, q2_source, k1_source, k2_source, v_source
                               Operand(k2_source, stride_k2b, stride_k2s, stride_k2h), place, group, HEAD_DIM, BLOCK_M, BLOCK_D,
                               not TMA or Q_SELECT, TMA)
     v_rows = other_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), place, place.head // group, TMA)
-    nothing = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    zeros = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    branch = softmax_state(-float("inf"), Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA))
     acc1, max1, sum1, acc2, max2, sum2 = key_loops(
-        _step, (acc, nothing, zeros, acc, nothing, zeros),
+        _step, branch + branch,
         QueryTile(q1, None, None, k1_rows, v_rows, place, place.row + tl.arange(0, BLOCK_M)[:, None], in_units(softmax_scale, EXACT),
                   Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), False),
         Branch2(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), q2, k2_rows, None, SHARED_K, LAGS), False, False)

@@ -14,14 +14,23 @@ from attnzoo_kernels._gluon.backward_consume import Gradients, pair_start, pair_
 from attnzoo_kernels._gluon.backward_dq import add_to
 from attnzoo_kernels._gluon.backward_kernel import run_pair
 from attnzoo_kernels._gluon.backward_load import Source, all_steps, next_step
-from attnzoo_kernels._gluon.backward_step import Barriers, Shared, column_numbers, masked_scores, step_barriers
-from attnzoo_kernels._gluon.backward_tiles import HALF, ROWS, WORK, Config, Problem, next_key_tile, same_for_all, word
+from attnzoo_kernels._gluon.backward_step import (
+    Barriers,
+    Shared,
+    column_numbers,
+    masked_scores,
+    scores_in_flight,
+    step_barriers,
+    tile_words,
+)
+from attnzoo_kernels._gluon.backward_tiles import HALF, ROWS, Config, Problem, next_key_tile, same_for_all, word
 from attnzoo_kernels._gluon.hopper import (
     barriers,
     fence_async_shared,
     mbarrier,
     product_layout,
     ring,
+    shared_tiles,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -97,11 +106,7 @@ def _unpacked(x, dtype: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _first_scores(smem, bars, step, c, ME: gl.constexpr):
     """The first branch's scores of a step."""
-    stage, phase = ring(step, c.STAGES)
-    mbarrier.wait(bars.q_full.index(stage), phase)
-    # [HALF, BLOCK_D] x [BLOCK_D, ROWS]
-    pending = warpgroup_mma(smem.k.index(ME), smem.q[0].index(stage).permute((1, 0)),
-                            gl.zeros([HALF, ROWS], gl.float32, product_layout(ROWS)), use_acc=False, is_async=True)
+    _, _, pending = scores_in_flight(smem.q[0], smem, bars, step, c, ME)
     return warpgroup_mma_wait(0, deps=(pending,))
 
 
@@ -179,28 +184,18 @@ def branch_tiles(dtype: gl.constexpr, KEYS_OF: gl.constexpr, JOINT: gl.constexpr
     """Shared of both branches, with KEYS_OF one of them or two. JOINT: a step's queries of both lie in one buffer, side by side as columns
     of scores, and dQ goes through shared memory. Else each branch's queries have a buffer of their own: reading both from one takes more
     registers, which are spilled."""
-    rows: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, c.WIDTH], dtype)
-    of_values: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, c.VALUE_WIDTH], dtype)
-    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, ROWS], dtype)
     if JOINT:
-        q = gl.allocate_shared_memory(dtype, [2 * c.STAGES, ROWS, c.WIDTH], rows)
+        q = shared_tiles(dtype, 2 * c.STAGES, ROWS, c.WIDTH)
     else:
-        first = gl.allocate_shared_memory(dtype, [c.STAGES, ROWS, c.WIDTH], rows)
-        q = first, gl.allocate_shared_memory(dtype, [c.STAGES, ROWS, c.WIDTH], rows)
-    do = gl.allocate_shared_memory(dtype, [c.STAGES, ROWS, c.VALUE_WIDTH], of_values)
-    k = gl.allocate_shared_memory(dtype, [2 * KEYS_OF, HALF, c.WIDTH], rows)
-    v = gl.allocate_shared_memory(dtype, [2, HALF, c.VALUE_WIDTH], of_values)
+        q = shared_tiles(dtype, c.STAGES, ROWS, c.WIDTH), shared_tiles(dtype, c.STAGES, ROWS, c.WIDTH)
+    do = shared_tiles(dtype, c.STAGES, ROWS, c.VALUE_WIDTH)
+    k, v = shared_tiles(dtype, 2 * KEYS_OF, HALF, c.WIDTH), shared_tiles(dtype, 2, HALF, c.VALUE_WIDTH)
     if JOINT:
-        ds = gl.allocate_shared_memory(dtype, [4, HALF, 2 * ROWS], gl.NVMMASharedLayout.get_default_for([HALF, 2 * ROWS], dtype))
-        dq = gl.allocate_shared_memory(gl.float32, [2, 128, 32], gl.NVMMASharedLayout.get_default_for([128, 32], gl.float32))
+        ds, dq = shared_tiles(dtype, 4, HALF, 2 * ROWS), shared_tiles(gl.float32, 2, 128, 32)
     else:
-        ds = gl.allocate_shared_memory(dtype, [8, HALF, ROWS], square)  # of two steps, both branches and both consumers
-        dq = ()
-    out = gl.allocate_shared_memory(dtype, [2, HALF, 64], square)
-    stats = gl.allocate_shared_memory(gl.float32, [2 * c.STAGES, 1, STATS], gl.NVMMASharedLayout.get_default_for([1, STATS], gl.float32))
-    columns = column_numbers(ROWS)
-    work = gl.allocate_shared_memory(gl.int32, [WORK, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Shared(q, do, stats, k, v, ds, dq, out, columns, work)
+        ds, dq = shared_tiles(dtype, 8, HALF, ROWS), ()  # of two steps, both branches and both consumers
+    return Shared(q=q, do=do, k=k, v=v, ds=ds, dq=dq, out=shared_tiles(dtype, 2, HALF, 64),
+                  stats=shared_tiles(gl.float32, 2 * c.STAGES, 1, STATS), columns=column_numbers(ROWS), work=tile_words())
 
 
 class Own(NamedTuple):

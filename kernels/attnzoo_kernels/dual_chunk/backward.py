@@ -15,9 +15,9 @@ from torch import Tensor
 from attnzoo_kernels._triton.backward import STATS_BLOCK, backward_dq, dkdv_step, dq_step, first_stats_row, load_row_stats
 from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, tma_readable, tma_takes_layout
-from attnzoo_kernels._triton.mainloop import KeyTile, RowStats, range_loop
+from attnzoo_kernels._triton.mainloop import KeyTile, RowStats, load_query_rows, range_loop
 from attnzoo_kernels._triton.softmax import LN2
-from attnzoo_kernels._triton.tiles import Operand, Shape, head_rows, load_rows, store_rows
+from attnzoo_kernels._triton.tiles import Operand, Shape, head_rows, load_own, load_rows, other_rows, own_rows, store_own
 from attnzoo_kernels.dual_chunk.chunks import chunk_tile, chunks_apart, query_copy, relation_range
 from attnzoo_kernels.dual_chunk.hooks import Chunked, first_relation, relation_loops, seen
 from attnzoo_kernels.dual_chunk.options import Extras, Options
@@ -117,7 +117,7 @@ def _load_copy(x, own, at, GUARD: tl.constexpr):
     """LOAD_Q: queries at the positions that they have to this tile's keys."""
     copy = (at >= own.seam).to(tl.int32) + (at >= own.seam + own.chunk).to(tl.int32)
     rows = head_rows(own.queries, copy * own.batches + x.place.batch, x.head, x.place.other_first, x.place.other_length, x.shape.TMA)
-    return load_rows(rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+    return load_query_rows(x, rows, at, GUARD)
 
 
 @triton.jit
@@ -184,13 +184,11 @@ def dual_chunk_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stat
     offset = len_k - place.other_length
     inside = tl.minimum(place.row + tl.arange(0, BLOCK_N) - index * chunk, chunk - 1)
     first_seen = place.row + tl.arange(0, BLOCK_N) - offset
-    v_rows = head_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), place.batch, place.head, place.first, place.length, TMA)
     # [BLOCK_N, BLOCK_DV]
-    v = load_rows(v_rows, place.row, VALUE_DIM, BLOCK_N, BLOCK_DV, not TMA, TMA)
+    v = load_own(Operand(v_source, stride_vb, stride_vs, stride_vh), place, VALUE_DIM, BLOCK_N, BLOCK_DV, TMA)
     if CAUSAL:
-        k_rows = head_rows(Operand(k_source, stride_kb, stride_ks, stride_kh), place.batch, place.head, place.first, place.length, TMA)
         # [BLOCK_N, BLOCK_D]
-        k = load_rows(k_rows, place.row, HEAD_DIM, BLOCK_N, BLOCK_D, not TMA, TMA)
+        k = load_own(Operand(k_source, stride_kb, stride_ks, stride_kh), place, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -205,8 +203,7 @@ def dual_chunk_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stat
             k = load_rows(k_rows, place.row, HEAD_DIM, BLOCK_N, BLOCK_D, not TMA, TMA)
         for member in range(group):
             head = place.head * group + member
-            do_rows = head_rows(Operand(do_source, stride_dob, stride_dos, stride_doh), place.batch, head, place.other_first,
-                                place.other_length, TMA)
+            do_rows = other_rows(Operand(do_source, stride_dob, stride_dos, stride_doh), place, head, TMA)
             row_stats = row_stats_ptr + first_stats_row(head, place.sequence, place.other_first, n_seqs, seqlen_q, heads, PACKED,
                                                         STATS_BLOCK)
             for part in tl.static_range(3):
@@ -229,10 +226,9 @@ def dual_chunk_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stat
             dk = turn_back(dk, cos, sin, turn, ROTARY_DIM, BLOCK_N, BLOCK_D)
     dk = turn_back(dk, cos, sin, inside, ROTARY_DIM, BLOCK_N, BLOCK_D)
     a, b = tl.split((dk * (logit_scale if PRECISION == "ieee" else LN2)).reshape(BLOCK_N, BLOCK_D // 2, 2))
-    dk_rows = head_rows(Operand(dk_ptr, stride_dkb, stride_dks, stride_dkh), place.batch, place.head, place.first, place.length, False)
+    dk_rows = own_rows(Operand(dk_ptr, stride_dkb, stride_dks, stride_dkh), place, False)
     store_pairs(dk_rows.source, a, b, place.row, place.length, stride_dks, HEAD_DIM, ROTARY_DIM, BLOCK_N, BLOCK_D, INTERLEAVED)
-    dv_rows = head_rows(Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), place.batch, place.head, place.first, place.length, False)
-    store_rows(dv_rows, dv, place.row, VALUE_DIM, BLOCK_N, BLOCK_DV)
+    store_own(Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), dv, place, VALUE_DIM, BLOCK_N, BLOCK_DV)
 
 
 @functools.lru_cache(maxsize=1024)

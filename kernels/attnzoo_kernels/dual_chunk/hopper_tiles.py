@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.forward import ROWS
 from attnzoo_kernels._gluon.forward_producer import Keys, load_segment
 from attnzoo_kernels._gluon.tile_scheduler import Span, Tile, next_index
-from attnzoo_kernels._gluon.tiles import find_sequence, sequence_bounds
+from attnzoo_kernels._gluon.tiles import by_groups, find_sequence, sequence_bounds
 
 
 class Source(NamedTuple):
@@ -75,11 +75,7 @@ def decode_tile(index, program, config):
         first, tiles, added = sequence_tiles(len_q, len_k, chunk, BLOCK)
     else:
         first, tiles, added = sequence_tiles(seqlen_q, seqlen_k, chunk, BLOCK)
-        first_group = index // (head_group * tiles) * head_group
-        members = gl.maximum(gl.minimum(head_group, n_seqs * heads - first_group), 1)
-        place = index - first_group * tiles
-        owner = first_group + place % members
-        place = place // members
+        owner, place = by_groups(index, tiles, n_seqs * heads, head_group, True)
         sequence, head = owner // heads, owner % heads
         first_q, len_q, first_k, len_k = 0, seqlen_q, 0, seqlen_k
     there = (place < tiles) & (len_q > 0)
