@@ -17,8 +17,8 @@ from attnzoo_kernels._triton import launch
 from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, descriptor_template, tma_takes_layout
 
 __all__ = ["TRIED", "async_add", "async_load", "async_store", "barrier", "barriers", "box", "descriptor", "fence_async_shared",
-           "constants", "invalidate", "load_box", "load_tile", "mbarrier", "place", "product_layout", "release", "ring", "shared_tiles", "stage_of",
-           "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
+           "constants", "invalidate", "load_box", "load_tile", "mbarrier", "place", "product_layout", "release", "ring",
+           "shared_tiles", "stage_of", "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
 
 SEQUENCE_END = gl.constexpr(launch.SEQUENCE_END)
 TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to the plain kernels
