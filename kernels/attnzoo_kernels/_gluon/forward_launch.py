@@ -80,11 +80,3 @@ def compiled_together(plans: Iterable[ForwardPlan]) -> ForwardPlan:
         if launch.constants != plan.launch.constants:
             launch.other = plan.launch
     return first
-
-
-def outputs(q: Tensor, value_dim: int, softmaxes: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, LSE, statistics) for queries (batch, seqlen, heads, width) or (total, heads, width); the latter two in float32: (batch, heads,
-    seqlen) or (heads, total) behind a dimension of the softmaxes, if there are several, and of twice as many."""
-    rows = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    lse = torch.empty(rows if softmaxes == 1 else (softmaxes, *rows), dtype=torch.float32, device=q.device)
-    return q.new_empty(*q.shape[:-1], value_dim), lse, lse.new_empty(2 * softmaxes, *rows)

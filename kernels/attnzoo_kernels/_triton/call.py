@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo_kernels import autograd
 from attnzoo_kernels._triton.launch import L2_GROUP, block_width, multiprocessors, tma_takes_layout, value_block
 from attnzoo_kernels._triton.tiles import BY_SEQUENCE
 
@@ -16,9 +17,17 @@ def layout(x: Tensor) -> Layout:
     return x.shape, x.stride()
 
 
-def strides(x: Layout) -> tuple[int, int, int]:
-    """(batch, row, head) strides of (batch, seqlen, heads, width), or of (total, heads, width) with batch 0."""
-    return (0, *x[1][:2]) if len(x[0]) == 3 else x[1][:3]
+def strides(*tensors: Layout) -> tuple[int, ...]:
+    """(batch, row, head) strides of each (batch, seqlen, heads, width), or (total, heads, width) with batch 0."""
+    return tuple(stride for shape, of in tensors for stride in ((0, *of[:2]) if len(shape) == 3 else of[:3]))
+
+
+def outputs(q: Tensor, value_dim: int, softmaxes: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, LSE, statistics) for queries (batch, seqlen, heads, width) or (total, heads, width); the latter two in float32: (batch, heads,
+    seqlen) or (heads, total) behind a dimension of the softmaxes, if there are several, and of twice as many."""
+    rows = autograd.lse_shape(q, q.dim() == 3)
+    lse = torch.empty(rows if softmaxes == 1 else (softmaxes, *rows), dtype=torch.float32, device=q.device)
+    return q.new_empty(*q.shape[:-1], value_dim), lse, lse.new_empty(2 * softmaxes, *rows)
 
 
 def tma_kind(wanted: bool, tensors: tuple[Layout, ...], itemsize: int, packed: bool) -> int:

@@ -96,6 +96,11 @@ def tma_gradient(x: Tensor) -> Tensor:
     return x if tma_takes(x) and x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
+def row_by_row(x: Tensor) -> Tensor:
+    """x itself, or a contiguous copy where its rows are not: autograd may hand over an expanded gradient."""
+    return x.contiguous() if x.shape[-1] > 1 and x.stride(-1) != 1 else x
+
+
 def readable(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
     """The tensors with copies of what TMA cannot read, where values are narrow or a width is no multiple of 8 and one needs a copy; else
     None. Such widths are copied in all tensors or in none: a kernel takes the queries' width for the keys'."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo_kernels._triton.backward import STATS_BLOCK, backward_dkdv, backward_dq, dkdv_step, dq_step
 from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
-from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
+from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.tiles import Operand, Shape
 from attnzoo_kernels.block_sparse.hooks import Lists, listed_keys, listed_queries, listed_tile, seen, seen_transposed
@@ -98,7 +98,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
     grid = options.grid(q[0], k[0], tile)
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.packed)
     constants = options.constants(grid, q[0], v[0], dtype) | {"HAS_GRAD_LSE": has_grad_lse, "STATS_BLOCK": STATS_BLOCK, "TMA": tma}
-    scalars = (*(stride for x in (q, k, v, out, grad_out, dq) for stride in strides(x)), math.prod(q[0][:-1]), stats_stride,
+    scalars = (*strides(q, k, v, out, grad_out, dq), math.prod(q[0][:-1]), stats_stride,
                *options.scalars(grid, q[0], k[0], by_keys=False))
     programs = options.programs(q[0][-2], seqlen_q, sequences, tile.block_m)
     return Launch(block_sparse_bwd_dq_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages,
@@ -113,7 +113,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
     grid = options.grid(q[0], k[0], tile)
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.packed)
     constants = options.constants(grid, q[0], v[0], dtype) | {"STATS_BLOCK": STATS_BLOCK, "TMA": tma}
-    scalars = (*(stride for x in (q, k, v, grad_out, dk, dv) for stride in strides(x)), stats_stride,
+    scalars = (*strides(q, k, v, grad_out, dk, dv), stats_stride,
                *options.scalars(grid, q[0], k[0], by_keys=True))
     programs = options.programs(k[0][-2], seqlen_k, sequences, tile.block_n)
     return Launch(block_sparse_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages,
@@ -152,8 +152,7 @@ def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Te
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, mask: Tensor,
                     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV for the gradients of output and LSE."""
-    if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()  # autograd may hand over an expanded gradient, which no kernel can read row by row
+    grad_out = row_by_row(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     with on_device_of(q):

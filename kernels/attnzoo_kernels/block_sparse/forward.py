@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
+from attnzoo_kernels._triton.call import Layout, layout, outputs, read_blocks, strides, tma_kind
 from attnzoo_kernels._triton.forward import forward, forward_step, softmax_state
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.masks import Window
@@ -84,10 +84,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k:
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
                    options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Output (layout of q, value width), LSE and, for the backward, the statistics (2, *lse.shape) of the softmax."""
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    stats = torch.empty(2, *lse_shape, dtype=torch.float32, device=q.device)
+    out, lse, stats = outputs(q, v.shape[-1])
     if lse.numel() == 0:
         return out, lse, stats
     launch, grid = _plan(q.device, q.dtype, are_aligned(q, k, v), layout(q), layout(k), layout(v), options)

@@ -30,7 +30,7 @@ from attnzoo_kernels._triton.backward import (
     transposed_dot,
 )
 from attnzoo_kernels._triton.call import Layout, layout, strides, tma_kind
-from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
+from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row
 from attnzoo_kernels._triton.mainloop import (
     QueryTile,
     RowStats,
@@ -224,7 +224,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, shared_k: 
     tile = dq_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize)
     constants |= {"EXACT_R": exact_r, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK,
                   "TMA": tma_kind(tile.tma and aligned, sources, dtype.itemsize, options.packed)}
-    scalars = (*(stride for x in sources for stride in strides(x)), *lam, *(stride for x in (out, dq1, dq2) for stride in strides(x)),
+    scalars = (*strides(*sources), *lam, *strides(out, dq1, dq2),
                stats_stride, rows_stride, *options.scalars(q1[0], k1[0]))
     return Launch(differential_bwd_dq_kernel, options.programs(q1[0][-2], seqlen_q, sequences, tile.block_m), scalars, constants,
                   tile.num_warps, tile.num_stages, _blocks(tile, constants))
@@ -239,7 +239,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, shared_k
     tile = dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize)
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK,
                   "TMA": tma_kind(tile.tma and aligned, sources, dtype.itemsize, options.packed)}
-    scalars = (*(stride for x in (*sources, dk1, dk2, dv) for stride in strides(x)), rows_stride, *options.scalars(q1[0], k1[0]))
+    scalars = (*strides(*sources, dk1, dk2, dv), rows_stride, *options.scalars(q1[0], k1[0]))
     return Launch(differential_bwd_dkdv_kernel, options.programs(k1[0][-2], seqlen_k, sequences, tile.block_n), scalars, constants,
                   tile.num_warps, tile.num_stages, _blocks(tile, constants))
 
@@ -288,8 +288,7 @@ def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Te
                     out2: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dlam: bool,
                     options: Options) -> tuple[Tensor, ...]:
     """dQ1, dQ2, dK1, dK2 (empty where K is shared), dV and dlambda (empty unless needs_dlam)."""
-    if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()  # autograd may hand over an expanded gradient, which no kernel can read row by row
+    grad_out = row_by_row(grad_out)
     with on_device_of(q1):
         dq1, dq2, row_stats, r = launch_dq(grad_out, q1, q2, k1, k2, v, lam, out, out2, stats, cu_seqlens_q, cu_seqlens_k, needs_dlam,
                                            options)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attnzoo_kernels._triton.backward import STATS_BLOCK, backward_dq, dkdv_step, dq_step, first_stats_row, load_row_stats
 from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides
-from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, tma_readable, tma_takes_layout
+from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row, tma_readable, tma_takes_layout
 from attnzoo_kernels._triton.mainloop import KeyTile, RowStats, load_query_rows, range_loop
 from attnzoo_kernels._triton.softmax import LN2
 from attnzoo_kernels._triton.tiles import Operand, Shape, head_rows, load_own, load_rows, other_rows, own_rows, store_own
@@ -240,7 +240,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
     tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in sources)
     constants |= {"HAS_MULTIPLIER": options.has_multiplier, "HAS_GRAD_LSE": has_grad_lse, "STATS_BLOCK": STATS_BLOCK,
                   "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": int(tma)}
-    scalars = (*(stride for x in (*sources[:3], out, sources[3], dq) for stride in strides(x)), stats_stride, rows_stride,
+    scalars = (*strides(*sources[:3], out, sources[3], dq), stats_stride, rows_stride,
                options.multiplier_stride or 0, options.softmax_scale, options.logit_scale(dtype), options.top, options.far,
                *options.scalars(q, k))
     return Launch(dual_chunk_bwd_dq_kernel, options.chunk_programs(q[-2], sequences, seqlen_q, seqlen_k - seqlen_q, tile.block_m), scalars,
@@ -257,7 +257,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: torch
     tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in sources)
     constants |= {"ONE_LOOP": options.tiles_end_at_seams(q, k, tile.block_m, tile.block_n), "STATS_BLOCK": STATS_BLOCK,
                   "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": int(tma)}
-    scalars = (*(stride for x in (*sources, dk, dv) for stride in strides(x)), rows_stride, options.logit_scale(dtype), options.top,
+    scalars = (*strides(*sources, dk, dv), rows_stride, options.logit_scale(dtype), options.top,
                options.far, *options.scalars(q, k))
     return Launch(dual_chunk_bwd_dkdv_kernel, options.chunk_programs(k[-2], sequences, seqlen_k, 0, tile.block_n), scalars, constants,
                   tile.num_warps, tile.num_stages, read_blocks(tile, constants, 3), tile.launch_options(tma))
@@ -266,8 +266,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: torch
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
                     extras: Extras, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV for the gradients of output and LSE."""
-    if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()  # autograd may hand over an expanded gradient, which no kernel can read row by row
+    grad_out = row_by_row(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))

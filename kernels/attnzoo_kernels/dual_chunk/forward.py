@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides
+from attnzoo_kernels._triton.call import Layout, layout, outputs, read_blocks, strides
 from attnzoo_kernels._triton.forward import forward, forward_step, softmax_state
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, tma_readable, tma_takes_layout
 from attnzoo_kernels._triton.tiles import Operand, Shape
@@ -78,7 +78,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, queries: Layo
     # by Hopper's products, whose threads hold two rows of 64 where four warps share them
     by_warp = tma and architecture(device) == 90 and tile.block_m == 16 * tile.num_warps
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": int(tma), "BY_WARP": by_warp}
-    scalars = (*(stride for x in (queries, keys, v, out) for stride in strides(x)), stats_stride, options.logit_scale(dtype),
+    scalars = (*strides(queries, keys, v, out), stats_stride, options.logit_scale(dtype),
                *options.scalars(q, k))
     return Launch(dual_chunk_fwd_kernel, options.chunk_programs(q[-2], sequences, seqlen_q, seqlen_k - seqlen_q, tile.block_m), scalars,
                   constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants), tile.launch_options(tma))
@@ -86,10 +86,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, queries: Layo
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, extras: Extras, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """Output (layout of q, value width), LSE and, for the backward, the statistics (2, *lse.shape) of the softmax."""
-    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    lse_shape = (q.shape[1], q.shape[0]) if options.packed else (q.shape[0], q.shape[2], q.shape[1])
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    stats = lse.new_empty(2, *lse_shape)
+    out, lse, stats = outputs(q, v.shape[-1])
     if lse.numel() > 0:
         with on_device_of(q):
             for part in parts(q, k, extras, options):

@@ -14,13 +14,13 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
 from attnzoo_kernels._gluon.forward_consumer import consume, rows_before, run_tiles, write_tile
-from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, outputs, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import attend_step, await_keys, first_weights, last_product, mask_scores
 from attnzoo_kernels._gluon.forward_producer import produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import constants, mbarrier, product_layout, ring, stage_of, why_not_tma
 from attnzoo_kernels._gluon.tile_scheduler import take, tile_counter
-from attnzoo_kernels._triton.call import Layout, layout
+from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.dual_chunk.hopper_tiles import load_tile, next_tile, relation_keys, span
 from attnzoo_kernels.dual_chunk.options import Extras, Options

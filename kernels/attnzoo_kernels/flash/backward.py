@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo_kernels._triton.backward import STATS_BLOCK, backward_dkdv, backward_dq, dkdv_step, dq_step, load_stats
 from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
-from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
+from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row
 from attnzoo_kernels._triton.mainloop import key_loops, query_loops, window_seen, window_seen_transposed
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.ranges import load_range_stats, range_seen, range_seen_transposed
@@ -180,7 +180,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.sequences is not None)
     constants |= {"HAS_GRAD_LSE": has_grad_lse, "EXACT_DELTA": exact_delta, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
                   "STATS_BLOCK": STATS_BLOCK, "TMA": tma}
-    scalars = (*(stride for x in (q, k, v, out, grad_out, dq) for stride in strides(x)), math.prod(q[0][:-1]), stats_stride,
+    scalars = (*strides(q, k, v, out, grad_out, dq), math.prod(q[0][:-1]), stats_stride,
                *options.scalars(q[0], k[0]),
                options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))
     programs = options.programs(q[0][-2], seqlen_q, sequences, tile.block_m)
@@ -201,7 +201,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.sequences is not None)
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK, "TMA": tma, "ONE_LOOP": tile.one_loop,
                   "FROM_STATS": tile.from_stats and dtype != torch.float32 and not any(constants[name] for name in _BETWEEN)}
-    scalars = (*(stride for x in (q, k, v, grad_out, dk, dv) for stride in strides(x)), stats_stride, *options.scalars(q[0], k[0]),
+    scalars = (*strides(q, k, v, grad_out, dk, dv), stats_stride, *options.scalars(q[0], k[0]),
                1 if options.packed and not options.ranges  # packed sequences lose by the rule of dQ
                else options.heads_together(k[0], q[0], (q[0][-1] + v[0][-1]) * (q[0][-2] // k[0][-2]), tile.block_n, device, dtype))
     programs = options.programs(k[0][-2], seqlen_k, sequences, tile.block_n)
@@ -250,8 +250,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
 
     into: where the first three go, 16-byte aligned. key_bias, column_sums: as launch_forward and launch_dkdv have them.
     """
-    if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()  # autograd may hand over an expanded gradient, which no kernel can read row by row
+    grad_out = row_by_row(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     extras = (cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state)

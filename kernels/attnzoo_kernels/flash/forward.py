@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
+from attnzoo_kernels._triton.call import Layout, layout, outputs, read_blocks, strides, tma_kind
 from attnzoo_kernels._triton.forward import forward, forward_step, softmax_state
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.mainloop import key_loops, window_seen
@@ -142,7 +142,7 @@ def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: 
     constants |= {"DROP_PAIRS": drop_pairs_hold(options.dropout_p, dtype, device), "BY_WARP": by_warp, "HAS_SINKS": has_sinks,
                   "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma, "Q_REGISTERS": tile.q_registers,
                   "Q_SELECT": tile.q_select, "ONE_LOOP": tile.one_loop}
-    scalars = (*strides(q), *strides(k), *strides(v), *stride_out, rows, *options.scalars(q[0], k[0]),
+    scalars = (*strides(q, k, v), *stride_out, rows, *options.scalars(q[0], k[0]),
                options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))
     programs = options.programs(heads, seqlen_q, sequences, tile.block_m)
     return Launch(flash_fwd_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants))
@@ -155,10 +155,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
 
     key_bias: the options say whether it is there.
     """
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
-    lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    stats = torch.empty(2, *lse_shape, dtype=torch.float32, device=q.device)
+    out, lse, stats = outputs(q, v.shape[-1])
     if lse.numel() == 0:
         return out, lse, stats
     launch = _plan(q.device, q.dtype, are_aligned(q, k, v), sinks is not None, layout(q), layout(k), layout(v), options)

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
 from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_tiles
-from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, outputs, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import attend_step, await_keys, first_weights, last_product
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
@@ -22,7 +22,7 @@ from attnzoo_kernels._gluon.hopper import product_layout
 from attnzoo_kernels._gluon.ranges import Table, last_beginning, load_range, touching
 from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, decode_tile, take_words, tile_counter
 from attnzoo_kernels._gluon.tiles import key_tiles
-from attnzoo_kernels._triton.call import Layout, layout
+from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.flash.hopper import LOG2E, join_sink
 from attnzoo_kernels.flash.options import Options

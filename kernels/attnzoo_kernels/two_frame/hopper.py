@@ -14,14 +14,14 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
 from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_forward
-from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, outputs, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import attend_step, first_weights, last_product, mask_scores
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import mbarrier, product_layout, ring, stage_of, why_not_tma
 from attnzoo_kernels._gluon.tile_scheduler import Span, Tile, next_tile, take, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
-from attnzoo_kernels._triton.call import Layout, layout
+from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.two_frame.options import Options
 from attnzoo_kernels.two_frame.tiles import hopper_forward_tile
