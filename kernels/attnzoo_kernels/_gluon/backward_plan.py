@@ -1,13 +1,15 @@
 """What a launch of a Hopper backward by two consumers is planned from: its tile, and the copies of the ends of packed sequences."""
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_tiles import HALF
-from attnzoo_kernels._gluon.bwd_preprocess import bwd_tails_kernel
+from attnzoo_kernels._gluon.bwd_postprocess import bwd_postprocess_kernel
+from attnzoo_kernels._gluon.bwd_preprocess import bwd_preprocess_kernel, bwd_tails_kernel
 from attnzoo_kernels._gluon.hopper import descriptor
-from attnzoo_kernels._triton.call import Layout, strides
+from attnzoo_kernels._triton.call import Call, Layout, strides
 from attnzoo_kernels._triton.launch import Launch
 
 
@@ -48,6 +50,21 @@ def copy_tails(launch: Launch, x: Tensor, cu_seqlens: Tensor) -> Tensor:
     copies = x.new_empty(cu_seqlens.shape[0], launch.constants["BLOCK"], x.shape[-2], launch.constants["WIDTH"])
     launch(x, copies, cu_seqlens)
     return copies
+
+
+def frame(call: Call, q: Layout, out: Layout | None, grad_out: Layout, dq: Layout, rows: int, width: int, *, value_dim: int,
+          has_grad_lse: bool, ordered: bool) -> tuple[Launch, Launch]:
+    """What precedes the mainloop, which takes `rows` queries a step, and what follows it. out: None where rows have no statistics."""
+    sequences, seqlen_q, _ = call.sizes(q[0], q[0])
+    (heads, head_dim), of_rows = q[0][-2:], {"WIDTH": width, "PACKED": call.packed, "BLOCK": rows}
+    programs = call.programs(heads, seqlen_q, sequences, rows)
+    return Launch(
+        bwd_preprocess_kernel, programs,
+        (*strides(out or grad_out, grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads),
+        of_rows | {"VALUE_DIM": value_dim, "SEMAPHORES": 1 if ordered else 0, "HAS_GRAD_LSE": has_grad_lse, "STATISTICS": out is not None},
+        4, 1), Launch(
+            bwd_postprocess_kernel, programs, (*strides(dq), call.softmax_scale, sequences, seqlen_q, heads),
+            of_rows | {"HEAD_DIM": head_dim, "ORDERED": ordered, "SPACING": 1}, 4, 1)
 
 
 def sources(tensors: tuple[Tensor | None, ...], rows: int, width: int) -> list:

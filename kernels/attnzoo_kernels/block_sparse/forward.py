@@ -75,7 +75,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k:
     constants |= {"TMA": tma, "Q_SELECT": tile.q_registers, "BY_WARP": by_warp}
     heads, value_dim = q[0][-2], v[0][-1]
     stride_out = (0 if len(q[0]) == 3 else seqlen_q * heads * value_dim, heads * value_dim, value_dim)
-    scalars = (*strides(q), *strides(k), *strides(v), *stride_out, math.prod(q[0][:-1]), *options.scalars(grid, q[0], k[0], by_keys=False))
+    scalars = (*strides(q, k, v), *stride_out, math.prod(q[0][:-1]), *options.scalars(grid, q[0], k[0], by_keys=False))
     programs = options.programs(heads, seqlen_q, sequences, tile.block_m)
     return Launch(block_sparse_fwd_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages,
                   read_blocks(tile, constants)), grid

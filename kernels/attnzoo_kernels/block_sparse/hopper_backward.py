@@ -4,18 +4,15 @@ dQ is a sum without an order, so that its rounding differs from run to run; dete
 """
 
 import functools
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._gluon.backward_plan import Tile, mainloop_width, sources
+from attnzoo_kernels._gluon.backward_plan import Tile, frame, mainloop_width, sources
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, ROWS
-from attnzoo_kernels._gluon.bwd_postprocess import bwd_postprocess_kernel
-from attnzoo_kernels._gluon.bwd_preprocess import bwd_preprocess_kernel
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
-from attnzoo_kernels._triton.call import Layout, layout, strides
+from attnzoo_kernels._triton.call import Layout, layout
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, tma_gradient
 from attnzoo_kernels.block_sparse.hopper_backward_kernel import block_sparse_bwd_hopper_kernel
 from attnzoo_kernels.block_sparse.lists import Grid
@@ -57,9 +54,8 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, q: Layou
     grid = options.grid(q[0], k[0], HopperTile(ROWS.value, KEYS.value, tile.stages))
     query_tiles = options.programs(heads, seqlen_q, sequences, ROWS.value)
     key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
-    preprocess = Launch(
-        bwd_preprocess_kernel, query_tiles, (*strides(out), *strides(grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads),
-        {"VALUE_DIM": v[0][-1], "WIDTH": width, "PACKED": False, "SEMAPHORES": 0, "HAS_GRAD_LSE": has_grad_lse, "BLOCK": ROWS.value}, 4, 1)
+    preprocess, postprocess = frame(options, q, out, grad_out, dq, ROWS.value, width, value_dim=v[0][-1], has_grad_lse=has_grad_lse,
+                                    ordered=False)
     stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, *_ = options.scalars(grid, q[0], k[0], by_keys=True)
     mainloop = Launch(
         block_sparse_bwd_hopper_kernel, min(key_tiles, multiprocessors(device)),
@@ -67,8 +63,6 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, q: Layou
          kv_heads, heads // kv_heads, query_tiles // (heads * sequences), key_tiles),
         {"WIDTH": width, "GROUPED": heads > kv_heads, "HAS_LEFT": options.window_left >= 0, "HAS_RIGHT": options.window_right >= 0,
          "STAGES": tile.stages, "REGISTERS": tile.registers, "LOAD_REGISTERS": tile.load_registers}, 4, 1)
-    postprocess = Launch(bwd_postprocess_kernel, query_tiles, (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),
-                         {"HEAD_DIM": q[0][-1], "WIDTH": width, "PACKED": False, "BLOCK": ROWS.value, "ORDERED": False, "SPACING": 1}, 4, 1)
     return Plan(tile, width, grid, preprocess, mainloop, postprocess)
 
 

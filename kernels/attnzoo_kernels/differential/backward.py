@@ -224,8 +224,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, shared_k: 
     tile = dq_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize)
     constants |= {"EXACT_R": exact_r, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK,
                   "TMA": tma_kind(tile.tma and aligned, sources, dtype.itemsize, options.packed)}
-    scalars = (*strides(*sources), *lam, *strides(out, dq1, dq2),
-               stats_stride, rows_stride, *options.scalars(q1[0], k1[0]))
+    scalars = (*strides(*sources), *lam, *strides(out, dq1, dq2), stats_stride, rows_stride, *options.scalars(q1[0], k1[0]))
     return Launch(differential_bwd_dq_kernel, options.programs(q1[0][-2], seqlen_q, sequences, tile.block_m), scalars, constants,
                   tile.num_warps, tile.num_stages, _blocks(tile, constants))
 

@@ -96,8 +96,8 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, save: bool, s
                   "LAGS": lags}
     heads, value_dim = q1[0][-2], v[0][-1]
     stride_out = (0 if options.packed else seqlen_q * heads * value_dim, heads * value_dim, value_dim)
-    scalars = (*strides(q1, q2, k1, k2, v), *lam, *stride_out, heads * seqlen_q
-               * (1 if options.packed else sequences), *options.scalars(q1[0], k1[0]))
+    scalars = (*strides(q1, q2, k1, k2, v), *lam, *stride_out, heads * seqlen_q * (1 if options.packed else sequences),
+               *options.scalars(q1[0], k1[0]))
     of_queries, of_keys = (tile.block_m, width, options.packed), (tile.block_n, width, options.packed)
     blocks = {0: of_queries, 1: of_queries, 2: of_keys, 3: of_keys, 4: (tile.block_n, value_width, options.packed)}
     return Launch(differential_fwd_kernel, options.programs(heads, seqlen_q, sequences, tile.block_m), scalars, constants, tile.num_warps,

@@ -240,9 +240,8 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
     tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in sources)
     constants |= {"HAS_MULTIPLIER": options.has_multiplier, "HAS_GRAD_LSE": has_grad_lse, "STATS_BLOCK": STATS_BLOCK,
                   "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": int(tma)}
-    scalars = (*strides(*sources[:3], out, sources[3], dq), stats_stride, rows_stride,
-               options.multiplier_stride or 0, options.softmax_scale, options.logit_scale(dtype), options.top, options.far,
-               *options.scalars(q, k))
+    scalars = (*strides(*sources[:3], out, sources[3], dq), stats_stride, rows_stride, options.multiplier_stride or 0,
+               options.softmax_scale, options.logit_scale(dtype), options.top, options.far, *options.scalars(q, k))
     return Launch(dual_chunk_bwd_dq_kernel, options.chunk_programs(q[-2], sequences, seqlen_q, seqlen_k - seqlen_q, tile.block_m), scalars,
                   constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants, 4),
                   tile.launch_options(tma))
@@ -257,8 +256,8 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: torch
     tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in sources)
     constants |= {"ONE_LOOP": options.tiles_end_at_seams(q, k, tile.block_m, tile.block_n), "STATS_BLOCK": STATS_BLOCK,
                   "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": int(tma)}
-    scalars = (*strides(*sources, dk, dv), rows_stride, options.logit_scale(dtype), options.top,
-               options.far, *options.scalars(q, k))
+    scalars = (*strides(*sources, dk, dv), rows_stride, options.logit_scale(dtype), options.top, options.far,
+               *options.scalars(q, k))
     return Launch(dual_chunk_bwd_dkdv_kernel, options.chunk_programs(k[-2], sequences, seqlen_k, 0, tile.block_n), scalars, constants,
                   tile.num_warps, tile.num_stages, read_blocks(tile, constants, 3), tile.launch_options(tma))
 

@@ -78,8 +78,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, queries: Layo
     # by Hopper's products, whose threads hold two rows of 64 where four warps share them
     by_warp = tma and architecture(device) == 90 and tile.block_m == 16 * tile.num_warps
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": int(tma), "BY_WARP": by_warp}
-    scalars = (*strides(queries, keys, v, out), stats_stride, options.logit_scale(dtype),
-               *options.scalars(q, k))
+    scalars = (*strides(queries, keys, v, out), stats_stride, options.logit_scale(dtype), *options.scalars(q, k))
     return Launch(dual_chunk_fwd_kernel, options.chunk_programs(q[-2], sequences, seqlen_q, seqlen_k - seqlen_q, tile.block_m), scalars,
                   constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants), tile.launch_options(tma))
 

@@ -180,8 +180,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.sequences is not None)
     constants |= {"HAS_GRAD_LSE": has_grad_lse, "EXACT_DELTA": exact_delta, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
                   "STATS_BLOCK": STATS_BLOCK, "TMA": tma}
-    scalars = (*strides(q, k, v, out, grad_out, dq), math.prod(q[0][:-1]), stats_stride,
-               *options.scalars(q[0], k[0]),
+    scalars = (*strides(q, k, v, out, grad_out, dq), math.prod(q[0][:-1]), stats_stride, *options.scalars(q[0], k[0]),
                options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))
     programs = options.programs(q[0][-2], seqlen_q, sequences, tile.block_m)
     return Launch(flash_bwd_dq_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants, 4))

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_kernel import softmax_bwd_kernel
-from attnzoo_kernels._gluon.backward_plan import Tile, copy_tails, mainloop_width, pair_tile, sources, tails
+from attnzoo_kernels._gluon.backward_plan import Tile, copy_tails, frame, mainloop_width, pair_tile, sources, tails
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS
-from attnzoo_kernels._gluon.bwd_postprocess import bwd_postprocess_kernel
-from attnzoo_kernels._gluon.bwd_preprocess import bwd_preprocess_kernel
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
 from attnzoo_kernels._triton.call import Call, Layout, layout, strides
@@ -93,12 +91,8 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     tile = tile or backward_tile(width, ordered, full, options.window_left >= 0, queries)
     query_tiles = options.programs(heads, seqlen_q, sequences, tile.rows)
     key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
-    of_rows = {"WIDTH": width, "PACKED": packed, "BLOCK": tile.rows}
-    preprocess = Launch(
-        bwd_preprocess_kernel, query_tiles,
-        (*strides(out or grad_out), *strides(grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads),
-        of_rows | {"VALUE_DIM": value_dim, "SEMAPHORES": 1 if ordered else 0, "HAS_GRAD_LSE": has_grad_lse, "STATISTICS": out is not None},
-        4, 1)
+    preprocess, postprocess = frame(options, q, out, grad_out, dq, tile.rows, width, value_dim=value_dim, has_grad_lse=has_grad_lse,
+                                    ordered=ordered)
     copies = ()
     if packed:
         copies = tuple(tails(x, sequences, block, width)
@@ -112,8 +106,6 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
          sequences, seqlen_q, seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, key_tiles),
         {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
          "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered, **dict(rule.constants), **tile.constants()}, 4, 1)
-    postprocess = Launch(bwd_postprocess_kernel, query_tiles, (*strides(dq), options.softmax_scale, sequences, seqlen_q, heads),
-                         of_rows | {"HEAD_DIM": head_dim, "ORDERED": ordered, "SPACING": 1}, 4, 1)
     return Plan(tile, width, preprocess, copies, mainloop, postprocess)
 
 
