@@ -52,7 +52,7 @@ def test_what_a_layer_refuses_is_told_before_data_are_prepared(tmp_path):
 )
 def test_a_tiny_run_lowers_the_loss_and_leaves_a_whole_folder(tmp_path, objective):
     cfg = compose_tiny(
-        tmp_path, *objective, "model.dim=32", "model.n_layers=2", "model.n_heads=2", "trainer.max_steps=40", "optimizer.lr=1e-2"
+        tmp_path, *objective, "model.dim=32", "model.n_layers=2", "model.n_heads=2", "trainer.max_steps=40", "optimizer.lr=1e-2", plot=True
     )
     metrics = runner.train(cfg)
 

@@ -28,8 +28,8 @@ TINY = [
 ]
 
 
-def compose_tiny(folder: Path, *overrides: str, config: str = "train"):
-    """The config of a run in folder/run on a small text in folder."""
+def compose_tiny(folder: Path, *overrides: str, config: str = "train", plot: bool = False):
+    """The config of a run in folder/run on a small text in folder. plot: with loss.png, which takes a fifth of such a run."""
     corpus = folder / "corpus"
     if not corpus.exists():
         corpus.mkdir(parents=True)
@@ -37,6 +37,7 @@ def compose_tiny(folder: Path, *overrides: str, config: str = "train"):
             text = "".join(f"{document} times {n} is {document * n}.\n" for n in range(3 * document))
             (corpus / f"{document}.txt").write_text(text)
     standard = [*TINY, f"data.paths=[{corpus}]", f"data.cache_dir={folder / 'cache'}"] if config == "train" else []
+    standard += [] if plot or config != "train" else ["callbacks.plot=null"]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         return compose(config, overrides=[*standard, f"run_dir={folder / 'run'}", *overrides])
 
