@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,10 +91,10 @@ def check(variant: str, case: Case, batch: dict[str, Tensor]) -> Callable[[Pass]
     return share
 
 
-def speed(case: Case, timing: Timing, references: bool) -> list[Row]:
+def speed(case: Case, variants: Sequence[str], timing: Timing, references: bool) -> list[Row]:
     batch = case.batch()
-    backends = [(name, backend(name)) for name in VARIANTS]
-    backends += [(name, backend(name, "reference")) for name in VARIANTS[1:] if references]
+    backends = [(name, backend(name)) for name in variants]
+    backends += [(name, backend(name, "reference")) for name in variants if references and name != "sdpa"]
     entries = [Entry(b.name, b, case, batch, {}, check(name, case, batch)) for name, b in backends]
     ready = harness.prepare(entries)
     readings = timing.measure({label: Candidate(run.forward, run.scope) for label, run in ready.passes.items()})
@@ -108,6 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Returns 1 if a variant has no figure."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="(default: all)")
     parser.add_argument("--lengths", nargs="+", type=harness.positive, default=[1024, 4096], help="tokens of a row")
     parser.add_argument("--tokens", type=harness.positive, default=TOKENS, help=f"of a step (default: {TOKENS})")
     parser.add_argument("--rounds", type=harness.positive, default=5, help="steps of each candidate; their median counts (default: 5)")
@@ -129,7 +130,8 @@ def main(arguments: list[str] | None = None) -> int:
 
     rows: list[Row] = []
     for seqlen in options.lengths:
-        rows += speed(Case(max(1, options.tokens // seqlen), seqlen), Timing(options.rounds, bench=bench), options.references)
+        case = Case(max(1, options.tokens // seqlen), seqlen)
+        rows += speed(case, options.variants, Timing(options.rounds, bench=bench), options.references)
         if options.output:
             report.write_csv(rows, environment, options.output)
     print(report.table(rows))

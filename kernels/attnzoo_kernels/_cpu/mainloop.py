@@ -16,7 +16,7 @@ from torch import Tensor
 from attnzoo_kernels import autograd, checks, dispatch
 from attnzoo_kernels._cpu import by_hand, fused
 from attnzoo_kernels._cpu.gates import Gates
-from attnzoo_kernels._cpu.part import Inputs, Rule, finite
+from attnzoo_kernels._cpu.part import Inputs, Rule
 from attnzoo_kernels._cpu.tiles import Call, Part, Tile
 from attnzoo_kernels.dropout import keep_mask
 
@@ -220,12 +220,11 @@ def _attend(problem: _Problem, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, ou
 
 
 def _join(out: Tensor, lse: Tensor, tile: Tile, more: Tensor, more_lse: Tensor) -> None:
-    """To what a tile's queries saw, more that they see."""
+    """To what a tile's queries saw, more that they see: each of them some key, so that more_lse is finite."""
     before = _rows_of(lse, tile)
-    after = torch.logaddexp(before, more_lse)
-    shares = (torch.exp(x - finite(after)).unsqueeze(-1) for x in (before, more_lse))
-    out[:, tile.heads].index_copy_(2, tile.rows, sum(x * share for x, share in zip((_rows_of(out, tile), more), shares, strict=True)))
-    lse[:, tile.heads].index_copy_(2, tile.rows, after)
+    share = torch.sigmoid(more_lse - before).unsqueeze(-1)
+    out[:, tile.heads].index_copy_(2, tile.rows, torch.lerp(_rows_of(out, tile), more, share))
+    lse[:, tile.heads].index_copy_(2, tile.rows, torch.logaddexp(before, more_lse))
 
 
 def _add_gradients(problem: _Problem, tiles: Tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, dlog_f) -> None:
@@ -258,5 +257,5 @@ def _rows_of(x: Tensor, tile: Tile) -> Tensor:
 def _add(gradient: Tensor, tokens: slice | Tensor, part: Tensor) -> None:
     if isinstance(tokens, slice):
         gradient[:, :, tokens].add_(part)
-    else:
-        gradient.index_add_(2, tokens, part.to(gradient.dtype))
+    else:  # none is there twice: index_add_ goes token by token
+        gradient.index_copy_(2, tokens, gradient.index_select(2, tokens).add_(part))

@@ -52,8 +52,8 @@ class Part(NamedTuple):
 class Tile(NamedTuple):
     """Queries, and the parts of what they see. heads: query heads, all of those of their key heads, or one.
 
-    A query is in one tile of its head that has a slice of rows, at most. Where rows are indices, what they see is joined to what earlier
-    tiles saw (fused only).
+    A query is in one tile of its head that has a slice of rows, at most. Where rows are indices, each sees some key, and their results
+    are joined to those of earlier tiles (fused only).
     """
 
     rows: slice | Tensor

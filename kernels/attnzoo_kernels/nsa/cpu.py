@@ -9,6 +9,8 @@ from attnzoo_kernels.differential.reference import softmax_over_seen
 from attnzoo_kernels.nsa.reference import block_scores
 from attnzoo_kernels.routed.cpu import best_blocks, sequences
 
+ROWS = 512
+
 
 @dispatch.without_autocast
 @torch.no_grad()
@@ -24,7 +26,7 @@ def _choose(
     for (queries, keys, own_chosen), len_k in zip(by_sequence, cu_seqlens_k.diff().tolist(), strict=True):
         last_token = torch.arange(len(keys)) * compress_stride + compress_size - 1
         keys = keys.to(wide).transpose(0, 1).repeat_interleave(q.shape[1] // kv_heads, dim=0)
-        for rows in row_tiles(0, len(queries)):
+        for rows in row_tiles(0, len(queries), ROWS):
             position = torch.arange(rows.start, rows.stop) + len_k - len(queries)
             own = position.div(block_size, rounding_mode="floor")
             seen = last_token <= position[:, None]

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo_kernels._cpu.mainloop import operator
@@ -45,7 +46,7 @@ def _chosen_tiles(call: Call, size: int) -> Iterator[Tile]:
     own = _places(call, slice(0, call.len_q)).div(size, rounding_mode="floor")
     blocks = call.blocks.permute(1, 0, 2)
     there = (blocks >= 0) & (blocks < own[:, None])
-    chosen = torch.where(there, blocks + torch.arange(choosers)[:, None, None] * count, choosers * count).flatten()
+    chosen = torch.where(there, blocks + torch.arange(choosers, dtype=torch.int32)[:, None, None] * count, choosers * count).flatten()
     query = torch.arange(call.len_q).repeat_interleave(blocks.shape[2]).repeat(choosers)[chosen.argsort(stable=True)]
     ends = torch.bincount(chosen, minlength=choosers * count + 1).cumsum(0).tolist()
     group = call.heads // choosers
@@ -95,11 +96,12 @@ def sequences(x: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
 
 
 def best_blocks(scores: Tensor, slots: int) -> Tensor:
-    """The blocks of the best scores, int32 (..., slots), of equal ones the earlier; -1 for scores of -inf and where there are fewer. Writes
-    to the scores."""
-    blocks = scores.new_full((*scores.shape[:-1], slots), -1, dtype=torch.int32)
-    for slot in range(min(slots, scores.shape[-1])):
-        best, block = scores.max(-1, keepdim=True)  # the first of equal ones
-        blocks[..., slot] = torch.where(best > -torch.inf, block, -1)[..., 0]
-        scores.scatter_(-1, block, -torch.inf)
-    return blocks
+    """The blocks of the best scores, float32, of equal ones the earlier: int32 (..., slots); -1 for scores of -inf and where there are
+    fewer."""
+    count = scores.shape[-1]
+    bits = (scores + 0.0).view(torch.int32)  # there is one zero then
+    # whole numbers in the order of the scores, and of equal ones in the order that is asked for: topk alone takes any of them
+    order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * count - torch.arange(count)
+    blocks = order.topk(min(slots, count), dim=-1, sorted=False).indices
+    blocks = torch.where(scores.gather(-1, blocks) > -torch.inf, blocks, -1).int()
+    return F.pad(blocks, (0, slots - blocks.shape[-1]), value=-1)
