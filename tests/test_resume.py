@@ -70,7 +70,10 @@ def uninterrupted(request, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "error"), [("exception", RuntimeError), ("SIGINT", SystemExit), ("SIGTERM", SystemExit)])
+@pytest.mark.parametrize(("uninterrupted", "how", "error"), [  # each signal once: it ends both lengths alike
+    ("steps", "exception", RuntimeError), ("steps", "SIGINT", SystemExit),
+    ("epochs", "exception", RuntimeError), ("epochs", "SIGTERM", SystemExit),
+], indirect=["uninterrupted"])
 def test_resumed_run_equals_one_that_never_stopped(tmp_path, uninterrupted, how, error):
     length, whole = uninterrupted
     with pytest.raises(error):
@@ -115,6 +118,7 @@ def test_the_best_checkpoint_can_be_resumed_too(tmp_path, uninterrupted):
     assert column(tmp_path, "train/loss") == column(whole, "train/loss")
 
 
+@pytest.mark.parametrize("uninterrupted", ["steps"], indirect=True)
 def test_auto_without_a_checkpoint_starts_from_the_beginning(tmp_path, uninterrupted):
     length, whole = uninterrupted
     runner.train(config(tmp_path, *length, "resume=auto"))
