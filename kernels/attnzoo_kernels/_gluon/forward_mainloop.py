@@ -20,18 +20,29 @@ BELOW_ZERO = gl.constexpr(8.0)  # in base 2: so far a row's maximum is raised to
 
 
 @gluon.jit
+def rows_and_columns(scores, row, column):
+    """(row + 0, 1 ..., column + 0, 1 ...) of a tile of scores."""
+    i = row + gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
+    return i, column + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
+
+
+@gluon.jit
+def between(scores, i, j, first, last, HAS_FIRST: gl.constexpr):
+    """-inf behind the last key j that a row i sees, and under HAS_FIRST before i + first."""
+    scores = gl.where(j[None, :] <= last[:, None], scores, -float("inf"))
+    if HAS_FIRST:
+        scores = gl.where(j[None, :] >= (i + first)[:, None], scores, -float("inf"))
+    return scores
+
+
+@gluon.jit
 def mask_scores(scores, row, column, len_q, len_k, window_left, window_right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
     """-inf where a query does not see a key; bounds by row, one comparison an element for each side."""
-    scores_layout: gl.constexpr = scores.type.layout
-    i = row + gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores_layout))
-    j = column + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores_layout))
+    i, j = rows_and_columns(scores, row, column)
     last = i * 0 + (len_k - 1)
     if HAS_RIGHT:
         last = gl.minimum(last, i + (len_k - len_q + window_right))
-    scores = gl.where(j[None, :] <= last[:, None], scores, -float("inf"))
-    if HAS_LEFT:
-        scores = gl.where(j[None, :] >= (i + (len_k - len_q - window_left))[:, None], scores, -float("inf"))
-    return scores
+    return between(scores, i, j, len_k - len_q - window_left, last, HAS_LEFT)
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
 from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import attend_step, await_keys, first_weights, last_product
+from attnzoo_kernels._gluon.forward_mainloop import attend_step, await_keys, between, first_weights, last_product, rows_and_columns
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import product_layout
@@ -135,16 +135,11 @@ def seen_of(row, of, config):
 @gluon.jit
 def mask(scores, column, seen, program, config):
     """MASK: rows outside of the range see nothing."""
-    scores_layout: gl.constexpr = scores.type.layout
-    i = seen.row + gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores_layout))
-    j = column + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores_layout))
+    i, j = rows_and_columns(scores, seen.row, column)
     shift = seen.len_k - seen.len_q
     last = gl.minimum(i + (shift + seen.right), seen.len_k - 1)
     last = gl.where((i >= 0) & (i < seen.len_q), last, -1)
-    scores = gl.where(j[None, :] <= last[:, None], scores, -float("inf"))
-    if config.HAS_LEFT:
-        scores = gl.where(j[None, :] >= (i + (shift - seen.left))[:, None], scores, -float("inf"))
-    return scores
+    return between(scores, i, j, shift - seen.left, last, config.HAS_LEFT)
 
 
 @gluon.jit

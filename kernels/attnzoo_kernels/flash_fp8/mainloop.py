@@ -7,6 +7,7 @@ order in which that operand counts: columns (h, w, b) of a tile of scores are it
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from attnzoo_kernels._gluon.forward_mainloop import between, rows_and_columns
 from attnzoo_kernels._gluon.hopper import mbarrier, release, stage_of, warpgroup_mma, warpgroup_mma_wait
 from attnzoo_kernels._gluon.softmax import row_maximum
 
@@ -38,16 +39,14 @@ def usable(scale):
 @gluon.jit
 def keys_seen(scores, row, first_key, len_q, len_k, CAUSAL: gl.constexpr):
     """-inf where a query does not see a key."""
-    layout: gl.constexpr = scores.type.layout
-    i = row + gl.arange(0, scores.shape[0], gl.SliceLayout(1, layout))
-    column = gl.arange(0, KEYS, gl.SliceLayout(0, layout))
+    i, column = rows_and_columns(scores, row, 0)
     half = column // (KEYS // 2)
     rest = column % (KEYS // 2)
     j = first_key + rest // 2 * 4 + half * 2 + rest % 2
     last = i * 0 + (len_k - 1)
     if CAUSAL:
         last = gl.minimum(last, i + (len_k - len_q))
-    return gl.where(j[None, :] <= last[:, None], scores, -float("inf"))
+    return between(scores, i, j, 0, last, False)
 
 
 @gluon.jit
