@@ -168,6 +168,14 @@ def test_a_sequence_in_a_cache_of_one_row_may_begin_behind_padding():
     torch.testing.assert_close(out, flash_attn_with_kvcache(q, k[:, 2:], v[:, 2:], cache_seqlens=3, causal=True))
 
 
+def test_a_call_with_new_tokens_is_one_graph():
+    cos, sin = tables()
+    call = {"rotary_cos": cos, "rotary_sin": sin, "cache_seqlens": int32(2, 3), "block_table": int32([0, 1], [2, 3]), "causal": True}
+    tensors = torch.randn(2, 1, 2, 8), *torch.randn(2, 4, 4, 1, 8), *torch.randn(2, 2, 1, 1, 8)
+    compiled = torch.compile(functools.partial(flash_attn_with_kvcache, **call), fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*(x.clone() for x in tensors)), flash_attn_with_kvcache(*tensors, **call))
+
+
 def test_varlen_over_pages_has_gradients_and_refuses_bad_tables():
     q, k = torch.randn(3, 2, 8, requires_grad=True), torch.randn(3, 4, 1, 8, requires_grad=True)
     bounds = cumulative([1, 2]), cumulative([6, 3]), 2, 6

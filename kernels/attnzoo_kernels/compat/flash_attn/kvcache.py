@@ -10,6 +10,7 @@ from attnzoo_kernels.compat.flash_attn.layers.rotary import apply_rotary_emb
 from attnzoo_kernels.compat.flash_attn.packed import sequence_of_tokens
 from attnzoo_kernels.decode import check_pages, decode_attention
 from attnzoo_kernels.packing import behind_last
+from attnzoo_kernels.padding.inputs import values_known
 
 FEW = 16  # queries of a sequence that decode_attention is made for
 
@@ -161,13 +162,13 @@ def _check_new(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: in
 def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, rows: Tensor, block_table: Tensor | None,
             max_len: int) -> None:
     places = lengths.long()[:, None] + torch.arange(k.shape[1], device=k.device)
-    if places.is_cpu and places.numel() and not 0 <= places.min() <= places.max() < max_len:
+    if values_known(places) and places.numel() and not 0 <= places.min() <= places.max() < max_len:
         raise ValueError(f"cache_seqlens: must leave room for {k.shape[1]} new tokens among the cache's {max_len}, got {lengths.tolist()}")
     rows = rows[:, None]
     if block_table is not None:
         page = k_cache.shape[1]
         rows, places = block_table.long().gather(1, places // page), places % page
-    if rows.is_cpu and rows.numel() and not 0 <= rows.min() <= rows.max() < k_cache.shape[0]:
+    if values_known(rows) and rows.numel() and not 0 <= rows.min() <= rows.max() < k_cache.shape[0]:
         name = "cache_batch_idx" if block_table is None else "block_table"
         raise ValueError(f"{name}: must name one of the cache's {k_cache.shape[0]} for each new token, got {rows.tolist()}")
     k_cache[rows, places], v_cache[rows, places] = k, v
@@ -205,7 +206,7 @@ def packed_pages(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, 
     """Copies of keys and values out of their pages, packed, in room for batch * max_seqlen_k tokens, so that the host need not wait."""
     sequence, place = sequence_of_tokens(cu_seqlens_k, block_table.shape[0] * max_seqlen_k)
     page = block_table[sequence, (place // k.shape[1]).clamp(max=block_table.shape[1] - 1).long()].long()
-    if page.is_cpu and (wrong := (page < 0) | (page >= k.shape[0]))[: cu_seqlens_k[-1]].any():
+    if values_known(page) and (wrong := (page < 0) | (page >= k.shape[0]))[: cu_seqlens_k[-1]].any():
         at = int(wrong.nonzero()[0])
         raise ValueError(f"block_table: row {int(sequence[at])} needs a page from 0 to {k.shape[0] - 1} for its token {int(place[at])}, "
                          f"got {int(page[at])}")
