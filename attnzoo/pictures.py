@@ -127,8 +127,13 @@ def _weights(layer: Attention, run: Callable[[], Any]) -> Tensor:
         outs = [attend(q, k, part[None, :, None].expand(1, -1, kv_heads, -1), seq, *rest) for part in columns]
         weights = torch.cat(outs, -1)[0, ..., :length].transpose(0, 1)
         values = torch.randn(v.shape, dtype=v.dtype, generator=torch.Generator().manual_seed(0))
-        by_head = values[0].repeat_interleave(len(weights) // kv_heads, dim=1).transpose(0, 1)
-        if not torch.allclose((weights @ by_head).transpose(0, 1), attend(q, k, values, seq, *rest)[0], rtol=1e-3, atol=1e-3):
+        by_head = values[0].repeat_interleave(max(len(weights) // kv_heads, 1), dim=1).transpose(0, 1)
+        if len(weights) % kv_heads or not torch.allclose(
+            (weights @ by_head).transpose(0, 1), attend(q, k, values, seq, *rest)[0], rtol=1e-3, atol=1e-3
+        ):
+            if layer.drawn_with:
+                raise UserError(f"attention={layer.name}: can be drawn only with {layer.drawn_with}; otherwise its output is not weights "
+                                "times values")
             raise ValueError(f"attention={layer.name}: attend must give weights times values, got something else; what a layer does to "
                              "that product belongs in finish")
         found.append(weights)

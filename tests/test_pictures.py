@@ -101,6 +101,8 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
         (["what=distances", "model.positions=alibi"], "needs model.positions=rotary, got alibi"),
         (["what=weights"], "a checkpoint's weights need both"),
         (["output=a.jpg"], "must end in .png"),
+        (["attention=nsa", "length=32"], "can be drawn only with attention.independent_kv=false attention.pooling=mean"),
+        (["attention=nsa", "length=64", "attention.independent_kv=false"], "can be drawn only with"),
         (["length=1"], "length=1: must be a whole number of at least 2"),
     ):
         with pytest.raises((UserError, ValueError), match=re.escape(message)):

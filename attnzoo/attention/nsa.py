@@ -62,6 +62,7 @@ class NSAttention(Attention):
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)
     decodes_on_device = True
+    drawn_with = "attention.independent_kv=false attention.pooling=mean"
 
     def __init__(self, spec: AttentionSpec, *, compress_size: int = 32, compress_stride: int = 16, block_size: int = 64,
                  block_count: int = 16, window: int = 512, pooling: Literal["mlp", "mean"] = "mlp", independent_kv: bool = True,
