@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from tiny_run import ROOT, TINY, column, compose_tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -374,6 +376,18 @@ def test_each_run_is_its_own_wandb_run_and_is_closed(tmp_path, monkeypatch, capl
         ids.append(json.loads((tmp_path / name / "run" / "record.json").read_text())["wandb"])
         assert folder.name.endswith(ids[-1])
     assert ids[0] != ids[1]
+
+
+@pytest.mark.parametrize("name", ["a", "my runs/a=b,c[1] 'x' \"y\" (é)"])
+def test_the_next_command_can_be_copied_whatever_the_folder_is_called(tmp_path, name):
+    checkpoint = tmp_path / name / "checkpoints" / "last.ckpt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    typed = report.end(tmp_path / name, {}).splitlines()[-1].partition("eval.py ")[2]
+    (argument,) = shlex.split(typed)
+    (override,) = OverridesParser.create().parse_overrides([argument])
+    assert (override.get_key_element(), override.value()) == ("ckpt_path", str(checkpoint))
+    assert ('"' in argument) == (name != "a")
 
 
 def test_a_run_of_a_sweep_says_how_all_are_evaluated(tmp_path):

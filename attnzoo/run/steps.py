@@ -14,6 +14,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from attnzoo.errors import UserError
 from attnzoo.run.folder import RunFolder
 from attnzoo.run.stopping import StopSignals
+from attnzoo.training.report import override
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class StepLoop(_TrainingEpochLoop):
         trainer = self.trainer
         if trainer.is_global_zero:
             last = RunFolder(Path(trainer.default_root_dir)).last
-            way = f"saved {last}; go on with the same command and hydra.run.dir={trainer.default_root_dir} resume=auto"
+            way = f"saved {last}; go on with the same command and {override('hydra.run.dir', trainer.default_root_dir)} resume=auto"
             name = signal.Signals(received).name
             log.info(f"stopped by {name} after step {trainer.global_step}, {way if last.exists() else 'without a checkpoint'}")
             if job := self.signals.slurm_job(trainer, received):

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import re
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -61,9 +63,9 @@ def end(run_dir: Path, metrics: dict[str, float], sweep: Path | None = None) -> 
             lines.append(f"{name + ':':<12}{_short(path)}")
     lines += unsent(run_dir)
     if checkpoint is not None:
-        lines.append(f"next:       python eval.py ckpt_path={_short(checkpoint)}")
+        lines.append(f"next:       python eval.py {override('ckpt_path', _short(checkpoint))}")
         if sweep:
-            lines.append(f"the sweep:  python eval.py runs={_short(sweep)}")
+            lines.append(f"the sweep:  python eval.py {override('runs', _short(sweep))}")
     return "\n".join(lines)
 
 
@@ -84,6 +86,14 @@ def validation(metrics: dict[str, float]) -> str:
     if "val/bpb" in metrics:
         return f"validation loss {metrics['val/bpb']:.3f} bits per byte ({nats})"
     return f"validation accuracy {100 * metrics['val/accuracy']:.2f} % (loss {nats or format(metrics['val/loss'], '.4f') + ' nats'})"
+
+
+def override(key: str, path: str) -> str:
+    """key=path as it is typed: quoted for Hydra and for the shell where the path has characters that they would read."""
+    if re.fullmatch(r"[\w./+-]+", path):
+        return f"{key}={path}"
+    escaped = path.replace('"', '\\"')
+    return shlex.quote(f'{key}="{escaped}"')
 
 
 def _short(path: Path) -> str:
