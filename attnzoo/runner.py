@@ -9,6 +9,7 @@ from typing import Any
 import lightning
 import torch
 from hydra.utils import get_class, instantiate
+from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import DictConfig, OmegaConf
 
 from attnzoo import checkpoint, trained
@@ -80,9 +81,10 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
         elif origin:
             module.record["init"] = origin.record.get("init")
         if trainer.is_global_zero:
-            write_whole(folder.config, OmegaConf.to_yaml(OmegaConf.create(plain(cfg))))
-            for logger in loggers:
-                logger.log_hyperparams(plain(cfg))
+            if ckpt_path is None:
+                _keep_config(cfg, folder, loggers)
+            else:  # when the checkpoint turns out to fit: a command that is refused changes nothing
+                trainer.callbacks.append(LambdaCallback(on_train_start=lambda *_: _keep_config(cfg, folder, loggers)))
             chosen = choices("model", "attention", "layers") if origin is None else initial.names(module.model, module.record)
             log.info(report.beginning([*chosen, *choices("data")], trainer, module, data, run_dir))
             if begun:
@@ -138,6 +140,12 @@ def build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:
     """The Trainer of a train.py config."""
     callbacks = [instantiate(callback, _convert_="all") for callback in (cfg.callbacks or {}).values() if callback]
     return make_trainer(instantiate(cfg.trainer, _partial_=True, _convert_="all"), callbacks, loggers, cfg.trainer.accelerator)
+
+
+def _keep_config(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> None:
+    write_whole(folder.config, OmegaConf.to_yaml(OmegaConf.create(plain(cfg))))
+    for logger in loggers:
+        logger.log_hyperparams(plain(cfg))
 
 
 def _check_layers(cfg: DictConfig, trainer: lightning.Trainer, data: Any, trees: bool) -> None:

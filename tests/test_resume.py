@@ -127,7 +127,11 @@ def test_auto_without_a_checkpoint_starts_from_the_beginning(tmp_path, uninterru
 
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, capsys):
     runner.train(config(tmp_path, "trainer.max_steps=1"))
+    kept = (tmp_path / "run" / "config.yaml").read_text()
     with pytest.raises(SystemExit), one_line_errors():
         runner.train(config(tmp_path, "resume=auto", "model.dim=64", "trainer.max_steps=2"))
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "does not fit this run" in line and "model.dim=32, not 64" in line
+    with pytest.raises(ValueError, match="rows is .*; seq_len is 32, it must be 16 as in the checkpoint"):
+        runner.train(config(tmp_path, "resume=auto", "data.seq_len=32", "trainer.max_steps=2"))
+    assert (tmp_path / "run" / "config.yaml").read_text() == kept  # which evaluations read

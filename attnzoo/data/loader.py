@@ -123,8 +123,8 @@ class ResumableLoader(BatchLoader):
         """
         if not isinstance(state.get("settings"), dict) or not isinstance(state.get("position"), int):
             raise ValueError("cannot resume in the middle of the data: the checkpoint's state of the loader has no position and settings")
-        for key in sorted(self.settings.keys() | state["settings"].keys()):
-            was, now = state["settings"].get(key), self.settings.get(key)
-            if was != now:
-                raise ValueError(f"cannot resume in the middle of the data: {key} is {now!r}, it must be {was!r} as in the checkpoint")
+        was, now = state["settings"], self.settings
+        if differ := [f"{key} is {now.get(key)!r}, it must be {was.get(key)!r}" for key in sorted(now.keys() | was.keys())
+                      if was.get(key) != now.get(key)]:
+            raise ValueError(f"cannot resume in the middle of the data: {'; '.join(differ)} as in the checkpoint")
         self.position = state["position"]
