@@ -28,6 +28,30 @@ def custom_op(name: str, function: Callable, fake: Callable) -> Any:
     return op
 
 
+def readable(*tensors: int, like: tuple[int, ...]) -> Callable:
+    """Gives a launch copies of those of its arguments, by position, that TMA cannot read: q, k, v and others as `launch.readable` has them.
+    Its first results become as wide as the arguments `like`."""
+    def wrap(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def call(*inputs):
+            from attnzoo_kernels._triton import launch
+
+            copies = launch.readable(*(inputs[n] for n in tensors))
+            if copies is None:
+                return function(*inputs)
+            given = list(inputs)
+            for n, x in zip(tensors, copies, strict=True):
+                given[n] = x
+            results = function(*given)
+            if isinstance(results, Tensor):
+                return launch.narrowed(results, inputs[like[0]])
+            return *(launch.narrowed(x, inputs[n]) for x, n in zip(results, like, strict=False)), *results[len(like):]
+
+        return call
+
+    return wrap
+
+
 def forward_only(name: str, function: Callable, fake: Callable) -> Callable:
     """An operator without a derivative: `function` in eager mode, `attnzoo::name` under torch.compile."""
     op = custom_op(name, function, fake)

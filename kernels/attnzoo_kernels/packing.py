@@ -57,3 +57,27 @@ def unpad_packed(rows: Tensor, cu_seqlens: Tensor, total: int, fill: float = 0.0
     sequence = sequence.clamp(max=end.numel() - 1)
     position = (token - cu_seqlens[:-1].long()[sequence]).clamp(max=rows.shape[1] - 1)
     return rows[sequence, position].masked_fill(~inside, fill)
+
+
+def padded(of_q: list[Tensor], of_k: list[Tensor], cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None,
+           max_seqlen_k: int | None) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
+    """What lies along the queries and along the keys of a call, packed or dense, as rows (batch, seqlen, ...), and the lengths of both."""
+    if cu_seqlens_q is not None:
+        of_q = [pad_packed(x, cu_seqlens_q, max_seqlen_q) for x in of_q]
+        of_k = [pad_packed(x, cu_seqlens_k, max_seqlen_k) for x in of_k]
+    len_q, len_k = (sequence_lengths(bounds, *x.shape[:2], x.device) for bounds, x in ((cu_seqlens_q, of_q[0]), (cu_seqlens_k, of_k[0])))
+    return of_q, of_k, len_q, len_k
+
+
+def unpadded(out: Tensor, lse: Tensor, cu_seqlens_q: Tensor | None, total: int) -> tuple[Tensor, Tensor]:
+    """The way back, of an output (batch, seqlen, heads, width) and its LSE (batch, heads, seqlen), which becomes (heads, total)."""
+    if cu_seqlens_q is None:
+        return out, lse
+    return (unpad_packed(out, cu_seqlens_q, total),
+            unpad_packed(lse.transpose(1, 2), cu_seqlens_q, total, fill=-torch.inf).transpose(0, 1))
+
+
+def heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(batch, heads, seqlen, width); a key head serves a contiguous group of query heads."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return q, *(x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

@@ -102,33 +102,46 @@ def pair_start(own, smem, slot, c):
 
 
 @gluon.jit
-def pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: the steps of a group's query heads, in segments with a mask and without; dQ goes out step by step."""
+def head_steps(sums, at, before, bounds, dq_tile, dq_end, low, high, of_tile, smem, bars, dq_desc, scale, c, ME: gl.constexpr):
+    """The steps of a query head, in segments with a mask and without; dQ goes out step by step. sums: STEP's first arguments, and what it
+    returns. before: steps of the heads before. dq_end: behind the last tile of dQ that was made."""
     ROWS: gl.constexpr = c.ROWS
-    dk, dv = state
+    for segment in gl.static_range(c.SEGMENT_BEGIN, c.SEGMENT_END):
+        for i in range(bounds[segment], bounds[segment + 1]):
+            j = c.ROW_TILE(of_tile, bars, before + i, i, c)
+            made = dq_tile + j
+            if c.DQ_LAGS:
+                made = gl.where(i > bounds[0], dq_tile + j, dq_end) - 1
+            if not c.DQ_WARP:
+                made += c.BUFFER(of_tile, j, c)
+            sums = c.STEP(*sums, smem, bars, dq_desc, made, before + i, before + i > at, scale, low - j * ROWS, high - j * ROWS, c, ME,
+                          segment != 1)
+    return sums
+
+
+@gluon.jit
+def hand_on_last_dq(at, step, dq_end, smem, bars, dq_desc, c, ME: gl.constexpr):
+    """dQ of the step before `step`, if there was one of this tile, which began with `at`, and DQ_LAGS."""
+    if c.DQ_LAGS:
+        if step > at:
+            dq = warpgroup_mma_wait(0, deps=(dq_before(smem, bars, step, True, c, ME),))
+            hand_on_dq(dq, dq_desc, smem, dq_end - 1, bars, step, c, ME)
+
+
+@gluon.jit
+def pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
+    """MAINLOOP: the steps of a group's query heads."""
     dq_tile = word(smem.work, slot, "dq_tile")
     before = at - bounds[0]
     dq_end = dq_tile  # behind the last one that was made
     for member in range(problem.group):
         of_head = c.BOUNDS(of_tile, smem, slot, member, bounds)
-        for segment in gl.static_range(c.SEGMENT_BEGIN, c.SEGMENT_END):
-            for i in range(of_head[segment], of_head[segment + 1]):
-                j = c.ROW_TILE(of_tile, bars, before + i, i, c)
-                made = dq_tile + j
-                if c.DQ_LAGS:
-                    made = gl.where(i > of_head[0], dq_tile + j, dq_end) - 1
-                if not c.DQ_WARP:
-                    made += c.BUFFER(of_tile, j, c)
-                dk, dv = c.STEP(dk, dv, smem, bars, dq_desc, made, before + i, before + i > at, scale, low - j * ROWS, high - j * ROWS, c,
-                                ME, segment != 1)
+        state = head_steps(state, at, before, of_head, dq_tile, dq_end, low, high, of_tile, smem, bars, dq_desc, scale, c, ME)
         before += of_head[3] - of_head[0]
         dq_end = dq_tile + of_head[3]
         dq_tile += problem.head_tiles
-    if c.DQ_LAGS:
-        if before + bounds[0] > at:
-            dq = warpgroup_mma_wait(0, deps=(dq_before(smem, bars, before + bounds[0], True, c, ME),))
-            hand_on_dq(dq, dq_desc, smem, dq_end - 1, bars, before + bounds[0], c, ME)
-    return (dk, dv), before + bounds[0]
+    hand_on_last_dq(at, before + bounds[0], dq_end, smem, bars, dq_desc, c, ME)
+    return state, before + bounds[0]
 
 
 @gluon.jit

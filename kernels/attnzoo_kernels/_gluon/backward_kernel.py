@@ -51,9 +51,9 @@ def _add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c):
 
 @gluon.jit
 def run_pair_tiles(source, grads, dq_desc, dq_semaphore, problem, own, scale, dk_scale, REGISTERS: gl.constexpr,
-                   LOAD_REGISTERS: gl.constexpr, c):
-    """run_pair with the tiles and barriers of pair_step."""
-    smem = pair_tiles(source.tensors.q.dtype, c)
+                   LOAD_REGISTERS: gl.constexpr, c, columns=None):
+    """run_pair with the tiles and barriers of pair_step. columns: as pair_tiles has them."""
+    smem = pair_tiles(source.tensors.q.dtype, c, columns)
     run_pair(source, grads, smem, pair_barriers(c), dq_desc, dq_semaphore, problem, own, scale, dk_scale, REGISTERS, LOAD_REGISTERS, c)
 
 

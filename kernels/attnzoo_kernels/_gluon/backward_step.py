@@ -202,12 +202,25 @@ def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, st
 
 
 @gluon.jit
+def softmax_gradient(weights, dweights, smem, stage, c):
+    """GRADIENT of a softmax: of its scores."""
+    delta = row_statistics(smem.stats, stage, 1, c.ROWS, gl.SliceLayout(0, product_layout(c.ROWS)))
+    return weights * (dweights - delta[None, :])
+
+
+@gluon.jit
+def add_weights(dk, dv, weights, dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME: gl.constexpr,
+                GRADIENT: gl.constexpr = softmax_gradient):
+    """add_step with a step's weights, and with what GRADIENT makes of their gradients, which are in flight."""
+    p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
+    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
+    dscores = GRADIENT(weights, dweights, smem, stage, c).to(smem.q.dtype)
+    return add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, False)
+
+
+@gluon.jit
 def pair_step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
     """STEP: adds what a step gives to dK and dV."""
     stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
     weights = gl.exp2(base_2_scores(scores, smem, stage, scale, low, high, c, MASKED))
-    p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
-    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
-    delta = row_statistics(smem.stats, stage, 1, c.ROWS, gl.SliceLayout(0, product_layout(c.ROWS)))
-    dscores = (weights * (dweights - delta[None, :])).to(smem.q.dtype)
-    return add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, False)
+    return add_weights(dk, dv, weights, dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME)

@@ -248,6 +248,64 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
 
 
 @gluon.jit
+def await_queries(q_step, ME: gl.constexpr, program, config):
+    """The place of a consumer's queries of the q_step-th load, once they are there."""
+    slot, phase = ring(q_step, config.Q_SLOTS)
+    at = slot * config.CONSUMERS + ME
+    mbarrier.wait(program.bars.q_full.index(at), phase)
+    return at
+
+
+@gluon.jit
+def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: gl.constexpr, PLACE: gl.constexpr,
+                     ME: gl.constexpr, program, config):
+    """A MAINLOOP over segments of keys, of which each has queries of its own, which follow each other in the ring of queries.
+
+    end: the tile behind those of the first one, which is not empty. FIRST(span): whether the tile before that, with which it begins, needs
+    a mask. ENDS(end, step, span, program, config): the step behind each segment. PLACE(n, s, first, stop, span): what STEP_MASK needs of
+    the step s of the n-th segment, of first .. stop.
+    """
+    bars, tiles = program.bars, program.tiles
+    at = await_queries(q_step, ME, program, config)
+    slot = await_keys(step, program, config)
+    masked = FIRST(span)
+    row_max, row_sum, p = first_weights(tiles.q.index(at), tiles.k.index(slot), bars.k_empty.index(slot), masked,
+                                        (end - 1) * config.BLOCK_N, span, scale, program, config)
+    # [ROWS, BLOCK_DV]
+    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
+    ends = ENDS(end, step, span, program, config)
+    last_step = ends[len(ends) - 1]
+    step += 1
+    if config.K_BEFORE_PV:
+        slot, phase = stage_of(step, config.STAGES)
+        mbarrier.wait(bars.k_full.index(slot), phase, pred=step < last_step)
+    for n in range(len(ends)):
+        stop = _nth(ends, n)
+        if (n > 0) & (stop > step):
+            mbarrier.arrive(bars.q_empty.index(at), count=1)
+            q_step += 1
+            at = await_queries(q_step, ME, program, config)
+        first = step
+        for s in range(first, stop):
+            p, acc, row_max, row_sum = attend_step(tiles.q.index(at), p, acc, row_max, row_sum, s, last_step,
+                                                   PLACE(n, s, first, stop, span), scale, program, config)
+        step = gl.maximum(step, stop)
+    mbarrier.arrive(bars.q_empty.index(at), count=1)
+    acc_pending = last_product(p, acc, last_step, program, config)
+    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, product_layout(config.BLOCK_N)))
+    return acc_pending, row_max, row_sum, last_step, q_step + 1
+
+
+@gluon.jit
+def _nth(numbers, n):
+    if len(numbers) == 2:
+        number = gl.where(n == 0, numbers[0], numbers[1])
+    else:
+        number = gl.where(n == 0, numbers[0], gl.where(n == 1, numbers[1], numbers[2]))
+    return number
+
+
+@gluon.jit
 def column(tile, span, FIRST: gl.constexpr, program, config):
     """COLUMN where tiles of keys follow each other."""
     return tile * config.BLOCK_N

@@ -15,10 +15,10 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
 from attnzoo_kernels._gluon.forward_consumer import consume, rows_before, run_tiles, write_tile
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import attend_step, await_keys, first_weights, last_product, mask_scores
+from attnzoo_kernels._gluon.forward_mainloop import mainloop_in_turn, mask_scores
 from attnzoo_kernels._gluon.forward_producer import produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
-from attnzoo_kernels._gluon.hopper import constants, mbarrier, product_layout, ring, stage_of, why_not_tma
+from attnzoo_kernels._gluon.hopper import constants, product_layout, why_not_tma
 from attnzoo_kernels._gluon.tile_scheduler import take, tile_counter
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
@@ -48,42 +48,31 @@ class Own(NamedTuple):
 
 
 @gluon.jit
+def _first(span):
+    """FIRST."""
+    return True
+
+
+@gluon.jit
+def _ends(tiles, step, span, program, config):
+    """ENDS."""
+    own, chunk = span.own, program.own.chunk
+    successive_step = step + tiles
+    inter_step = successive_step + relation_keys(1, own.chunk, chunk, own.last, own.merged, config.BLOCK_N)[1]
+    return successive_step, inter_step, inter_step + relation_keys(2, own.chunk, chunk, own.last, own.merged, config.BLOCK_N)[1]
+
+
+@gluon.jit
+def _place(n, s, first, stop, span):
+    """PLACE, for step_mask."""
+    return n, s == first, span
+
+
+@gluon.jit
 def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
     """MAINLOOP over the relations of 64 queries, whose copies follow each other in the ring of queries."""
-    bars, tiles = program.bars, program.tiles
-    chunk = program.own.chunk
-    keys = relation_keys(0, span.own.chunk, chunk, span.own.last, span.own.merged, config.BLOCK_N)[1]
-    q_slot, q_phase = ring(q_step, Q_SLOTS)
-    at = q_slot * config.CONSUMERS + ME
-    mbarrier.wait(bars.q_full.index(at), q_phase)
-    slot = await_keys(step, program, config)
-    row_max, row_sum, p = first_weights(tiles.q.index(at), tiles.k.index(slot), bars.k_empty.index(slot), True,
-                                        (keys - 1) * config.BLOCK_N, span, 1.0, program, config)
-    # [ROWS, BLOCK_DV]
-    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
-    successive_step = step + keys
-    inter_step = successive_step + relation_keys(1, span.own.chunk, chunk, span.own.last, span.own.merged, config.BLOCK_N)[1]
-    last_step = inter_step + relation_keys(2, span.own.chunk, chunk, span.own.last, span.own.merged, config.BLOCK_N)[1]
-    step += 1
-    if config.K_BEFORE_PV:
-        slot, phase = stage_of(step, config.STAGES)
-        mbarrier.wait(bars.k_full.index(slot), phase, pred=step < last_step)
-    for n in range(3):
-        stop = gl.where(n == 0, successive_step, gl.where(n == 1, inter_step, last_step))
-        if (n > 0) & (stop > step):
-            mbarrier.arrive(bars.q_empty.index(at), count=1)
-            q_step += 1
-            q_slot, q_phase = ring(q_step, Q_SLOTS)
-            at = q_slot * config.CONSUMERS + ME
-            mbarrier.wait(bars.q_full.index(at), q_phase)
-        for s in range(step, stop):
-            p, acc, row_max, row_sum = attend_step(tiles.q.index(at), p, acc, row_max, row_sum, s, last_step, (n, s == step, span), 1.0,
-                                                   program, config)
-        step = gl.maximum(step, stop)
-    mbarrier.arrive(bars.q_empty.index(at), count=1)
-    acc_pending = last_product(p, acc, last_step, program, config)
-    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, product_layout(config.BLOCK_N)))
-    return acc_pending, row_max, row_sum, last_step, q_step + 1
+    tiles = relation_keys(0, span.own.chunk, program.own.chunk, span.own.last, span.own.merged, config.BLOCK_N)[1]
+    return mainloop_in_turn(tiles, span, step, q_step, 1.0, _first, _ends, _place, ME, program, config)
 
 
 @gluon.jit

@@ -12,16 +12,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels import autograd
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, pair_start, pair_store, same_tile
-from attnzoo_kernels._gluon.backward_dq import dq_before, first_buffer, hand_on_dq
-from attnzoo_kernels._gluon.backward_kernel import run_pair
+from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, head_steps, pair_start, pair_store, same_tile
+from attnzoo_kernels._gluon.backward_dq import first_buffer
+from attnzoo_kernels._gluon.backward_kernel import run_pair_tiles
 from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load_keys, load_queries, next_step
 from attnzoo_kernels._gluon.backward_step import (
-    add_step,
+    add_weights,
     column_numbers,
     masked_scores,
-    pair_barriers,
-    pair_tiles,
     products,
     row_statistics,
 )
@@ -74,23 +72,32 @@ def _ones_and_columns(dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constex
     return ones, columns
 
 
+class Head(NamedTuple):
+    """What the steps of a query head take beside the scale."""
+
+    scale: Any
+    own: Any
+    start: Any  # c with which the block of the keys begins
+    near: Any  # c of a consumer's keys, less that
+    tile: Any  # of c, the keys' block
+    key: Any
+    dq_tile: Any
+
+
 @gluon.jit
-def _step(dk, dv, dc, own, block, j, start, near, smem, bars, dq_desc, dq_tile, row_tile, step, some, scale, low, high, c,
-          ME: gl.constexpr, MASKED: gl.constexpr):
-    """pair_step with the bias and the sums. block: of c where the sequence begins; j: the tile of queries; start, near: of the keys."""
+def _step(dk, dv, dc, smem, bars, dq_desc, made, step, some, head, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
+    """STEP: pair_step with the bias and the sums, of which dc are those by key. made: the step's own tile, as no DQ_LAGS is ever taken."""
     ROWS: gl.constexpr = c.ROWS
-    column: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
-    apart = (start - gl.load(own.starts + block + j * ROWS // BLOCK)).to(gl.float32)  # asked for early: it comes from memory
+    own = head.own
+    j = made - head.dq_tile
+    # asked for early: it comes from memory
+    apart = (head.start - gl.load(own.starts + (head.tile - head.key // KEYS) + j * ROWS // BLOCK)).to(gl.float32)
     stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
-    x = (scores - near[:, None]) * scale - (row_statistics(smem.stats, stage, 0, ROWS, column) + apart)[None, :]
+    x = (scores - head.near[:, None]) * head.scale
+    x = x - (row_statistics(smem.stats, stage, 0, ROWS, gl.SliceLayout(0, scores.type.layout)) + apart)[None, :]
     if MASKED:
         x = masked_scores(x, smem.columns, low, high, c)
-    weights = gl.exp2(x)
-    p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
-    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
-    delta = row_statistics(smem.stats, stage, 1, ROWS, column)
-    dscores = (weights * (dweights - delta[None, :])).to(smem.q.dtype)
-    dk, dv = add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, False)
+    dk, dv = add_weights(dk, dv, gl.exp2(x), dweights_pending, smem, bars, dq_desc, made, step, stage, some, c, ME)
     slot, _ = ring(step, 2)
     ds = smem.ds.index(slot * 2 + ME)
     sums: gl.constexpr = product_layout(8)
@@ -99,14 +106,13 @@ def _step(dk, dv, dc, own, block, j, start, near, smem, bars, dq_desc, dq_tile, 
         dc_pending = _sum(ds, n * 64, False, dc, own.ones)
         rows_pending = _sum(ds, n * 64, True, gl.zeros([64, 8], gl.float32, sums), own.ones)
         dc, rows = warpgroup_mma_wait(0, deps=(dc_pending, rows_pending))
-        gl.atomic_add(own.rows + row_tile.to(gl.int64) * ROWS + n * 64 + lanes, _first_column(rows), sem="relaxed")
+        gl.atomic_add(own.rows + made.to(gl.int64) * ROWS + n * 64 + lanes, _first_column(rows), sem="relaxed")
     return dk, dv, dc
 
 
 @gluon.jit
 def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
     """MAINLOOP: as pair_mainloop, with the gates of each query head, whose sums by key are written behind its steps."""
-    ROWS: gl.constexpr = c.ROWS
     sums: gl.constexpr = product_layout(8)
     dk, dv = state
     dq_tile = word(smem.work, slot, "dq_tile")
@@ -120,28 +126,17 @@ def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, prob
         owner = word(smem.work, slot, "batch") * problem.kv_heads + kv_head
         tile = owner * problem.group * head_tiles + key // KEYS
     before = at - bounds[0]
-    dq_end = dq_tile
     for _ in range(problem.group):
         start = gl.load(own.starts + tile)
         keys = tile.to(gl.int64) * KEYS + ME * HALF
-        near = gl.load(own.c + keys + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(ROWS))))
-        dc = gl.zeros([HALF, 8], gl.float32, sums)
-        for segment in gl.static_range(c.SEGMENT_BEGIN, c.SEGMENT_END):
-            for i in range(bounds[segment], bounds[segment + 1]):
-                made = dq_tile + i
-                if c.DQ_LAGS:
-                    made = gl.where(i > bounds[0], dq_tile + i, dq_end) - 1
-                dk, dv, dc = _step(dk, dv, dc, own, tile - key // KEYS, i, start, near, smem, bars, dq_desc, made, dq_tile + i,
-                                   before + i, before + i > at, scale, low - i * ROWS, high - i * ROWS, c, ME, segment != 1)
+        near = gl.load(own.c + keys + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(c.ROWS))))
+        head = Head(scale, own, start, near, tile, key, dq_tile)
+        dk, dv, dc = head_steps((dk, dv, gl.zeros([HALF, 8], gl.float32, sums)), at, before, bounds, dq_tile, dq_tile, low, high, own, smem,
+                                bars, dq_desc, head, c, ME)
         gl.store(own.columns + keys + gl.arange(0, HALF, gl.SliceLayout(1, sums)), _first_column(dc))
         before += bounds[3] - bounds[0]
-        dq_end = dq_tile + bounds[3]
         dq_tile += problem.head_tiles
         tile += head_tiles
-    if c.DQ_LAGS:
-        if before + bounds[0] > at:
-            dq = warpgroup_mma_wait(0, deps=(dq_before(smem, bars, before + bounds[0], True, c, ME),))
-            hand_on_dq(dq, dq_desc, smem, dq_end - 1, bars, before + bounds[0], c, ME)
     return (dk, dv), before + bounds[0]
 
 
@@ -160,16 +155,15 @@ def forgetting_bwd_hopper_kernel(
                PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, CLEARED=False, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
                SEGMENT_BEGIN=0, SEGMENT_END=3 if HAS_LEFT else 2, OF_TILE=same_for_all, TILE=next_key_tile, BOUNDS=all_queries,
                LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start,
-               MAINLOOP=_mainloop, STORE=pair_store, BUFFER=first_buffer)
+               MAINLOOP=_mainloop, STEP=_step, STORE=pair_store, BUFFER=first_buffer)
     ones, columns = _ones_and_columns(q_desc.dtype, ROWS, WIDTH)
-    smem = pair_tiles(q_desc.dtype, c, columns)
-    bars = pair_barriers(c)
-    source = Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc), stats_desc)
-    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
-    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
-                      window_left, window_right)
-    own = Own(c_ptr, starts_ptr, columns_ptr, rows_ptr, ones)
-    run_pair(source, grads, smem, bars, dq_desc, dq_semaphore, problem, own, scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c)
+    run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc),
+                          stats_desc),
+                   Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to),
+                   dq_desc, dq_semaphore,
+                   Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles,
+                           n_tiles, window_left, window_right), Own(c_ptr, starts_ptr, columns_ptr, rows_ptr, ones), scale, softmax_scale,
+                   REGISTERS, LOAD_REGISTERS, c, columns)
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,

@@ -21,17 +21,11 @@ def _options(cu_seqlens_q: Tensor | None, k: Tensor, softmax_scale: float, windo
                    key_bias=True, pruned=prunes(k, window_left, prune))
 
 
+@autograd.readable(0, 1, 2, like=(2,))
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, impl: str | None,
     deterministic: bool, softmax_scale: float, window_left: int, prune: bool | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    from attnzoo_kernels._triton import launch
-
-    readable = launch.readable(q, k, v)
-    if readable is not None:
-        out, *rest = _forward(*readable, log_f, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, window_left,
-                              prune)
-        return launch.narrowed(out, v), *rest
     options = _options(cu_seqlens_q, k, softmax_scale, window_left, prune)
 
     def why_not_gluon() -> str | None:
@@ -61,15 +55,9 @@ def _fake_forward(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, impl, deterministi
             lse.new_empty(starts, dtype=torch.float64), lse.new_empty(ends, dtype=torch.int32))
 
 
+@autograd.readable(2, 3, 4, 5, 0, like=(2, 3, 4))
 def _gradients(grad_out, grad_lse, q, k, v, out, stats, c, starts, ends, cu_seqlens_q, cu_seqlens_k, needs_dlog_f, impl, deterministic,
                *numbers):
-    from attnzoo_kernels._triton import launch
-
-    readable = launch.readable(q, k, v, out, grad_out)
-    if readable is not None:
-        *wide, dlog_f = _gradients(readable[4], grad_lse, *readable[:4], stats, c, starts, ends, cu_seqlens_q, cu_seqlens_k, needs_dlog_f,
-                                   impl, deterministic, *numbers)
-        return *map(launch.narrowed, wide, (q, k, v)), dlog_f
     from attnzoo_kernels.flash.options import KeyBias
 
     options = _options(cu_seqlens_q, k, *numbers)

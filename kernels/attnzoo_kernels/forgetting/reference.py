@@ -7,26 +7,16 @@ from torch import Tensor
 from attnzoo_kernels.differential.reference import softmax_over_seen
 from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.flash.reference import visible
-from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
+from attnzoo_kernels.packing import heads_first, padded, unpadded
 
 
 @without_autocast
-def forgetting_attention_reference(q, k, v, log_f, *, window_size, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                                   max_seqlen_k) -> tuple[Tensor, Tensor]:
+def forgetting_attention_reference(q, k, v, log_f, *, window_size, softmax_scale, **lengths) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; packed input is padded, attended to and packed again. Arguments are checked by the caller."""
-    packed = cu_seqlens_q is not None
     total_q = q.shape[0]
-    if packed:
-        q = pad_packed(q, cu_seqlens_q, max_seqlen_q)
-        k, v, log_f = (pad_packed(x, cu_seqlens_k, max_seqlen_k) for x in (k, v, log_f))
-    batch, rows, heads, _ = q.shape
-    columns, kv_heads = k.shape[1:3]
-    len_q = sequence_lengths(cu_seqlens_q, batch, rows, q.device)
-    len_k = sequence_lengths(cu_seqlens_k, batch, columns, q.device)
-
-    # (batch, heads, seqlen, width); a key head serves a contiguous group of query heads
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    (q,), (k, v, log_f), len_q, len_k = padded([q], [k, v, log_f], **lengths)
+    (rows, heads), columns = q.shape[1:3], k.shape[1]
+    q, k, v = heads_first(q, k, v)
 
     # (batch, heads, 1 + seqlen_k), from 0 on; in float64, because c grows with the length, and what scores get is a difference
     c = F.pad(log_f.double().cumsum(1).transpose(1, 2), (1, 0))
@@ -37,7 +27,4 @@ def forgetting_attention_reference(q, k, v, log_f, *, window_size, softmax_scale
     scores = scores + (c_of_query[..., None] - c[:, :, None, 1:]).to(scores.dtype)
     weights, lse = softmax_over_seen(scores, visible(len_q, len_k, rows, columns, window_size))
     out = (weights.to(v.dtype) @ v).transpose(1, 2)
-    if packed:
-        out = unpad_packed(out, cu_seqlens_q, total_q)
-        lse = unpad_packed(lse.transpose(1, 2), cu_seqlens_q, total_q, fill=-torch.inf).transpose(0, 1)
-    return out, lse
+    return unpadded(out, lse, lengths["cu_seqlens_q"], total_q)

@@ -5,21 +5,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo_kernels.dispatch import without_autocast
-from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
+from attnzoo_kernels.packing import padded, unpad_packed
 
 
 @without_autocast
 @torch.no_grad()
-def moba_blocks_reference(q, k, *, block_size, slots, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> Tensor:
+def moba_blocks_reference(q, k, *, block_size, slots, **lengths) -> Tensor:
     """Packed input is padded, looked at and packed again. Arguments are checked by the caller."""
-    packed = cu_seqlens_q is not None
     total_q = q.shape[0]
-    if packed:
-        q, k = pad_packed(q, cu_seqlens_q, max_seqlen_q), pad_packed(k, cu_seqlens_k, max_seqlen_k)
-    batch, rows, heads, _ = q.shape
+    (q,), (k,), len_q, len_k = padded([q], [k], **lengths)
+    rows, heads = q.shape[1:3]
     columns, kv_heads = k.shape[1:3]
-    len_q = sequence_lengths(cu_seqlens_q, batch, rows, q.device)
-    len_k = sequence_lengths(cu_seqlens_k, batch, columns, q.device)
     count = -(-columns // block_size)
 
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -32,4 +28,5 @@ def moba_blocks_reference(q, k, *, block_size, slots, cu_seqlens_q, cu_seqlens_k
     # stable: of equal scores the earlier block comes first
     best, blocks = F.pad(scores, (0, slots), value=-torch.inf).sort(dim=-1, descending=True, stable=True)
     blocks = torch.where(best > -torch.inf, blocks, -1)[..., :slots].int()
-    return unpad_packed(blocks, cu_seqlens_q, total_q, fill=-1) if packed else blocks
+    cu_seqlens_q = lengths["cu_seqlens_q"]
+    return blocks if cu_seqlens_q is None else unpad_packed(blocks, cu_seqlens_q, total_q, fill=-1)

@@ -8,7 +8,7 @@ from attnzoo_kernels.differential.reference import softmax_over_seen
 from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.flash.reference import visible
 from attnzoo_kernels.nsa.fold import compressed_bounds
-from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
+from attnzoo_kernels.packing import heads_first, pad_packed, padded, unpad_packed
 from attnzoo_kernels.routed.reference import seen_blocks
 
 
@@ -40,40 +40,36 @@ def block_scores(weights: Tensor, own: Tensor, kv_heads: int, count: int, size: 
 
 @without_autocast
 def nsa_attention_reference(q, k, v, k_cmp, v_cmp, gates, blocks, *, k_window, v_window, compress_size, compress_stride, block_size,
-                            block_count, window, softmax_scale, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-                            max_seqlen_k) -> tuple[Tensor, Tensor]:
+                            block_count, window, softmax_scale, **lengths) -> tuple[Tensor, Tensor]:
     """Output and blocks; packed input is padded, attended to and packed again. Arguments are checked by the caller."""
-    packed = cu_seqlens_q is not None
-    total_q = q.shape[0]
-    if packed:
-        cu_seqlens_c = compressed_bounds(cu_seqlens_k, compress_size, compress_stride)
-        q, gates = (pad_packed(x, cu_seqlens_q, max_seqlen_q) for x in (q, gates))
-        blocks = None if blocks is None else pad_packed(blocks, cu_seqlens_q, max_seqlen_q)
-        k, v, k_window, v_window = (pad_packed(x, cu_seqlens_k, max_seqlen_k) for x in (k, v, k_window, v_window))
+    total_q, cu_seqlens_q = q.shape[0], lengths["cu_seqlens_q"]
+    (q, gates, *given), (k, v, k_window, v_window), len_q, len_k = padded(
+        [q, gates, *([] if blocks is None else [blocks])], [k, v, k_window, v_window], **lengths)
+    if cu_seqlens_q is not None:
+        cu_seqlens_c = compressed_bounds(lengths["cu_seqlens_k"], compress_size, compress_stride)
         longest = max(0, (k.shape[1] - compress_size) // compress_stride + 1)
         k_cmp, v_cmp = (pad_packed(x, cu_seqlens_c, longest) for x in (k_cmp, v_cmp))
-    batch, rows, heads, _ = q.shape
+    rows, heads = q.shape[1:3]
     columns, kv_heads = k.shape[1:3]
-    len_q = sequence_lengths(cu_seqlens_q, batch, rows, q.device)
-    len_k = sequence_lengths(cu_seqlens_k, batch, columns, q.device)
     position = torch.arange(rows, device=q.device) + (len_k - len_q)[:, None]
 
     def attend(keys: Tensor, values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-        # (batch, heads, seqlen, width); a key head serves a contiguous group of query heads
-        keys, values = (x.transpose(1, 2).repeat_interleave(heads // kv_heads, dim=1) for x in (keys, values))
-        scores = (q.transpose(1, 2) @ keys.mT) * softmax_scale
+        queries, keys, values = heads_first(q, keys, values)
+        scores = (queries @ keys.mT) * softmax_scale
         weights, _ = softmax_over_seen(scores.to(torch.promote_types(scores.dtype, torch.float32)), seen)
         return (weights.to(values.dtype) @ values).transpose(1, 2), weights
 
     last_token = torch.arange(k_cmp.shape[1], device=q.device) * compress_stride + compress_size - 1
     compressed, weights = attend(k_cmp, v_cmp, (last_token <= position[..., None])[:, None])
-    if blocks is None:
+    if given:
+        blocks = given[0]
+    else:
         blocks = best_blocks(weights, position.div(block_size, rounding_mode="floor"), kv_heads, -(-columns // block_size), compress_size,
                              compress_stride, block_size, block_count - 1)
     chosen = seen_blocks(blocks, len_q, len_k, block_size, columns).repeat_interleave(heads // blocks.shape[2], dim=1)
     selected, _ = attend(k, v, chosen & visible(len_q, len_k, rows, columns, (-1, 0)))
     near, _ = attend(k_window, v_window, visible(len_q, len_k, rows, columns, (window - 1, 0)))
     out = gates[..., :1] * compressed + gates[..., 1:2] * selected + gates[..., 2:] * near
-    if packed:
+    if cu_seqlens_q is not None:
         out, blocks = unpad_packed(out, cu_seqlens_q, total_q), unpad_packed(blocks, cu_seqlens_q, total_q, fill=-1)
     return out, blocks

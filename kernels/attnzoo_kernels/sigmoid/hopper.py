@@ -7,8 +7,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
-from attnzoo_kernels._gluon.forward_consumer import consume, run_forward, write_tile
+from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward_consumer import consume, run_tiles, write_tile
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import produce_prefetched
@@ -72,11 +72,10 @@ def sigmoid_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, cu_seqlens_q, cu
         JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE, OPTIONS=BY_LENGTH,
         PRODUCE=produce_prefetched, CONSUME=consume, NEXT_TILE=next_tile, TAKE=take, SPAN=biased_span, MAINLOOP=mainloop, COLUMN=column,
         MASK=mask, STEP_MASK=step_mask, WEIGHTS=weights, FINISH=finish)
-    descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
-    tiles, bars = allocate(descs, config)
-    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
-                      window_right)
-    run_forward(Program(descs, problem, Rows(scale, None, None, 0), tiles, bars, bias), config)
+    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
+              Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
+                      window_right),
+              Rows(scale, None, None, 0), bias, config)
 
 
 @functools.lru_cache(maxsize=1024)

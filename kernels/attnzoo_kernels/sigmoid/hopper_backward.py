@@ -6,12 +6,12 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, pair_mainloop, pair_start, pair_store, same_tile
 from attnzoo_kernels._gluon.backward_dq import first_buffer
-from attnzoo_kernels._gluon.backward_kernel import run_pair
+from attnzoo_kernels._gluon.backward_kernel import run_pair_tiles
 from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load_keys, load_queries, next_step
 from attnzoo_kernels._gluon.backward_plan import Tile
-from attnzoo_kernels._gluon.backward_step import add_step, masked_scores, pair_barriers, pair_tiles, products
+from attnzoo_kernels._gluon.backward_step import add_weights, masked_scores, products
 from attnzoo_kernels._gluon.backward_tiles import Config, Problem, next_key_tile
-from attnzoo_kernels._gluon.hopper import warpgroup_mma_wait, why_not_tma
+from attnzoo_kernels._gluon.hopper import why_not_tma
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.sigmoid.hopper import bias_of, sigmoid
 from attnzoo_kernels.sigmoid.options import Options
@@ -30,17 +30,20 @@ def mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, p
 
 
 @gluon.jit
+def _gradient(weights, dweights, smem, stage, c):
+    """GRADIENT."""
+    dweights = weights * dweights
+    return dweights - weights * dweights
+
+
+@gluon.jit
 def step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
     """STEP. Queries behind a sequence's end have no gradient of the output, which makes all that they add zero."""
     stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
     scores = scores * scale[0] + scale[1]
     if MASKED:
         scores = masked_scores(scores, smem.columns, low, high, c)
-    weights = sigmoid(scores)
-    p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
-    dweights = weights * warpgroup_mma_wait(0, deps=(dweights_pending,))
-    dscores = (dweights - weights * dweights).to(smem.q.dtype)
-    return add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, False)
+    return add_weights(dk, dv, sigmoid(scores), dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, _gradient)
 
 
 @gluon.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group", "head_tiles",
@@ -59,13 +62,12 @@ def sigmoid_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc,
                OPTIONS=BY_LENGTH, SEGMENT_BEGIN=0, SEGMENT_END=3 if HAS_LEFT else 2, OF_TILE=bias_of_tile, TILE=next_key_tile,
                BOUNDS=all_queries, LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys,
                START=pair_start, MAINLOOP=mainloop, STEP=step, STORE=pair_store, BUFFER=first_buffer)
-    smem = pair_tiles(q_desc.dtype, c)
-    bars = pair_barriers(c)
-    source = Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc), stats_desc)
-    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
-    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
-                      window_left, window_right)
-    run_pair(source, grads, smem, bars, dq_desc, dq_semaphore, problem, bias, scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c)
+    run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc),
+                          stats_desc),
+                   Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to),
+                   dq_desc, dq_semaphore,
+                   Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles,
+                           n_tiles, window_left, window_right), bias, scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c)
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:

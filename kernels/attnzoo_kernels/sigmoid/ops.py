@@ -5,18 +5,14 @@ from torch import Tensor
 from attnzoo_kernels import autograd, dispatch
 
 
+@autograd.readable(0, 1, 2, like=(2,))
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None,
     impl: str | None, deterministic: bool, softmax_scale: float, sigmoid_bias: float | None, window_left: int, window_right: int,
 ) -> Tensor:
-    from attnzoo_kernels._triton import launch
     from attnzoo_kernels.sigmoid.options import Options
 
-    numbers = softmax_scale, sigmoid_bias, window_left, window_right
-    readable = launch.readable(q, k, v)
-    if readable is not None:
-        return launch.narrowed(_forward(*readable, cu_seqlens_q, cu_seqlens_k, alibi_slopes, impl, deterministic, *numbers), v)
-    options = Options.of(cu_seqlens_q, alibi_slopes, *numbers)
+    options = Options.of(cu_seqlens_q, alibi_slopes, softmax_scale, sigmoid_bias, window_left, window_right)
 
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.sigmoid import hopper
@@ -36,20 +32,15 @@ def _fake_forward(q, k, v, *_):
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
+@autograd.readable(1, 2, 3, 0, like=(1, 2, 3))
 def _gradients(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
     alibi_slopes: Tensor | None, impl: str | None, deterministic: bool, softmax_scale: float, sigmoid_bias: float | None,
     window_left: int, window_right: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from attnzoo_kernels._triton import launch
     from attnzoo_kernels.sigmoid.options import Options
 
-    numbers = softmax_scale, sigmoid_bias, window_left, window_right
-    readable = launch.readable(q, k, v, grad_out)
-    if readable is not None:
-        wide = _gradients(readable[3], *readable[:3], cu_seqlens_q, cu_seqlens_k, alibi_slopes, impl, deterministic, *numbers)
-        return tuple(map(launch.narrowed, wide, (q, k, v)))
-    options = Options.of(cu_seqlens_q, alibi_slopes, *numbers)
+    options = Options.of(cu_seqlens_q, alibi_slopes, softmax_scale, sigmoid_bias, window_left, window_right)
 
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.sigmoid import hopper_backward

@@ -5,26 +5,16 @@ from torch import Tensor
 
 from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.flash.reference import alibi_bias, visible
-from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
+from attnzoo_kernels.packing import heads_first, padded, unpad_packed
 
 
 @without_autocast
-def sigmoid_attention_reference(q, k, v, *, window_size, softmax_scale, sigmoid_bias, alibi_slopes, cu_seqlens_q, cu_seqlens_k,
-                                max_seqlen_q, max_seqlen_k) -> Tensor:
+def sigmoid_attention_reference(q, k, v, *, window_size, softmax_scale, sigmoid_bias, alibi_slopes, **lengths) -> Tensor:
     """Packed input is padded, attended to and packed again. Arguments are checked by the caller."""
-    packed = cu_seqlens_q is not None
     total_q = q.shape[0]
-    if packed:
-        q = pad_packed(q, cu_seqlens_q, max_seqlen_q)
-        k, v = (pad_packed(x, cu_seqlens_k, max_seqlen_k) for x in (k, v))
-    batch, rows, heads, _ = q.shape
-    columns, kv_heads = k.shape[1:3]
-    len_q = sequence_lengths(cu_seqlens_q, batch, rows, q.device)
-    len_k = sequence_lengths(cu_seqlens_k, batch, columns, q.device)
-
-    # (batch, heads, seqlen, width); a key head serves a contiguous group of query heads
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
+    (q,), (k, v), len_q, len_k = padded([q], [k, v], **lengths)
+    rows, columns = q.shape[1], k.shape[1]
+    q, k, v = heads_first(q, k, v)
 
     scores = (q @ k.mT) * softmax_scale
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -36,4 +26,4 @@ def sigmoid_attention_reference(q, k, v, *, window_size, softmax_scale, sigmoid_
         scores = scores + sigmoid_bias
     weights = scores.sigmoid().masked_fill(~visible(len_q, len_k, rows, columns, window_size), 0)
     out = (weights.to(v.dtype) @ v).transpose(1, 2)
-    return unpad_packed(out, cu_seqlens_q, total_q) if packed else out
+    return out if lengths["cu_seqlens_q"] is None else unpad_packed(out, lengths["cu_seqlens_q"], total_q)

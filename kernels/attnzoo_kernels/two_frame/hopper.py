@@ -12,13 +12,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
-from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_forward
+from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import attend_step, first_weights, last_product, mask_scores
+from attnzoo_kernels._gluon.forward_mainloop import mainloop_in_turn, mask_scores
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
-from attnzoo_kernels._gluon.hopper import mbarrier, product_layout, ring, stage_of, why_not_tma
+from attnzoo_kernels._gluon.hopper import why_not_tma
 from attnzoo_kernels._gluon.tile_scheduler import Span, Tile, next_tile, take, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout, outputs
@@ -125,39 +125,30 @@ def step_mask(scores, where, program, config):
 
 
 @gluon.jit
-def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """MAINLOOP over the near keys and then the far ones of 64 queries, whose frames follow each other in the ring of queries."""
-    bars, tiles, scale = program.bars, program.tiles, program.rows.scale
-    q_slot, q_phase = ring(q_step, Q_SLOTS)
-    at = q_slot * config.CONSUMERS + ME
-    mbarrier.wait(bars.q_full.index(at), q_phase)
-    slot, phase = stage_of(step, config.STAGES)
-    mbarrier.wait(bars.k_full.index(slot), phase)
-    masked = (span.end > span.full_end) | (span.end <= span.full_begin)
-    row_max, row_sum, p = first_weights(tiles.q.index(at), tiles.k.index(slot), bars.k_empty.index(slot), masked,
-                                        (span.end - 1) * config.BLOCK_N, span, scale, program, config)
-    # [ROWS, BLOCK_DV]
-    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
+def _first(span):
+    """FIRST."""
+    return (span.end > span.full_end) | (span.end <= span.full_begin)
+
+
+@gluon.jit
+def _ends(end, step, span, program, config):
+    """ENDS."""
     far_step = step + span.end - span.begin
-    last_step = far_step + span.own.end
-    step += 1
-    for n in range(2):
-        stop = gl.where(n == 0, far_step, last_step)
-        if (n > 0) & (stop > step):
-            mbarrier.arrive(bars.q_empty.index(at), count=1)
-            q_step += 1
-            q_slot, q_phase = ring(q_step, Q_SLOTS)
-            at = q_slot * config.CONSUMERS + ME
-            mbarrier.wait(bars.q_full.index(at), q_phase)
-        lowest = gl.where(n == 0, span.begin, 0)
-        for s in range(step, stop):
-            p, acc, row_max, row_sum = attend_step(tiles.q.index(at), p, acc, row_max, row_sum, s, last_step,
-                                                   (n > 0, lowest + stop - 1 - s, span), scale, program, config)
-        step = gl.maximum(step, stop)
-    mbarrier.arrive(bars.q_empty.index(at), count=1)
-    acc_pending = last_product(p, acc, last_step, program, config)
-    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, product_layout(config.BLOCK_N)))
-    return acc_pending, row_max * scale, row_sum, last_step, q_step + 1
+    return far_step, far_step + span.own.end
+
+
+@gluon.jit
+def _place(n, s, first, stop, span):
+    """PLACE, for step_mask."""
+    return n > 0, gl.where(n == 0, span.begin, 0) + stop - 1 - s, span
+
+
+@gluon.jit
+def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
+    """MAINLOOP over the near keys and then the far ones of 64 queries."""
+    acc_pending, row_max, row_sum, step, q_step = mainloop_in_turn(span.end, span, step, q_step, program.rows.scale, _first, _ends, _place,
+                                                                   ME, program, config)
+    return acc_pending, row_max * program.rows.scale, row_sum, step, q_step
 
 
 @gluon.jit(do_not_specialize=[*SCALARS, "near_keys", "far_keys"],
@@ -171,10 +162,9 @@ def two_frame_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats
         HAS_RIGHT=True, BRANCHES=1, MASK_IN_LOOP=True, EMPTY_ROWS=EMPTY_ROWS, Q_SLOTS=Q_SLOTS, INDEX_EARLY=True, PRODUCE=produce_segments,
         CONSUME=consume, NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span, MAINLOOP=mainloop, MASK=mask, STEP_MASK=step_mask,
         INSIDE=inside, FINISH=finish)
-    descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
-    tiles, bars = allocate(descs, config)
-    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None)
-    run_forward(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, Own(near_keys, far_keys)), config)
+    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
+              Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None),
+              Rows(scale, lse_ptr, stats_ptr, stride_stats), Own(near_keys, far_keys), config)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -6,16 +6,11 @@ from torch import Tensor
 from attnzoo_kernels import autograd, dispatch
 
 
+@autograd.readable(0, 1, 2, like=(2,))
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, impl: str | None, deterministic: bool,
     softmax_scale: float, near_keys: int, far_keys: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from attnzoo_kernels._triton import launch
-
-    readable = launch.readable(q, k, v)
-    if readable is not None:
-        out, *rest = _forward(*readable, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, near_keys, far_keys)
-        return launch.narrowed(out, v), *rest
     from attnzoo_kernels.two_frame.options import Options
 
     options = Options.of(cu_seqlens_q, softmax_scale, near_keys, far_keys)
@@ -40,17 +35,11 @@ def _fake_forward(q, k, v, cu_seqlens_q, *_):
     return out, lse, lse.new_empty(2, *lse.shape)
 
 
+@autograd.readable(2, 3, 4, 5, 0, like=(2, 3, 4))
 def _gradients(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None, impl: str | None, deterministic: bool, softmax_scale: float, near_keys: int, far_keys: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from attnzoo_kernels._triton import launch
-
-    readable = launch.readable(q, k, v, out, grad_out)
-    if readable is not None:
-        wide = _gradients(readable[4], grad_lse, *readable[:4], stats, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale,
-                          near_keys, far_keys)
-        return tuple(map(launch.narrowed, wide, (q, k, v)))
     from attnzoo_kernels.two_frame.options import Options
 
     options = Options.of(cu_seqlens_q, softmax_scale, near_keys, far_keys)
