@@ -21,6 +21,8 @@ from attnzoo.run.files import write_whole
 
 FORMAT = 1
 TASKS = ("lm", "mlm", "classification")
+# of a model and its attention, when a run goes on; the data refuse another data.seq_len, which is train_context
+CHANGEABLE = ("impl", "dropout", "attention_dropout", "train_context")
 PREFIX = "model."  # of the model's weights in the state dict
 
 
@@ -158,15 +160,20 @@ def _n_blocks(model: Mapping) -> int:
     return n_layers if isinstance(n_layers, int) else 0
 
 
-def check_same_shapes(content: dict, shapes: Mapping[str, torch.Size], record: dict) -> None:
-    """UserError unless the checkpoint's weights fit a run's module of these shapes; says which settings differ."""
-    if (mismatch := _first_mismatch(content.get("state_dict", {}), shapes)) is None:
-        return
+def check_same_model(content: dict, shapes: Mapping[str, torch.Size], record: dict) -> None:
+    """UserError unless the checkpoint's weights are those of a run's module of these shapes; says which settings differ."""
+    mismatch = _first_mismatch(content.get("state_dict", {}), shapes)
     theirs, differences = content["attnzoo"], []
     for group in ("model", "attention", "task"):
         old, new = (found if isinstance(found := r.get(group), dict) else {group: found} for r in (theirs, record))
-        differences += [f"{group}.{key}={old.get(key)}, not {new.get(key)}" for key in old | new if old.get(key) != new.get(key)]
-    raise UserError(f"the checkpoint does not fit this run: {mismatch}. It was trained with {'; '.join(differences) or 'other code'}")
+        # where the shapes are the same a key that only one has may be an option that came later
+        keys = old | new if mismatch else [key for key in old if key in new and key not in CHANGEABLE]
+        differences += [f"{group}.{key}={old.get(key)}, not {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
+    if mismatch:
+        raise UserError(f"the checkpoint does not fit this run: {mismatch}. It was trained with {'; '.join(differences) or 'other code'}")
+    if differences:
+        raise UserError(f"the checkpoint does not fit this run: it was trained with {'; '.join(differences)}. Set what it was, or begin a "
+                        "new run with its weights by init_from")
 
 
 def _first_mismatch(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]) -> str | None:

@@ -13,7 +13,7 @@ from torchmetrics.aggregation import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from attnzoo.batch import IGNORED, Batch, Inputs, sharing
-from attnzoo.checkpoint import check_same_shapes
+from attnzoo.checkpoint import check_same_model
 from attnzoo.run.steps import is_log_step
 
 INPUTS = tuple(Inputs.__annotations__)
@@ -226,4 +226,4 @@ class TokenPrediction(lightning.LightningModule):
         checkpoint["attnzoo"] = self.record
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_same_shapes(checkpoint, self.shapes, self.record)
+        check_same_model(checkpoint, self.shapes, self.record)
