@@ -39,10 +39,10 @@ def program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED: tl.conste
 
 
 @triton.jit
-def load_tile(operand, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr = 0):
-    """Columns FIRST .. FIRST + COLUMNS of a RowTile, float32 [BLOCK, COLUMNS], zero beyond WIDTH and the sequence's end."""
+def load_tile(operand, tile, WIDTH: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """A RowTile in float32, [BLOCK, COLUMNS], zero beyond WIDTH and the sequence's end."""
     rows = tile.row + tl.arange(0, BLOCK)
-    columns = FIRST + tl.arange(0, COLUMNS)
+    columns = tl.arange(0, COLUMNS)
     mask = (rows < tile.length)[:, None] & (columns < WIDTH)[None, :]
     i = (tile.first + rows).to(tl.int64)[:, None]
     pointers = operand.source + tile.batch * operand.stride_batch + tile.head * operand.stride_head + i * operand.stride_row + columns
