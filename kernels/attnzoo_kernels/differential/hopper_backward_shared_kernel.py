@@ -57,9 +57,11 @@ def differential_bwd_shared_kernel(q1_desc, q2_desc, do_desc, k_desc, v_desc, st
                LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start,
                MAINLOOP=pair_mainloop, STEP=_step, STORE=pair_store, BUFFER=first_buffer)
     smem = branch_tiles(q1_desc.dtype, 1, True, c)
+    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, kv_heads * HEAD_DIM, kv_heads * VALUE_DIM, HEAD_DIM, VALUE_DIM)
+    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
+                      window_left, window_right)
     run_pair(Source(Branches(q1_desc, q2_desc, do_desc, k_desc, None, v_desc),
                     Branches(q1_tail_desc, q2_tail_desc, do_tail_desc, k_tail_desc, None, v_tail_desc), stats_desc),
-             Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, kv_heads * HEAD_DIM, kv_heads * VALUE_DIM, HEAD_DIM, VALUE_DIM), smem,
+             grads, smem,
              pair_barriers(c), dq_desc, None,
-             Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
-                     window_left, window_right), (), scale, softmax_scale, REGISTERS, 24, c)
+             problem, (), scale, softmax_scale, REGISTERS, 24, c)

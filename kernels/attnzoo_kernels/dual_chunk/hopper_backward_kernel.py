@@ -67,8 +67,8 @@ def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_
                SEGMENT_BEGIN=0, SEGMENT_END=2, OF_TILE=_stages_of_tile, TILE=next_key_tile, BOUNDS=all_queries, LOAD_STEPS=all_steps,
                LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=_load_queries, LOAD_K=load_keys, START=pair_start, MAINLOOP=pair_mainloop,
                STEP=pair_step, STORE=pair_store, BUFFER=_buffer)
+    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, stride_dkh, stride_dvh)
+    problem = Problem(counter, cu_seqlens, cu_seqlens, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0)
     run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc),
                           stats_desc),
-                   Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, stride_dkh, stride_dvh), dq_desc, dq_semaphore,
-                   Problem(counter, cu_seqlens, cu_seqlens, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
-                           0, 0), (chunk, near, copy, buffer), 1.0, dk_scale, REGISTERS, LOAD_REGISTERS, c)
+                   grads, dq_desc, dq_semaphore, problem, (chunk, near, copy, buffer), 1.0, dk_scale, REGISTERS, LOAD_REGISTERS, c)

@@ -203,8 +203,8 @@ def flash_ranges_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
         PRODUCE=produce_segments, CONSUME=consume, NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span,
         BEGIN=load_sink if HAS_SINKS else None, MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, MASK=mask, STEP_MASK=step_mask,
         INSIDE=inside, FINISH=finish)
-    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
-              Problem(counter, None, None, 1, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None),
+    problem = Problem(counter, None, None, 1, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None)
+    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc), problem,
               Rows(scale, lse_ptr, stats_ptr, stride_stats), Own(sinks, Table(table, n_ranges, window_left, window_right)), config, 5)
 
 

@@ -163,10 +163,9 @@ def flash_ranges_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
                HAS_LEFT=True, HAS_RIGHT=True, ORDERED=False, CLEARED=False, DQ_WARP=DQ_WARP, DQ_LAGS=False, OF_TILE=same_for_all,
                TILE=next_key_tile, LOAD_STEPS=all_steps, LOAD_NEXT=next_step_of_64 if ROWS == 64 else next_step_of_128,
                LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start, MAINLOOP=mainloop, STEP=pair_step, STORE=pair_store, ADD_DQ=add_dq)
-    run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc),
-                   Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to),
-                   dq_desc, dq_semaphore,
-                   Problem(counter, None, None, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0),
+    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
+    problem = Problem(counter, None, None, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0)
+    run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc), grads, dq_desc, dq_semaphore, problem,
                    Table(table, n_ranges, gl.where(window_left < 0, UNLIMITED, window_left), window_right), scale, softmax_scale,
                    REGISTERS, LOAD_REGISTERS, c)
 
