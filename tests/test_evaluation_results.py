@@ -185,6 +185,12 @@ def test_a_note_of_several_tasks_stands_once():
                            "1; ruler_vt; length 64: other"]
 
 
+def test_a_note_of_nearly_all_runs_names_the_others():
+    many = [Row(**RUN | {"run": f"{i}"}, task="passkey", metric="loss", value=1.0, note="" if i == 2 else "differs") for i in range(6)]
+    assert notes(many) == ["all but 2; passkey: differs"]
+    assert notes(many[:3]) == ["0, 1; passkey: differs"]
+
+
 def test_notes_of_all_runs_name_none():
     assert "- perplexity_windows; length 128: too long" in summary(table()).splitlines()
 

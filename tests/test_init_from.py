@@ -172,6 +172,7 @@ def test_a_strangers_description_is_not_taken(tmp_path, attention, message):
 @pytest.mark.parametrize(("overrides", "message"), [
     (["data.seq_len=64"], "has 32 learned positions, data.seq_len=64 needs more; set init_positions=interpolate"),
     (["model.max_positions=64"], r"position_embedding.weight has shape \(32, 16\), the run's model \(64, 16\).*init_positions=interpolate"),
+    (["attention=mla"], r"proj.weight has shape .* without model=..., model.\* and attention=..., or"),
     (["model.dim=32"], r"has shape \(.*leave the model's sizes to the weights.*init_new=\["),
     (["model.positions=rotary", "model.vocab_size=200"], "model.vocab_size=200 is smaller"),
 ])

@@ -84,10 +84,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
         runs = tuple(dict.fromkeys(" ".join(filter(None, row.line)) for row in here))
         lengths = tuple(dict.fromkeys(row.length for row in here))
         tasks.setdefault((note, runs, lengths), []).append(task)
-    n_lines, lines = len({row.line for row in rows}), []
+    every, lines = list(dict.fromkeys(" ".join(filter(None, row.line)) for row in rows)), []
     for (note, runs, lengths), names in tasks.items():
+        others = [run for run in every if run not in runs]
         parts = [
-            ", ".join(runs) if len(runs) < n_lines else "",
+            "" if not others else f"all but {', '.join(others)}" if len(others) < len(runs) - 2 else ", ".join(runs),
             ", ".join(filter(None, names)),
             "" if lengths == (None,) else f"length {', '.join(map(str, lengths))}",
         ]

@@ -151,7 +151,7 @@ def load(model: nn.Module, trained: Trained, *, new: Sequence[str] = (), positio
         if theirs.shape != ours.shape:
             way = "init_positions=interpolate makes a longer one of it" if name == POSITIONS else f"init_new=[{name}] begins it anew"
             raise UserError(f"init_from={trained.where}: {name} has shape {tuple(theirs.shape)}, the run's model {tuple(ours.shape)}; "
-                            f"leave the model's sizes to the weights, without model=... and model.*, or {way}")
+                            f"leave the model's sizes to the weights, without model=..., model.* and attention=..., or {way}")
         loaded[name] = theirs
     if not loaded:
         raise UserError(f"init_from={trained.where}: none of its weights belong to this run's model, {type(model).__name__}")
