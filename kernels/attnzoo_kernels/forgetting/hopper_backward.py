@@ -157,13 +157,13 @@ def forgetting_bwd_hopper_kernel(
                LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start,
                MAINLOOP=_mainloop, STEP=_step, STORE=pair_store, BUFFER=first_buffer)
     ones, columns = _ones_and_columns(q_desc.dtype, ROWS, WIDTH)
+    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
+    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
+                      window_left, window_right)
     run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc),
                           stats_desc),
-                   Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to),
-                   dq_desc, dq_semaphore,
-                   Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles,
-                           n_tiles, window_left, window_right), Own(c_ptr, starts_ptr, columns_ptr, rows_ptr, ones), scale, softmax_scale,
-                   REGISTERS, LOAD_REGISTERS, c, columns)
+                   grads, dq_desc, dq_semaphore, problem, Own(c_ptr, starts_ptr, columns_ptr, rows_ptr, ones), scale,
+                   softmax_scale, REGISTERS, LOAD_REGISTERS, c, columns)
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,

@@ -62,12 +62,13 @@ def sigmoid_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc,
                OPTIONS=BY_LENGTH, SEGMENT_BEGIN=0, SEGMENT_END=3 if HAS_LEFT else 2, OF_TILE=bias_of_tile, TILE=next_key_tile,
                BOUNDS=all_queries, LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys,
                START=pair_start, MAINLOOP=mainloop, STEP=step, STORE=pair_store, BUFFER=first_buffer)
+    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
+    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
+                      window_left, window_right)
     run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc),
                           stats_desc),
-                   Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to),
-                   dq_desc, dq_semaphore,
-                   Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles,
-                           n_tiles, window_left, window_right), bias, scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c)
+                   grads, dq_desc, dq_semaphore, problem, bias, scale, softmax_scale, REGISTERS,
+                   LOAD_REGISTERS, c)
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
