@@ -299,4 +299,5 @@ def backward_dkdv(place, queries, keys, values, grads, dk_out, dv_out, row_stats
     dk_rows, dv_rows = own_rows(dk_out, place, False), own_rows(dv_out, place, False)
     store_rows(dk_rows, state[0] * softmax_scale, place.row, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D)
     store_rows(dv_rows, state[1] / keep_prob, place.row, shape.VALUE_DIM, shape.BLOCK_N, shape.BLOCK_DV)
-    return None if third is None else state[2]
+    if third is not None:
+        return state[2]
