@@ -166,6 +166,7 @@ def test_a_cpu_tensor_is_refused():
         block_sparse_attention(x.q, x.k, x.v, x.layout, impl="gluon")
 
 
+@pytest.mark.tables
 @pytest.mark.slow
 def test_tiles_fit_and_compile_as_written():
     kernels = compiled_kernels("block_sparse_hopper_ahead_of_time.py")

@@ -12,6 +12,7 @@ KERNELS = {"differential_fwd_hopper_kernel", "differential_bwd_hopper_kernel", "
 SPILLS = {"differential_fwd_hopper_kernel": 200, "differential_bwd_hopper_kernel": 248, "softmax_bwd_kernel": 192}
 
 
+@pytest.mark.tables
 @pytest.mark.slow
 def test_tiles_fit_and_do_not_spill():
     kernels = compiled_kernels("differential_ahead_of_time.py")

@@ -146,6 +146,7 @@ def test_a_cpu_tensor_is_refused():
         dual_chunk_attention(q, k, v, **options, impl="gluon")
 
 
+@pytest.mark.tables
 @pytest.mark.slow
 def test_tiles_fit_and_do_not_spill():
     kernels = compiled_kernels("dual_chunk_hopper_ahead_of_time.py")

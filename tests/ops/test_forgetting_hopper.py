@@ -44,6 +44,7 @@ def test_repeats_are_bitwise_equal(case):
     assert all(torch.equal(first[name], second[name]) for name in NAMES)
 
 
+@pytest.mark.tables
 @pytest.mark.slow
 def test_kernels_fit_and_spill_little():
     kernels = compiled_kernels("forgetting_hopper_ahead_of_time.py")

@@ -10,6 +10,7 @@ SHARED_MEMORY = 232448
 SPILLS = {"softmax_bwd_kernel": 192}
 
 
+@pytest.mark.tables
 @pytest.mark.slow
 def test_tiles_fit_and_do_not_spill():
     kernels = compiled_kernels("hopper_backward_ahead_of_time.py")
