@@ -112,7 +112,7 @@ def remember_operands() -> None:
         return self.broadcast_impl_value(lhs, rhs)
 
     def of_a_number(self, lhs, rhs, *flags):
-        key = lhs.type.name, type(rhs), rhs, *flags
+        key = lhs.type.name, type(rhs), repr(rhs), *flags  # 0.0 and -0.0 are equal, and not the same
         if key not in constants:
             left, right = check(self, lhs, rhs, *flags)
             if left is not lhs:  # the number changed its type
