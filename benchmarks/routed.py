@@ -22,7 +22,7 @@ from torch import Tensor
 from attnzoo_kernels import moba_attention, moba_blocks, nsa_attention, routed_attention
 from attnzoo_kernels.flash import cases as dense_cases
 from attnzoo_kernels.nsa import cases as nsa_cases
-from attnzoo_kernels.routed import cases, even_bounds
+from attnzoo_kernels.routed import cases
 from attnzoo_kernels.routed.routes import Blocks, routes
 from benchmarks import flash, harness, peers
 from benchmarks.block_sparse import DENSE, Dense
@@ -201,9 +201,8 @@ def nsa(session: Session) -> Iterator[list[Row]]:
         yield compare(session, Line("routed", "nsa", panel, seqlen), case, Problem(leaves, dout, blocks, call))
 
 
-def order(blocks: Tensor, bounds: Tensor, case: cases.Case) -> Any:
-    layout = Blocks.of(bounds, bounds, case.seqlen_q, case.seqlen_q, case.block_size)
-    return routes(blocks[0], layout, case.heads, case.heads, case.seqlen_q)
+def order(q: Tensor, k: Tensor, blocks: Tensor, case: cases.Case) -> Any:
+    return routes(blocks[0], Blocks.of(q, k, None, None, case.block_size), case.heads, case.heads, case.seqlen_q)
 
 
 def lists(session: Session) -> Iterator[list[Row]]:
@@ -213,10 +212,8 @@ def lists(session: Session) -> Iterator[list[Row]]:
         case = cases.benchmark_case(seqlen, o.head_dim, o.heads, o.block_size, o.top_k - 1, dtype=session.dtype)
         x = case.inputs(session.device)
         choose = functools.partial(moba_blocks, x.q, x.k, block_size=case.block_size, top_k=o.top_k)
-        blocks, bounds = choose(), even_bounds(x.q)
-
         calls = {"forward with its choice": functools.partial(moba_attention, *x[:3], block_size=case.block_size, top_k=o.top_k),
-                 "choice": choose, "order": functools.partial(order, blocks, bounds, case)}
+                 "choice": choose, "order": functools.partial(order, x.q, x.k, choose(), case)}
         readings = session.timing.measure({name: Candidate(call, nullcontext) for name, call in calls.items()})
         ms = {name: statistics.median(times) for name, times in readings.items()}
         columns = [Entry(name, session.backends[0], case, x, {}, float) for name in calls]

@@ -17,7 +17,7 @@ from attnzoo_kernels import flash_attention
 from attnzoo_kernels.flash import cases
 from attnzoo_kernels.flash.cases import Case
 from attnzoo_kernels.flash.reference import visible
-from benchmarks import cpu, flash, harness, peers, report, timing
+from benchmarks import cpu, flash, harness, peers, report, routed, timing
 from benchmarks.accuracy import error_ratio
 from benchmarks.harness import Backend, Entry, Line, Pass, Unsupported
 from benchmarks.timing import Candidate, Timing
@@ -234,6 +234,13 @@ def test_dry_run_covers_every_table(tmp_path, capsys):
     assert not any("Error" in row["note"] for row in rows)
     assert {row["label"] for row in rows if row["table"] == "features"} == {"plain", *cases.feature_cases(SMALL)}
     assert {path.name for path in tmp_path.glob("*.png")} == {"tiny-speed.png", "tiny-packed.png", "tiny-memory.png"}
+
+
+@pytest.mark.slow
+def test_dry_run_of_routed_covers_every_table(tmp_path, capsys):
+    assert routed.main(["--dry-run", *routed.TABLES, "--output", str(tmp_path)]) == 0
+    for name in routed.TABLES:
+        assert all(row["value"] for row in csv.DictReader((tmp_path / f"routed-{name}.csv").read_text().splitlines()))
 
 
 def test_dry_run_fails_when_ours_is_wrong(monkeypatch, capsys):

@@ -95,7 +95,8 @@ class MustNotWait(lightning.Callback):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "objective", [[], ["model=bert_tiny", "data.batching=balanced"], ["optimizer=muon"], ["data=continuations", "data.paths=null"]],
+    "objective",
+    [[], ["model=bert_tiny", "data.batching=balanced"], ["optimizer=muon"], ["data=continuations", "data.paths=null", "data.seq_len=64"]],
     ids=["lm", "mlm", "muon", "trees"]
 )
 def test_a_step_does_not_wait_for_the_gpu(tmp_path, objective, monkeypatch):
