@@ -17,7 +17,7 @@ def main() -> None:
 
     def plan_backward(*arguments):
         plan = plan_of_flash(*arguments)
-        for launch in (plan.preprocess, *plan.tails, plan.mainloop, plan.postprocess):
+        for launch in filter(None, (plan.preprocess, plan.tails, plan.mainloop, plan.postprocess)):
             launch.kernel = WarmUp(launch.kernel)
         plans.append(plan)
         return plan

@@ -32,7 +32,7 @@ def main() -> None:
 
     def plan_backward(*arguments):
         plan = backward_plan(*arguments)
-        for launch in (*plan.tails, plan.preprocess, plan.postprocess, plan.mainloop):
+        for launch in filter(None, (plan.preprocess, plan.tails, plan.mainloop, plan.postprocess)):
             warmed(launch)
         return plan
 

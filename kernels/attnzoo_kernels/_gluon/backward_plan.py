@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_tiles import HALF
 from attnzoo_kernels._gluon.bwd_postprocess import bwd_postprocess_kernel
-from attnzoo_kernels._gluon.bwd_preprocess import bwd_preprocess_kernel, bwd_tails_kernel
+from attnzoo_kernels._gluon.bwd_preprocess import bwd_all_tails_kernel, bwd_preprocess_kernel, bwd_tails_kernel
 from attnzoo_kernels._gluon.hopper import descriptor
 from attnzoo_kernels._triton.call import Call, Layout, strides
 from attnzoo_kernels._triton.launch import Launch
@@ -49,6 +49,25 @@ def copy_tails(launch: Launch, x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """(sequences + 1, block, heads, width): the last, partial tile of each sequence of x with zeros behind it."""
     copies = x.new_empty(cu_seqlens.shape[0], launch.constants["BLOCK"], x.shape[-2], launch.constants["WIDTH"])
     launch(x, copies, cu_seqlens)
+    return copies
+
+
+def all_tails(q: Layout, k: Layout, v: Layout, grad_out: Layout, sequences: int, rows: int, keys: int, width: int) -> Launch:
+    """Copies the ends of packed sequences of all four, `rows` or `keys` to a tile, in one launch."""
+    heads, kv_heads = q[0][-2], k[0][-2]
+    by_row_and_head = [stride for x in (q, k, v, grad_out) for stride in strides(x)[1:]]
+    return Launch(bwd_all_tails_kernel, (sequences + 1) * 2 * (heads + kv_heads),
+                  (*by_row_and_head, sequences, q[0][0], k[0][0], heads, kv_heads),
+                  {"HEAD_DIM": q[0][-1], "VALUE_DIM": v[0][-1], "WIDTH": width, "ROWS": rows, "KEYS": keys}, 4, 1)
+
+
+def copy_all_tails(launch: Launch, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, cu_seqlens_q: Tensor,
+                   cu_seqlens_k: Tensor) -> tuple[Tensor, ...]:
+    """What copy_tails gives of each."""
+    tensors, (rows, keys) = (q, k, v, grad_out), (launch.constants[name] for name in ("ROWS", "KEYS"))
+    copies = tuple(x.new_empty(cu_seqlens_q.shape[0], block, x.shape[-2], launch.constants["WIDTH"])
+                   for x, block in zip(tensors, (rows, keys, keys, rows), strict=True))
+    launch(*tensors, *copies, cu_seqlens_q, cu_seqlens_k)
     return copies
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_kernel import softmax_bwd_kernel
-from attnzoo_kernels._gluon.backward_plan import Tile, copy_tails, frame, mainloop_width, pair_tile, sources, tails
+from attnzoo_kernels._gluon.backward_plan import Tile, all_tails, copy_all_tails, frame, mainloop_width, pair_tile, sources
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
@@ -73,7 +73,7 @@ class Plan:
     tile: Tile
     width: int
     preprocess: Launch
-    tails: tuple[Launch, ...]  # of q, k, v and dO; none for dense input
+    tails: Launch | None  # of q, k, v and dO; none for dense input
     mainloop: Launch
     postprocess: Launch
 
@@ -93,10 +93,7 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
     preprocess, postprocess = frame(options, q, out, grad_out, dq, tile.rows, width, value_dim=value_dim, has_grad_lse=has_grad_lse,
                                     ordered=ordered)
-    copies = ()
-    if packed:
-        copies = tuple(tails(x, sequences, block, width)
-                       for x, block in ((q, tile.rows), (k, KEYS.value), (v, KEYS.value), (grad_out, tile.rows)))
+    copies = all_tails(q, k, v, grad_out, sequences, tile.rows, KEYS.value, width) if packed else None
     programs = multiprocessors(device)
     head_group = heads_together(sequences * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs, ordered)
     head_tiles = query_tiles // heads if packed else query_tiles // (heads * sequences)
@@ -134,9 +131,8 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     tensors, ends = (q, k, v, grad_out), (None,) * 4
     with on_device_of(q):
         plan.preprocess(out, grad_out, stats, grad_lse, row_stats, dq_sum, counter, semaphore, cu_seqlens_q)
-        if plan.tails:
-            bounds = cu_seqlens_q, cu_seqlens_k, cu_seqlens_k, cu_seqlens_q
-            ends = tuple(map(copy_tails, plan.tails, tensors, bounds))
+        if plan.tails is not None:
+            ends = copy_all_tails(plan.tails, *tensors, cu_seqlens_q, cu_seqlens_k)
         plan.mainloop(*own, *sources(tensors, rows, width), None if out is None else descriptor(row_stats, 1, 2 * rows),
                       *sources(ends, rows, width),
                       descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width), dk, dv,
