@@ -34,6 +34,7 @@ from attnzoo.training.throughput import peak_flops
 from benchmarks import harness
 from benchmarks.accuracy import error_ratio
 from benchmarks.harness import Backend, Entry, Line, Pass, Session
+from benchmarks.kernels import by_kind
 from benchmarks.report import Row
 from benchmarks.timing import Candidate
 
@@ -221,16 +222,27 @@ def wall_clock(call: Callable[[], object], warmup: float, rep: float) -> float:
 
 def tokens_a_second(session: Session, table: str, backends: list[Backend], case: Case, data: Data, direction: str) -> list[Row]:
     """Real tokens a second of each backend's pass over the same four batches."""
-    n_tokens = np.mean([data.batch(step, True, "cpu")["n_tokens"] for step in range(4)])
+    n_tokens = float(np.mean([data.batch(step, True, "cpu")["n_tokens"] for step in range(4)]))
     line = Line("bert", table, f"{case.rows} rows, mean {n_tokens / case.rows:.0f}", case.seqlen)
-    columns = [Entry(b.name, b, case, data, {"forward": float(n_tokens)}, lambda run: run.saved[0].item()) for b in backends]
+    columns = [Entry(b.name, b, case, data, {"forward": n_tokens}, lambda run: run.saved[0].item()) for b in backends]
+    return rates(session, line, columns, direction)
+
+
+def rates(session: Session, line: Line, columns: list[Entry], direction: str) -> list[Row]:
+    """Tokens a second of each column, whose pass is a step."""
     ready = harness.prepare(columns)
     timing = replace(session.timing, bench=wall_clock)
     readings = timing.measure({label: Candidate(run.forward, run.scope) for label, run in ready.passes.items()})
     ms = {label: float(np.median(times)) for label, times in readings.items()}
     spread = {label: (max(times) - min(times)) / ms[label] for label, times in readings.items()}
-    values = {label: n_tokens / time * 1e3 for label, time in ms.items()}
+    values = {e.label: e.work["forward"] / ms[e.label] * 1e3 for e in columns if e.label in ms}
     return line.rows(columns, ready, direction, "tokens/s", values, ms=ms, spread=spread)
+
+
+def shares_of_peak(rows: list[Row], flops: float) -> list[Row]:
+    """The share of the card's peak that the matrix products of a step are, as further rows; none where the peak is not known."""
+    peak = peak_flops(torch.device(DEVICE), "bf16")
+    return [replace(row, direction="mfu", unit="of peak", value=row.ms and flops / row.ms * 1e3 / peak) for row in rows] if peak else []
 
 
 def speed(session: Session) -> Iterator[list[Row]]:
@@ -238,10 +250,7 @@ def speed(session: Session) -> Iterator[list[Row]]:
     for case in cases(session):
         data = random_data(case, 4)
         rows = tokens_a_second(session, "speed", session.backends, case, data, "step")
-        yield rows
-        if peak := peak_flops(torch.device(DEVICE), "bf16"):
-            flops = step_flops(case, data)
-            yield [replace(row, direction="mfu", unit="of peak", value=row.ms and flops / row.ms * 1e3 / peak) for row in rows]
+        yield [*rows, *shares_of_peak(rows, step_flops(case, data))]
         torch._dynamo.reset()
 
 
@@ -252,47 +261,18 @@ def step_flops(case: Case, data: Data) -> float:
     return float(np.mean([model.flops(batch["lengths"].tolist(), n_logits=batch["n_targets"]) for batch in batches]))
 
 
-KINDS = (  # the first that a kernel's name contains
-    ("attention", ("flash_", "fmha", "flash::")), ("optimizer", ("multi_tensor", "FusedOptimizer")),
-    ("matrix products", ("nvjet", "gemm", "cublas", "splitKreduce", "cutlass")), ("norms and residuals", ("layer_norm",)),
-    ("GELU", ("gelu",)), ("loss", ("log_softmax", "nll_loss")), ("embedding", ("embedding", "index_put", "index_add")),
-    ("copies", ("Memcpy", "Memset", "cat")),
-    ("reductions of gradients", ("reduce_kernel", "triton_red", "sum")),
-)
-
-
-def kind_of(kernel: str) -> str:
-    return next((kind for kind, names in KINDS if any(name in kernel for name in names)), "other")
-
-
 def profile(session: Session) -> Iterator[list[Row]]:
     """Milliseconds of device time a step by kind of kernel, and the twenty longest kernels."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as record
-
-    steps = 5
+    case = cases(session)[0]
     for b in session.backends:
-        case = cases(session)[0]
         run = b.make(case, random_data(case, 4))
-        with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-            for _ in range(steps):
-                run.forward()
-            if DEVICE == "cuda":
-                torch.cuda.synchronize()
-        kernels = [e for e in recorded.key_averages() if e.device_type == DeviceType.CUDA and not e.key.startswith("Command Buffer")
-                   and not e.is_user_annotation]  # "Optimizer.step" spans the kernels of the optimizer
-        kernels.sort(key=lambda e: -e.self_device_time_total)
-        by_kind: dict[str, float] = {}
-        for e in kernels:
-            by_kind[kind_of(e.key)] = by_kind.get(kind_of(e.key), 0.0) + e.self_device_time_total / steps / 1e3
-        print(f"\n{b.name}: {sum(by_kind.values()):.2f} ms of kernels a step")
-        for e in kernels[:20]:
-            print(f"{e.self_device_time_total / steps / 1e3:8.3f} ms {e.count / steps:6.1f} x {e.key[:110]}")
-        by_kind["all kernels"] = sum(by_kind.values())
-        yield [Row("bert", "profile", kind, case.seqlen, b.name, str(case), "step", "ms", ms, ms, baseline=b.name)
-               for kind, ms in sorted(by_kind.items(), key=lambda item: -item[1])]
+        yield profile_rows("bert", b.name, case.seqlen, case, run)
         torch._dynamo.reset()
+
+
+def profile_rows(operator: str, name: str, x: float, case: object, run: Pass) -> list[Row]:
+    return [Row(operator, "profile", kind, x, name, str(case), "step", "ms", ms, ms, baseline=name)
+            for kind, ms in by_kind(name, run.forward).items()]
 
 
 def loss(session: Session) -> Iterator[list[Row]]:

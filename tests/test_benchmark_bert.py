@@ -4,7 +4,7 @@ import csv
 
 import pytest
 
-from benchmarks import batching, bert, fused
+from benchmarks import batching, bert, fused, kernels
 
 TINY = ["--dry-run", "--backends", "attnzoo-eager", "huggingface-eager"]
 
@@ -34,9 +34,10 @@ def test_packed_and_padded_batches_hold_the_same_tokens():
 
 
 @pytest.mark.parametrize("kernel, kind", [("nvjet_sm90_tst_192x128", "matrix products"), ("flash_bwd_dq_kernel", "attention"),
-                                          ("triton_per_fused_add_native_layer_norm_5", "norms and residuals")])
+                                          ("triton_per_fused_add_native_layer_norm_5", "norms and residuals"),
+                                          ("triton_poi_fused__to_copy_3", "casts"), ("cross_entropy_kernel", "loss")])
 def test_kernels_have_kinds(kernel, kind):
-    assert bert.kind_of(kernel) == kind
+    assert kernels.kind_of(kernel) == kind
 
 
 def test_batching_is_counted(tmp_path, capsys):

@@ -1,0 +1,41 @@
+"""Which kernels the device time of a call goes to."""
+
+from collections.abc import Callable
+
+import torch
+
+KINDS = (  # the first that a kernel's name contains
+    ("attention", ("flash_", "fmha", "flash::", "softmax_bwd", "bwd_preprocess", "bwd_postprocess", "bwd_all_tails")),
+    ("optimizer", ("multi_tensor", "FusedOptimizer")),
+    ("matrix products", ("nvjet", "gemm", "cublas", "splitKreduce", "cutlass")), ("norms and residuals", ("layer_norm",)),
+    ("GELU", ("gelu",)), ("loss", ("log_softmax", "nll_loss", "cross_entropy")), ("embedding", ("embedding", "index_put", "index_add")),
+    ("copies", ("Memcpy", "Memset", "cat")),
+    ("reductions of gradients", ("reduce_kernel", "triton_red", "sum")), ("casts", ("_to_copy",)),
+)
+
+
+def kind_of(kernel: str) -> str:
+    return next((kind for kind, names in KINDS if any(name in kernel for name in names)), "other")
+
+
+def by_kind(name: str, call: Callable[[], object], steps: int = 5) -> dict[str, float]:
+    """Milliseconds of device time a call, by kind of kernel, the most first, and of all; prints the twenty longest kernels."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        for _ in range(steps):
+            call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    kernels = [e for e in recorded.key_averages() if e.device_type == DeviceType.CUDA and not e.key.startswith("Command Buffer")
+               and not e.is_user_annotation]  # "Optimizer.step" spans the kernels of the optimizer
+    kernels.sort(key=lambda e: -e.self_device_time_total)
+    of_kind: dict[str, float] = {}
+    for e in kernels:
+        of_kind[kind_of(e.key)] = of_kind.get(kind_of(e.key), 0.0) + e.self_device_time_total / steps / 1e3
+    of_kind["all kernels"] = sum(of_kind.values())
+    print(f"\n{name}: {of_kind['all kernels']:.2f} ms of kernels a step")
+    for e in kernels[:20]:
+        print(f"{e.self_device_time_total / steps / 1e3:8.3f} ms {e.count / steps:6.1f} x {e.key[:110]}")
+    return dict(sorted(of_kind.items(), key=lambda item: -item[1]))
