@@ -62,8 +62,8 @@ def nsa_attention(
         (batch, seqlen_q, kv_heads, block_count - 1) or (total, kv_heads, block_count - 1).
     softmax_scale: any finite number; default head_dim ** -0.5.
     deterministic: as in `flash_attention`.
-    impl: "gluon" | "triton" | "cpu" | "reference", of the products. None takes triton for the chosen blocks, as in `routed_attention`,
-        and for the rest what flash_attention takes; cpu for all on CPU tensors.
+    impl: "gluon" | "triton" | "cpu" | "reference", of the products. None takes what flash_attention takes on CUDA tensors, and cpu on
+        CPU ones.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

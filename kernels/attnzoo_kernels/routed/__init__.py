@@ -55,9 +55,8 @@ def routed_attention(
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: as in flash_attention.
     impl: "gluon" | "triton" | "cpu" | "reference". The first two are of the products, which are flash_attention's on packed sequences;
-        gathering and merging are plain Triton. None takes triton on CUDA tensors, and cpu on CPU ones: PyTorch's attention by blocks, in
-        linear memory, with first derivatives only; float32 computes all scores before a query there. gluon is not verified for many
-        short sequences yet, and runs where it is named.
+        gathering and merging are plain Triton. None takes what flash_attention takes on CUDA tensors, and cpu on CPU ones: PyTorch's
+        attention by blocks, in linear memory, with first derivatives only; float32 computes all scores before a query there.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -89,7 +88,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | Non
     if blocks.shape[-1]:
         route = routes(blocks, layout, q.shape[1], k.shape[1], k.shape[0])
         out, lse, _ = ops.forward(q, k, v, route.place, layout.bounds_q, layout.bounds_k, route.cu_seqlens_q, route.cu_seqlens_k,
-                                  route.rows, impl or "triton", deterministic, softmax_scale)
+                                  route.rows, impl, deterministic, softmax_scale)
     else:
         out, lse = flash_attention(q, k, v, causal=True, softmax_scale=softmax_scale, cu_seqlens_q=layout.bounds_q,
                                    cu_seqlens_k=layout.bounds_k, return_lse=True, deterministic=deterministic, impl=impl)

@@ -74,6 +74,7 @@ LONG: tuple[Case, ...] = (
     Case(batch=2, seqlen_q=2048, heads=8, kv_heads=2, head_dim=64, block_size=64, slots=15, shared=True),
     Case(lengths_q=(1000, 0, 17, 513, 2048, 1), heads=4, kv_heads=2, head_dim=128, block_size=100, slots=3),
     Case(seqlen_q=300, seqlen_k=2048, heads=2, head_dim=64, block_size=128),
+    Case(lengths_q=tuple(range(0, 240, 3)), heads=4, kv_heads=2, head_dim=64, block_size=16, slots=3, shared=True),  # short sequences
 )
 
 
