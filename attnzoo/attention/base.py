@@ -1,6 +1,6 @@
 """The attention layer's contract: one description to build a layer from, one base that a variant extends by `attend`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnzoo.attention import joint
 from attnzoo.attention.cache import KVCache
 from attnzoo.attention.norm import RMSNorm
 from attnzoo.attention.positions import ROPE_OPTIONS, ROPE_SCALINGS, Rope, alibi_slopes, make_rope, rotate
@@ -276,11 +277,19 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k and v as (..., heads, width), and whatever else `attend` takes after `seq`."""
-        # one product for all three: at GPT-2's widths three narrow ones leave a part of the GPU idle
-        weight, bias = self.joined or joined(self.projections)
         shapes = self.head_shapes()
-        parts = F.linear(x, weight, bias).split([p.out_features for p in self.projections], dim=-1)
+        parts = self.product(x).split([p.out_features for p in self.projections], dim=-1)
         return tuple(part.unflatten(-1, shapes[name]) for name, part in zip("qkv", parts, strict=True))
+
+    def product(self, x: Tensor) -> Tensor:
+        """x times all `projections`, one behind the other."""
+        return joint.product(x, self.projections) if self.joined is None else F.linear(x, *self.joined)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "Attention":
+        """As `to`, `cuda` and `float` move parameters: each to a memory of its own."""
+        super()._apply(fn, recurse)
+        joint.lay_side_by_side(self.projections)
+        return self
 
     def inputs(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None) -> tuple[Tensor, ...]:
         """What `project` gives of the new tokens, changed by what comes from the tokens before them."""
@@ -385,9 +394,3 @@ class Attention(nn.Module):
     def metrics(self) -> dict[str, float]:
         """What is worth logging during training, by name; the model adds the layer. ssmax_scale: the heads' mean."""
         return {} if self.ssmax_scale is None else {"ssmax_scale": self.ssmax_scale.mean().item()}
-
-
-def joined(projections: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of one product that gives the outputs of all, one behind the other."""
-    biases = [p.bias for p in projections if p.bias is not None]
-    return torch.cat([p.weight for p in projections]), torch.cat(biases) if biases else None

@@ -8,10 +8,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.attention.base import Attention, AttentionSpec, Impl, KVCache, SequenceInfo, Supports, joined
+from attnzoo.attention.base import Attention, AttentionSpec, Impl, KVCache, SequenceInfo, Supports
 from attnzoo.attention.norm import RMSNorm
 from attnzoo.attention.positions import rotate
 from attnzoo.signatures import Count
@@ -88,7 +87,7 @@ class MLAttention(Attention):
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, the keys' rotary part (..., 1, qk_rope_head_dim) and the latent (..., 1, kv_lora_rank)."""
         widths = self.projections[0].out_features, self.kv_lora_rank, self.qk_rope_head_dim
-        q, latent, k_rope = F.linear(x, *(self.joined or joined(self.projections))).split(widths, -1)
+        q, latent, k_rope = self.product(x).split(widths, -1)
         if self.q_a_proj is not None:
             q = self.q_proj(self.q_a_layernorm(q))
         return q.unflatten(-1, self.head_shapes()["q"]), k_rope.unsqueeze(-2), self.kv_a_layernorm(latent).unsqueeze(-2)

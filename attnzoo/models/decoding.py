@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from attnzoo.attention.base import joined
 from attnzoo.attention.cache import KVCache, Newest
+from attnzoo.attention.joint import joined
 from attnzoo.models.blocks import in_compute_dtype
 
 AHEAD = 8  # tokens that a GPU is told to make before the host looks at the first of them

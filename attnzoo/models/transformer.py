@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attnzoo import layers as by_layer
 from attnzoo.attention.base import POSITIONS, Attention, AttentionSpec, KVCache, SequenceInfo, Supports
+from attnzoo.attention.joint import lay_side_by_side
 from attnzoo.batch import IGNORED
 from attnzoo.models.blocks import Block, default_mlp_dim, in_compute_dtype, make_norm
 from attnzoo.signatures import check_options
@@ -91,6 +92,8 @@ class Transformer(nn.Module):
             Block(_attention(attention, layers, kind, mixable, layer=layer, **shared), dim=dim, mlp=mlp, mlp_dim=mlp_dim, norm=norm,
                   norm_eps=norm_eps, norm_position=norm_position, bias=bias, dropout=dropout)
             for layer, kind in enumerate(self.kinds))
+        for block in self.blocks:
+            lay_side_by_side(block.attention.projections)
         self.make_norm = partial(make_norm, norm, dim, norm_eps, bias)
         self.final_norm = self.make_norm() if norm_position == "pre" else nn.Identity()
         self.head = None if tie_embeddings else nn.Linear(dim, rows, bias=False)

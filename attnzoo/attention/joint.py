@@ -1,0 +1,77 @@
+"""Several projections of one input by one product: at GPT-2's widths narrow products leave a part of the GPU idle.
+
+The parameters stay apart, with the names that checkpoints, optimizers and other variants know them by. `lay_side_by_side` puts them one
+behind the other in memory, where without gradients they are read as the one matrix that they are. Whoever moves them (FSDP, a parameter
+that is replaced) loses no more than that: what lies apart is copied together at every call. With gradients it always is: under autocast
+this copy is also the cast of the weights, which there has to be.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnzoo_kernels import autograd
+
+
+def joined(projections: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of one product that gives the outputs of all, one behind the other."""
+    biases = [p.bias for p in projections if p.bias is not None]
+    return torch.cat([p.weight for p in projections]), torch.cat(biases) if biases else None
+
+
+def product(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
+    """The outputs of all projections of x (..., in_features), one behind the other, (..., sum of out_features)."""
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting():
+        return F.linear(x, *joined(projections))
+    device = x.device.type
+    cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
+    biases = [p.bias for p in projections if p.bias is not None]
+    return _product(x.to(torch.get_autocast_dtype(device)) if cast else x, [p.weight for p in projections], biases, cast)
+
+
+def _joint_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], cast: bool) -> Tensor:
+    weight, bias = _as_one(weights), _as_one(biases) if biases else None
+    if cast:
+        weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+    return F.linear(x, weight, bias)
+
+
+def _fake_joint_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], cast: bool) -> Tensor:
+    return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
+
+
+# an operator, because torch.compile does not see where parameters lie
+_product = autograd.forward_only("joint_product", _joint_product, _fake_joint_product)
+
+
+def _as_one(tensors: Sequence[Tensor]) -> Tensor:
+    """The tensors one behind the other: read where they lie, if they lie so, else copied."""
+    first = tensors[0]
+    return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride()) if are_side_by_side(tensors) else torch.cat(tensors)
+
+
+def are_side_by_side(tensors: Sequence[Tensor]) -> bool:
+    """Whether they lie one behind the other in one piece of memory."""
+    def place(x: Tensor) -> tuple:
+        return x.untyped_storage()._cdata, x.dtype
+
+    ends = [x.storage_offset() + x.numel() for x in tensors]
+    return (all(type(x) in (Tensor, nn.Parameter) and x.is_contiguous() and place(x) == place(tensors[0]) for x in tensors)
+            and all(x.storage_offset() == end for x, end in zip(tensors[1:], ends, strict=False)))
+
+
+@torch.no_grad()
+def lay_side_by_side(projections: Sequence[nn.Linear]) -> None:
+    """Moves weights and biases so that `product` need not copy them. What shares its memory with others, or is no plain tensor, stays."""
+    for parameters in ([p.weight for p in projections], [p.bias for p in projections if p.bias is not None]):
+        kinds = {(p.dtype, p.device, p.shape[1:]) for p in parameters}
+        if len(parameters) > 1 and len(kinds) == 1 and all(map(_alone, parameters)):
+            together = torch.cat([p.detach() for p in parameters])
+            for parameter, part in zip(parameters, together.split(list(map(len, parameters))), strict=True):
+                parameter.data = part
+
+
+def _alone(parameter: Tensor) -> bool:
+    return type(parameter) is nn.Parameter and parameter.is_contiguous() and parameter.untyped_storage().nbytes() == parameter.nbytes
