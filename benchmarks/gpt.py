@@ -18,7 +18,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -58,11 +60,11 @@ class Case:
         return [{"input_ids": x[:, :-1].contiguous(), "labels": x[:, 1:].contiguous()} for x in ids]
 
 
-def attnzoo(case: Case) -> GPT:
+def attnzoo(case: Case, **options: Any) -> GPT:
     """Our model, its weights the same at every call."""
     torch.manual_seed(0)
     return GPT(vocab_size=case.vocab, dim=case.dim, n_layers=case.layers, n_heads=case.dim // 64, attention=FlashAttention,
-               train_context=case.seqlen, mlp="gelu_tanh", positions="learned", bias=False)
+               train_context=case.seqlen, mlp="gelu_tanh", positions="learned", bias=False, **options)
 
 
 class NanoGPT(nn.Module):
@@ -108,6 +110,7 @@ def logits_loss(model: nn.Module, batch: dict) -> Tensor:
 # the model, its loss, the mode of torch.compile
 TRAININGS: dict[str, tuple[Callable[[Case], nn.Module], Callable[[nn.Module, dict], Tensor], str | None]] = {
     "attnzoo-graphs": (attnzoo, attnzoo_loss, "reduce-overhead"),
+    "attnzoo-residual": (partial(attnzoo, autocast_residual=True), attnzoo_loss, "reduce-overhead"),
     "nanogpt": (NanoGPT, logits_loss, "default"),
     "attnzoo": (attnzoo, attnzoo_loss, "default"),
     "attnzoo-logits": (attnzoo, logits_loss, "reduce-overhead"),  # all logits in memory, as `fused_loss=false`
@@ -115,7 +118,7 @@ TRAININGS: dict[str, tuple[Callable[[Case], nn.Module], Callable[[nn.Module, dic
     "attnzoo-eager": (attnzoo, attnzoo_loss, None),
     "nanogpt-eager": (NanoGPT, logits_loss, None),
 }
-USUAL = ("attnzoo-graphs", "nanogpt")  # the others when they are named
+USUAL = ("attnzoo-graphs", "attnzoo-residual", "nanogpt")  # the others when they are named
 EAGER = ("attnzoo-eager", "nanogpt-eager")
 
 
@@ -186,7 +189,8 @@ def profile(session: Session) -> Iterator[list[Row]]:
 
 # of a run inside the Trainer, by column
 TRAINERS: dict[str, list[str]] = {
-    "fused loss": ["fused_loss=true"],
+    "usual": [],
+    "residual": ["model.autocast_residual=true"],
     "all logits": ["fused_loss=false"],
 }
 
@@ -194,8 +198,8 @@ TRAINERS: dict[str, list[str]] = {
 def trainer(session: Session) -> Iterator[list[Row]]:
     """Tokens a second inside the Trainer: the median of what it logs but the first, which compiles."""
     dry = session.options.dry_run
-    for case, (label, own) in itertools.product(cases(session), TRAINERS.items()):
-        settings = ["experiment=gpt2_small_throughput", f"data.batch_size={case.rows}", *own,
+    for case, label in itertools.product(cases(session), session.options.runs):
+        settings = ["experiment=gpt2_small_throughput", f"data.batch_size={case.rows}", *TRAINERS[label],
                     *(["trainer=cpu", "model=gpt_tiny", "model.vocab_size=null", "model.dim=32", "model.n_layers=1", "model.n_heads=2",
                        f"data.seq_len={case.seqlen}", "compile=false", "trainer.max_steps=6", "trainer.log_every_n_steps=2"] if dry
                       else ["trainer=gpu", "trainer.max_steps=200", "trainer.log_every_n_steps=25"])]
@@ -227,6 +231,7 @@ TABLES = {f.__name__: f for f in (speed, profile, trainer)}
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("gpt", list(TABLES), list(BACKENDS))
     command.add_argument("--rows", nargs="+", type=harness.positive, default=[12, 32, 64], help="of 1024 tokens (default: 12 32 64)")
+    command.add_argument("--runs", nargs="+", choices=list(TRAINERS), default=["usual", "residual"], help="inside the Trainer")
     return harness.main(command, TABLES, BACKENDS, list(EAGER), {}, arguments)
 
 

@@ -204,10 +204,11 @@ def test_token_types():
         build()(tokens, token_type_ids=zeros)
 
 
-@pytest.mark.parametrize("norm_position, dtype", [("post", torch.bfloat16), ("pre", torch.float32)])
-def test_residual_stream_under_autocast(norm_position, dtype):
-    """In 16 bits where every sum is normalised at once; sums that grow over all layers stay in float32."""
-    model = build(BERT, norm_position=norm_position).float()
+@pytest.mark.parametrize("options, dtype", [({"norm_position": "post"}, torch.bfloat16), ({}, torch.float32),
+                                            ({"autocast_residual": True}, torch.bfloat16)])
+def test_residual_stream_under_autocast(options, dtype):
+    """In 16 bits where every sum is normalised at once; sums that grow over all layers stay in float32, unless told otherwise."""
+    model = build(BERT, **{"norm_position": "pre"} | options).float()
     streams = []
     for block in model.blocks:
         block.register_forward_hook(lambda module, inputs, output: streams.extend([inputs[0].dtype, output.dtype]))

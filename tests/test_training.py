@@ -24,7 +24,7 @@ from attnzoo.models import from_config
 from attnzoo.run.command_line import one_line_errors
 from attnzoo.training import report, throughput
 from attnzoo.training.loggers import MetricsCSV, has_wandb_key, read_metrics
-from attnzoo.training.module import predict, summed_loss
+from attnzoo.training.module import TokenPrediction, predict, summed_loss
 from attnzoo_kernels.dispatch import implementations_taken
 
 
@@ -167,6 +167,14 @@ def test_fused_loss_is_the_loss(kind, chosen, weighted, padded):
     else:
         by_token = F.cross_entropy(logits, targets, reduction="none")
         torch.testing.assert_close(model(ids, **inputs, targets=targets, reduction="none"), by_token)
+
+
+@pytest.mark.parametrize(("chosen", "compiled", "batch", "fused"), [
+    (None, False, {}, True), (None, True, {}, True), (None, True, {"logits_at": 0}, False), (None, False, {"logits_at": 0}, True),
+    (False, False, {}, False), (True, True, {"logits_at": 0}, True)])
+def test_which_steps_fuse_output_layer_and_loss_on_a_gpu(chosen, compiled, batch, fused):
+    module = SimpleNamespace(fused_loss=chosen, compiled=compiled, device=torch.device("cuda"), dtype=torch.float32)
+    assert TokenPrediction._fuses(module, batch) is fused
 
 
 @pytest.mark.slow

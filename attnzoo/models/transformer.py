@@ -41,6 +41,8 @@ class Transformer(nn.Module):
     layers: which of these, and of the attention, differ by layer, see `attnzoo.layers`; None for layers that are all alike.
     tie_embeddings: the output matrix is the token embedding. bias: in linear layers and LayerNorm.
     dropout: after the embedding, attention and MLP; attention_dropout: on attention weights.
+    autocast_residual: under autocast what blocks add to is in the dtype of their products, too, and not in float32, as it is between
+        post-norm blocks always. Without autocast nothing changes.
     """
 
     causal: bool
@@ -55,6 +57,7 @@ class Transformer(nn.Module):
         original_context: int | None = None, qk_norm: bool = False, attention_temperature: str | Mapping[str, Any] = "none",
         attention_gate: str = "none", layers: Mapping[str, Any] | None = None,
         tie_embeddings: bool = True, dropout: float = 0.0, attention_dropout: float = 0.0, bias: bool = True, pad_vocab_multiple: int = 1,
+        autocast_residual: bool = False,
     ):
         super().__init__()
         _check_sizes(vocab_size=vocab_size, dim=dim, n_layers=n_layers, n_heads=n_heads, train_context=train_context,
@@ -73,6 +76,7 @@ class Transformer(nn.Module):
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"model.dropout={dropout}: must lie in [0, 1)")
         self.vocab_size, self.dim, self.train_context = vocab_size, dim, train_context
+        self.autocast_residual = autocast_residual or norm_position == "post"
         rows = -(-vocab_size // pad_vocab_multiple) * pad_vocab_multiple
         self.token_embedding = nn.Embedding(rows, dim)
         self.position_embedding = self._make_position_embedding(positions, max_positions)
@@ -242,7 +246,7 @@ class Transformer(nn.Module):
         elif token_type_ids is not None:
             raise ValueError("token_type_ids: this model has no token types; leave them out (a BERT has them with model.type_vocab_size)")
         x = self.embedding_dropout(self.embedding_norm(x))
-        return x if self.blocks[0].pre_norm else in_compute_dtype(x)
+        return in_compute_dtype(x) if self.autocast_residual else x
 
     def logits(self, x: Tensor) -> Tensor:
         """The output layer, (..., vocab_size): a view without the padded part of the vocabulary."""

@@ -68,8 +68,8 @@ class TokenPrediction(lightning.LightningModule):
     seed: of dropout. compile: torch.compile for model and loss together, in training; a string is its mode.
     activation_checkpointing: k keeps only the input of every k-th block for the backward, which computes the rest again (Chen et al. 2016,
         arXiv:1604.06174); None keeps all.
-    fused_loss: output layer and loss of a training step are one operator (`attnzoo_kernels.linear_cross_entropy`); None: on a GPU without
-        torch.compile, where the model has an output for each token.
+    fused_loss: output layer and loss of a training step are one operator (`attnzoo_kernels.linear_cross_entropy`); None: on a GPU, where
+        the model has an output for each token, and with torch.compile where all of them have targets.
     """
 
     def __init__(
@@ -81,7 +81,8 @@ class TokenPrediction(lightning.LightningModule):
         self.model.recompute_every = activation_checkpointing
         if fused_loss and not self.predicts_tokens:
             raise ValueError("fused_loss=True: must be null or false for a task that predicts no tokens")
-        self.fused_loss = False if fused_loss is None and (compile or not self.predicts_tokens) else fused_loss
+        self.fused_loss = fused_loss if self.predicts_tokens else False
+        self.compiled = bool(compile)
         self.optimizer = optimizer
         self.bytes_per_token = bytes_per_token
         self.record = record
@@ -132,10 +133,7 @@ class TokenPrediction(lightning.LightningModule):
     # known before the backward pass; with it only at the last micro-batch, so that the gradients are scaled then.
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        fused = self.fused_loss
-        if fused is None:
-            fused = self.device.type == "cuda" and self.dtype != torch.float64  # which the kernels do not take
-        loss, count = self._training_loss(self.model, self._read(batch), fused)
+        loss, count = self._training_loss(self.model, self._read(batch), self._fuses(batch))
         totals = torch.stack([loss.detach(), count])
         self._totals = totals if self._totals is None else self._totals + totals
         if self.trainer.accumulate_grad_batches > 1:
@@ -143,6 +141,13 @@ class TokenPrediction(lightning.LightningModule):
         self._sum_over_ranks(self._totals)
         # the strategies average gradients over the ranks
         return loss * self.trainer.world_size / self._totals[1].clamp(min=1)
+
+    def _fuses(self, batch: Batch) -> bool:
+        """Whether output layer and loss of a batch are one operator."""
+        if self.fused_loss is not None:
+            return self.fused_loss
+        # few logits are few bytes, and Inductor's kernels for them do not stand behind the operator's
+        return self.device.type == "cuda" and self.dtype != torch.float64 and not (self.compiled and "logits_at" in batch)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         totals, self._totals = self._totals, None
