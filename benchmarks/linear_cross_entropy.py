@@ -2,11 +2,14 @@
 
     python -m benchmarks.linear_cross_entropy              # TFLOP/s of the three products, all else counted as time
     python -m benchmarks.linear_cross_entropy memory       # GB beside inputs and gradients
+    python -m benchmarks.linear_cross_entropy chunks       # ours by the logits of a chunk and the kernel's tile
 """
 
+import contextlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +137,40 @@ def memory(session: Session) -> Iterator[list[Row]]:
             columns, ready, "forward", "GB", values)
 
 
-TABLES = {"speed": speed, "memory": memory}
+def chunked(logits: int, block: int, warps: int) -> Backend:
+    """Ours with chunks of 2**logits logits at most and a kernel of `block` columns and `warps` warps."""
+
+    @contextlib.contextmanager
+    def scope() -> Iterator[None]:
+        from attnzoo_kernels.linear_cross_entropy import chunks
+
+        names = ("LOGITS", "BLOCK", "WARPS")
+        before = [getattr(chunks, name) for name in names]
+        for name, value in zip(names, (2**logits, block, warps), strict=True):
+            setattr(chunks, name, value)
+        try:
+            yield
+        finally:
+            for name, value in zip(names, before, strict=True):
+                setattr(chunks, name, value)
+
+    return Backend(f"2^{logits} {block} {warps}", lambda case, inputs: replace(of(ours(None))(case, inputs), scope=scope))
+
+
+CHUNKS = [chunked(logits, block, warps) for logits in (28, 29, 30) for block, warps in ((4096, 8), (4096, 16), (8192, 16))]
+
+
+def chunks(session: Session) -> Iterator[list[Row]]:
+    """The same TFLOP/s by the logits of a chunk, and columns and warps of the kernel's programs."""
+    for case in cases(session):
+        inputs = case.inputs(session.device)[:3]
+        work = {"forward": 6.0 * case.tokens * case.hidden * case.rows}
+        columns = [Entry(b.name, b, case, inputs, work, check(inputs)) for b in CHUNKS]
+        yield harness.compare(Line("linear_cross_entropy", "chunks", f"{case.hidden} x {case.rows}", case.tokens), columns, ["forward"],
+                              session.timing)
+
+
+TABLES = {"speed": speed, "memory": memory, "chunks": chunks}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,6 +10,7 @@ from attnzoo_kernels._triton.softmax import tanh
 
 LOGITS = 2**28  # of a chunk, about, at most: half a gigabyte in 16 bits, which keeps the products large
 BLOCK = 4096  # columns that a program has in registers
+WARPS = 8
 
 
 @triton.jit
@@ -101,7 +102,7 @@ def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
             cross_entropy_kernel[(part.shape[0],)](
                 logits, targets[chunk], None if scales is None else scales[chunk], losses[chunk], rows, vocab_size, ignore_index,
                 label_smoothing, z_loss, softcap, HAS_SCALES=scales is not None, HAS_SOFTCAP=softcap > 0, GRADIENT=gradient,
-                BLOCK=min(BLOCK, triton.next_power_of_2(rows)), num_warps=8)
+                BLOCK=min(BLOCK, triton.next_power_of_2(rows)), num_warps=WARPS)
         if gradient:
             torch.mm(logits, matrix, out=dx[chunk])
             _add_product(dw, logits.t(), part, begin == 0)
