@@ -176,7 +176,11 @@ class TokenPrediction(lightning.LightningModule):
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # Dropout depends on the seed and the place in the run alone, so that a resumed run repeats it.
         place = np.random.SeedSequence([self.seed, self.global_step, batch_idx, self.global_rank])
-        torch.manual_seed(int(place.generate_state(1, np.uint64)[0]))
+        seed = int(place.generate_state(1, np.uint64)[0])
+        # torch.manual_seed goes on to all kinds of devices, and keeps a formatted stack for each that is not there
+        torch.default_generator.manual_seed(seed)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(seed)
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if is_log_step(self.trainer):
