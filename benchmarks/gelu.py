@@ -5,6 +5,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -17,21 +18,27 @@ from benchmarks.accuracy import error_ratio
 from benchmarks.harness import Backend, Entry, Line, Pass, Session, differentiable
 from benchmarks.report import Row
 
-Inputs = tuple[Tensor, Tensor, Tensor]
+Inputs = tuple[Tensor, Tensor, Tensor | None]
+Call = Callable[[Tensor, Tensor | None, str], Tensor]
 
 
-def pytorch(x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias.to(x.dtype))
+def pytorch(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    return F.gelu(x if bias is None else x + bias.to(x.dtype), approximate=approximate)
 
 
-def compiled(x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu((x.float() + bias).to(x.dtype))
+def compiled(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
+    return F.gelu(x if bias is None else (x.float() + bias).to(x.dtype), approximate=approximate)
 
 
-def of(call: Callable[[Tensor, Tensor], Tensor], compile: bool = False) -> Callable[[Case, Inputs], Pass]:
+def ours(impl: str) -> Call:
+    return lambda x, bias, approximate: bias_gelu(x, bias, approximate=approximate, impl=impl)
+
+
+def of(call: Call, compile: bool = False) -> Callable[[Case, Inputs], Pass]:
     def make(case: Case, inputs: Inputs) -> Pass:
         x, dout, bias = inputs
-        return differentiable(torch.compile(call, dynamic=False) if compile else call, (x, bias), dout)
+        chosen = torch.compile(call, dynamic=False) if compile else call
+        return differentiable(lambda x, bias=None: chosen(x, bias, case.approximate), (x,) if bias is None else (x, bias), dout)
 
     return make
 
@@ -39,20 +46,20 @@ def of(call: Callable[[Tensor, Tensor], Tensor], compile: bool = False) -> Calla
 BACKENDS = {
     backend.name: backend
     for backend in (
-        Backend("attnzoo-triton", of(lambda x, bias: bias_gelu(x, bias, impl="triton"))),
+        Backend("attnzoo-triton", of(ours("triton"))),
         Backend("compiled", of(compiled, compile=True)),
         Backend("eager", of(pytorch)),
-        Backend("attnzoo-reference", of(lambda x, bias: bias_gelu(x, bias, impl="reference"))),
+        Backend("attnzoo-reference", of(ours("reference"))),
     )
 }
 
 
-def check(inputs: Inputs) -> Callable[[Pass], float]:
+def check(case: Case, inputs: Inputs) -> Callable[[Pass], float]:
     x, dout, bias = inputs
 
     def results(dtype: torch.dtype | None) -> list[Tensor]:
-        leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in (x, bias)]
-        out = pytorch(*leaves)
+        leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in (x, bias) if t is not None]
+        out = pytorch(leaves[0], None if bias is None else leaves[1], case.approximate)
         return [out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
 
     def share(run: Pass) -> float:
@@ -64,13 +71,14 @@ def check(inputs: Inputs) -> Callable[[Pass], float]:
 
 def speed(session: Session) -> Iterator[list[Row]]:
     """TB/s: x read and y written forward; x and dy read and dx written backward."""
-    cases = [Case(9, 40, session.dtype)] if session.options.dry_run else [Case(c.rows, c.width, session.dtype) for c in BENCHMARK]
+    tiny = [Case(9, 40), Case(9, 40, tanh=True, bias=False)]
+    cases = [replace(case, dtype=session.dtype) for case in (tiny if session.options.dry_run else BENCHMARK)]
     for case in cases:
         inputs = case.inputs(session.device)
         n_bytes = inputs[0].numel() * inputs[0].itemsize
         work = {"forward": 2.0 * n_bytes, "backward": 3.0 * n_bytes}
-        columns = [Entry(b.name, b, case, inputs, work, check(inputs)) for b in session.backends]
-        yield harness.compare(Line("gelu", "speed", f"{case.rows} rows", case.width), columns, session.options.directions, session.timing,
+        columns = [Entry(b.name, b, case, inputs, work, check(case, inputs)) for b in session.backends]
+        yield harness.compare(Line("gelu", "speed", str(case), case.width), columns, session.options.directions, session.timing,
                               unit="TB/s")
 
 

@@ -46,10 +46,11 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "swiglu":
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        if self.kind == "gelu" and x.is_cuda and x.dtype != torch.float64 and self.up_proj.bias is not None:
+        approximate = "tanh" if self.kind == "gelu_tanh" else "none"
+        if x.is_cuda and x.dtype != torch.float64:
             # bias and GELU in one pass, and backward the bias's sum with them
-            return self.down_proj(bias_gelu(F.linear(x, self.up_proj.weight), self.up_proj.bias))
-        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh" if self.kind == "gelu_tanh" else "none"))
+            return self.down_proj(bias_gelu(F.linear(x, self.up_proj.weight), self.up_proj.bias, approximate=approximate))
+        return self.down_proj(F.gelu(self.up_proj(x), approximate=approximate))
 
 
 class Block(nn.Module):

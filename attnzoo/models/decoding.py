@@ -231,8 +231,8 @@ def _prepared(model: nn.Module) -> nn.Module:
             module.weight = _compute(module.weight)
     for block in fast.blocks:
         for module in block.modules():
-            # bias_gelu adds its bias in float32
-            if isinstance(module, nn.Linear) and module.bias is not None and (module is not block.mlp.up_proj or block.mlp.kind != "gelu"):
+            kept = module is block.mlp.up_proj and block.mlp.kind != "swiglu"  # bias_gelu adds its bias in float32
+            if isinstance(module, nn.Linear) and module.bias is not None and not kept:
                 module.bias = _compute(module.bias)
         attention = block.attention
         projections = attention.projections

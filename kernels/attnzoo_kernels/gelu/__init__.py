@@ -9,13 +9,15 @@ from attnzoo_kernels.gelu.reference import bias_gelu_reference
 __all__ = ["bias_gelu"]
 
 IMPLEMENTATIONS = ("triton", "reference")
+APPROXIMATIONS = ("none", "tanh")
 
 
-def bias_gelu(x: Tensor, bias: Tensor, *, impl: str | None = None) -> Tensor:
+def bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: str = "none", impl: str | None = None) -> Tensor:
     """y = z Φ(z) with z = x + bias and Φ the normal distribution function, in one pass; backward in one pass too, bias's sum included.
 
     x: (..., width), float16, bfloat16 or float32 (the reference also takes float64), contiguous: a product whose bias is left to this
-    function, which adds it in float32. bias: (width,), contiguous, of any floating point dtype.
+    function, which adds it in float32. bias: (width,), contiguous, of any floating point dtype; None is no bias.
+    approximate: "none", or "tanh" for GPT-2's y = z (1 + tanh(sqrt(2 / π) (z + 0.044715 z³))) / 2.
 
     Returns x's shape and dtype. The derivative can be taken once; repeated runs give the same bits.
     impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
@@ -23,17 +25,20 @@ def bias_gelu(x: Tensor, bias: Tensor, *, impl: str | None = None) -> Tensor:
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
     checks.tensor("x", x)
-    checks.tensor("bias", bias)
+    if bias is not None:
+        checks.tensor("bias", bias, "a tensor or None")
     if x.dim() < 1 or not x.is_contiguous():
         raise ValueError(f"x: must be (..., width) and contiguous, got shape {tuple(x.shape)} with strides {x.stride()}; "
                          "call .contiguous()")
     if x.dtype not in checks.DTYPES:
         raise TypeError(f"x: must be float16, bfloat16, float32 or (by the reference) float64, got {x.dtype}")
-    if bias.shape != x.shape[-1:] or not bias.is_floating_point() or not bias.is_contiguous():
+    if bias is not None and (bias.shape != x.shape[-1:] or not bias.is_floating_point() or not bias.is_contiguous()):
         raise ValueError(f"bias: must be floating point, contiguous and of shape {tuple(x.shape[-1:])}, got {tuple(bias.shape)} of "
                          f"{bias.dtype} with strides {bias.stride()}")
-    if bias.device != x.device:
+    if bias is not None and bias.device != x.device:
         raise ValueError(f"bias: must be on x's device {x.device}, got {bias.device}")
+    if approximate not in APPROXIMATIONS:
+        raise ValueError(f"approximate: must be one of {', '.join(map(repr, APPROXIMATIONS))}, got {approximate!r}")
     if dispatch.takes_reference("bias_gelu", impl, "x", x, IMPLEMENTATIONS):
-        return bias_gelu_reference(x, bias)
-    return ops.bias_gelu(x, bias)
+        return bias_gelu_reference(x, bias, approximate)
+    return ops.bias_gelu(x, bias, approximate == "tanh")

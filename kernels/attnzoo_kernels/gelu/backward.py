@@ -6,13 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import on_device_of
-from attnzoo_kernels.gelu.forward import load_sum, normal_cdf
+from attnzoo_kernels.gelu.forward import load_sum, normal_cdf, tanh_cdf
 from attnzoo_kernels.gelu.tiles import backward_steps, backward_tile, by_erf
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
 def bias_gelu_bwd_kernel(x_ptr, bias_ptr, dout_ptr, dx_ptr, sums_ptr, rows, steps, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-                         BLOCK_COLUMNS: tl.constexpr, ERF: tl.constexpr):
+                         BLOCK_COLUMNS: tl.constexpr, ERF: tl.constexpr, TANH: tl.constexpr):
     column_blocks = tl.cdiv(WIDTH, BLOCK_COLUMNS)
     column = tl.program_id(0) % column_blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     part = tl.program_id(0) // column_blocks
@@ -22,25 +22,30 @@ def bias_gelu_bwd_kernel(x_ptr, bias_ptr, dout_ptr, dx_ptr, sums_ptr, rows, step
         z, at, inside = load_sum(x_ptr, bias_ptr, row, column, rows, WIDTH, BLOCK_COLUMNS)
         # [BLOCK_ROWS, BLOCK_COLUMNS]
         dout = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        cdf, density = normal_cdf(z, ERF)
-        dx = dout * (cdf + z * density * 0.3989422804014327)
+        if TANH:
+            cdf, slope = tanh_cdf(z)
+            dx = dout * (cdf + z * slope)
+        else:
+            cdf, density = normal_cdf(z, ERF)
+            dx = dout * (cdf + z * density * 0.3989422804014327)
         dbias += dx
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    tl.store(sums_ptr + part.to(tl.int64) * WIDTH + column, tl.sum(dbias, 0), mask=column < WIDTH)
+    if sums_ptr is not None:
+        tl.store(sums_ptr + part.to(tl.int64) * WIDTH + column, tl.sum(dbias, 0), mask=column < WIDTH)
 
 
-def launch_backward(x: Tensor, bias: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]:
-    """dx, and the bias's gradient in float32."""
+def launch_backward(x: Tensor, bias: Tensor | None, dout: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    """dx, and the bias's gradient in float32, empty without one."""
     dx, dout = torch.empty_like(x), dout.contiguous()
     width = x.shape[-1]
     if x.numel() == 0:
-        return dx, bias.new_zeros(width, dtype=torch.float32)
+        return dx, x.new_zeros(0 if bias is None else width, dtype=torch.float32)
     tile, rows = backward_tile(width), x.numel() // width
     steps = backward_steps(rows, width, tile)
     parts = triton.cdiv(rows, tile.rows * steps)
-    sums = torch.empty(parts, width, dtype=torch.float32, device=x.device)
+    sums = None if bias is None else torch.empty(parts, width, dtype=torch.float32, device=x.device)
     with on_device_of(x):
         bias_gelu_bwd_kernel[(parts * triton.cdiv(width, tile.columns),)](
             x, bias, dout, dx, sums, rows, steps, WIDTH=width, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, ERF=by_erf(x.dtype),
-            num_warps=tile.num_warps)
-    return dx, sums.sum(0)
+            TANH=tanh, num_warps=tile.num_warps)
+    return dx, x.new_empty(0, dtype=torch.float32) if sums is None else sums.sum(0)

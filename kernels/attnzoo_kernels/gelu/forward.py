@@ -21,35 +21,53 @@ def normal_cdf(z, ERF: tl.constexpr):
 
 
 @triton.jit
+def tanh_cdf(z):
+    """0.5 (1 + tanh u), which is the logistic function of 2 u, with u = sqrt(2 / pi) (z + 0.044715 z^3), and its derivative."""
+    square = z * z
+    doubled = z * (1.5957691216057308 + 0.0713548162726009 * square)
+    falling = tl.exp(-tl.abs(doubled))
+    larger = 1.0 / (1.0 + falling)  # of the logistic function's values of 2 u and -2 u, whose product needs no difference from 1
+    cdf = tl.where(doubled < 0, falling * larger, larger)
+    return cdf, falling * larger * larger * (1.5957691216057308 + 0.2140644488178027 * square)
+
+
+@triton.jit
 def load_sum(x_ptr, bias_ptr, row, column, rows, WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """x + bias in float32, where each element lies and which ones there are."""
+    """x + bias in float32 (bias_ptr may be None), where each element lies and which ones there are."""
     at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     inside = (row < rows)[:, None]
-    bias = tl.load(bias_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
     if WIDTH % BLOCK_COLUMNS:
         inside = inside & (column < WIDTH)[None, :]
     # [BLOCK_ROWS, BLOCK_COLUMNS]
-    return tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32) + bias[None, :], at, inside
+    z = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        z += bias[None, :]
+    return z, at, inside
 
 
 @triton.jit(do_not_specialize=["rows"])
 def bias_gelu_fwd_kernel(x_ptr, bias_ptr, out_ptr, rows, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-                         ERF: tl.constexpr):
+                         ERF: tl.constexpr, TANH: tl.constexpr):
     column_blocks = tl.cdiv(WIDTH, BLOCK_COLUMNS)
     column = tl.program_id(0) % column_blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     row = tl.program_id(0) // column_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     z, at, inside = load_sum(x_ptr, bias_ptr, row, column, rows, WIDTH, BLOCK_COLUMNS)
-    cdf, _ = normal_cdf(z, ERF)
+    if TANH:
+        cdf, _ = tanh_cdf(z)
+    else:
+        cdf, _ = normal_cdf(z, ERF)
     tl.store(out_ptr + at, (z * cdf).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def launch_forward(x: Tensor, bias: Tensor) -> Tensor:
+def launch_forward(x: Tensor, bias: Tensor | None, tanh: bool) -> Tensor:
     out = torch.empty_like(x)
     width = x.shape[-1]
     if x.numel():
         tile, rows = forward_tile(width), x.numel() // width
         with on_device_of(x):
             bias_gelu_fwd_kernel[(triton.cdiv(rows, tile.rows) * triton.cdiv(width, tile.columns),)](
-                x, bias, out, rows, WIDTH=width, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, ERF=by_erf(x.dtype),
+                x, bias, out, rows, WIDTH=width, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, ERF=by_erf(x.dtype), TANH=tanh,
                 num_warps=tile.num_warps)
     return out

@@ -4,5 +4,5 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def bias_gelu_reference(x: Tensor, bias: Tensor) -> Tensor:
-    return F.gelu(x + bias.to(x.dtype))
+def bias_gelu_reference(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tensor:
+    return F.gelu(x if bias is None else x + bias.to(x.dtype), approximate=approximate)
