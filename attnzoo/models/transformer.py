@@ -42,7 +42,8 @@ class Transformer(nn.Module):
     tie_embeddings: the output matrix is the token embedding. bias: in linear layers and LayerNorm.
     dropout: after the embedding, attention and MLP; attention_dropout: on attention weights.
     autocast_residual: under autocast what blocks add to is in the dtype of their products, too, and not in float32, as it is between
-        post-norm blocks always. Without autocast nothing changes.
+        post-norm blocks always. torch.compile then keeps these sums for the backward, and not what norms made of them in float32: half
+        the bytes of all norms. Without autocast nothing changes.
     """
 
     causal: bool
