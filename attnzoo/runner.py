@@ -12,7 +12,7 @@ from hydra.utils import get_class, instantiate
 from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import DictConfig, OmegaConf
 
-from attnzoo import checkpoint, trained
+from attnzoo import checkpoint, fp8, trained
 from attnzoo import layers as by_layer
 from attnzoo.attention.supports import check_path
 from attnzoo.batch import sharing
@@ -74,6 +74,8 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
         data.setup("fit")
         set_accumulation(trainer, cfg.batch_tokens, data)
         module = _build_module(cfg, data)
+        if trainer.precision == "fp8":  # Lightning would only when the record is written
+            module.record["fp8"] = fp8.convert(module.model)
         begun = None
         if origin and ckpt_path is None:
             begun = initial.load(module.model, origin, new=cfg.init_new, positions=cfg.init_positions)

@@ -96,12 +96,13 @@ class MustNotWait(lightning.Callback):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "objective",
-    [[], ["model=bert_tiny", "data.batching=balanced"], ["optimizer=muon"], ["data=continuations", "data.paths=null", "data.seq_len=64"]],
-    ids=["lm", "mlm", "muon", "trees"]
+    [[], ["model=bert_tiny", "data.batching=balanced"], ["optimizer=muon"], ["data=continuations", "data.paths=null", "data.seq_len=64"],
+     pytest.param(["trainer.precision=fp8"], marks=pytest.mark.hopper)],
+    ids=["lm", "mlm", "muon", "trees", "fp8"]
 )
 def test_a_step_does_not_wait_for_the_gpu(tmp_path, objective, monkeypatch):
     overrides = ["trainer=gpu", "trainer.precision=bf16-mixed", "trainer.log_every_n_steps=100", "trainer.limit_val_batches=0"]
-    cfg = compose_tiny(tmp_path, *objective, *overrides, "callbacks.last=null", "callbacks.best=null", "callbacks.sample=null")
+    cfg = compose_tiny(tmp_path, *overrides, *objective, "callbacks.last=null", "callbacks.best=null", "callbacks.sample=null")
     build, watch = runner.build_trainer, MustNotWait()
 
     def build_watched(*arguments):

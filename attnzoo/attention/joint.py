@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnzoo import fp8
 from attnzoo_kernels import autograd
 
 
@@ -24,7 +25,7 @@ def joined(projections: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 def product(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
     """The outputs of all projections of x (..., in_features), one behind the other, (..., sum of out_features)."""
     if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting():
-        return F.linear(x, *joined(projections))
+        return fp8.product_of(*projections)(x, *joined(projections))
     device = x.device.type
     cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
     biases = [p.bias for p in projections if p.bias is not None]

@@ -58,6 +58,8 @@ def prepare(run: Run, attention: dict, model: dict, cfg: DictConfig, build_data:
     trained = run.config() or {}
     layer = attention if "_target_" in attention else {**checkpoint.record["attention"], **attention}
     precision = cfg.precision or trained.get("trainer", {}).get("precision", "32")
+    if precision == "fp8":  # a way to train, whose validation is in this one
+        precision = "bf16-mixed"
     matmul_precision = trained.get("matmul_precision", "highest")
     torch.set_float32_matmul_precision(matmul_precision)
     together.check(checkpoint.model)

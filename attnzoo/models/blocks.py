@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnzoo import fp8
 from attnzoo.attention.base import Attention, KVCache, SequenceInfo
 from attnzoo.attention.norm import RMSNorm
 from attnzoo_kernels.gelu import bias_gelu
@@ -47,9 +48,11 @@ class MLP(nn.Module):
         if self.kind == "swiglu":
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         approximate = "tanh" if self.kind == "gelu_tanh" else "none"
-        if x.is_cuda and x.dtype != torch.float64:
+        product = fp8.product_of(self.up_proj)
+        # torch.compile puts the rounding of GELU's result to 8 bits into one kernel with GELU, but not with an operator
+        if x.is_cuda and x.dtype != torch.float64 and not (product is fp8.linear and torch.compiler.is_compiling()):
             # bias and GELU in one pass, and backward the bias's sum with them
-            return self.down_proj(bias_gelu(F.linear(x, self.up_proj.weight), self.up_proj.bias, approximate=approximate))
+            return self.down_proj(bias_gelu(product(x, self.up_proj.weight), self.up_proj.bias, approximate=approximate))
         return self.down_proj(F.gelu(self.up_proj(x), approximate=approximate))
 
 

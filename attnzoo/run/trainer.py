@@ -1,14 +1,17 @@
 """The Trainer of a run: built from its config, with the loop and the callbacks that every run has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import lightning
 import torch
+from lightning.fabric.plugins.precision.precision import _PRECISION_INPUT
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from attnzoo import fp8
 from attnzoo.batch import sharing
 from attnzoo.errors import UserError
 from attnzoo.run.ranks import ranks_of_this_job
@@ -18,14 +21,40 @@ from attnzoo.run.stopping import StopSignals
 from attnzoo.training.checkpointing import AtomicCheckpointIO, FiniteLoss
 
 
+class Float8Precision(MixedPrecision):
+    """bfloat16 autocast, in which the linear layers of blocks are products of 8-bit floats in training steps (`attnzoo.fp8`). The module
+    has a `model` that has `blocks`."""
+
+    def __init__(self):
+        super().__init__("bf16-mixed", "cuda")
+        self.precision = "fp8"
+
+    def autocast_context_manager(self) -> torch.autocast:
+        return torch.autocast(self.device, dtype=torch.bfloat16, cache_enabled=False)
+
+    def convert_module(self, module: Any) -> Any:
+        fp8.convert(module.model)
+        return module
+
+
 class Trainer(lightning.Trainer):
     """Lightning's.
 
     context_parallel: so many neighbouring devices read the same sequences, each a part of them; 1 is off.
+    precision: Lightning's, or fp8, see Float8Precision.
     """
 
-    def __init__(self, *, context_parallel: int = 1, **options: Any):
-        super().__init__(**options)
+    def __init__(self, *, context_parallel: int = 1, precision: _PRECISION_INPUT | Literal["fp8"] | None = None,
+                 plugins: Sequence[Any] = (), **options: Any):
+        if precision == "fp8":
+            if "fsdp" in str(options.get("strategy")).lower():
+                raise ValueError("precision=fp8 does not go with FSDP's first form; take trainer=fsdp2, or trainer.precision=bf16-mixed")
+            super().__init__(precision=None, plugins=[*plugins, Float8Precision()], **options)
+            if reason := fp8.why_not(self.strategy.root_device):
+                raise ValueError(f"precision=fp8 {reason}; take trainer.precision=bf16-mixed")
+            self.precision_plugin.device = self.strategy.root_device.type
+        else:
+            super().__init__(precision=precision, plugins=[*plugins], **options)
         if self.world_size % context_parallel:
             raise ValueError(f"context_parallel={context_parallel} must divide the {self.world_size} devices of the run (devices x "
                              "num_nodes)")

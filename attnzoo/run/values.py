@@ -179,6 +179,7 @@ def check_generation(cfg: DictConfig) -> None:
     """The same for a config of generate.py."""
     plain = _plain(cfg)
     _check_group(plain, "", GENERATION)
+    _check_precision(plain)
     _check_group(plain, "model", READ_MODEL)
     _check_layers(plain["model"]["layers"])
     if plain["prompt"] is not None and plain["prompt_file"] is not None:
@@ -195,6 +196,11 @@ def check_generation(cfg: DictConfig) -> None:
         raise UserError(f"num_samples={plain['num_samples']}: all would be the same text with temperature=0; set temperature above 0")
 
 
+def _check_precision(plain: Mapping[str, Any]) -> None:
+    if plain["precision"] == "fp8":
+        raise UserError("precision=fp8 is a way to train; models trained so are read with precision=bf16-mixed")
+
+
 def _check_beginning(plain: Mapping[str, Any]) -> None:
     if plain["init_from"] is None and (plain["init_new"] or plain["init_positions"]):
         raise UserError("init_new and init_positions say how init_from is read; set init_from, or leave them out")
@@ -209,6 +215,7 @@ def check_evaluation(cfg: DictConfig) -> None:
     for old in RENAMED.keys() & plain.keys():  # added with +
         raise UserError(f"{old}: there is no such key; it is called {RENAMED[old]} now")
     _check_group(plain, "", EVALUATION)
+    _check_precision(plain)
     _check_group(plain, "model", READ_MODEL)
     _check_layers(plain["model"]["layers"])
     lengths = plain["evaluation"]["lengths"]

@@ -77,6 +77,7 @@ class RunRecord(lightning.Callback):
             "wandb": next((logger.version for logger in trainer.loggers if isinstance(logger, SafeWandbLogger)), None),
             **{key: pl_module.record[key] for key in ("task", "context", "model", "attention", "data", "versions")},
             "init": pl_module.record.get("init"),
+            "fp8": pl_module.record.get("fp8"),
         }
         self._write(trainer)
 

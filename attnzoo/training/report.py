@@ -44,8 +44,16 @@ def beginning(names: list[str], trainer: lightning.Trainer, module: Any, data: A
     step = data.batch_size * data.seq_len * trainer.world_size // sharing(trainer) * trainer.accumulate_grad_batches
     return (
         f"{' '.join(names)}: {module.n_parameters / 1e6:.2f} M parameters, {step} tokens a step, {trainer.world_size} x {where}, "
-        f"{trainer.precision}\nrun folder: {_short(run_dir)}"
+        f"{trainer.precision}\n{_in_8_bits(module.record.get('fp8'))}run folder: {_short(run_dir)}"
     )
+
+
+def _in_8_bits(layers: dict[str, list[str]] | None) -> str:
+    """Which linear layers compute so, of all blocks in one."""
+    if layers is None:
+        return ""
+    others = ", ".join([*layers["bfloat16"], "the output layer", "attention itself"])
+    return (f"fp8 in training steps: {', '.join(layers['fp8'])}; bfloat16 there, and everything in validation and generation: {others}\n")
 
 
 def end(run_dir: Path, metrics: dict[str, float], sweep: Path | None = None) -> str:

@@ -14,8 +14,8 @@ H200_FLOPS = {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Floating point operations a second that the device can do in this precision at the very most; None if unknown."""
-    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float16 if precision.startswith("16") else torch.float32
+    """Floating point operations a second that the device can do in this precision at the very most, of fp8 in bfloat16; None if unknown."""
+    dtype = torch.bfloat16 if precision.startswith(("bf16", "fp8")) else torch.float16 if precision.startswith("16") else torch.float32
     if device.type == "cuda" and "h200" in torch.cuda.get_device_name(device).lower():
         return H200_FLOPS[dtype]
     return get_available_flops(device, dtype)
