@@ -137,16 +137,16 @@ def memory(session: Session) -> Iterator[list[Row]]:
             columns, ready, "forward", "GB", values)
 
 
-def chunked(logits: int, block: int, warps: int) -> Backend:
-    """Ours with chunks of 2**logits logits at most and a kernel of `block` columns and `warps` warps."""
+def chunked(logits: int, warps: int, ahead: bool) -> Backend:
+    """Ours with chunks of 2**logits logits at most, and a kernel of so many warps that loads ahead or not."""
 
     @contextlib.contextmanager
     def scope() -> Iterator[None]:
         from attnzoo_kernels.linear_cross_entropy import chunks
 
-        names = ("LOGITS", "BLOCK", "WARPS")
+        names = ("LOGITS", "WARPS", "AHEAD")
         before = [getattr(chunks, name) for name in names]
-        for name, value in zip(names, (2**logits, block, warps), strict=True):
+        for name, value in zip(names, (2**logits, warps, ahead), strict=True):
             setattr(chunks, name, value)
         try:
             yield
@@ -154,14 +154,15 @@ def chunked(logits: int, block: int, warps: int) -> Backend:
             for name, value in zip(names, before, strict=True):
                 setattr(chunks, name, value)
 
-    return Backend(f"2^{logits} {block} {warps}", lambda case, inputs: replace(of(ours(None))(case, inputs), scope=scope))
+    return Backend(f"2^{logits}, {warps} warps{', ahead' * ahead}", lambda case, inputs: replace(of(ours(None))(case, inputs), scope=scope))
 
 
-CHUNKS = [chunked(logits, block, warps) for logits in (28, 29, 30) for block, warps in ((4096, 8), (4096, 16), (8192, 16))]
+CHUNKS = [chunked(*of_kernel) for of_kernel in (
+    (28, 8, False), (28, 8, True), (28, 16, False), (28, 16, True), (29, 8, False), (29, 16, True), (30, 16, True))]
 
 
 def chunks(session: Session) -> Iterator[list[Row]]:
-    """The same TFLOP/s by the logits of a chunk, and columns and warps of the kernel's programs."""
+    """The same TFLOP/s by the logits of a chunk, the kernel's warps, and whether it loads ahead."""
     for case in cases(session):
         inputs = case.inputs(session.device)[:3]
         work = {"forward": 6.0 * case.tokens * case.hidden * case.rows}

@@ -48,6 +48,17 @@ def test_many_chunks_give_what_one_gives(monkeypatch):
     torch.testing.assert_close(run(case, "triton"), whole)
 
 
+@pytest.mark.parametrize("options", ({}, {"vocab_size": 37, "softcap": 3.0}))
+def test_columns_that_are_loaded_ahead_are_the_same(monkeypatch, options):
+    from attnzoo_kernels.linear_cross_entropy import chunks
+
+    monkeypatch.setattr(chunks, "BLOCK", 16)
+    case = Case(30, 16, 40, torch.float32, options=options)
+    in_turn = run(case, "triton")
+    monkeypatch.setattr(chunks, "AHEAD", True)
+    assert all(torch.equal(a, b) for a, b in zip(run(case, "triton"), in_turn, strict=True))
+
+
 @pytest.mark.parametrize("impl", ("triton", "reference"))
 def test_targets_that_do_not_count_and_those_that_do_not_exist(impl):
     x, weight = (torch.randn(n, 16, device=DEVICE).requires_grad_() for n in (4, 10))

@@ -11,6 +11,7 @@ from attnzoo_kernels._triton.softmax import tanh
 LOGITS = 2**28  # of a chunk, about, at most: half a gigabyte in 16 bits, which keeps the products large
 BLOCK = 4096  # columns that a program has in registers
 WARPS = 8
+AHEAD = False  # whether the next columns are loaded before those in registers are done
 
 
 @triton.jit
@@ -24,7 +25,8 @@ def _capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def cross_entropy_kernel(logits_ptr, targets_ptr, scales_ptr, losses_ptr, rows, vocab, ignore_index, smoothing, z_loss, softcap,
-                         HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+                         HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+                         AHEAD: tl.constexpr):
     """A program has a row. Under GRADIENT its logits are replaced by the gradient of its loss times its scale."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * rows
@@ -43,9 +45,16 @@ def cross_entropy_kernel(logits_ptr, targets_ptr, scales_ptr, losses_ptr, rows, 
     # [BLOCK]
     sums = tl.zeros([BLOCK], tl.float32)
     totals = tl.zeros([BLOCK], tl.float32)
+    if AHEAD:
+        following = tl.load(logits_ptr + columns, mask=columns < vocab, other=0.0)
     for at in tl.range(0, vocab, BLOCK):
         inside = at + columns < vocab
-        z = _capped(tl.load(logits_ptr + at + columns, mask=inside, other=0.0), softcap, HAS_SOFTCAP)
+        if AHEAD:
+            logits = following
+            following = tl.load(logits_ptr + at + BLOCK + columns, mask=at + BLOCK + columns < vocab, other=0.0)
+        else:
+            logits = tl.load(logits_ptr + at + columns, mask=inside, other=0.0)
+        z = _capped(logits, softcap, HAS_SOFTCAP)
         totals += tl.where(inside, z, 0.0)
         z = tl.where(inside, z, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(z, 0))
@@ -60,9 +69,16 @@ def cross_entropy_kernel(logits_ptr, targets_ptr, scales_ptr, losses_ptr, rows, 
     tl.store(losses_ptr + row, loss * scale)
     if GRADIENT:
         scale = tl.where(known, scale, float("nan"))
+        if AHEAD:
+            following = tl.load(logits_ptr + columns, mask=columns < vocab, other=0.0)
         for at in tl.range(0, rows, BLOCK):
             column = at + columns
-            z = _capped(tl.load(logits_ptr + column, mask=column < vocab, other=0.0), softcap, HAS_SOFTCAP)
+            if AHEAD:
+                logits = following
+                following = tl.load(logits_ptr + BLOCK + column, mask=BLOCK + column < vocab, other=0.0)
+            else:
+                logits = tl.load(logits_ptr + column, mask=column < vocab, other=0.0)
+            z = _capped(logits, softcap, HAS_SOFTCAP)
             gradient = tl.exp(z - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / vocab - tl.where(column == target, 1.0 - smoothing, 0.0)
             if HAS_SOFTCAP:
                 gradient *= 1.0 - (z / softcap) * (z / softcap)
@@ -102,7 +118,7 @@ def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
             cross_entropy_kernel[(part.shape[0],)](
                 logits, targets[chunk], None if scales is None else scales[chunk], losses[chunk], rows, vocab_size, ignore_index,
                 label_smoothing, z_loss, softcap, HAS_SCALES=scales is not None, HAS_SOFTCAP=softcap > 0, GRADIENT=gradient,
-                BLOCK=min(BLOCK, triton.next_power_of_2(rows)), num_warps=WARPS)
+                BLOCK=min(BLOCK, triton.next_power_of_2(rows)), AHEAD=AHEAD, num_warps=WARPS)
         if gradient:
             torch.mm(logits, matrix, out=dx[chunk])
             _add_product(dw, logits.t(), part, begin == 0)
