@@ -3,10 +3,12 @@
     python -m benchmarks.gpt                    # bare loops, all in one run, 12, 32 and 64 rows of 1024 tokens
     python -m benchmarks.gpt profile            # which kernels a step's time goes to
     python -m benchmarks.gpt trainer            # inside the Trainer: train.py experiment=gpt2_small_throughput
+    python -m benchmarks.gpt loss --runs usual fp8     # what that does to the loss: the same model on the Python standard library
 
 A step is forward, backward and fused AdamW under bfloat16 autocast on random tokens, 124 M parameters without biases and dropout, a
 vocabulary of 50304, as nanoGPT's bench.py has them. Before a figure is printed the logits are held against nanoGPT's in float32, from the
-same weights: within twice the error of nanoGPT's under autocast.
+same weights: within twice the error of nanoGPT's under autocast. Columns with 8-bit products (`attnzoo.fp8`) compute the logits as all
+others do, because only training steps go by 8 bits; `loss` is their check.
 """
 
 import contextlib
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnzoo import fp8
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.models import GPT
 from attnzoo.training.loggers import read_metrics
@@ -65,6 +68,15 @@ def attnzoo(case: Case, **options: Any) -> GPT:
     torch.manual_seed(0)
     return GPT(vocab_size=case.vocab, dim=case.dim, n_layers=case.layers, n_heads=case.dim // 64, attention=FlashAttention,
                train_context=case.seqlen, mlp="gelu_tanh", positions="learned", bias=False, **options)
+
+
+def attnzoo_fp8(case: Case, **options: Any) -> GPT:
+    """The same with 8-bit products in training steps."""
+    if reason := fp8.why_not(torch.device(DEVICE)):
+        raise harness.Unsupported(reason)
+    model = attnzoo(case, **options)
+    fp8.convert(model)
+    return model
 
 
 class NanoGPT(nn.Module):
@@ -111,6 +123,8 @@ def logits_loss(model: nn.Module, batch: dict) -> Tensor:
 TRAININGS: dict[str, tuple[Callable[[Case], nn.Module], Callable[[nn.Module, dict], Tensor], str | None]] = {
     "attnzoo-graphs": (attnzoo, attnzoo_loss, "reduce-overhead"),
     "attnzoo-residual": (partial(attnzoo, autocast_residual=True), attnzoo_loss, "reduce-overhead"),
+    "attnzoo-fp8": (attnzoo_fp8, attnzoo_loss, "reduce-overhead"),
+    "attnzoo-fp8-residual": (partial(attnzoo_fp8, autocast_residual=True), attnzoo_loss, "reduce-overhead"),
     "nanogpt": (NanoGPT, logits_loss, "default"),
     "attnzoo": (attnzoo, attnzoo_loss, "default"),
     "attnzoo-logits": (attnzoo, logits_loss, "reduce-overhead"),  # all logits in memory, as `fused_loss=false`
@@ -144,8 +158,10 @@ def logits_error(model: nn.Module, case: Case, input_ids: Tensor) -> Tensor:
     """The logits of a row before any training as a share of the allowed error."""
     theirs = NanoGPT(case).to(DEVICE)
     exact = theirs(input_ids)
+    model.eval()
     with torch.autocast(DEVICE, torch.bfloat16):
         eager, value = theirs(input_ids), model(input_ids)
+    model.train()
     return torch.tensor(error_ratio(value, eager, exact))
 
 
@@ -192,6 +208,8 @@ TRAINERS: dict[str, list[str]] = {
     "usual": [],
     "residual": ["model.autocast_residual=true"],
     "all logits": ["fused_loss=false"],
+    "fp8": ["trainer.precision=fp8"],
+    "fp8 residual": ["trainer.precision=fp8", "model.autocast_residual=true"],
 }
 
 
@@ -199,18 +217,49 @@ def trainer(session: Session) -> Iterator[list[Row]]:
     """Tokens a second inside the Trainer: the median of what it logs but the first, which compiles."""
     dry = session.options.dry_run
     for case, label in itertools.product(cases(session), session.options.runs):
-        settings = ["experiment=gpt2_small_throughput", f"data.batch_size={case.rows}", *TRAINERS[label],
-                    *(["trainer=cpu", "model=gpt_tiny", "model.vocab_size=null", "model.dim=32", "model.n_layers=1", "model.n_heads=2",
-                       f"data.seq_len={case.seqlen}", "compile=false", "trainer.max_steps=6", "trainer.log_every_n_steps=2"] if dry
-                      else ["trainer=gpu", "trainer.max_steps=200", "trainer.log_every_n_steps=25"])]
-        with tempfile.TemporaryDirectory() as folder:
-            done = subprocess.run([sys.executable, ROOT / "train.py", *settings, f"hydra.run.dir={folder}", "callbacks.progress=null"],
-                                  capture_output=True, text=True, cwd=ROOT)
-            read: dict = {}
-            with contextlib.suppress(FileNotFoundError):
-                read = read_metrics(Path(folder) / "metrics.csv")
+        steps, every = (6, 2) if dry else (200, 25)
+        read, failure = run_in_trainer(session, case, label, f"trainer.max_steps={steps}", f"trainer.log_every_n_steps={every}")
         row = Row("gpt", "trainer", "inside the Trainer", case.rows, label, str(case), "step", "tokens/s", baseline=label)
-        yield of_run(row, case, read) if done.returncode == 0 else [Row(**vars(row) | {"note": f"failed: {done.stderr.strip()[-300:]}"})]
+        yield [replace(row, note=failure)] if failure else of_run(row, case, read)
+
+
+def run_in_trainer(session: Session, case: Case, label: str, *settings: str) -> tuple[dict[str, list[tuple[int, float]]], str]:
+    """What a run logged, and why it failed."""
+    device = ["trainer=cpu", "model=gpt_tiny", "model.vocab_size=null", "model.dim=32", "model.n_layers=1", "model.n_heads=2",
+              f"data.seq_len={case.seqlen}", "compile=false"] if session.options.dry_run else ["trainer=gpu"]
+    told = ["experiment=gpt2_small_throughput", f"data.batch_size={case.rows}", *device, *settings, *TRAINERS[label]]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, ROOT / "train.py", *told, f"hydra.run.dir={folder}", "callbacks.progress=null"],
+                              capture_output=True, text=True, cwd=ROOT)
+        read: dict = {}
+        with contextlib.suppress(FileNotFoundError):
+            read = read_metrics(Path(folder) / "metrics.csv")
+    return read, "" if done.returncode == 0 else f"failed: {done.stderr.strip()[-300:]}"
+
+
+def loss(session: Session) -> Iterator[list[Row]]:
+    """Training loss in nats over each tenth of the steps, by kind of run, the mean of the seeds, whose own are printed, too. All runs of a
+    seed have the same weights and batches, and the learning rate of GPT-2 small's recipe."""
+    options = session.options
+    case, n_steps = cases(session)[0], 10 if options.dry_run else options.steps
+    model = [] if options.dry_run else [f"model={options.model}", "model.vocab_size=null", "model.bias=false"]
+    curves: dict[str, list[list[float]]] = {label: [] for label in options.runs}
+    for label, seed in itertools.product(options.runs, options.seeds):
+        read, failure = run_in_trainer(session, case, label, *model, f"seed={seed}", f"trainer.max_steps={n_steps}", "optimizer.lr=6e-4",
+                                       "trainer.gradient_clip_val=1.0", "trainer.log_every_n_steps=1")
+        losses = [value for _, value in read.get("train/loss", [])]
+        if failure or len(losses) != n_steps:
+            yield [Row("gpt", "loss", "steps", n_steps, label, str(case), "train", "nats", note=failure or f"{len(losses)} losses")]
+            continue
+        curves[label].append([statistics.fmean(losses[n_steps * k // 10 : n_steps * (k + 1) // 10]) for k in range(10)])
+        tenths = " ".join(f"{mean:.4f}" for mean in curves[label][-1])
+        print(f"{label}, seed {seed}: mean loss of each tenth of {n_steps} steps: {tenths}", flush=True)
+    first = options.runs[0]
+    for k in range(10):
+        means = {label: statistics.fmean(curve[k] for curve in of_seeds) for label, of_seeds in curves.items() if of_seeds}
+        yield [Row("gpt", "loss", "steps", n_steps * (k + 1) // 10, label, str(case), "train", "nats", mean, baseline=first,
+                   spread=(max(c[k] for c in curves[label]) - min(c[k] for c in curves[label])) / mean,
+                   ratio=mean / means[first] if first in means else None) for label, mean in means.items()]
 
 
 def of_run(row: Row, case: Case, read: dict[str, list[tuple[int, float]]]) -> list[Row]:
@@ -225,13 +274,16 @@ def of_run(row: Row, case: Case, read: dict[str, list[tuple[int, float]]]) -> li
     return rows
 
 
-TABLES = {f.__name__: f for f in (speed, profile, trainer)}
+TABLES = {f.__name__: f for f in (speed, profile, trainer, loss)}
 
 
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("gpt", list(TABLES), list(BACKENDS))
     command.add_argument("--rows", nargs="+", type=harness.positive, default=[12, 32, 64], help="of 1024 tokens (default: 12 32 64)")
     command.add_argument("--runs", nargs="+", choices=list(TRAINERS), default=["usual", "residual"], help="inside the Trainer")
+    command.add_argument("--steps", type=harness.positive, default=1000, help="of a run for its loss (default: 1000)")
+    command.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of runs for their loss (default: 1 2 3)")
+    command.add_argument("--model", choices=("gpt2_small", "gpt2_medium"), default="gpt2_small", help="of runs for their loss")
     return harness.main(command, TABLES, BACKENDS, list(EAGER), {}, arguments)
 
 

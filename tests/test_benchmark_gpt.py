@@ -29,6 +29,14 @@ def test_figures_of_a_run_leave_out_the_first_which_compiles():
 
 @pytest.mark.slow
 def test_runs_in_the_trainer_are_measured(tmp_path, capsys):
-    assert gpt.main(["trainer", "--dry-run", "--output", str(tmp_path)]) == 0
-    assert "failed" not in capsys.readouterr().out
-    assert len((tmp_path / "gpt-trainer.csv").read_text().splitlines()) == 1 + 2
+    assert gpt.main(["trainer", "loss", "--dry-run", "--runs", "usual", "--seeds", "1", "--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "failed" not in printed and "usual, seed 1: mean loss of each tenth of 10 steps: 5." in printed
+    assert len((tmp_path / "gpt-trainer.csv").read_text().splitlines()) == 1 + 1
+    assert len((tmp_path / "gpt-loss.csv").read_text().splitlines()) == 1 + 10
+
+
+def test_8_bit_products_need_a_gpu_that_has_them(capsys):
+    if gpt.DEVICE == "cpu":
+        gpt.main(["speed", "--dry-run", "--backends", "attnzoo-eager", "attnzoo-fp8"])
+        assert "attnzoo-fp8: needs an NVIDIA GPU of compute capability 8.9 or later, got cpu" in capsys.readouterr().out
