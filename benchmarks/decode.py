@@ -1,7 +1,7 @@
 """`decode_attention` against its peers: TB/s of the keys and values read, held against the copy that each row of the CSV names.
 
     python -m benchmarks.decode                       # the main table: batches and lengths, 32 heads over 8, head dim 128
-    python -m benchmarks.decode call layouts pages lengths queries
+    python -m benchmarks.decode call layouts pages shared lengths queries
 
 A model reads one cache after the other. So the main table replays a CUDA graph of calls on as many caches as hold 2 GB, the copy's size:
 what the launches cost counts, what the host costs does not, and nothing is left of a cache when it is read again. The other tables time one
@@ -41,9 +41,9 @@ def only_forward(forward: Callable[[], Tensor], **options) -> Pass:
     return Pass(forward, backward, [], **options)
 
 
-def attnzoo(impl: str) -> Callable[[Case, Inputs], Pass]:
+def attnzoo(impl: str, **options) -> Callable[[Case, Inputs], Pass]:
     def make(case: Case, x: Inputs) -> Pass:
-        return only_forward(lambda: decode_attention(*x[:3], **x.options, impl=impl))
+        return only_forward(lambda: decode_attention(*x[:3], **x.options, impl=impl, **options))
 
     return make
 
@@ -203,6 +203,21 @@ def pages(session: Session) -> Iterator[list[Row]]:
     yield from compared(ours, "pages", cases, layers)
 
 
+def shared(session: Session) -> Iterator[list[Row]]:
+    """Sequences that begin with the same pages, read for each or once: one call in a CUDA graph. Bytes are those of all sequences."""
+    for batch, prefix, own in ((64, 8192, 512), (16, 8192, 512), (64, 0, 4096), (1, 0, 65536)):
+        batch, prefix, own = (min(batch, 3), prefix // 128, own // 128) if session.options.dry_run else (batch, prefix, own)
+        case = benchmark_case(batch, prefix + own, page=16, dtype=session.dtype)
+        x = case.inputs(session.device)
+        table = x.options["block_table"]
+        table[:, : prefix // 16] = table[:1, : prefix // 16]
+        checked = check(case, x)
+        columns = [Entry(name, Backend(name, captured(attnzoo("triton", share_prefixes=share), [x])), case, x, {"forward": case.bytes()},
+                         checked) for name, share in (("read for each", False), ("read once", True))]
+        line = Line("decode", "shared", f"batch {batch}, {prefix} shared", prefix + own)
+        yield harness.compare(line, columns, ["forward"], session.timing, unit="TB/s")
+
+
 def lengths(session: Session) -> Iterator[list[Row]]:
     """Sequences of unlike lengths, and a cache with room for more than is in it."""
     batch, length = shape(session, 64, 4096)
@@ -253,7 +268,7 @@ def with_tile(tile: Tile | None) -> Callable[[Case, Inputs], Pass]:
     return make
 
 
-TABLES = {f.__name__: f for f in (speed, call, layouts, pages, lengths, queries, tiles)}
+TABLES = {f.__name__: f for f in (speed, call, layouts, pages, shared, lengths, queries, tiles)}
 
 
 def main(arguments: list[str] | None = None) -> int:

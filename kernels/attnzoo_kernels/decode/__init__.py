@@ -23,6 +23,7 @@ def decode_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    share_prefixes: bool = False,
     return_lse: bool = False,
     check: bool = False,
     impl: str | None = None,
@@ -37,6 +38,9 @@ def decode_attention(
         k_cache is then (num_blocks, block_size, kv_heads, head_dim), v_cache is alike, and max_len is max_blocks * block_size. Token t of
         row b lies in page block_table[b, t // block_size] at t % block_size. Rows may name the same pages. Entries behind a row's tokens
         are not used, whatever they are (-1, say). One within them that names no page counts as a page of zeros on a GPU.
+    share_prefixes: with a block_table, read the pages once with which neighbouring rows of the table both begin, for all their queries.
+        The device finds them anew in each call, in groups of as many sequences as have 64 queries of a key head together. It costs some
+        launches, so that it is for batches that do share long prefixes. Not with a window to the left nor with ALiBi.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
     head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
@@ -70,6 +74,7 @@ def decode_attention(
     batch, _, heads, head_dim = q.shape
     checks.flag("check", check)
     checks.flag("return_lse", return_lse)
+    checks.flag("share_prefixes", share_prefixes)
     _check_lengths(cache_seqlens, q, k_cache.shape[1] * (1 if block_table is None else block_table.shape[1]), check)
     if block_table is not None:
         _check_pages(cache_seqlens, block_table, *k_cache.shape[:2], check)
@@ -80,6 +85,8 @@ def decode_attention(
     if sinks is not None:
         checks.per_head("sinks", sinks, q, heads)
     softmax_scale = checks.softmax_scale(softmax_scale, head_dim)
+    if share_prefixes and (block_table is None or left >= 0 or alibi_slopes is not None):
+        raise ValueError("share_prefixes=True: must be False without block_table, with a window to the left or with alibi_slopes")
 
     if dispatch.takes_reference("decode", impl, "q", q, IMPLEMENTATIONS):
         out, lse = decode_attention_reference(
@@ -89,7 +96,8 @@ def decode_attention(
         checks.no_gradient(alibi_slopes=alibi_slopes)
         autograd.refuse_derivatives('impl="triton"', "use flash_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
-        out, lse = ops.forward(q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, sinks, softmax_scale, left, right, softcap)
+        out, lse = ops.forward(q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, sinks, softmax_scale, left, right, softcap,
+                               share_prefixes)
     return (out, lse) if return_lse else out
 
 

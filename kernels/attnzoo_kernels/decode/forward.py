@@ -318,10 +318,10 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, alibi_slopes: Tensor | None,
-                   sinks: Tensor | None, softmax_scale: float, window_left: int, window_right: int,
-                   softcap: float) -> tuple[Tensor, Tensor]:
-    """Output (batch, seqlen_q, heads, value_dim) and LSE (batch, heads, seqlen_q)."""
-    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+                   sinks: Tensor | None, softmax_scale: float, window_left: int, window_right: int, softcap: float,
+                   out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """Output (batch, seqlen_q, heads, value_dim), by default in q's dtype, and LSE (batch, heads, seqlen_q)."""
+    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=out_dtype)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
