@@ -209,13 +209,15 @@ def test_token_types():
 def test_residual_stream_under_autocast(options, dtype):
     """In 16 bits where every sum is normalised at once; sums that grow over all layers stay in float32, unless told otherwise."""
     model = build(BERT, **{"norm_position": "pre"} | options).float()
-    streams = []
+    streams, normed = [], []
+    model.blocks[1].mlp_norm.register_forward_pre_hook(lambda module, inputs: normed.append(inputs[0].dtype))
     for block in model.blocks:
         block.register_forward_hook(lambda module, inputs, output: streams.extend([inputs[0].dtype, output.dtype]))
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(model(ids(2, 16)).flatten(0, 1), ids(2, 16).flatten())
     loss.backward()
     assert set(streams) == {dtype} and len(streams) == 4
+    assert model.blocks[1].pre_norm is False or normed == [torch.float32]
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 

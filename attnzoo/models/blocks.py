@@ -21,6 +21,11 @@ def make_norm(kind: str, dim: int, eps: float, bias: bool) -> nn.Module:
     raise ValueError(f"norm={kind!r}: must be one of {', '.join(NORMS)}; set model.norm")
 
 
+def normed(norm: nn.Module, x: Tensor) -> Tensor:
+    """norm(x), in the norm's own precision where what blocks add to is in 16 bits: its weights would lose more than x has lost."""
+    return norm(x.to(norm.weight.dtype))
+
+
 def in_compute_dtype(x: Tensor) -> Tensor:
     """x in the dtype that autocast computes matrix products in; as it is without autocast."""
     device = x.device.type
@@ -73,11 +78,11 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None = None, rows: Tensor | None = None) -> Tensor:
         """x (..., dim); returns its shape. rows: int64 (n,), indices of tokens: only these pass the MLP and come out, (n, dim)."""
-        x = x + self.dropout(self.attention(self.attention_norm(x) if self.pre_norm else x, seq, cache))
+        x = x + self.dropout(self.attention(normed(self.attention_norm, x) if self.pre_norm else x, seq, cache))
         if rows is not None:
             x = x.flatten(0, -2).index_select(0, rows)
         if self.pre_norm:
-            return x + self.dropout(self.mlp(self.mlp_norm(x)))
+            return x + self.dropout(self.mlp(normed(self.mlp_norm, x)))
         # autocast leaves norms in float32; what each norm scales anew need not travel so, at twice the bytes
         x = in_compute_dtype(self.attention_norm(x))
         return in_compute_dtype(self.mlp_norm(x + self.dropout(self.mlp(x))))

@@ -13,7 +13,7 @@ from attnzoo import layers as by_layer
 from attnzoo.attention.base import POSITIONS, Attention, AttentionSpec, KVCache, SequenceInfo, Supports
 from attnzoo.attention.joint import lay_side_by_side
 from attnzoo.batch import IGNORED
-from attnzoo.models.blocks import Block, default_mlp_dim, in_compute_dtype, make_norm
+from attnzoo.models.blocks import Block, default_mlp_dim, in_compute_dtype, make_norm, normed
 from attnzoo.signatures import check_options
 from attnzoo_kernels import linear_cross_entropy, padding
 from attnzoo_kernels.tree import tree_positions
@@ -177,7 +177,7 @@ class Transformer(nn.Module):
             rest = (seq, None if cache is None else cache[layer], logits_at if layer == last else None)
             again = self.recompute_every and self.training and torch.is_grad_enabled() and layer % self.recompute_every == 0
             x = checkpoint(block, x, *rest, use_reentrant=False) if again else block(x, *rest)
-        x = self.final_norm(x)
+        x = normed(self.final_norm, x) if self.blocks[0].pre_norm else x
         return self.logits(x) if targets is None else self.loss(x, targets, reduction, target_weights)
 
     def _forward_padded(self, input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets, reduction,
