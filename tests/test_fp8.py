@@ -14,8 +14,9 @@ from attnzoo import fp8, runner
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.mla import MLAttention
 from attnzoo.errors import UserError
-from attnzoo.models import GPT
-from attnzoo.run import values
+from attnzoo.models import GPT, BERTClassifier, transformer
+from attnzoo.run import values as checks
+from attnzoo_kernels.fp8 import rounded
 
 DIM = 32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -35,14 +36,14 @@ def on_a_cpu(monkeypatch):
 
 def model(attention=FlashAttention, **options) -> GPT:
     torch.manual_seed(0)
-    options = {"vocab_size": 50, "dim": DIM, "n_layers": 2, "n_heads": 2, "mlp": "gelu", **options}
+    options = {"vocab_size": 50, "pad_vocab_multiple": 64, "dim": DIM, "n_layers": 2, "n_heads": 2, "mlp": "gelu", **options}
     return GPT(attention=attention, train_context=16, **options)
 
 
 def exact(a: torch.Tensor, b: torch.Tensor, kinds: tuple[torch.dtype, torch.dtype]) -> tuple[torch.Tensor, torch.Tensor]:
     """The product in float64 of what a and b are rounded to, and how far a product with sums in float32 may be from it. Hopper's sums of 32
     products keep 13 bits of the largest."""
-    a, b = (values.double() * unit.double() for values, unit in (fp8.rounded(x, kind) for x, kind in zip((a, b), kinds, strict=True)))
+    a, b = (values.double() * unit.double() for values, unit in (rounded(x, kind) for x, kind in zip((a, b), kinds, strict=True)))
     terms = a.shape[1]
     step = max(1, terms / 32) * 2.0**-13 if a.is_cuda else terms * 2.0**-24
     return a @ b, step * (a.abs() @ b.abs()) + 1e-30
@@ -59,11 +60,11 @@ def assert_near(found: torch.Tensor, wanted: tuple[torch.Tensor, torch.Tensor]) 
 def test_rounding_is_to_the_nearest_in_steps_of_the_largest_element(device, kind, half_step, half_smallest):
     torch.manual_seed(0)
     x = torch.randn(64, 48, device=device) * torch.logspace(-6, 3, 48, device=device)
-    rounded, unit = fp8.rounded(x, kind)
-    assert rounded.dtype == kind and unit.shape == () and unit.dtype == torch.float32
-    error = (rounded.double() * unit.double() - x.double()).abs()
+    values, unit = rounded(x, kind)
+    assert values.dtype == kind and unit.shape == () and unit.dtype == torch.float32
+    error = (values.double() * unit.double() - x.double()).abs()
     assert (error <= torch.maximum(half_step * x.abs(), half_smallest * unit) * (1 + 1e-6)).all()
-    assert rounded.float().abs().max() == torch.finfo(kind).max
+    assert values.float().abs().max() == torch.finfo(kind).max
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,7 +161,7 @@ def test_a_model_keeps_its_names_and_computes_otherwise_in_training_only():
     converted, usual = model(), model()
     found = fp8.convert(converted)
     layers = [f"attention.{letter}_proj" for letter in "qkvo"] + ["mlp.up_proj", "mlp.down_proj"]
-    assert found == {"fp8": [f"blocks.*.{layer}" for layer in layers], "bfloat16": []}
+    assert found == {"fp8": [*(f"blocks.*.{layer}" for layer in layers), "output layer (64 x 32)"], "bfloat16": []}
     assert fp8.convert(converted) == found  # again changes nothing
     usual.load_state_dict(converted.state_dict(), strict=True)
     converted.load_state_dict(usual.state_dict(), strict=True)
@@ -176,19 +177,23 @@ def test_a_model_keeps_its_names_and_computes_otherwise_in_training_only():
 
 
 def test_every_product_of_a_block_goes_by_8_bits(monkeypatch):
-    """Queries, keys and values by one."""
+    """Queries, keys and values by one; and so does the output layer."""
     counted = []
     monkeypatch.setattr(fp8, "linear", lambda x, weight, bias=None: counted.append(tuple(weight.shape)) or F.linear(x, weight, bias))
     converted = model(n_layers=1, mlp="swiglu", mlp_dim=48, n_kv_heads=1, attention_gate="elementwise")
     fp8.convert(converted)
     converted(torch.arange(16)[None])
-    assert counted == [(DIM + 16 + 16, DIM), (DIM, DIM), (DIM, DIM), (48, DIM), (48, DIM), (DIM, 48)]
+    assert counted == [(DIM + 16 + 16, DIM), (DIM, DIM), (DIM, DIM), (48, DIM), (48, DIM), (DIM, 48), (64, DIM)]
 
 
 def test_what_stays_is_named():
     assert fp8.convert(model(mlp="swiglu", attention_gate="head"))["bfloat16"] == [
         "blocks.*.attention.g_proj (2 x 32)", "blocks.*.mlp.gate_proj (88 x 32)", "blocks.*.mlp.up_proj (88 x 32)",
         "blocks.*.mlp.down_proj (32 x 88)"]
+    assert fp8.convert(model(vocab_size=50, pad_vocab_multiple=1, tie_embeddings=False))["bfloat16"] == ["output layer (50 x 32)"]
+    classifier = BERTClassifier(n_classes=16, vocab_size=64, dim=DIM, n_layers=1, n_heads=2, attention=FlashAttention, train_context=16)
+    found = fp8.convert(classifier)
+    assert not any("output" in name for names in found.values() for name in names) and classifier.head_in_8_bits is None
     # what shares a product stays together
     assert fp8.convert(model(n_heads=4, n_kv_heads=1))["bfloat16"] == [
         "blocks.*.attention.q_proj", "blocks.*.attention.k_proj (8 x 32)", "blocks.*.attention.v_proj (8 x 32)"]
@@ -196,6 +201,22 @@ def test_what_stays_is_named():
     assert "blocks.*.attention.q_a_proj (24 x 32)" in latent["bfloat16"] and "blocks.*.attention.k_proj" in latent["fp8"]
     with pytest.raises(ValueError, match=r"multiples of 16, and this model's blocks have none: blocks.\*.attention.q_proj \(24 x 24\)"):
         fp8.convert(model(dim=24))
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_output_layer_and_loss_in_one_go_by_8_bits_in_training_only(device, impl, monkeypatch):
+    operator = transformer.linear_cross_entropy
+    monkeypatch.setattr(transformer, "linear_cross_entropy", partial(operator, impl=impl))
+    converted = model(n_layers=1).to(device)
+    fp8.convert(converted)
+    ids = torch.arange(16, device=device)[None]
+    for training in (False, True):
+        converted.train(training)
+        logits = converted(ids)
+        fused, apart = converted(ids, targets=ids.flatten()), F.cross_entropy(logits.flatten(0, 1), ids.flatten(), reduction="sum")
+        torch.testing.assert_close(fused, apart)
+        gradients = [torch.autograd.grad(loss, converted.token_embedding.weight)[0] for loss in (fused, apart)]
+        assert (gradients[0] - gradients[1]).norm() < (0.1 if training else 1e-4) * gradients[1].norm()
 
 
 def test_it_learns_what_float32_learns():
@@ -227,7 +248,8 @@ def test_a_run_says_what_it_does_and_goes_on_either_way(tmp_path, on_a_cpu, capl
     with caplog.at_level("INFO"):
         runner.train(compose_tiny(tmp_path, *small, "trainer.max_steps=2", "trainer.precision=fp8"))
     others = ["gate_proj (88 x 32)", "up_proj (88 x 32)", "down_proj (32 x 88)"]
-    layers = {"fp8": [f"blocks.*.attention.{letter}_proj" for letter in "qkvo"], "bfloat16": [f"blocks.*.mlp.{name}" for name in others]}
+    layers = {"fp8": [*(f"blocks.*.attention.{letter}_proj" for letter in "qkvo"), "output layer (320 x 32)"],
+              "bfloat16": [f"blocks.*.mlp.{name}" for name in others]}
     assert "1 x cpu, fp8" in caplog.text
     assert f"fp8 in training steps: {', '.join(layers['fp8'])}; bfloat16 there" in caplog.text
     record = json.loads((tmp_path / "run" / "record.json").read_text())
@@ -282,6 +304,6 @@ def test_it_is_a_way_to_train(tmp_path, command):
     (tmp_path / "x.ckpt").touch()
     with hydra.initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = hydra.compose(command, [f"ckpt_path={tmp_path}/x.ckpt", "precision=fp8", "run_dir=x" if command == "eval" else "prompt=x"])
-    check = values.check_evaluation if command == "eval" else values.check_generation
+    check = checks.check_evaluation if command == "eval" else checks.check_generation
     with pytest.raises(UserError, match="precision=fp8 is a way to train; models trained so are read with precision=bf16-mixed"):
         check(cfg)

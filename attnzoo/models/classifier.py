@@ -30,6 +30,7 @@ class BERTClassifier(BERT):
             raise ValueError(f"model.towers={towers!r} must be 1 or 2")
         super().__init__(dropout=dropout, **config)
         self.n_classes, self.pooling, self.towers = n_classes, pooling, towers
+        self.head_in_8_bits = None
         self.head = self.head_dense = self.head_norm = self.head_bias = None  # those of masked language modelling
         self.pooler = nn.Sequential(nn.Linear(self.dim, self.dim), nn.Tanh()) if pooling == "cls" else nn.Identity()
         hidden = [nn.Linear(4 * self.dim, self.dim), nn.GELU()] if towers == 2 else []

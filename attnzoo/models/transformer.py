@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from attnzoo import fp8
 from attnzoo import layers as by_layer
 from attnzoo.attention.base import POSITIONS, Attention, AttentionSpec, KVCache, SequenceInfo, Supports
 from attnzoo.attention.joint import lay_side_by_side
@@ -47,6 +48,7 @@ class Transformer(nn.Module):
     """
 
     causal: bool
+    head_in_8_bits: bool | None = False  # whether the output layer has 8-bit products in training; None where there is no such layer
     recompute_every: int | None = None  # in training, of every k-th block only the input is kept, and the backward computes the rest again
 
     def __init__(
@@ -251,13 +253,14 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """The output layer, (..., vocab_size): a view without the padded part of the vocabulary."""
-        return F.linear(self.head_input(x), self.head_matrix, self.head_bias)[..., : self.vocab_size]
+        product = fp8.linear if self.head_in_8_bits and self.training else F.linear
+        return product(self.head_input(x), self.head_matrix, self.head_bias)[..., : self.vocab_size]
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str = "sum", weights: Tensor | None = None) -> Tensor:
         """The output layer's cross-entropy, each target's times its weight; a target that does not count has none."""
         x = in_compute_dtype(self.head_input(x)).flatten(0, -2)
         return linear_cross_entropy(x, self.head_matrix, targets, bias=self.head_bias, token_weights=weights, vocab_size=self.vocab_size,
-                                    ignore_index=IGNORED, reduction=reduction)
+                                    ignore_index=IGNORED, reduction=reduction, fp8=bool(self.head_in_8_bits and self.training))
 
     def head_input(self, x: Tensor) -> Tensor:
         """What the output layer multiplies."""

@@ -52,8 +52,8 @@ def _in_8_bits(layers: dict[str, list[str]] | None) -> str:
     """Which linear layers compute so, of all blocks in one."""
     if layers is None:
         return ""
-    others = ", ".join([*layers["bfloat16"], "the output layer", "attention itself"])
-    return (f"fp8 in training steps: {', '.join(layers['fp8'])}; bfloat16 there, and everything in validation and generation: {others}\n")
+    others = ", ".join([*layers["bfloat16"], "attention itself"])
+    return f"fp8 in training steps: {', '.join(layers['fp8'])}; bfloat16 there, and everything in validation and generation: {others}\n"
 
 
 def end(run_dir: Path, metrics: dict[str, float], sweep: Path | None = None) -> str:

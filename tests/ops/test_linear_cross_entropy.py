@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attnzoo_kernels import linear_cross_entropy
+from attnzoo_kernels.fp8 import rounded
 from attnzoo_kernels.linear_cross_entropy.cases import CORRECTNESS, Case
 from benchmarks.accuracy import assert_accurate
 
@@ -81,14 +82,86 @@ def test_rows_and_no_gradient():
     torch.testing.assert_close(rows.flatten(), flat)
 
 
+EIGHT_BITS = (
+    Case(40, 32, 64, torch.float32, options={"vocab_size": 60, "fp8": True}),
+    Case(33, 48, 96, torch.float32, bias=True, token_weights=True, reduction="none", options={"label_smoothing": 0.1, "fp8": True}),
+    Case(300, 16, 48, torch.float32, bias=True, token_weights=True, options={"softcap": 2.0, "fp8": True}),
+    *[Case(9000, 768, 8192, bias=True, token_weights=True, options={"vocab_size": 8100, "fp8": True})] * (DEVICE == "cuda"),
+)
+
+
+def of_sums(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """How far a product may be from a b: sums in float32, and on Hopper of 32 products with 13 bits of the largest."""
+    terms = a.shape[1]
+    return (max(1, terms / 32) * 2.0**-13 if a.is_cuda else terms * 2.0**-24) * (a.abs() @ b.abs())
+
+
+@pytest.mark.parametrize("case", EIGHT_BITS, ids=str)
+def test_8_bit_products_are_those_of_the_rounded_factors(case, monkeypatch, poisoned):
+    """Gradients of logits may be off by half a step of e5m2, or by half of its smallest number, or by what logits are off."""
+    from attnzoo_kernels.linear_cross_entropy import chunks
+
+    if DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs products of 8-bit floats")
+    if case.rows == 48:
+        monkeypatch.setattr(chunks, "LOGITS", 256 * 48)
+    x, weight, targets, options = case.inputs(DEVICE)
+    options.pop("fp8")
+    loss, dx, dw, *db = run(case, "triton")
+    x, weight = (value.double() * unit.double() for value, unit in (rounded(one, torch.float8_e4m3fn) for one in (x, weight)))
+    logits = (x @ weight.t() + (options.pop("bias").double() if case.bias else 0)).requires_grad_()
+    factors, one = options.pop("token_weights", None), torch.eye(case.rows, device=DEVICE, dtype=torch.float64)
+    exact = linear_cross_entropy(logits, one, targets, token_weights=factors, impl="reference", **options)
+    dloss = torch.linspace(-1, 2, loss.numel(), device=DEVICE, dtype=torch.float64).view(loss.shape)
+    (gradient,) = torch.autograd.grad(exact, logits, dloss)
+    logits = logits.detach()
+    of_dtype = torch.finfo(case.dtype).eps
+    off = 2 * (of_dtype * logits.abs().max() + of_sums(x, weight.t()).max())  # of a loss, at most
+    of_tokens = torch.ones(case.tokens, device=DEVICE) if factors is None else factors
+    of_losses = of_tokens if case.reduction == "none" else of_tokens.sum()
+    assert ((loss - exact).abs() <= (off + 2.0**-22 * exact.abs().max()) * of_losses).all()
+    scale = (dloss * of_tokens).abs()
+    softcap = options.get("softcap", 0.0)
+    shares = (softcap * (logits / softcap).tanh() if softcap else logits)[:, : options.get("vocab_size")].softmax(-1)
+    shares = torch.nn.functional.pad(shares, (0, case.rows - shares.shape[1]))
+    wrong = gradient.abs() / 8 + scale.max() * 2.0**-32 + (off.expm1() + (off / softcap if softcap else 0)) * scale[:, None] * shares
+    ones = torch.ones(case.tokens, 1, device=DEVICE, dtype=torch.float64)
+    of_bias = [(one[:, None], gradient.t(), ones, wrong.t()) for one in db]
+    for found, a, b, of_a in ((dx, gradient, weight, wrong), (dw, gradient.t(), x, wrong.t()), *of_bias):
+        wanted, bound = a @ b, of_a @ b.abs() + of_sums(a, b)
+        assert ((found.double() - wanted).abs() <= bound + torch.finfo(found.dtype).eps * wanted.abs()).all()
+        assert (found.double() - wanted).norm() < 0.1 * wanted.norm()
+
+
+@pytest.mark.parametrize("shape", ((33, 50), (16, 16), (200, 300), (5, 128)), ids=str)
+def test_bytes_are_transposed_and_filled_up_with_zeros(shape, poisoned):
+    from attnzoo_kernels.linear_cross_entropy.eight_bits import transposed
+
+    x = torch.randn(shape, device=DEVICE).to(torch.float8_e5m2)
+    found = transposed(x)
+    assert found.shape == (shape[1], -(-shape[0] // 16) * 16) and found.is_contiguous()
+    assert torch.equal(found[:, : shape[0]].float(), x.t().float()) and not found[:, shape[0] :].float().any()
+
+
+def test_8_bit_targets_that_do_not_count_and_those_that_do_not_exist():
+    x, weight = (torch.randn(n, 16, device=DEVICE).requires_grad_() for n in (16, 32))
+    none = torch.full((16,), -100, device=DEVICE)
+    loss = linear_cross_entropy(x, weight, none, reduction="sum", fp8=True, impl="triton")
+    assert loss == 0 and not any(g.any() for g in torch.autograd.grad(loss, (x, weight)))
+    none[2] = 32
+    loss = linear_cross_entropy(x, weight, none, reduction="sum", fp8=True, impl="triton")
+    dx, dw = torch.autograd.grad(loss, (x, weight))
+    assert loss.isnan() and dx[2].isnan().all() and dw.isnan().all()
+
+
 @pytest.mark.slow
 def test_operators_are_sound_and_compile():
     case = Case(9, 16, 40, torch.float32, bias=True, token_weights=True, reduction="mean")
     compiled = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
-    for chosen in (case, replace(case, reduction="none")):
+    for chosen in (case, replace(case, reduction="none"), replace(case, rows=48, options={"fp8": True})):
         assert all(torch.equal(a, b) for a, b in zip(run(chosen, "triton"), run(chosen, "triton", call=compiled), strict=True))
     x, weight, targets, options = case.inputs(DEVICE)
-    numbers = -100, 0.0, 0.0, 0.0, 40
+    numbers = -100, 0.0, 0.0, 0.0, 40, False
     inputs = x.requires_grad_(), weight.requires_grad_(), options["bias"].requires_grad_(), targets, options["token_weights"]
     torch.library.opcheck(torch.ops.attnzoo.linear_cross_entropy_by_token, (*inputs, *numbers))
 
@@ -105,6 +178,10 @@ def test_wrong_arguments_are_refused():
         (ValueError, "reduction: must be one of", lambda: linear_cross_entropy(x, weight, targets, reduction="max")),
         (ValueError, "vocab_size: must be at most", lambda: linear_cross_entropy(x, weight, targets, vocab_size=7)),
         (ValueError, "label_smoothing: must lie", lambda: linear_cross_entropy(x, weight, targets, label_smoothing=1.0)),
+        (ValueError, r"fp8: needs z_loss=0 and sizes of weight that are multiples of 16, got z_loss=0.0 and shape \(6, 4\)",
+         lambda: linear_cross_entropy(x, weight, targets, fp8=True)),
+        (ValueError, "fp8: needs z_loss=0",
+         lambda: linear_cross_entropy(torch.zeros(2, 16), torch.zeros(16, 16), targets, z_loss=0.1, fp8=True)),
         (NotImplementedError, "x: .* takes float16", lambda: linear_cross_entropy(x.double(), weight, targets, impl="triton")),
     ):
         with pytest.raises(error, match=words):

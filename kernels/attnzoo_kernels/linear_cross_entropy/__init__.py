@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
+from attnzoo_kernels.fp8 import MULTIPLE
 from attnzoo_kernels.linear_cross_entropy import ops
 from attnzoo_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
 
@@ -16,7 +17,7 @@ REDUCTIONS = ("mean", "sum", "none")
 def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, token_weights: Tensor | None = None,
     reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
-    vocab_size: int | None = None, impl: str | None = None,
+    vocab_size: int | None = None, fp8: bool = False, impl: str | None = None,
 ) -> Tensor:
     """Cross-entropy of softmax(x weightᵀ + bias) against `targets`, in nats, without all logits in memory.
 
@@ -30,6 +31,8 @@ def linear_cross_entropy(
     z_loss: times the squared log-sum-exp of the logits is added to a token's loss (PaLM, arXiv:2204.02311).
     softcap: if above 0, logits l become softcap * tanh(l / softcap) (Gemma 2, arXiv:2408.00118).
     vocab_size: classes, by default all rows of weight; rows from there on are padding, and their gradients are zero.
+    fp8: products are of 8-bit floats (`attnzoo_kernels.fp8`). Gradients of logits are rounded to e5m2 with one scale, which is that of the
+        largest of token_weights; z_loss must be 0, and both sizes of weight multiples of 16.
 
     Returns float32: () or, for "none", the shape of targets. Products are those of x's dtype with sums in float32; weight's gradient is
     added up in float32. For "mean" and "sum" the gradients are made with the loss (three products); for "none" the backward makes the
@@ -43,7 +46,12 @@ def linear_cross_entropy(
     checks.non_negative("z_loss", z_loss)
     checks.non_negative("softcap", softcap)
     checks.no_gradient(token_weights=token_weights)
-    numbers = ignore_index, label_smoothing, z_loss, softcap, vocab_size
+    if fp8 and (z_loss or any(size % MULTIPLE for size in weight.shape)):
+        raise ValueError(f"fp8: needs z_loss=0 and sizes of weight that are multiples of {MULTIPLE}, got z_loss={z_loss} and shape "
+                         f"{tuple(weight.shape)}")
+    if fp8 and x.dtype == torch.float64:
+        raise TypeError("fp8: x must be float16, bfloat16 or float32, got torch.float64")
+    numbers = ignore_index, label_smoothing, z_loss, softcap, vocab_size, fp8
     if dispatch.takes_reference("linear_cross_entropy", impl, "x", x, IMPLEMENTATIONS):
         losses = linear_cross_entropy_reference(x, weight, targets, bias, token_weights, *numbers)
         loss = losses if reduction == "none" else losses.sum()

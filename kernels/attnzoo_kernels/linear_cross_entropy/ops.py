@@ -22,10 +22,10 @@ def _fake_gradients(x, weight, bias):
 
 def _summed(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scales: Tensor | None, gradient: bool, ignore_index: int,
-    label_smoothing: float, z_loss: float, softcap: float, vocab_size: int,
+    label_smoothing: float, z_loss: float, softcap: float, vocab_size: int, fp8: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dispatch.note("linear_cross_entropy forward", "triton")
-    numbers = ignore_index, label_smoothing, z_loss, softcap, vocab_size
+    numbers = ignore_index, label_smoothing, z_loss, softcap, vocab_size, fp8
     losses, dx, dw, db = _passed_over(x, weight, bias, targets, scales, *numbers, gradient=gradient)
     return losses.sum(), dx, dw, db
 
@@ -45,7 +45,7 @@ def _summed_context(ctx, inputs, output):
 def _summed_backward(gradients, ctx, dloss, *_):
     dx, dw, db = ctx.saved_tensors
     weight, bias = ctx.dtypes
-    return (dx * dloss).to(dx.dtype), (dw * dloss).to(weight), None if bias is None else (db * dloss).to(bias), *(None,) * 8
+    return (dx * dloss).to(dx.dtype), (dw * dloss).to(weight), None if bias is None else (db * dloss).to(bias), *(None,) * 9
 
 
 _summed_op = autograd.differentiable("linear_cross_entropy", "linear_cross_entropy", _summed, _fake_summed, _summed_context,
@@ -61,31 +61,33 @@ def summed(x: Tensor, weight: Tensor, bias: Tensor | None, *rest) -> Tensor:
 
 def _losses(
     x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scales: Tensor | None, ignore_index: int, label_smoothing: float,
-    z_loss: float, softcap: float, vocab_size: int,
+    z_loss: float, softcap: float, vocab_size: int, fp8: bool,
 ) -> Tensor:
     dispatch.note("linear_cross_entropy forward", "triton")
-    return _passed_over(x, weight, bias, targets, scales, ignore_index, label_smoothing, z_loss, softcap, vocab_size, gradient=False)[0]
+    return _passed_over(x, weight, bias, targets, scales, ignore_index, label_smoothing, z_loss, softcap, vocab_size, fp8,
+                        gradient=False)[0]
 
 
 def _gradients(
     dlosses: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scales: Tensor | None, ignore_index: int,
-    label_smoothing: float, z_loss: float, softcap: float, vocab_size: int,
+    label_smoothing: float, z_loss: float, softcap: float, vocab_size: int, fp8: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dispatch.note("linear_cross_entropy backward", "triton")
     scales = dlosses if scales is None else dlosses * scales
-    return _passed_over(x, weight, bias, targets, scales, ignore_index, label_smoothing, z_loss, softcap, vocab_size, gradient=True)[1:]
+    return _passed_over(x, weight, bias, targets, scales, ignore_index, label_smoothing, z_loss, softcap, vocab_size, fp8,
+                        gradient=True)[1:]
 
 
 def _losses_context(ctx, inputs, output):
-    *tensors, ctx.ignore_index, ctx.smoothing, ctx.z_loss, ctx.softcap, ctx.vocab_size = inputs
+    *tensors, ctx.ignore_index, ctx.smoothing, ctx.z_loss, ctx.softcap, ctx.vocab_size, ctx.fp8 = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _losses_backward(gradients, ctx, dlosses):
     x, weight, bias, targets, scales = ctx.saved_tensors
     dx, dw, db = gradients(dlosses, x, weight, bias, targets, scales, ctx.ignore_index, ctx.smoothing, ctx.z_loss, ctx.softcap,
-                           ctx.vocab_size)
-    return dx, dw.to(weight.dtype), None if bias is None else db.to(bias.dtype), *(None,) * 7
+                           ctx.vocab_size, ctx.fp8)
+    return dx, dw.to(weight.dtype), None if bias is None else db.to(bias.dtype), *(None,) * 8
 
 
 losses = autograd.differentiable(

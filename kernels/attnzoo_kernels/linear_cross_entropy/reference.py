@@ -5,15 +5,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo_kernels.dispatch import without_autocast
+from attnzoo_kernels.fp8 import linear as fp8_linear
 
 
 @without_autocast
 def linear_cross_entropy_reference(
     x: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, token_weights: Tensor | None, ignore_index: int,
-    label_smoothing: float, z_loss: float, softcap: float, vocab_size: int,
+    label_smoothing: float, z_loss: float, softcap: float, vocab_size: int, fp8: bool,
 ) -> Tensor:
     """The loss of each token, in float32 (float64 for float64)."""
-    logits = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))[..., :vocab_size]
+    bias = None if bias is None else bias.to(x.dtype)
+    logits = (fp8_linear(x, weight, bias) if fp8 else F.linear(x, weight.to(x.dtype), bias))[..., :vocab_size]
     logits = logits.flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
