@@ -7,6 +7,7 @@ from attnzoo_kernels import padding
 from attnzoo_kernels.block_sparse import BlockLayout, block_sparse_attention
 from attnzoo_kernels.decode import decode_attention
 from attnzoo_kernels.differential import differential_attention
+from attnzoo_kernels.distance_bias import distance_bias_attention
 from attnzoo_kernels.dual_chunk import dual_chunk_attention
 from attnzoo_kernels.flash import flash_attention
 from attnzoo_kernels.flash_fp8 import flash_attention_fp8, quantize_fp8
@@ -22,7 +23,7 @@ from attnzoo_kernels.tree import tree_attention
 from attnzoo_kernels.two_frame import two_frame_attention
 
 __all__ = [
-    "BlockLayout", "KeyRanges", "bias_gelu", "block_sparse_attention", "decode_attention", "differential_attention", "dual_chunk_attention",
-    "flash_attention", "flash_attention_fp8", "forgetting_attention", "linear_cross_entropy", "moba_attention", "moba_blocks",
+    "BlockLayout", "KeyRanges", "bias_gelu", "block_sparse_attention", "decode_attention", "differential_attention",
+    "distance_bias_attention", "dual_chunk_attention", "flash_attention", "flash_attention_fp8", "forgetting_attention", "linear_cross_entropy", "moba_attention", "moba_blocks",
     "nsa_attention", "padding", "quantize_fp8", "routed_attention", "sigmoid_attention", "tree_attention", "two_frame_attention",
 ]

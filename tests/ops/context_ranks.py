@@ -14,6 +14,7 @@ import torch.distributed as dist
 from attnzoo_kernels import (
     block_sparse_attention,
     differential_attention,
+    distance_bias_attention,
     dual_chunk_attention,
     flash_attention,
     forgetting_attention,
@@ -55,6 +56,11 @@ def _forgetting(queries, keys, lengths, weight):
     return forgetting_attention(*queries, k, v, -log_f.abs(), **lengths)
 
 
+def _distance_bias(queries, keys, lengths, weight):
+    table = weight[:, None] * torch.linspace(0, 1, 30, device=weight.device, dtype=weight.dtype)
+    return distance_bias_attention(*queries, *keys, table, causal=True, **lengths)
+
+
 def _dual_chunk(queries, keys, lengths, weight):
     angles = torch.arange(12, device=weight.device)[:, None] * torch.tensor([1.0, 0.5, 0.2, 0.1], device=weight.device)
     return dual_chunk_attention(*queries, *keys, cos=angles.cos(), sin=angles.sin(), chunk_size=12, local_size=4, causal=True, **lengths)
@@ -75,6 +81,7 @@ CASES = {
     "window, sinks": Case(_sinks, window=21),
     "differential": Case(_differential, queries=((2, 8), (2, 8), (2, 0)), keys=((1, 8), (1, 8), (1, 6))),
     "forgetting": Case(_forgetting, keys=((2, 8), (2, 6), (4, 0))),
+    "distance_bias": Case(_distance_bias),
     "sigmoid": Case(lambda queries, keys, lengths, weight: sigmoid_attention(*queries, *keys, causal=True, sigmoid_bias=-3.0, **lengths)),
     "dual_chunk": Case(_dual_chunk),
     "block_sparse": Case(_block_sparse, packed=False),

@@ -132,6 +132,20 @@ def forgetting():
         ops._gradients(grad_out, lse if packed else None, q, k, v, out, *saved, bounds, bounds, needs_dlog_f, *numbers)
 
 
+def distance_bias():
+    from attnzoo_kernels.distance_bias import ops
+
+    for dtype, widths, (left, right), packed, kv_heads, needs_dbias in (
+            (BF16, (64, 64), FULL, False, 4, True), (BF16, (128, 128), CAUSAL, False, 2, True), (BF16, (256, 256), CAUSAL, False, 4, True),
+            (BF16, (64, 64), CAUSAL, False, 4, True), (BF16, (64, 64), WINDOW, True, 2, True), (BF16, (128, 96), CAUSAL, True, 4, False),
+            (F32, (64, 64), CAUSAL, False, 4, True), (F32, (128, 96), WINDOW, True, 2, False)):
+        q, k, v, grad_out, bounds = tensors(dtype, packed, kv_heads, widths)
+        numbers = ("triton", 16, widths[0] ** -0.5, left, right)
+        bias = torch.zeros(4, 100)
+        out, lse, stats = ops._forward(q, k, v, bias, bounds, bounds, *numbers)
+        ops._gradients(grad_out, lse if packed else None, q, k, v, out, stats, bias, bounds, bounds, needs_dbias, *numbers)
+
+
 def two_frame():
     from attnzoo_kernels.two_frame import ops
 
@@ -180,7 +194,7 @@ def main() -> None:
 
     launch.architecture = lambda where: ARCH
     for operator in sys.argv[2:] or ("flash", "ranges", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting",
-                                     "two_frame"):
+                                     "distance_bias", "two_frame"):
         compiled.clear()
         globals()[operator]()
         for name, constants, kernel in {id(kernel): (name, constants, kernel) for name, constants, kernel in compiled}.values():

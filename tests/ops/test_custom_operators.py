@@ -10,6 +10,7 @@ from attnzoo_kernels import (
     block_sparse_attention,
     decode_attention,
     differential_attention,
+    distance_bias_attention,
     dual_chunk_attention,
     flash_attention,
     forgetting_attention,
@@ -54,6 +55,7 @@ def call(operator: str, queries: int, device: str, impl: str | None):
         "differential": lambda: differential_attention(q, q2, k, k2, v, torch.rand(2, device=device), causal=True, impl=impl),
         "dual_chunk": lambda: dual_chunk_attention(q, k, v, cos=table.cos(), sin=table.sin(), chunk_size=24, local_size=8, causal=True,
                                                    impl=impl),
+        "distance_bias": lambda: distance_bias_attention(q, k, v, torch.rand(2, 9, device=device, requires_grad=True), causal=True, impl=impl),
         "forgetting": lambda: forgetting_attention(q, k, v, -torch.rand(*k.shape[:-2], q.shape[-2], device=device), impl=impl),
         "moba": lambda: moba_attention(q, k, v, block_size=6, top_k=2, impl=impl),
         "nsa": lambda: nsa_attention(q, k, v, k[:, :9], v[:, :9], torch.rand(*q.shape[:-1], 3, device=device).to(q.dtype), compress_size=4,
@@ -65,12 +67,12 @@ def call(operator: str, queries: int, device: str, impl: str | None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "moba", "nsa",
-                                      "two_frame", "decode"))
+@pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting",
+                                      "distance_bias", "moba", "nsa", "two_frame", "decode"))
 @pytest.mark.parametrize("queries", (KEYS, KEYS - 9))
 @pytest.mark.parametrize("impl", (None, "triton") if GPU else ("triton", "cpu"))
 def test_fakes_tell_what_operators_give(operator, queries, impl, device, monkeypatch):
-    if operator == "decode" and impl == "cpu":
+    if operator in ("decode", "distance_bias") and impl == "cpu":
         pytest.skip("it has no path for CPUs")
     monkeypatch.setattr(autograd, "compiling", lambda: True)
     with Calls() as calls:

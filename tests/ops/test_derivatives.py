@@ -7,7 +7,8 @@ from torch.autograd import forward_ad
 
 from attnzoo_kernels import differential_attention, moba_blocks, padding
 
-DIFFERENTIABLE = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "moba", "nsa", "two_frame", "bias_gelu")
+DIFFERENTIABLE = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "distance_bias", "moba", "nsa",
+                  "two_frame", "bias_gelu")
 
 
 @pytest.mark.parametrize("operator", DIFFERENTIABLE)

@@ -8,6 +8,7 @@ from attnzoo_kernels import (
     decode_attention,
     differential_attention,
     dispatch,
+    distance_bias_attention,
     dual_chunk_attention,
     flash_attention,
     forgetting_attention,
@@ -41,6 +42,7 @@ def function(operator: str, device: str, impl: str | None):
         "differential": lambda q: differential_attention(q, q, k, None, v, torch.tensor(0.5, device=device), impl=impl),
         "dual_chunk": lambda q: dual_chunk_attention(q, k, v, cos=ANGLES.cos().to(device), sin=ANGLES.sin().to(device), chunk_size=8,
                                                      local_size=2, causal=True, impl=impl),
+        "distance_bias": lambda q: distance_bias_attention(q, k, v, torch.ones(1, 3, device=device), impl=impl),
         "forgetting": lambda q: forgetting_attention(q, k, v, -torch.ones(1, 5, 1, device=device), impl=impl),
         "moba": lambda q: moba_attention(q, k, v, block_size=2, top_k=2, impl=impl),
         "nsa": lambda q: nsa_attention(q, k, v, k[:, :2], v[:, :2], torch.ones(1, 5, 1, 3, device=device), compress_size=2,
@@ -61,8 +63,8 @@ def call(operator: str, device: str, impl: str | None) -> torch.Tensor:
     return run(q.requires_grad_(gradient))
 
 
-OPERATORS = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "two_frame", "decode", "quantize_fp8",
-             "bias_gelu", "padding")
+OPERATORS = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "distance_bias", "two_frame", "decode",
+             "quantize_fp8", "bias_gelu", "padding")
 
 
 @pytest.mark.parametrize("impl", ("triton", "reference"))

@@ -11,6 +11,7 @@ from attnzoo_kernels import (
     decode_attention,
     differential_attention,
     dispatch,
+    distance_bias_attention,
     dual_chunk_attention,
     flash_attention,
     forgetting_attention,
@@ -24,7 +25,7 @@ from attnzoo_kernels.block_sparse.patterns import dense
 LENGTH = 64
 OPERATORS = {"flash": flash_attention, "block_sparse": block_sparse_attention, "differential": differential_attention,
              "dual_chunk": dual_chunk_attention, "sigmoid": sigmoid_attention, "forgetting": forgetting_attention,
-             "moba": moba_attention, "nsa": nsa_attention, "two_frame": two_frame_attention, "decode": decode_attention}
+             "distance_bias": distance_bias_attention, "moba": moba_attention, "nsa": nsa_attention, "two_frame": two_frame_attention, "decode": decode_attention}
 HALF = {"dtype": torch.bfloat16}
 # what a call changes: dtype, widths, heads and options
 FEATURES = {
@@ -73,6 +74,7 @@ def made(operator: str, dtype=torch.bfloat16, head_dim=64, value_dim=64, kv_head
         "dual_chunk": ((q, k, v), options | {"cos": table, "sin": table, "chunk_size": 48, "local_size": 16}),
         "sigmoid": ((q, k, v), options),
         "forgetting": ((q, k, v, torch.zeros(q.shape[:-1])), options),
+        "distance_bias": ((q, k, v, torch.zeros(2, 9)), options),
         "moba": ((q, k, v), options | {"block_size": 16, "top_k": 2}),
         "nsa": ((q, k, v, *(x[..., :4, :, :] for x in (k, v)), torch.ones(*q.shape[:-1], 3, dtype=dtype)),
                 options | {"compress_size": 16, "block_size": 16, "block_count": 2}),

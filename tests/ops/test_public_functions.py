@@ -16,6 +16,8 @@ from attnzoo_kernels import (
     differential,
     differential_attention,
     dispatch,
+    distance_bias,
+    distance_bias_attention,
     dual_chunk,
     dual_chunk_attention,
     flash,
@@ -37,7 +39,7 @@ from attnzoo_kernels.compat import flash_attn
 from benchmarks.accuracy import assert_accurate
 
 ATTENTION = (flash_attention, block_sparse_attention, differential_attention, dual_chunk_attention, decode_attention, flash_attention_fp8,
-             sigmoid_attention)
+             sigmoid_attention, distance_bias_attention)
 DEFAULTS = {
     "causal": False, "softmax_scale": None, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "sinks": None, "dropout_p": 0.0,
     "cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None, "max_seqlen_k": None, "return_lse": False, "deterministic": None,
@@ -173,6 +175,7 @@ def test_why_not_gluon_is_asked_alike():
         (differential, (q, q, k, None, v, torch.tensor(0.5)), {"window_size": (3, 0)}),
         (dual_chunk, (q, k, v), {"cos": table, "sin": table, "chunk_size": 8, "local_size": 2}), (flash_fp8, quantize_fp8(q, k, v)[:3], {}),
         (sigmoid, (q, k, v), {"causal": True}), (forgetting, (q, k, v, torch.zeros(1, 5, 1)), {}),
+        (distance_bias, (q, k, v, torch.zeros(1, 9)), {"origin": 4}),
         (moba, (q, k, v), {"block_size": 2, "top_k": 2}),
         (nsa, (q, k, v, k[:, :0], v[:, :0], torch.zeros(1, 5, 1, 3)), {}),
         (routed, (q, k, v, torch.zeros(1, 5, 1, 1, dtype=torch.int32)), {"block_size": 2}),

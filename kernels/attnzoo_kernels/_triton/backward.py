@@ -77,14 +77,20 @@ def repeated(q, k, stats, x, own, at, position, edge, MASKED: tl.constexpr, MASK
 
 
 @triton.jit
+def no_sums(x, own, dscores, at):
+    """SUMS where none are wanted."""
+
+
+@triton.jit
 def add_dq(dq, exact_delta, weights, dweights, derivative, k, stats, x, EXACT_DELTA: tl.constexpr,
-           GRADIENT: tl.constexpr = softmax_gradient):
+           GRADIENT: tl.constexpr = softmax_gradient, own=None, at=0, SUMS: tl.constexpr = no_sums):
     """dq_step's state with what a tile of keys adds to it."""
     if EXACT_DELTA == "residual":
         exact_delta += tl.sum((weights * (dweights - stats.delta[:, None])).to(exact_delta.dtype), 1)
     elif EXACT_DELTA:
         exact_delta += tl.sum(weights * dweights, 1)
     dscores = GRADIENT(weights, dweights, stats.delta[:, None]) * derivative
+    SUMS(x, own, dscores, at)
     # [BLOCK_M, BLOCK_D]
     return add_dot(dscores.to(k.dtype), k, dq, x.shape.PRECISION), exact_delta
 
@@ -92,9 +98,12 @@ def add_dq(dq, exact_delta, weights, dweights, derivative, k, stats, x, EXACT_DE
 @triton.jit
 def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr, MASK: tl.constexpr,
             SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = repeat_weights,
-            GRADIENT: tl.constexpr = softmax_gradient, ROW_BIAS: tl.constexpr = False):
+            GRADIENT: tl.constexpr = softmax_gradient, ROW_BIAS: tl.constexpr = False, SUMS: tl.constexpr = no_sums):
     """One tile of keys into (dQ not yet scaled [BLOCK_M, BLOCK_D], under x.EXACT_DELTA the rows' sums of weights times their gradients, or,
-    if that is "residual", times what these are more than delta)."""
+    if that is "residual", times what these are more than delta).
+
+    SUMS: what else is made of a tile of dS, and not carried on.
+    """
     dq, exact_delta = state
     k = load_keys(x, x.key_rows, at, GUARD)
     v = load_values(x, at, GUARD)
@@ -102,7 +111,7 @@ def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.c
     weights, derivative = repeated(x.q, k, x.stats, x, own, at, position, edge, MASKED, MASK, SCORE, WEIGHTS, ROW_BIAS)
     dweights = score_dot(x.do, v, x.shape.PRECISION)
     _, dweights = DROP(x, own, weights, dweights, at, False)
-    return add_dq(dq, exact_delta, weights, dweights, derivative, k, x.stats, x, x.EXACT_DELTA, GRADIENT)
+    return add_dq(dq, exact_delta, weights, dweights, derivative, k, x.stats, x, x.EXACT_DELTA, GRADIENT, own, at, SUMS)
 
 
 @triton.jit
@@ -128,14 +137,14 @@ def store_scaled(rows, dq, softmax_scale, place, own, shape):
 def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, stats_ptr, delta_ptr, row_stats_ptr, stride_stats,
                 stride_rows, unit, softmax_scale, own, n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr,
                 HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr, STATS_BLOCK: tl.constexpr, FINISH: tl.constexpr = store_scaled,
-                stats_end=None, REFINED: tl.constexpr = False, STATISTICS: tl.constexpr = True):
+                stats_end=None, REFINED: tl.constexpr = False, STATISTICS: tl.constexpr = True, TWICE: tl.constexpr = False):
     """A whole program: LOOPS(state, x, own) gives dq_step's last state; this stores the rows' statistics, and FINISH dQ.
 
     EXACT_DELTA: delta without the rounding of O goes to delta_ptr, which lies as the LSE does; if it is "residual" (in float32 under
     REFINED only), the sums of the rows of dS less dLSE, in float32 added up in float64. stats_end: the first row that has its statistics
     from another program, where tiles may end before BLOCK_M rows; loads then stop at the tile's end, too. REFINED: in float32 delta is
     rowsum(dO * O) and a sum of residuals, which neither many tiles nor weights that do not quite add up to one make inexact.
-    STATISTICS: a rule that looks at each score alone has none, and needs no O.
+    STATISTICS: a rule that looks at each score alone has none, and needs no O. TWICE: 16 bits take the keys twice, too.
     """
     PRECISION: tl.constexpr = shape.PRECISION
     i = place.row + tl.arange(0, shape.BLOCK_M)
@@ -169,7 +178,8 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
 
     exact_delta = tl.zeros([shape.BLOCK_M], tl.float32)
     # float32 takes the keys twice: delta from the weights themselves cancels where rowsum(dO * O), summed in another order, would not
-    for sweep in tl.static_range(2 if PRECISION == "ieee" and STATISTICS else 1):
+    SWEEPS: tl.constexpr = 2 if (PRECISION == "ieee" or TWICE) and STATISTICS else 1
+    for sweep in tl.static_range(SWEEPS):
         if sweep == 1:
             delta = delta + (exact_delta - grad_lse).to(tl.float32) if REFINED else exact_delta - grad_lse
         state = (tl.zeros([shape.BLOCK_M, shape.BLOCK_D], tl.float32),
@@ -177,7 +187,8 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
         dq, exact_delta = LOOPS(state, QueryTile(q, do, RowStats(lse_log2, row_sum, delta), k_rows, v_rows, place,
                                                  place.row + tl.arange(0, shape.BLOCK_M)[:, None], unit, shape,
                                                  "residual" if REFINED and PRECISION == "ieee" and sweep == 0 else
-                                                 EXACT_DELTA or PRECISION == "ieee" and STATISTICS), own)
+                                                 EXACT_DELTA or PRECISION == "ieee" and STATISTICS,
+                                                 sweep == SWEEPS - 1), own)
     if STATISTICS:
         tl.store(row_stats + stride_rows, delta, mask=None if stats_end is None else i < stats_end)
     FINISH(own_rows(dq_out, place, False), dq, softmax_scale, place, own, shape)

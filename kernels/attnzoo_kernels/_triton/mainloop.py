@@ -40,6 +40,7 @@ class QueryTile(NamedTuple):
     unit: Any  # what scores count in the softmax's units
     shape: Any  # Shape
     EXACT_DELTA: Any  # dQ: the rows' sums of weights times their gradients are wanted
+    KEPT: Any = True  # dQ: False in a sweep over the keys that another one follows
 
 
 class KeyTile(NamedTuple):

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
@@ -11,6 +12,7 @@ from attnzoo_kernels._triton import launch
 BY_SEQUENCE = tl.constexpr(2)
 SEQUENCE_END = tl.constexpr(launch.SEQUENCE_END)
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as @triton.jit sees it, when this module is imported
+NVIDIA = tl.constexpr(torch.version.hip is None and not knobs.runtime.interpret)
 
 
 class Shape(NamedTuple):
@@ -214,6 +216,18 @@ def in_registers(tile):
     if not INTERPRETED:
         tile = tl.inline_asm_elementwise("", "=r,0", [tile], dtype=tile.dtype, is_pure=True, pack=2)
     return tile
+
+
+@triton.jit
+def load_in_place(pointers):
+    """float32 that no kernel writes, in the layout in which it is wanted; a load as Triton has it would choose its own layout, and go
+    through shared memory to another."""
+    if NVIDIA:
+        loaded = tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True,
+                                           pack=1)
+    else:
+        loaded = tl.load(pointers)
+    return loaded
 
 
 @triton.jit

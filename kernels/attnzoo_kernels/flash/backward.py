@@ -19,9 +19,11 @@ from attnzoo_kernels._triton.tiles import Operand, Shape, first_lse, program_til
 from attnzoo_kernels.flash.hooks import (
     Loaded,
     Modifiers,
+    add_distances,
     dropped_gradient,
     first_key,
     keys_bias,
+    keys_distance,
     last_query,
     load_key_bias,
     load_seed,
@@ -29,8 +31,9 @@ from attnzoo_kernels.flash.hooks import (
     modified,
     modified_transposed,
     queries_bias,
+    queries_distance,
 )
-from attnzoo_kernels.flash.options import NO_KEY_BIAS, KeyBias, Options
+from attnzoo_kernels.flash.options import NO_DISTANCE_BIAS, NO_KEY_BIAS, DistanceBias, KeyBias, Options
 from attnzoo_kernels.flash.ranges import walk_keys, walk_queries
 from attnzoo_kernels.flash.tiles import dkdv_tile, dq_tile
 
@@ -39,9 +42,9 @@ from attnzoo_kernels.flash.tiles import dkdv_tile, dq_tile
 def _dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
     return dq_step(state, x,
                    Loaded(own.window, own.modifiers, own.slope, own.seed, own.offset, own.head,
-                          keys_bias(own.modifiers, own.key_bias, at, x)),
+                          keys_bias(own.modifiers, own.key_bias, at, x), queries_distance(own.modifiers, x.place, at)),
                    at, position, edge, MASKED, GUARD, range_seen if own.modifiers.RANGES else window_seen, modified, dropped_gradient,
-                   ROW_BIAS=own.modifiers.HAS_ALIBI and own.modifiers.ONE_SIDED or own.modifiers.HAS_KEY_BIAS)
+                   ROW_BIAS=own.modifiers.HAS_ALIBI and own.modifiers.ONE_SIDED or own.modifiers.HAS_KEY_BIAS, SUMS=add_distances)
 
 
 @triton.jit
@@ -60,20 +63,22 @@ def _dq_loops(state, x, modifiers):
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together",
-                                "stride_stats"],
+                                "n_distances", "origin", "stride_stats"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "stats_ptr", "grad_lse_ptr",
-                                            "key_bias", "block_starts", "block_ends"])
+                                            "key_bias", "block_starts", "block_ends", "distance_bias", "distance_sums",
+                                            "distance_unit"])
 def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_lse_ptr, stats_ptr, delta_ptr, row_stats_ptr, dq_ptr,
-                        cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, key_bias, block_starts, block_ends, stride_qb, stride_qs,
-                        stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
-                        stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh, stride_stats, stride_rows, stride_ab,
-                        softmax_scale, scale, softcap, keep_prob, window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads,
-                        group, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                        cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, key_bias, block_starts, block_ends, distance_bias,
+                        distance_sums, distance_unit, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
+                        stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs,
+                        stride_dqh, stride_stats, stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left,
+                        window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, n_distances, origin, together,
+                        HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                         PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
                         HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
                         HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr,
                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr,
-                        HAS_KEY_BIAS: tl.constexpr, PRUNED: tl.constexpr, RANGES: tl.constexpr):
+                        HAS_KEY_BIAS: tl.constexpr, PRUNED: tl.constexpr, RANGES: tl.constexpr, HAS_DISTANCES: tl.constexpr):
     place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
                          together if HAS_RIGHT and not HAS_LEFT else None)
     if place.row >= place.length:
@@ -91,16 +96,18 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
                           HAS_SINKS=False, DROP_PAIRS=False, BY_WARP=False, ONE_LOOP=False, FROM_STATS=False,
                           key_bias=key_bias, block_starts=block_starts, block_ends=block_ends, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
                           PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS, PRUNED=PRUNED,
-                          table=cu_seqlens_q if RANGES else None, RANGES=RANGES),
+                          table=cu_seqlens_q if RANGES else None, RANGES=RANGES, distance_bias=distance_bias, distance_sums=distance_sums,
+                          distance_unit=distance_unit, n_distances=n_distances, origin=origin, HAS_DISTANCES=HAS_DISTANCES),
                 n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-                _dq_loops, HAS_GRAD_LSE, EXACT_DELTA, STATS_BLOCK, REFINED=EXACT_DELTA == "residual")
+                _dq_loops, HAS_GRAD_LSE, EXACT_DELTA, STATS_BLOCK, REFINED=EXACT_DELTA == "residual",
+                TWICE=HAS_DISTANCES and EXACT_DELTA == "residual")
 
 
 @triton.jit
 def _dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
     return dkdv_step(state, x,
                      Loaded(own.window, own.modifiers, own.slope, own.seed, own.offset, own.head,
-                            queries_bias(own.modifiers, own.key_bias, at, x)),
+                            queries_bias(own.modifiers, own.key_bias, at, x), keys_distance(own.modifiers, x.place, at)),
                      at, position, edge, MASKED, GUARD, range_seen_transposed if own.modifiers.RANGES else window_seen_transposed,
                      modified_transposed, dropped_gradient,
                      ROW_BIAS=own.modifiers.HAS_ALIBI and own.modifiers.ONE_SIDED or own.modifiers.HAS_KEY_BIAS,
@@ -135,20 +142,21 @@ def _sequence_loops(state, x, modifiers):
     return state[0], state[1]
 
 
-@triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together"],
+@triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together",
+                                "n_distances", "origin"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "key_bias", "block_starts",
-                                            "block_ends", "column_sums"])
+                                            "block_ends", "column_sums", "distance_bias"])
 def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
-                          rng_state, key_bias, block_starts, block_ends, column_sums, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks,
-                          stride_kh, stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks,
-                          stride_dkh, stride_dvb, stride_dvs, stride_dvh, stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob,
-                          window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, together, HEAD_DIM: tl.constexpr,
-                          VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
-                          HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                          HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-                          PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr,
-                          TMA: tl.constexpr, ONE_LOOP: tl.constexpr, FROM_STATS: tl.constexpr, HAS_KEY_BIAS: tl.constexpr,
-                          PRUNED: tl.constexpr, RANGES: tl.constexpr):
+                          rng_state, key_bias, block_starts, block_ends, column_sums, distance_bias, stride_qb, stride_qs, stride_qh,
+                          stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh, stride_dkb,
+                          stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, stride_rows, stride_ab, softmax_scale, scale, softcap,
+                          keep_prob, window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, n_distances, origin,
+                          together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                          PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
+                          HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
+                          HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                          STATS_BLOCK: tl.constexpr, TMA: tl.constexpr, ONE_LOOP: tl.constexpr, FROM_STATS: tl.constexpr,
+                          HAS_KEY_BIAS: tl.constexpr, PRUNED: tl.constexpr, RANGES: tl.constexpr, HAS_DISTANCES: tl.constexpr):
     place = program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False,
                          together if HAS_RIGHT and not HAS_LEFT else None)
     if place.row >= place.length:
@@ -166,7 +174,8 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
                             HAS_SINKS=False, DROP_PAIRS=False, BY_WARP=False, ONE_LOOP=ONE_LOOP, FROM_STATS=FROM_STATS,
                             key_bias=key_bias, block_starts=block_starts, block_ends=block_ends, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
                             column_sums=column_sums, PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS, PRUNED=PRUNED,
-                            table=cu_seqlens_k if RANGES else None, RANGES=RANGES),
+                            table=cu_seqlens_k if RANGES else None, RANGES=RANGES, distance_bias=distance_bias,
+                            n_distances=n_distances, origin=origin, HAS_DISTANCES=HAS_DISTANCES),
                   n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
                   _dkdv_loops, STATS_BLOCK)
 
@@ -187,7 +196,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
 
 
 # what stands between the products and the row statistics
-_BETWEEN = ("PRESCALE", "HAS_SOFTCAP", "HAS_ALIBI", "HAS_DROPOUT", "HAS_KEY_BIAS")
+_BETWEEN = ("PRESCALE", "HAS_SOFTCAP", "HAS_ALIBI", "HAS_DROPOUT", "HAS_KEY_BIAS", "HAS_DISTANCES")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -210,7 +219,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
 def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
               cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
               exact_delta: bool | str, options: Options, dq: Tensor | None = None,
-              key_bias: KeyBias = NO_KEY_BIAS) -> tuple[Tensor, Tensor, Tensor]:
+              key_bias: KeyBias = NO_KEY_BIAS, distance_bias: DistanceBias = NO_DISTANCE_BIAS) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, the row statistics that launch_dkdv reads, and delta without the rounding of O, like the LSE (empty unless exact_delta), or, if
     that is "residual", the sums of the rows of dS less the gradient of the LSE."""
     sequences, seqlen_q, _ = options.sizes(q.shape, k.shape)
@@ -222,14 +231,15 @@ def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
         return dq, row_stats, delta
     launch = _dq_plan(q.device, q.dtype, are_aligned(q, k, v, out, grad_out), grad_lse is not None, exact_delta, layout(q), layout(k),
                       layout(v), layout(out), layout(grad_out), layout(dq), row_stats.shape[1], options)
-    launch(q, k, v, out, grad_out, grad_lse, stats, delta, row_stats, dq, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *key_bias)
+    launch(q, k, v, out, grad_out, grad_lse, stats, delta, row_stats, dq, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *key_bias,
+           *distance_bias)
     return dq, row_stats, delta
 
 
 def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Tensor, cu_seqlens_q: Tensor | None,
                 cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
                 options: Options, into: tuple[Tensor, Tensor] | None = None, key_bias: KeyBias = NO_KEY_BIAS,
-                column_sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                column_sums: Tensor | None = None, distance_bias: DistanceBias = NO_DISTANCE_BIAS) -> tuple[Tensor, Tensor]:
     """dK and dV from the row statistics of launch_dq. column_sums: where those of dS go, (batch, heads, seqlen_k) or (heads, total),
     float32, for float32 tensors float64; with a key_bias."""
     dk, dv = into or (k.new_empty(k.shape), v.new_empty(v.shape))
@@ -237,23 +247,26 @@ def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Te
         return dk, dv
     launch = _dkdv_plan(q.device, q.dtype, are_aligned(q, k, v, grad_out), layout(q), layout(k), layout(v), layout(grad_out),
                         layout(dk), layout(dv), row_stats.shape[1], options)
-    launch(q, k, v, grad_out, row_stats, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *key_bias, column_sums)
+    launch(q, k, v, grad_out, row_stats, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *key_bias, column_sums,
+           distance_bias.table)
     return dk, dv
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
                     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
                     exact_delta: bool | str, options: Options, into: tuple[Tensor, Tensor, Tensor] | None = None,
-                    key_bias: KeyBias = NO_KEY_BIAS, column_sums: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+                    key_bias: KeyBias = NO_KEY_BIAS, column_sums: Tensor | None = None,
+                    distance_bias: DistanceBias = NO_DISTANCE_BIAS) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV and delta (as launch_dq gives it) for the gradients of output and LSE.
 
-    into: where the first three go, 16-byte aligned. key_bias, column_sums: as launch_forward and launch_dkdv have them.
+    into: where the first three go, 16-byte aligned. key_bias, column_sums, distance_bias: as launch_forward and launch_dkdv have them.
     """
     grad_out = row_by_row(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     extras = (cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state)
     with on_device_of(q):
-        dq, row_stats, delta = launch_dq(grad_out, grad_lse, q, k, v, out, stats, *extras, exact_delta, options, into and into[0], key_bias)
-        dk, dv = launch_dkdv(grad_out, q, k, v, row_stats, *extras, options, into and into[1:], key_bias, column_sums)
+        dq, row_stats, delta = launch_dq(grad_out, grad_lse, q, k, v, out, stats, *extras, exact_delta, options, into and into[0], key_bias,
+                                         distance_bias)
+        dk, dv = launch_dkdv(grad_out, q, k, v, row_stats, *extras, options, into and into[1:], key_bias, column_sums, distance_bias)
     return dq, dk, dv, delta

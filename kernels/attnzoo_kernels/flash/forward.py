@@ -28,9 +28,10 @@ from attnzoo_kernels.flash.hooks import (
     load_seed,
     load_slope,
     modified,
+    queries_distance,
     rows_more,
 )
-from attnzoo_kernels.flash.options import NO_KEY_BIAS, KeyBias, Options
+from attnzoo_kernels.flash.options import NO_DISTANCE_BIAS, NO_KEY_BIAS, DistanceBias, KeyBias, Options
 from attnzoo_kernels.flash.ranges import walk_keys
 from attnzoo_kernels.flash.tiles import Tile, forward_tile
 
@@ -40,10 +41,10 @@ def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.con
     return forward_step(
         state, x,
         Loaded(own.window, own.modifiers, own.slope, own.seed, own.offset, own.head,
-               keys_bias(own.modifiers, own.key_bias, at, x)),
+               keys_bias(own.modifiers, own.key_bias, at, x), queries_distance(own.modifiers, x.place, at)),
         at, position, edge, MASKED, GUARD, range_seen if own.modifiers.RANGES else window_seen, modified, dropped,
         # under ALiBi and a maximum that lags ptxas 12.8 lets the products wait for each other
-        LAGS=not own.modifiers.HAS_ALIBI and not own.modifiers.HAS_KEY_BIAS,
+        LAGS=not own.modifiers.HAS_ALIBI and not own.modifiers.HAS_KEY_BIAS and not own.modifiers.HAS_DISTANCES,
         ROW_BIAS=own.modifiers.HAS_ALIBI and own.modifiers.ONE_SIDED or own.modifiers.HAS_KEY_BIAS, BY_WARP=own.modifiers.BY_WARP,
         SUMS_LAST=own.modifiers.HAS_DROPOUT and x.shape.BLOCK_DV > 64)
 
@@ -71,20 +72,20 @@ def _loops(x, modifiers):
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "drop_below", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together",
-                                "stride_stats"],
+                                "n_distances", "origin", "stride_stats"],
             do_not_specialize_on_alignment=["sinks", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "key_bias",
-                                            "block_starts", "block_ends"])
+                                            "block_starts", "block_ends", "distance_bias"])
 def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
-                     key_bias, block_starts, block_ends, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
-                     stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_stats, stride_ab, softmax_scale, scale, softcap,
-                     keep_prob, window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, together,
-                     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
-                     HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                     HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr,
-                     PRECISION: tl.constexpr, DROP_PAIRS: tl.constexpr, BY_WARP: tl.constexpr, HAS_SINKS: tl.constexpr,
-                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr,
-                     ONE_LOOP: tl.constexpr, HAS_KEY_BIAS: tl.constexpr, PRUNED: tl.constexpr,
-                     RANGES: tl.constexpr):
+                     key_bias, block_starts, block_ends, distance_bias, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+                     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_stats, stride_ab, softmax_scale, scale,
+                     softcap, keep_prob, window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, n_distances,
+                     origin, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
+                     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
+                     HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, DROP_PAIRS: tl.constexpr, BY_WARP: tl.constexpr,
+                     HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr,
+                     Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr, HAS_KEY_BIAS: tl.constexpr, PRUNED: tl.constexpr, RANGES: tl.constexpr,
+                     HAS_DISTANCES: tl.constexpr):
     """Under RANGES the queries are one dense sequence, n_seqs counts ranges, and cu_seqlens_q is their table."""
     place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
                          together if HAS_RIGHT and not HAS_LEFT else None)
@@ -102,7 +103,8 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                       HAS_SINKS=HAS_SINKS, DROP_PAIRS=DROP_PAIRS, BY_WARP=BY_WARP, ONE_LOOP=ONE_LOOP, FROM_STATS=False,
                       key_bias=key_bias, block_starts=block_starts, block_ends=block_ends, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
                       PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS, PRUNED=PRUNED,
-                      table=cu_seqlens_q if RANGES else None, RANGES=RANGES),
+                      table=cu_seqlens_q if RANGES else None, RANGES=RANGES, distance_bias=distance_bias, n_distances=n_distances,
+                      origin=origin, HAS_DISTANCES=HAS_DISTANCES),
             seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
             _loops, Q_REGISTERS, Q_SELECT, MORE=rows_more if HAS_KEY_BIAS and PRECISION != "ieee" else None)
 
@@ -138,10 +140,11 @@ def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: 
     stride_out = (0 if len(q[0]) == 3 else seqlen_q * heads * value_dim, heads * value_dim, value_dim)
     # by Hopper's products, whose threads hold two rows of 64; ALiBi and dropout lose by it
     by_warp = (tma > 0 and architecture(device) == 90 and options.slopes_stride is None and options.dropout_p == 0
-               and not options.key_bias)
+               and not options.key_bias and not options.distances)
+    # beside a bias by distance ptxas would give weights the registers of the queries
     constants |= {"DROP_PAIRS": drop_pairs_hold(options.dropout_p, dtype, device), "BY_WARP": by_warp, "HAS_SINKS": has_sinks,
-                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma, "Q_REGISTERS": tile.q_registers,
-                  "Q_SELECT": tile.q_select, "ONE_LOOP": tile.one_loop}
+                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma,
+                  "Q_REGISTERS": tile.q_registers and not options.distances, "Q_SELECT": tile.q_select, "ONE_LOOP": tile.one_loop}
     scalars = (*strides(q, k, v), *stride_out, rows, *options.scalars(q[0], k[0]),
                options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))
     programs = options.programs(heads, seqlen_q, sequences, tile.block_m)
@@ -150,15 +153,16 @@ def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
                    alibi_slopes: Tensor | None, sinks: Tensor | None, rng_state: Tensor | None,
-                   options: Options, key_bias: KeyBias = NO_KEY_BIAS) -> tuple[Tensor, Tensor, Tensor]:
+                   options: Options, key_bias: KeyBias = NO_KEY_BIAS,
+                   distance_bias: DistanceBias = NO_DISTANCE_BIAS) -> tuple[Tensor, Tensor, Tensor]:
     """Output (layout of q, value width), LSE and, for the backward, the statistics (2, *lse.shape) of the softmax.
 
-    key_bias: the options say whether it is there.
+    key_bias, distance_bias: the options say whether they are there.
     """
     out, lse, stats = outputs(q, v.shape[-1])
     if lse.numel() == 0:
         return out, lse, stats
     launch = _plan(q.device, q.dtype, are_aligned(q, k, v), sinks is not None, layout(q), layout(k), layout(v), options)
     with on_device_of(out):
-        launch(q, k, v, out, lse, stats, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *key_bias)
+        launch(q, k, v, out, lse, stats, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *key_bias, distance_bias.table)
     return out, lse, stats

@@ -8,10 +8,11 @@ import triton.language as tl
 
 from attnzoo_kernels._triton.dropout import drop_pairs, keep_tile
 from attnzoo_kernels._triton.scores import alibi, scores_in_unit
-from attnzoo_kernels._triton.tiles import first_lse
-from attnzoo_kernels.flash.options import C_BLOCK
+from attnzoo_kernels._triton.tiles import first_lse, load_in_place
+from attnzoo_kernels.flash.options import C_BLOCK, DISTANCE_PAD
 
 BLOCK = tl.constexpr(C_BLOCK)
+PAD = tl.constexpr(DISTANCE_PAD)
 
 
 class Modifiers(NamedTuple):
@@ -50,6 +51,12 @@ class Modifiers(NamedTuple):
     PRUNED: Any = False
     table: Any = None  # of n_seqs key ranges, by what the program's tile holds
     RANGES: Any = False
+    distance_bias: Any = None  # and its sums and their unit, as flash.options.DistanceBias has them
+    distance_sums: Any = None
+    distance_unit: Any = None
+    n_distances: Any = 0
+    origin: Any = 0
+    HAS_DISTANCES: Any = False
 
 
 class TileBias(NamedTuple):
@@ -72,6 +79,7 @@ class Loaded(NamedTuple):
     offset: Any
     head: Any  # counted over all sequences
     key_bias: Any  # TileBias
+    distance: Any = 0  # in DistanceBias, the entry of the first query and the first key of a step's tile, if the table were long enough
     END: Any = True  # fault 18
 
 
@@ -170,6 +178,18 @@ def last_query(m, place, head):
 
 
 @triton.jit
+def queries_distance(m, place, at):
+    """Loaded's distance of a tile of queries and the keys from `at` on."""
+    return place.row - at + (place.other_length - place.length + m.origin)
+
+
+@triton.jit
+def keys_distance(m, place, at):
+    """Loaded's distance of a tile of keys and the queries from `at` on."""
+    return at - place.row + (place.length - place.other_length + m.origin)
+
+
+@triton.jit
 def load_seed(m):
     seed = 0
     offset = 0
@@ -180,14 +200,63 @@ def load_seed(m):
 
 
 @triton.jit
-def _modified(products, i, j, shift, at, unit, m, slope, key_bias, len_k, PRECISION: tl.constexpr, TRANSPOSED: tl.constexpr):
+def _are_many(m, distance, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Whether a tile has more than one of the table's ends."""
+    return (distance + BLOCK_M > 1) & (distance - BLOCK_N < m.n_distances - 2) & (m.n_distances > 1)
+
+
+@triton.jit
+def _by_distance(m, head, distance, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """What a tile's scores get."""
+    first = tl.minimum(tl.maximum(distance, -BLOCK_M), m.n_distances + BLOCK_N)  # further off all is the same
+    source = m.distance_bias + (head.to(tl.int64) * (m.n_distances + 2 * PAD) + PAD + first - (BLOCK_N - 1))
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_N) ^ (BLOCK_N - 1)  # from the last one: sums of what are bits become offsets of the loads
+    if TRANSPOSED:
+        pointers = (source + row)[None, :] + column[:, None]
+    else:
+        pointers = (source + row)[:, None] + column[None, :]
+    return load_in_place(pointers)
+
+
+@triton.jit
+def _add_diagonals(m, head, distance, dscores, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    unit = tl.load(m.distance_unit)
+    sums = m.distance_sums + head.to(tl.int64) * m.n_distances
+    if _are_many(m, distance, BLOCK_M, BLOCK_N):
+        # row i is turned by i: then each column is a diagonal, and what came round belongs to another one
+        column = tl.arange(0, BLOCK_N)
+        turned = column[None, :] + tl.arange(0, BLOCK_M)[:, None]
+        turned_scores = tl.gather(dscores, turned % BLOCK_N, 1)
+        for n in tl.static_range((BLOCK_M - 1) // BLOCK_N + 2):
+            part = tl.sum(tl.where(turned // BLOCK_N == n, turned_scores, 0.0), 0)
+            entry = tl.minimum(tl.maximum(distance - column + n * BLOCK_N, 0), m.n_distances - 1)
+            tl.atomic_add(sums + entry, (part.to(tl.float64) * unit).to(tl.int64), mask=part != 0, sem="relaxed")
+    else:
+        total = tl.sum(tl.sum(dscores, 1), 0)
+        end = tl.minimum(tl.maximum(distance, 0), m.n_distances - 1)
+        tl.atomic_add(sums + end, (total.to(tl.float64) * unit).to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def add_distances(x, own, dscores, at):
+    """SUMS of dQ: those along the diagonals of a tile of dS, exactly, so that their order does not matter."""
+    if own.modifiers.distance_sums is not None and x.KEPT:
+        _add_diagonals(own.modifiers, x.place.head, own.distance, dscores, x.shape.BLOCK_M, x.shape.BLOCK_N)
+
+
+@triton.jit
+def _modified(products, i, j, shift, at, x, m, slope, key_bias, head, distance, len_k, TRANSPOSED: tl.constexpr):
+    PRECISION: tl.constexpr = x.shape.PRECISION
     scores = products
     derivative = 1.0
     by_row = 0.0
     if m.PRESCALE or m.HAS_SOFTCAP or m.HAS_ALIBI or m.HAS_KEY_BIAS:
         bias = 0.0
+        if m.HAS_DISTANCES:
+            bias = -_by_distance(m, head, distance, x.shape.BLOCK_M, x.shape.BLOCK_N, TRANSPOSED)
         if m.HAS_ALIBI:
-            bias, by_row = alibi(i, j, shift, at, slope, unit, m.ONE_SIDED, PRECISION == "ieee")
+            bias, by_row = alibi(i, j, shift, at, slope, x.unit, m.ONE_SIDED, PRECISION == "ieee")
         if m.HAS_KEY_BIAS:
             if PRECISION == "ieee":
                 high, low = _parts(m, key_bias.source, i + shift if TRANSPOSED else j, len_k)
@@ -205,16 +274,16 @@ def _modified(products, i, j, shift, at, unit, m, slope, key_bias, len_k, PRECIS
 
 @triton.jit
 def modified(x, own, products, i, j, at):
-    """SCORE of forward and dQ: softcap and ALiBi."""
-    return _modified(products, i, j, x.place.other_length - x.place.length, at, x.unit, own.modifiers, own.slope, own.key_bias,
-                     x.place.other_length, x.shape.PRECISION, False)
+    """SCORE of forward and dQ: softcap and biases."""
+    return _modified(products, i, j, x.place.other_length - x.place.length, at, x, own.modifiers, own.slope, own.key_bias, x.place.head,
+                     own.distance, x.place.other_length, False)
 
 
 @triton.jit
 def modified_transposed(x, own, products, i, j, at):
     """SCORE of dK/dV."""
-    return _modified(products, i, j, x.place.length - x.place.other_length, at, x.unit, own.modifiers, own.slope, own.key_bias,
-                     x.place.length, x.shape.PRECISION, True)
+    return _modified(products, i, j, x.place.length - x.place.other_length, at, x, own.modifiers, own.slope, own.key_bias, x.head,
+                     own.distance, x.place.length, True)
 
 
 @triton.jit

@@ -27,6 +27,18 @@ class KeyBias(NamedTuple):
 
 
 NO_KEY_BIAS = KeyBias(None, None, None)
+DISTANCE_PAD = 256  # more than the rows and columns of any tile
+
+
+class DistanceBias(NamedTuple):
+    """What scores get by distance, and, in a backward, the sums of dS by distance in integers."""
+
+    table: Tensor | None  # float32 (heads, distances + 2 DISTANCE_PAD), in the softmax's units; its ends go on in the padding
+    sums: Tensor | None = None  # int64 (heads, distances), zeros before; None where no gradient is wanted
+    unit: Tensor | None = None  # float64, of one, in these integers
+
+
+NO_DISTANCE_BIAS = DistanceBias(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +49,8 @@ class Options(Call):
     key_bias: bool = False
     ranges: bool = False  # `sequences` counts key ranges, over queries and keys that lie as one dense sequence
     pruned: bool = False  # tiles are passed over by KeyBias's ends
+    distances: int = 0  # entries of a DistanceBias; 0: there is none
+    origin: int = 0  # that of distance 0
 
     @classmethod
     def of(cls, cu_seqlens_q: Tensor | None, alibi_slopes: Tensor | None, softmax_scale: float, window_left: int, window_right: int,
@@ -62,7 +76,8 @@ class Options(Call):
     def scalars(self, q: torch.Size, k: torch.Size) -> tuple:
         drop_below = drop_threshold(self.dropout_p)
         return (self.slopes_stride or 0, self.softmax_scale, self.softmax_scale * math.log2(math.e), self.softcap, 1 - drop_below / 32768,
-                self.window_left, self.window_right, drop_below, *self.sizes(q, k), q[-2], q[-2] // k[-2])
+                self.window_left, self.window_right, drop_below, *self.sizes(q, k), q[-2], q[-2] // k[-2],
+                self.distances, self.origin)
 
     def constants(self, q: torch.Size, v: torch.Size, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         constants = super().constants(q, v, dtype)
@@ -70,7 +85,8 @@ class Options(Call):
             "PACKED": self.packed and not self.ranges,
             "HAS_RIGHT": constants["HAS_RIGHT"] or self.ranges,
             # float32 follows eager's roundings
-            "PRESCALE": dtype == torch.float32 and (self.softcap > 0 or self.slopes_stride is not None or self.key_bias),
+            "PRESCALE": self.distances > 0 or dtype == torch.float32 and (
+                self.softcap > 0 or self.slopes_stride is not None or self.key_bias),
             "HAS_SOFTCAP": self.softcap > 0,
             "HAS_ALIBI": self.slopes_stride is not None,
             "ONE_SIDED": self.window_right == 0,
@@ -79,4 +95,5 @@ class Options(Call):
             "HAS_KEY_BIAS": self.key_bias,
             "PRUNED": self.pruned,
             "RANGES": self.ranges,
+            "HAS_DISTANCES": self.distances > 0,
         }

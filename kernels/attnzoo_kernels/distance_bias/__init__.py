@@ -1,0 +1,85 @@
+"""Attention with a bias by distance that is learned: T5's buckets (Raffel et al. 2020, arXiv:1910.10683), KERPLE (Chi et al. 2022,
+arXiv:2205.09921) and any other function of how far a key is from a query, as a table."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import checks, dispatch
+from attnzoo_kernels.distance_bias import ops
+from attnzoo_kernels.distance_bias.reference import distance_bias_attention_reference
+
+
+def distance_bias_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    *,
+    origin: int = 0,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(softmax_scale * q kᵀ + bias[head, origin + distance]) v, forward and backward by online softmax, in linear memory.
+
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, the masks of `causal` and `window_size`, and grouped heads: as
+    `flash_attention` has them. A query that sees no key gives zeros and LSE -inf, and finite gradients.
+
+    bias: float32 (heads, distances) (the reference also takes float64), what a score of each query head gets at each distance, in natural
+        units, at least one distance. The distance of query i and key j is i + seqlen_k - seqlen_q - j: how many tokens the key stands
+        before the query, negative behind it. Beyond its ends the table goes on with its first and last entries. Its gradient is the sums
+        of the gradients of the scores, float32.
+    origin: the entry of distance 0, any integer. 0 is for causal attention; of a table for both directions it is in the middle.
+    softmax_scale: any finite number; default head_dim ** -0.5. T5's is 1.
+
+    return_lse: also return the natural log-sum-exp of the scores, with the bias, float32, (batch, heads, seqlen_q) or (heads, total),
+        differentiable.
+    deterministic: as in flash_attention. Plain Triton's forward and backward always repeat bit by bit.
+    impl: "triton" | "reference". None takes triton on CUDA tensors and the reference, quadratic in memory, on CPU ones. A path named runs
+        or raises.
+
+    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
+    """
+    checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    _check_bias(bias, q)
+    checks.integer("origin", origin)
+    left, right = checks.window(window_size, causal)
+    softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
+    checks.deterministic(deterministic)
+    checks.flag("return_lse", return_lse)
+    if dispatch.takes_cpu(impl, "q", q, "there is none"):
+        raise AssertionError
+    if dispatch.takes_reference("distance_bias", impl, "q", q):
+        out, lse = distance_bias_attention_reference(
+            q, k, v, bias, origin=origin, window_size=(left, right), softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    else:
+        if bias.dtype != torch.float32:
+            raise NotImplementedError(f'bias: impl="triton" takes float32, got {bias.dtype}; impl="reference" takes it')
+        softmax_scale, q = checks.positive_scale(softmax_scale, q)
+        out, lse, *_ = ops.forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, impl, origin, softmax_scale, left, right)
+    return (out, lse) if return_lse else out
+
+
+def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, **options: Any) -> str | None:
+    """Why impl="gluon" does not take a call with these arguments of distance_bias_attention: there is no such path yet."""
+    return dispatch.why_not_gluon(distance_bias_attention, q, k, v, bias, **options)
+
+
+def _check_bias(bias: Tensor, q: Tensor) -> None:
+    checks.tensor("bias", bias, "a float32 tensor")
+    if bias.dim() != 2 or bias.shape[0] != q.shape[-2] or bias.shape[1] == 0:
+        raise ValueError(f"bias: must have shape ({q.shape[-2]}, distances), q's heads and at least one distance, got {tuple(bias.shape)}")
+    if bias.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"bias: must be float32, got {bias.dtype}")
+    if bias.device != q.device:
+        raise ValueError(f"bias: must be on q's device {q.device}, got {bias.device}")

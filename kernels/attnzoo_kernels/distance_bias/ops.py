@@ -1,0 +1,100 @@
+"""Launches of attention with a bias by distance, behind autograd. They are flash's; Triton is imported in them."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo_kernels import autograd, dispatch
+from attnzoo_kernels.packing import behind_last
+
+LARGEST = 2.0**60  # sums of dS stay below it as integers
+
+
+def _call(bias: Tensor, cu_seqlens_q: Tensor | None, exact: bool, origin: int, softmax_scale: float, window_left: int, window_right: int):
+    """flash's options, and the table as its kernels take it."""
+    from attnzoo_kernels._triton.call import packed_sequences
+    from attnzoo_kernels.flash.options import DISTANCE_PAD, DistanceBias, Options
+
+    options = Options(sequences=packed_sequences(cu_seqlens_q), softmax_scale=softmax_scale, window_left=window_left,
+                      window_right=window_right, distances=bias.shape[1], origin=origin)
+    table = bias if exact else bias * math.log2(math.e)
+    return options, DistanceBias(F.pad(table, (DISTANCE_PAD, DISTANCE_PAD), mode="replicate"))
+
+
+@autograd.readable(0, 1, 2, like=(2,))
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, impl: str | None, origin: int,
+    softmax_scale: float, window_left: int, window_right: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dispatch.choose("distance_bias forward", impl, others='impl="triton"')
+    from attnzoo_kernels.flash.forward import launch_forward
+
+    options, table = _call(bias, cu_seqlens_q, q.dtype == torch.float32, origin, softmax_scale, window_left, window_right)
+    return launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, None, options, distance_bias=table)
+
+
+def _fake_forward(q, k, v, bias, cu_seqlens_q, *_):
+    lse = q.new_empty(autograd.lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(2, *lse.shape)
+
+
+@autograd.readable(2, 3, 4, 5, 0, like=(2, 3, 4))
+def _gradients(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, bias: Tensor,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dbias: bool, impl: str | None, origin: int, softmax_scale: float,
+    window_left: int, window_right: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dispatch.choose_backward("distance_bias backward", impl, lambda: "there is none")
+    from attnzoo_kernels.flash.backward import launch_backward
+
+    options, table = _call(bias, cu_seqlens_q, q.dtype == torch.float32, origin, softmax_scale, window_left, window_right)
+    if needs_dbias:
+        sums = torch.zeros(bias.shape, dtype=torch.int64, device=bias.device)
+        table = table._replace(sums=sums, unit=_unit(grad_out, grad_lse, v, cu_seqlens_q, cu_seqlens_k))
+    dq, dk, dv, _ = launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, None, None,
+                                    "residual" if needs_dbias else False, options, distance_bias=table)
+    return dq, dk, dv, (sums.double() / table.unit).float() if needs_dbias else bias.new_empty(0)
+
+
+def _unit(grad_out: Tensor, grad_lse: Tensor | None, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
+    """Of one, a power of two in float64, with which the sum of |dS| of a head stays below LARGEST. Weights of a row add up to one; what
+    reaches them from dO is a product with a value.
+
+    What lies behind the last packed sequence is not looked at.
+    """
+    def largest(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        if cu_seqlens is not None:
+            x = x.masked_fill(behind_last(cu_seqlens, x.shape[-1]), 0)
+        return x.double().amax() if x.numel() else x.new_zeros((), dtype=torch.float64)
+
+    norms = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).mT for x in (grad_out, v))
+    of_out, of_values = (largest(x, bounds) for x, bounds in zip(norms, (cu_seqlens_q, cu_seqlens_k), strict=True))
+    bound = 2 * of_out * of_values
+    if grad_lse is not None:
+        bound += largest(grad_lse.abs(), cu_seqlens_q)
+    return torch.exp2((LARGEST / (bound * (1.01 * math.prod(grad_out.shape[:-2]))).clamp(min=1e-200)).log2().floor())
+
+
+def _fake_gradients(grad_out, grad_lse, q, k, v, out, stats, bias, cu_seqlens_q, cu_seqlens_k, needs_dbias, *_):
+    return *(x.new_empty(x.shape) for x in (q, k, v)), bias.new_empty(bias.shape if needs_dbias else 0)
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, bias, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
+    out, _, stats = output
+    ctx.save_for_backward(q, k, v, out, stats, bias, cu_seqlens_q, cu_seqlens_k)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(gradients, ctx, grad_out, grad_lse, *_):
+    q, k, v, out, *saved = ctx.saved_tensors
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    needs_dbias = ctx.needs_input_grad[3]
+    dq, dk, dv, dbias = gradients(grad_out, grad_lse, q, k, v, out, *saved, needs_dbias, *ctx.options)
+    return dq, dk, dv, dbias if needs_dbias else None, *(None,) * (2 + len(ctx.options))
+
+
+forward = autograd.differentiable("distance_bias_forward", "distance_bias_attention", _forward, _fake_forward, _setup_context, _backward,
+                                  _gradients, autograd.custom_op("distance_bias_backward", _gradients, _fake_gradients))
