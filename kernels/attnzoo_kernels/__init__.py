@@ -24,6 +24,7 @@ from attnzoo_kernels.two_frame import two_frame_attention
 
 __all__ = [
     "BlockLayout", "KeyRanges", "bias_gelu", "block_sparse_attention", "decode_attention", "differential_attention",
-    "distance_bias_attention", "dual_chunk_attention", "flash_attention", "flash_attention_fp8", "forgetting_attention", "linear_cross_entropy", "moba_attention", "moba_blocks",
-    "nsa_attention", "padding", "quantize_fp8", "routed_attention", "sigmoid_attention", "tree_attention", "two_frame_attention",
+    "distance_bias_attention", "dual_chunk_attention", "flash_attention", "flash_attention_fp8", "forgetting_attention",
+    "linear_cross_entropy", "moba_attention", "moba_blocks", "nsa_attention", "padding", "quantize_fp8", "routed_attention",
+    "sigmoid_attention", "tree_attention", "two_frame_attention",
 ]

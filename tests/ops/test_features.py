@@ -25,7 +25,8 @@ from attnzoo_kernels.block_sparse.patterns import dense
 LENGTH = 64
 OPERATORS = {"flash": flash_attention, "block_sparse": block_sparse_attention, "differential": differential_attention,
              "dual_chunk": dual_chunk_attention, "sigmoid": sigmoid_attention, "forgetting": forgetting_attention,
-             "distance_bias": distance_bias_attention, "moba": moba_attention, "nsa": nsa_attention, "two_frame": two_frame_attention, "decode": decode_attention}
+             "distance_bias": distance_bias_attention, "moba": moba_attention, "nsa": nsa_attention,
+             "two_frame": two_frame_attention, "decode": decode_attention}
 HALF = {"dtype": torch.bfloat16}
 # what a call changes: dtype, widths, heads and options
 FEATURES = {
