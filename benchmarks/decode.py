@@ -1,7 +1,7 @@
 """`decode_attention` against its peers: TB/s of the keys and values read, held against the copy that each row of the CSV names.
 
     python -m benchmarks.decode                       # the main table: batches and lengths, 32 heads over 8, head dim 128
-    python -m benchmarks.decode call layouts pages shared lengths queries
+    python -m benchmarks.decode call layouts pages shared fp8 lengths queries
 
 A model reads one cache after the other. So the main table replays a CUDA graph of calls on as many caches as hold 2 GB, the copy's size:
 what the launches cost counts, what the host costs does not, and nothing is left of a cache when it is read again. The other tables time one
@@ -218,6 +218,19 @@ def shared(session: Session) -> Iterator[list[Row]]:
         yield harness.compare(line, columns, ["forward"], session.timing, unit="TB/s")
 
 
+def fp8(session: Session) -> Iterator[list[Row]]:
+    """The same numbers of keys in 16 and in 8 bits, one cache after the other: calls a second."""
+    for batch, length in ((64, 4096), (1, 65536)):
+        for page in (None, 16):
+            case = benchmark_case(*shape(session, batch, length), page=page, dtype=session.dtype)
+            columns = []
+            for name, narrow in ((session.options.dtype, case), ("float8_e4m3fn", replace(case, fp8=True))):
+                entry, = layers(replace(session, backends=[BACKENDS["attnzoo-triton"]]), narrow)
+                columns.append(replace(entry, label=name, work={"forward": entry.work["forward"] / narrow.bytes() * 1e9}))
+            yield harness.compare(Line("decode", "fp8", f"batch {batch}" + (f", pages of {page}" if page else ""), length), columns,
+                                  ["forward"], session.timing, unit="calls/s")
+
+
 def lengths(session: Session) -> Iterator[list[Row]]:
     """Sequences of unlike lengths, and a cache with room for more than is in it."""
     batch, length = shape(session, 64, 4096)
@@ -268,7 +281,7 @@ def with_tile(tile: Tile | None) -> Callable[[Case, Inputs], Pass]:
     return make
 
 
-TABLES = {f.__name__: f for f in (speed, call, layouts, pages, shared, lengths, queries, tiles)}
+TABLES = {f.__name__: f for f in (speed, call, layouts, pages, shared, fp8, lengths, queries, tiles)}
 
 
 def main(arguments: list[str] | None = None) -> int:

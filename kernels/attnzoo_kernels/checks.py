@@ -158,10 +158,11 @@ def packed_lengths(suffix: str, cu_seqlens: Tensor, longest: int | None, total: 
 
 
 def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, names=("q", "k", "v"),
-                     unpacked="; packed input needs cu_seqlens_q and cu_seqlens_k", by_ranges=False) -> bool:
+                     unpacked="; packed input needs cu_seqlens_q and cu_seqlens_k", by_ranges=False, narrow=None) -> bool:
     """Shapes, dtypes, devices and strides of q, k, v, which the operator calls `names`; returns whether they are packed.
 
     unpacked: the way out for packed tensors without cu_seqlens. by_ranges: they are packed, and key ranges stand in cu_seqlens' place.
+    narrow: a dtype that k and v may have in place of q's.
     """
     q_name, k_name, v_name = names
     packed = by_ranges or cu_seqlens_q is not None or cu_seqlens_k is not None
@@ -171,10 +172,12 @@ def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
         if x.dim() != (3 if packed else 4):
             hint = "" if packed or x.dim() != 3 else unpacked
             raise ValueError(f"{name}: must be {layout}, got shape {tuple(x.shape)}{hint}")
-        if x.dtype not in DTYPES:
+        if name != q_name and x.dtype == k.dtype == narrow:
+            pass
+        elif x.dtype not in DTYPES:
             hint = "; flash_attention_fp8 takes float8_e4m3fn" if x.is_floating_point() else ""
             raise TypeError(f"{name}: must be float16, bfloat16, float32 or (by the reference) float64, got {x.dtype}{hint}")
-        if x.dtype != q.dtype:
+        elif x.dtype != q.dtype:
             raise TypeError(f"{name}: must have {q_name}'s dtype {q.dtype}, got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name}: must be on {q_name}'s device {q.device}, got {x.device}")

@@ -21,7 +21,8 @@ CASES = [replace(case, dtype=dtype) for dtype in DTYPES for case in CORRECTNESS
 
 def run(inputs, impl: str, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
     """Output and LSE; rows without a key have their LSE replaced by a number."""
-    tensors = [x.to(dtype or x.dtype) for x in inputs[:3]]
+    tensors = [x if x.dtype == torch.float8_e4m3fn else x.to(dtype or x.dtype) for x in inputs[:3]]
+    tensors[0] = tensors[0].to(dtype or tensors[0].dtype)
     out, lse = decode_attention(*tensors, **inputs.options, return_lse=True, impl=impl)
     return {"out": out, "lse": lse.masked_fill(lse == -torch.inf, 7.0)}
 
@@ -189,7 +190,7 @@ def test_beyond_two_to_the_31_elements():
 @pytest.mark.parametrize("arch, shared_memory", ((80, 101376), (90, 232448)))  # for sm_80 what sm_86, 89 and 120 have
 def test_tiles_fit_and_those_of_16_bits_do_not_spill(arch, shared_memory):
     kernels = compiled_kernels("decode_ahead_of_time.py", arch)
-    assert len(kernels) == 2 * (3 * 3 + 3 + 1 + 2)
+    assert len(kernels) == 2 * (3 * 3 + 3 + 1 + 2 + (4 if arch >= 89 else 0))
     wrong = [k for k in kernels if k["shared"] > shared_memory or (k["stack"] and k["PRECISION"] == "tf32")]
     assert not wrong, "\n".join(map(str, wrong))
 
@@ -207,6 +208,10 @@ INT32 = torch.tensor([3, 8], dtype=torch.int32)
     ({"k_cache": torch.zeros(2, 8, 2, 8)}, ValueError, "k_cache: head_dim must be q's 16, got 8"),
     ({"v_cache": torch.zeros(2, 9, 2, 16)}, ValueError, "v_cache: must have k_cache's leading shape"),
     ({"v_cache": torch.zeros(2, 8, 2, 16).half()}, TypeError, "v_cache: must have q's dtype torch.float32, got torch.float16"),
+    ({"v_cache": torch.zeros(2, 8, 2, 16).to(torch.float8_e4m3fn)}, TypeError, "v_cache: must be float16, .* got torch.float8_e4m3fn"),
+    ({"k_cache": torch.zeros(2, 8, 2, 16).to(torch.float8_e4m3fn)}, TypeError, "v_cache: must have k_cache's dtype .*e4m3fn"),
+    ({"k_cache": torch.zeros(2, 8, 2, 16).to(torch.float8_e5m2)}, TypeError, "k_cache: must be float16, .* got torch.float8_e5m2"),
+    ({"k_scale": torch.ones(4)}, ValueError, r"k_scale: must have shape \(2,\), got \(4,\)"),
     ({"q": torch.zeros(2, 4, 16)}, ValueError,
      r"q: must be .batch, seqlen, heads, head_dim., got shape .*; it takes no packed input, and one token of each sequence is q.:, None."),
     ({"causal": "no"}, TypeError, "causal: must be True or False, got 'no'"),

@@ -47,6 +47,7 @@ CASES = {
     "more queries than a page": (SHARED, {"seqlen_q": 9, "page": 4, "group": 1}, {}),
     "softcap, one key head": (SHARED, {"kv_heads": 1, "group": 4}, {"softcap": 3.0}),
     "sinks": (SHARED, {}, {"sinks": torch.linspace(-1, 2, 4)}),
+    "scales": (SHARED, {}, {"k_scale": torch.tensor([0.5, 2.0]), "v_scale": torch.tensor([3.0, 0.1])}),
     "groups of more than a tile": (((20, 3), (17, 6), (1, 2)), {}, {}),
     "widths": (((2, 9),) * 3, {"head_dim": 40, "value_dim": 24}, {}),
     "nothing shared": (((1, 3),) * 4, {}, {}),

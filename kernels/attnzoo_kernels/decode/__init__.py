@@ -23,6 +23,8 @@ def decode_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     share_prefixes: bool = False,
     return_lse: bool = False,
     check: bool = False,
@@ -41,7 +43,10 @@ def decode_attention(
     share_prefixes: with a block_table, read the pages once with which neighbouring rows of the table both begin, for all their queries.
         The device finds them anew in each call, in groups of as many sequences as have 64 queries of a key head together. It costs some
         launches, so that it is for batches that do share long prefixes. Not with a window to the left nor with ALiBi.
-    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
+    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free. Both
+        caches may be float8_e4m3fn instead, which a GPU takes from compute capability 8.9 on.
+    k_scale, v_scale: float32 (kv_heads,), positive: what each number of a key head in the cache stands for, times it; None for 1. In 8 bits
+        new tokens are written as (k / k_scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn).
     head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
     Query i is the token cache_seqlens - seqlen_q + i of its sequence. Scores are scaled, then capped, then biased, then masked, in the
@@ -69,8 +74,10 @@ def decode_attention(
             raise ValueError(f"q: must be (batch, seqlen_q, heads, head_dim), got shape {tuple(q.shape)}")
         check_pages(q, k_cache, v_cache, block_table, q.shape[0])
         rows = (x[:1].expand(q.shape[0], -1, -1, -1) for x in rows)  # of the shapes that attention_inputs knows
-    checks.attention_inputs(q, *rows, None, None, None, None, names=("q", "k_cache", "v_cache"),
+    checks.attention_inputs(q, *rows, None, None, None, None, names=("q", "k_cache", "v_cache"), narrow=torch.float8_e4m3fn,
                             unpacked="; it takes no packed input, and one token of each sequence is q[:, None]")
+    if v_cache.dtype != k_cache.dtype:
+        raise TypeError(f"v_cache: must have k_cache's dtype {k_cache.dtype}, got {v_cache.dtype}")
     batch, _, heads, head_dim = q.shape
     checks.flag("check", check)
     checks.flag("return_lse", return_lse)
@@ -84,6 +91,9 @@ def decode_attention(
         checks.per_head("alibi_slopes", alibi_slopes, q, heads, batch)
     if sinks is not None:
         checks.per_head("sinks", sinks, q, heads)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None:
+            checks.per_head(name, scale, q, k_cache.shape[-2])
     softmax_scale = checks.softmax_scale(softmax_scale, head_dim)
     if share_prefixes and (block_table is None or left >= 0 or alibi_slopes is not None):
         raise ValueError("share_prefixes=True: must be False without block_table, with a window to the left or with alibi_slopes")
@@ -91,13 +101,13 @@ def decode_attention(
     if dispatch.takes_reference("decode", impl, "q", q, IMPLEMENTATIONS):
         out, lse = decode_attention_reference(
             q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, window_size=(left, right),
-            softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks)
+            softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
     else:
-        checks.no_gradient(alibi_slopes=alibi_slopes)
+        checks.no_gradient(alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale)
         autograd.refuse_derivatives('impl="triton"', "use flash_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
         out, lse = ops.forward(q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, sinks, softmax_scale, left, right, softcap,
-                               share_prefixes)
+                               k_scale, v_scale, share_prefixes)
     return (out, lse) if return_lse else out
 
 

@@ -43,6 +43,7 @@ class Case:
     strided: bool = False
     page: int | None = None  # rows of a page, in which the cache then lies in random order, NaN in the pages that nobody uses
     q_scale: float = 1.0
+    fp8: bool = False  # caches in float8_e4m3fn with a scale for each key head
 
     @property
     def batch(self) -> int:
@@ -52,7 +53,7 @@ class Case:
         """Of keys and values that the queries see, each counted once."""
         left = self.window_size[0]
         seen = sum(length if left < 0 else min(length, left + self.seqlen_q) for length in self.lengths)
-        return seen * self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim)) * self.dtype.itemsize
+        return seen * self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim)) * (1 if self.fp8 else self.dtype.itemsize)
 
     def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
         """Standard normal tensors in the operator's layout and the options of the call."""
@@ -81,6 +82,10 @@ class Case:
         caches = cache(self.head_dim), cache(self.value_dim or self.head_dim)
         if self.page is not None:
             caches, options["block_table"] = self._paged(caches, generator)
+        if self.fp8:
+            scales = (0.5 + torch.rand(self.kv_heads, generator=generator, device=device) for _ in range(2))
+            options |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
+            caches = (x.to(torch.float8_e4m3fn) for x in caches)
         return Inputs(q, *caches, options)
 
     def _paged(self, caches: tuple[torch.Tensor, ...], generator: torch.Generator) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -108,6 +113,7 @@ class Case:
         parts += [f"softcap{self.softcap:g}"] if self.softcap else []
         parts += [name.replace("_", "-") for name in ("alibi", "sinks", "heads_first", "strided") if getattr(self, name)]
         parts += [f"page{self.page}"] if self.page else []
+        parts += ["fp8"] if self.fp8 else []
         parts += [f"scale{self.q_scale:g}"] if self.q_scale != 1 else []
         parts.append(str(self.dtype).removeprefix("torch."))
         return "-".join(parts)
@@ -142,6 +148,9 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(lengths=(257, 31, 80), seqlen_q=5, page=64, window_size=(64, 0), sinks=True),
     Case(lengths=(130, 31, 80), head_dim=40, value_dim=111, page=128),
     Case(lengths=(100, 31), kv_heads=1, seqlen_q=3, softcap=5.0, alibi=True, page=24),
+    Case(lengths=(257, 31, 0, 80), fp8=True),
+    Case(lengths=(257, 31, 80), head_dim=40, value_dim=72, seqlen_q=3, fp8=True, sinks=True),
+    Case(lengths=(257, 31, 80), head_dim=128, page=16, softcap=5.0, fp8=True, window_size=(100, 0)),
 )
 
 

@@ -26,7 +26,7 @@ from attnzoo_kernels._triton.mainloop import QueryTile, range_loop, window_seen
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.scores import modified_scores
 from attnzoo_kernels._triton.softmax import in_units, log_sum_exp, softmax_step
-from attnzoo_kernels._triton.tiles import Operand, Place, Shape, head_rows
+from attnzoo_kernels._triton.tiles import Operand, Place, Shape, head_rows, load_rows
 from attnzoo_kernels.decode.shares import find_sequence, sequence_tiles, total_tiles
 from attnzoo_kernels.decode.tiles import decode_tile
 
@@ -54,6 +54,7 @@ class Own(NamedTuple):
     HAS_ALIBI: Any
     HARDWARE_TANH: Any
     PAGE: Any  # rows of a page; 0 where there are none
+    DTYPE: Any  # of the products, to which a cache of 8 bits is widened
 
 
 @triton.jit
@@ -74,7 +75,14 @@ def _load_pages(own, pages, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_
         page = tl.load(pages.table + (place // own.PAGE).to(tl.int32), mask=inside, other=-1)
         row = page.to(tl.int64) * pages.stride_page + (place % own.PAGE).to(tl.int64) * pages.stride_row
     inside = inside & (page >= 0) & (page < pages.n_pages)
-    return tl.load(pages.source + row[:, None] + columns[None, :], mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    tile = tl.load(pages.source + row[:, None] + columns[None, :], mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    return tile.to(own.DTYPE)
+
+
+@triton.jit
+def _load_rows(own, rows, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr):
+    """LOAD."""
+    return load_rows(rows, at, WIDTH, BLOCK, BLOCK_WIDTH, GUARD, TMA).to(own.DTYPE)
 
 
 @triton.jit
@@ -88,7 +96,7 @@ def _modified(x, own, products, i, j, at):
 
 @triton.jit
 def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    return forward_step(state, x, own, at, position, edge, MASKED, GUARD, window_seen, _modified, LAGS=False)
+    return forward_step(state, x, own, at, position, edge, MASKED, GUARD, window_seen, _modified, LAGS=False, LOAD=_load_rows)
 
 
 @triton.jit
@@ -112,22 +120,22 @@ def _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, s
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "batch", "max_len", "seqlen_q", "pieces", "parts", "programs",
                                "n_pages", "stride_table"],
-            do_not_specialize_on_alignment=["sinks", "cache_seqlens", "alibi_slopes", "block_table"])
+            do_not_specialize_on_alignment=["sinks", "cache_seqlens", "alibi_slopes", "block_table", "k_scale", "v_scale"])
 def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, stats_ptr, closes_ptr, sinks, cache_seqlens, alibi_slopes,
-                        block_table, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-                        stride_ab, stride_table, softmax_scale, softcap, window_left, window_right, batch, max_len, n_pages, seqlen_q,
-                        heads, group, pieces, parts, programs,
+                        block_table, k_scale, v_scale, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
+                        stride_vs, stride_vh, stride_ab, stride_table, softmax_scale, softcap, window_left, window_right, batch, max_len,
+                        n_pages, seqlen_q, heads, group, pieces, parts, programs,
                         HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                         HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
                         HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr, PRECISION: tl.constexpr, HAS_SINKS: tl.constexpr,
-                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, PAGE: tl.constexpr,
-                        OVERLAP: tl.constexpr):
+                        HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                        TMA: tl.constexpr, PAGE: tl.constexpr, OVERLAP: tl.constexpr):
     """Attend over this program's share: finished pieces go to `out`, parts of divided ones to the slots of `acc` and `stats`."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     program = tl.program_id(0)
-    scale = in_units(softmax_scale, PRECISION == "ieee")
+    unit_scale = in_units(softmax_scale, PRECISION == "ieee")
     total = total_tiles(cache_seqlens, batch, max_len, seqlen_q, window_left, BLOCK_N, HAS_LEFT) * pieces
     share = tl.cdiv(total, programs)
     unit = program * share
@@ -148,6 +156,9 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         begin = inside - piece * tiles
         end = tl.minimum(tiles, begin + end_unit - unit)
         kv_head = piece // parts
+        scale = unit_scale
+        if HAS_K_SCALE:
+            scale = unit_scale * tl.load(k_scale + kv_head)
         # the rows of a tile are the queries of one key head's group: query by query, in it head by head
         row = piece % parts * BLOCK_M + lanes
         real = row < seqlen_q * group
@@ -187,9 +198,11 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
                               1.0 if PRESCALE else scale,
                               Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, PRECISION, TMA), False),
                     Own(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), slope, scale, softcap, PRESCALE, HAS_SOFTCAP, HAS_ALIBI,
-                        HARDWARE_TANH, PAGE),
+                        HARDWARE_TANH, PAGE, q.dtype),
                     tail if part == 1 else first_key, last_key if part == 1 else tail, 0, 0, BLOCK_N, "all", part == 1, None)
 
+        if HAS_V_SCALE:
+            acc *= tl.load(v_scale + kv_head)
         if begin == 0 and end == tiles:
             _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, seqlen_q, heads, VALUE_DIM, BLOCK_DV, PRECISION)
         else:
@@ -276,8 +289,9 @@ class _Plan:
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bool, slopes_stride: int | None, q: Layout, k: Layout,
-          v: Layout, table: Layout | None, softmax_scale: float, window_left: int, window_right: int, softcap: float) -> _Plan:
+def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, aligned: bool, has_sinks: bool, has_scales: tuple[bool, bool],
+          slopes_stride: int | None, q: Layout, k: Layout, v: Layout, table: Layout | None, softmax_scale: float, window_left: int,
+          window_right: int, softcap: float) -> _Plan:
     batch, seqlen_q, heads, head_dim = q[0]
     n_pages, page, kv_heads = k[0][:3]
     max_len = page if table is None else table[0][1] * page
@@ -290,7 +304,10 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
     parts = math.ceil(seqlen_q * group / tile.block_m)
     precision = "ieee" if dtype == torch.float32 else "tf32"
     has_alibi = slopes_stride is not None
-    tma = tile.tma and table is None and precision == "tf32" and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in (k, v))
+    if cache_dtype.itemsize == 1 and 0 < arch < 89:
+        raise NotImplementedError(f"k_cache: float8_e4m3fn needs compute capability 8.9, got {arch / 10}; widen it, or take the reference")
+    tma = (tile.tma and table is None and precision == "tf32" and cache_dtype == dtype and aligned
+           and all(tma_takes_layout(*x, dtype.itemsize) for x in (k, v)))
     overlap = arch >= 90 and torch.version.cuda is not None
     split = Launch(
         _Overlapping(decode_split_kernel) if overlap else decode_split_kernel, programs,
@@ -302,7 +319,8 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
             "PRESCALE": softcap > 0 or has_alibi,
             "HAS_SOFTCAP": softcap > 0, "HAS_ALIBI": has_alibi,
             "HARDWARE_TANH": dtype != torch.float32 and arch >= 75 and torch.version.cuda is not None,
-            "PRECISION": precision, "HAS_SINKS": has_sinks, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma,
+            "PRECISION": precision, "HAS_SINKS": has_sinks,
+            "HAS_K_SCALE": has_scales[0], "HAS_V_SCALE": has_scales[1], "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma,
             "PAGE": 0 if table is None else page, "OVERLAP": overlap,
         },
         # a page's number is read as many stages ahead of its rows as those are of their product
@@ -319,6 +337,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, alibi_slopes: Tensor | None,
                    sinks: Tensor | None, softmax_scale: float, window_left: int, window_right: int, softcap: float,
+                   k_scale: Tensor | None = None, v_scale: Tensor | None = None,
                    out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """Output (batch, seqlen_q, heads, value_dim), by default in q's dtype, and LSE (batch, heads, seqlen_q)."""
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=out_dtype)
@@ -326,12 +345,13 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block
     if lse.numel() == 0:
         return out, lse
     slopes_stride = None if alibi_slopes is None else alibi_slopes.stride(0) if alibi_slopes.dim() == 2 else 0
-    plan = _plan(q.device, q.dtype, are_aligned(q, k, v), sinks is not None, slopes_stride, layout(q), layout(k), layout(v),
-                 None if block_table is None else layout(block_table), softmax_scale, window_left, window_right, softcap)
+    plan = _plan(q.device, q.dtype, k.dtype, are_aligned(q, k, v), sinks is not None, (k_scale is not None, v_scale is not None),
+                 slopes_stride, layout(q), layout(k), layout(v), None if block_table is None else layout(block_table), softmax_scale,
+                 window_left, window_right, softcap)
     acc = torch.empty(plan.acc_shape, dtype=torch.float32, device=q.device)
     stats = torch.empty(*plan.acc_shape[:2], 2, dtype=torch.float32, device=q.device)
     closes = torch.empty(plan.acc_shape[0] // 2, 4, dtype=torch.int32, device=q.device)
     with on_device_of(out):
-        plan.split(q, k, v, out, lse, acc, stats, closes, sinks, cache_seqlens, alibi_slopes, block_table)
+        plan.split(q, k, v, out, lse, acc, stats, closes, sinks, cache_seqlens, alibi_slopes, block_table, k_scale, v_scale)
         plan.merge(acc, stats, closes, out, lse)
     return out, lse

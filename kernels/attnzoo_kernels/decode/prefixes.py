@@ -171,13 +171,15 @@ def find_groups(block_table: Tensor, cache_seqlens: Tensor, seqlen_q: int, page:
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor, sinks: Tensor | None,
-                   softmax_scale: float, window_right: int, softcap: float) -> tuple[Tensor, Tensor]:
+                   softmax_scale: float, window_right: int, softcap: float, k_scale: Tensor | None = None,
+                   v_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `forward.launch_forward`, of pages, without ALiBi and without a left window."""
     batch, seqlen_q, heads, head_dim = q.shape
     page, kv_heads = k.shape[1:3]
     at_most = members(seqlen_q, heads // kv_heads)
     if q.numel() == 0 or batch < 2 or at_most < 2:
-        return forward.launch_forward(q, k, v, cache_seqlens, block_table, None, sinks, softmax_scale, -1, window_right, softcap)
+        return forward.launch_forward(q, k, v, cache_seqlens, block_table, None, sinks, softmax_scale, -1, window_right, softcap, k_scale,
+                                      v_scale)
     max_blocks = block_table.shape[1]
     with on_device_of(q):
         groups, common, group_lengths = find_groups(block_table, cache_seqlens, seqlen_q, page, at_most)
@@ -189,9 +191,9 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block
             q, block_table, cache_seqlens, common, *groups, group_q, group_table, group_lengths, own_table, own_lengths, *q.stride()[:3],
             block_table.stride(0), max_blocks, seqlen_q, batch, heads, HEAD_DIM=head_dim, PAGE=page, MEMBERS=at_most,
             BLOCK_MEMBERS=next_power_of_2(at_most), BLOCK_D=block_width(head_dim), BLOCK=1024, num_warps=4)
-        options = softmax_scale, -1
-        shared = forward.launch_forward(group_q, k, v, group_lengths, group_table, None, None, *options, -1, softcap, torch.float32)
-        own = forward.launch_forward(q, k, v, own_lengths, own_table, None, sinks, *options, window_right, softcap, torch.float32)
+        options = softcap, k_scale, v_scale, torch.float32
+        shared = forward.launch_forward(group_q, k, v, group_lengths, group_table, None, None, softmax_scale, -1, -1, *options)
+        own = forward.launch_forward(q, k, v, own_lengths, own_table, None, sinks, softmax_scale, -1, window_right, *options)
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = torch.empty_like(own[1])
         block_dv = block_width(v.shape[-1])

@@ -9,9 +9,10 @@ from attnzoo_kernels.flash.reference import alibi_bias, visible
 
 @without_autocast
 def decode_attention_reference(q, k_cache, v_cache, *, cache_seqlens, block_table, window_size, softmax_scale, softcap, alibi_slopes,
-                               sinks) -> tuple[Tensor, Tensor]:
+                               sinks, k_scale=None, v_scale=None) -> tuple[Tensor, Tensor]:
     """Output (batch, seqlen_q, heads, value_dim) and log-sum-exp (batch, heads, seqlen_q). Arguments are checked by the caller."""
     batch, rows, heads, _ = q.shape
+    k_cache, v_cache = k_cache.to(q.dtype), v_cache.to(q.dtype)  # of 8 bits, exactly
     if block_table is not None:
         # pages one behind the other, as rows of a cache; what a table does not name may be anything
         k_cache, v_cache = (x[block_table.clamp(0, x.shape[0] - 1).long()].flatten(1, 2) for x in (k_cache, v_cache))
@@ -26,6 +27,8 @@ def decode_attention_reference(q, k_cache, v_cache, *, cache_seqlens, block_tabl
     k, v = (x.repeat_interleave(heads // kv_heads, dim=1) for x in (k, v))
     scores = (q @ k.mT) * softmax_scale
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if k_scale is not None:
+        scores = scores * k_scale.to(scores.dtype).repeat_interleave(heads // kv_heads)[:, None, None]
     if softcap > 0:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
@@ -38,4 +41,7 @@ def decode_attention_reference(q, k_cache, v_cache, *, cache_seqlens, block_tabl
         return q.new_zeros(batch, rows, heads, v.shape[-1]), scores.new_full(scores.shape[:-1], -torch.inf)
     lse = scores.logsumexp(-1)
     weights = scores.softmax(-1).masked_fill((lse == -torch.inf)[..., None], 0)[..., :columns]
-    return (weights.to(v.dtype) @ v).transpose(1, 2), lse
+    out = (weights.to(v.dtype) @ v).transpose(1, 2)
+    if v_scale is not None:
+        out = (out * v_scale.to(scores.dtype).repeat_interleave(heads // kv_heads)[:, None]).to(q.dtype)
+    return out, lse
