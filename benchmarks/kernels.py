@@ -9,7 +9,7 @@ KINDS = (  # the first that a kernel's name contains
     ("optimizer", ("multi_tensor", "FusedOptimizer")),
     ("matrix products", ("nvjet", "gemm", "cublas", "splitKreduce", "cutlass")), ("norms and residuals", ("layer_norm",)),
     ("GELU", ("gelu",)), ("loss", ("log_softmax", "nll_loss", "cross_entropy")), ("embedding", ("embedding", "index_put", "index_add")),
-    ("copies", ("Memcpy", "Memset", "cat")),
+    ("rounding to 8 bits", ("amax", "_scaled_mm", "transpose_kernel")), ("copies", ("Memcpy", "Memset", "cat")),
     ("reductions of gradients", ("reduce_kernel", "triton_red", "sum")), ("casts", ("_to_copy",)),
 )
 

@@ -12,7 +12,7 @@ LARGEST = 2.0**15  # what a gradient that is its row's scale is rounded as: of e
 TILE = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def transpose_kernel(x_ptr, out_ptr, rows, columns, out_columns, TILE: tl.constexpr):
     """A program has a tile of bytes. out (columns, out_columns) has zeros behind the rows of x (rows, columns)."""
     column = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -56,13 +56,15 @@ class EightBits:
         return self.of_gradients[: logits.shape[0]]
 
     def dx(self, chunk: slice, gradients: Tensor, out: Tensor) -> None:
-        out.copy_(torch._scaled_mm(gradients, self.by_columns.t(), self.unit, self.w_unit, out_dtype=self.dtype))
+        torch._scaled_mm(gradients, self.by_columns.t(), self.unit, self.w_unit, out_dtype=self.dtype, out=out)
 
     def add_dw(self, chunk: slice, gradients: Tensor, total: Tensor, first: bool) -> None:
         self.gradients_by_columns = transposed(gradients)
         part = transposed(self.x[chunk]).t()
-        dw = torch._scaled_mm(self.gradients_by_columns, part, self.unit, self.x_unit, out_dtype=torch.float32)
-        total.copy_(dw) if first else total.add_(dw)
+        dw = total if first else torch.empty_like(total)
+        torch._scaled_mm(self.gradients_by_columns, part, self.unit, self.x_unit, out_dtype=torch.float32, out=dw)
+        if not first:
+            total += dw
 
     def db(self, gradients: Tensor) -> Tensor:
         """Of the gradients that add_dw had."""
