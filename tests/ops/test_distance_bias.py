@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from attnzoo_kernels import distance_bias_attention, flash_attention
 from attnzoo_kernels.distance_bias import ops
 from attnzoo_kernels.distance_bias.cases import CORRECTNESS, LONG, Case
+from benchmarks import distance_bias as benchmark
 from benchmarks.accuracy import assert_accurate
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -161,3 +162,9 @@ def test_a_wrong_argument_is_named(change, error, message):
     arguments = {name: torch.zeros(1, 4, 2, 16) for name in ("q", "k", "v")} | {"bias": torch.zeros(2, 4)} | change
     with pytest.raises(error, match=message):
         distance_bias_attention(**arguments)
+
+
+def test_the_benchmark_runs(capsys):
+    arguments = ["speed", "packed", "--dry-run", "--dtype", "float32", "--backends", "attnzoo-reference"]
+    assert benchmark.main(arguments) == 0
+    assert "d16 causal t5 64 backward" in capsys.readouterr().out
