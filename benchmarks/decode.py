@@ -115,7 +115,8 @@ def check(case: Case, x: Inputs) -> Callable[[Pass], float]:
     @functools.cache
     def reference(at: tuple[int, int], dtype: torch.dtype) -> Tensor:
         row, heads, head = slice(at[0], at[0] + 1), slice(at[1] * group, (at[1] + 1) * group), slice(at[1], at[1] + 1)
-        options = {name: value[row] if name in ("cache_seqlens", "block_table") else value for name, value in x.options.items()}
+        parts = {"cache_seqlens": row, "block_table": row, "k_scale": head, "v_scale": head}
+        options = {name: value[parts[name]] if name in parts else value for name, value in x.options.items()}
         rows = slice(None) if "block_table" in options else row
         tensors = (t[at, :, h].to(dtype) for t, at, h in zip(x[:3], (row, rows, rows), (heads, head, head), strict=True))
         return decode_attention(*tensors, **options, impl="reference")
