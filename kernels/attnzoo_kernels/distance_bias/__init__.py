@@ -10,6 +10,8 @@ from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.distance_bias import ops
 from attnzoo_kernels.distance_bias.reference import distance_bias_attention_reference
 
+IMPLEMENTATIONS = ("triton", "reference")
+
 
 def distance_bias_attention(
     q: Tensor,

@@ -1,0 +1,107 @@
+"""Biases by distance that are learned: T5's buckets (Raffel et al. 2020, arXiv:1910.10683) and KERPLE (Chi et al. 2022, arXiv:2205.09921).
+
+Runs on `attnzoo_kernels.distance_bias_attention`; the table by distance is made of a layer's parameters in each pass.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from attnzoo.attention.base import AttentionSpec, Impl, SequenceInfo, Supports
+from attnzoo.attention.window import WindowedAttention
+from attnzoo_kernels import distance_bias_attention
+
+KINDS = ("t5", "kerple_log", "kerple_power")
+LEAST = 0.01  # r1 and r2 count as at least this
+
+
+class DistanceBiasAttention(WindowedAttention):
+    """Softmax attention whose scores get a learned number by head and by how far the key is from the query, in place of positions.
+
+    The papers' models have no positions besides (model.positions=none); rotary and learned ones go with it.
+
+    kind: "t5": a number for each of num_buckets buckets of distances, `relative_attention_bias`. Half of the buckets hold one distance
+        each, the others grow until max_distance, and what is farther off is in the last one. A bidirectional model has half of the
+        buckets for each direction. Each layer has its own, and scores are scaled as in other variants, where T5 has one for all layers and
+        does not scale.
+        "kerple_log": -r1 log(1 + r2 distance); "kerple_power": -r1 distance^r2; with `r1` and `r2` of each head, in both directions alike.
+        They count as at least 0.01, and r2 of a power as at most 2.
+    window_size: (left, right) keys beside its own that a query sees, -1 is unlimited; right is 0 in a causal model.
+    impl: the operator's path, None for the fastest that runs ("triton", "reference").
+    """
+
+    supports = Supports(positions=("learned", "rotary", "none"), dropout=False, context_parallel=("dense", "packed"))
+    decodes_on_device = True
+
+    def __init__(self, spec: AttentionSpec, *, kind: Literal["t5", "kerple_log", "kerple_power"] = "t5", num_buckets: int = 32,
+                 max_distance: int = 128, window_size: Sequence[int] = (-1, -1), impl: Impl | None = None):
+        super().__init__(spec, window_size)
+        if kind not in KINDS:
+            raise ValueError(f"attention.kind={kind!r}: must be one of {', '.join(KINDS)}")
+        self.kind, self.num_buckets, self.max_distance, self.impl = kind, num_buckets, max_distance, impl
+        if kind == "t5":
+            parts = 2 if spec.causal else 4
+            if num_buckets % parts or num_buckets < parts:
+                raise ValueError(f"attention.num_buckets={num_buckets}: must be a positive multiple of {parts}")
+            if max_distance <= num_buckets // parts:
+                raise ValueError(f"attention.max_distance={max_distance}: must be more than the {num_buckets // parts} distances that "
+                                 "have a bucket each")
+            self.relative_attention_bias = nn.Embedding(num_buckets, spec.n_heads)
+        else:
+            self.r1, self.r2 = (nn.Parameter(torch.empty(spec.n_heads)) for _ in range(2))
+        self._draw()
+
+    def _draw(self) -> None:
+        """As the authors of T5 and of KERPLE begin."""
+        if self.kind == "t5":
+            nn.init.normal_(self.relative_attention_bias.weight, std=self.spec.dim**-0.5)
+        else:
+            nn.init.uniform_(self.r1, 0, 2 if self.kind == "kerple_log" else 1)
+            nn.init.uniform_(self.r2, 0, 1 if self.kind == "kerple_log" else 2)
+
+    def init_weights(self, std: float, residual_std: float) -> None:
+        super().init_weights(std, residual_std)
+        self._draw()
+
+    def check_context_parallel(self, packed: bool) -> None:
+        super().check_context_parallel(packed)
+        if not self.spec.causal:  # a device does not know how far keys are from its queries
+            raise ValueError("trainer.context_parallel: does not go with attention=distance_bias in a bidirectional model; set "
+                             "trainer.context_parallel=1")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
+        length = k.shape[-3] if seq.cu_seqlens_k is None or seq.max_seqlen_k is None else seq.max_seqlen_k
+        table, origin = self.table(length, q.device)
+        return distance_bias_attention(
+            q, k, v, table.to(torch.promote_types(q.dtype, torch.float32)), origin=origin, causal=self.spec.causal,
+            window_size=self.window_size, cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens_k, max_seqlen_q=seq.max_seqlen,
+            max_seqlen_k=seq.max_seqlen_k, impl=self.impl)
+
+    def table(self, length: int, device: torch.device) -> tuple[Tensor, int]:
+        """What scores get by distance, (n_heads, distances), for sequences of up to `length` tokens, and the entry of distance 0."""
+        farthest = self.max_distance if self.kind == "t5" else max(length, 1) - 1
+        origin = 0 if self.spec.causal else farthest
+        distance = torch.arange(-origin, farthest + 1, device=device)
+        if self.kind == "t5":
+            return self.relative_attention_bias(self.buckets(distance)).T, origin
+        r1, r2 = self.r1[:, None], self.r2[:, None]
+        # the gradient of what is cut off goes on, as where the parameters themselves are cut
+        r1, r2 = r1 + (r1.clamp(LEAST) - r1).detach(), r2 + (r2.clamp(LEAST, 2 if self.kind == "kerple_power" else None) - r2).detach()
+        distance = distance.abs().to(torch.promote_types(r1.dtype, torch.float32))
+        if self.kind == "kerple_log":
+            return -r1 * torch.log1p(r2 * distance), origin
+        # not 0 ** r2, whose derivative by r2 is no number
+        return torch.where(distance == 0, 0.0, -r1 * distance.clamp(min=1) ** r2), origin
+
+    def buckets(self, distance: Tensor) -> Tensor:
+        """T5's bucket of each distance of a key before its query; those behind it have the second half of the buckets."""
+        count = self.num_buckets if self.spec.causal else self.num_buckets // 2
+        exact = count // 2
+        first = 0 if self.spec.causal else (distance < 0) * count
+        distance = distance.clamp(min=0) if self.spec.causal else distance.abs()
+        share = torch.log(distance.clamp(min=1).float() / exact) / math.log(self.max_distance / exact)
+        grown = (exact + (share * (count - exact)).long()).clamp(max=count - 1)
+        return first + torch.where(distance < exact, distance, grown)
