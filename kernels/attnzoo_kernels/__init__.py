@@ -15,6 +15,7 @@ from attnzoo_kernels.forgetting import forgetting_attention
 from attnzoo_kernels.gelu import bias_gelu
 from attnzoo_kernels.linear_cross_entropy import linear_cross_entropy
 from attnzoo_kernels.moba import moba_attention, moba_blocks
+from attnzoo_kernels.msa import msa_attention, msa_blocks
 from attnzoo_kernels.nsa import nsa_attention
 from attnzoo_kernels.ranges import KeyRanges
 from attnzoo_kernels.routed import routed_attention
@@ -25,6 +26,6 @@ from attnzoo_kernels.two_frame import two_frame_attention
 __all__ = [
     "BlockLayout", "KeyRanges", "bias_gelu", "block_sparse_attention", "decode_attention", "differential_attention",
     "distance_bias_attention", "dual_chunk_attention", "flash_attention", "flash_attention_fp8", "forgetting_attention",
-    "linear_cross_entropy", "moba_attention", "moba_blocks", "nsa_attention", "padding", "quantize_fp8", "routed_attention",
-    "sigmoid_attention", "tree_attention", "two_frame_attention",
+    "linear_cross_entropy", "moba_attention", "moba_blocks", "msa_attention", "msa_blocks", "nsa_attention", "padding", "quantize_fp8",
+    "routed_attention", "sigmoid_attention", "tree_attention", "two_frame_attention",
 ]

@@ -163,6 +163,7 @@ def two_frame():
 def routed():
     """With the kernels that choose blocks."""
     from attnzoo_kernels.moba import choose as moba
+    from attnzoo_kernels.msa import choose as msa
     from attnzoo_kernels.nsa import choose as nsa
     from attnzoo_kernels.routed import parts
 
@@ -171,6 +172,7 @@ def routed():
         q, k = (torch.zeros(256, heads, width, dtype=dtype) for heads in (4, 2))
         lse, place = torch.zeros(4, 256), torch.zeros(256 * 4, 3, dtype=torch.int32)
         moba.launch_blocks(q, k, bounds, bounds, bounds, torch.arange(20, dtype=torch.int32), 16, 3)
+        msa.launch_blocks(q[:, :2], k[:, :1], bounds, bounds, 16, 3)
         nsa.launch_blocks(q, k, lse, bounds, bounds, bounds, 32, 16, 64, 15, 0.1)
         part, part_lse, stats = q.new_zeros(256 * 12, 1, width), torch.zeros(1, 256 * 12), torch.zeros(2, 4, 256)
         parts.launch_sum(q, part, place, 1)

@@ -1,0 +1,71 @@
+"""Which blocks each query reads, by the largest of the indexer's scores in them: no score is stored."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo_kernels._triton.launch import on_device_of, strides
+from attnzoo_kernels._triton.softmax import score_dot
+from attnzoo_kernels._triton.tiles import Operand, head_rows, load_rows, program_tile
+from attnzoo_kernels.routed.best import choose_best, plan_choice
+
+BLOCKS_AT_ONCE = 32  # at most: a sequence has few blocks
+
+
+class Index(NamedTuple):
+    """A sequence's keys, and the queries [BLOCK_M, BLOCK_D] that meet them."""
+
+    q: Any
+    keys: Any  # Rows
+    block_size: Any
+    HEAD_DIM: Any
+    BLOCK_D: Any
+    PRECISION: Any
+
+
+@triton.jit
+def _scores(x, own, block):
+    """SCORES: the largest of a block, NaN where one is. One key of each block at a time."""
+    column = tl.arange(0, own.BLOCK_D)
+    there = (block < x.earlier)[:, None] & (column < own.HEAD_DIM)[None, :]
+    scores = tl.full([x.i.shape[0], block.shape[0]], -float("inf"), tl.float32)
+    for offset in range(own.block_size):
+        row = (block * own.block_size + offset).to(tl.int64)
+        # [BLOCK_N, BLOCK_D]
+        keys = tl.load(own.keys.source + row[:, None] * own.keys.stride + column[None, :], mask=there, other=0.0)
+        score = score_dot(own.q, keys, own.PRECISION)
+        scores = tl.where((score > scores) | (score != score), score, scores)
+    return scores
+
+
+@triton.jit(do_not_specialize=["n_seqs", "seqlen_q", "seqlen_k", "heads", "block_size", "slots"],
+            do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
+def msa_blocks_kernel(q_ptr, k_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k, stride_qs, stride_qh, stride_ks, stride_kh, n_seqs, seqlen_q,
+                      seqlen_k, heads, block_size, slots, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
+                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, True, True)
+    if place.row >= place.length:
+        return
+    # [BLOCK_M, BLOCK_D]
+    q = load_rows(head_rows(Operand(q_ptr, 0, stride_qs, stride_qh), 0, place.head, place.first, place.length, False), place.row, HEAD_DIM,
+                  BLOCK_M, BLOCK_D, True, False)
+    keys = head_rows(Operand(k_ptr, 0, stride_ks, stride_kh), 0, 0, place.other_first, place.other_length, False)
+    choose_best(place, Index(q, keys, block_size, HEAD_DIM, BLOCK_D, PRECISION), blocks_ptr, heads, block_size, slots, _scores, SLOTS,
+                BLOCK_M, BLOCK_N)
+
+
+def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_size: int, slots: int) -> Tensor:
+    """q (total_q, heads, width), k (total_k, 1, width); int32 (total_q, heads, slots)."""
+    total_q, heads, _ = q.shape
+    chosen = torch.empty(total_q, heads, slots, dtype=torch.int32, device=q.device)
+    if chosen.numel() == 0:
+        return chosen
+    programs, sequences, constants = plan_choice(q, cu_seqlens_q, heads, slots)
+    constants["BLOCK_N"] = min(constants["BLOCK_N"], BLOCKS_AT_ONCE)
+    with on_device_of(q):
+        msa_blocks_kernel[(programs,)](q, k, chosen, cu_seqlens_q, cu_seqlens_k, *strides(q)[1:], *strides(k)[1:], sequences, total_q,
+                                       k.shape[0], heads, block_size, slots, **constants)
+    return chosen

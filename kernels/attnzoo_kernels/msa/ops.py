@@ -1,0 +1,19 @@
+"""The choice of blocks behind torch.compile. It has no derivative. Triton is imported in it."""
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import autograd
+
+
+def _choose(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_size: int, slots: int) -> Tensor:
+    from attnzoo_kernels.msa.choose import launch_blocks
+
+    return launch_blocks(q, k, cu_seqlens_q, cu_seqlens_k, block_size, slots)
+
+
+def _fake_choose(q, k, cu_seqlens_q, cu_seqlens_k, block_size, slots):
+    return q.new_empty(*q.shape[:-1], slots, dtype=torch.int32)
+
+
+choose = autograd.forward_only("msa_blocks", _choose, _fake_choose)
