@@ -20,7 +20,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32) if GPU else (torch.float
 def tensors(queries, keys, heads=6, kv_heads=2, dtype=torch.float32, rows=(), width=24, index_width=16):
     """q, k, v, index_q and index_k."""
     generator = torch.Generator(DEVICE).manual_seed(0)
-    shapes = (queries, heads, width), (keys, kv_heads, width), (keys, kv_heads, width), (queries, kv_heads, index_width), (keys, 1, index_width)
+    shapes = ((queries, heads, width), (keys, kv_heads, width), (keys, kv_heads, width), (queries, kv_heads, index_width),
+              (keys, 1, index_width))
     return [torch.randn(*rows, *shape, device=DEVICE, generator=generator).to(dtype) for shape in shapes]
 
 
@@ -83,7 +84,7 @@ def test_attention_is_over_the_chosen_blocks(impl):
 
 def formula(q, k, index_q, index_k, blocks, block_size):
     """The divergence KL(P || S) and the entropy of P, summed, query by query: (total, kv_heads) of one sequence."""
-    (queries, heads, width), (keys, kv_heads, _) = q.shape, k.shape
+    (queries, _, width), (keys, kv_heads, _) = q.shape, k.shape
     losses = torch.zeros(queries, kv_heads, dtype=q.dtype)
     for i in range(queries):
         t = i + keys - queries
