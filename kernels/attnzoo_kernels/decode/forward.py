@@ -105,6 +105,15 @@ def _paged_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: 
 
 
 @triton.jit
+def _in_float16(x):
+    """x in float16, multiplied by a power of two that brings its largest magnitude close to 2^14, and the inverse of that."""
+    x = x.to(tl.float32)
+    exponent = tl.max(tl.max(tl.abs(x), 1), 0).to(tl.int32, bitcast=True) >> 23
+    power = tl.minimum(268 - exponent, 253)
+    return (x * (power << 23).to(tl.float32, bitcast=True)).to(tl.float16), ((254 - power) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, seqlen_q, heads, VALUE_DIM: tl.constexpr,
                   BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr):
     """Output and LSE of the rows (query i, head) from their sums."""
@@ -167,6 +176,10 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         # [BLOCK_M, BLOCK_D]
         q_rows = q_ptr + tl.cast(seq, tl.int64) * stride_qb + tl.cast(i, tl.int64) * stride_qs + tl.cast(head, tl.int64) * stride_qh
         q = tl.load(q_rows[:, None] + columns[None, :], mask=real[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
+        if k_source.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+            # e4m3 becomes float16 by one instruction and bfloat16 by four; a power of two keeps the queries in float16's range
+            q, less = _in_float16(q)
+            scale *= less
         slope = tl.zeros([BLOCK_M, 1], tl.float32)
         if HAS_ALIBI:
             slope = tl.load(alibi_slopes + seq * stride_ab + head, mask=real, other=0.0).to(tl.float32)[:, None]
@@ -291,7 +304,8 @@ class _Plan:
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, aligned: bool, has_sinks: bool, has_scales: tuple[bool, bool],
           slopes_stride: int | None, q: Layout, k: Layout, v: Layout, table: Layout | None, softmax_scale: float, window_left: int,
-          window_right: int, softcap: float) -> _Plan:
+          window_right: int, softcap: float, out_dtype: torch.dtype | None) -> _Plan:
+    # a Launch keeps what it compiled, so that out_dtype, which only the output shows, is a part of the key
     batch, seqlen_q, heads, head_dim = q[0]
     n_pages, page, kv_heads = k[0][:3]
     max_len = page if table is None else table[0][1] * page
@@ -347,7 +361,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block
     slopes_stride = None if alibi_slopes is None else alibi_slopes.stride(0) if alibi_slopes.dim() == 2 else 0
     plan = _plan(q.device, q.dtype, k.dtype, are_aligned(q, k, v), sinks is not None, (k_scale is not None, v_scale is not None),
                  slopes_stride, layout(q), layout(k), layout(v), None if block_table is None else layout(block_table), softmax_scale,
-                 window_left, window_right, softcap)
+                 window_left, window_right, softcap, out_dtype)
     acc = torch.empty(plan.acc_shape, dtype=torch.float32, device=q.device)
     stats = torch.empty(*plan.acc_shape[:2], 2, dtype=torch.float32, device=q.device)
     closes = torch.empty(plan.acc_shape[0] // 2, 4, dtype=torch.int32, device=q.device)
