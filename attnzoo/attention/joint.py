@@ -24,7 +24,8 @@ def joined(projections: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
 
 def product(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
     """The outputs of all projections of x (..., in_features), one behind the other, (..., sum of out_features)."""
-    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting():
+    exporting = torch.compiler._is_exporting_flag  # is_exporting() is true in torch.compile, too, in torch 2.11
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or exporting:
         return fp8.product_of(*projections)(x, *joined(projections))
     device = x.device.type
     cast = torch.is_autocast_enabled(device) and x.dtype != torch.float64  # which autocast leaves alone
