@@ -227,7 +227,7 @@ def fp8(session: Session) -> Iterator[list[Row]]:
             columns = []
             for name, narrow in ((session.options.dtype, case), ("float8_e4m3fn", replace(case, fp8=True))):
                 entry, = layers(replace(session, backends=[BACKENDS["attnzoo-triton"]]), narrow)
-                columns.append(replace(entry, label=name, work={"forward": entry.work["forward"] / narrow.bytes() * 1e9}))
+                columns.append(replace(entry, label=name, work={"forward": entry.work["forward"] / narrow.bytes() * 1e12}))
             yield harness.compare(Line("decode", "fp8", f"batch {batch}" + (f", pages of {page}" if page else ""), length), columns,
                                   ["forward"], session.timing, unit="calls/s")
 
