@@ -30,7 +30,7 @@ class DistanceBiasAttention(WindowedAttention):
         "kerple_log": -r1 log(1 + r2 distance); "kerple_power": -r1 distance^r2; with `r1` and `r2` of each head, in both directions alike.
         They count as at least 0.01, and r2 of a power as at most 2.
     window_size: (left, right) keys beside its own that a query sees, -1 is unlimited; right is 0 in a causal model.
-    impl: the operator's path, None for the fastest that runs ("triton", "reference").
+    impl: the operator's path, None for the fastest that runs ("triton", "cpu", "reference").
     """
 
     supports = Supports(positions=("learned", "rotary", "none"), dropout=False, context_parallel=("dense", "packed"))

@@ -29,7 +29,7 @@ def paths():
     """All cases by plain PyTorch, and packed ones by Triton's kernels where its interpreter is quick."""
     for name, case in CASES.items():
         for packed in (True, False)[not case.packed :]:
-            yield name, packed, "reference" if GPU or name in ("sigmoid", "forgetting", "distance_bias") else "cpu"
+            yield name, packed, "reference" if GPU or name in ("sigmoid", "forgetting") else "cpu"
             if GPU or packed and name in ("causal", "differential", "sigmoid", "forgetting"):
                 yield name, packed, "triton"
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import test_block_sparse
 import test_differential
+import test_distance_bias
 import test_dual_chunk
 import test_flash
 import test_forgetting
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from attnzoo_kernels import dispatch
 from attnzoo_kernels.block_sparse import cases as block_sparse
 from attnzoo_kernels.differential import cases as differential
+from attnzoo_kernels.distance_bias import cases as distance_bias
 from attnzoo_kernels.dropout import keep_mask
 from attnzoo_kernels.dual_chunk import cases as dual_chunk
 from attnzoo_kernels.flash import cases as flash
@@ -33,7 +35,7 @@ from benchmarks.accuracy import assert_accurate
 
 pytestmark = pytest.mark.skipif(GPU, reason="it is the path of a machine without a GPU")
 OPERATORS = {"flash": flash, "block_sparse": block_sparse, "differential": differential, "dual_chunk": dual_chunk, "sigmoid": sigmoid,
-             "forgetting": forgetting}
+             "forgetting": forgetting, "distance_bias": distance_bias}
 COMPOSED = {"routed": routed, "nsa": nsa}  # of several operators, or a part of such
 LONG = (  # what the fused kernel does by several tiles, parts and blocks of its own
     ("flash", flash.Case(seqlen_q=300, seqlen_k=700, heads=4, kv_heads=2, causal=True)),
@@ -52,6 +54,8 @@ LONG = (  # what the fused kernel does by several tiles, parts and blocks of its
     ("routed", routed.Case(lengths_q=(260, 0, 17), heads=4, kv_heads=2, head_dim=32, block_size=8, slots=7, shared=True)),
     ("nsa", nsa.Case(seqlen_q=500, heads=4, kv_heads=2, head_dim=32, block_count=3, window=100)),
     ("forgetting", forgetting.Case(lengths_q=(300, 0, 740), heads=2, gate=-3.0)),
+    ("distance_bias", distance_bias.Case(seqlen_q=300, seqlen_k=700, heads=4, kv_heads=2, distances=400, origin=90)),
+    ("distance_bias", distance_bias.Case(lengths_q=(300, 0, 340), heads=2, causal=True, distances=128)),
 )
 CASES = [(name, replace(case, dtype=torch.float32)) for name, cases in (OPERATORS | COMPOSED).items()
          for case in cases.CORRECTNESS + getattr(cases, "DROPOUT", ())] + [
@@ -68,8 +72,9 @@ def run(operator: str, case, impl: str, dtype: torch.dtype | None = None):
         return test_sigmoid.run(case, case.inputs(), impl, dtype)
     if operator == "nsa":
         return test_nsa.run(case, impl, dtype, test_nsa.blocks_of(case))
-    if operator in ("differential", "forgetting", "routed"):
-        return {"differential": test_differential, "forgetting": test_forgetting, "routed": test_routed}[operator].run(case, impl, dtype)
+    by_case = {"differential": test_differential, "distance_bias": test_distance_bias, "forgetting": test_forgetting, "routed": test_routed}
+    if operator in by_case:
+        return by_case[operator].run(case, impl, dtype)
     return {"block_sparse": test_block_sparse, "dual_chunk": test_dual_chunk}[operator].run(case.inputs(), impl, dtype)
 
 
@@ -136,6 +141,7 @@ class Largest(TorchDispatchMode):
     ("dual_chunk", dual_chunk.Case(heads=1, head_dim=16, chunk_size=256, local_size=64)),
     ("sigmoid", sigmoid.Case(heads=1, head_dim=16, causal=True)),
     ("forgetting", forgetting.Case(heads=1, head_dim=16, gate=5.0)),
+    ("distance_bias", distance_bias.Case(heads=1, head_dim=16, causal=True)),
     ("routed", routed.Case(heads=1, head_dim=16, block_size=64)),
 ], ids=str)
 def test_memory_is_linear(operator, case):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paths import GPU
+from paths import GPU, PATHS
 from torch.testing import assert_close
 
 from attnzoo_kernels import distance_bias_attention, flash_attention
@@ -19,7 +19,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32) if GPU else (torch.float
 CASES = [replace(case, dtype=dtype) for n, case in enumerate(CORRECTNESS) for m, dtype in enumerate(DTYPES)
          if GPU or max(max(pair) for pair in case.lengths) <= 150 and case.head_dim <= 80 and (n + m) % 2 == 0]
 NAMES = ("out", "lse", "dq", "dk", "dv", "dbias")
-PATHS = ("triton", "reference")
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 

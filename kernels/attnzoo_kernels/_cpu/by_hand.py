@@ -29,7 +29,7 @@ def backward(parts: list[Inputs], rule: Rule, grad_out: Tensor, grad_lse: Tensor
         ds = dlogits * rule.softmax_scale if slope is None else dlogits * rule.softmax_scale * slope
         sums = () if part.gates is None else tuple(dlogits.sum(axis, dtype=torch.float64) for axis in (-1, -2))
         gradients.append(Gradients(ds @ for_each_head(part.k, part), sum_of_heads(ds.mT @ part.q, part),
-                                   sum_of_heads(_dropped(own, part).mT @ grad_out, part), *sums))
+                                   sum_of_heads(_dropped(own, part).mT @ grad_out, part), *sums, scores=dlogits))
     return gradients
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo_kernels import autograd, checks, dispatch
@@ -39,15 +40,16 @@ def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None
     @dispatch.without_autocast
     def forward(
         q: Tensor, k: Tensor, v: Tensor, log_f: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-        layout: Tensor | None, blocks: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, softmax_scale: float,
-        softcap: float, score_bias: float | None, dropout_p: float, window_left: int, window_right: int, exact: bool, numbers: list[int],
+        layout: Tensor | None, blocks: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, table: Tensor | None,
+        softmax_scale: float, softcap: float, score_bias: float | None, dropout_p: float, window_left: int, window_right: int, exact: bool,
+        numbers: list[int],
     ) -> tuple[Tensor, Tensor]:
         dispatch.note(f"{name} forward", "cpu")
         out, lse = fake(q, k, v, log_f, cu_seqlens_q)
         out.zero_()
         lse.fill_(-torch.inf)
-        for problem in _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, softmax_scale,
-                                 softcap, score_bias, dropout_p, window_left, window_right, exact, numbers):
+        for problem in _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, table,
+                                 softmax_scale, softcap, score_bias, dropout_p, window_left, window_right, exact, numbers):
             _attend(problem, tiles, q, k, v, out, lse)
         return out, lse
 
@@ -55,29 +57,32 @@ def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None
     def gradients(
         grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, log_f: Tensor | None,
         cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, layout: Tensor | None, blocks: Tensor | None,
-        alibi_slopes: Tensor | None, rng_state: Tensor | None, softmax_scale: float, softcap: float, score_bias: float | None,
-        dropout_p: float, window_left: int, window_right: int, exact: bool, numbers: list[int],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        alibi_slopes: Tensor | None, rng_state: Tensor | None, table: Tensor | None, softmax_scale: float, softcap: float,
+        score_bias: float | None, dropout_p: float, window_left: int, window_right: int, exact: bool, numbers: list[int],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         dispatch.note(f"{name} backward", "cpu")
-        dq, dk, dv, dlog_f = (x.new_zeros(x.shape) for x in (q, k, v, q.new_empty(0) if log_f is None else log_f))
-        for problem in _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, softmax_scale,
-                                 softcap, score_bias, dropout_p, window_left, window_right, exact, numbers):
-            _add_gradients(problem, tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, dlog_f)
-        return dq, dk, dv, dlog_f
+        dq, dk, dv, dlog_f, dtable = (q.new_zeros(0) if x is None else x.new_zeros(x.shape) for x in (q, k, v, log_f, table))
+        dtable = dtable.double()
+        for problem in _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, table,
+                                 softmax_scale, softcap, score_bias, dropout_p, window_left, window_right, exact, numbers):
+            _add_gradients(problem, tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, dlog_f, dtable)
+        return dq, dk, dv, dlog_f, dtable.to(q.dtype if table is None else table.dtype)
 
-    def fake_gradients(grad_out, grad_lse, q, k, v, out, lse, log_f, *_):
-        return tuple(x.new_empty(x.shape) for x in (q, k, v, q.new_empty(0) if log_f is None else log_f))
+    def fake_gradients(grad_out, grad_lse, q, k, v, out, lse, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state,
+                       table, *_):
+        return tuple(q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (q, k, v, log_f, table))
 
     def setup_context(ctx, inputs, output):
-        tensors, ctx.options = inputs[:10], inputs[10:]
+        tensors, ctx.options = inputs[:11], inputs[11:]
         ctx.save_for_backward(*tensors[:3], *output, *tensors[3:])
         ctx.set_materialize_grads(False)
 
     def backward(gradients, ctx, grad_out, grad_lse):
         tensors = ctx.saved_tensors
         grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
-        dq, dk, dv, dlog_f = gradients(grad_out, grad_lse, *tensors, *ctx.options)
-        return dq, dk, dv, None if tensors[5] is None else dlog_f, *(None,) * (6 + len(ctx.options))
+        dq, dk, dv, dlog_f, dtable = gradients(grad_out, grad_lse, *tensors, *ctx.options)
+        return (dq, dk, dv, None if tensors[5] is None else dlog_f, *(None,) * 6, None if tensors[12] is None else dtable,
+                *(None,) * len(ctx.options))
 
     differentiable = autograd.differentiable(f"{name}_cpu", public, forward, fake, setup_context, backward, gradients,
                                              autograd.custom_op(f"{name}_cpu_backward", gradients, fake_gradients))
@@ -86,15 +91,16 @@ def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None
         q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, softmax_scale: float, exact: bool,
         window_size: tuple[int, int] = (-1, -1), log_f: Tensor | None = None, layout: Tensor | None = None,
         blocks: Tensor | None = None, alibi_slopes: Tensor | None = None, rng_state: Tensor | None = None, softcap: float = 0.0,
-        score_bias: float | None = None, dropout_p: float = 0.0, numbers: Sequence[int] = (),
+        score_bias: float | None = None, dropout_p: float = 0.0, table: Tensor | None = None, numbers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
         """q, k: (copies, batch, seqlen, heads, width) or (copies, total, heads, width), v without copies. exact: whether the caller's
         tensors are of float32 or wider, so that the fused kernel's errors count. log_f: as in forgetting_attention, with gradient.
         layout: bool (batch or 1, heads or 1, q_blocks, k_blocks). blocks: as in routed_attention. score_bias: as sigmoid_bias in
-        sigmoid_attention. numbers: what `tiles` takes besides. The rest as in flash_attention."""
+        sigmoid_attention. table: as bias in distance_bias_attention, with gradient, by hand only; its origin is the first of the numbers.
+        numbers: what `tiles` takes besides. The rest as in flash_attention."""
         softmax_scale, q = checks.positive_scale(softmax_scale, q)  # the fused kernel's triangle is there before the scale
-        return differentiable(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, softmax_scale, softcap,
-                              score_bias, dropout_p, *window_size, exact, list(numbers))
+        return differentiable(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, table, softmax_scale,
+                              softcap, score_bias, dropout_p, *window_size, exact, list(numbers))
 
     return attend
 
@@ -117,6 +123,7 @@ class _Problem:
     group: int
     alibi_slopes: Tensor | None
     rng_state: Tensor | None
+    table: Tensor | None
     dropout_p: float
     dtype: torch.dtype  # of the computation
     way: ModuleType
@@ -152,6 +159,11 @@ class _Problem:
         """The keys at which queries stand."""
         return slice(rows.start + self.call.diagonal, rows.stop + self.call.diagonal)
 
+    def entries(self, rows: slice, keys: slice) -> Tensor:
+        """Those of the table that a tile's diagonals have, from the first row's last key to the last row's first key."""
+        first = self.call.numbers[0] + self.call.diagonal
+        return torch.arange(first + rows.start - keys.stop + 1, first + rows.stop - keys.start).clamp(0, self.table.shape[1] - 1)
+
     def _gates(self, rows: slice, keys: slice | Tensor, heads: slice) -> tuple[Tensor, Tensor] | None:
         return None if self.call.gates is None else self.call.gates.of(self.positions(rows), keys, heads)
 
@@ -166,14 +178,16 @@ class _Problem:
         if self.alibi_slopes is not None:
             distance = torch.arange(rows.start, rows.stop)[:, None] + self.call.diagonal - torch.arange(part.keys.start, part.keys.stop)
             bias = -self.alibi_slopes[:, :, None, None].to(dtype) * distance.abs()
+        if self.table is not None:
+            bias = self.table[:, self.entries(rows, part.keys)].to(dtype).unfold(1, part.keys.stop - part.keys.start, 1).flip(-1)
         if part.seen is None:
             return bias
         bias = torch.zeros(part.seen.shape, dtype=dtype) if bias is None else bias
         return bias.masked_fill(~part.seen, -torch.inf)
 
 
-def _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, softmax_scale, softcap,
-              score_bias, dropout_p, window_left, window_right, exact, numbers) -> Iterator[_Problem]:
+def _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, table, softmax_scale,
+              softcap, score_bias, dropout_p, window_left, window_right, exact, numbers) -> Iterator[_Problem]:
     packed = cu_seqlens_q is not None
     if packed:
         bounds = (itertools.pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k))
@@ -198,7 +212,7 @@ def _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alib
         chosen = None if blocks is None else blocks[tokens_q] if packed else blocks[number]
         call = Call(len_q, len_k, (window_left, window_right), own, chosen, q.shape[-2], is_fused, slopes is not None, gates, numbers)
         yield _Problem(call, rule, number, rows, tokens_q, tokens_k, packed, q.shape[-2], q.shape[-2] // k.shape[-2], slopes, rng_state,
-                       dropout_p, torch.float64 if exact and len_k <= FEW_KEYS else q.dtype,
+                       table, dropout_p, torch.float64 if exact and len_k <= FEW_KEYS else q.dtype,
                        way or (fused if is_fused else by_hand))
 
 
@@ -227,7 +241,7 @@ def _join(out: Tensor, lse: Tensor, tile: Tile, more: Tensor, more_lse: Tensor) 
     lse[:, tile.heads].index_copy_(2, tile.rows, torch.logaddexp(before, more_lse))
 
 
-def _add_gradients(problem: _Problem, tiles: Tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, dlog_f) -> None:
+def _add_gradients(problem: _Problem, tiles: Tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, dlog_f, dtable) -> None:
     grad_out, q, out, dq = (problem.queries(x) for x in (grad_out, q, out, dq))
     k, v, dk, dv = (problem.keys(x) for x in (k, v, dk, dv))
     lse, grad_lse = problem.rows(lse), None if grad_lse is None else problem.rows(grad_lse)
@@ -241,6 +255,11 @@ def _add_gradients(problem: _Problem, tiles: Tiles, grad_out, grad_lse, q, k, v,
             _add(dq[part.q_copy][:, tile.heads], tile.rows, own.q)
             _add(dk[part.k_copy][:, heads], part.keys, own.k)
             _add(dv[:, heads], part.keys, own.v)
+            if problem.table is not None:
+                # row i moves by i, so that diagonals are columns
+                skewed = F.pad(own.scores.sum(0).flip(-1), (0, own.scores.shape[-2])).flatten(1)[:, : -own.scores.shape[-2]]
+                dtable.index_add_(1, problem.entries(tile.rows, part.keys),
+                                  skewed.unflatten(1, (own.scores.shape[-2], -1)).sum(1, dtype=dtable.dtype))
             if dc is not None:
                 dc[:, tile.heads, problem.positions(tile.rows)] += own.rows
                 dc[:, tile.heads, part.keys] -= own.columns

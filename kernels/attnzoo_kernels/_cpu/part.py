@@ -33,13 +33,15 @@ class Rule(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of a part's q, k and v. rows and columns: with gates the sums of the scores' gradients, (batch, heads, rows or columns)."""
+    """Of a part's q, k and v. rows and columns: with gates the sums of the scores' gradients, (batch, heads, rows or columns). scores:
+    by hand, (batch, heads, rows, columns)."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     rows: Tensor | None = None
     columns: Tensor | None = None
+    scores: Tensor | None = None
 
 
 def finite(lse: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.distance_bias import ops
+from attnzoo_kernels.distance_bias.cpu import distance_bias_attention_cpu
 from attnzoo_kernels.distance_bias.reference import distance_bias_attention_reference
 
-IMPLEMENTATIONS = ("triton", "reference")
+IMPLEMENTATIONS = ("triton", "cpu", "reference")
 
 
 def distance_bias_attention(
@@ -46,8 +47,8 @@ def distance_bias_attention(
     return_lse: also return the natural log-sum-exp of the scores, with the bias, float32, (batch, heads, seqlen_q) or (heads, total),
         differentiable.
     deterministic: as in flash_attention. Plain Triton's forward and backward always repeat bit by bit.
-    impl: "triton" | "reference". None takes triton on CUDA tensors and the reference, quadratic in memory, on CPU ones. A path named runs
-        or raises.
+    impl: "triton" | "cpu" | "reference". None takes triton on CUDA tensors, and cpu on CPU ones: matrix products by tiles of queries, in
+        linear memory, with first derivatives only. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -58,12 +59,12 @@ def distance_bias_attention(
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     checks.deterministic(deterministic)
     checks.flag("return_lse", return_lse)
-    if dispatch.takes_cpu(impl, "q", q, "there is none"):
-        raise AssertionError
-    if dispatch.takes_reference("distance_bias", impl, "q", q):
-        out, lse = distance_bias_attention_reference(
-            q, k, v, bias, origin=origin, window_size=(left, right), softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    options = {"origin": origin, "window_size": (left, right), "softmax_scale": softmax_scale, "cu_seqlens_q": cu_seqlens_q,
+               "cu_seqlens_k": cu_seqlens_k}
+    if dispatch.takes_cpu(impl, "q", q):
+        out, lse = distance_bias_attention_cpu(q, k, v, bias, **options)
+    elif dispatch.takes_reference("distance_bias", impl, "q", q):
+        out, lse = distance_bias_attention_reference(q, k, v, bias, **options, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     else:
         if bias.dtype != torch.float32:
             raise NotImplementedError(f'bias: impl="triton" takes float32, got {bias.dtype}; impl="reference" takes it')
