@@ -13,6 +13,7 @@ from commands import PRELOAD
 MODELS: dict[str, dict[str, Any]] = {  # with positions and kinds of model that go with them
     "flash": {"window_size": [40, 0], "positions": "alibi", "attention_temperature": "ssmax"},
     "differential": {"version": 2},
+    "distance_bias": {"max_distance": 70},
     "forgetting": {"attention_gate": "head"},
     "sigmoid": {"sigmoid_bias": "length", "kind": "BERT", "positions": "learned"},
     "dual_chunk": {"chunk_size": 16, "temperature": "yarn"},
@@ -58,7 +59,7 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
     of_model = {key: value for key, value in options.items() if key in OF_MODEL}
     kind = of_model.pop("kind", "GPT")
     classes = {"sdpa": "SDP", "two_frame": "TwoFrame", "flash": "Flash", "dual_chunk": "DualChunk", "block_sparse": "BlockSparse",
-               "mla": "ML"}
+               "distance_bias": "DistanceBias", "mla": "ML"}
     attention = {"_target_": f"attnzoo.attention.{name}.{classes.get(name, name.capitalize())}Attention",
                  **{key: value for key, value in options.items() if key not in OF_MODEL}}
     torch.manual_seed(0)
