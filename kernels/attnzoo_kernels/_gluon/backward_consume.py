@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_dq import dq_before, hand_on_dq, sum_so_far, write_to
-from attnzoo_kernels._gluon.backward_tiles import HALF, await_tile, first_and_last_query, word
+from attnzoo_kernels._gluon.backward_tiles import HALF, await_tile, first_and_last_query, seen_by, word
 from attnzoo_kernels._gluon.hopper import async_store, box, fence_async_shared, mbarrier, product_layout, tma, warpgroup_mma_wait
 
 
@@ -106,7 +106,7 @@ def head_steps(sums, at, before, bounds, dq_tile, dq_end, low, high, of_tile, sm
     """The steps of a query head, in segments with a mask and without; dQ goes out step by step. sums: STEP's first arguments, and what it
     returns. before: steps of the heads before. dq_end: behind the last tile of dQ that was made."""
     ROWS: gl.constexpr = c.ROWS
-    for segment in gl.static_range(c.SEGMENT_BEGIN, c.SEGMENT_END):
+    for segment in gl.static_range(1 if c.LISTED else 0, 3 if c.LISTED or c.HAS_LEFT else 2):
         for i in range(bounds[segment], bounds[segment + 1]):
             j = c.ROW_TILE(of_tile, bars, before + i, i, c)
             made = dq_tile + j
@@ -167,11 +167,10 @@ def consume(grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, ME: gl
     at = 0
     slot, more = await_tile(work, bars.work_full, taken)
     while more != 0:
-        key = word(work, slot, "key")
-        bounds = word(work, slot, "begin"), word(work, slot, "full_begin"), word(work, slot, "full_end"), word(work, slot, "end")
-        len_q, len_k = word(work, slot, "len_q"), word(work, slot, "len_k")
-        of_tile = c.OF_TILE(own, key, len_q, len_k, c)
-        low, high = first_and_last_query(key + ME * HALF, len_q, len_k, problem.window_left, problem.window_right, c,
+        seen = seen_by(work, slot)
+        bounds = seen.begin, seen.full_begin, seen.full_end, seen.end
+        of_tile = c.OF_TILE(own, seen.key, seen.len_q, seen.len_k, c)
+        low, high = first_and_last_query(seen.key + ME * HALF, seen.len_q, seen.len_k, problem.window_left, problem.window_right, c,
                                          product_layout(c.ROWS))
         state = c.START(own, smem, slot, c)
         mbarrier.wait(bars.k_full, taken & 1)

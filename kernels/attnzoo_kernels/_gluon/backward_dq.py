@@ -6,7 +6,7 @@ The float32 dQ lies in tiles of a step's queries, each 64 rows of them in the or
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, await_tile, word
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, await_tile, seen_by, word
 from attnzoo_kernels._gluon.hopper import (
     async_add,
     async_store,
@@ -125,54 +125,59 @@ def first_buffer(of_tile, j, c):
 
 
 @gluon.jit
-def give_back_dq(bars):
-    """Both halves of dQ, once they were read."""
+def add_tile(dq_desc, dq_semaphore, smem, bars, tile, j, step, seen, of_tile, window_right, c):
+    """Has both halves of the j-th query tile's dQ added to `tile` of memory.
+
+    ORDERED: key tile by key tile, as dq_semaphore says; the first one writes over what was there unless that was CLEARED."""
+    SIZE: gl.constexpr = c.DQ_ROWS * c.WIDTH
+    now = 0
+    mine = 1
+    if c.ORDERED:
+        now = gl.load(dq_semaphore + tile, volatile=True)
+        if not c.CLEARED:
+            mine = turn_of(j, seen.key, seen.len_q, seen.len_k, window_right, c)
+    dq_tile = tile + c.BUFFER(of_tile, j, c)
+    for half in gl.static_range(2):
+        mbarrier.wait(bars.dq_full.index(half), step & 1)
+        if c.ORDERED and half == 0:
+            await_turn(dq_semaphore + tile, now, j, seen.key, seen.len_q, seen.len_k, window_right, c)
+        if mine == 0:
+            _write_half(dq_desc, smem.dq, dq_tile, half, SIZE)
+        else:
+            add_half(dq_desc, smem.dq, dq_tile, half, SIZE)
+    # once they were read
     for half in gl.static_range(2):
         tma.store_wait(1 - half)
         mbarrier.arrive(bars.dq_empty.index(half), count=1)
+    if c.ORDERED:
+        _pass_turn(dq_semaphore + tile)
+
+
+@gluon.jit
+def add_heads(dq_desc, dq_semaphore, smem, bars, first, step, seen, of_tile, problem, c):
+    """DQ_STEPS: of the query heads, whose tiles begin at `first`, those that see the keys; returns the next step."""
+    tile = first + seen.begin
+    for _ in range(problem.group):
+        for j in range(seen.tiles):
+            add_tile(dq_desc, dq_semaphore, smem, bars, tile, seen.begin + j, step, seen, of_tile, problem.window_right, c)
+            tile += 1
+            step += 1
+        tile += problem.head_tiles - seen.tiles
+    return step
 
 
 @gluon.jit
 def add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c):
-    """The warp that has both halves of dQ added to memory; the consumers run up to a step ahead of its waiting.
-
-    ORDERED: key tile by key tile, as dq_semaphore says; the first one writes over what was there unless that was CLEARED."""
-    SIZE: gl.constexpr = c.DQ_ROWS * c.WIDTH
-    window_right = problem.window_right
+    """The warp that has dQ added to memory, by DQ_STEPS; the consumers run up to a step ahead of its waiting."""
     taken = 0
     step = 0
     slot, more = await_tile(smem.work, bars.work_full, taken)
     while more != 0:
-        key = word(smem.work, slot, "key")
-        begin = word(smem.work, slot, "begin")
-        tiles = word(smem.work, slot, "end") - begin
-        len_q, len_k = word(smem.work, slot, "len_q"), word(smem.work, slot, "len_k")
-        tile = word(smem.work, slot, "dq_tile") + begin
+        seen = seen_by(smem.work, slot)
+        first = word(smem.work, slot, "dq_tile")
         mbarrier.arrive(bars.work_empty.index(slot), count=1)
-        of_tile = c.OF_TILE(own, key, len_q, len_k, c)
-        for _ in range(problem.group):
-            for j in range(tiles):
-                now = 0
-                mine = 1
-                if c.ORDERED:
-                    now = gl.load(dq_semaphore + tile, volatile=True)
-                    if not c.CLEARED:
-                        mine = turn_of(begin + j, key, len_q, len_k, window_right, c)
-                dq_tile = tile + c.BUFFER(of_tile, begin + j, c)
-                for half in gl.static_range(2):
-                    mbarrier.wait(bars.dq_full.index(half), step & 1)
-                    if c.ORDERED and half == 0:
-                        await_turn(dq_semaphore + tile, now, begin + j, key, len_q, len_k, window_right, c)
-                    if mine == 0:
-                        _write_half(dq_desc, smem.dq, dq_tile, half, SIZE)
-                    else:
-                        add_half(dq_desc, smem.dq, dq_tile, half, SIZE)
-                give_back_dq(bars)
-                if c.ORDERED:
-                    _pass_turn(dq_semaphore + tile)
-                tile += 1
-                step += 1
-            tile += problem.head_tiles - tiles
+        of_tile = c.OF_TILE(own, seen.key, seen.len_q, seen.len_k, c)
+        step = c.DQ_STEPS(dq_desc, dq_semaphore, smem, bars, first, step, seen, of_tile, problem, c)
         taken += 1
         slot, more = await_tile(smem.work, bars.work_full, taken)
     tma.store_wait(0)

@@ -10,11 +10,47 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, consume, pair_mainloop, pair_start, pair_store, same_tile
-from attnzoo_kernels._gluon.backward_dq import add_dq, first_buffer
+from attnzoo_kernels._gluon.backward_dq import add_dq, add_heads, first_buffer
 from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load, load_keys, load_queries, next_step
 from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles
-from attnzoo_kernels._gluon.backward_tiles import Config, Problem, next_key_tile, same_for_all
-from attnzoo_kernels._gluon.hopper import invalidate
+from attnzoo_kernels._gluon.backward_tiles import Problem, next_key_tile, same_for_all
+from attnzoo_kernels._gluon.hopper import constants, invalidate
+
+
+@constants
+class Config:
+    """What a kernel of the backward is compiled for, and its hooks."""
+
+    HEAD_DIM: gl.constexpr
+    VALUE_DIM: gl.constexpr
+    WIDTH: gl.constexpr  # of tiles of queries and keys
+    VALUE_WIDTH: gl.constexpr  # of tiles of values
+    ROWS: gl.constexpr  # queries of a step
+    DQ_ROWS: gl.constexpr  # rows of dQ that a step makes
+    STAGES: gl.constexpr  # steps that are loaded ahead
+    PACKED: gl.constexpr
+    HAS_LEFT: gl.constexpr
+    HAS_RIGHT: gl.constexpr
+    ORDERED: gl.constexpr  # dQ is added up in the order of its semaphores
+    CLEARED: gl.constexpr  # dQ was cleared before, though it is ORDERED
+    DQ_WARP: gl.constexpr  # a warp of its own has dQ added to memory
+    DQ_LAGS: gl.constexpr  # dQ is made a step late, so that the consumers need not keep step with each other
+    LISTED: gl.constexpr  # the queries that see a tile are a list, in which none that need a mask come first
+    OPTIONS: gl.constexpr  # a variant's own constants
+    OF_TILE: gl.constexpr = same_for_all  # what the hooks below need of a tile, from what they need of the problem
+    TILE: gl.constexpr = next_key_tile  # the next tile of keys
+    BOUNDS: gl.constexpr = all_queries  # the segments of a query head's steps
+    LOAD_STEPS: gl.constexpr = all_steps  # the loading warp's steps of a query head,
+    LOAD_NEXT: gl.constexpr = next_step  # and which tile of queries the next one loads
+    ROW_TILE: gl.constexpr = same_tile  # which tile of queries a consumer's step has
+    LOAD_Q: gl.constexpr = load_queries  # what a step loads
+    LOAD_K: gl.constexpr = load_keys  # what a tile of keys loads
+    START: gl.constexpr = pair_start  # a consumer's sums before a tile of keys
+    MAINLOOP: gl.constexpr = pair_mainloop  # the steps of a tile
+    STEP: gl.constexpr = pair_step  # what a consumer does with a step
+    STORE: gl.constexpr = pair_store  # where the sums go
+    DQ_STEPS: gl.constexpr = add_heads  # what the warp of DQ_WARP does for a tile of keys
+    BUFFER: gl.constexpr = first_buffer  # which buffer of dQ a step adds to
 
 
 @gluon.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group", "head_tiles",
@@ -29,10 +65,7 @@ def softmax_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc,
                        REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     """dv_from and dv_to are None, or those of `Gradients`, for launches that add up dV."""
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
-               PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, CLEARED=False, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
-               SEGMENT_BEGIN=0, SEGMENT_END=3 if HAS_LEFT else 2, OF_TILE=same_for_all, TILE=next_key_tile,
-               BOUNDS=all_queries, LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys,
-               START=pair_start, MAINLOOP=pair_mainloop, STEP=pair_step, STORE=pair_store, BUFFER=first_buffer)
+               PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS)
     grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
                       window_left, window_right)
@@ -40,14 +73,6 @@ def softmax_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc,
                           stats_desc),
                    grads, dq_desc, dq_semaphore,
                    problem, (), scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c)
-
-
-@gluon.jit
-def _add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c):
-    if c.ADD_DQ is None:
-        add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c)
-    else:
-        c.ADD_DQ(dq_desc, dq_semaphore, smem, bars, problem, own, c)
 
 
 @gluon.jit
@@ -67,7 +92,7 @@ def run_pair(source, grads, smem, bars, dq_desc, dq_semaphore, problem, own, sca
             (consume, (grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, 0)),
             (consume, (grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, 1)),
             (load, (source, smem, bars, problem, own, c)),
-            (_add_dq, (dq_desc, dq_semaphore, smem, bars, problem, own, c)),
+            (add_dq, (dq_desc, dq_semaphore, smem, bars, problem, own, c)),
         ], [4, 1, 1], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])
     else:
         gl.warp_specialize([

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, WORK, announce
-from attnzoo_kernels._gluon.hopper import async_load, box, mbarrier, ring
+from attnzoo_kernels._gluon.hopper import async_load, await_empty, box, mbarrier
 
 
 class Source(NamedTuple):
@@ -111,8 +111,7 @@ def load(source, smem, bars, problem, own, c):
     taken = 0
     more = 1
     while more != 0:
-        slot, phase = ring(taken, WORK)
-        mbarrier.wait(bars.work_empty.index(slot), phase ^ 1)
+        slot = await_empty(bars.work_empty, taken, WORK)
         tile, sequence, first_q = c.TILE(problem, own, c)
         more = tile.more
         announce(smem.work, bars.work_full, slot, tile)
@@ -125,8 +124,7 @@ def load(source, smem, bars, problem, own, c):
                 begin, end, state = c.LOAD_STEPS(of_tile, tile, member)
                 for n in range(begin, end):
                     j, state = c.LOAD_NEXT(of_tile, state, n)
-                    stage, stage_phase = ring(step, c.STAGES)
-                    mbarrier.wait(bars.step_empty.index(stage), stage_phase ^ 1)
+                    stage = await_empty(bars.step_empty, step, c.STAGES)
                     _load_queries(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c)
                     if loaded == 0:  # behind the first queries: keys and values have one buffer, which is freed late
                         _load_keys(source, smem, bars, tile, sequence, taken, c)

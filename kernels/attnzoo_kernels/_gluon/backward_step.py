@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.backward_dq import dq_before, dq_half, hand_on_dq
 from attnzoo_kernels._gluon.backward_tiles import HALF, WORK
 from attnzoo_kernels._gluon.hopper import (
+    await_full,
     barrier,
     barriers,
     fence_async_shared,
@@ -144,20 +145,19 @@ def base_2_scores(scores, smem, stage, scale, low, high, c, MASKED: gl.constexpr
 
 @gluon.jit
 def scores_in_flight(q_tiles, smem, bars, step, c, ME: gl.constexpr):
-    """(stage of a step, its phase, its scores still in flight)."""
+    """(stage of a step, its scores still in flight)."""
     ROWS: gl.constexpr = q_tiles.shape[1]
-    stage, phase = ring(step, c.STAGES)
-    mbarrier.wait(bars.q_full.index(stage), phase)
+    stage = await_full(bars.q_full, step, c.STAGES)
     # [HALF, WIDTH] x [WIDTH, ROWS]
-    return stage, phase, warpgroup_mma(smem.k.index(ME), q_tiles.index(stage).permute((1, 0)),
-                                       gl.zeros([HALF, ROWS], gl.float32, product_layout(ROWS)), use_acc=False, is_async=True)
+    return stage, warpgroup_mma(smem.k.index(ME), q_tiles.index(stage).permute((1, 0)),
+                                gl.zeros([HALF, ROWS], gl.float32, product_layout(ROWS)), use_acc=False, is_async=True)
 
 
 @gluon.jit
 def products(q_tiles, smem, bars, step, c, ME: gl.constexpr):
     """(stage of a step, its scores, dO Vᵀ still in flight)."""
-    stage, phase, pending = scores_in_flight(q_tiles, smem, bars, step, c, ME)
-    mbarrier.wait(bars.do_full.index(stage), phase)
+    stage, pending = scores_in_flight(q_tiles, smem, bars, step, c, ME)
+    await_full(bars.do_full, step, c.STAGES)
     # [HALF, VALUE_WIDTH] x [VALUE_WIDTH, c.ROWS]
     dweights_pending = warpgroup_mma(smem.v.index(ME), smem.do.index(stage).permute((1, 0)),
                                      gl.zeros([HALF, c.ROWS], gl.float32, product_layout(c.ROWS)), use_acc=False, is_async=True)

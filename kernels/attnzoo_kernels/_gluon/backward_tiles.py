@@ -5,50 +5,13 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import constants, mbarrier, ring
+from attnzoo_kernels._gluon.hopper import await_full, mbarrier
 from attnzoo_kernels._gluon.tiles import by_groups, find_sequence
 
 ROWS = gl.constexpr(64)  # queries of a step, if nothing else is said
 KEYS = gl.constexpr(128)  # of a program
 HALF = gl.constexpr(64)  # keys of a consumer
 WORK = gl.constexpr(2)  # tiles that the loading warp may be ahead
-
-
-@constants
-class Config:
-    """What a kernel of the backward is compiled for, and its hooks."""
-
-    HEAD_DIM: gl.constexpr
-    VALUE_DIM: gl.constexpr
-    WIDTH: gl.constexpr  # of tiles of queries and keys
-    VALUE_WIDTH: gl.constexpr  # of tiles of values
-    ROWS: gl.constexpr  # queries of a step
-    DQ_ROWS: gl.constexpr  # rows of dQ that a step makes
-    STAGES: gl.constexpr  # steps that are loaded ahead
-    PACKED: gl.constexpr
-    HAS_LEFT: gl.constexpr
-    HAS_RIGHT: gl.constexpr
-    ORDERED: gl.constexpr  # dQ is added up in the order of its semaphores
-    CLEARED: gl.constexpr  # dQ was cleared before, though it is ORDERED
-    DQ_WARP: gl.constexpr  # a warp of its own has dQ added to memory
-    OPTIONS: gl.constexpr  # a variant's own constants
-    DQ_LAGS: gl.constexpr  # dQ is made a step late, so that the consumers need not keep step with each other
-    SEGMENT_BEGIN: gl.constexpr  # of the segments of the queries that see a tile: 0 has a mask, 1 none, 2 again one
-    SEGMENT_END: gl.constexpr
-    OF_TILE: gl.constexpr  # what the hooks below need of a tile, from what they need of the problem: as same_for_all
-    TILE: gl.constexpr  # the next tile of keys, as next_key_tile
-    BOUNDS: gl.constexpr  # the segments of a query head's steps, as all_queries
-    LOAD_STEPS: gl.constexpr  # the loading warp's steps of a query head, as all_steps,
-    LOAD_NEXT: gl.constexpr  # and which tile of queries the next one loads, as next_step
-    ROW_TILE: gl.constexpr  # which tile of queries a consumer's step has, as same_tile
-    LOAD_Q: gl.constexpr  # what a step loads, as load_queries
-    LOAD_K: gl.constexpr  # what a tile of keys loads, as load_keys
-    START: gl.constexpr  # a consumer's sums before a tile of keys, as pair_start
-    MAINLOOP: gl.constexpr  # the steps of a tile, as pair_mainloop
-    STEP: gl.constexpr  # what a consumer does with a step, as pair_step
-    STORE: gl.constexpr  # where the sums go, as pair_store
-    ADD_DQ: gl.constexpr  # the warp of DQ_WARP, if it is not add_dq
-    BUFFER: gl.constexpr  # which buffer of dQ a step adds to, as first_buffer
 
 
 class Problem(NamedTuple):
@@ -114,9 +77,29 @@ def announce(work, full, slot, tile):
 @gluon.jit
 def await_tile(work, full, taken):
     """(slot of the next tile, whether there is one)."""
-    slot, phase = ring(taken, WORK)
-    mbarrier.wait(full.index(slot), phase)
+    slot = await_full(full, taken, WORK)
     return slot, word(work, slot, "more")
+
+
+class Seen(NamedTuple):
+    """Of a KeyTile what says which queries see it."""
+
+    key: Any
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+    tiles: Any
+    len_q: Any
+    len_k: Any
+
+
+@gluon.jit
+def seen_by(work, slot):
+    """Of the tile in a slot."""
+    key, begin, full_begin = word(work, slot, "key"), word(work, slot, "begin"), word(work, slot, "full_begin")
+    full_end, end = word(work, slot, "full_end"), word(work, slot, "end")
+    return Seen(key, begin, full_begin, full_end, end, end - begin, word(work, slot, "len_q"), word(work, slot, "len_k"))
 
 
 @gluon.jit

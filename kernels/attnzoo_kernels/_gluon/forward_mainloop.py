@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS
 from attnzoo_kernels._gluon.hopper import (
+    await_stage,
     fence_async_shared,
     mbarrier,
     product_layout,
@@ -49,10 +50,9 @@ def mask_scores(scores, row, column, len_q, len_k, window_left, window_right, HA
 def hand_on(bars, step, count, config):
     """Give back `count` tiles unread, which only other consumers see; returns the next step."""
     for _ in range(count):
-        slot, phase = stage_of(step, config.STAGES)
-        mbarrier.wait(bars.k_full.index(slot), phase)
+        slot = await_stage(bars.k_full, step, config.STAGES)
         mbarrier.arrive(bars.k_empty.index(slot), count=1)
-        mbarrier.wait(bars.v_full.index(slot), phase)
+        await_stage(bars.v_full, step, config.STAGES)
         if not config.JOINT_RELEASE:
             mbarrier.arrive(bars.v_empty.index(slot), count=1)
         step += 1
@@ -67,14 +67,6 @@ def queries_in_registers(program, config, ME: gl.constexpr, taken, there):
     fence_async_shared()  # fault 2
     mbarrier.arrive(program.bars.q_empty.index(ME), count=1)
     return q
-
-
-@gluon.jit
-def await_keys(step, program, config):
-    """The slot of a step's keys, once they are there."""
-    slot, phase = stage_of(step, config.STAGES)
-    mbarrier.wait(program.bars.k_full.index(slot), phase)
-    return slot
 
 
 @gluon.jit
@@ -161,8 +153,7 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
     else:
         weights = config.WEIGHTS(scores, where, program, config)
     if config.K_BEFORE_PV:  # fault 4: the spin loop of this wait keeps the exponentials above the wait for the product
-        after, phase_after = stage_of(s + 1, config.STAGES)
-        mbarrier.wait(bars.k_full.index(after), phase_after, pred=s + 1 < last_step)
+        await_stage(bars.k_full, s + 1, config.STAGES, last_step)
     acc = warpgroup_mma_wait(0, deps=(acc_pending,))
     if config.JOINT_RELEASE:
         release(bars.k_empty.index(slot))
@@ -177,8 +168,7 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
 @gluon.jit
 def last_product(p, acc, last_step, program, config):
     """The product of the last weights and their values, which is left in flight."""
-    before, phase_before = stage_of(last_step - 1, config.STAGES)
-    mbarrier.wait(program.bars.v_full.index(before), phase_before)
+    before = await_stage(program.bars.v_full, last_step - 1, config.STAGES)
     return warpgroup_mma(p, program.tiles.v.index(before), acc, is_async=True)
 
 
@@ -195,7 +185,7 @@ def attend(q, span, step, program, config):
     acc_layout: gl.constexpr = product_layout(config.BLOCK_DV)
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     column = config.COLUMN(span.end - 1, span, True, program, config)
-    slot = await_keys(step, program, config)
+    slot = await_stage(bars.k_full, step, config.STAGES)
     masked = span.end > span.full_end or (config.HAS_LEFT and span.end <= span.full_begin)
     HALF: gl.constexpr = config.BLOCK_N // 2
     if config.HALF_TILE and span.row + ROWS + (span.len_k - span.len_q + program.problem.window_right) <= column + HALF:
@@ -210,8 +200,7 @@ def attend(q, span, step, program, config):
 
     last_step = step + span.end - 1 - span.begin
     if config.K_BEFORE_PV:
-        slot, phase = stage_of(step, config.STAGES)
-        mbarrier.wait(bars.k_full.index(slot), phase, pred=step < last_step)
+        await_stage(bars.k_full, step, config.STAGES, last_step)
     middle = last_step
     if config.ROW_MAX_NOT_NEGATIVE:
         if gl.min(row_max, 0) >= 0:
@@ -231,29 +220,28 @@ def attend(q, span, step, program, config):
 
 
 @gluon.jit
-def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """MAINLOOP over one span of keys; of queries in shared memory, those of a branch, or of the taken-th tile."""
-    if not config.Q_IN_REGISTERS:
-        if config.Q_SLOTS == config.BRANCHES:
-            slot, phase = BRANCH, taken & 1
-        else:
-            slot, phase = ring(taken, config.Q_SLOTS)
-        at = slot * config.CONSUMERS + ME
-        mbarrier.wait(program.bars.q_full.index(at), phase)
-        q = program.tiles.q.index(at)
-    acc_pending, row_max, row_sum, step = attend(q, span, step, program, config)
-    if not config.Q_IN_REGISTERS:
-        mbarrier.arrive(program.bars.q_empty.index(at), count=1)
-    return acc_pending, row_max, row_sum, step, q_step
-
-
-@gluon.jit
 def await_queries(q_step, ME: gl.constexpr, program, config):
     """The place of a consumer's queries of the q_step-th load, once they are there."""
     slot, phase = ring(q_step, config.Q_SLOTS)
     at = slot * config.CONSUMERS + ME
     mbarrier.wait(program.bars.q_full.index(at), phase)
     return at
+
+
+@gluon.jit
+def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
+    """MAINLOOP over one span of keys; of queries in shared memory, those of a branch, or of the taken-th tile."""
+    if not config.Q_IN_REGISTERS:
+        if config.Q_SLOTS == config.BRANCHES:
+            at = BRANCH * config.CONSUMERS + ME
+            mbarrier.wait(program.bars.q_full.index(at), taken & 1)
+        else:
+            at = await_queries(taken, ME, program, config)
+        q = program.tiles.q.index(at)
+    acc_pending, row_max, row_sum, step = attend(q, span, step, program, config)
+    if not config.Q_IN_REGISTERS:
+        mbarrier.arrive(program.bars.q_empty.index(at), count=1)
+    return acc_pending, row_max, row_sum, step, q_step
 
 
 @gluon.jit
@@ -267,7 +255,7 @@ def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: 
     """
     bars, tiles = program.bars, program.tiles
     at = await_queries(q_step, ME, program, config)
-    slot = await_keys(step, program, config)
+    slot = await_stage(bars.k_full, step, config.STAGES)
     masked = FIRST(span)
     row_max, row_sum, p = first_weights(tiles.q.index(at), tiles.k.index(slot), bars.k_empty.index(slot), masked,
                                         (end - 1) * config.BLOCK_N, span, scale, program, config)
@@ -277,8 +265,7 @@ def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: 
     last_step = ends[len(ends) - 1]
     step += 1
     if config.K_BEFORE_PV:
-        slot, phase = stage_of(step, config.STAGES)
-        mbarrier.wait(bars.k_full.index(slot), phase, pred=step < last_step)
+        await_stage(bars.k_full, step, config.STAGES, last_step)
     for n in range(len(ends)):
         stop = _nth(ends, n)
         if (n > 0) & (stop > step):

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS
-from attnzoo_kernels._gluon.hopper import load_box, mbarrier, place, ring
+from attnzoo_kernels._gluon.hopper import await_empty, load_box, mbarrier, place, ring
 from attnzoo_kernels._gluon.tile_scheduler import leave_at_zero, loaded_tiles, next_index, publish, rows_of
 
 NONE = gl.constexpr((-1, 0, 0))  # the words behind the last tile
@@ -36,21 +36,18 @@ class Keys(NamedTuple):
 @gluon.jit
 def load_keys(desc, step, keys, key, program, config):
     """The tile from `key` on, for a step of the mainloop."""
-    slot, phase = ring(step, config.STAGES)
-    mbarrier.wait(program.bars.k_empty.index(slot), phase ^ 1)
+    slot = await_empty(program.bars.k_empty, step, config.STAGES)
     load_box(desc, program.tiles.k, program.bars.k_full, slot,
              place(keys.sequence, keys.kv_head, keys.first, key, keys.length, config.PACKED))
 
 
 @gluon.jit
 def load_values(step, keys, key, program, config):
-    slot, phase = ring(step, config.STAGES)
     if config.JOINT_RELEASE:  # values of a step are free with the keys of the next
-        next_slot, next_phase = ring(step + 1, config.STAGES)
-        mbarrier.wait(program.bars.k_empty.index(next_slot), next_phase ^ 1)
+        await_empty(program.bars.k_empty, step + 1, config.STAGES)
     else:
-        mbarrier.wait(program.bars.v_empty.index(slot), phase ^ 1)
-    load_box(program.descs.v, program.tiles.v, program.bars.v_full, slot,
+        await_empty(program.bars.v_empty, step, config.STAGES)
+    load_box(program.descs.v, program.tiles.v, program.bars.v_full, step % config.STAGES,
              place(keys.sequence, keys.kv_head, keys.first, key, keys.length, config.PACKED))
 
 

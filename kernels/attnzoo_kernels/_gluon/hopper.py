@@ -16,9 +16,10 @@ from triton.language.core import _aggregate
 from attnzoo_kernels._triton import launch
 from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, descriptor_template, tma_takes_layout
 
-__all__ = ["TRIED", "async_add", "async_load", "async_store", "barrier", "barriers", "box", "descriptor", "fence_async_shared",
-           "constants", "invalidate", "load_box", "load_tile", "mbarrier", "place", "product_layout", "release", "ring",
-           "shared_tiles", "stage_of", "tma", "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
+__all__ = ["TRIED", "async_add", "async_load", "async_store", "await_empty", "await_full", "await_stage", "barrier", "barriers", "box",
+           "constants", "descriptor", "fence_async_shared", "invalidate", "load_box", "load_tile", "mbarrier", "place",
+           "product_layout", "release", "ring", "shared_tiles", "stage_of", "tma", "version_is_tried", "warpgroup_mma",
+           "warpgroup_mma_wait", "why_not_tma"]
 
 SEQUENCE_END = gl.constexpr(launch.SEQUENCE_END)
 TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to the plain kernels
@@ -30,12 +31,16 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 
 def constants(cls: type) -> type:
     """A struct of constants, which are annotated as gl.constexpr and given by name in a kernel: numbers, switches and hooks, which are jit
-    functions. One that is not given is None. Unlike a tuple of them it passes gl.warp_specialize, hooks included (fault 6)."""
+    functions. One that is not given is the hook that stands behind its annotation, or None. Unlike a tuple of them it passes
+    gl.warp_specialize, hooks included (fault 6)."""
+    hooks = {name: getattr(cls, name, None) for name in cls.__annotations__}
+    if not all(hook is None or isinstance(hook, triton.JITFunction) for hook in hooks.values()):
+        raise TypeError("only a hook can stand in for what is not given: Triton's cache knows of no other value's change")
 
     @gluon.constexpr_function
-    def __init__(self, _names=tuple(cls.__annotations__), **values):
-        for name in _names:
-            setattr(self, name, gl.constexpr(values.pop(name, None)))
+    def __init__(self, _hooks=hooks, **values):
+        for name, hook in _hooks.items():
+            setattr(self, name, gl.constexpr(values.pop(name, hook)))
         if values:
             raise TypeError(f"unknown constants: {', '.join(values)}")
 
@@ -101,6 +106,30 @@ def stage_of(step, STAGES: gl.constexpr):
     else:
         slot, phase = ring(step, STAGES)
     return slot, phase
+
+
+@gluon.jit
+def await_full(full, step, SLOTS: gl.constexpr):
+    """The slot of a step in a ring, once it is full."""
+    slot, phase = ring(step, SLOTS)
+    mbarrier.wait(full.index(slot), phase)
+    return slot
+
+
+@gluon.jit
+def await_empty(empty, step, SLOTS: gl.constexpr):
+    """The slot of a step in a ring, once it was read the last time."""
+    slot, phase = ring(step, SLOTS)
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    return slot
+
+
+@gluon.jit
+def await_stage(full, step, STAGES: gl.constexpr, end=None):
+    """As await_full, by stage_of; it does not wait for the step `end`."""
+    slot, phase = stage_of(step, STAGES)
+    mbarrier.wait(full.index(slot), phase, pred=True if end is None else step < end)
+    return slot
 
 
 @gluon.jit

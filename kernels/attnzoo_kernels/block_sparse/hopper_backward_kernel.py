@@ -5,13 +5,12 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, pair_mainloop, pair_start, pair_store
-from attnzoo_kernels._gluon.backward_dq import first_buffer
-from attnzoo_kernels._gluon.backward_kernel import run_pair
-from attnzoo_kernels._gluon.backward_load import Operands, Source, load_keys, load_step
-from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles
-from attnzoo_kernels._gluon.backward_tiles import KEYS, ROWS, Config, KeyTile, Problem, same_for_all, word
-from attnzoo_kernels._gluon.hopper import mbarrier, ring
+from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries
+from attnzoo_kernels._gluon.backward_kernel import Config, run_pair
+from attnzoo_kernels._gluon.backward_load import Operands, Source, load_step
+from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_tiles
+from attnzoo_kernels._gluon.backward_tiles import KEYS, ROWS, KeyTile, Problem, word
+from attnzoo_kernels._gluon.hopper import await_full
 from attnzoo_kernels.block_sparse.hopper_lists import find_list, list_lengths, listed_tile
 
 
@@ -80,8 +79,7 @@ def _load_queries(operands, stats_desc, smem, bars, lists, stage, batch, head, r
 @gluon.jit
 def _row_tile(lists, bars, step, n, c):
     """ROW_TILE: as the loading warp says."""
-    stage, phase = ring(step, c.STAGES)
-    mbarrier.wait(bars.q_full.index(stage), phase)
+    stage = await_full(bars.q_full, step, c.STAGES)
     return gl.max(lists.numbers.index(stage).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
@@ -94,10 +92,9 @@ def block_sparse_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, 
                                    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
                                    LOAD_REGISTERS: gl.constexpr):
     c = Config(HEAD_DIM=WIDTH, VALUE_DIM=WIDTH, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES, PACKED=False,
-               HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=False, CLEARED=True, DQ_WARP=False, DQ_LAGS=False, SEGMENT_BEGIN=1,
-               SEGMENT_END=3, OF_TILE=same_for_all, TILE=_listed_tile, BOUNDS=_bounds_of_head if GROUPED else all_queries,
-               LOAD_STEPS=_steps_of_head if GROUPED else _steps, LOAD_NEXT=_next_entry, ROW_TILE=_row_tile, LOAD_Q=_load_queries,
-               LOAD_K=load_keys, START=pair_start, MAINLOOP=pair_mainloop, STEP=pair_step, STORE=pair_store, BUFFER=first_buffer)
+               HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, LISTED=True, TILE=_listed_tile,
+               BOUNDS=_bounds_of_head if GROUPED else all_queries, LOAD_STEPS=_steps_of_head if GROUPED else _steps, LOAD_NEXT=_next_entry,
+               ROW_TILE=_row_tile, LOAD_Q=_load_queries)
     smem = pair_tiles(q_desc.dtype, c)
     bars = pair_barriers(c)
     numbers = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))

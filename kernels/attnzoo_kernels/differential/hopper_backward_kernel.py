@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_consume import Gradients, pair_start, pair_store, store_keys
 from attnzoo_kernels._gluon.backward_dq import add_to
-from attnzoo_kernels._gluon.backward_kernel import run_pair
-from attnzoo_kernels._gluon.backward_load import Source, all_steps, next_step
+from attnzoo_kernels._gluon.backward_kernel import Config, run_pair
+from attnzoo_kernels._gluon.backward_load import Source
 from attnzoo_kernels._gluon.backward_step import (
     Barriers,
     Shared,
@@ -23,8 +23,9 @@ from attnzoo_kernels._gluon.backward_step import (
     step_barriers,
     tile_words,
 )
-from attnzoo_kernels._gluon.backward_tiles import HALF, ROWS, Config, Problem, next_key_tile, same_for_all, word
+from attnzoo_kernels._gluon.backward_tiles import HALF, ROWS, Problem, word
 from attnzoo_kernels._gluon.hopper import (
+    await_full,
     barriers,
     fence_async_shared,
     mbarrier,
@@ -106,7 +107,7 @@ def _unpacked(x, dtype: gl.constexpr, layout: gl.constexpr):
 @gluon.jit
 def _first_scores(smem, bars, step, c, ME: gl.constexpr):
     """The first branch's scores of a step."""
-    _, _, pending = scores_in_flight(smem.q[0], smem, bars, step, c, ME)
+    _, pending = scores_in_flight(smem.q[0], smem, bars, step, c, ME)
     return warpgroup_mma_wait(0, deps=(pending,))
 
 
@@ -121,9 +122,8 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
     dtype: gl.constexpr = q1_tiles.dtype
     second: gl.constexpr = 0 if SHARED_K else 2  # where the second branch's keys lie
     nothing = gl.zeros([HALF, ROWS], gl.float32, scores_layout)
-    stage, phase = ring(step, c.STAGES)
     slot, slot_phase = ring(step, 2)
-    mbarrier.wait(bars.do_full.index(stage), phase)
+    stage = await_full(bars.do_full, step, c.STAGES)
     # [HALF, BLOCK_DV] x [BLOCK_DV, ROWS], for both branches
     pending = warpgroup_mma(smem.v.index(ME), smem.do.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
     left, right = halves(scores)
@@ -259,8 +259,8 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
                                    REGISTERS: gl.constexpr):
     """k2, dk2 and their tails are None where the branches share their keys."""
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=BLOCK_D, VALUE_WIDTH=BLOCK_DV, ROWS=ROWS, STAGES=STAGES, PACKED=PACKED,
-               HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=False, OF_TILE=same_for_all, TILE=next_key_tile, LOAD_STEPS=all_steps,
-               LOAD_NEXT=next_step, LOAD_Q=load_queries_apart, LOAD_K=load_keys, START=_start, MAINLOOP=_mainloop, STORE=_store)
+               HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, LOAD_Q=load_queries_apart, LOAD_K=load_keys, START=_start, MAINLOOP=_mainloop,
+               STORE=_store)
     smem = branch_tiles(q1_desc.dtype, 1 if k2_desc is None else 2, False, c)
     bars = Barriers(*step_barriers(STAGES, 2, 2), barriers(4, 2), (), (), ())
     grads = Gradients(dk1_desc, dv_desc, dk1_ptr, dv_ptr, kv_heads * HEAD_DIM, kv_heads * VALUE_DIM, HEAD_DIM, VALUE_DIM)

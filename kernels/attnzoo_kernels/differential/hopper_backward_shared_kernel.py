@@ -8,12 +8,11 @@ so that they need not keep step with each other; a warp has it added to memory.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, pair_mainloop, pair_start, pair_store, same_tile
-from attnzoo_kernels._gluon.backward_dq import first_buffer
-from attnzoo_kernels._gluon.backward_kernel import run_pair
-from attnzoo_kernels._gluon.backward_load import Source, all_steps, next_step
+from attnzoo_kernels._gluon.backward_consume import Gradients
+from attnzoo_kernels._gluon.backward_kernel import Config, run_pair
+from attnzoo_kernels._gluon.backward_load import Source
 from attnzoo_kernels._gluon.backward_step import add_step, pair_barriers, products
-from attnzoo_kernels._gluon.backward_tiles import ROWS, Config, Problem, next_key_tile, same_for_all
+from attnzoo_kernels._gluon.backward_tiles import ROWS, Problem
 from attnzoo_kernels._gluon.hopper import product_layout, warpgroup_mma, warpgroup_mma_wait
 from attnzoo_kernels.differential.hopper_backward_kernel import branch_tiles, halves, statistics, weights_of, whole
 from attnzoo_kernels.differential.hopper_loads import Branches, load_keys, load_queries
@@ -52,10 +51,8 @@ def differential_bwd_shared_kernel(q1_desc, q2_desc, do_desc, k_desc, v_desc, st
                                    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
                                    HAS_RIGHT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr):
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=BLOCK_D, VALUE_WIDTH=BLOCK_DV, ROWS=ROWS, DQ_ROWS=BOTH, STAGES=STAGES,
-               PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=False, CLEARED=True, DQ_WARP=True, DQ_LAGS=True,
-               SEGMENT_BEGIN=0, SEGMENT_END=3 if HAS_LEFT else 2, OF_TILE=same_for_all, TILE=next_key_tile, BOUNDS=all_queries,
-               LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start,
-               MAINLOOP=pair_mainloop, STEP=_step, STORE=pair_store, BUFFER=first_buffer)
+               PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, DQ_WARP=True, DQ_LAGS=True, LOAD_Q=load_queries, LOAD_K=load_keys,
+               STEP=_step)
     smem = branch_tiles(q1_desc.dtype, 1, True, c)
     grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, kv_heads * HEAD_DIM, kv_heads * VALUE_DIM, HEAD_DIM, VALUE_DIM)
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, pair_mainloop, pair_start, pair_store, same_tile
-from attnzoo_kernels._gluon.backward_kernel import run_pair_tiles
-from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load_keys, load_step, next_step
-from attnzoo_kernels._gluon.backward_step import pair_step
-from attnzoo_kernels._gluon.backward_tiles import Config, Problem, next_key_tile
+from attnzoo_kernels._gluon.backward_consume import Gradients
+from attnzoo_kernels._gluon.backward_kernel import Config, run_pair_tiles
+from attnzoo_kernels._gluon.backward_load import Operands, Source, load_step
+from attnzoo_kernels._gluon.backward_tiles import Problem
 
 
 class Stages(NamedTuple):
@@ -63,10 +62,8 @@ def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_
                                  DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     """copy and buffer: as `Stages` has them; the rest as softmax_bwd_kernel."""
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
-               PACKED=PACKED, HAS_LEFT=False, HAS_RIGHT=True, ORDERED=ORDERED, CLEARED=True, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
-               SEGMENT_BEGIN=0, SEGMENT_END=2, OF_TILE=_stages_of_tile, TILE=next_key_tile, BOUNDS=all_queries, LOAD_STEPS=all_steps,
-               LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=_load_queries, LOAD_K=load_keys, START=pair_start, MAINLOOP=pair_mainloop,
-               STEP=pair_step, STORE=pair_store, BUFFER=_buffer)
+               PACKED=PACKED, HAS_RIGHT=True, ORDERED=ORDERED, CLEARED=True, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS, OF_TILE=_stages_of_tile,
+               LOAD_Q=_load_queries, BUFFER=_buffer)
     grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, stride_dkh, stride_dvh)
     problem = Problem(counter, cu_seqlens, cu_seqlens, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0)
     run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc),

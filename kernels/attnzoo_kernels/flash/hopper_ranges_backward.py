@@ -10,14 +10,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, pair_start, pair_store
-from attnzoo_kernels._gluon.backward_dq import add_half, give_back_dq
-from attnzoo_kernels._gluon.backward_kernel import run_pair_tiles
-from attnzoo_kernels._gluon.backward_load import Operands, Source, load_keys, load_queries
+from attnzoo_kernels._gluon.backward_consume import Gradients
+from attnzoo_kernels._gluon.backward_dq import add_tile
+from attnzoo_kernels._gluon.backward_kernel import Config, run_pair_tiles
+from attnzoo_kernels._gluon.backward_load import Operands, Source
 from attnzoo_kernels._gluon.backward_plan import Tile, mainloop_width, pair_tile
-from attnzoo_kernels._gluon.backward_step import pair_step
-from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, Config, KeyTile, Problem, await_tile, decode_keys, same_for_all, word
-from attnzoo_kernels._gluon.hopper import mbarrier, product_layout, tma
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, KeyTile, Problem, decode_keys, word
+from attnzoo_kernels._gluon.hopper import product_layout
 from attnzoo_kernels._gluon.ranges import UNLIMITED, Table, last_beginning, load_range, touching
 from attnzoo_kernels.flash import hopper_backward
 from attnzoo_kernels.flash.options import Options
@@ -121,31 +120,18 @@ def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, pro
 
 
 @gluon.jit
-def add_dq(dq_desc, dq_semaphore, smem, bars, problem, table, c):
-    """ADD_DQ: adds both halves of dQ to memory, step by step as the consumers go."""
-    taken = 0
-    step = 0
-    slot, more = await_tile(smem.work, bars.work_full, taken)
-    while more != 0:
-        key = word(smem.work, slot, "key")
-        first = word(smem.work, slot, "full_begin")
-        dq_tile = word(smem.work, slot, "dq_tile")
-        mbarrier.arrive(bars.work_empty.index(slot), count=1)
-        for _ in range(problem.group):
-            entry = first
-            while entry >= 0:
-                _, begin, _, _, end = queries_of(table, entry, key, c.ROWS)
-                for j in range(begin, end):
-                    for half in gl.static_range(2):
-                        mbarrier.wait(bars.dq_full.index(half), step & 1)
-                        add_half(dq_desc, smem.dq, dq_tile + j, half, c.DQ_ROWS * c.WIDTH)
-                    give_back_dq(bars)
-                    step += 1
-                entry = touching(table, entry - 1, key)
-            dq_tile += problem.head_tiles
-        taken += 1
-        slot, more = await_tile(smem.work, bars.work_full, taken)
-    tma.store_wait(0)
+def add_ranges(dq_desc, dq_semaphore, smem, bars, first, step, seen, table, problem, c):
+    """DQ_STEPS: range by range, as the consumers go."""
+    for _ in range(problem.group):
+        entry = seen.full_begin
+        while entry >= 0:
+            _, begin, _, _, end = queries_of(table, entry, seen.key, c.ROWS)
+            for j in range(begin, end):
+                add_tile(dq_desc, dq_semaphore, smem, bars, first + j, j, step, seen, table, problem.window_right, c)
+                step += 1
+            entry = touching(table, entry - 1, seen.key)
+        first += problem.head_tiles
+    return step
 
 
 @gluon.jit(do_not_specialize=["n_ranges", "window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group",
@@ -159,10 +145,9 @@ def flash_ranges_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
                             ROWS: gl.constexpr, STAGES: gl.constexpr, DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr,
                             REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     """The tensors are dense, of one sequence. table: of the ranges by keys. The tails, dv_from, dv_to and cu_seqlens_q are None."""
-    c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES, PACKED=False,
-               HAS_LEFT=True, HAS_RIGHT=True, ORDERED=False, CLEARED=False, DQ_WARP=DQ_WARP, DQ_LAGS=False, OF_TILE=same_for_all,
-               TILE=next_key_tile, LOAD_STEPS=all_steps, LOAD_NEXT=next_step_of_64 if ROWS == 64 else next_step_of_128,
-               LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start, MAINLOOP=mainloop, STEP=pair_step, STORE=pair_store, ADD_DQ=add_dq)
+    c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
+               HAS_LEFT=True, HAS_RIGHT=True, DQ_WARP=DQ_WARP, TILE=next_key_tile, LOAD_STEPS=all_steps,
+               LOAD_NEXT=next_step_of_64 if ROWS == 64 else next_step_of_128, MAINLOOP=mainloop, DQ_STEPS=add_ranges)
     grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
     problem = Problem(counter, None, None, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0)
     run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc), grads, dq_desc, dq_semaphore, problem,

@@ -12,10 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels import autograd
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, head_steps, pair_start, pair_store, same_tile
-from attnzoo_kernels._gluon.backward_dq import first_buffer
-from attnzoo_kernels._gluon.backward_kernel import run_pair_tiles
-from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load_keys, load_queries, next_step
+from attnzoo_kernels._gluon.backward_consume import Gradients, head_steps
+from attnzoo_kernels._gluon.backward_kernel import Config, run_pair_tiles
+from attnzoo_kernels._gluon.backward_load import Operands, Source
 from attnzoo_kernels._gluon.backward_step import (
     add_weights,
     column_numbers,
@@ -23,7 +22,7 @@ from attnzoo_kernels._gluon.backward_step import (
     products,
     row_statistics,
 )
-from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, Config, Problem, next_key_tile, same_for_all, word
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, Problem, word
 from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_layout, ring, warpgroup_mma, warpgroup_mma_wait
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
@@ -152,10 +151,8 @@ def forgetting_bwd_hopper_kernel(
         DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     """The first four are `Own`'s, the rest as softmax_bwd_kernel; queries stand at the keys of their number."""
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
-               PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, CLEARED=False, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
-               SEGMENT_BEGIN=0, SEGMENT_END=3 if HAS_LEFT else 2, OF_TILE=same_for_all, TILE=next_key_tile, BOUNDS=all_queries,
-               LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys, START=pair_start,
-               MAINLOOP=_mainloop, STEP=_step, STORE=pair_store, BUFFER=first_buffer)
+               PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
+               MAINLOOP=_mainloop, STEP=_step)
     ones, columns = _ones_and_columns(q_desc.dtype, ROWS, WIDTH)
     grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,

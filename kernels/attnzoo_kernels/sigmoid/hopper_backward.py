@@ -4,13 +4,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, pair_mainloop, pair_start, pair_store, same_tile
-from attnzoo_kernels._gluon.backward_dq import first_buffer
-from attnzoo_kernels._gluon.backward_kernel import run_pair_tiles
-from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load_keys, load_queries, next_step
+from attnzoo_kernels._gluon.backward_consume import Gradients, pair_mainloop
+from attnzoo_kernels._gluon.backward_kernel import Config, run_pair_tiles
+from attnzoo_kernels._gluon.backward_load import Operands, Source
 from attnzoo_kernels._gluon.backward_plan import Tile
 from attnzoo_kernels._gluon.backward_step import add_weights, masked_scores, products
-from attnzoo_kernels._gluon.backward_tiles import Config, Problem, next_key_tile
+from attnzoo_kernels._gluon.backward_tiles import Problem
 from attnzoo_kernels._gluon.hopper import why_not_tma
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.sigmoid.hopper import bias_of, sigmoid
@@ -58,10 +57,8 @@ def sigmoid_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc,
                        LOAD_REGISTERS: gl.constexpr):
     """stats_desc, dv_from and dv_to are None."""
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
-               PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, CLEARED=False, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
-               OPTIONS=BY_LENGTH, SEGMENT_BEGIN=0, SEGMENT_END=3 if HAS_LEFT else 2, OF_TILE=bias_of_tile, TILE=next_key_tile,
-               BOUNDS=all_queries, LOAD_STEPS=all_steps, LOAD_NEXT=next_step, ROW_TILE=same_tile, LOAD_Q=load_queries, LOAD_K=load_keys,
-               START=pair_start, MAINLOOP=mainloop, STEP=step, STORE=pair_store, BUFFER=first_buffer)
+               PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
+               OPTIONS=BY_LENGTH, OF_TILE=bias_of_tile, MAINLOOP=mainloop, STEP=step)
     grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
                       window_left, window_right)
