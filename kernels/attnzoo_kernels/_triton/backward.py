@@ -145,7 +145,10 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
     from another program, where tiles may end before BLOCK_M rows; loads then stop at the tile's end, too. REFINED: in float32 delta is
     rowsum(dO * O) and a sum of residuals, which neither many tiles nor weights that do not quite add up to one make inexact.
     STATISTICS: a rule that looks at each score alone has none, and needs no O. TWICE: 16 bits take the keys twice, too.
+    A program without a tile does nothing.
     """
+    if place.row >= place.length:
+        return
     PRECISION: tl.constexpr = shape.PRECISION
     i = place.row + tl.arange(0, shape.BLOCK_M)
     lse_at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, shape.PACKED) + i
@@ -294,9 +297,12 @@ def add_members(state, k, v, place, queries, grads, row_stats_ptr, stride_rows, 
 
 @triton.jit
 def backward_dkdv(place, queries, keys, values, grads, dk_out, dv_out, row_stats_ptr, stride_rows, unit, softmax_scale, keep_prob, own,
-                  n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr, STATS_BLOCK: tl.constexpr, third=None):
+                  n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr, STATS_BLOCK: tl.constexpr, third=None,
+                  FINISH: tl.constexpr = None):
     """A whole program: add_members over all heads of the group, and this stores dK and dV. third: where a third sum begins, if the state
-    has one, which is returned."""
+    has one, which FINISH(sum, softmax_scale, own, place, shape) stores. A program without a tile does nothing."""
+    if place.row >= place.length:
+        return
     k_rows, v_rows = own_rows(keys, place, shape.TMA), own_rows(values, place, shape.TMA)
     # [BLOCK_N, BLOCK_D]
     k = load_rows(k_rows, place.row, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D, not shape.TMA, shape.TMA)
@@ -310,5 +316,5 @@ def backward_dkdv(place, queries, keys, values, grads, dk_out, dv_out, row_stats
     dk_rows, dv_rows = own_rows(dk_out, place, False), own_rows(dv_out, place, False)
     store_rows(dk_rows, state[0] * softmax_scale, place.row, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D)
     store_rows(dv_rows, state[1] / keep_prob, place.row, shape.VALUE_DIM, shape.BLOCK_N, shape.BLOCK_DV)
-    if third is not None:
-        return state[2]
+    if FINISH is not None:
+        FINISH(state[2], softmax_scale, own, place, shape)

@@ -90,13 +90,16 @@ def normalised(acc, row_sum, keep_prob, PRECISION: tl.constexpr):
 @triton.jit
 def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats, unit, keep_prob, own, seqlen_q, heads, group, shape,
             LOOPS: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, STATISTICS: tl.constexpr = True,
-            MORE: tl.constexpr = None):
+            MORE: tl.constexpr = None, CHECKED: tl.constexpr = True):
     """A whole program: LOOPS(x, own) gives forward_step's last state, and this stores O, the LSE and what the backward needs of it.
 
     Q_REGISTERS: queries are an operand in registers, not in shared memory; Q_SELECT: they pass a select on their way there. STATISTICS:
     rows are divided by their sums; a rule that looks at each score alone has none, and stores O only. MORE(place, own, rows): what
-    the LSE of rows [BLOCK_M] is more by, in base 2, because all of a row's scores are.
+    the LSE of rows [BLOCK_M] is more by, in base 2, because all of a row's scores are. CHECKED: there may be no tile.
     """
+    if CHECKED:
+        if place.row >= place.length:
+            return
     PRECISION: tl.constexpr = shape.PRECISION
     q_rows = own_rows(queries, place, shape.TMA)
     k_rows = other_rows(keys, place, place.head // group, shape.TMA)

@@ -42,10 +42,8 @@ def block_sparse_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source,
                                PART_Q: tl.constexpr, PART_K: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
                                HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                                HAS_GRAD_LSE: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
-    place = listed_tile(order, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT)
-    if place.row >= place.length:
-        return
-    backward_dq(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
+    backward_dq(listed_tile(order, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT),
+                Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
                 Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh),
                 Operand(do_source, stride_dob, stride_dos, stride_doh), Operand(dq_ptr, stride_dqb, stride_dqs, stride_dqh), grad_lse_ptr,
                 stats_ptr, None, row_stats_ptr, stride_stats, stride_rows, softmax_scale if PRECISION == "ieee" else scale, softmax_scale,
@@ -77,10 +75,8 @@ def block_sparse_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_st
                                  PART_Q: tl.constexpr, PART_K: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
                                  HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                                  STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
-    place = listed_tile(order, cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False)
-    if place.row >= place.length:
-        return
-    backward_dkdv(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
+    backward_dkdv(listed_tile(order, cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False),
+                  Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
                   Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(do_source, stride_dob, stride_dos, stride_doh),
                   Operand(dk_ptr, stride_dkb, stride_dks, stride_dkh), Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), row_stats_ptr,
                   stride_rows, softmax_scale if PRECISION == "ieee" else scale, softmax_scale, 1.0,

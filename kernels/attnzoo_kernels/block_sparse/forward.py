@@ -50,10 +50,8 @@ def block_sparse_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stat
                             PART_Q: tl.constexpr, PART_K: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
                             HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                             TMA: tl.constexpr, Q_SELECT: tl.constexpr, BY_WARP: tl.constexpr):
-    place = listed_tile(order, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT)
-    if place.row >= place.length:
-        return
-    forward(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
+    forward(listed_tile(order, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT),
+            Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
             Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh), lse_ptr, stats_ptr,
             stride_stats, softmax_scale if PRECISION == "ieee" else scale, 1.0,
             Lists(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), index, count, bits, list_tiles, list_width, stride_lb,

@@ -173,6 +173,12 @@ def _dkdv_loops(state, x, own):
                                                          own.SHARED_K), False)
 
 
+@triton.jit
+def _store_dk2(dk2, softmax_scale, own, place, shape):
+    """FINISH."""
+    store_own(own.gradient, dk2 * softmax_scale, place, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D)
+
+
 @triton.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "heads"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
 def differential_bwd_dkdv_kernel(q1_source, q2_source, k1_source, k2_source, v_source, do_source, row_stats_ptr, dk1_ptr, dk2_ptr, dv_ptr,
@@ -194,17 +200,16 @@ def differential_bwd_dkdv_kernel(q1_source, q2_source, k1_source, k2_source, v_s
         # [BLOCK_N, BLOCK_D]
         k2 = load_own(Operand(k2_source, stride_k2b, stride_k2s, stride_k2h), place, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
         dk2 = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dk2 = backward_dkdv(
+    backward_dkdv(
         place, Operand(q1_source, stride_q1b, stride_q1s, stride_q1h), Operand(k1_source, stride_k1b, stride_k1s, stride_k1h),
         Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(do_source, stride_dob, stride_dos, stride_doh),
         Operand(dk1_ptr, stride_dk1b, stride_dk1s, stride_dk1h), Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), row_stats_ptr,
         stride_rows, in_units(softmax_scale, PRECISION == "ieee"), softmax_scale, 1.0,
         Branch2Keys(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), k2,
-                    Operand(q2_source, stride_q2b, stride_q2s, stride_q2h), SHARED_K),
+                    Operand(q2_source, stride_q2b, stride_q2s, stride_q2h), SHARED_K,
+                    Operand(dk2_ptr, stride_dk2b, stride_dk2s, stride_dk2h)),
         n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-        _dkdv_loops, STATS_BLOCK, dk2)
-    if not SHARED_K:
-        store_own(Operand(dk2_ptr, stride_dk2b, stride_dk2s, stride_dk2h), dk2 * softmax_scale, place, HEAD_DIM, BLOCK_N, BLOCK_D)
+        _dkdv_loops, STATS_BLOCK, dk2, None if SHARED_K else _store_dk2)
 
 
 def _blocks(tile, constants: dict) -> dict[int, tuple]:

@@ -27,6 +27,7 @@ class Branch2Keys(NamedTuple):
     k: Any  # [BLOCK_N, BLOCK_D]; not where SHARED_K
     queries: Any  # Operand, in a step the Rows of a head
     SHARED_K: Any
+    gradient: Any = None  # Operand of dK2; not in a step
 
 
 @triton.jit

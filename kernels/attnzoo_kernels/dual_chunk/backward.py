@@ -79,8 +79,6 @@ def dual_chunk_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, g
                              STATS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
     place, index, len_q = chunk_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, chunk, BLOCK_M, True, PACKED,
                                      CAUSAL)
-    if place.row >= place.length:
-        return
     # the sequence's last tile pads its last block of statistics
     stats_end = tl.where(place.length == len_q, tl.cdiv(len_q, STATS_BLOCK) * STATS_BLOCK, place.length)
     backward_dq(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),

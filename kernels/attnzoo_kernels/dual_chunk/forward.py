@@ -57,8 +57,6 @@ def dual_chunk_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_
                           BLOCK_N: tl.constexpr, TMA: tl.constexpr, BY_WARP: tl.constexpr):
     place, index, len_q = chunk_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, chunk, BLOCK_M, True, PACKED,
                                      CAUSAL)
-    if place.row >= place.length:
-        return
     forward(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
             Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh), lse_ptr, stats_ptr,
             stride_stats, logit_scale if PRECISION == "ieee" else 1.0, 1.0,

@@ -79,13 +79,11 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
                         HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr,
                         BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr,
                         HAS_KEY_BIAS: tl.constexpr, PRUNED: tl.constexpr, RANGES: tl.constexpr, HAS_DISTANCES: tl.constexpr):
-    place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
-                         together if HAS_RIGHT and not HAS_LEFT else None)
-    if place.row >= place.length:
-        return
     if PRECISION == "ieee":
         scale = softmax_scale
-    backward_dq(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
+    backward_dq(program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
+                             together if HAS_RIGHT and not HAS_LEFT else None),
+                Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
                 Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh),
                 Operand(do_source, stride_dob, stride_dos, stride_doh), Operand(dq_ptr, stride_dqb, stride_dqs, stride_dqh), grad_lse_ptr,
                 stats_ptr, delta_ptr, row_stats_ptr, stride_stats, stride_rows,
@@ -157,13 +155,11 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
                           HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                           STATS_BLOCK: tl.constexpr, TMA: tl.constexpr, ONE_LOOP: tl.constexpr, FROM_STATS: tl.constexpr,
                           HAS_KEY_BIAS: tl.constexpr, PRUNED: tl.constexpr, RANGES: tl.constexpr, HAS_DISTANCES: tl.constexpr):
-    place = program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False,
-                         together if HAS_RIGHT and not HAS_LEFT else None)
-    if place.row >= place.length:
-        return
     if PRECISION == "ieee":
         scale = softmax_scale
-    backward_dkdv(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
+    backward_dkdv(program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False,
+                               together if HAS_RIGHT and not HAS_LEFT else None),
+                  Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
                   Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(do_source, stride_dob, stride_dos, stride_doh),
                   Operand(dk_ptr, stride_dkb, stride_dks, stride_dkh), Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), row_stats_ptr,
                   stride_rows, score_unit(scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee"), softmax_scale,

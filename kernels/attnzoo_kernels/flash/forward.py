@@ -87,14 +87,11 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                      Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr, HAS_KEY_BIAS: tl.constexpr, PRUNED: tl.constexpr, RANGES: tl.constexpr,
                      HAS_DISTANCES: tl.constexpr):
     """Under RANGES the queries are one dense sequence, n_seqs counts ranges, and cu_seqlens_q is their table."""
-    place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
-                         together if HAS_RIGHT and not HAS_LEFT else None)
-    if PACKED:
-        if place.row >= place.length:
-            return
     if PRECISION == "ieee":
         scale = softmax_scale
-    forward(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
+    forward(program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
+                         together if HAS_RIGHT and not HAS_LEFT else None),
+            Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
             Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh), lse_ptr, stats_ptr,
             stride_stats, score_unit(scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee"), keep_prob,
             Modifiers(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), scale, softcap, alibi_slopes, stride_ab, rng_state,
@@ -106,7 +103,7 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                       table=cu_seqlens_q if RANGES else None, RANGES=RANGES, distance_bias=distance_bias, n_distances=n_distances,
                       origin=origin, HAS_DISTANCES=HAS_DISTANCES),
             seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-            _loops, Q_REGISTERS, Q_SELECT, MORE=rows_more if HAS_KEY_BIAS and PRECISION != "ieee" else None)
+            _loops, Q_REGISTERS, Q_SELECT, MORE=rows_more if HAS_KEY_BIAS and PRECISION != "ieee" else None, CHECKED=PACKED)
 
 
 def drop_pairs_hold(dropout_p: float, dtype: torch.dtype, device: torch.device) -> bool:

@@ -54,11 +54,9 @@ def sigmoid_bwd_dq_kernel(q_source, k_source, v_source, do_source, dq_ptr, cu_se
                           BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
                           HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
                           HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
-    place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
-                         together if HAS_RIGHT and not HAS_LEFT else None)
-    if place.row >= place.length:
-        return
-    backward_dq(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
+    backward_dq(program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
+                             together if HAS_RIGHT and not HAS_LEFT else None),
+                Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
                 Operand(v_source, stride_vb, stride_vs, stride_vh), None, Operand(do_source, stride_dob, stride_dos, stride_doh),
                 Operand(dq_ptr, stride_dqb, stride_dqs, stride_dqh), None, None, None, None, 0, 0,
                 in_units(softmax_scale, PRECISION == "ieee"), softmax_scale,
@@ -90,11 +88,9 @@ def sigmoid_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, dk_ptr, dv_
                             PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
                             HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr,
                             BLOCK_N: tl.constexpr, TMA: tl.constexpr, ONE_LOOP: tl.constexpr):
-    place = program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False,
-                         together if HAS_RIGHT and not HAS_LEFT else None)
-    if place.row >= place.length:
-        return
-    backward_dkdv(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
+    backward_dkdv(program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False,
+                               together if HAS_RIGHT and not HAS_LEFT else None),
+                  Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
                   Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(do_source, stride_dob, stride_dos, stride_doh),
                   Operand(dk_ptr, stride_dkb, stride_dks, stride_dkh), Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), 0, 0,
                   in_units(softmax_scale, PRECISION == "ieee"), softmax_scale, 1.0,

@@ -42,11 +42,9 @@ def sigmoid_fwd_kernel(q_source, k_source, v_source, out_ptr, cu_seqlens_q, cu_s
                        PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
                        HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr,
                        BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr):
-    place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
-                         together if HAS_RIGHT and not HAS_LEFT else None)
-    if place.row >= place.length:
-        return
-    forward(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
+    forward(program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
+                         together if HAS_RIGHT and not HAS_LEFT else None),
+            Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
             Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh), None, None, 0,
             in_units(softmax_scale, PRECISION == "ieee"), 1.0,
             Given(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), alibi_slopes, stride_ab, sigmoid_bias, n_seqs, HAS_BIAS,

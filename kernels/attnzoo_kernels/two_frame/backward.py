@@ -55,11 +55,9 @@ def two_frame_bwd_dq_kernel(q_source, k_source, v_source, do_source, out_ptr, gr
                             HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                             PACKED: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
                             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
-    place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, True,
-                         None if LIMITED else together)
-    if place.row >= place.length:
-        return
-    backward_dq(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
+    backward_dq(program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, True,
+                             None if LIMITED else together),
+                Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
                 Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh),
                 Operand(do_source, stride_dob, stride_dos, stride_doh), Operand(dq_ptr, stride_dqb, stride_dqs, stride_dqh), grad_lse_ptr,
                 stats_ptr, None, row_stats_ptr, stride_stats, stride_rows, in_units(softmax_scale, PRECISION == "ieee"), softmax_scale,

@@ -40,11 +40,9 @@ def two_frame_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_p
                          PACKED: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                          BLOCK_N: tl.constexpr, TMA: tl.constexpr, BY_WARP: tl.constexpr, Q_REGISTERS: tl.constexpr,
                          Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr):
-    place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, True,
-                         None if LIMITED else together)
-    if place.row >= place.length:
-        return
-    forward(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
+    forward(program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, True,
+                         None if LIMITED else together),
+            Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
             Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh), lse_ptr, stats_ptr,
             stride_stats, in_units(softmax_scale, PRECISION == "ieee"), 1.0,
             Frames(near_keys, far_keys, Operand(q_source, stride_qb, stride_qs, stride_qh),
