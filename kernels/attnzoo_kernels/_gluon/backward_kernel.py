@@ -64,29 +64,31 @@ def softmax_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc,
                        ROWS: gl.constexpr, STAGES: gl.constexpr, DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr,
                        REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     """dv_from and dv_to are None, or those of `Gradients`, for launches that add up dV."""
-    c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
-               PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS)
-    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
-    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
-                      window_left, window_right)
     run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc),
                           stats_desc),
-                   grads, dq_desc, dq_semaphore,
-                   problem, (), scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c)
+                   Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to), dq_desc,
+                   dq_semaphore,
+                   Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles,
+                           n_tiles, window_left, window_right), (), scale, softmax_scale, REGISTERS, LOAD_REGISTERS,
+                   Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
+                          PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS))
 
 
 @gluon.jit
-def run_pair_tiles(source, grads, dq_desc, dq_semaphore, problem, own, scale, dk_scale, REGISTERS: gl.constexpr,
+def run_pair_tiles(source, into, dq_desc, dq_semaphore, call, own, scale, dk_scale, REGISTERS: gl.constexpr,
                    LOAD_REGISTERS: gl.constexpr, c, columns=None):
     """run_pair with the tiles and barriers of pair_step. columns: as pair_tiles has them."""
     smem = pair_tiles(source.tensors.q.dtype, c, columns)
-    run_pair(source, grads, smem, pair_barriers(c), dq_desc, dq_semaphore, problem, own, scale, dk_scale, REGISTERS, LOAD_REGISTERS, c)
+    run_pair(source, into, smem, pair_barriers(c), dq_desc, dq_semaphore, call, own, scale, dk_scale, REGISTERS, LOAD_REGISTERS, c)
 
 
 @gluon.jit
-def run_pair(source, grads, smem, bars, dq_desc, dq_semaphore, problem, own, scale, dk_scale, REGISTERS: gl.constexpr,
+def run_pair(source, into, smem, bars, dq_desc, dq_semaphore, call, own, scale, dk_scale, REGISTERS: gl.constexpr,
              LOAD_REGISTERS: gl.constexpr, c):
-    """The warps of a backward by two consumers. own: what its hooks need beside what they are given."""
+    """The warps of a backward by two consumers. into: Gradients; call: Problem. own: what its hooks need beside what they are given."""
+    # numbers by these names, which Triton 3.6 makes other code of where they stay constants
+    grads = into
+    problem = call
     if c.DQ_WARP:
         gl.warp_specialize([
             (consume, (grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, 0)),

@@ -98,8 +98,8 @@ def block_sparse_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, 
     smem = pair_tiles(q_desc.dtype, c)
     bars = pair_barriers(c)
     numbers = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    source = Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc)
-    grads = Gradients(dk_desc, dv_desc, None, None, 0, 0, 0, 0, None, None)
-    problem = Problem(counter, None, None, 0, seqlen_q, seqlen_k, kv_heads, group, 0, head_tiles, n_tiles, window_left, window_right)
-    lists = Lists(order, index, count, list_tiles, list_width, stride_lb, stride_lh, numbers)
-    run_pair(source, grads, smem, bars, dq_desc, None, problem, lists, scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c)
+    run_pair(Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc),
+             Gradients(dk_desc, dv_desc, None, None, 0, 0, 0, 0, None, None), smem, bars, dq_desc, None,
+             Problem(counter, None, None, 0, seqlen_q, seqlen_k, kv_heads, group, 0, head_tiles, n_tiles, window_left, window_right),
+             Lists(order, index, count, list_tiles, list_width, stride_lb, stride_lh, numbers), scale, softmax_scale, REGISTERS,
+             LOAD_REGISTERS, c)

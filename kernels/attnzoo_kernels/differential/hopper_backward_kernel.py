@@ -263,10 +263,9 @@ def differential_bwd_hopper_kernel(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, 
                STORE=_store)
     smem = branch_tiles(q1_desc.dtype, 1 if k2_desc is None else 2, False, c)
     bars = Barriers(*step_barriers(STAGES, 2, 2), barriers(4, 2), (), (), ())
-    grads = Gradients(dk1_desc, dv_desc, dk1_ptr, dv_ptr, kv_heads * HEAD_DIM, kv_heads * VALUE_DIM, HEAD_DIM, VALUE_DIM)
-    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
-                      window_left, window_right)
     run_pair(Source(Branches(q1_desc, q2_desc, do_desc, k1_desc, k2_desc, v_desc),
                     Branches(q1_tail_desc, q2_tail_desc, do_tail_desc, k1_tail_desc, k2_tail_desc, v_tail_desc), stats_desc),
-             grads, smem, bars,
-             None, None, problem, Own((dq1_ptr, dq2_ptr), dk2_desc, dk2_ptr), scale, softmax_scale, REGISTERS, 24, c)
+             Gradients(dk1_desc, dv_desc, dk1_ptr, dv_ptr, kv_heads * HEAD_DIM, kv_heads * VALUE_DIM, HEAD_DIM, VALUE_DIM), smem, bars,
+             None, None,
+             Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
+                     window_left, window_right), Own((dq1_ptr, dq2_ptr), dk2_desc, dk2_ptr), scale, softmax_scale, REGISTERS, 24, c)

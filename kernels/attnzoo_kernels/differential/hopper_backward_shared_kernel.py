@@ -54,11 +54,9 @@ def differential_bwd_shared_kernel(q1_desc, q2_desc, do_desc, k_desc, v_desc, st
                PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, DQ_WARP=True, DQ_LAGS=True, LOAD_Q=load_queries, LOAD_K=load_keys,
                STEP=_step)
     smem = branch_tiles(q1_desc.dtype, 1, True, c)
-    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, kv_heads * HEAD_DIM, kv_heads * VALUE_DIM, HEAD_DIM, VALUE_DIM)
-    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
-                      window_left, window_right)
     run_pair(Source(Branches(q1_desc, q2_desc, do_desc, k_desc, None, v_desc),
                     Branches(q1_tail_desc, q2_tail_desc, do_tail_desc, k_tail_desc, None, v_tail_desc), stats_desc),
-             grads, smem,
+             Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, kv_heads * HEAD_DIM, kv_heads * VALUE_DIM, HEAD_DIM, VALUE_DIM), smem,
              pair_barriers(c), dq_desc, None,
-             problem, (), scale, softmax_scale, REGISTERS, 24, c)
+             Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
+                     window_left, window_right), (), scale, softmax_scale, REGISTERS, 24, c)

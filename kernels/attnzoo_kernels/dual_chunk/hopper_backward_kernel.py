@@ -61,11 +61,11 @@ def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_
                                  PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
                                  DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     """copy and buffer: as `Stages` has them; the rest as softmax_bwd_kernel."""
-    c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
-               PACKED=PACKED, HAS_RIGHT=True, ORDERED=ORDERED, CLEARED=True, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS, OF_TILE=_stages_of_tile,
-               LOAD_Q=_load_queries, BUFFER=_buffer)
-    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, stride_dkh, stride_dvh)
-    problem = Problem(counter, cu_seqlens, cu_seqlens, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0)
     run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc),
-                          stats_desc),
-                   grads, dq_desc, dq_semaphore, problem, (chunk, near, copy, buffer), 1.0, dk_scale, REGISTERS, LOAD_REGISTERS, c)
+                          stats_desc), Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, stride_dkh, stride_dvh), dq_desc,
+                   dq_semaphore,
+                   Problem(counter, cu_seqlens, cu_seqlens, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
+                           0, 0), (chunk, near, copy, buffer), 1.0, dk_scale, REGISTERS, LOAD_REGISTERS,
+                   Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
+                          PACKED=PACKED, HAS_RIGHT=True, ORDERED=ORDERED, CLEARED=True, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
+                          OF_TILE=_stages_of_tile, LOAD_Q=_load_queries, BUFFER=_buffer))

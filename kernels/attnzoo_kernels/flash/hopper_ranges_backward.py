@@ -145,14 +145,15 @@ def flash_ranges_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_
                             ROWS: gl.constexpr, STAGES: gl.constexpr, DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr,
                             REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
     """The tensors are dense, of one sequence. table: of the ranges by keys. The tails, dv_from, dv_to and cu_seqlens_q are None."""
-    c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
-               HAS_LEFT=True, HAS_RIGHT=True, DQ_WARP=DQ_WARP, TILE=next_key_tile, LOAD_STEPS=all_steps,
-               LOAD_NEXT=next_step_of_64 if ROWS == 64 else next_step_of_128, MAINLOOP=mainloop, DQ_STEPS=add_ranges)
-    grads = Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to)
-    problem = Problem(counter, None, None, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0)
-    run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc), grads, dq_desc, dq_semaphore, problem,
-                   Table(table, n_ranges, gl.where(window_left < 0, UNLIMITED, window_left), window_right), scale, softmax_scale,
-                   REGISTERS, LOAD_REGISTERS, c)
+    run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc),
+                   Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to), dq_desc,
+                   dq_semaphore,
+                   Problem(counter, None, None, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0),
+                   Table(table, n_ranges, gl.where(window_left < 0, UNLIMITED, window_left), window_right), scale, softmax_scale, REGISTERS,
+                   LOAD_REGISTERS,
+                   Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
+                          HAS_LEFT=True, HAS_RIGHT=True, DQ_WARP=DQ_WARP, TILE=next_key_tile, LOAD_STEPS=all_steps,
+                          LOAD_NEXT=next_step_of_64 if ROWS == 64 else next_step_of_128, MAINLOOP=mainloop, DQ_STEPS=add_ranges))
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, table: Tensor,
