@@ -1,15 +1,14 @@
-"""The forward's consumers, and the kernel that runs them beside the loading warp."""
+"""The forward's consumers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Program, Rows, allocate
+from attnzoo_kernels._gluon.forward import ROWS, Rows
 from attnzoo_kernels._gluon.forward_mainloop import hand_on, queries_in_registers
 from attnzoo_kernels._gluon.hopper import (
     async_store,
     box,
     fence_async_shared,
-    invalidate,
     place,
     product_layout,
     release,
@@ -69,15 +68,22 @@ def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.con
 
 
 @gluon.jit
+def _take(taken, ME: gl.constexpr, program, config):
+    """The next tile, and its queries under Q_IN_REGISTERS."""
+    tile = config.TAKE(taken, program, config)
+    q = 0
+    if config.Q_IN_REGISTERS:
+        q = queries_in_registers(program, config, ME, taken, tile.sequence >= 0)
+    return tile, q
+
+
+@gluon.jit
 def consume(program, config, ME: gl.constexpr):
     """CONSUME of online softmaxes: 64 rows of each tile."""
     step = 0
     taken = 0
     q_step = 0
-    q = 0
-    tile = config.TAKE(taken, program, config)
-    if config.Q_IN_REGISTERS:
-        q = queries_in_registers(program, config, ME, taken, tile.sequence >= 0)
+    tile, q = _take(taken, ME, program, config)
     while tile.sequence >= 0:
         span = config.SPAN(tile, ME, taken, program, config)
         begun = 0
@@ -99,9 +105,7 @@ def consume(program, config, ME: gl.constexpr):
             done = tile
             if config.PREFETCH_TILE:
                 taken += 1
-                tile = config.TAKE(taken, program, config)
-                if config.Q_IN_REGISTERS:
-                    q = queries_in_registers(program, config, ME, taken, tile.sequence >= 0)
+                tile, q = _take(taken, ME, program, config)
             tma.store_wait(0)
             acc = warpgroup_mma_wait(0, deps=(acc_pending,))
             if not config.JOINT_RELEASE:
@@ -111,38 +115,5 @@ def consume(program, config, ME: gl.constexpr):
                 step = hand_on(program.bars, step, span.begin - span.loaded_begin, config)
         if not config.PREFETCH_TILE:
             taken += 1
-            tile = config.TAKE(taken, program, config)
-            if config.Q_IN_REGISTERS:
-                q = queries_in_registers(program, config, ME, taken, tile.sequence >= 0)
+            tile, q = _take(taken, ME, program, config)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _consume(program, config, ME: gl.constexpr):
-    config.CONSUME(program, config, ME)
-
-
-@gluon.jit
-def _produce(program, config):
-    config.PRODUCE(program, config)
-
-
-@gluon.jit
-def run_tiles(descs, problem, rows, own, config, WORDS: gl.constexpr = 3):
-    """The body of a kernel with the tiles and barriers of `allocate`."""
-    tiles, bars = allocate(descs, config, WORDS)
-    run_forward(Program(descs, problem, rows, tiles, bars, own), config)
-
-
-@gluon.jit
-def run_forward(program, config):
-    """The kernel's body: the default warps are the first consumer."""
-    if config.CONSUMERS == 1:
-        gl.warp_specialize([(_consume, (program, config, 0)), (_produce, (program, config))], [1], [24])
-    elif config.CONSUMERS == 2:
-        gl.warp_specialize([(_consume, (program, config, 0)), (_consume, (program, config, 1)), (_produce, (program, config))],
-                           [4, 1], [config.REGISTERS, 24])
-    else:
-        gl.warp_specialize([(_consume, (program, config, 0)), (_consume, (program, config, 1)), (_consume, (program, config, 2)),
-                            (_produce, (program, config))], [4, 4, 1], [config.REGISTERS, config.REGISTERS, 24])
-    invalidate(program.bars)

@@ -173,6 +173,16 @@ def last_product(p, acc, last_step, program, config):
 
 
 @gluon.jit
+def last_sums(p, acc, row_max, row_sum, last_step, scale, program, config):
+    """What a mainloop returns: the accumulator with last_product in flight, row_max in base 2, row_sum."""
+    acc_pending = last_product(p, acc, last_step, program, config)
+    if config.WEIGHTS is None:
+        row_max = row_max * scale
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, product_layout(config.BLOCK_N)))
+    return acc_pending, row_max, row_sum
+
+
+@gluon.jit
 def attend(q, span, step, program, config):
     """Tiles of keys span.end - 1 down to span.begin, which need a mask from full_end on and before full_begin.
 
@@ -180,10 +190,6 @@ def attend(q, span, step, program, config):
     step. The caller waits for the product and, unless JOINT_RELEASE, gives back the last values.
     """
     bars, tiles, scale = program.bars, program.tiles, program.rows.scale
-    dtype: gl.constexpr = tiles.k.dtype
-    scores_layout: gl.constexpr = product_layout(config.BLOCK_N)
-    acc_layout: gl.constexpr = product_layout(config.BLOCK_DV)
-    weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 2)
     column = config.COLUMN(span.end - 1, span, True, program, config)
     slot = await_stage(bars.k_full, step, config.STAGES)
     masked = span.end > span.full_end or (config.HAS_LEFT and span.end <= span.full_begin)
@@ -195,7 +201,7 @@ def attend(q, span, step, program, config):
         row_max, row_sum, p = first_weights(q, tiles.k.index(slot), bars.k_empty.index(slot), masked, column, span, scale, program,
                                             config)
     # [ROWS, BLOCK_DV]
-    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, acc_layout)
+    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
     step += 1
 
     last_step = step + span.end - 1 - span.begin
@@ -211,11 +217,8 @@ def attend(q, span, step, program, config):
             p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, last_step, (s, last_step, span), scale, program, config,
                                                    NOT_NEGATIVE == 1)
     if config.ROW_MAX_NOT_NEGATIVE:
-        p = unpacked(p, weights_layout, dtype)
-    acc_pending = last_product(p, acc, last_step, program, config)
-    if config.WEIGHTS is None:
-        row_max = row_max * scale
-        row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, scores_layout))
+        p = unpacked(p, gl.DotOperandLayout(0, acc.type.layout, 2), tiles.k.dtype)
+    acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, last_step, scale, program, config)
     return acc_pending, row_max, row_sum, last_step
 
 
@@ -278,8 +281,7 @@ def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: 
                                                    PLACE(n, s, first, stop, span), scale, program, config)
         step = gl.maximum(step, stop)
     mbarrier.arrive(bars.q_empty.index(at), count=1)
-    acc_pending = last_product(p, acc, last_step, program, config)
-    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, product_layout(config.BLOCK_N)))
+    acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, last_step, scale, program, config)
     return acc_pending, row_max, row_sum, last_step, q_step + 1
 
 

@@ -52,15 +52,21 @@ def load_values(step, keys, key, program, config):
 
 
 @gluon.jit
+def _start_tile(tile, taken, program, config):
+    """Tells the consumers of a tile, and loads its queries, if there is one."""
+    if tile.index < program.problem.n_tiles:
+        publish(program, taken, tile.words)
+        load_queries(program.descs.q, tile, taken, program, config)
+
+
+@gluon.jit
 def produce_prefetched(program, config):
     """PRODUCE where queries have a place while the tile before is attended to: they come before its last values."""
     problem = program.problem
     step = 0
     taken = 0
     tile = config.NEXT_TILE(gl.program_id(0), program, config)
-    if tile.index < problem.n_tiles:
-        publish(program, taken, tile.words)
-        load_queries(program.descs.q, tile, taken, program, config)
+    _start_tile(tile, taken, program, config)
     while tile.index < problem.n_tiles:
         begin, end = loaded_tiles(tile.row, tile.len_q, tile.len_k, problem, config)
         keys = Keys(tile.sequence, tile.head // problem.group, tile.first_k, tile.len_k)
@@ -70,9 +76,7 @@ def produce_prefetched(program, config):
             if j == end - begin - 1:  # before V, which waits for its place; not earlier: a tile is for the program that is ready first
                 tile = config.NEXT_TILE(next_index(problem), program, config)
                 taken += 1
-                if tile.index < problem.n_tiles:
-                    publish(program, taken, tile.words)
-                    load_queries(program.descs.q, tile, taken, program, config)
+                _start_tile(tile, taken, program, config)
             load_values(step, keys, key, program, config)
             key -= config.BLOCK_N
             step += 1

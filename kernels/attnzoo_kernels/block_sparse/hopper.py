@@ -12,10 +12,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
-from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_tiles
+from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import Keys, load_segment, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import why_not_tma
@@ -115,16 +114,13 @@ def block_sparse_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
                                    heads, group, n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
                                    CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
                                    MASK_IN_LOOP: gl.constexpr, PREFETCH_TILE: gl.constexpr, ROW_MAX_NOT_NEGATIVE: gl.constexpr):
-    config = Config(
-        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, HAS_LEFT=HAS_LEFT,
-        HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=1, Q_IN_REGISTERS=True,
-        PREFETCH_TILE=PREFETCH_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PACKED=False, PRODUCE=produce_segments, CONSUME=consume,
-        NEXT_TILE=next_tile, LOAD_TILE=load_tile, NEXT_ENTRY=next_entry, TAKE=take, SPAN=span, MAINLOOP=mainloop, COLUMN=column, MASK=mask,
-        STEP_MASK=step_mask, INSIDE=inside, FINISH=finish)
     run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
               Problem(counter, None, None, None, seqlen_q, seqlen_k, heads, group, None, n_tiles, window_left, window_right),
-              Rows(scale, lse_ptr, stats_ptr, stride_stats),
-              Lists(order, index, count, list_tiles, list_width, stride_lb, stride_lh), config, 7)
+              Rows(scale, lse_ptr, stats_ptr, stride_stats), Lists(order, index, count, list_tiles, list_width, stride_lb, stride_lh),
+              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, HAS_LEFT=HAS_LEFT,
+                     HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=1, Q_IN_REGISTERS=True,
+                     PREFETCH_TILE=PREFETCH_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PACKED=False, PRODUCE=produce_segments,
+                     NEXT_TILE=next_tile, LOAD_TILE=load_tile, NEXT_ENTRY=next_entry, TAKE=take, SPAN=span, COLUMN=column), 7)
 
 
 @functools.lru_cache(maxsize=1024)

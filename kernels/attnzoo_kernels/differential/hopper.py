@@ -13,14 +13,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
-from attnzoo_kernels._gluon.forward_consumer import consume, inside, run_tiles, write_tile
+from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward_consumer import write_tile
+from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import Keys, load_segment, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import constants, product_layout, why_not_tma
-from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, next_tile, span, take, tile_counter
+from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
@@ -108,12 +108,6 @@ def differential_fwd_hopper_kernel(q1_desc, q2_desc, k1_desc, k2_desc, v_desc, o
                                    REGISTERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
                                    MASK_IN_LOOP: gl.constexpr, JOINT_RELEASE: gl.constexpr, K_BEFORE_PV: gl.constexpr,
                                    ROW_MAX_NOT_NEGATIVE: gl.constexpr, SAVE: gl.constexpr, IN_MEMORY: gl.constexpr):
-    config = Config(
-        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED, HAS_LEFT=HAS_LEFT,
-        HAS_RIGHT=HAS_RIGHT, BRANCHES=2, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=2, JOINT_RELEASE=JOINT_RELEASE,
-        K_BEFORE_PV=K_BEFORE_PV, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, OPTIONS=OwnConfig(SAVE=SAVE, IN_MEMORY=IN_MEMORY),
-        PRODUCE=produce_segments, CONSUME=consume, NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span, BEGIN=load_lambda,
-        MAINLOOP=mainloop, COLUMN=column, MASK=mask, STEP_MASK=step_mask, INSIDE=inside, FINISH=subtract)
     kept = scratch_ptr
     if not IN_MEMORY:
         kept = gl.allocate_shared_memory(gl.float32, [CONSUMERS, ROWS, BLOCK_DV],
@@ -121,7 +115,12 @@ def differential_fwd_hopper_kernel(q1_desc, q2_desc, k1_desc, k2_desc, v_desc, o
     run_tiles(Descriptors(q1_desc, k1_desc, v_desc, out_desc),
               Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
                       window_right), Rows(scale, lse_ptr, stats_ptr, stride_stats),
-              Own(q2_desc, k2_desc, out2_desc, lam_ptr, stride_lb, stride_ls, stride_lh, kept), config)
+              Own(q2_desc, k2_desc, out2_desc, lam_ptr, stride_lb, stride_ls, stride_lh, kept),
+              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
+                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=2, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=2,
+                     JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE,
+                     OPTIONS=OwnConfig(SAVE=SAVE, IN_MEMORY=IN_MEMORY), PRODUCE=produce_segments, LOAD_TILE=load_tile, BEGIN=load_lambda,
+                     FINISH=subtract))
 
 
 def forward_reason(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor) -> str | None:

@@ -12,14 +12,15 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
-from attnzoo_kernels._gluon.forward_consumer import consume, rows_before, run_tiles, write_tile
+from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward_consumer import rows_before, write_tile
+from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import mainloop_in_turn, mask_scores
 from attnzoo_kernels._gluon.forward_producer import produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import constants, product_layout, why_not_tma
-from attnzoo_kernels._gluon.tile_scheduler import take, tile_counter
+from attnzoo_kernels._gluon.tile_scheduler import tile_counter
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.dual_chunk.hopper_tiles import load_tile, next_tile, relation_keys, span
@@ -133,15 +134,13 @@ def dual_chunk_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_
                                  batches, n_tiles, VALUE_DIM: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
                                  STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PACKED: gl.constexpr,
                                  K_BEFORE_PV: gl.constexpr, SEAMS: gl.constexpr, PARTIAL: gl.constexpr):
-    config = Config(
-        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED, BRANCHES=1,
-        MASK_IN_LOOP=SEAMS, Q_SLOTS=Q_SLOTS, Q_PLAIN=True, INDEX_EARLY=True, K_BEFORE_PV=K_BEFORE_PV,
-        OPTIONS=OwnConfig(VALUE_DIM=VALUE_DIM, SEAMS=SEAMS, PARTIAL=PARTIAL), PRODUCE=produce_segments, CONSUME=consume,
-        NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span, MAINLOOP=mainloop, MASK=mask, STEP_MASK=step_mask, INSIDE=inside,
-        FINISH=finish)
     run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
               Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None),
-              Rows(1.0, lse_ptr, stats_ptr, stride_stats), Own(chunk, near, batches, out_ptr, stride_os, stride_oh), config)
+              Rows(1.0, lse_ptr, stats_ptr, stride_stats), Own(chunk, near, batches, out_ptr, stride_os, stride_oh),
+              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
+                     BRANCHES=1, MASK_IN_LOOP=SEAMS, Q_SLOTS=Q_SLOTS, Q_PLAIN=True, INDEX_EARLY=True, K_BEFORE_PV=K_BEFORE_PV,
+                     OPTIONS=OwnConfig(VALUE_DIM=VALUE_DIM, SEAMS=SEAMS, PARTIAL=PARTIAL), PRODUCE=produce_segments, NEXT_TILE=next_tile,
+                     LOAD_TILE=load_tile, SPAN=span, MAINLOOP=mainloop, MASK=mask, STEP_MASK=step_mask, INSIDE=inside, FINISH=finish))
 
 
 @functools.lru_cache(maxsize=1024)

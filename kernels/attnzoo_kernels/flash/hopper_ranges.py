@@ -12,10 +12,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
-from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_tiles
+from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import attend_step, between, first_weights, last_product, rows_and_columns
+from attnzoo_kernels._gluon.forward_mainloop import attend_step, between, first_weights, last_sums, rows_and_columns
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import await_stage, product_layout
@@ -186,9 +186,8 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
             seen = seen_of(span.row, of, config)
             following = next_entry(following - 1, tile.row, program, config)  # known before its turn, which would wait for it
             more = 1
-    acc_pending = last_product(p, acc, step, program, config)
-    row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, product_layout(config.BLOCK_N)))
-    return acc_pending, row_max * scale, row_sum, step, q_step
+    acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, step, scale, program, config)
+    return acc_pending, row_max, row_sum, step, q_step
 
 
 @gluon.jit(do_not_specialize=[*SCALARS, "n_ranges"], do_not_specialize_on_alignment=["table", "counter", "sinks"])
@@ -197,15 +196,14 @@ def flash_ranges_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
                                    BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
                                    REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, PREFETCH_TILE: gl.constexpr,
                                    HAS_SINKS: gl.constexpr):
-    config = Config(
-        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=True, HAS_LEFT=HAS_LEFT,
-        HAS_RIGHT=True, BRANCHES=1, MASK_IN_LOOP=True, EMPTY_ROWS=True, Q_SLOTS=1, Q_IN_REGISTERS=True, PREFETCH_TILE=PREFETCH_TILE,
-        PRODUCE=produce_segments, CONSUME=consume, NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span,
-        BEGIN=load_sink if HAS_SINKS else None, MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, MASK=mask, STEP_MASK=step_mask,
-        INSIDE=inside, FINISH=finish)
     problem = Problem(counter, None, None, 1, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None)
-    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc), problem,
-              Rows(scale, lse_ptr, stats_ptr, stride_stats), Own(sinks, Table(table, n_ranges, window_left, window_right)), config, 5)
+    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc), problem, Rows(scale, lse_ptr, stats_ptr, stride_stats),
+              Own(sinks, Table(table, n_ranges, window_left, window_right)),
+              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=True,
+                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=True, BRANCHES=1, MASK_IN_LOOP=True, EMPTY_ROWS=True, Q_SLOTS=1, Q_IN_REGISTERS=True,
+                     PREFETCH_TILE=PREFETCH_TILE, PRODUCE=produce_segments, NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span,
+                     BEGIN=load_sink if HAS_SINKS else None, MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, MASK=mask,
+                     STEP_MASK=step_mask), 5)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -15,8 +15,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, Tiles, tiles_like, work_and_barriers
-from attnzoo_kernels._gluon.forward_consumer import LN2, run_forward, write_tile
+from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Program, Rows, Tiles, tiles_like, work_and_barriers
+from attnzoo_kernels._gluon.forward_consumer import LN2, write_tile
+from attnzoo_kernels._gluon.forward_kernel import Config, run_forward
 from attnzoo_kernels._gluon.forward_producer import load_queries, produce_segments
 from attnzoo_kernels._gluon.hopper import (
     async_load,
@@ -29,7 +30,7 @@ from attnzoo_kernels._gluon.hopper import (
     tma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, next_tile, span, take, tile_counter
+from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, span, take, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.launch import L2_GROUP, Launch, architecture, descriptor_like, multiprocessors, on_device_of, tma_takes
 from attnzoo_kernels.flash_fp8.layout import BLOCK, quantized_like
@@ -147,7 +148,7 @@ def flash_fp8_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, q_scales,
     config = Config(
         BLOCK_N=KEYS, BLOCK_DV=WIDTH, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=False, HAS_LEFT=False,
         HAS_RIGHT=CAUSAL, MASK_IN_LOOP=MASK_IN_LOOP, Q_SLOTS=2, OPTIONS=OwnConfig(BY_BLOCK=BY_BLOCK), PRODUCE=produce_segments,
-        NEXT_TILE=next_tile, LOAD_TILE=load_tile, CONSUME=consume)
+        LOAD_TILE=load_tile, CONSUME=consume)
     dtype: gl.constexpr = q_desc.dtype
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, WIDTH], dtype)
     descs = Descriptors(q_desc, k_desc, v_desc, out_desc)

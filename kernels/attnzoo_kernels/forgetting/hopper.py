@@ -12,14 +12,12 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Program, Rows, allocate
-from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_forward
+from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step_mask
-from attnzoo_kernels._gluon.forward_producer import produce_prefetched
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import product_layout
-from attnzoo_kernels._gluon.tile_scheduler import Span, next_tile, span, take, tile_counter
+from attnzoo_kernels._gluon.tile_scheduler import Span, span, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
@@ -97,18 +95,12 @@ def forgetting_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stat
                                  CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
                                  HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr, HALF_TILE: gl.constexpr,
                                  PREFETCH_TILE: gl.constexpr):
-    config = Config(
-        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED, HAS_LEFT=HAS_LEFT,
-        HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=1, Q_IN_REGISTERS=True,
-        JOINT_RELEASE=False, K_BEFORE_PV=False, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE, ROW_MAX_NOT_NEGATIVE=False,
-        PRODUCE=produce_prefetched, CONSUME=consume, NEXT_TILE=next_tile, TAKE=take, SPAN=_span, MAINLOOP=mainloop, COLUMN=column,
-        KEY_BIAS=_key_bias, MASK=mask, STEP_MASK=step_mask, INSIDE=inside, MORE=_more, FINISH=finish)
-    descs = Descriptors(q_desc, k_desc, v_desc, out_desc)
-    tiles, bars = allocate(descs, config)
-    problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
-                      window_right)
-    gates = Gates(c_ptr, starts_ptr, 1 / scale)
-    run_forward(Program(descs, problem, Rows(scale, lse_ptr, stats_ptr, stride_stats), tiles, bars, gates), config)
+    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
+              Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
+                      window_right), Rows(scale, lse_ptr, stats_ptr, stride_stats), Gates(c_ptr, starts_ptr, 1 / scale),
+              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
+                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=1,
+                     Q_IN_REGISTERS=True, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE, SPAN=_span, KEY_BIAS=_key_bias, MORE=_more))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -7,14 +7,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
-from attnzoo_kernels._gluon.forward_consumer import consume, run_tiles, write_tile
+from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward_consumer import write_tile
+from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step_mask
-from attnzoo_kernels._gluon.forward_producer import produce_prefetched
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import why_not_tma
-from attnzoo_kernels._gluon.tile_scheduler import Span, next_tile, span, take, tile_counter
+from attnzoo_kernels._gluon.tile_scheduler import Span, span, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout
 from attnzoo_kernels._triton.launch import on_device_of
@@ -66,16 +65,13 @@ def sigmoid_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, cu_seqlens_q, cu
                               HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr,
                               JOINT_RELEASE: gl.constexpr, K_BEFORE_PV: gl.constexpr, HALF_TILE: gl.constexpr, PREFETCH_TILE: gl.constexpr,
                               BY_LENGTH: gl.constexpr):
-    config = Config(
-        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED, HAS_LEFT=HAS_LEFT,
-        HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1,
-        JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE, OPTIONS=BY_LENGTH,
-        PRODUCE=produce_prefetched, CONSUME=consume, NEXT_TILE=next_tile, TAKE=take, SPAN=biased_span, MAINLOOP=mainloop, COLUMN=column,
-        MASK=mask, STEP_MASK=step_mask, WEIGHTS=weights, FINISH=finish)
     run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
               Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
-                      window_right),
-              Rows(scale, None, None, 0), bias, config)
+                      window_right), Rows(scale, None, None, 0), bias,
+              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
+                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, Q_SLOTS=Q_SLOTS,
+                     Q_IN_REGISTERS=Q_SLOTS == 1, JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE,
+                     PREFETCH_TILE=PREFETCH_TILE, OPTIONS=BY_LENGTH, SPAN=biased_span, WEIGHTS=weights, FINISH=finish))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -12,14 +12,14 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Config, Descriptors, Problem, Rows
-from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside, run_tiles
+from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import mainloop_in_turn, mask_scores
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import why_not_tma
-from attnzoo_kernels._gluon.tile_scheduler import Span, Tile, next_tile, take, tile_counter
+from attnzoo_kernels._gluon.tile_scheduler import Span, Tile, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
@@ -146,9 +146,7 @@ def _place(n, s, first, stop, span):
 @gluon.jit
 def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
     """MAINLOOP over the near keys and then the far ones of 64 queries."""
-    acc_pending, row_max, row_sum, step, q_step = mainloop_in_turn(span.end, span, step, q_step, program.rows.scale, _first, _ends, _place,
-                                                                   ME, program, config)
-    return acc_pending, row_max * program.rows.scale, row_sum, step, q_step
+    return mainloop_in_turn(span.end, span, step, q_step, program.rows.scale, _first, _ends, _place, ME, program, config)
 
 
 @gluon.jit(do_not_specialize=[*SCALARS, "near_keys", "far_keys"],
@@ -157,14 +155,13 @@ def two_frame_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats
                                 scale, near_keys, far_keys, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles,
                                 BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
                                 REGISTERS: gl.constexpr, PACKED: gl.constexpr, EMPTY_ROWS: gl.constexpr):
-    config = Config(
-        BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED, HAS_LEFT=True,
-        HAS_RIGHT=True, BRANCHES=1, MASK_IN_LOOP=True, EMPTY_ROWS=EMPTY_ROWS, Q_SLOTS=Q_SLOTS, INDEX_EARLY=True, PRODUCE=produce_segments,
-        CONSUME=consume, NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span, MAINLOOP=mainloop, MASK=mask, STEP_MASK=step_mask,
-        INSIDE=inside, FINISH=finish)
     run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
               Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None),
-              Rows(scale, lse_ptr, stats_ptr, stride_stats), Own(near_keys, far_keys), config)
+              Rows(scale, lse_ptr, stats_ptr, stride_stats), Own(near_keys, far_keys),
+              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
+                     HAS_LEFT=True, HAS_RIGHT=True, BRANCHES=1, MASK_IN_LOOP=True, EMPTY_ROWS=EMPTY_ROWS, Q_SLOTS=Q_SLOTS,
+                     INDEX_EARLY=True, PRODUCE=produce_segments, LOAD_TILE=load_tile, SPAN=span, MAINLOOP=mainloop, MASK=mask,
+                     STEP_MASK=step_mask))
 
 
 @functools.lru_cache(maxsize=1024)
