@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 
 from attnzoo_kernels._triton.forward import products_only
-from attnzoo_kernels._triton.mainloop import KeyTile, QueryTile, RowStats, load_gradients, load_keys, load_query_rows, load_values
+from attnzoo_kernels._triton.mainloop import KeyTile, QueryTile, RowStats, load_gradients, load_keys, load_query_rows, load_values, masked
 from attnzoo_kernels._triton.softmax import add_dot, repeat_weights, score_dot
-from attnzoo_kernels._triton.tiles import first_lse, in_registers, load_rows, other_rows, own_rows, store_rows
+from attnzoo_kernels._triton.tiles import in_registers, key_rows, load_rows, other_rows, own_rows, row_places, store_rows
 
 STATS_BLOCK = 128  # a sequence's row statistics lie at a multiple of this; dQ tiles divide it, and dK/dV tiles divide dQ's
 
@@ -68,12 +68,7 @@ def repeated(q, k, stats, x, own, at, position, edge, MASKED: tl.constexpr, MASK
     if ROW_BIAS:
         less += by_row
     weights = WEIGHTS(scores, x.unit, less, stats.row_sum[:, None], PRECISION == "ieee")
-    if MASKED == "all":
-        weights = tl.where(MASK(x, own, x.i, j, position), weights, 0.0)
-    elif MASKED == "edges":
-        if edge:
-            weights = tl.where(MASK(x, own, x.i, j, position), weights, 0.0)
-    return weights, derivative
+    return masked(weights, 0.0, x, own, x.i, j, position, edge, MASKED, MASK), derivative
 
 
 @triton.jit
@@ -150,11 +145,9 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
     if place.row >= place.length:
         return
     PRECISION: tl.constexpr = shape.PRECISION
-    i = place.row + tl.arange(0, shape.BLOCK_M)
-    lse_at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, shape.PACKED) + i
+    i, lse_at, inside = row_places(place, place.head, seqlen_q, heads, shape.BLOCK_M, shape.PACKED)
     q_rows = own_rows(queries, place, shape.TMA)
-    k_rows = other_rows(keys, place, place.head // group, shape.TMA)
-    v_rows = other_rows(values, place, place.head // group, shape.TMA)
+    k_rows, v_rows = key_rows(keys, values, place, group, shape.TMA)
     do_rows = own_rows(grads, place, shape.TMA)
     if STATISTICS:
         out_rows = own_rows(out, place, False)
@@ -168,11 +161,11 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
     if STATISTICS:
         delta = row_delta(out_rows, do, place.row, shape.VALUE_DIM)
         if HAS_GRAD_LSE:
-            grad_lse = tl.load(grad_lse_ptr + lse_at, mask=i < place.length, other=0.0).to(tl.float32)
+            grad_lse = tl.load(grad_lse_ptr + lse_at, mask=inside, other=0.0).to(tl.float32)
             delta -= grad_lse
         row_stats = row_stats_ptr + first_stats_row(place.head, place.sequence, place.first, n_seqs, seqlen_q, heads, shape.PACKED,
                                                     STATS_BLOCK) + i
-        lse_log2, row_sum = pass_on_softmax(stats_ptr, stride_stats, lse_at, row_stats, stride_rows, i < place.length,
+        lse_log2, row_sum = pass_on_softmax(stats_ptr, stride_stats, lse_at, row_stats, stride_rows, inside,
                                             None if stats_end is None else i < stats_end, PRECISION)
     # [BLOCK_M, BLOCK_D]
     q = load_rows(q_rows, place.row, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D, not shape.TMA, shape.TMA)
@@ -196,7 +189,7 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
         tl.store(row_stats + stride_rows, delta, mask=None if stats_end is None else i < stats_end)
     FINISH(own_rows(dq_out, place, False), dq, softmax_scale, place, own, shape)
     if EXACT_DELTA == "residual" or EXACT_DELTA:
-        tl.store(delta_ptr + lse_at, exact_delta - grad_lse, mask=i < place.length)
+        tl.store(delta_ptr + lse_at, exact_delta - grad_lse, mask=inside)
 
 
 @triton.jit
@@ -242,12 +235,7 @@ def repeated_transposed(k, q, stats, x, own, at, position, edge, MASKED: tl.cons
         weights = tl.exp2(scores * x.unit)
     else:
         weights = WEIGHTS(scores, x.unit, less, stats.row_sum[None, :] if PRECISION == "ieee" else 1.0, PRECISION == "ieee")
-    if MASKED == "all":
-        weights = tl.where(MASK(x, own, i, x.j, position), weights, 0.0)
-    elif MASKED == "edges":
-        if edge:
-            weights = tl.where(MASK(x, own, i, x.j, position), weights, 0.0)
-    return weights, derivative
+    return masked(weights, 0.0, x, own, i, x.j, position, edge, MASKED, MASK), derivative
 
 
 @triton.jit

@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from attnzoo_kernels._triton.mainloop import QueryTile
+from attnzoo_kernels._triton.mainloop import QueryTile, masked
 from attnzoo_kernels._triton.softmax import add_dot, log_sum_exp, rescaled, score_dot, softmax_stats, softmax_weights
-from attnzoo_kernels._triton.tiles import first_lse, in_registers, load_rows, other_rows, own_rows, store_own
+from attnzoo_kernels._triton.tiles import in_registers, key_rows, load_rows, own_rows, row_places, store_own
 
 
 @triton.jit
@@ -34,12 +34,7 @@ def scored(q, k, x, own, at, position, edge, MASKED: tl.constexpr, MASK: tl.cons
     products = score_dot(q, k, x.shape.PRECISION)
     j = at + tl.arange(0, x.shape.BLOCK_N)[None, :]
     scores, less, _ = SCORE(x, own, products, x.i, j, at)
-    if MASKED == "all":
-        scores = tl.where(MASK(x, own, x.i, j, position), scores, -float("inf"))
-    elif MASKED == "edges":
-        if edge:
-            scores = tl.where(MASK(x, own, x.i, j, position), scores, -float("inf"))
-    return scores, less
+    return masked(scores, -float("inf"), x, own, x.i, j, position, edge, MASKED, MASK), less
 
 
 @triton.jit
@@ -102,8 +97,7 @@ def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats,
             return
     PRECISION: tl.constexpr = shape.PRECISION
     q_rows = own_rows(queries, place, shape.TMA)
-    k_rows = other_rows(keys, place, place.head // group, shape.TMA)
-    v_rows = other_rows(values, place, place.head // group, shape.TMA)
+    k_rows, v_rows = key_rows(keys, values, place, group, shape.TMA)
     # [BLOCK_M, BLOCK_D]
     q = load_rows(q_rows, place.row, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D, not shape.TMA or Q_SELECT, shape.TMA)
     if shape.TMA and Q_REGISTERS and not Q_SELECT:
@@ -115,9 +109,8 @@ def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats,
         acc = normalised(acc, row_sum, keep_prob, PRECISION)
     store_own(out, acc, place, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV)
     if STATISTICS:
-        i = place.row + tl.arange(0, shape.BLOCK_M)
-        at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, shape.PACKED) + i
-        store_softmax(lse_ptr, stats_ptr, stride_stats, at, i < place.length, row_max, row_sum, PRECISION,
+        i, at, inside = row_places(place, place.head, seqlen_q, heads, shape.BLOCK_M, shape.PACKED)
+        store_softmax(lse_ptr, stats_ptr, stride_stats, at, inside, row_max, row_sum, PRECISION,
                       more=None if MORE is None else MORE(place, own, i))
 
 

@@ -84,6 +84,17 @@ def load_gradients(x, at, GUARD: tl.constexpr):
 
 
 @triton.jit
+def masked(scores, otherwise, x, own, i, j, position, edge, MASKED: tl.constexpr, MASK: tl.constexpr):
+    """A tile of scores or weights, `otherwise` where MASK says that a query does not see a key."""
+    if MASKED == "all":
+        scores = tl.where(MASK(x, own, i, j, position), scores, otherwise)
+    elif MASKED == "edges":
+        if edge:
+            scores = tl.where(MASK(x, own, i, j, position), scores, otherwise)
+    return scores
+
+
+@triton.jit
 def window_seen(x, own, i, j, position):
     """MASK of forward and dQ: which keys j [1, N] the queries i [M, 1] of a QueryTile see in own.window."""
     return keys_seen(i, j, x.place.length, x.place.other_length, own.window)

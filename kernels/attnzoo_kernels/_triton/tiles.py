@@ -142,6 +142,15 @@ def first_lse(batch, head, first, seqlen, heads, PACKED: tl.constexpr):
 
 
 @triton.jit
+def row_places(place, head, seqlen, heads, BLOCK: tl.constexpr, PACKED: tl.constexpr):
+    """Rows of a Place [BLOCK]: (which of the sequence, where those of a head lie in (batch, heads, seqlen), or in (heads, total) where
+    packed, whether they are there)."""
+    i = place.row + tl.arange(0, BLOCK)
+    inside = i < place.length
+    return i, first_lse(place.batch, head, place.first, seqlen, heads, PACKED) + i, inside
+
+
+@triton.jit
 def tile_source(source, batch, head, first, stride_batch, stride_row, stride_head, TMA: tl.constexpr):
     """What load_rows reads from: a tensor descriptor as it is, or the pointer moved to the head's first row."""
     if TMA:
@@ -169,6 +178,13 @@ def own_rows(operand, place, TMA: tl.constexpr):
 def other_rows(operand, place, head, TMA: tl.constexpr):
     """The Rows of a head on the other side of a Place."""
     return head_rows(operand, place.batch, head, place.other_first, place.other_length, TMA)
+
+
+@triton.jit
+def key_rows(keys, values, place, group, TMA: tl.constexpr):
+    """The Rows of the keys and values that a Place's query head reads."""
+    head = place.head // group
+    return other_rows(keys, place, head, TMA), other_rows(values, place, head, TMA)
 
 
 @triton.jit

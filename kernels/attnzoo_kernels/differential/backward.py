@@ -44,7 +44,7 @@ from attnzoo_kernels._triton.mainloop import (
 )
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.softmax import add_dot, in_units, score_dot
-from attnzoo_kernels._triton.tiles import Operand, Shape, first_lse, load_own, other_rows, own_rows, program_tile, store_own
+from attnzoo_kernels._triton.tiles import Operand, Shape, load_own, other_rows, own_rows, program_tile, row_places, store_own
 from attnzoo_kernels.differential.hooks import Branch2, Branch2Keys, load_both_keys, load_branch, load_lambda
 from attnzoo_kernels.differential.options import Options, lambda_strides
 from attnzoo_kernels.differential.tiles import dkdv_tile, dq_tile
@@ -84,9 +84,7 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
         return
     EXACT: tl.constexpr = PRECISION == "ieee"
     BRANCH_STATS: tl.constexpr = 3 if EXACT else 2
-    i = place.row + tl.arange(0, BLOCK_M)
-    inside = i < place.length
-    lse_at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, PACKED) + i
+    i, lse_at, inside = row_places(place, place.head, seqlen_q, heads, BLOCK_M, PACKED)
     # [BLOCK_M, BLOCK_DV]
     do = load_own(Operand(do_source, stride_dob, stride_dos, stride_doh), place, VALUE_DIM, BLOCK_M, BLOCK_DV, TMA)
     lam = load_lambda(Operand(lam_ptr, stride_lb, stride_ls, stride_lh), place, i)

@@ -13,7 +13,7 @@ from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on
 from attnzoo_kernels._triton.mainloop import QueryTile, key_loops, load_values, window_seen
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.softmax import add_dot, in_units, rescaled, softmax_weights
-from attnzoo_kernels._triton.tiles import Operand, Shape, first_lse, other_rows, program_tile, store_own
+from attnzoo_kernels._triton.tiles import Operand, Shape, other_rows, program_tile, row_places, store_own
 from attnzoo_kernels.differential.hooks import Branch2, load_both_keys, load_branch, load_lambda
 from attnzoo_kernels.differential.options import Options, lambda_strides
 from attnzoo_kernels.differential.tiles import forward_tile
@@ -69,9 +69,7 @@ def differential_fwd_kernel(q1_source, q2_source, k1_source, k2_source, v_source
                   Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), False),
         Branch2(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), q2, k2_rows, None, SHARED_K, LAGS), False, False)
 
-    i = place.row + tl.arange(0, BLOCK_M)
-    inside = i < place.length
-    at = first_lse(place.batch, place.head, place.first, seqlen_q, heads, PACKED) + i
+    i, at, inside = row_places(place, place.head, seqlen_q, heads, BLOCK_M, PACKED)
     lam = load_lambda(Operand(lam_ptr, stride_lb, stride_ls, stride_lh), place, i)
     acc2 = normalised(acc2, sum2, 1.0, PRECISION)
     out = normalised(acc1, sum1, 1.0, PRECISION) - lam[:, None] * acc2

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.backward import STATS_BLOCK, backward_dq, dkdv_step, dq_step, first_stats_row, load_row_stats
+from attnzoo_kernels._triton.backward import STATS_BLOCK, add_members, backward_dq, dkdv_step, dq_step, load_row_stats
 from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row, tma_readable, tma_takes_layout
-from attnzoo_kernels._triton.mainloop import KeyTile, RowStats, load_query_rows, range_loop
+from attnzoo_kernels._triton.mainloop import RowStats, load_query_rows, range_loop
 from attnzoo_kernels._triton.softmax import LN2
-from attnzoo_kernels._triton.tiles import Operand, Shape, head_rows, load_own, load_rows, other_rows, own_rows, store_own
+from attnzoo_kernels._triton.tiles import Operand, Shape, head_rows, load_own, load_rows, own_rows, store_own
 from attnzoo_kernels.dual_chunk.chunks import chunk_tile, chunks_apart, query_copy, relation_range
 from attnzoo_kernels.dual_chunk.hooks import Chunked, first_relation, relation_loops, seen
 from attnzoo_kernels.dual_chunk.options import Extras, Options
@@ -92,6 +92,23 @@ def dual_chunk_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, g
                 _dq_loops, HAS_GRAD_LSE, False, STATS_BLOCK, _store_dq, stats_end)
 
 
+class KeyChunk(NamedTuple):
+    """What a query head's steps in one relation take: the copies' Operand with `batches` batch rows each, the first row of the next chunk,
+    the rows of the relation as _query_bounds has them, and the first row that sees each key."""
+
+    queries: Any
+    batches: Any
+    seam: Any
+    chunk: Any
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+    first_seen: Any  # [BLOCK_N]
+    CAUSAL: Any
+    ONE_LOOP: Any
+
+
 class QueryRange(NamedTuple):
     """What the steps over queries take: the copies' Operand with `batches` batch rows each, and the first rows of the next chunks."""
 
@@ -133,6 +150,22 @@ def _load_stats(x, own, at):
 def _dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
     return dkdv_step(state, x, own, at, position, edge, MASKED, GUARD, _seen_from, FROM_STATS=x.shape.PRECISION != "ieee",
                      LOAD_Q=_load_copy, LOAD_STATS=_load_stats)
+
+
+@triton.jit
+def _dkdv_loops(state, x, own):
+    GUARD: tl.constexpr = x.shape.PACKED or not x.shape.TMA
+    for part in tl.static_range(3):
+        # one masked loop is faster than two: with two, ptxas waits for every matrix product before the next
+        if (part == 0 and own.CAUSAL and not own.ONE_LOOP) or part == 1 or (part == 2 and (GUARD or not own.ONE_LOOP)):
+            state = range_loop(
+                _dkdv_step, state, x,
+                QueryRange(own.queries, own.batches, own.seam, own.chunk,
+                           own.full_begin if part == 0 else own.full_end if part == 1 else own.end, own.first_seen, own.ONE_LOOP),
+                own.begin if part == 0 else own.full_begin if part == 1 else own.full_end,
+                own.full_begin if part == 0 else own.full_end if part == 1 else own.end, 0, 0, x.shape.BLOCK_M,
+                "all" if own.CAUSAL and (own.ONE_LOOP or part != 1) else "none", part != 1 and GUARD, None)
+    return state
 
 
 @triton.jit
@@ -190,33 +223,21 @@ def dual_chunk_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stat
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    GUARD: tl.constexpr = PACKED or not TMA
     # under ONE_LOOP no tile of queries straddles a seam: those of the keys' own chunk and of all behind are one loop
     for relation in range(2 if CAUSAL else 0, 3 if ONE_LOOP else 5):
         begin, full_begin, full_end, end = _query_bounds(
-            relation, index, chunk, place.row, place.length - 1, offset, len_k, stages, CAUSAL, ONE_LOOP, GUARD, BLOCK_M)
+            relation, index, chunk, place.row, place.length - 1, offset, len_k, stages, CAUSAL, ONE_LOOP, PACKED or not TMA, BLOCK_M)
         if not CAUSAL:
             k_rows = head_rows(Operand(k_source, stride_kb, stride_ks, stride_kh), query_copy(relation) * batches + place.batch,
                                place.head, place.first, place.length, TMA)
             k = load_rows(k_rows, place.row, HEAD_DIM, BLOCK_N, BLOCK_D, not TMA, TMA)
-        for member in range(group):
-            head = place.head * group + member
-            do_rows = other_rows(Operand(do_source, stride_dob, stride_dos, stride_doh), place, head, TMA)
-            row_stats = row_stats_ptr + first_stats_row(head, place.sequence, place.other_first, n_seqs, seqlen_q, heads, PACKED,
-                                                        STATS_BLOCK)
-            for part in tl.static_range(3):
-                # one masked loop is faster than two: with two, ptxas waits for every matrix product before the next
-                if (part == 0 and CAUSAL and not ONE_LOOP) or part == 1 or (part == 2 and (GUARD or not ONE_LOOP)):
-                    dk, dv = range_loop(
-                        _dkdv_step, (dk, dv),
-                        KeyTile(k, v, None, do_rows, row_stats, stride_rows, place, head, place.row + tl.arange(0, BLOCK_N)[:, None],
-                                logit_scale if PRECISION == "ieee" else 1.0,
-                                Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA)),
-                        QueryRange(Operand(q_source, stride_qb, stride_qs, stride_qh), batches, (index + 1) * chunk - offset, chunk,
-                                   full_begin if part == 0 else full_end if part == 1 else end, first_seen, ONE_LOOP),
-                        begin if part == 0 else full_begin if part == 1 else full_end,
-                        full_begin if part == 0 else full_end if part == 1 else end, 0, 0, BLOCK_M,
-                        "all" if CAUSAL and (ONE_LOOP or part != 1) else "none", part != 1 and GUARD, None)
+        dk, dv = add_members(
+            (dk, dv), k, v, place, Operand(q_source, stride_qb, stride_qs, stride_qh),
+            Operand(do_source, stride_dob, stride_dos, stride_doh), row_stats_ptr, stride_rows, logit_scale if PRECISION == "ieee" else 1.0,
+            KeyChunk(Operand(q_source, stride_qb, stride_qs, stride_qh), batches, (index + 1) * chunk - offset, chunk, begin, full_begin,
+                     full_end, end, first_seen, CAUSAL, ONE_LOOP),
+            n_seqs, seqlen_q, heads, group, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
+            _dkdv_loops, STATS_BLOCK)
         if not CAUSAL:
             # from the keys' position in this relation to that in the next one
             turn = stage_position(query_copy(relation), inside, chunk, top, far)

@@ -15,7 +15,7 @@ from attnzoo_kernels._triton.mainloop import key_loops, query_loops, window_seen
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.ranges import load_range_stats, range_seen, range_seen_transposed
 from attnzoo_kernels._triton.scores import score_unit
-from attnzoo_kernels._triton.tiles import Operand, Shape, first_lse, program_tile
+from attnzoo_kernels._triton.tiles import Operand, Shape, program_tile, row_places
 from attnzoo_kernels.flash.hooks import (
     Loaded,
     Modifiers,
@@ -134,9 +134,8 @@ def _sequence_loops(state, x, modifiers):
                                             x.place.sequence * modifiers.heads + x.head, bias), modifiers.ONE_LOOP,
                         last if modifiers.PRUNED else None)
     if modifiers.HAS_KEY_BIAS:
-        j = x.place.row + tl.arange(0, x.shape.BLOCK_N)
-        at = first_lse(x.place.batch, x.head, x.place.first, modifiers.seqlen_k, modifiers.heads, x.shape.PACKED) + j
-        tl.store(modifiers.column_sums + at, state[2], mask=j < x.place.length)
+        _, at, inside = row_places(x.place, x.head, modifiers.seqlen_k, modifiers.heads, x.shape.BLOCK_N, x.shape.PACKED)
+        tl.store(modifiers.column_sums + at, state[2], mask=inside)
     return state[0], state[1]
 
 

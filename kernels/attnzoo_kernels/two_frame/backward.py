@@ -17,7 +17,7 @@ from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on
 from attnzoo_kernels._triton.mainloop import query_loops, window_seen, window_seen_transposed
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.softmax import in_units
-from attnzoo_kernels._triton.tiles import Operand, Shape, head_rows, load_rows, program_tile, store_rows
+from attnzoo_kernels._triton.tiles import Operand, Place, Shape, head_rows, load_own, load_rows, program_tile, store_own, store_rows
 from attnzoo_kernels.flash.tiles import dkdv_tile, dq_tile
 from attnzoo_kernels.two_frame.hooks import Frames, frame_loops
 from attnzoo_kernels.two_frame.options import Options
@@ -121,19 +121,15 @@ def two_frame_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats
                          None if LIMITED else together)
     if place.row >= place.length:
         return
-    v_rows = head_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), place.batch, place.head, place.first, place.length, TMA)
-    dv_rows = head_rows(Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), place.batch, place.head, place.first, place.length, False)
     # [BLOCK_N, BLOCK_DV]
-    v = load_rows(v_rows, place.row, VALUE_DIM, BLOCK_N, BLOCK_DV, not TMA, TMA)
+    v = load_own(Operand(v_source, stride_vb, stride_vs, stride_vh), place, VALUE_DIM, BLOCK_N, BLOCK_DV, TMA)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for near in range(2):
         frame = 1 - near
-        k_rows = head_rows(Operand(k_source, stride_kb, stride_ks, stride_kh), place.batch, 2 * place.head + frame, place.first,
-                           place.length, TMA)
-        dk_rows = head_rows(Operand(dk_ptr, stride_dkb, stride_dks, stride_dkh), place.batch, 2 * place.head + frame, place.first,
-                            place.length, False)
+        of_frame = Place(place.sequence, place.batch, 2 * place.head + frame, place.row, place.first, place.length, place.other_first,
+                         place.other_length)
         # [BLOCK_N, BLOCK_D]
-        k = load_rows(k_rows, place.row, HEAD_DIM, BLOCK_N, BLOCK_D, not TMA, TMA)
+        k = load_own(Operand(k_source, stride_kb, stride_ks, stride_kh), of_frame, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
         dk, dv = add_members(
             (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), dv), k, v, place, Operand(q_source, stride_qb, stride_qs, stride_qh),
             Operand(do_source, stride_dob, stride_dos, stride_doh), row_stats_ptr, stride_rows,
@@ -144,8 +140,8 @@ def two_frame_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats
             n_seqs, seqlen_q, heads, group, tl.where((near == 1) | (place.row < far_keys), group, 0),
             Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
             _dkdv_loops, STATS_BLOCK)
-        store_rows(dk_rows, dk * softmax_scale, place.row, HEAD_DIM, BLOCK_N, BLOCK_D)
-    store_rows(dv_rows, dv, place.row, VALUE_DIM, BLOCK_N, BLOCK_DV)
+        store_own(Operand(dk_ptr, stride_dkb, stride_dks, stride_dkh), dk * softmax_scale, of_frame, HEAD_DIM, BLOCK_N, BLOCK_D)
+    store_own(Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), dv, place, VALUE_DIM, BLOCK_N, BLOCK_DV)
 
 
 @functools.lru_cache(maxsize=1024)
