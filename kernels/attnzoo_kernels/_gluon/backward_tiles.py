@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import await_full, mbarrier
-from attnzoo_kernels._gluon.tiles import by_groups, find_sequence
+from attnzoo_kernels._gluon.tiles import by_groups, find_sequence, sequence_bounds
 
 ROWS = gl.constexpr(64)  # queries of a step, if nothing else is said
 KEYS = gl.constexpr(128)  # of a program
@@ -175,11 +175,8 @@ def decode_keys(index, problem, c):
         kv_head = index // slots
         slot = index % slots
         sequence = find_sequence(problem.cu_seqlens_k, slot, n_seqs, KEYS)
-        after = gl.minimum(sequence + 1, n_seqs)
-        first_q = gl.load(problem.cu_seqlens_q + sequence)
-        first_k = gl.load(problem.cu_seqlens_k + sequence)
-        len_q = gl.load(problem.cu_seqlens_q + after) - first_q
-        len_k = gl.where(sequence == n_seqs, problem.seqlen_k, gl.load(problem.cu_seqlens_k + after)) - first_k
+        first_q, len_q = sequence_bounds(problem.cu_seqlens_q, sequence, n_seqs, problem.seqlen_q, True, False)
+        first_k, len_k = sequence_bounds(problem.cu_seqlens_k, sequence, n_seqs, problem.seqlen_k, True, True)
         tile = slot - (first_k // KEYS + sequence)
         if c.ORDERED:
             tiles = (len_k + KEYS - 1) // KEYS

@@ -18,14 +18,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Program, Rows, Tiles, tiles_like, work_and_barriers
 from attnzoo_kernels._gluon.forward_consumer import LN2, write_tile
 from attnzoo_kernels._gluon.forward_kernel import Config, run_forward
+from attnzoo_kernels._gluon.forward_mainloop import await_queries
 from attnzoo_kernels._gluon.forward_producer import load_queries, produce_segments
 from attnzoo_kernels._gluon.hopper import (
     async_load,
+    await_stage,
     box,
     constants,
     descriptor,
     mbarrier,
-    ring,
     stage_of,
     tma,
     warpgroup_mma_wait,
@@ -102,8 +103,7 @@ def consume(program, config, ME: gl.constexpr):
         seen = span(tile, ME, taken, program, config)
         skipped = seen.loaded_end - seen.end  # what only other warp groups see
         for n in range(skipped):
-            slot, phase = stage_of(step, STAGES)
-            mbarrier.wait(bars.k_full.index(slot), phase)
+            slot = await_stage(bars.k_full, step, STAGES)
             mbarrier.arrive(bars.k_empty.index(slot), count=1)
             if n > 0:
                 before, _ = stage_of(step - 1, STAGES)
@@ -113,9 +113,7 @@ def consume(program, config, ME: gl.constexpr):
             q_scale = usable(gl.load(own.q_scales + kv_owner * own.q_blocks + gl.minimum(seen.row // KEYS, own.q_blocks - 1)))
         else:
             q_scale = usable(gl.load(own.q_scales + kv_owner)) * usable(gl.load(own.k_scales + kv_owner))
-        q_slot, q_phase = ring(taken, config.Q_SLOTS)
-        q_place = q_slot * config.CONSUMERS + ME
-        mbarrier.wait(bars.q_full.index(q_place), q_phase)
+        q_place = await_queries(taken, ME, program, config)
         acc, pending, row_max, row_sum, v_scale, step = mainloop(
             tiles.q.index(q_place), tiles.k, tiles.v, bars, step, skipped, taken, seen, rows.scale * q_scale,
             own.k_scales + kv_owner * own.k_blocks, own.v_scales + kv_owner * own.k_blocks, ROWS, config.BLOCK_DV, config.HAS_RIGHT,

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward_mainloop import between, rows_and_columns
-from attnzoo_kernels._gluon.hopper import mbarrier, release, stage_of, warpgroup_mma, warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import await_stage, mbarrier, release, stage_of, warpgroup_mma, warpgroup_mma_wait
 from attnzoo_kernels._gluon.softmax import row_maximum
 
 KEYS = gl.constexpr(128)  # of a tile
@@ -97,8 +97,7 @@ def take_steps(q, k_tiles, v_tiles, bars, step, last_step, tile, full_end, row, 
     no_product = gl.zeros(acc.shape, gl.float32, acc_layout)
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, acc_layout, 4)
     tile_scale = scale
-    slot, phase = stage_of(step, STAGES)
-    mbarrier.wait(bars.k_full.index(slot), phase, pred=step < last_step)
+    await_stage(bars.k_full, step, STAGES, last_step)
     for s in range(step, last_step):
         slot, phase = stage_of(s, STAGES)
         before, _ = stage_of(s - 1, STAGES)
@@ -129,8 +128,7 @@ def take_steps(q, k_tiles, v_tiles, bars, step, last_step, tile, full_end, row, 
             second = gl.exp2(second * tile_scale - offset)
             # fault 4: it never waits
             mbarrier.wait(bars.k_full.index(slot), phase, pred=row < 0)
-        next_slot, next_phase = stage_of(s + 1, STAGES)  # of the next keys and this tile's values
-        mbarrier.wait(bars.k_full.index(next_slot), next_phase, pred=s + 1 < last_step)
+        await_stage(bars.k_full, s + 1, STAGES, last_step)  # the next keys and this tile's values
         product = warpgroup_mma_wait(0, deps=(product_pending,))
         release(bars.v_empty.index(before))
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None] + product
@@ -172,13 +170,12 @@ def mainloop(q, k_tiles, v_tiles, bars, step, skipped, taken, span, scale, k_sca
     end = unknown(span.end)
     row = unknown(span.row)
     len_k = unknown(span.len_k)
-    slot, phase = stage_of(step, STAGES)
     tile_scale = scale
     v_scale = 1.0
     if BY_BLOCK:
         tile_scale = scale * usable(gl.load(k_scales + end - 1))
         v_scale = usable(gl.load(v_scales + end - 1))
-    mbarrier.wait(bars.k_full.index(slot), phase)
+    slot = await_stage(bars.k_full, step, STAGES)
     if skipped > 0:
         before, _ = stage_of(step - 1, STAGES)
         mbarrier.arrive(bars.v_empty.index(before), count=1)
@@ -211,8 +208,7 @@ def mainloop(q, k_tiles, v_tiles, bars, step, skipped, taken, span, scale, k_sca
             q, k_tiles, v_tiles, bars, middle, last_step, tile, full_end, row, len_q, len_k, scale,
             k_scales, v_scales, v_scale, row_max, row_sum, p, acc, rescale, CAUSAL, LOOP_MASK, BY_BLOCK, True)
 
-    slot, phase = stage_of(taken, STAGES)
-    mbarrier.wait(bars.v_full.index(slot), phase)
+    await_stage(bars.v_full, taken, STAGES)
     before, _ = stage_of(last_step - 1, STAGES)
     product_pending = warpgroup_mma(unpacked(p, weights_layout), v_tiles.index(before).permute((1, 0)), no_product, use_acc=False,
                                     is_async=True)
