@@ -16,6 +16,7 @@ from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.forgetting import ForgettingAttention
 from attnzoo.attention.mla import MLAttention
 from attnzoo.attention.moba import MoBAAttention
+from attnzoo.attention.msa import MSAttention
 from attnzoo.attention.nsa import NSAttention
 from attnzoo.attention.positions import rotate
 from attnzoo.attention.sdpa import SDPAttention
@@ -29,6 +30,7 @@ OPTIONS = {
     "patterns by head": lambda spec: BlockSparseAttention(spec, pattern={"name": "bigbird", "n_random": 1, "heads": 4}, block=16),
     "differential V2": lambda spec: DifferentialAttention(spec, version=2),
     "blocks that are chosen": lambda spec: MoBAAttention(spec, block_size=4, top_k=3),
+    "blocks of an indexer": lambda spec: MSAttention(spec, block_size=4, top_k=3, index_dim=8),
     "compressed keys": lambda spec: NSAttention(
         spec, compress_size=4, compress_stride=2, block_size=4, block_count=3, window=5),
     "forgetting, shifted": lambda spec: ForgettingAttention(spec, shift_keys=True, shift_values=True, output_norm=True),

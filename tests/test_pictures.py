@@ -19,7 +19,7 @@ from attnzoo.errors import UserError
 VARIANTS = sorted(path.stem for path in (ROOT / "configs" / "attention").glob("*.yaml"))
 SPEC = {"dim": 32, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "layer": 0, "n_layers": 1, "causal": True, "positions": "rotary",
         "train_context": 160}
-SMALL = {"block_sparse": {"block": 16, "pattern": "bigbird"}, "moba": {"block_size": 16},
+SMALL = {"block_sparse": {"block": 16, "pattern": "bigbird"}, "moba": {"block_size": 16}, "msa": {"block_size": 16, "top_k": 3},
          "nsa": {"compress_size": 8, "compress_stride": 4, "block_size": 8, "block_count": 4, "window": 16, "pooling": "mean",
                  "independent_kv": False}}
 LENGTH = 100

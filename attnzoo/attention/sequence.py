@@ -25,6 +25,7 @@ class SequenceInfo:
     keys: cu_seqlens and max_seqlen of keys and values, where there are others than queries; None where they are the same.
     context: which tokens of longer sequences this process has (`attnzoo_kernels.context_parallel`): position_ids are of these tokens,
         cu_seqlens and max_seqlen of the whole.
+    losses: what layers learn from beside the model's loss, each () and summed over tokens; layers add theirs in training.
     """
 
     position_ids: Tensor | None = None
@@ -34,6 +35,7 @@ class SequenceInfo:
     keys: tuple[Tensor, int] | None = None
     context: "ContextParallel | None" = None
     parents: Tensor | None = None
+    losses: list[Tensor] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def cu_seqlens_k(self) -> Tensor | None:

@@ -49,6 +49,7 @@ class Transformer(nn.Module):
 
     causal: bool
     head_in_8_bits: bool | None = False  # whether the output layer has 8-bit products in training; None where there is no such layer
+    extra_loss: Tensor | None = None  # (), the sum of what layers added to `SequenceInfo.losses` in the last pass, with its graph
     recompute_every: int | None = None  # in training, of every k-th block only the input is kept, and the backward computes the rest again
 
     def __init__(
@@ -179,8 +180,14 @@ class Transformer(nn.Module):
             rest = (seq, None if cache is None else cache[layer], logits_at if layer == last else None)
             again = self.recompute_every and self.training and torch.is_grad_enabled() and layer % self.recompute_every == 0
             x = checkpoint(block, x, *rest, use_reentrant=False) if again else block(x, *rest)
+        self.extra_loss = sum(seq.losses[1:], seq.losses[0]) if seq.losses else None
         x = normed(self.final_norm, x) if self.blocks[0].pre_norm else x
         return self.logits(x) if targets is None else self.loss(x, targets, reduction, target_weights)
+
+    def take_extra_loss(self) -> Tensor | None:
+        """The last pass's `extra_loss`, which is then forgotten."""
+        extra, self.extra_loss = self.extra_loss, None
+        return extra
 
     def _forward_padded(self, input_ids, attention_mask, max_tokens, position_ids, token_type_ids, logits_at, targets, reduction,
                         weights) -> Tensor:

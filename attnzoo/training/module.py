@@ -28,12 +28,16 @@ def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def summed_loss(model: nn.Module, batch: Batch, fused: bool = False) -> tuple[Tensor, Tensor]:
     """Cross-entropy in nats summed over a batch's targets, and the number of targets, both (), at least float32. A target with a weight
-    counts as often as that says, in both. fused: all logits are never in memory."""
+    counts as often as that says, in both. fused: all logits are never in memory. What layers learn from besides
+    (`Transformer.extra_loss`) is in the gradient alone."""
     if not fused:
-        return cross_entropy(*predict(model, batch), batch.get("weights"))
-    targets, weights = _targets(batch), batch.get("weights")
-    weighted = {} if weights is None else {"target_weights": weights}
-    return _counted(model(batch["input_ids"], targets=targets, **weighted, **_inputs(batch)), targets, weights)
+        loss, count = cross_entropy(*predict(model, batch), batch.get("weights"))
+    else:
+        targets, weights = _targets(batch), batch.get("weights")
+        weighted = {} if weights is None else {"target_weights": weights}
+        loss, count = _counted(model(batch["input_ids"], targets=targets, **weighted, **_inputs(batch)), targets, weights)
+    extra = model.take_extra_loss() if model.training else None
+    return (loss if extra is None else loss + (extra - extra.detach())), count
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -101,7 +101,7 @@ def test_what_it_took_is_written_down(operator):
     assert dispatch.implementations_taken() == {f"{operator} backward": ["cpu"], f"{operator} forward": ["cpu"]}
 
 
-@pytest.mark.parametrize("operator", (*OPERATORS, "moba", "nsa"))
+@pytest.mark.parametrize("operator", (*OPERATORS, "moba", "msa", "nsa"))
 def test_derivatives_that_it_does_not_have_are_refused(operator):
     out = call(operator, "cpu", "cpu")
     with pytest.raises(NotImplementedError, match='no second derivative, which create_graph=True asks for .*impl="reference" has'):
@@ -111,7 +111,7 @@ def test_derivatives_that_it_does_not_have_are_refused(operator):
         run(forward_ad.make_dual(q, torch.ones_like(q)))
 
 
-@pytest.mark.parametrize("operator", (*OPERATORS, "moba", "nsa"))
+@pytest.mark.parametrize("operator", (*OPERATORS, "moba", "msa", "nsa"))
 def test_compiles_without_a_graph_break(operator):
     run, q = function(operator, "cpu", "cpu")
     gradients = []

@@ -15,6 +15,7 @@ from attnzoo_kernels import (
     flash_attention,
     forgetting_attention,
     moba_attention,
+    msa_attention,
     nsa_attention,
     sigmoid_attention,
     two_frame_attention,
@@ -59,6 +60,7 @@ def call(operator: str, queries: int, device: str, impl: str | None):
                                                          impl=impl),
         "forgetting": lambda: forgetting_attention(q, k, v, -torch.rand(*k.shape[:-2], q.shape[-2], device=device), impl=impl),
         "moba": lambda: moba_attention(q, k, v, block_size=6, top_k=2, impl=impl),
+        "msa": lambda: msa_attention(q, k, v, k, k, block_size=6, top_k=2, impl=impl),
         "nsa": lambda: nsa_attention(q, k, v, k[:, :9], v[:, :9], torch.rand(*q.shape[:-1], 3, device=device).to(q.dtype), compress_size=4,
                                      compress_stride=2, block_size=4, block_count=3, window=5, impl=impl),
         "sigmoid": lambda: sigmoid_attention(q, k, v, causal=True, impl=impl),
@@ -69,7 +71,7 @@ def call(operator: str, queries: int, device: str, impl: str | None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting",
-                                      "distance_bias", "moba", "nsa", "two_frame", "decode"))
+                                      "distance_bias", "moba", "msa", "nsa", "two_frame", "decode"))
 @pytest.mark.parametrize("queries", (KEYS, KEYS - 9))
 @pytest.mark.parametrize("impl", (None, "triton") if GPU else ("triton", "cpu"))
 def test_fakes_tell_what_operators_give(operator, queries, impl, device, monkeypatch):
@@ -80,7 +82,7 @@ def test_fakes_tell_what_operators_give(operator, queries, impl, device, monkeyp
         call(operator, queries, device, impl)
     monkeypatch.undo()
     # flash has another backward where queries are as many as keys
-    assert len(calls.first) in {"decode": (1,), "moba": (3,), "nsa": (5, 6)}.get(operator, (2,))
+    assert len(calls.first) in {"decode": (1,), "moba": (3,), "msa": (3,), "nsa": (5, 6)}.get(operator, (2,))
     for custom, args in calls.first.items():
         args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
         torch.library.opcheck(custom, args, test_utils=("test_schema", "test_faketensor"))

@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 
 from attnzoo_kernels import differential_attention, moba_blocks, padding
 
-DIFFERENTIABLE = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "distance_bias", "moba", "nsa",
+DIFFERENTIABLE = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "distance_bias", "moba", "msa", "nsa",
                   "two_frame", "bias_gelu")
 
 
@@ -44,7 +44,7 @@ def test_the_end_of_an_encoder_has_no_second_derivative(device):
         torch.autograd.grad(out.sum(), hidden, create_graph=True)
 
 
-@pytest.mark.parametrize("operator", (*OPERATORS, "moba", "nsa"))
+@pytest.mark.parametrize("operator", (*OPERATORS, "moba", "msa", "nsa"))
 @pytest.mark.parametrize("through", ("dual", "func"))
 def test_forward_mode_is_refused(operator, through, device):
     """Its tangents would be zeros, or none at all."""

@@ -16,6 +16,7 @@ from attnzoo_kernels import (
     flash_attention,
     forgetting_attention,
     moba_attention,
+    msa_attention,
     nsa_attention,
     sigmoid_attention,
     two_frame_attention,
@@ -25,7 +26,7 @@ from attnzoo_kernels.block_sparse.patterns import dense
 LENGTH = 64
 OPERATORS = {"flash": flash_attention, "block_sparse": block_sparse_attention, "differential": differential_attention,
              "dual_chunk": dual_chunk_attention, "sigmoid": sigmoid_attention, "forgetting": forgetting_attention,
-             "distance_bias": distance_bias_attention, "moba": moba_attention, "nsa": nsa_attention,
+             "distance_bias": distance_bias_attention, "moba": moba_attention, "msa": msa_attention, "nsa": nsa_attention,
              "two_frame": two_frame_attention, "decode": decode_attention}
 HALF = {"dtype": torch.bfloat16}
 # what a call changes: dtype, widths, heads and options
@@ -65,7 +66,7 @@ def made(operator: str, dtype=torch.bfloat16, head_dim=64, value_dim=64, kv_head
         bounds = torch.tensor([0, 9, LENGTH], dtype=torch.int32)
         options |= {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
         options |= {"max_seqlen_q": LENGTH, "max_seqlen_k": LENGTH} if operator == "block_sparse" else {}
-    if operator in ("forgetting", "moba", "nsa", "two_frame") and causal:
+    if operator in ("forgetting", "moba", "msa", "nsa", "two_frame") and causal:
         del options["causal"]
     table = torch.ones(LENGTH, 8)
     return {
@@ -77,6 +78,7 @@ def made(operator: str, dtype=torch.bfloat16, head_dim=64, value_dim=64, kv_head
         "forgetting": ((q, k, v, torch.zeros(q.shape[:-1])), options),
         "distance_bias": ((q, k, v, torch.zeros(2, 9)), options),
         "moba": ((q, k, v), options | {"block_size": 16, "top_k": 2}),
+        "msa": ((q, k, v, k, k[..., :1, :]), options | {"block_size": 16, "top_k": 2}),
         "nsa": ((q, k, v, *(x[..., :4, :, :] for x in (k, v)), torch.ones(*q.shape[:-1], 3, dtype=dtype)),
                 options | {"compress_size": 16, "block_size": 16, "block_count": 2}),
         "two_frame": ((torch.stack((q, q), -2), torch.stack((k, k), -2), v), options | {"near_keys": 9}),
