@@ -1,4 +1,4 @@
-"""attention=msa: blocks shorter than a sequence, packed and with a cache; what the indexer learns from; what is counted, logged and refused."""
+"""attention=msa: blocks shorter than a sequence, packed and with a cache; what the indexer learns from; counts, logs and refusals."""
 
 import pytest
 import torch
