@@ -32,6 +32,7 @@ SPEEDS = {
     "`decode_attention`": "label == 'attnzoo-triton' and case.str.contains('^b1-k65536-|^b64-k4096-')",
     "BERT-base training, 64 rows of 128": "label == 'huggingface' and unit == 'tokens/s' and panel.str.contains('328')",
     "BERT-base training, 64 rows of 512": "label == 'huggingface' and unit == 'tokens/s' and panel.str.contains('512')",
+    "GPT-2 small training": "label == 'nanogpt' and unit == 'tokens/s'",
 }
 NOT_COMPOSED = ("--help", "hydra/launcher=submitit_slurm")  # the latter is an extra
 
