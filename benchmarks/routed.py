@@ -206,14 +206,18 @@ def order(q: Tensor, k: Tensor, blocks: Tensor, case: cases.Case) -> Any:
 
 
 def lists(session: Session) -> Iterator[list[Row]]:
-    """Milliseconds of MoBA's forward, and of what it consists of beside products: the choice, and the order of pairs by block."""
+    """Milliseconds of MoBA's forward, and of what it consists of beside products: the choice, and the order of pairs by block. On a GPU
+    also the device's time alone, of a CUDA graph of each."""
     o = session.options
     for seqlen in o.lengths:
         case = cases.benchmark_case(seqlen, o.head_dim, o.heads, o.block_size, o.top_k - 1, dtype=session.dtype)
         x = case.inputs(session.device)
         choose = functools.partial(moba_blocks, x.q, x.k, block_size=case.block_size, top_k=o.top_k)
         calls = {"forward with its choice": functools.partial(moba_attention, *x[:3], block_size=case.block_size, top_k=o.top_k),
-                 "choice": choose, "order": functools.partial(order, x.q, x.k, choose(), case)}
+                 "choice": choose}
+        if x.q.is_cuda:  # a CPU's attention needs no order
+            calls["order"] = functools.partial(order, x.q, x.k, choose(), case)
+            calls |= {f"{name}, device": harness.replayed(call) for name, call in calls.items()}
         readings = session.timing.measure({name: Candidate(call, nullcontext) for name, call in calls.items()})
         ms = {name: statistics.median(times) for name, times in readings.items()}
         columns = [Entry(name, session.backends[0], case, x, {}, float) for name in calls]

@@ -161,13 +161,16 @@ def two_frame():
 
 
 def routed():
-    """With the kernels that choose blocks."""
+    """With the kernels that choose blocks and order pairs by them."""
     from attnzoo_kernels.moba import choose as moba
     from attnzoo_kernels.msa import choose as msa
     from attnzoo_kernels.nsa import choose as nsa
-    from attnzoo_kernels.routed import parts
+    from attnzoo_kernels.routed import lists, parts
 
     bounds = torch.tensor([0, 100, 256], dtype=torch.int32)
+    for kv_heads in (2, 4000):  # numbers of blocks in 16 and in 32 bits
+        first, _, bounds_k, *places = lists.launch_layout(bounds, bounds, 256, 256, 16, 19)
+        lists.launch_order(torch.zeros(256, kv_heads, 3, dtype=torch.int32), first, bounds_k, *places, 1, kv_heads, 256)
     for dtype, width in ((BF16, 64), (F32, 128)):
         q, k = (torch.zeros(256, heads, width, dtype=dtype) for heads in (4, 2))
         lse, place = torch.zeros(4, 256), torch.zeros(256 * 4, 3, dtype=torch.int32)

@@ -1,9 +1,11 @@
-"""From chosen blocks to packed sequences: for every block the queries that read it. Integers on the device; nothing here waits for it."""
+"""From chosen blocks to packed sequences: for every block the queries that read it. Integers on the device; nothing waits for it."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from attnzoo_kernels import autograd
 
 
 class Blocks(NamedTuple):
@@ -29,31 +31,16 @@ class Blocks(NamedTuple):
         if cu_seqlens_q is None:
             cu_seqlens_q, cu_seqlens_k = even_bounds(q), even_bounds(k)
         total_q, total_k = (x.shape[:-2].numel() for x in (q, k))
-        sequences = cu_seqlens_q.shape[0] - 1
-        count = total_k // size + sequences + 1
-        start_q, end_q, start_k, end_k = cu_seqlens_q[:-1], cu_seqlens_q[1:], cu_seqlens_k[:-1], cu_seqlens_k[1:]
-        shift = (end_k - start_k) - (end_q - start_q)
-        # a sequence without keys has a block, too, for its queries
-        behind = ((end_k - start_k + size - 1) // size).clamp(min=1).cumsum(0, dtype=torch.int32)
-        first = torch.cat([behind.new_zeros(1), behind[:-1]])
-
-        block = torch.arange(count, device=cu_seqlens_q.device, dtype=torch.int32)
-        of = torch.searchsorted(behind, block, right=True).clamp(max=sequences - 1)
-        at = (block - first[of]) * size
-        bounds_k = torch.minimum(start_k[of] + at, end_k[of])
-        bounds_q = torch.minimum(torch.maximum(start_q[of] + at - shift[of], start_q[of]), end_q[of])
-        bounds_q = torch.where(at == 0, start_q[of], bounds_q)  # queries before the first key are in no other block
-        token = torch.arange(total_q, device=cu_seqlens_q.device, dtype=torch.int32)
-        sequence = torch.searchsorted(end_q.contiguous(), token, right=True, out_int32=True).clamp(max=sequences - 1)
-        position = token - start_q[sequence] + shift[sequence]
-        own = torch.where((position >= 0) & (token < end_q[-1]), position.div(size, rounding_mode="floor"), -1).int()
-        return cls(size, count, cu_seqlens_q, cu_seqlens_k, first,
-                   torch.cat([bounds_q, end_q[-1:]]), torch.cat([bounds_k, end_k[-1:]]), sequence, own)
+        count = total_k // size + cu_seqlens_q.shape[0]
+        return cls(size, count, cu_seqlens_q, cu_seqlens_k, *_layout(cu_seqlens_q, cu_seqlens_k, total_q, total_k, size, count))
 
 
 def even_bounds(x: Tensor) -> Tensor:
     """cu_seqlens of (batch, seqlen, heads, width) whose sequences are put one behind the other."""
-    return torch.arange(x.shape[0] + 1, device=x.device, dtype=torch.int32) * x.shape[1]
+    batch, seqlen = x.shape[:2]
+    if seqlen == 0:
+        return torch.zeros(batch + 1, device=x.device, dtype=torch.int32)
+    return torch.arange(0, (batch + 1) * seqlen, seqlen, device=x.device, dtype=torch.int32)
 
 
 class Routes(NamedTuple):
@@ -71,17 +58,33 @@ class Routes(NamedTuple):
 
 def routes(chosen: Tensor, blocks: Blocks, heads: int, kv_heads: int, total_k: int) -> Routes:
     """chosen: (total_q, choosers, slots) as routed_attention has them, without the batch."""
-    total_q, choosers, slots = chosen.shape
-    device, count = chosen.device, blocks.count
-    key_head = torch.arange(choosers, device=device, dtype=torch.int32) // (choosers // kv_heads)
-    number = key_head[:, None] * count + (blocks.first[blocks.sequence].view(-1, 1, 1) + chosen)
-    earlier = (chosen >= 0) & (chosen < blocks.own.view(-1, 1, 1))
-    number = torch.where(earlier, number, kv_heads * count).int().flatten()
-    in_order, pair = torch.sort(number, stable=True)  # stable: queries rise in each block
-    place = torch.empty_like(number).scatter_(0, pair, torch.arange(number.shape[0], device=device, dtype=torch.int32))
-    rows = heads // choosers
-    numbers = torch.arange(kv_heads * count + 1, device=device, dtype=torch.int32)
-    bounds = torch.searchsorted(in_order, numbers, out_int32=True) * rows
-    head_starts = torch.arange(kv_heads, device=device, dtype=torch.int32)[:, None] * total_k
-    bounds_k = torch.cat([(head_starts + blocks.bounds_k[:-1]).flatten(), numbers.new_full((1,), kv_heads * total_k)])
-    return Routes(place.view(total_q * choosers, slots), rows, bounds, bounds_k)
+    rows = heads // chosen.shape[1]
+    place, bounds_q, bounds_k = _order(chosen, blocks.first, blocks.bounds_k, blocks.sequence, blocks.own, rows, kv_heads, total_k)
+    return Routes(place, rows, bounds_q, bounds_k)
+
+
+def _lay_out(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int, size: int,
+             count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from attnzoo_kernels.routed.lists import launch_layout
+
+    return launch_layout(cu_seqlens_q, cu_seqlens_k, total_q, total_k, size, count)
+
+
+def _fake_layout(cu_seqlens_q, cu_seqlens_k, total_q, total_k, size, count):
+    return tuple(cu_seqlens_q.new_empty(n) for n in (cu_seqlens_q.shape[0] - 1, count + 1, count + 1, total_q, total_q))
+
+
+def _arrange(chosen: Tensor, first: Tensor, bounds_k: Tensor, sequence: Tensor, own: Tensor, rows: int, kv_heads: int,
+             total_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    from attnzoo_kernels.routed.lists import launch_order
+
+    return launch_order(chosen, first, bounds_k, sequence, own, rows, kv_heads, total_k)
+
+
+def _fake_order(chosen, first, bounds_k, sequence, own, rows, kv_heads, total_k):
+    numbers = kv_heads * (bounds_k.shape[0] - 1) + 1
+    return chosen.new_empty(chosen.shape[:2].numel(), chosen.shape[2]), *(chosen.new_empty(numbers) for _ in range(2))
+
+
+_layout = autograd.forward_only("routed_layout", _lay_out, _fake_layout)
+_order = autograd.forward_only("routed_order", _arrange, _fake_order)
