@@ -1,7 +1,7 @@
-"""Attention over chosen blocks of keys: MoBA and NSA beside dense attention, FlexAttention with a mask of the blocks, and fla's NSA.
+"""Attention over chosen blocks of keys: MoBA, MSA and NSA beside dense attention, FlexAttention with a mask of the blocks, and fla's NSA.
 
     python -m benchmarks.routed                             # MoBA by length
-    python -m benchmarks.routed moba selected nsa lists
+    python -m benchmarks.routed moba selected msa nsa lists indexer
 
 Queries and keys are random, and each query chooses its blocks by them: no two choose alike, so that the blocks of a tile of queries are
 soon all that there are. A rate counts the pairs of a query and a key that it reads, for dense kernels too: its ratios are those of the
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo_kernels import moba_attention, moba_blocks, nsa_attention, routed_attention
+from attnzoo_kernels import moba_attention, moba_blocks, msa_attention, msa_blocks, nsa_attention, routed_attention
 from attnzoo_kernels.flash import cases as dense_cases
 from attnzoo_kernels.nsa import cases as nsa_cases
 from attnzoo_kernels.routed import cases
@@ -34,12 +34,14 @@ from benchmarks.timing import Candidate
 
 @dataclass
 class Problem:
-    """leaves: q, k, v and what else has a gradient. call: the operator as a function of leaves, blocks and impl."""
+    """leaves: q, k, v and what else has a gradient. call: the operator as a function of leaves, blocks and impl. index: MSA's index queries
+    and keys, where they choose."""
 
     leaves: list[Tensor]
     dout: Tensor
     blocks: Tensor
     call: Callable[..., Tensor]
+    index: tuple[Tensor, Tensor] | None = None
 
     @property
     def q(self) -> Tensor:
@@ -78,6 +80,10 @@ def choosing(case: Any, x: Problem) -> Pass:
     """The choice in every call."""
     if isinstance(case, nsa_cases.Case):
         return differentiable(functools.partial(x.call, blocks=None, impl=None), tuple(x.leaves), x.dout)
+    if x.index is not None:
+        index_q, index_k = x.index
+        attend = functools.partial(msa_attention, index_q=index_q, index_k=index_k, block_size=case.block_size, top_k=case.slots + 1)
+        return differentiable(attend, tuple(x.leaves), x.dout)
     if case.shared:
         raise Unsupported("MoBA chooses by query head")
     attend = functools.partial(moba_attention, block_size=case.block_size, top_k=case.slots + 1)
@@ -160,12 +166,13 @@ def compare(session: Session, line: Line, case: Any, x: Problem) -> list[Row]:
     return harness.compare(line, columns, o.directions, session.timing)
 
 
-def by_blocks(session: Session, table: str, case: cases.Case, seqlen: int) -> list[Row]:
+def by_blocks(session: Session, table: str, case: cases.Case, seqlen: int, index: tuple[Tensor, Tensor] | None = None) -> list[Row]:
     q, k, v, _, dout, _ = case.inputs(session.device)
     choosers = q[..., :: case.heads // (case.kv_heads or case.heads), :] if case.shared else q
-    blocks = moba_blocks(choosers, k, block_size=case.block_size, top_k=case.slots + 1)
+    choose = functools.partial(moba_blocks, choosers, k) if index is None else functools.partial(msa_blocks, *index)
+    blocks = choose(block_size=case.block_size, top_k=case.slots + 1)
     call = functools.partial(routed_attention, block_size=case.block_size)
-    x = Problem([q, k, v], dout, blocks, lambda q, k, v, *, blocks, impl: call(q, k, v, blocks, impl=impl))
+    x = Problem([q, k, v], dout, blocks, lambda q, k, v, *, blocks, impl: call(q, k, v, blocks, impl=impl), index)
     panel = f"d{case.head_dim}, {case.slots + 1} blocks of {case.block_size}, {case.heads} heads of {case.kv_heads or case.heads}"
     return compare(session, Line("routed", table, panel, seqlen), case, x)
 
@@ -185,6 +192,23 @@ def selected(session: Session) -> Iterator[list[Row]]:
         case = cases.benchmark_case(seqlen, o.head_dim, o.heads, o.selected_size, o.block_count - 1, kv_heads=o.kv_heads, shared=True,
                                     dtype=session.dtype)
         yield by_blocks(session, "selected", case, seqlen)
+
+
+def msa_case(session: Session, seqlen: int) -> tuple[cases.Case, tuple[Tensor, Tensor]]:
+    """With index queries and keys, as wide as a head."""
+    o = session.options
+    case = cases.benchmark_case(seqlen, o.head_dim, o.heads, o.index_size, o.block_count - 1, kv_heads=o.kv_heads, shared=True,
+                                dtype=session.dtype)
+    generator = torch.Generator(session.device).manual_seed(1)
+    return case, tuple(torch.randn(1, seqlen, heads, o.head_dim, device=session.device, generator=generator).to(session.dtype)
+                       for heads in (o.kv_heads, 1))
+
+
+def msa(session: Session) -> Iterator[list[Row]]:
+    """MSA by length: `--block-count` blocks of `--index-size`, which an indexer chooses by key head."""
+    for seqlen in session.options.selected_lengths:
+        case, index = msa_case(session, seqlen)
+        yield by_blocks(session, "msa", case, seqlen, index)
 
 
 def nsa(session: Session) -> Iterator[list[Row]]:
@@ -225,26 +249,51 @@ def lists(session: Session) -> Iterator[list[Row]]:
             columns, Prepared({}, {}, {}), "forward", "ms", ms, ms=ms)
 
 
-TABLES = {f.__name__: f for f in (moba, selected, nsa, lists)}
+def indexer(session: Session) -> Iterator[list[Row]]:
+    """Milliseconds of MSA's choice, and of forward and backward with it, without and with the indexer's loss."""
+    o = session.options
+    for seqlen in o.selected_lengths:
+        case, index = msa_case(session, seqlen)
+        x = case.inputs(session.device)
+        sizes = {"block_size": case.block_size, "top_k": o.block_count}
+        leaves = [t.requires_grad_() for t in (*x[:3], *index)]
+
+        def attend(sizes: dict[str, int] = sizes, leaves: list[Tensor] = leaves, dout: Tensor = x.dout) -> Any:
+            return torch.autograd.grad(msa_attention(*leaves, **sizes), leaves[:3], dout)
+
+        def learn(sizes: dict[str, int] = sizes, leaves: list[Tensor] = leaves, dout: Tensor = x.dout) -> Any:
+            out, loss = msa_attention(*leaves, return_loss=True, **sizes)
+            return torch.autograd.grad((out, loss), leaves, (dout, torch.ones_like(loss)))
+
+        calls = {"choice": functools.partial(msa_blocks, *index, **sizes), "forward and backward": attend, "with the loss": learn}
+        readings = session.timing.measure({name: Candidate(call, nullcontext) for name, call in calls.items()})
+        ms = {name: statistics.median(times) for name, times in readings.items()}
+        columns = [Entry(name, session.backends[0], case, x, {}, float) for name in calls]
+        yield Line("routed", "indexer", f"d{case.head_dim}, {o.block_count} blocks of {case.block_size}", seqlen).rows(
+            columns, Prepared({}, {}, {}), "forward", "ms", ms, ms=ms)
+
+
+TABLES = {f.__name__: f for f in (moba, selected, msa, nsa, lists, indexer)}
 
 
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("routed", list(TABLES), list(BACKENDS))
     command.add_argument("--lengths", nargs="+", type=harness.positive, default=[4096, 8192, 16384, 32768])
     command.add_argument("--selected-lengths", nargs="+", type=harness.positive, default=[4096, 8192, 16384],
-                         help="of the tables selected and nsa, whose check takes more memory")
+                         help="of the tables selected, msa, nsa and indexer, whose check takes more memory")
     command.add_argument("--heads", type=harness.positive, default=16)
-    command.add_argument("--kv-heads", type=harness.positive, default=4, help="of the tables selected and nsa (default: 4)")
+    command.add_argument("--kv-heads", type=harness.positive, default=4, help="of the tables selected, msa, nsa and indexer (default: 4)")
     command.add_argument("--head-dim", type=harness.positive, default=128)
     command.add_argument("--block-size", type=harness.positive, default=512)
     command.add_argument("--top-k", type=harness.positive, default=3)
     command.add_argument("--selected-size", type=harness.positive, default=64)
+    command.add_argument("--index-size", type=harness.positive, default=128, help="tokens of MSA's blocks (default: 128)")
     command.add_argument("--block-count", type=harness.positive, default=16)
     command.add_argument("--window", type=harness.positive, default=512)
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
         command.set_defaults(lengths=[64], selected_lengths=[96], heads=4, kv_heads=2, head_dim=16, block_size=16, selected_size=16,
-                             block_count=3, window=16)
-    plots = dict.fromkeys(("moba", "selected", "nsa"), "sequence length")
+                             index_size=16, block_count=3, window=16)
+    plots = dict.fromkeys(("moba", "selected", "msa", "nsa"), "sequence length")
     return harness.main(command, TABLES, BACKENDS, DRY_RUN, plots, arguments)
 
 

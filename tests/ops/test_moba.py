@@ -62,6 +62,18 @@ def test_ties_scores_that_are_no_number_and_too_few_blocks(impl):
 
 
 @needs_triton
+@pytest.mark.parametrize("seqlen", [90, pytest.param(3000, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("impl", [path for path in PATHS if path != "reference"])
+def test_many_equal_scores_are_broken_alike(impl, dtype, seqlen):
+    """Small whole numbers and blocks of 4, whose means and products are exact in every dtype."""
+    q, k = (x.mul(2).round().clamp(-2, 2) for x in tensors(seqlen, seqlen, dtype=dtype, width=8)[:2])
+    options = {"block_size": 4, "top_k": 5} | packed((seqlen // 3, seqlen - seqlen // 3))
+    ours, wanted = (moba_blocks(q, k, impl=impl, **options).sort(-1).values for impl in (impl, "reference"))
+    assert torch.equal(ours, wanted)
+
+
+@needs_triton
 @pytest.mark.parametrize("impl", PATHS)
 def test_attention_is_over_the_chosen_blocks(impl):
     leaves = [x.requires_grad_() for x in tensors(19, 19, heads=2, kv_heads=1, rows=(1,), width=16)]

@@ -69,6 +69,29 @@ def test_the_kernel_chooses_what_the_reference_does(case, path):
     assert torch.equal(ours, wanted)
 
 
+@needs_triton
+@pytest.mark.parametrize("path", PATHS)
+def test_ties_and_weights_that_are_no_number(path):
+    """Blocks of 8, of which 4 are read: the own, the one before, the first, and of equal ones the earliest; none of NaN."""
+    x = Case(seqlen_q=48, heads=2, kv_heads=1, head_dim=16, dtype=torch.float32, **SMALL).inputs(DEVICE)
+    for seen_nan, wanted in ((False, [[0, 1, 2], [0, 1, 3], [0, 1, 4]]), (True, [[-1, 0, 2], [-1, 0, 3], [-1, 0, 4]])):
+        k_cmp = torch.zeros_like(x.k_cmp)
+        if seen_nan:
+            k_cmp[:, 3] = torch.nan
+        blocks = nsa_attention(x.q, x.k, x.v, k_cmp, *x[4:6], return_blocks=True, impl=path, **x.options)[1]
+        assert blocks[0, 24::8, 0].sort(-1).values.tolist() == wanted
+
+
+@needs_triton
+@pytest.mark.parametrize("path", [path for path in PATHS if path != "reference"])
+def test_blocks_of_one_token(path):
+    sizes = {"compress_size": 1, "compress_stride": 1, "block_size": 1, "block_count": 4, "window": 3}
+    x = Case(seqlen_q=30, heads=3, kv_heads=1, head_dim=16, dtype=torch.float32, **sizes).inputs(DEVICE)
+    (ours, blocks), (wanted, chosen) = (nsa_attention(*x[:6], return_blocks=True, impl=impl, **x.options) for impl in (path, "reference"))
+    assert torch.equal(blocks.sort(-1).values, chosen.sort(-1).values)
+    assert_close(ours, wanted)
+
+
 def test_the_reference_is_the_paper_s_formula():
     x = Case(seqlen_q=30, heads=2, kv_heads=1, head_dim=8, compress_size=4, compress_stride=2, block_size=4, block_count=4, window=5,
              dtype=torch.float32).inputs(DEVICE)
