@@ -60,7 +60,7 @@ def call(operator: str, queries: int, device: str, impl: str | None):
                                                          impl=impl),
         "forgetting": lambda: forgetting_attention(q, k, v, -torch.rand(*k.shape[:-2], q.shape[-2], device=device), impl=impl),
         "moba": lambda: moba_attention(q, k, v, block_size=6, top_k=2, impl=impl),
-        "msa": lambda: msa_attention(q, k, v, k, k, block_size=6, top_k=2, impl=impl),
+        "msa": lambda: msa_attention(q, k, v, q[..., :1, :], k, block_size=6, top_k=2, impl=impl),
         "nsa": lambda: nsa_attention(q, k, v, k[:, :9], v[:, :9], torch.rand(*q.shape[:-1], 3, device=device).to(q.dtype), compress_size=4,
                                      compress_stride=2, block_size=4, block_count=3, window=5, impl=impl),
         "sigmoid": lambda: sigmoid_attention(q, k, v, causal=True, impl=impl),

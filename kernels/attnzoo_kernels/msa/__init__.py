@@ -53,6 +53,9 @@ def msa_attention(
     checks.alike("index_k", index_k, "k", k, (*k.shape[:-2], 1, index_q.shape[-1]))
     for name, flag in (("return_lse", return_lse), ("return_blocks", return_blocks), ("return_loss", return_loss)):
         checks.flag(name, flag)
+    by_reference = impl == "reference" or impl is None and not q.is_cuda and q.dtype == torch.float64
+    if not by_reference:
+        autograd.refuse_tangents("msa_attention", 'impl="reference" takes it', q=q, k=k, v=v)
     # what takes the call does not depend on the blocks
     blocks, layout = index_q.new_empty(*index_q.shape[:-1], 0, dtype=torch.int32), None
     if top_k is not None and not dispatch.asking():
@@ -68,9 +71,8 @@ def msa_attention(
     out, lse = read(q, k, v, softmax_scale)
     results = [out, *[lse] * return_lse, *[blocks] * return_blocks]
     if return_loss:
-        with_reference = impl == "reference" or impl is None and not q.is_cuda and q.dtype == torch.float64
         results.append(msa_loss_reference(q, k, index_q, index_k, None if top_k is None else blocks, block_size=block_size,
-                                          softmax_scale=softmax_scale, **lengths) if with_reference or q.numel() == 0 else
+                                          softmax_scale=softmax_scale, **lengths) if by_reference or q.numel() == 0 else
                        _loss(q, k, index_q, index_k, softmax_scale, read))
     return tuple(results) if len(results) > 1 else out
 

@@ -66,7 +66,8 @@ def _scores(x, own, block):
         q = load_rows(head_rows(own.queries, 0, head, place.first, place.length, False), place.row, own.HEAD_DIM, x.i.shape[0], own.BLOCK_D,
                       True, False)
         lse = tl.load(own.lse + head.to(tl.int64) * own.total + place.first + x.i, mask=x.i < place.length, other=0.0)[:, None]
-        lse = tl.where(lse == -float("inf"), float("inf"), lse * 1.4426950408889634)
+        # -inf also where a score is NaN: then so are the weights of all keys that are seen
+        lse = tl.where(lse == -float("inf"), float("nan"), lse * 1.4426950408889634)
         scores += _member_scores(q, lse, x, own, block)
     last = tl.maximum(x.position, 0) // (own.PER_BLOCK * own.stride) - 1
     return tl.where((block == 0)[None, :] | (block[None, :] == last), 1e30, scores)  # the first and the last before the own are always read
