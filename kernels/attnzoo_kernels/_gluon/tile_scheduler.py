@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS, WORK
 from attnzoo_kernels._gluon.hopper import await_empty, await_full, mbarrier
-from attnzoo_kernels._gluon.tiles import by_groups, find_sequence, key_tiles, sequence_bounds
+from attnzoo_kernels._gluon.tiles import both_bounds, by_groups, find_sequence, key_tiles, sequence_bounds
 
 
 class Tile(NamedTuple):
@@ -87,18 +87,24 @@ def decode_tile(index, problem, BLOCK: gl.constexpr, PACKED: gl.constexpr, HEAVY
 
 
 @gluon.jit
+def _decode_queries(index, problem, BLOCK: gl.constexpr, config):
+    """decode_tile, and (first query, how many) of the sequence."""
+    sequence, head, tile = decode_tile(index, problem, BLOCK, config.PACKED, config.HAS_RIGHT)
+    first_q, len_q = sequence_bounds(problem.cu_seqlens_q, sequence, problem.n_seqs, problem.seqlen_q, config.PACKED, True)
+    return sequence, head, tile, first_q, len_q
+
+
+@gluon.jit
 def next_tile(index, program, config):
     """NEXT_TILE of dense sequences and of packed ones."""
     problem = program.problem
     BLOCK_M: gl.constexpr = config.CONSUMERS * ROWS
-    sequence, head, tile = decode_tile(index, problem, BLOCK_M, config.PACKED, config.HAS_RIGHT)
-    first_q, len_q = sequence_bounds(problem.cu_seqlens_q, sequence, problem.n_seqs, problem.seqlen_q, config.PACKED, True)
+    sequence, head, tile, first_q, len_q = _decode_queries(index, problem, BLOCK_M, config)
     row = tile * BLOCK_M
     if config.PACKED:
         while (row >= len_q) & (index < problem.n_tiles):
             index = next_index(problem)
-            sequence, head, tile = decode_tile(index, problem, BLOCK_M, config.PACKED, config.HAS_RIGHT)
-            first_q, len_q = sequence_bounds(problem.cu_seqlens_q, sequence, problem.n_seqs, problem.seqlen_q, config.PACKED, True)
+            sequence, head, tile, first_q, len_q = _decode_queries(index, problem, BLOCK_M, config)
             row = tile * BLOCK_M
         if config.HAS_RIGHT:  # the last tile of a sequence first: it sees most keys
             row = ((len_q + BLOCK_M - 1) // BLOCK_M - 1 - tile) * BLOCK_M
@@ -139,11 +145,8 @@ def take_words(WORDS: gl.constexpr, taken, program):
 @gluon.jit
 def take(taken, program, config):
     """TAKE of dense sequences and of packed ones."""
-    problem = program.problem
     sequence, head, row = take_words(3, taken, program)
-    there = gl.maximum(sequence, 0)
-    first_q, len_q = sequence_bounds(problem.cu_seqlens_q, there, problem.n_seqs, problem.seqlen_q, config.PACKED, True)
-    first_k, len_k = sequence_bounds(problem.cu_seqlens_k, there, problem.n_seqs, problem.seqlen_k, config.PACKED, False)
+    first_q, len_q, first_k, len_k = both_bounds(gl.maximum(sequence, 0), program.problem, config.PACKED)
     return Taken(sequence, head, row, first_q, len_q, first_k, len_k, ())
 
 

@@ -57,6 +57,14 @@ def sequence_bounds(cu_seqlens, sequence, n_seqs, seqlen, PACKED: gl.constexpr, 
 
 
 @gluon.jit
+def both_bounds(sequence, problem, PACKED: gl.constexpr):
+    """(first query, how many, first key, how many); the rows behind the last sequence see no key."""
+    first_q, len_q = sequence_bounds(problem.cu_seqlens_q, sequence, problem.n_seqs, problem.seqlen_q, PACKED, True)
+    first_k, len_k = sequence_bounds(problem.cu_seqlens_k, sequence, problem.n_seqs, problem.seqlen_k, PACKED, False)
+    return first_q, len_q, first_k, len_k
+
+
+@gluon.jit
 def by_groups(index, tiles, heads, head_group, BEYOND: gl.constexpr):
     """(head, tile) of the index-th of `tiles` tiles of each of `heads` heads: `head_group` of them take turns. BEYOND: the index may lie
     behind the last one."""

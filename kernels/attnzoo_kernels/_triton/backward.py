@@ -10,7 +10,17 @@ import triton.language as tl
 from attnzoo_kernels._triton.forward import products_only
 from attnzoo_kernels._triton.mainloop import KeyTile, QueryTile, RowStats, load_gradients, load_keys, load_query_rows, load_values, masked
 from attnzoo_kernels._triton.softmax import add_dot, repeat_weights, score_dot
-from attnzoo_kernels._triton.tiles import in_registers, key_rows, load_rows, other_rows, own_rows, row_places, store_rows
+from attnzoo_kernels._triton.tiles import (
+    in_registers,
+    key_rows,
+    load_own,
+    load_rows,
+    other_rows,
+    own_rows,
+    row_places,
+    store_own,
+    store_rows,
+)
 
 STATS_BLOCK = 128  # a sequence's row statistics lie at a multiple of this; dQ tiles divide it, and dK/dV tiles divide dQ's
 
@@ -146,20 +156,16 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
         return
     PRECISION: tl.constexpr = shape.PRECISION
     i, lse_at, inside = row_places(place, place.head, seqlen_q, heads, shape.BLOCK_M, shape.PACKED)
-    q_rows = own_rows(queries, place, shape.TMA)
     k_rows, v_rows = key_rows(keys, values, place, group, shape.TMA)
-    do_rows = own_rows(grads, place, shape.TMA)
-    if STATISTICS:
-        out_rows = own_rows(out, place, False)
     # [BLOCK_M, BLOCK_DV]
-    do = load_rows(do_rows, place.row, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV,
+    do = load_rows(own_rows(grads, place, shape.TMA), place.row, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV,
                    not shape.TMA or stats_end is not None, shape.TMA)
     grad_lse = tl.zeros([shape.BLOCK_M], tl.float32)
     lse_log2 = grad_lse
     row_sum = grad_lse
     delta = grad_lse
     if STATISTICS:
-        delta = row_delta(out_rows, do, place.row, shape.VALUE_DIM)
+        delta = row_delta(own_rows(out, place, False), do, place.row, shape.VALUE_DIM)
         if HAS_GRAD_LSE:
             grad_lse = tl.load(grad_lse_ptr + lse_at, mask=inside, other=0.0).to(tl.float32)
             delta -= grad_lse
@@ -168,7 +174,7 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
         lse_log2, row_sum = pass_on_softmax(stats_ptr, stride_stats, lse_at, row_stats, stride_rows, inside,
                                             None if stats_end is None else i < stats_end, PRECISION)
     # [BLOCK_M, BLOCK_D]
-    q = load_rows(q_rows, place.row, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D, not shape.TMA, shape.TMA)
+    q = load_own(queries, place, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D, shape.TMA)
     if shape.TMA:
         do = in_registers(do)  # the shared memory saved lets a second program in
 
@@ -291,18 +297,16 @@ def backward_dkdv(place, queries, keys, values, grads, dk_out, dv_out, row_stats
     has one, which FINISH(sum, softmax_scale, own, place, shape) stores. A program without a tile does nothing."""
     if place.row >= place.length:
         return
-    k_rows, v_rows = own_rows(keys, place, shape.TMA), own_rows(values, place, shape.TMA)
     # [BLOCK_N, BLOCK_D]
-    k = load_rows(k_rows, place.row, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D, not shape.TMA, shape.TMA)
+    k = load_own(keys, place, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D, shape.TMA)
     # [BLOCK_N, BLOCK_DV]
-    v = load_rows(v_rows, place.row, shape.VALUE_DIM, shape.BLOCK_N, shape.BLOCK_DV, not shape.TMA, shape.TMA)
+    v = load_own(values, place, shape.VALUE_DIM, shape.BLOCK_N, shape.BLOCK_DV, shape.TMA)
     state = (tl.zeros([shape.BLOCK_N, shape.BLOCK_D], tl.float32), tl.zeros([shape.BLOCK_N, shape.BLOCK_DV], tl.float32))
     if third is not None:
         state = (state[0], state[1], third)
     state = add_members(state, k, v, place, queries, grads, row_stats_ptr, stride_rows, unit, own, n_seqs, seqlen_q, heads, group,
                         group, shape, LOOPS, STATS_BLOCK)
-    dk_rows, dv_rows = own_rows(dk_out, place, False), own_rows(dv_out, place, False)
-    store_rows(dk_rows, state[0] * softmax_scale, place.row, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D)
-    store_rows(dv_rows, state[1] / keep_prob, place.row, shape.VALUE_DIM, shape.BLOCK_N, shape.BLOCK_DV)
+    store_own(dk_out, state[0] * softmax_scale, place, shape.HEAD_DIM, shape.BLOCK_N, shape.BLOCK_D)
+    store_own(dv_out, state[1] / keep_prob, place, shape.VALUE_DIM, shape.BLOCK_N, shape.BLOCK_DV)
     if FINISH is not None:
         FINISH(state[2], softmax_scale, own, place, shape)

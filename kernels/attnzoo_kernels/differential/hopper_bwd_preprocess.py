@@ -74,11 +74,9 @@ def differential_bwd_preprocess_by_branch_kernel(
     """A softmax's [2, BLOCK] statistics of each tile, for each branch and WIDTH columns of the values; do2 = -lambda dO, what the second
     branch's softmax would have got by itself; r = rowsum(dO * out2)."""
     tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
-    rows = tile.row + tl.arange(0, BLOCK)
-    inside = rows < tile.length
-    i = (tile.first + rows).to(tl.int64)[:, None]
+    at, inside = statistics_of(tile, seqlen, heads, BLOCK)
+    i = (tile.first + (tile.row + tl.arange(0, BLOCK))).to(tl.int64)[:, None]
     lam = _lambda(Operand(lam_ptr, stride_lb, stride_ls, stride_lh), tile, inside, BLOCK)
-    at = (tile.batch * heads + tile.head) * seqlen + tile.first + rows
     r = tl.zeros([BLOCK], tl.float32)
     for n in tl.static_range(VALUE_TILES):
         columns = n * WIDTH + tl.arange(0, WIDTH)

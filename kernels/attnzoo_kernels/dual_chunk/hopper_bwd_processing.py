@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from attnzoo_kernels._gluon.bwd_postprocess import by_rows
-from attnzoo_kernels._gluon.bwd_preprocess import clear, program_tile_of_queries, reset, write_statistics
+from attnzoo_kernels._gluon.bwd_preprocess import clear, preprocess, program_tile_of_queries
 from attnzoo_kernels._triton.tiles import Operand
 from attnzoo_kernels.dual_chunk.rotation import load_angles, query_factor, rotate_pairs, scaled_gradient, stage_position, store_pairs
 
@@ -25,6 +25,15 @@ def _has_copy(copy: tl.constexpr, position, chunk, near):
     return there
 
 
+@triton.jit
+def _clear_copies(dq_ptr, tile, own, SIZE: tl.constexpr):
+    """CLEAR."""
+    shift, chunk, near, copy_tiles = own
+    for copy in tl.static_range(3):
+        if _has_copy(copy, tile.row + shift, chunk, near):
+            clear(dq_ptr, tile.number + copy * copy_tiles, SIZE)
+
+
 @triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "shift", "chunk", "near", "copy_tiles"],
             do_not_specialize_on_alignment=["stats_ptr", "grad_lse_ptr", "semaphore_ptr", "cu_seqlens"])
 def dual_chunk_bwd_preprocess_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr,
@@ -32,13 +41,9 @@ def dual_chunk_bwd_preprocess_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, r
                                      seqlen, heads, shift, chunk, near, copy_tiles, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
                                      PACKED: tl.constexpr, SEMAPHORES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
     """As bwd_preprocess_kernel; cleared is what a tile's stages add to."""
-    tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
-    write_statistics(Operand(out_ptr, stride_ob, stride_os, stride_oh), Operand(do_ptr, stride_dob, stride_dos, stride_doh), stats_ptr,
-                     grad_lse_ptr, row_stats_ptr, tile, stride_stats, seqlen, heads, VALUE_DIM, WIDTH, HAS_GRAD_LSE, BLOCK)
-    for copy in tl.static_range(3):
-        if _has_copy(copy, tile.row + shift, chunk, near):
-            clear(dq_ptr, tile.number + copy * copy_tiles, BLOCK * WIDTH)
-    reset(counter_ptr, semaphore_ptr, tile.number, SEMAPHORES)
+    preprocess(Operand(out_ptr, stride_ob, stride_os, stride_oh), Operand(do_ptr, stride_dob, stride_dos, stride_doh), stats_ptr,
+               grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr, cu_seqlens, stride_stats, n_seqs, seqlen, heads,
+               (shift, chunk, near, copy_tiles), VALUE_DIM, WIDTH, PACKED, SEMAPHORES, HAS_GRAD_LSE, BLOCK, True, _clear_copies)
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "heads", "shift", "chunk", "top", "far", "near", "copy_tiles"],

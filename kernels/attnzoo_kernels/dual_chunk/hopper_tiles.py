@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.forward import ROWS
 from attnzoo_kernels._gluon.forward_producer import Keys, load_segment
 from attnzoo_kernels._gluon.tile_scheduler import Span, Tile, next_index
-from attnzoo_kernels._gluon.tiles import by_groups, find_sequence, sequence_bounds
+from attnzoo_kernels._gluon.tiles import both_bounds, by_groups, find_sequence
 
 
 class Source(NamedTuple):
@@ -61,7 +61,7 @@ def decode_tile(index, program, config):
     which see most keys, come first: dense ones by groups of heads whose keys stay in L2."""
     PACKED: gl.constexpr = config.PACKED
     BLOCK: gl.constexpr = config.CONSUMERS * ROWS
-    cu_seqlens_q, cu_seqlens_k, n_seqs = program.problem.cu_seqlens_q, program.problem.cu_seqlens_k, program.problem.n_seqs
+    cu_seqlens_q, n_seqs = program.problem.cu_seqlens_q, program.problem.n_seqs
     seqlen_q, seqlen_k, heads = program.problem.seqlen_q, program.problem.seqlen_k, program.problem.heads
     head_group, chunk = program.problem.head_group, program.own.chunk
     if PACKED:
@@ -69,8 +69,7 @@ def decode_tile(index, program, config):
         head = index // slots
         slot = index % slots
         sequence = find_sequence(cu_seqlens_q, slot, n_seqs, BLOCK, chunk, first_slot)
-        first_q, len_q = sequence_bounds(cu_seqlens_q, sequence, n_seqs, seqlen_q, PACKED, True)
-        first_k, len_k = sequence_bounds(cu_seqlens_k, sequence, n_seqs, seqlen_k, PACKED, False)
+        first_q, len_q, first_k, len_k = both_bounds(sequence, program.problem, PACKED)
         place = slot - first_slot(first_q, sequence, BLOCK, chunk)
         first, tiles, added = sequence_tiles(len_q, len_k, chunk, BLOCK)
     else:

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients
+from attnzoo_kernels._gluon.backward_consume import Gradients, head_steps
 from attnzoo_kernels._gluon.backward_dq import add_tile
 from attnzoo_kernels._gluon.backward_kernel import Config, run_pair_tiles
 from attnzoo_kernels._gluon.backward_load import Operands, Source
@@ -100,7 +100,6 @@ def next_step_of_128(table, state, n):
 def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
     """MAINLOOP: of each of a group's query heads the steps of all ranges, in segments with a mask and without."""
     ROWS: gl.constexpr = c.ROWS
-    dk, dv = state
     step = at
     for member in range(problem.group):
         entry = word(smem.work, slot, "full_begin")
@@ -108,15 +107,12 @@ def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, pro
             key = word(smem.work, slot, "key")
             dq_tile = word(smem.work, slot, "dq_tile") + member * problem.head_tiles
             of, begin, full_begin, full_end, end = queries_of(table, entry, key, ROWS)
-            segments = begin, full_begin, full_end, end
             low, high = first_and_last(of, key + ME * HALF, ROWS)
-            for segment in gl.static_range(3):
-                for j in range(segments[segment], segments[segment + 1]):
-                    dk, dv = c.STEP(dk, dv, smem, bars, dq_desc, dq_tile + j, step + j - begin, True, scale, low - j * ROWS,
-                                    high - j * ROWS, c, ME, segment != 1)
+            state = head_steps(state, at, step - begin, (begin, full_begin, full_end, end), dq_tile, dq_tile, low, high, table, smem, bars,
+                               dq_desc, scale, c, ME)
             step += end - begin
             entry = touching(table, entry - 1, word(smem.work, slot, "key"))
-    return (dk, dv), step
+    return state, step
 
 
 @gluon.jit
