@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnzoo_kernels._triton.tiles import Operand, find_tile
+from attnzoo_kernels._triton.tiles import Operand, find_tile, sequence_rows
 
 
 class RowTile(NamedTuple):
@@ -129,9 +129,7 @@ def bwd_preprocess_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_pt
 def copy_tail(x_ptr, tails_ptr, cu_seqlens, stride_xs, stride_xh, sequence, head, n_seqs, seqlen, heads, DIM: tl.constexpr,
               WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """The last, partial tile of a head of a packed sequence with zeros behind its end, into (sequences + 1, BLOCK, heads, WIDTH)."""
-    first = tl.load(cu_seqlens + sequence)
-    end = tl.load(cu_seqlens + tl.minimum(sequence + 1, n_seqs))
-    end = tl.where(sequence == n_seqs, seqlen, end)
+    first, end = sequence_rows(cu_seqlens, sequence, n_seqs, seqlen)
     r = tl.arange(0, BLOCK)
     c = tl.arange(0, WIDTH)
     rows = first + (end - first) // BLOCK * BLOCK + r

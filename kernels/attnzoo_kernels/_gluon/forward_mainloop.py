@@ -118,6 +118,19 @@ def first_weights(q, keys, k_empty, masked, column, span, scale, program, config
 
 
 @gluon.jit
+def first_step(q, slot, masked, column, span, scale, program, config):
+    """The first step of a mainloop, whose keys are in a slot: (weights, acc, row_max, partial sums)."""
+    keys, k_empty = program.tiles.k.index(slot), program.bars.k_empty.index(slot)
+    HALF: gl.constexpr = config.BLOCK_N // 2
+    if config.HALF_TILE and span.row + ROWS + (span.len_k - span.len_q + program.problem.window_right) <= column + HALF:
+        row_max, row_sum, p = first_weights(q, keys.slice(0, HALF), k_empty, masked, column, span, scale, program, config)
+    else:
+        row_max, row_sum, p = first_weights(q, keys, k_empty, masked, column, span, scale, program, config)
+    # [ROWS, BLOCK_DV]
+    return p, gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV)), row_max, row_sum
+
+
+@gluon.jit
 def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program, config, NOT_NEGATIVE: gl.constexpr = False):
     """Step s of a mainloop: the product of its keys runs beside that of the weights `p` and values of the step before, and its softmax
     beside the latter. Returns (weights, acc, row_max, partial sums). where: what STEP_MASK needs. NOT_NEGATIVE: no row_max is."""
@@ -193,15 +206,7 @@ def attend(q, span, step, program, config):
     column = config.COLUMN(span.end - 1, span, True, program, config)
     slot = await_stage(bars.k_full, step, config.STAGES)
     masked = span.end > span.full_end or (config.HAS_LEFT and span.end <= span.full_begin)
-    HALF: gl.constexpr = config.BLOCK_N // 2
-    if config.HALF_TILE and span.row + ROWS + (span.len_k - span.len_q + program.problem.window_right) <= column + HALF:
-        row_max, row_sum, p = first_weights(q, tiles.k.index(slot).slice(0, HALF), bars.k_empty.index(slot), masked, column, span, scale,
-                                            program, config)
-    else:
-        row_max, row_sum, p = first_weights(q, tiles.k.index(slot), bars.k_empty.index(slot), masked, column, span, scale, program,
-                                            config)
-    # [ROWS, BLOCK_DV]
-    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
+    p, acc, row_max, row_sum = first_step(q, slot, masked, column, span, scale, program, config)
     step += 1
 
     last_step = step + span.end - 1 - span.begin
@@ -260,10 +265,7 @@ def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: 
     at = await_queries(q_step, ME, program, config)
     slot = await_stage(bars.k_full, step, config.STAGES)
     masked = FIRST(span)
-    row_max, row_sum, p = first_weights(tiles.q.index(at), tiles.k.index(slot), bars.k_empty.index(slot), masked,
-                                        (end - 1) * config.BLOCK_N, span, scale, program, config)
-    # [ROWS, BLOCK_DV]
-    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
+    p, acc, row_max, row_sum = first_step(tiles.q.index(at), slot, masked, (end - 1) * config.BLOCK_N, span, scale, program, config)
     ends = ENDS(end, step, span, program, config)
     last_step = ends[len(ends) - 1]
     step += 1

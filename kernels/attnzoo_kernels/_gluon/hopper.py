@@ -16,10 +16,10 @@ from triton.language.core import _aggregate
 from attnzoo_kernels._triton import launch
 from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, descriptor_template, tma_takes_layout
 
-__all__ = ["TRIED", "async_add", "async_load", "async_store", "await_empty", "await_full", "await_stage", "barrier", "barriers", "box",
-           "constants", "descriptor", "fence_async_shared", "invalidate", "load_box", "load_tile", "mbarrier", "place",
-           "product_layout", "release", "ring", "shared_tiles", "stage_of", "tma", "version_is_tried", "warpgroup_mma",
-           "warpgroup_mma_wait", "why_not_tma"]
+__all__ = ["TRIED", "async_add", "async_load", "async_store", "await_empty", "await_empty_stage", "await_full", "await_stage",
+           "barrier", "barriers", "box", "constants", "descriptor", "fence_async_shared", "give_back", "invalidate", "load_box",
+           "load_tile", "mbarrier", "place", "product_layout", "release", "ring", "shared_tiles", "stage_of", "tma",
+           "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
 
 SEQUENCE_END = gl.constexpr(launch.SEQUENCE_END)
 TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to the plain kernels
@@ -125,6 +125,14 @@ def await_empty(empty, step, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def await_empty_stage(empty, step, STAGES: gl.constexpr):
+    """As await_empty, by stage_of."""
+    slot, phase = stage_of(step, STAGES)
+    mbarrier.wait(empty.index(slot), phase ^ 1)
+    return slot
+
+
+@gluon.jit
 def await_stage(full, step, STAGES: gl.constexpr, end=None):
     """As await_full, by stage_of; it does not wait for the step `end`."""
     slot, phase = stage_of(step, STAGES)
@@ -160,6 +168,13 @@ def release(bar):
     """Arrives by one thread (fault 13): for tiles that only matrix instructions read, behind the wait for them, or behind a barrier of the
     caller's own."""
     mbarrier.expect(bar, 0)
+
+
+@gluon.jit
+def give_back(empty, step, STAGES: gl.constexpr):
+    """A consumer has read the stage of a step."""
+    slot, _ = stage_of(step, STAGES)
+    mbarrier.arrive(empty.index(slot), count=1)
 
 
 @gluon.jit

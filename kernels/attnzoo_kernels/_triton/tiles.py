@@ -67,6 +67,21 @@ class Rows(NamedTuple):
 
 
 @triton.jit
+def sequence_rows(cu_seqlens, sequence, n_seqs, total):
+    """(first row of a packed sequence, the row behind its last one); sequence n_seqs is what lies behind the last one."""
+    first = tl.load(cu_seqlens + sequence)
+    end = tl.load(cu_seqlens + tl.minimum(sequence + 1, n_seqs))
+    return first, tl.where(sequence == n_seqs, total, end)
+
+
+@triton.jit
+def columns_of_program(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """(number of this program's rows, its columns): programs of the same rows follow each other, one for each BLOCK columns."""
+    blocks = tl.cdiv(WIDTH, BLOCK)
+    return tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
 def find_tile(cu_seqlens, other_cu_seqlens, slot, n_seqs, total, BLOCK: tl.constexpr):
     """The sequence and tile that `slot` stands for among packed sequences, and where the sequence lies on this side and on the other:
     (sequence, tile, first, length, other_first, other_length).

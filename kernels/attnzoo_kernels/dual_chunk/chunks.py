@@ -8,7 +8,7 @@ which rotated copies have under the number |r - 2|, the other one at its place i
 import triton
 import triton.language as tl
 
-from attnzoo_kernels._triton.tiles import Place
+from attnzoo_kernels._triton.tiles import Place, sequence_rows
 
 
 @triton.jit
@@ -24,9 +24,7 @@ def _find_chunk_tile(cu_seqlens, slot, n_seqs, total, chunk, BLOCK: tl.constexpr
         token = tl.load(cu_seqlens + b, mask=b <= n_seqs, other=0)
         first_slot = token // BLOCK + token // chunk + 3 * b
         sequence += tl.sum(((first_slot <= slot) & (b <= n_seqs)).to(tl.int32), 0)
-    first = tl.load(cu_seqlens + sequence)
-    end = tl.load(cu_seqlens + tl.minimum(sequence + 1, n_seqs))
-    end = tl.where(sequence == n_seqs, total, end)
+    first, end = sequence_rows(cu_seqlens, sequence, n_seqs, total)
     return sequence, slot - (first // BLOCK + first // chunk + 3 * sequence), first, end - first
 
 

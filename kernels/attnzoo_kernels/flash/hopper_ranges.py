@@ -15,10 +15,10 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
 from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import attend_step, between, first_weights, last_sums, rows_and_columns
+from attnzoo_kernels._gluon.forward_mainloop import attend_step, between, first_step, last_sums, rows_and_columns
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
-from attnzoo_kernels._gluon.hopper import await_stage, product_layout
+from attnzoo_kernels._gluon.hopper import await_stage
 from attnzoo_kernels._gluon.ranges import Table, last_beginning, load_range, touching
 from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, decode_tile, take_words, tile_counter
 from attnzoo_kernels._gluon.tiles import key_tiles
@@ -162,15 +162,13 @@ def step_mask(scores, where, program, config):
 @gluon.jit
 def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
     """MAINLOOP over the ranges of 64 queries."""
-    bars, tiles, scale = program.bars, program.tiles, program.rows.scale
+    scale = program.rows.scale
     entry, following = tile.own
     of, begin, end = keys_of(tile.row, entry, program, config)
     seen = seen_of(span.row, of, config)
-    slot = await_stage(bars.k_full, step, config.STAGES)
-    row_max, row_sum, p = first_weights(q, tiles.k.index(slot), bars.k_empty.index(slot), needs_mask(end - 1, seen, config),
-                                        (end - 1) * config.BLOCK_N, seen, scale, program, config)
-    # [ROWS, BLOCK_DV]
-    acc = gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV))
+    slot = await_stage(program.bars.k_full, step, config.STAGES)
+    p, acc, row_max, row_sum = first_step(q, slot, needs_mask(end - 1, seen, config), (end - 1) * config.BLOCK_N, seen, scale, program,
+                                         config)
     step += 1
     end -= 1
     more = 1

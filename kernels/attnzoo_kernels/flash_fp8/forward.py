@@ -22,12 +22,13 @@ from attnzoo_kernels._gluon.forward_mainloop import await_queries
 from attnzoo_kernels._gluon.forward_producer import load_queries, produce_segments
 from attnzoo_kernels._gluon.hopper import (
     async_load,
+    await_empty_stage,
     await_stage,
     box,
     constants,
     descriptor,
+    give_back,
     mbarrier,
-    stage_of,
     tma,
     warpgroup_mma_wait,
 )
@@ -62,8 +63,7 @@ def load_tile(tile, step, q_step, program, config):
     kv_head = tile.head // program.problem.group
     key = (end - 1) * KEYS
     for j in range(end - begin):
-        slot, phase = stage_of(step, STAGES)
-        mbarrier.wait(bars.k_empty.index(slot), phase ^ 1)
+        slot = await_empty_stage(bars.k_empty, step, STAGES)
         if j == 0:
             mbarrier.expect(k_full.index(slot), 2 * k_desc.block_type.nbytes)
         else:
@@ -74,11 +74,10 @@ def load_tile(tile, step, q_step, program, config):
         if j == 0:
             load_queries(program.descs.q, tile, q_step, program, config)
         else:  # values of the tile before
-            before, phase_before = stage_of(step - 1, STAGES)
-            mbarrier.wait(bars.v_empty.index(before), phase_before ^ 1)
+            before = await_empty_stage(bars.v_empty, step - 1, STAGES)
             async_load(v_desc, [tile.sequence, kv_head, 0, key + KEYS], k_full.index(slot), box(v_tiles.index(before), v_desc))
         if j == end - begin - 1:
-            mbarrier.wait(bars.v_empty.index(slot), phase ^ 1)
+            await_empty_stage(bars.v_empty, step, STAGES)
             last_full = bars.v_full.index(q_step % STAGES)
             mbarrier.expect(last_full, v_desc.block_type.nbytes)
             async_load(v_desc, [tile.sequence, kv_head, 0, key], last_full, box(v_tiles.index(slot), v_desc))
@@ -106,8 +105,7 @@ def consume(program, config, ME: gl.constexpr):
             slot = await_stage(bars.k_full, step, STAGES)
             mbarrier.arrive(bars.k_empty.index(slot), count=1)
             if n > 0:
-                before, _ = stage_of(step - 1, STAGES)
-                mbarrier.arrive(bars.v_empty.index(before), count=1)
+                give_back(bars.v_empty, step - 1, STAGES)
             step += 1
         if BY_BLOCK:
             q_scale = usable(gl.load(own.q_scales + kv_owner * own.q_blocks + gl.minimum(seen.row // KEYS, own.q_blocks - 1)))
@@ -128,8 +126,7 @@ def consume(program, config, ME: gl.constexpr):
         gl.store(rows.lse + owner.to(gl.int64) * problem.seqlen_q + i, lse, mask=i < seen.len_q)
         tma.store_wait(0)
         acc += warpgroup_mma_wait(0, deps=(pending,))
-        before, _ = stage_of(step - 1, STAGES)
-        mbarrier.arrive(bars.v_empty.index(before), count=1)
+        give_back(bars.v_empty, step - 1, STAGES)
         out = (acc * gl.convert_layout(v_scale / divisor, acc_row)[:, None]).to(tiles.out.dtype)
         if seen.row < seen.len_q:
             write_tile(program.descs.out, out, [tile.sequence, tile.head, seen.row, 0], ME, program)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward_mainloop import between, rows_and_columns
-from attnzoo_kernels._gluon.hopper import await_stage, mbarrier, release, stage_of, warpgroup_mma, warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import await_stage, give_back, mbarrier, release, stage_of, warpgroup_mma, warpgroup_mma_wait
 from attnzoo_kernels._gluon.softmax import row_maximum
 
 KEYS = gl.constexpr(128)  # of a tile
@@ -177,8 +177,7 @@ def mainloop(q, k_tiles, v_tiles, bars, step, skipped, taken, span, scale, k_sca
         v_scale = usable(gl.load(v_scales + end - 1))
     slot = await_stage(bars.k_full, step, STAGES)
     if skipped > 0:
-        before, _ = stage_of(step - 1, STAGES)
-        mbarrier.arrive(bars.v_empty.index(before), count=1)
+        give_back(bars.v_empty, step - 1, STAGES)
     # [ROWS, KEYS]
     pending = warpgroup_mma(q, k_tiles.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(0, deps=(pending,))

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import on_device_of
+from attnzoo_kernels._triton.tiles import columns_of_program
 from attnzoo_kernels.gelu.forward import load_sum, normal_cdf, tanh_cdf
 from attnzoo_kernels.gelu.tiles import backward_steps, backward_tile, by_erf
 
@@ -13,9 +14,7 @@ from attnzoo_kernels.gelu.tiles import backward_steps, backward_tile, by_erf
 @triton.jit(do_not_specialize=["rows", "steps"])
 def bias_gelu_bwd_kernel(x_ptr, bias_ptr, dout_ptr, dx_ptr, sums_ptr, rows, steps, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                          BLOCK_COLUMNS: tl.constexpr, ERF: tl.constexpr, TANH: tl.constexpr):
-    column_blocks = tl.cdiv(WIDTH, BLOCK_COLUMNS)
-    column = tl.program_id(0) % column_blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    part = tl.program_id(0) // column_blocks
+    part, column = columns_of_program(WIDTH, BLOCK_COLUMNS)
     dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     for step in range(steps):
         row = (part * steps + step) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import on_device_of
+from attnzoo_kernels._triton.tiles import columns_of_program
 from attnzoo_kernels.gelu.tiles import by_erf, forward_tile
 
 
@@ -50,9 +51,8 @@ def load_sum(x_ptr, bias_ptr, row, column, rows, WIDTH: tl.constexpr, BLOCK_COLU
 @triton.jit(do_not_specialize=["rows"])
 def bias_gelu_fwd_kernel(x_ptr, bias_ptr, out_ptr, rows, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
                          ERF: tl.constexpr, TANH: tl.constexpr):
-    column_blocks = tl.cdiv(WIDTH, BLOCK_COLUMNS)
-    column = tl.program_id(0) % column_blocks * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    row = tl.program_id(0) // column_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    part, column = columns_of_program(WIDTH, BLOCK_COLUMNS)
+    row = part * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     z, at, inside = load_sum(x_ptr, bias_ptr, row, column, rows, WIDTH, BLOCK_COLUMNS)
     if TANH:
         cdf, _ = tanh_cdf(z)

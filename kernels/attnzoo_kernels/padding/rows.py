@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import are_aligned, on_device_of
+from attnzoo_kernels._triton.tiles import columns_of_program
 from attnzoo_kernels.padding.launch import Launch
 from attnzoo_kernels.padding.tiles import remove_tile, restore_tile
 
@@ -28,9 +29,8 @@ def _load_ascending(indices_ptr, token, slots, tokens):
 @triton.jit(do_not_specialize=["seqlen", "slots", "tokens"])
 def padding_remove_kernel(x_ptr, indices_ptr, out_ptr, stride_xb, stride_xs, seqlen, slots, tokens,
                           WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    column_blocks = tl.cdiv(WIDTH, BLOCK_WIDTH)
-    token = tl.program_id(0) // column_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    column = tl.program_id(0) % column_blocks * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+    part, column = columns_of_program(WIDTH, BLOCK_WIDTH)
+    token = part * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     index = _load_ascending(indices_ptr, token, slots, tokens)
     real = index < slots
     batch = index // seqlen
