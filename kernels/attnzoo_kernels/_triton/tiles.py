@@ -78,7 +78,8 @@ def sequence_rows(cu_seqlens, sequence, n_seqs, total):
 def columns_of_program(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """(number of this program's rows, its columns): programs of the same rows follow each other, one for each BLOCK columns."""
     blocks = tl.cdiv(WIDTH, BLOCK)
-    return tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    return tl.program_id(0) // blocks, columns
 
 
 @triton.jit
