@@ -61,6 +61,13 @@ def write_tile(desc, x, at, ME: gl.constexpr, program):
 
 
 @gluon.jit
+def write_span(desc, x, span, at, ME: gl.constexpr, program):
+    """write_tile of a span, if it has rows."""
+    if span.row < span.len_q:
+        write_tile(desc, x, at, ME, program)
+
+
+@gluon.jit
 def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
     """FINISH of a softmax: rows are divided by their sums."""
     if span.row < span.len_q:

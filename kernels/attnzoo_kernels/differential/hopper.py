@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
-from attnzoo_kernels._gluon.forward_consumer import write_tile
+from attnzoo_kernels._gluon.forward_consumer import write_span
 from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_producer import Keys, load_segment, produce_segments
@@ -88,15 +88,13 @@ def subtract(acc, inverse, tile, span, at, lam, BRANCH: gl.constexpr, ME: gl.con
         else:
             kept.index(ME).store(second)
         if config.OPTIONS.SAVE:
-            if span.row < span.len_q:
-                write_tile(program.own.out2, out, at, ME, program)
+            write_span(program.own.out2, out, span, at, ME, program)
     else:
         if config.OPTIONS.IN_MEMORY:
             out = out - gl.load(places(kept, ME, out, config))
         else:
             out = out - kept.index(ME).load(acc.type.layout)
-        if span.row < span.len_q:
-            write_tile(program.descs.out, out, at, ME, program)
+        write_span(program.descs.out, out, span, at, ME, program)
 
 
 @gluon.jit(do_not_specialize=[*SCALARS, "stride_lb", "stride_ls", "stride_lh"],

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Program, Rows, Tiles, tiles_like, work_and_barriers
-from attnzoo_kernels._gluon.forward_consumer import LN2, write_tile
+from attnzoo_kernels._gluon.forward_consumer import LN2, write_span
 from attnzoo_kernels._gluon.forward_kernel import Config, run_forward
 from attnzoo_kernels._gluon.forward_mainloop import await_queries
 from attnzoo_kernels._gluon.forward_producer import load_queries, produce_segments
@@ -128,8 +128,7 @@ def consume(program, config, ME: gl.constexpr):
         acc += warpgroup_mma_wait(0, deps=(pending,))
         give_back(bars.v_empty, step - 1, STAGES)
         out = (acc * gl.convert_layout(v_scale / divisor, acc_row)[:, None]).to(tiles.out.dtype)
-        if seen.row < seen.len_q:
-            write_tile(program.descs.out, out, [tile.sequence, tile.head, seen.row, 0], ME, program)
+        write_span(program.descs.out, out, seen, [tile.sequence, tile.head, seen.row, 0], ME, program)
         taken += 1
         tile = take(taken, program, config)
     tma.store_wait(0)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
-from attnzoo_kernels._gluon.forward_consumer import write_tile
+from attnzoo_kernels._gluon.forward_consumer import write_span
 from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
@@ -53,8 +53,7 @@ def weights(scores, where, program, config):
 @gluon.jit
 def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
     """FINISH."""
-    if span.row < span.len_q:
-        write_tile(program.descs.out, acc, at, ME, program)
+    write_span(program.descs.out, acc, span, at, ME, program)
 
 
 @gluon.jit(do_not_specialize=[name for name in SCALARS if name != "stride_stats"],
