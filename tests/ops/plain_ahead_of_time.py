@@ -178,6 +178,9 @@ def routed():
         msa.launch_blocks(q[:, :2], k[:, :1], bounds, bounds, 16, 3)
         nsa.launch_blocks(q, k, lse, bounds, bounds, bounds, 32, 16, 64, 15, 0.1)
         part, part_lse, stats = q.new_zeros(256 * 12, 1, width), torch.zeros(1, 256 * 12), torch.zeros(2, 4, 256)
+        parts.launch_spread(q, None, place, 1)
+        parts.launch_spread(q, stats, place, 1)
+        parts.launch_spread(q, lse, place, 1)
         parts.launch_sum(q, part, place, 1)
         parts.launch_merge(q, lse, stats, part, part_lse, torch.stack((part_lse, part_lse)), place, 1)
         if dtype == F32:

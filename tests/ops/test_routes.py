@@ -98,3 +98,18 @@ def test_dense_sequences_lie_one_behind_the_other():
     blocks = Blocks.of(q, k, None, None, 4)
     packed = Blocks.of(q.flatten(0, 1), k.flatten(0, 1), cumulated((10,) * 3), cumulated((17,) * 3), 4)
     assert all(map(torch.equal, blocks[2:], packed[2:]))
+
+
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=str)
+@pytest.mark.parametrize("rows", (1, 2))
+def test_rows_and_their_numbers_go_to_the_places_of_their_slots(rows, dtype, poisoned):
+    from attnzoo_kernels.routed.parts import launch_spread
+
+    tokens, heads, slots = 11, 4, 3
+    place = torch.randperm(tokens * heads // rows * slots, device=DEVICE).int().view(-1, slots)
+    own = torch.randn(heads, tokens, 24, device=DEVICE, dtype=dtype).transpose(0, 1)
+    numbers = torch.randn(2, heads, tokens, device=DEVICE)
+    part, part_numbers = launch_spread(own, numbers, place, rows)
+    source = place.flatten().argsort() // slots
+    assert torch.equal(part, own.reshape(-1, rows, 24)[source].view(-1, 1, 24))
+    assert torch.equal(part_numbers, numbers.mT.reshape(2, -1, rows)[:, source].view(2, 1, -1))

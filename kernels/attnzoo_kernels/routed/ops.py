@@ -1,4 +1,4 @@
-"""Routed attention's launches behind autograd: flash's over packed sequences, and those that gather and merge. Triton is imported in them.
+"""Routed attention's launches behind autograd: flash's over packed sequences, and those that spread and merge. Triton is imported in them.
 
 Only what any attention keeps is kept for the backward. In 16 bits each part's backward takes the statistics of the whole row, so that its
 weights are those of the whole softmax, and needs no output of its own. float32 adds up delta from the weights of each part, which must
@@ -34,26 +34,6 @@ def _derive(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: 
                             deterministic, softmax_scale, -1, part.window_right, 0.0, 0.0)[:3]
 
 
-def _sources(place: Tensor) -> Tensor:
-    """Which (query, chooser) stands at each place."""
-    pairs = torch.arange(place.numel(), device=place.device) // place.shape[1]
-    return torch.empty_like(pairs).scatter_(0, place.flatten().long(), pairs)
-
-
-def _gathered(x: Tensor, sources: Tensor, rows: int) -> Tensor:
-    """(tokens, heads, width) in the order of places: (places * rows, 1, width)."""
-    tokens, heads, width = x.shape
-    return x.reshape(tokens * heads // rows, rows * width).index_select(0, sources).view(-1, 1, width)
-
-
-def _gathered_numbers(x: Tensor | None, sources: Tensor, rows: int) -> Tensor | None:
-    """(..., heads, tokens) likewise: (..., 1, places * rows)."""
-    if x is None:
-        return None
-    by_chooser = x.mT.reshape(*x.shape[:-2], -1, rows)
-    return by_chooser.index_select(-2, sources).flatten(-2).unsqueeze(-2)
-
-
 def _heads_first(x: Tensor) -> Tensor:
     """(tokens, heads, width) as (heads * tokens, 1, width)."""
     return x.transpose(0, 1).reshape(-1, 1, x.shape[-1])
@@ -63,11 +43,11 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, place: Tensor, bounds_q: Tensor, bounds_k: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int,
     impl: str | None, deterministic: bool, softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from attnzoo_kernels.routed.parts import launch_merge
+    from attnzoo_kernels.routed.parts import launch_merge, launch_spread
 
     options = impl, deterministic, softmax_scale
     own = _attend(q, k, v, Part(bounds_q, bounds_k, 0), *options)
-    chosen = _attend(_gathered(q, _sources(place), rows), _heads_first(k), _heads_first(v), Part(chosen_q, chosen_k, -1), *options)
+    chosen = _attend(launch_spread(q, None, place, rows)[0], _heads_first(k), _heads_first(v), Part(chosen_q, chosen_k, -1), *options)
     return launch_merge(*own, *chosen, place, rows)
 
 
@@ -80,13 +60,13 @@ def _gradients(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, place: Tensor, bounds_q: Tensor,
     bounds_k: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int, impl: str | None, deterministic: bool, softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from attnzoo_kernels.routed.parts import launch_merge_backward, launch_sum
+    from attnzoo_kernels.routed.parts import launch_merge_backward, launch_spread, launch_sum
 
     options = impl, deterministic, softmax_scale
     own, chosen = Part(bounds_q, bounds_k, 0), Part(chosen_q, chosen_k, -1)
-    sources, k_heads, v_heads = _sources(place), _heads_first(k), _heads_first(v)
+    k_heads, v_heads = _heads_first(k), _heads_first(v)
     grad_out, grad_lse = grad_out.contiguous(), None if grad_lse is None else grad_lse.contiguous()
-    parts_q = _gathered(q, sources, rows)
+    parts_q, _ = launch_spread(q, None, place, rows)
     if q.dtype == torch.float32:
         own_out, _, own_stats = _attend(q, k, v, own, *options)
         parts_out, _, parts_stats = _attend(parts_q, k_heads, v_heads, chosen, *options)
@@ -94,8 +74,8 @@ def _gradients(
         parts_grads = own_grads[2:]
     else:
         own_out, own_stats, own_grads = out, stats, (grad_out, grad_lse)
-        parts_out, parts_stats = _gathered(out, sources, rows), _gathered_numbers(stats, sources, rows)
-        parts_grads = _gathered(grad_out, sources, rows), _gathered_numbers(grad_lse, sources, rows)
+        parts_out, parts_stats = launch_spread(out, stats, place, rows)
+        parts_grads = launch_spread(grad_out, grad_lse, place, rows)
     dq, dk, dv = _derive(*own_grads[:2], q, k, v, own_out, own_stats, own, *options)
     dparts, dk_heads, dv_heads = _derive(*parts_grads, parts_q, k_heads, v_heads, parts_out, parts_stats, chosen, *options)
     dk, dv = (x + y.view(x.shape[1], x.shape[0], x.shape[2]).transpose(0, 1) for x, y in ((dk, dk_heads), (dv, dv_heads)))

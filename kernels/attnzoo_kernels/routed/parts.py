@@ -1,4 +1,4 @@
-"""What joins a query's own block and its chosen ones: rows that are gathered in the order of blocks, and parts that are merged by LSE."""
+"""What joins a query's own block and its chosen ones: rows that are put in the order of blocks, and parts that are merged by LSE."""
 
 import torch
 import triton
@@ -36,6 +36,24 @@ def _load(ptr, row, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
 def _store(ptr, row, inside, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     column = tl.arange(0, BLOCK_WIDTH)
     tl.store(ptr + row[:, None] * WIDTH + column[None, :], tile.to(ptr.dtype.element_ty), mask=inside[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, "stride_row", "stride_head", "stride_own", "stride_part"],
+            do_not_specialize_on_alignment=["own_numbers_ptr", "part_numbers_ptr"])
+def routed_spread_kernel(own_ptr, own_numbers_ptr, place_ptr, part_ptr, part_numbers_ptr, stride_row, stride_head, stride_own, stride_part,
+                         tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+                         PER_ROW: tl.constexpr):
+    """Each row, and the PER_ROW float32 numbers of each, at the places of its slots."""
+    row, inside, lse_at = _rows_of_program(tokens, heads, BLOCK_ROWS)
+    column = tl.arange(0, BLOCK_WIDTH)
+    pointers = own_ptr + (row // heads * stride_row + row % heads * stride_head)[:, None] + column[None, :]
+    tile = tl.load(pointers, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
+    for slot in range(slots):
+        at = _part_row(place_ptr, row, inside, slot, rows, slots)
+        _store(part_ptr, at, inside, tile, WIDTH, BLOCK_WIDTH)
+        for n in tl.static_range(PER_ROW):
+            number = tl.load(own_numbers_ptr + n * stride_own + lse_at, mask=inside, other=0.0)
+            tl.store(part_numbers_ptr + n * stride_part + at, number, mask=inside)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -128,6 +146,20 @@ def _launch(kernel, tensors: tuple, like: Tensor, place: Tensor, rows: int, **co
             kernel[(triton.cdiv(tokens * heads, BLOCK_ROWS),)](
                 *tensors, tokens, heads, rows, place.shape[1], WIDTH=width, BLOCK_WIDTH=max(16, next_power_of_2(width)),
                 BLOCK_ROWS=BLOCK_ROWS, **constants, num_warps=4)
+
+
+def launch_spread(own: Tensor, numbers: Tensor | None, place: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
+    """own (tokens, heads, width) in the order of places, (places * rows, 1, width), and numbers (..., heads, tokens), float32, likewise,
+    (..., 1, places * rows)."""
+    total = place.numel() * rows
+    part = own.new_empty(total, 1, own.shape[-1])
+    given, part_numbers, planes = None, None, 0
+    if numbers is not None:
+        given, planes = numbers.contiguous(), numbers.shape[:-2].numel()
+        part_numbers = numbers.new_empty(*numbers.shape[:-2], 1, total)
+    _launch(routed_spread_kernel, (own, given, place, part, part_numbers, *own.stride()[:2], own.shape[:2].numel(), total), own, place,
+            rows, PER_ROW=planes)
+    return part, part_numbers
 
 
 def launch_sum(own: Tensor, part: Tensor, place: Tensor, rows: int) -> Tensor:
