@@ -36,7 +36,8 @@ def summed_loss(model: nn.Module, batch: Batch, fused: bool = False) -> tuple[Te
         targets, weights = _targets(batch), batch.get("weights")
         weighted = {} if weights is None else {"target_weights": weights}
         loss, count = _counted(model(batch["input_ids"], targets=targets, **weighted, **_inputs(batch)), targets, weights)
-    extra = model.take_extra_loss() if model.training else None
+    take = getattr(model, "take_extra_loss", None) if model.training else None  # a model of others has none
+    extra = None if take is None else take()
     return (loss if extra is None else loss + (extra - extra.detach())), count
 
 

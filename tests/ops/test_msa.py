@@ -133,7 +133,8 @@ QUICK = ("cached", "few")  # in the interpreter; the paths of a GPU and of a CPU
 
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("impl, name", [(impl, name) for impl in PATHS if impl != "reference" for name in LOSSES
+@pytest.mark.parametrize("impl, name", [pytest.param(impl, name, marks=[pytest.mark.slow] * (impl == "triton"))
+                                        for impl in PATHS if impl != "reference" for name in LOSSES
                                         if GPU or impl == "cpu" or name in QUICK])
 def test_error_of_the_loss_is_at_most_twice_that_of_eager(name, dtype, impl):
     make, options = LOSSES[name]
