@@ -71,6 +71,17 @@ def test_error_is_at_most_twice_that_of_eager(name, dtype, device, poisoned):
     assert_accurate(ours, run(*tensors, options, "reference"), run(*tensors, options, "reference", torch.float64))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_random_groups(seed, device, poisoned):
+    draw = random.Random(seed)
+    shared = [(draw.randint(1, 5), draw.randint(0, 9)) for _ in range(draw.randint(3, 5))]
+    sizes = {"page": draw.choice((4, 8, 16)), "seqlen_q": draw.choice((1, 2, 5)), "group": draw.choice((1, 2, 4)), "seed": seed}
+    *tensors, options = inputs(shared, device=device, **sizes)
+    options["causal"] = draw.random() < 0.7
+    ours = run(*tensors, options, "triton", share_prefixes=True)
+    assert_accurate(ours, run(*tensors, options, "reference"), run(*tensors, options, "reference", torch.float64))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlen_q", (1, 4))
 def test_long_prefixes(seqlen_q, device):
