@@ -82,7 +82,8 @@ def test_fakes_tell_what_operators_give(operator, queries, impl, device, monkeyp
         call(operator, queries, device, impl)
     monkeypatch.undo()
     # flash has another backward where queries are as many as keys
-    assert len(calls.first) in {"decode": (1,), "moba": (3,), "msa": (3,), "nsa": (5, 6)}.get(operator, (2,))
+    lists = 2 * (impl != "cpu" and operator in ("moba", "msa", "nsa"))  # operators that order the chosen blocks
+    assert len(calls.first) - lists in {"decode": (1,), "moba": (3,), "msa": (3,), "nsa": (5, 6)}.get(operator, (2,))
     for custom, args in calls.first.items():
         args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
         torch.library.opcheck(custom, args, test_utils=("test_schema", "test_faketensor"))
