@@ -211,6 +211,8 @@ INT32 = torch.tensor([3, 8], dtype=torch.int32)
     ({"v_cache": torch.zeros(2, 8, 2, 16).to(torch.float8_e4m3fn)}, TypeError, "v_cache: must be float16, .* got torch.float8_e4m3fn"),
     ({"k_cache": torch.zeros(2, 8, 2, 16).to(torch.float8_e4m3fn)}, TypeError, "v_cache: must have k_cache's dtype .*e4m3fn"),
     ({"k_cache": torch.zeros(2, 8, 2, 16).to(torch.float8_e5m2)}, TypeError, "k_cache: must be float16, .* got torch.float8_e5m2"),
+    ({"v_scale": torch.tensor([1.0, 0.0])}, ValueError, r"v_scale: must be positive, got \[1.0, 0.0\]"),
+    ({"k_scale": torch.ones(2).half()}, TypeError, "k_scale: must be float32, got torch.float16"),
     ({"k_scale": torch.ones(4)}, ValueError, r"k_scale: must have shape \(2,\), got \(4,\)"),
     ({"q": torch.zeros(2, 4, 16)}, ValueError,
      r"q: must be .batch, seqlen, heads, head_dim., got shape .*; it takes no packed input, and one token of each sequence is q.:, None."),

@@ -58,7 +58,7 @@ def decode_attention(
 
     softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q).
-    check: look at the values of cache_seqlens and block_table, which waits for the device; on a CPU they are always looked at.
+    check: look at the values of cache_seqlens, block_table and scales, which waits for the device; on a CPU they are always looked at.
     impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
 
     The Triton path shares out the tiles of all sequences evenly among as many programs as the GPU runs at once, whatever the lengths, and
@@ -94,6 +94,8 @@ def decode_attention(
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if scale is not None:
             checks.per_head(name, scale, q, k_cache.shape[-2])
+            if (check or scale.device.type == "cpu") and not torch.compiler.is_compiling() and not (scale > 0).all():
+                raise ValueError(f"{name}: must be positive, got {scale.tolist()}")
     softmax_scale = checks.softmax_scale(softmax_scale, head_dim)
     if share_prefixes and (block_table is None or left >= 0 or alibi_slopes is not None):
         raise ValueError("share_prefixes=True: must be False without block_table, with a window to the left or with alibi_slopes")
