@@ -59,11 +59,17 @@ def forward_only(name: str, function: Callable, fake: Callable) -> Callable:
     def call(*inputs):
         if compiling():
             return op(*inputs)
-        if torch._C._are_functorch_transforms_active() and any(is_functorch_wrapped_tensor(x) for x in inputs if isinstance(x, Tensor)):
-            raise NotImplementedError(f'{name}: the kernel takes no tensors of torch.func.grad, jvp or vmap; impl="reference" does')
+        refuse_wrapped(name, *inputs)
         return function(*inputs)
 
     return call
+
+
+def refuse_wrapped(name: str, *inputs: Any) -> None:
+    """An operator whose parts have no derivative takes no tensors of torch.func's transforms."""
+    if not compiling() and torch._C._are_functorch_transforms_active() and any(
+            is_functorch_wrapped_tensor(x) for x in inputs if isinstance(x, Tensor)):
+        raise NotImplementedError(f'{name}: the kernel takes no tensors of torch.func.grad, jvp or vmap; impl="reference" does')
 
 
 def differentiable(name: str, operator: str, function: Callable, fake: Callable, setup_context: Callable, backward: Callable,

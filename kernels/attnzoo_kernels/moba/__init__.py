@@ -98,6 +98,7 @@ def _choose(q: Tensor, k: Tensor, block_size: int, top_k: int, impl: str | None,
         bounds = (even_bounds(x) if own is None else own for x, own in ((q, lengths["cu_seqlens_q"]), (k, lengths["cu_seqlens_k"])))
         blocks = choose_on_cpu(*(x.detach().flatten(0, -3) for x in (q, k)), *bounds, block_size, top_k - 1)
         return blocks.unflatten(0, q.shape[:-2]), None
+    autograd.refuse_wrapped("moba_blocks", q, k)
     layout = Blocks.of(q, k, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size)
     blocks = ops.choose(*(x.detach().flatten(0, -3) for x in (q, k)), layout.cu_seqlens_q, layout.cu_seqlens_k, layout.first,
                         layout.bounds_k, block_size, top_k - 1)

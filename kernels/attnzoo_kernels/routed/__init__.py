@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo_kernels import checks, dispatch
+from attnzoo_kernels import autograd, checks, dispatch
 from attnzoo_kernels.flash import flash_attention
 from attnzoo_kernels.routed import ops
 from attnzoo_kernels.routed.cpu import routed_attention_cpu
@@ -81,6 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | Non
     if dispatch.takes_reference("routed", impl, "q", q) or q.numel() == 0:
         return routed_attention_reference(q, k, v, blocks, block_size=block_size, softmax_scale=softmax_scale, **lengths)
 
+    autograd.refuse_wrapped("routed_attention", q, k, v, blocks)
     layout = layout or Blocks.of(q, k, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size)
     shape = q.shape[:-2]
     q, k, v, blocks = (x.flatten(0, -3) for x in (q, k, v, blocks))
