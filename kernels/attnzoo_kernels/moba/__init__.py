@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnzoo_kernels import autograd, checks, dispatch
+from attnzoo_kernels import checks, dispatch
 from attnzoo_kernels.moba import ops
 from attnzoo_kernels.moba.cpu import choose_on_cpu
 from attnzoo_kernels.moba.reference import moba_blocks_reference
-from attnzoo_kernels.routed import attend
-from attnzoo_kernels.routed.routes import Blocks, even_bounds
+from attnzoo_kernels.routed import attend, choose_blocks
+from attnzoo_kernels.routed.routes import Blocks
 
 
 def moba_attention(
@@ -90,16 +90,8 @@ def _check_sizes(block_size: int, top_k: int) -> None:
 
 def _choose(q: Tensor, k: Tensor, block_size: int, top_k: int, impl: str | None, **lengths: Any) -> tuple[Tensor, Blocks | None]:
     """The blocks that moba_blocks chooses, and where a kernel does what it needs to know of them all."""
-    on_cpu = dispatch.takes_cpu(impl, "q", q)
-    if not on_cpu and dispatch.takes_reference("moba_blocks", impl, "q", q) or q.numel() == 0:
-        return moba_blocks_reference(q, k, block_size=block_size, slots=top_k - 1, **lengths), None
-    autograd.refuse_tangents("moba_blocks", 'impl="reference" takes it', q=q, k=k)
-    if on_cpu:
-        bounds = (even_bounds(x) if own is None else own for x, own in ((q, lengths["cu_seqlens_q"]), (k, lengths["cu_seqlens_k"])))
-        blocks = choose_on_cpu(*(x.detach().flatten(0, -3) for x in (q, k)), *bounds, block_size, top_k - 1)
-        return blocks.unflatten(0, q.shape[:-2]), None
-    autograd.refuse_wrapped("moba_blocks", q, k)
-    layout = Blocks.of(q, k, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size)
-    blocks = ops.choose(*(x.detach().flatten(0, -3) for x in (q, k)), layout.cu_seqlens_q, layout.cu_seqlens_k, layout.first,
-                        layout.bounds_k, block_size, top_k - 1)
-    return blocks.unflatten(0, q.shape[:-2]), layout
+    def launch(q: Tensor, k: Tensor, layout: Blocks) -> Tensor:
+        return ops.choose(q, k, layout.cu_seqlens_q, layout.cu_seqlens_k, layout.first, layout.bounds_k,
+                          block_size, top_k - 1)
+
+    return choose_blocks("moba_blocks", q, k, block_size, top_k - 1, impl, moba_blocks_reference, choose_on_cpu, launch, **lengths)

@@ -11,8 +11,8 @@ from attnzoo_kernels.flash import flash_attention
 from attnzoo_kernels.msa import ops
 from attnzoo_kernels.msa.cpu import choose_on_cpu
 from attnzoo_kernels.msa.reference import msa_blocks_reference, msa_loss_reference
-from attnzoo_kernels.routed import attend
-from attnzoo_kernels.routed.routes import Blocks, even_bounds
+from attnzoo_kernels.routed import attend, choose_blocks
+from attnzoo_kernels.routed.routes import Blocks
 
 
 def msa_attention(
@@ -121,18 +121,11 @@ def _check_index(index_q: Tensor, index_k: Tensor, block_size: int, top_k: int, 
 
 def _choose(q: Tensor, k: Tensor, block_size: int, top_k: int, impl: str | None, **lengths: Any) -> tuple[Tensor, Blocks | None]:
     """The blocks that msa_blocks chooses, and where a kernel does what it needs to know of them all."""
-    on_cpu = dispatch.takes_cpu(impl, "index_q", q)
-    if not on_cpu and dispatch.takes_reference("msa_blocks", impl, "index_q", q) or q.numel() == 0:
-        return msa_blocks_reference(q, k, block_size=block_size, slots=top_k - 1, **lengths), None
-    autograd.refuse_tangents("msa_blocks", 'impl="reference" takes it', index_q=q, index_k=k)
-    if on_cpu:
-        bounds = (even_bounds(x) if own is None else own for x, own in ((q, lengths["cu_seqlens_q"]), (k, lengths["cu_seqlens_k"])))
-        blocks = choose_on_cpu(*(x.detach().flatten(0, -3) for x in (q, k)), *bounds, block_size, top_k - 1)
-        return blocks.unflatten(0, q.shape[:-2]), None
-    autograd.refuse_wrapped("msa_blocks", q, k)
-    layout = Blocks.of(q, k, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size)
-    blocks = ops.choose(*(x.detach().flatten(0, -3) for x in (q, k)), layout.cu_seqlens_q, layout.cu_seqlens_k, block_size, top_k - 1)
-    return blocks.unflatten(0, q.shape[:-2]), layout
+    def launch(q: Tensor, k: Tensor, layout: Blocks) -> Tensor:
+        return ops.choose(q, k, layout.cu_seqlens_q, layout.cu_seqlens_k, block_size, top_k - 1)
+
+    return choose_blocks("msa_blocks", q, k, block_size, top_k - 1, impl, msa_blocks_reference, choose_on_cpu, launch,
+                         names=("index_q", "index_k"), **lengths)
 
 
 def _loss(q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, softmax_scale: float, read: Any) -> Tensor:

@@ -1,5 +1,6 @@
 """Routed attention: each query reads its own block of keys and those that were chosen for it (MoBA, arXiv:2502.13189; NSA, 2502.11089)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from attnzoo_kernels.flash import flash_attention
 from attnzoo_kernels.routed import ops
 from attnzoo_kernels.routed.cpu import routed_attention_cpu
 from attnzoo_kernels.routed.reference import routed_attention_reference
-from attnzoo_kernels.routed.routes import Blocks, routes
+from attnzoo_kernels.routed.routes import Blocks, even_bounds, routes
 
 
 def routed_attention(
@@ -96,6 +97,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | Non
     if len(shape) == 2:
         out, lse = out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
     return out, lse
+
+
+def choose_blocks(name: str, q: Tensor, k: Tensor, block_size: int, slots: int, impl: str | None, reference: Callable[..., Tensor],
+                  on_cpus: Callable[..., Tensor], launch: Callable[[Tensor, Tensor, Blocks], Tensor], names: tuple[str, str] = ("q", "k"),
+                  **lengths: Any) -> tuple[Tensor, Blocks | None]:
+    """What the operator `name` chooses by its q and k, which it calls `names`, and where a kernel does what it needs to know of all blocks.
+    on_cpus and launch take all sequences one behind the other."""
+    on_cpu = dispatch.takes_cpu(impl, names[0], q)
+    if not on_cpu and dispatch.takes_reference(name, impl, names[0], q) or q.numel() == 0:
+        return reference(q, k, block_size=block_size, slots=slots, **lengths), None
+    autograd.refuse_tangents(name, 'impl="reference" takes it', **dict(zip(names, (q, k), strict=True)))
+    rows, layout = [x.detach().flatten(0, -3) for x in (q, k)], None
+    if on_cpu:
+        bounds = (even_bounds(x) if own is None else own for x, own in ((q, lengths["cu_seqlens_q"]), (k, lengths["cu_seqlens_k"])))
+        blocks = on_cpus(*rows, *bounds, block_size, slots)
+    else:
+        autograd.refuse_wrapped(name, q, k)
+        layout = Blocks.of(q, k, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size)
+        blocks = launch(*rows, layout)
+    return blocks.unflatten(0, q.shape[:-2]), layout
 
 
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, **options: Any) -> str | None:
