@@ -28,7 +28,8 @@ class Chunked(NamedTuple):
     ROTARY_DIM: Any = None  # from here on dQ only; the constants stand here, because Triton 3.6 loses those of a tuple in this one
     INTERLEAVED: Any = None
     HAS_MULTIPLIER: Any = None
-    rotation: Any = None  # Rotation
+    rotation: Any = None  # Rotation, whose stride of one query is the constant 1
+    END: Any = True  # fault 18
 
 
 class Relation(NamedTuple):
