@@ -24,7 +24,7 @@ def main() -> None:
             bounds = torch.zeros(2, dtype=torch.int32) if packed else None
             options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
             layouts = map(layout, (q, k, v, out, grad_out, q, k, v))
-            plan = hopper_backward._plan(q.device, q.dtype, False, deterministic, *layouts, options, None, None)
+            plan = hopper_backward._plan(q.device, q.dtype, False, deterministic, *layouts, options, None, hopper_backward.SOFTMAX)
             launches = [x for x in (plan.preprocess, plan.tails, plan.mainloop, plan.postprocess) if x is not None]
             for launch in launches:
                 launch.kernel = WarmUp(launch.kernel)

@@ -5,11 +5,11 @@ import pytest
 from compiled_kernels import compiled_kernels
 
 SHARED_MEMORY = 232448
-KERNELS = {"differential_fwd_hopper_kernel", "differential_bwd_hopper_kernel", "differential_bwd_shared_kernel", "softmax_bwd_kernel",
+KERNELS = {"differential_fwd_hopper_kernel", "differential_bwd_hopper_kernel", "differential_bwd_shared_kernel", "pair_bwd_kernel",
            "differential_bwd_preprocess_kernel", "differential_bwd_preprocess_by_branch_kernel",
            "bwd_postprocess_kernel", "bwd_tails_kernel"}
 # bytes: the sums take most registers there, and the scalars of a tile move to memory, before the loops over steps and behind them
-SPILLS = {"differential_fwd_hopper_kernel": 200, "differential_bwd_hopper_kernel": 248, "softmax_bwd_kernel": 192}
+SPILLS = {"differential_fwd_hopper_kernel": 200, "differential_bwd_hopper_kernel": 248, "pair_bwd_kernel": 192}
 
 
 @pytest.mark.tables

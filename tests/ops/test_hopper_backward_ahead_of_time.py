@@ -7,7 +7,7 @@ from compiled_kernels import compiled_kernels
 SHARED_MEMORY = 232448
 # bytes: where the consumers make dQ, the sums take 128 of 240 registers at head dim 128, scores and their gradients as many at 64, and the
 # scalars of a tile move to memory before the loop over its queries and behind it; measured faster than every form that keeps them
-SPILLS = {"softmax_bwd_kernel": 192}
+SPILLS = {"pair_bwd_kernel": 192}
 
 
 @pytest.mark.tables

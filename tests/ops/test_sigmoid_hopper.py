@@ -12,7 +12,7 @@ from attnzoo_kernels.sigmoid.cases import CORRECTNESS, Case
 from benchmarks.accuracy import assert_accurate
 
 SHARED_MEMORY = 232448
-SPILLS = {"sigmoid_bwd_kernel": 192}  # bytes, as flash_attention's: the scalars of a tile, before and behind its loop
+SPILLS = {"pair_bwd_kernel": 192}  # bytes, as flash_attention's: the scalars of a tile, before and behind its loop
 EDGES = tuple(Case(batch=2, seqlen_q=m, seqlen_k=n, heads=4, kv_heads=2, head_dim=d, window_size=window)
               for d in (64, 128) for m, n in ((192, 384), (333, 777), (777, 333)) for window in ((-1, -1), (-1, 0), (64, 0), (100, 30)))
 LONG = (

@@ -51,7 +51,7 @@ def main() -> None:
         _, _, stats = hopper.launch_forward(q, k, v, of_q, of_k, options)
         hopper_backward.launch_backward(out, None, q, k, v, out, stats, of_q, of_k, options, keys == 4000)
         for launch in {id(launch): launch for launch in launches}.values():
-            if "fwd" in launch.compiled.metadata.name or launch.compiled.metadata.name == "softmax_bwd_kernel":
+            if "fwd" in launch.compiled.metadata.name or launch.compiled.metadata.name == "pair_bwd_kernel":
                 report(launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, keys=keys,
                        left=launch.constants.get("HAS_LEFT"), ordered=launch.constants.get("ORDERED"))
 

@@ -60,7 +60,7 @@ def dual_chunk_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_
                                  n_tiles, chunk, near, buffer, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr,
                                  PACKED: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
                                  DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
-    """copy and buffer: as `Stages` has them; the rest as softmax_bwd_kernel."""
+    """copy and buffer: as `Stages` has them; the rest as pair_bwd_kernel."""
     run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc),
                           stats_desc), Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dks, stride_dvs, stride_dkh, stride_dvh), dq_desc,
                    dq_semaphore,

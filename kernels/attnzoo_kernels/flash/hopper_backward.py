@@ -7,12 +7,12 @@ down, and nothing is cleared: the first writes.
 import functools
 import math
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._gluon.backward_kernel import softmax_bwd_kernel
+from attnzoo_kernels._gluon.backward_kernel import pair_bwd_kernel
 from attnzoo_kernels._gluon.backward_plan import Tile, all_tails, copy_all_tails, frame, mainloop_width, pair_tile, sources
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
@@ -59,11 +59,13 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, exact_del
 
 
 class Rule(NamedTuple):
-    """Which kernel of `softmax_bwd_kernel`'s tensors makes the gradients, and what it takes beside that one's numbers and constants."""
+    """How another operator's gradients are made by `pair_bwd_kernel`: constants, its hooks among them, and its own number."""
 
-    kernel: Any
-    scalars: tuple = ()  # before the others
     constants: tuple = ()  # pairs of name and value
+    number: float | None = None
+
+
+SOFTMAX = Rule()
 
 
 @dataclass
@@ -80,9 +82,8 @@ class Plan:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered: bool, q: Layout, k: Layout, v: Layout, out: Layout | None,
-          grad_out: Layout, dq: Layout, dk: Layout, dv: Layout, options: Call, tile: Tile | None = None,
-          rule: Rule | None = None) -> Plan:
-    rule = rule or Rule(softmax_bwd_kernel)
+          grad_out: Layout, dq: Layout, dk: Layout, dv: Layout, options: Call, tile: Tile | None,
+          rule: Rule) -> Plan:
     sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     (heads, head_dim), (kv_heads, value_dim) = q[0][-2:], v[0][-2:]
     width, packed, group = mainloop_width(head_dim, value_dim), options.packed, heads // kv_heads
@@ -98,24 +99,24 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     head_group = heads_together(sequences * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs, ordered)
     head_tiles = query_tiles // heads if packed else query_tiles // (heads * sequences)
     mainloop = Launch(
-        rule.kernel, min(key_tiles, programs),
-        (*rule.scalars, options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right,
+        pair_bwd_kernel, min(key_tiles, programs),
+        (rule.number, options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right,
          sequences, seqlen_q, seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, key_tiles),
         {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
-         "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered, **dict(rule.constants), **tile.constants()}, 4, 1)
+         "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered, **tile.constants(), **dict(rule.constants)}, 4, 1)
     return Plan(tile, width, preprocess, copies, mainloop, postprocess)
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, stats: Tensor | None,
                     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Call, deterministic: bool,
-                    tile: Tile | None = None, into: tuple[Tensor, Tensor, Tensor] | None = None, rule: Rule | None = None,
+                    tile: Tile | None = None, into: tuple[Tensor, Tensor, Tensor] | None = None, rule: Rule = SOFTMAX,
                     dv_sums: tuple[Tensor | None, Tensor | None] = (None, None),
                     own: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dQ, dK, dV and an empty delta, as the plain path's launch_backward gives them, for what backward_reason lets through.
 
     into: where the first three go, 16-byte aligned, the heads of a row side by side. rule: another operator's, whose rows may have no
-    statistics: then out and stats are None. dv_sums: dv_from and dv_to of `Gradients`, for calls that add up dV. own: tensors that the
-    rule's kernel takes before the others.
+    statistics: then out and stats are None. dv_sums: dv_from and dv_to of `Gradients`, for calls that add up dV. own: up to four tensors
+    for the rule's OWN.
     """
     grad_out = tma_gradient(grad_out)
     if grad_lse is not None:
@@ -133,8 +134,8 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         plan.preprocess(out, grad_out, stats, grad_lse, row_stats, dq_sum, counter, semaphore, cu_seqlens_q)
         if plan.tails is not None:
             ends = copy_all_tails(plan.tails, *tensors, cu_seqlens_q, cu_seqlens_k)
-        plan.mainloop(*own, *sources(tensors, rows, width), None if out is None else descriptor(row_stats, 1, 2 * rows),
-                      *sources(ends, rows, width),
+        plan.mainloop(*own, *(None,) * (4 - len(own)), *sources(tensors, rows, width),
+                      None if out is None else descriptor(row_stats, 1, 2 * rows), *sources(ends, rows, width),
                       descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width), dk, dv,
                       descriptor(dq_sum, rows * width // 64, 32), *dv_sums, counter, semaphore, cu_seqlens_q, cu_seqlens_k)
         plan.postprocess(dq_sum, semaphore, dq, cu_seqlens_q)

@@ -10,16 +10,20 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, head_steps
+from attnzoo_kernels._gluon.backward_consume import head_steps
 from attnzoo_kernels._gluon.backward_dq import add_tile
-from attnzoo_kernels._gluon.backward_kernel import Config, run_pair_tiles
-from attnzoo_kernels._gluon.backward_load import Operands, Source
 from attnzoo_kernels._gluon.backward_plan import Tile, mainloop_width, pair_tile
-from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, KeyTile, Problem, decode_keys, word
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, KeyTile, decode_keys, word
 from attnzoo_kernels._gluon.hopper import product_layout
 from attnzoo_kernels._gluon.ranges import UNLIMITED, Table, last_beginning, load_range, touching
 from attnzoo_kernels.flash import hopper_backward
 from attnzoo_kernels.flash.options import Options
+
+
+@gluon.jit
+def own_table(tensors, number, problem, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """OWN: of the ranges by keys; `number` is how many."""
+    return Table(tensors[0], number, gl.where(problem.window_left < 0, UNLIMITED, problem.window_left), problem.window_right)
 
 
 @gluon.jit
@@ -130,26 +134,8 @@ def add_ranges(dq_desc, dq_semaphore, smem, bars, first, step, seen, table, prob
     return step
 
 
-@gluon.jit(do_not_specialize=["n_ranges", "window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group",
-                              "head_tiles", "n_tiles"],
-           do_not_specialize_on_alignment=["table"])
-def flash_ranges_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc, dk_desc,
-                            dv_desc, dk_ptr, dv_ptr, dq_desc, dv_from, dv_to, counter, dq_semaphore, cu_seqlens_q, table, n_ranges,
-                            softmax_scale, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, kv_heads, stride_dk, stride_dv,
-                            group, head_group, head_tiles, n_tiles, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr,
-                            PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr,
-                            ROWS: gl.constexpr, STAGES: gl.constexpr, DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr,
-                            REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
-    """The tensors are dense, of one sequence. table: of the ranges by keys. The tails, dv_from, dv_to and cu_seqlens_q are None."""
-    run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc),
-                   Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to), dq_desc,
-                   dq_semaphore,
-                   Problem(counter, None, None, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, 0, 0),
-                   Table(table, n_ranges, gl.where(window_left < 0, UNLIMITED, window_left), window_right), scale, softmax_scale, REGISTERS,
-                   LOAD_REGISTERS,
-                   Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
-                          HAS_LEFT=True, HAS_RIGHT=True, DQ_WARP=DQ_WARP, TILE=next_key_tile, LOAD_STEPS=all_steps,
-                          LOAD_NEXT=next_step_of_64 if ROWS == 64 else next_step_of_128, MAINLOOP=mainloop, DQ_STEPS=add_ranges))
+HOOKS = (("HAS_LEFT", True), ("HAS_RIGHT", True), ("OWN", own_table), ("TILE", next_key_tile), ("LOAD_STEPS", all_steps),
+         ("MAINLOOP", mainloop), ("DQ_STEPS", add_ranges))
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, table: Tensor,
@@ -159,9 +145,9 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     width = mainloop_width(q.shape[-1], v.shape[-1])
     # as for one sequence: masks of a window would spill beside the scores of 128 queries
     tile = tile or (Tile(64, dq_warp=True) if width == 64 and options.window_left >= 0 else pair_tile(width, ordered=False))
-    rule = hopper_backward.Rule(flash_ranges_bwd_kernel, (options.sequences,))
+    rule = hopper_backward.Rule((*HOOKS, ("LOAD_NEXT", next_step_of_64 if tile.rows == 64 else next_step_of_128)), options.sequences)
     *dense, of_out = (x[None] for x in (q, k, v, out, grad_out))
     into = None if into is None else tuple(x[None] for x in into)
-    *grads, delta = hopper_backward.launch_backward(of_out, grad_lse, *dense, stats, None, table,
-                                                    replace(options, sequences=None, ranges=False), False, tile, into, rule)
+    *grads, delta = hopper_backward.launch_backward(of_out, grad_lse, *dense, stats, None, None,
+                                                    replace(options, sequences=None, ranges=False), False, tile, into, rule, own=(table,))
     return *(x[0] for x in grads), delta

@@ -12,17 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels import autograd
-from attnzoo_kernels._gluon.backward_consume import Gradients, head_steps
-from attnzoo_kernels._gluon.backward_kernel import Config, run_pair_tiles
-from attnzoo_kernels._gluon.backward_load import Operands, Source
-from attnzoo_kernels._gluon.backward_step import (
-    add_weights,
-    column_numbers,
-    masked_scores,
-    products,
-    row_statistics,
-)
-from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, Problem, word
+from attnzoo_kernels._gluon.backward_consume import head_steps
+from attnzoo_kernels._gluon.backward_step import add_weights, column_numbers, masked_scores, products, row_statistics
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, word
 from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_layout, ring, warpgroup_mma, warpgroup_mma_wait
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
@@ -37,6 +29,7 @@ class Own(NamedTuple):
     columns: Any  # where sums of dS by key go, in blocks like c's
     rows: Any  # where those by query are added to, in tiles like those of dQ
     ones: Any  # [8, HALF] in shared memory: ones in the first row, anything in the others
+    numbers: Any  # the columns of pair_tiles
 
 
 @gluon.jit
@@ -56,19 +49,25 @@ def _first_column(x):
 
 
 @gluon.jit
-def _ones_and_columns(dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Own's ones, and Shared's columns, which at width 128 have a place behind their first row: there is none left."""
+def _own(tensors, number, problem, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """OWN. At width 128 the numbers have a place behind the first row of ones: there is none left."""
     ones = gl.allocate_shared_memory(dtype, [8, HALF], gl.NVMMASharedLayout.get_default_for([8, HALF], dtype))
     ones.store(gl.full([8, HALF], 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
     if WIDTH > 64:
         barrier()
-        columns = ones._reinterpret(gl.int32, [256], gl.SwizzledSharedLayout(1, 1, 1, [0])).slice(128, ROWS)
-        columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
+        numbers = ones._reinterpret(gl.int32, [256], gl.SwizzledSharedLayout(1, 1, 1, [0])).slice(128, ROWS)
+        numbers.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
     else:
-        columns = column_numbers(ROWS)
+        numbers = column_numbers(ROWS)
     fence_async_shared()
     barrier()
-    return ones, columns
+    return Own(*tensors, ones, numbers)
+
+
+@gluon.jit
+def _columns(own):
+    """COLUMNS."""
+    return own.numbers
 
 
 class Head(NamedTuple):
@@ -139,28 +138,7 @@ def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, prob
     return (dk, dv), before + bounds[0]
 
 
-@gluon.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group", "head_tiles",
-                              "n_tiles"],
-           do_not_specialize_on_alignment=["c_ptr", "starts_ptr", "cu_seqlens_q", "cu_seqlens_k", "dq_semaphore"])
-def forgetting_bwd_hopper_kernel(
-        c_ptr, starts_ptr, columns_ptr, rows_ptr, q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc,
-        do_tail_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, dv_from, dv_to, counter, dq_semaphore, cu_seqlens_q, cu_seqlens_k,
-        softmax_scale, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, kv_heads, stride_dk, stride_dv, group, head_group,
-        head_tiles, n_tiles, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, PACKED: gl.constexpr,
-        HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-        DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr, REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
-    """The first four are `Own`'s, the rest as softmax_bwd_kernel; queries stand at the keys of their number."""
-    ones, columns = _ones_and_columns(q_desc.dtype, ROWS, WIDTH)
-    run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc),
-                          stats_desc),
-                   Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to), dq_desc,
-                   dq_semaphore,
-                   Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles,
-                           n_tiles, window_left, window_right), Own(c_ptr, starts_ptr, columns_ptr, rows_ptr, ones), scale, softmax_scale,
-                   REGISTERS, LOAD_REGISTERS,
-                   Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
-                          PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
-                          MAINLOOP=_mainloop, STEP=_step), columns)
+HOOKS = (("OWN", _own), ("COLUMNS", _columns), ("MAINLOOP", _mainloop), ("STEP", _step))
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
@@ -185,7 +163,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     tile = flash.Tile(ROWS, dq_warp=True) if max(q.shape[-1], v.shape[-1]) <= 64 else flash.Tile(ROWS)
     dq, dk, dv, _ = flash.launch_backward(
         grad_out, grad_lse, q, k, v, out, stats, cu_seqlens, cu_seqlens, options, False, tile,
-        rule=flash.Rule(forgetting_bwd_hopper_kernel), own=(bias.c, bias.starts, columns, rows))
+        rule=flash.Rule(HOOKS), own=(bias.c, bias.starts, columns, rows))
     shape = autograd.lse_shape(q, options.packed)
     return dq, dk, dv, _by_row(columns, shape, cu_seqlens, C_BLOCK), _by_row(rows, shape, cu_seqlens, ROWS)
 

@@ -4,16 +4,19 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, pair_mainloop
-from attnzoo_kernels._gluon.backward_kernel import Config, run_pair_tiles
-from attnzoo_kernels._gluon.backward_load import Operands, Source
+from attnzoo_kernels._gluon.backward_consume import pair_mainloop
 from attnzoo_kernels._gluon.backward_plan import Tile
 from attnzoo_kernels._gluon.backward_step import add_weights, masked_scores, products
-from attnzoo_kernels._gluon.backward_tiles import Problem
 from attnzoo_kernels._gluon.hopper import why_not_tma
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.sigmoid.hopper import bias_of, sigmoid
 from attnzoo_kernels.sigmoid.options import Options
+
+
+@gluon.jit
+def own_bias(tensors, number, problem, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """OWN."""
+    return number
 
 
 @gluon.jit
@@ -45,26 +48,7 @@ def step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, 
     return add_weights(dk, dv, sigmoid(scores), dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, _gradient)
 
 
-@gluon.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group", "head_tiles",
-                              "n_tiles"],
-           do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "dq_semaphore"])
-def sigmoid_bwd_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc, dk_desc, dv_desc,
-                       dk_ptr, dv_ptr, dq_desc, dv_from, dv_to, counter, dq_semaphore, cu_seqlens_q, cu_seqlens_k, bias, softmax_scale,
-                       scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, kv_heads, stride_dk, stride_dv, group, head_group,
-                       head_tiles, n_tiles, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, PACKED: gl.constexpr,
-                       HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr, BY_LENGTH: gl.constexpr, ROWS: gl.constexpr,
-                       STAGES: gl.constexpr, DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr, REGISTERS: gl.constexpr,
-                       LOAD_REGISTERS: gl.constexpr):
-    """stats_desc, dv_from and dv_to are None."""
-    run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc),
-                          stats_desc),
-                   Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to), dq_desc,
-                   dq_semaphore,
-                   Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles,
-                           n_tiles, window_left, window_right), bias, scale, softmax_scale, REGISTERS, LOAD_REGISTERS,
-                   Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
-                          PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
-                          OPTIONS=BY_LENGTH, OF_TILE=bias_of_tile, MAINLOOP=mainloop, STEP=step))
+HOOKS = (("OWN", own_bias), ("OF_TILE", bias_of_tile), ("MAINLOOP", mainloop), ("STEP", step))
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
@@ -80,5 +64,5 @@ def launch_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlen
                     options: Options, deterministic: bool, tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV, for what backward_reason lets through."""
     ordered = deterministic or flash.in_order_anyway(q, k, v, options)
-    rule = flash.Rule(sigmoid_bwd_kernel, (options.base_2_bias(k.shape[-3]),), (("BY_LENGTH", options.by_length),))
+    rule = flash.Rule((*HOOKS, ("OPTIONS", options.by_length)), options.base_2_bias(k.shape[-3]))
     return flash.launch_backward(grad_out, None, q, k, v, None, None, cu_seqlens_q, cu_seqlens_k, options, ordered, tile, rule=rule)[:3]

@@ -8,7 +8,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnzoo_kernels._gluon.backward_kernel import softmax_bwd_kernel
 from attnzoo_kernels._gluon.backward_plan import mainloop_width
 from attnzoo_kernels._gluon.backward_tiles import KEYS
 from attnzoo_kernels._gluon.hopper import why_not_tma
@@ -17,7 +16,7 @@ from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.two_frame.options import Options
 
 # the far window ends before the query's own key, by a number that is negative
-RULE = flash.Rule(softmax_bwd_kernel, (), (("HAS_RIGHT", True),))
+RULE = flash.Rule((("HAS_RIGHT", True),))
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
