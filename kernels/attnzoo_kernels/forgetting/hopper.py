@@ -12,9 +12,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
-from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
-from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward import ROWS
+from attnzoo_kernels._gluon.forward_entry import hopper_fwd_kernel
+from attnzoo_kernels._gluon.forward_launch import ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import product_layout
 from attnzoo_kernels._gluon.tile_scheduler import Span, span, tile_counter
@@ -35,6 +35,12 @@ class Gates(NamedTuple):
     c: Any
     starts: Any
     unit: Any
+
+
+@gluon.jit
+def _own(tensors, numbers, scale):
+    """OWN."""
+    return Gates(*tensors, 1 / scale)
 
 
 class Near(NamedTuple):
@@ -88,19 +94,7 @@ def _more(tile, s, program, config):
     return gl.load(program.own.c + s.own.queries.to(gl.int64) * BLOCK + rows)
 
 
-@gluon.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=["c_ptr", "starts_ptr", "cu_seqlens_q", "cu_seqlens_k"])
-def forgetting_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, c_ptr, starts_ptr, cu_seqlens_q, cu_seqlens_k,
-                                 counter, stride_stats, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group,
-                                 head_group, n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-                                 CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
-                                 HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr, HALF_TILE: gl.constexpr,
-                                 PREFETCH_TILE: gl.constexpr):
-    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
-              Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
-                      window_right), Rows(scale, lse_ptr, stats_ptr, stride_stats), Gates(c_ptr, starts_ptr, 1 / scale),
-              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
-                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=1,
-                     Q_IN_REGISTERS=True, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE, SPAN=_span, KEY_BIAS=_key_bias, MORE=_more))
+HOOKS = {"OWN": _own, "SPAN": _span, "KEY_BIAS": _key_bias, "MORE": _more}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -118,11 +112,11 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, q: La
     tile = hopper_forward_tile(width, value_width, length, causal=True, window=options.window_left >= 0, packed=options.packed)
     if tile.consumers == 3:  # their registers would not hold the bias, and a tile would not be a block of queries
         tile = ForwardTile(128, 3, prefetch_tile=True)
-    tile = replace(tile, row_max_not_negative=False)
+    tile = replace(tile, q_slots=1, joint_release=False, k_before_pv=False, row_max_not_negative=False)
     mask_in_loop = masks_in_loop(options.window_left, 0, 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q, ROWS.value)
-    constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": False}
     head_group = heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2])
-    return plan_forward(forgetting_fwd_hopper_kernel, device, options, tile, q, k, v, {"head_group": head_group}, constants)
+    return plan_forward(hopper_fwd_kernel, device, options, tile, q, k, v, {"head_group": head_group},
+                        {"MASK_IN_LOOP": mask_in_loop, "EMPTY_ROWS": mask_in_loop} | HOOKS)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,

@@ -7,10 +7,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
+from attnzoo_kernels._gluon.forward import ROWS
 from attnzoo_kernels._gluon.forward_consumer import write_span
-from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
-from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward_entry import hopper_fwd_kernel
+from attnzoo_kernels._gluon.forward_launch import ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import why_not_tma
 from attnzoo_kernels._gluon.tile_scheduler import Span, span, tile_counter
@@ -37,6 +37,12 @@ def bias_of(bias, len_k, BY_LENGTH: gl.constexpr):
 
 
 @gluon.jit
+def own_bias(tensors, numbers, scale):
+    """OWN."""
+    return numbers[0]
+
+
+@gluon.jit
 def biased_span(tile, ME: gl.constexpr, taken, program, config):
     """SPAN."""
     s = span(tile, ME, taken, program, config)
@@ -56,21 +62,7 @@ def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.con
     write_span(program.descs.out, acc, span, at, ME, program)
 
 
-@gluon.jit(do_not_specialize=[name for name in SCALARS if name != "stride_stats"],
-           do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
-def sigmoid_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, cu_seqlens_q, cu_seqlens_k, counter, scale, bias, window_left, window_right,
-                              n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
-                              STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PACKED: gl.constexpr,
-                              HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr,
-                              JOINT_RELEASE: gl.constexpr, K_BEFORE_PV: gl.constexpr, HALF_TILE: gl.constexpr, PREFETCH_TILE: gl.constexpr,
-                              BY_LENGTH: gl.constexpr):
-    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
-              Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
-                      window_right), Rows(scale, None, None, 0), bias,
-              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
-                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, Q_SLOTS=Q_SLOTS,
-                     Q_IN_REGISTERS=Q_SLOTS == 1, JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE,
-                     PREFETCH_TILE=PREFETCH_TILE, OPTIONS=BY_LENGTH, SPAN=biased_span, WEIGHTS=weights, FINISH=finish))
+HOOKS = {"OWN": own_bias, "SPAN": biased_span, "WEIGHTS": weights, "FINISH": finish}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -81,14 +73,15 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
     width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
     shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
     mask_in_loop = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
-    scalars = {"head_group": heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2]), "bias": options.base_2_bias(seqlen_k)}
+    scalars = {"head_group": heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2]),
+               "own_m": options.base_2_bias(seqlen_k)}
 
     def of_length(length: int) -> ForwardPlan:
         own = tile or hopper_forward_tile(width, value_width, length, causal=options.causal, window=options.window_left >= 0,
                                           packed=options.packed)
         half_tile = options.causal and (width == value_width == 64 or length <= 512) and not (own.consumers == 3 and mask_in_loop)
-        constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": half_tile, "BY_LENGTH": options.by_length}
-        return plan_forward(sigmoid_fwd_hopper_kernel, device, options, own, q, k, v, scalars, constants)
+        constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": half_tile, "OPTIONS": options.by_length} | HOOKS
+        return plan_forward(hopper_fwd_kernel, device, options, own, q, k, v, scalars, constants)
 
     mean = seqlen_q // max(sequences, 1) if options.packed else seqlen_q
     return compiled_together(map(of_length, (mean, *(FORWARD_LENGTHS if tile is None else ()))))
@@ -110,5 +103,6 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
     same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
     plan = _plan(q.device, q.dtype, same_lengths, layout(q), layout(k), layout(v), options, tile)
     with on_device_of(q):
-        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), cu_seqlens_q, cu_seqlens_k, tile_counter(q.device))
+        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), *(None,) * 4, cu_seqlens_q, cu_seqlens_k,
+                    tile_counter(q.device))
     return out

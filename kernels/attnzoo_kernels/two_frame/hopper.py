@@ -12,9 +12,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
-from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
-from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward import ROWS
+from attnzoo_kernels._gluon.forward_entry import hopper_fwd_kernel
+from attnzoo_kernels._gluon.forward_launch import ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import mainloop_in_turn, mask_scores
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
@@ -26,12 +26,16 @@ from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.two_frame.options import Options
 from attnzoo_kernels.two_frame.tiles import hopper_forward_tile
 
-Q_SLOTS = gl.constexpr(2)  # the far frame's queries are loaded while the near one's are read
-
 
 class Own(NamedTuple):
     near_keys: Any
     far_keys: Any
+
+
+@gluon.jit
+def own_keys(tensors, numbers, scale):
+    """OWN."""
+    return Own(*numbers)
 
 
 class Far(NamedTuple):
@@ -149,19 +153,8 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
     return mainloop_in_turn(span.end, span, step, q_step, program.rows.scale, _first, _ends, _place, ME, program, config)
 
 
-@gluon.jit(do_not_specialize=[*SCALARS, "near_keys", "far_keys"],
-           do_not_specialize_on_alignment=["lse_ptr", "stats_ptr", "cu_seqlens_q", "cu_seqlens_k"])
-def two_frame_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, cu_seqlens_q, cu_seqlens_k, counter, stride_stats,
-                                scale, near_keys, far_keys, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles,
-                                BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                                REGISTERS: gl.constexpr, PACKED: gl.constexpr, EMPTY_ROWS: gl.constexpr):
-    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
-              Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None),
-              Rows(scale, lse_ptr, stats_ptr, stride_stats), Own(near_keys, far_keys),
-              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
-                     HAS_LEFT=True, HAS_RIGHT=True, BRANCHES=1, MASK_IN_LOOP=True, EMPTY_ROWS=EMPTY_ROWS, Q_SLOTS=Q_SLOTS,
-                     INDEX_EARLY=True, PRODUCE=produce_segments, LOAD_TILE=load_tile, SPAN=span, MAINLOOP=mainloop, MASK=mask,
-                     STEP_MASK=step_mask))
+HOOKS = {"HAS_LEFT": True, "HAS_RIGHT": True, "MASK_IN_LOOP": True, "INDEX_EARLY": True, "OWN": own_keys, "PRODUCE": produce_segments,
+         "LOAD_TILE": load_tile, "SPAN": span, "MAINLOOP": mainloop, "MASK": mask, "STEP_MASK": step_mask}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -171,12 +164,12 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
     width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
     tile = tile or hopper_forward_tile(width, value_width)
     shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
-    scalars = {"near_keys": options.near_keys, "far_keys": options.far_keys,
+    scalars = {"own_m": options.near_keys, "own_n": options.far_keys,
                "head_group": heads_in_l2(seqlen_k, 2 * width + value_width) * (out[0][-2] // v[0][-2])}
     # rows whose own key is not in their first tile of keys, or not there
-    constants = {"EMPTY_ROWS": masks_in_loop(-1, 0, shift, ROWS.value) or shift < 0}
+    constants = {"EMPTY_ROWS": masks_in_loop(-1, 0, shift, ROWS.value) or shift < 0} | HOOKS
     rows = (out[0][:-1] + q[0][-1:], ())  # one head for two of q
-    return compiled_together([plan_forward(two_frame_fwd_hopper_kernel, device, options, tile, rows, v, v, scalars, constants)])
+    return compiled_together([plan_forward(hopper_fwd_kernel, device, options, tile, rows, v, v, scalars, constants)])
 
 
 def forward_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -193,6 +186,6 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
     same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
     plan = _plan(q.device, q.dtype, same_lengths, *map(layout, (q, k, v, out)), options, tile)
     with on_device_of(q):
-        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, cu_seqlens_q, cu_seqlens_k,
-                    tile_counter(q.device))
+        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, None, None, cu_seqlens_q,
+                    cu_seqlens_k, tile_counter(q.device))
     return out, lse, stats
