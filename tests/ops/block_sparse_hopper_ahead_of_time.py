@@ -4,7 +4,7 @@ A process of its own, as ahead_of_time.py, whose driver it takes.
 """
 
 import torch
-from hopper_ahead_of_time import WarmUp, compile_only, report
+from hopper_ahead_of_time import WarmUp, compile_only, compiled_plans, report
 
 # full, causal, causal with the diagonal off the tiles and grouped heads, window; more keys
 MASKS = ((-1, -1, 0), (-1, 0, 0), (-1, 0, 3), (64, 0, 0))
@@ -16,11 +16,13 @@ def main() -> None:
     from attnzoo_kernels.block_sparse import hopper, hopper_backward
     from attnzoo_kernels.block_sparse.lists import TileLists
     from attnzoo_kernels.block_sparse.options import Options
+    from attnzoo_kernels.flash import hopper_backward as flash
 
     lists = TileLists(*torch.zeros(2, 8, dtype=torch.int32), None, torch.zeros(8, dtype=torch.int32))
     Options.lists = lambda *_, **__: lists
-    hopper.multiprocessors = hopper_backward.multiprocessors = lambda device: 132
+    hopper.multiprocessors = lambda device: 132
     hopper.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
+    plans = compiled_plans(flash)
     for head_dim, value_dim, *block in ((64, 64, 128, 128), (128, 128, 128, 128), (64, 128, 128, 128), (64, 64, 128, 64),
                                         (128, 128, 128, 64), (64, 64, 64, 64), (128, 128, 64, 64)):
         for left, right, more in MASKS:
@@ -35,13 +37,9 @@ def main() -> None:
             case = {"head_dim": head_dim, "value_dim": value_dim, "block": block, "mask": (left, right, more)}
             report(launch.compiled, **case)
             if block == [128, 128]:
-                out, dq = torch.zeros(2, 1, 256, 2, value_dim, dtype=torch.bfloat16), torch.zeros_like(q)
-                plan = hopper_backward._plan(q.device, q.dtype, False, *map(layout, (q, k, v, out[0], out[1], dq)), options, None)
-                launches = (plan.preprocess, plan.mainloop, plan.postprocess)
-                for launch in launches:
-                    launch.kernel = WarmUp(launch.kernel)
-                hopper_backward.launch_backward(out[1], None, q, k, v, out[0], torch.zeros(2, 1, 2, 256), None, options)
-                for launch in launches:
+                out, grad_out = torch.zeros(2, 1, 256, 2, value_dim, dtype=torch.bfloat16)
+                hopper_backward.launch_backward(grad_out, None, q, k, v, out, torch.zeros(2, 1, 2, 256), None, options)
+                for launch in (plans[-1].preprocess, plans[-1].mainloop, plans[-1].postprocess):
                     report(launch.compiled, **case)
 
 

@@ -2,7 +2,7 @@
 per kernel."""
 
 import torch
-from hopper_ahead_of_time import WarmUp, compile_only, report
+from hopper_ahead_of_time import WarmUp, compile_only, compiled_plans, report
 
 
 def main() -> None:
@@ -12,17 +12,8 @@ def main() -> None:
     from attnzoo_kernels.flash.options import KeyBias, Options
     from attnzoo_kernels.forgetting import blocks, hopper, hopper_backward
 
-    flash.multiprocessors, hopper.tile_counter = lambda device: 132, lambda device: torch.zeros(1, dtype=torch.int32)
-    plans, plan_of_flash = [], flash._plan
-
-    def plan_backward(*arguments):
-        plan = plan_of_flash(*arguments)
-        for launch in filter(None, (plan.preprocess, plan.tails, plan.mainloop, plan.postprocess)):
-            launch.kernel = WarmUp(launch.kernel)
-        plans.append(plan)
-        return plan
-
-    flash._plan = plan_backward
+    hopper.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
+    plans = compiled_plans(flash)
     for head_dim, value_dim, length, packed, left in ((64, 64, 4096, False, -1), (128, 128, 4096, False, -1), (128, 128, 4096, True, 64),
                                                       (64, 64, 512, True, -1), (64, 128, 1000, False, 64)):
         rows = (length,) if packed else (1, length)

@@ -87,5 +87,21 @@ class WarmUp:
         return lambda *args, **options: self.kernel.warmup(*args, grid=grid, **options)
 
 
+def compiled_plans(planner) -> list:
+    """`planner`, flash.hopper_backward, compiles what it would launch; returns its plans, as they are made."""
+    planner.multiprocessors = lambda device: 132
+    plans, plan_of = [], planner._plan
+
+    def plan(*arguments):
+        plan_of.cache_clear()  # a plan that was compiled would be launched
+        plans.append(plan_of(*arguments))
+        for launch in filter(None, (plans[-1].preprocess, plans[-1].tails, plans[-1].mainloop, plans[-1].postprocess)):
+            launch.kernel = WarmUp(launch.kernel)
+        return plans[-1]
+
+    planner._plan = plan
+    return plans
+
+
 if __name__ == "__main__":
     main()

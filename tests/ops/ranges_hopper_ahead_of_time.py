@@ -4,7 +4,7 @@ A process of its own, as ahead_of_time.py.
 """
 
 import torch
-from hopper_ahead_of_time import WarmUp, compile_only, report
+from hopper_ahead_of_time import WarmUp, compile_only, compiled_plans, report
 
 
 def main() -> None:
@@ -15,7 +15,7 @@ def main() -> None:
     from attnzoo_kernels.flash.options import Options
 
     hopper_ranges.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
-    forward_launch.multiprocessors = hopper_backward.multiprocessors = lambda device: 132
+    forward_launch.multiprocessors = lambda device: 132
     table = torch.zeros(1, 8, dtype=torch.int32)
     for head_dim, value_dim, left, sinks in ((64, 64, 64, None), (128, 128, -1, torch.zeros(2))):
         q, k = torch.zeros(2, 512, 2, head_dim, dtype=torch.bfloat16)
@@ -25,15 +25,7 @@ def main() -> None:
         launch.kernel = WarmUp(launch.kernel)
         hopper_ranges.launch_forward(q, k, v, table, sinks, options)
         report(launch.compiled, head_dim=head_dim, value_dim=value_dim, window=left, sinks=sinks is not None)
-    plans, plan = [], hopper_backward._plan
-
-    def planned(*arguments):
-        plans.append(plan(*arguments))
-        for launch in (plans[-1].preprocess, plans[-1].mainloop, plans[-1].postprocess):
-            launch.kernel = WarmUp(launch.kernel)
-        return plans[-1]
-
-    hopper_backward._plan = planned
+    plans = compiled_plans(hopper_backward)
     q, k, v, out, grad_out = torch.zeros(5, 512, 2, 128, dtype=torch.bfloat16)
     options = Options(sequences=1, softmax_scale=128**-0.5, ranges=True)
     hopper_ranges_backward.launch_backward(grad_out, None, q, k, v, out, torch.zeros(2, 2, 512), table, options)

@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 
 import torch
-from hopper_ahead_of_time import WarmUp, compile_only, report
+from hopper_ahead_of_time import WarmUp, compile_only, compiled_plans, report
 
 FULL, CAUSAL, WINDOW = (-1, -1), (-1, 0), (64, 0)
 # head_dim, value_dim, length, window, packed
@@ -21,17 +21,8 @@ def main() -> None:
     from attnzoo_kernels.sigmoid import hopper, hopper_backward
     from attnzoo_kernels.sigmoid.options import Options
 
-    hopper.tile_counter, flash.multiprocessors = lambda device: torch.zeros(1, dtype=torch.int32), lambda device: 132
-    compiled, plan_of_flash = [], flash._plan
-
-    def plan_backward(*arguments):
-        plan = plan_of_flash(*arguments)
-        for launch in filter(None, (plan.preprocess, plan.tails, plan.mainloop, plan.postprocess)):
-            launch.kernel = WarmUp(launch.kernel)
-        compiled.append(plan)
-        return plan
-
-    flash._plan = plan_backward
+    hopper.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
+    compiled = compiled_plans(flash)
     for head_dim, value_dim, length, (left, right), packed in EVERY if "every" in sys.argv else FEW:
         rows = (length,) if packed else (1, length)
         q, k = torch.zeros(2, *rows, 2, head_dim, dtype=torch.bfloat16)
@@ -44,7 +35,6 @@ def main() -> None:
         hopper.launch_forward(q, k, v, bounds, bounds, options)
         report(launch.compiled, **case, consumers=tile.consumers)
         for deterministic in (False, True) if "every" in sys.argv else (True,):
-            plan_of_flash.cache_clear()  # a plan that was compiled would be launched
             hopper_backward.launch_backward(grad_out, q, k, v, bounds, bounds, options, deterministic)
             report(compiled[-1].mainloop.compiled, **case, deterministic=deterministic, tile=asdict(compiled[-1].tile))
 

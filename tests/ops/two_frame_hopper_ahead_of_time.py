@@ -4,7 +4,7 @@ A process of its own, as ahead_of_time.py, whose driver it takes.
 """
 
 import torch
-from hopper_ahead_of_time import WarmUp, compile_only, report
+from hopper_ahead_of_time import WarmUp, compile_only, compiled_plans, report
 
 from attnzoo_kernels.checks import UNLIMITED
 from attnzoo_kernels.two_frame.options import Options
@@ -16,27 +16,17 @@ def main() -> None:
     from attnzoo_kernels.flash import hopper_backward as flash
     from attnzoo_kernels.two_frame import hopper, hopper_backward
 
-    forward_launch.multiprocessors = flash.multiprocessors = lambda device: 132
+    forward_launch.multiprocessors = lambda device: 132
     hopper.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
-    forward_plan, backward_plan, launches = hopper._plan, flash._plan, []
-
-    def warmed(launch):
-        if not isinstance(launch.kernel, WarmUp):
-            launch.kernel, launch.other = WarmUp(launch.kernel), None
-        launches.append(launch)
+    forward_plan, launches, plans = hopper._plan, [], compiled_plans(flash)
 
     def plan_forward(*arguments):
         plan = forward_plan(*arguments)
-        warmed(plan.launch)
+        plan.launch.kernel, plan.launch.other = WarmUp(plan.launch.kernel), None
+        launches.append(plan.launch)
         return plan
 
-    def plan_backward(*arguments):
-        plan = backward_plan(*arguments)
-        for launch in filter(None, (plan.preprocess, plan.tails, plan.mainloop, plan.postprocess)):
-            warmed(launch)
-        return plan
-
-    hopper._plan, flash._plan = plan_forward, plan_backward
+    hopper._plan = plan_forward
     for head_dim, value_dim, packed, keys in ((64, 64, False, 4096), (128, 128, True, 4000)):
         far_keys = UNLIMITED if packed or keys == 4096 else 4
 
@@ -48,12 +38,12 @@ def main() -> None:
         of_k = of_q if keys == 4096 or of_q is None else of_q.clone()
         options = Options.of(of_q, 0.125, 1024, far_keys)
         launches.clear()
+        plans.clear()
         _, _, stats = hopper.launch_forward(q, k, v, of_q, of_k, options)
         hopper_backward.launch_backward(out, None, q, k, v, out, stats, of_q, of_k, options, keys == 4000)
-        for launch in {id(launch): launch for launch in launches}.values():
-            if "fwd" in launch.compiled.metadata.name or launch.compiled.metadata.name == "pair_bwd_kernel":
-                report(launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, keys=keys,
-                       left=launch.constants.get("HAS_LEFT"), ordered=launch.constants.get("ORDERED"))
+        for launch in (*launches, *(plan.mainloop for plan in plans)):
+            report(launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, keys=keys, left=launch.constants.get("HAS_LEFT"),
+                   ordered=launch.constants.get("ORDERED"))
 
 
 if __name__ == "__main__":

@@ -53,40 +53,41 @@ class Config:
     BUFFER: gl.constexpr = first_buffer  # which buffer of dQ a step adds to
 
 
-@gluon.jit(do_not_specialize=["own_number", "window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group",
-                              "head_tiles", "n_tiles"],
-           do_not_specialize_on_alignment=["own_a", "own_b", "cu_seqlens_q", "cu_seqlens_k", "dq_semaphore"])
+@gluon.jit(do_not_specialize=["own_1", "own_2", "own_3", "own_4", "window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k",
+                              "kv_heads", "head_group", "head_tiles", "n_tiles"],
+           do_not_specialize_on_alignment=["own_a", "own_b", "own_c", "own_d", "cu_seqlens_q", "cu_seqlens_k", "dq_semaphore"])
 def pair_bwd_kernel(own_a, own_b, own_c, own_d, q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc,
                     do_tail_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, dv_from, dv_to, counter, dq_semaphore, cu_seqlens_q,
-                    cu_seqlens_k, own_number, softmax_scale, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, kv_heads,
-                    stride_dk, stride_dv, group, head_group, head_tiles, n_tiles, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-                    WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, ORDERED: gl.constexpr,
-                    ROWS: gl.constexpr, STAGES: gl.constexpr, DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr, REGISTERS: gl.constexpr,
-                    LOAD_REGISTERS: gl.constexpr, OPTIONS: gl.constexpr = None, OWN: gl.constexpr = None,
-                    COLUMNS: gl.constexpr = None, OF_TILE: gl.constexpr = same_for_all, TILE: gl.constexpr = next_key_tile,
-                    LOAD_STEPS: gl.constexpr = all_steps, LOAD_NEXT: gl.constexpr = next_step, MAINLOOP: gl.constexpr = pair_mainloop,
-                    STEP: gl.constexpr = pair_step, DQ_STEPS: gl.constexpr = add_heads):
+                    cu_seqlens_k, own_1, own_2, own_3, own_4, softmax_scale, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k,
+                    kv_heads, stride_dk, stride_dv, group, head_group, head_tiles, n_tiles, HEAD_DIM: gl.constexpr,
+                    VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+                    ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr,
+                    REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LISTED: gl.constexpr = False, OPTIONS: gl.constexpr = None,
+                    OWN: gl.constexpr = None, COLUMNS: gl.constexpr = None, OF_TILE: gl.constexpr = same_for_all,
+                    TILE: gl.constexpr = next_key_tile, BOUNDS: gl.constexpr = all_queries, LOAD_STEPS: gl.constexpr = all_steps,
+                    LOAD_NEXT: gl.constexpr = next_step, ROW_TILE: gl.constexpr = same_tile, LOAD_Q: gl.constexpr = load_queries,
+                    MAINLOOP: gl.constexpr = pair_mainloop, STEP: gl.constexpr = pair_step, DQ_STEPS: gl.constexpr = add_heads):
     """dv_from and dv_to are None, or those of `Gradients`, for launches that add up dV. stats_desc is None where rows have no statistics.
 
-    OWN makes of what begins with own_, of which c and d lie at whole 16 bytes, what a variant's other hooks get as `own`; COLUMNS of that
-    the place of pair_tiles' columns, if they have one already.
+    OWN makes of what begins with own_ what a variant's other hooks get as `own`; COLUMNS of that the place of pair_tiles' columns, if they
+    have one already.
     """
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
                       window_left, window_right)
+    c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
+               PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS, LISTED=LISTED,
+               OPTIONS=OPTIONS, OF_TILE=OF_TILE, TILE=TILE, BOUNDS=BOUNDS, LOAD_STEPS=LOAD_STEPS, LOAD_NEXT=LOAD_NEXT, ROW_TILE=ROW_TILE,
+               LOAD_Q=LOAD_Q, MAINLOOP=MAINLOOP, STEP=STEP, DQ_STEPS=DQ_STEPS)
     own = ()
     columns = None
     if OWN is not None:
-        own = OWN((own_a, own_b, own_c, own_d), own_number, problem, q_desc.dtype, ROWS, WIDTH)
+        own = OWN((own_a, own_b, own_c, own_d), (own_1, own_2, own_3, own_4), problem, q_desc.dtype, c)
     if COLUMNS is not None:
         columns = COLUMNS(own)
     run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc),
                           stats_desc),
                    Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to), dq_desc,
-                   dq_semaphore, problem, own, scale, softmax_scale, REGISTERS, LOAD_REGISTERS,
-                   Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
-                          PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS,
-                          OPTIONS=OPTIONS, OF_TILE=OF_TILE, TILE=TILE, LOAD_STEPS=LOAD_STEPS, LOAD_NEXT=LOAD_NEXT, MAINLOOP=MAINLOOP,
-                          STEP=STEP, DQ_STEPS=DQ_STEPS), columns)
+                   dq_semaphore, problem, own, scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c, columns)
 
 
 @gluon.jit

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -32,6 +33,11 @@ def pair_tile(width: int, ordered: bool) -> Tile:
     """As many queries as the registers hold scores of. The warp for dQ gains at width 64, and in order, where it waits instead of the
     consumers; at width 128 without order it costs."""
     return Tile(8192 // width, dq_warp=ordered or width == 64)
+
+
+def own_arguments(*own: Any) -> tuple:
+    """Four arguments of pair_bwd_kernel that are a variant's own; it needs no more."""
+    return *own, *(None,) * (4 - len(own))
 
 
 def mainloop_width(*widths: int) -> int:

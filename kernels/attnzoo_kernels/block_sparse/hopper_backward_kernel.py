@@ -1,15 +1,12 @@
-"""The Gluon kernel of the Hopper backward: the library's mainloop, each 128 keys along their list of tiles of 64 queries."""
+"""Hooks of the Hopper backward's kernel: each 128 keys go along their list of tiles of 64 queries."""
 
 from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries
-from attnzoo_kernels._gluon.backward_kernel import Config, run_pair
-from attnzoo_kernels._gluon.backward_load import Operands, Source, load_step
-from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_tiles
-from attnzoo_kernels._gluon.backward_tiles import KEYS, ROWS, KeyTile, Problem, word
+from attnzoo_kernels._gluon.backward_load import load_step
+from attnzoo_kernels._gluon.backward_tiles import KEYS, KeyTile, word
 from attnzoo_kernels._gluon.hopper import await_full
 from attnzoo_kernels.block_sparse.hopper_lists import find_list, list_lengths, listed_tile
 
@@ -20,10 +17,10 @@ class Lists(NamedTuple):
     order: Any
     index: Any
     count: Any
-    tiles: Any
-    width: Any
     stride_batch: Any
     stride_head: Any
+    tiles: Any
+    width: Any
     numbers: Any  # where each stage's tile of queries is written down for the consumers, who would hold a number from memory in registers
 
 
@@ -83,23 +80,15 @@ def _row_tile(lists, bars, step, n, c):
     return gl.max(lists.numbers.index(stage).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
-@gluon.jit(do_not_specialize=["window_left", "window_right", "seqlen_q", "seqlen_k", "kv_heads", "head_tiles", "n_tiles", "list_tiles",
-                              "list_width", "stride_lb", "stride_lh"],
-           do_not_specialize_on_alignment=["order", "index", "count", "counter"])
-def block_sparse_bwd_hopper_kernel(q_desc, k_desc, v_desc, do_desc, stats_desc, dk_desc, dv_desc, dq_desc, order, index, count, counter,
-                                   stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, window_left, window_right, seqlen_q,
-                                   seqlen_k, kv_heads, group, head_tiles, n_tiles, WIDTH: gl.constexpr, GROUPED: gl.constexpr,
-                                   HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-                                   LOAD_REGISTERS: gl.constexpr):
-    c = Config(HEAD_DIM=WIDTH, VALUE_DIM=WIDTH, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES, PACKED=False,
-               HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, LISTED=True, TILE=_listed_tile,
-               BOUNDS=_bounds_of_head if GROUPED else all_queries, LOAD_STEPS=_steps_of_head if GROUPED else _steps, LOAD_NEXT=_next_entry,
-               ROW_TILE=_row_tile, LOAD_Q=_load_queries)
-    smem = pair_tiles(q_desc.dtype, c)
-    bars = pair_barriers(c)
-    numbers = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    run_pair(Source(Operands(q_desc, k_desc, v_desc, do_desc), None, stats_desc),
-             Gradients(dk_desc, dv_desc, None, None, 0, 0, 0, 0, None, None), smem, bars, dq_desc, None,
-             Problem(counter, None, None, 0, seqlen_q, seqlen_k, kv_heads, group, 0, head_tiles, n_tiles, window_left, window_right),
-             Lists(order, index, count, list_tiles, list_width, stride_lb, stride_lh, numbers), scale, softmax_scale, REGISTERS,
-             LOAD_REGISTERS, c)
+@gluon.jit
+def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
+    """OWN."""
+    return Lists(tensors[0], tensors[1], tensors[2], *numbers,
+                 gl.allocate_shared_memory(gl.int32, [c.STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])))
+
+
+def hooks(grouped: bool) -> tuple:
+    """grouped: a key head has several query heads."""
+    of_head = (("BOUNDS", _bounds_of_head), ("LOAD_STEPS", _steps_of_head)) if grouped else (("LOAD_STEPS", _steps),)
+    return (("LISTED", True), ("OWN", _own), ("TILE", _listed_tile), *of_head, ("LOAD_NEXT", _next_entry), ("ROW_TILE", _row_tile),
+            ("LOAD_Q", _load_queries))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_kernel import pair_bwd_kernel
-from attnzoo_kernels._gluon.backward_plan import Tile, all_tails, copy_all_tails, frame, mainloop_width, pair_tile, sources
+from attnzoo_kernels._gluon.backward_plan import Tile, all_tails, copy_all_tails, frame, mainloop_width, own_arguments, pair_tile, sources
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
@@ -59,10 +59,10 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, exact_del
 
 
 class Rule(NamedTuple):
-    """How another operator's gradients are made by `pair_bwd_kernel`: constants, its hooks among them, and its own number."""
+    """How another operator's gradients are made by `pair_bwd_kernel`: constants, its hooks among them, and its own numbers."""
 
     constants: tuple = ()  # pairs of name and value
-    number: float | None = None
+    numbers: tuple = ()  # up to four
 
 
 SOFTMAX = Rule()
@@ -100,8 +100,9 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     head_tiles = query_tiles // heads if packed else query_tiles // (heads * sequences)
     mainloop = Launch(
         pair_bwd_kernel, min(key_tiles, programs),
-        (rule.number, options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left, options.window_right,
-         sequences, seqlen_q, seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles, key_tiles),
+        (*own_arguments(*rule.numbers), options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left,
+         options.window_right, sequences, seqlen_q, seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles,
+         key_tiles),
         {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
          "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered, **tile.constants(), **dict(rule.constants)}, 4, 1)
     return Plan(tile, width, preprocess, copies, mainloop, postprocess)
@@ -134,7 +135,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         plan.preprocess(out, grad_out, stats, grad_lse, row_stats, dq_sum, counter, semaphore, cu_seqlens_q)
         if plan.tails is not None:
             ends = copy_all_tails(plan.tails, *tensors, cu_seqlens_q, cu_seqlens_k)
-        plan.mainloop(*own, *(None,) * (4 - len(own)), *sources(tensors, rows, width),
+        plan.mainloop(*own_arguments(*own), *sources(tensors, rows, width),
                       None if out is None else descriptor(row_stats, 1, 2 * rows), *sources(ends, rows, width),
                       descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width), dk, dv,
                       descriptor(dq_sum, rows * width // 64, 32), *dv_sums, counter, semaphore, cu_seqlens_q, cu_seqlens_k)

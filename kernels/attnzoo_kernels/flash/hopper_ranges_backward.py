@@ -21,9 +21,9 @@ from attnzoo_kernels.flash.options import Options
 
 
 @gluon.jit
-def own_table(tensors, number, problem, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """OWN: of the ranges by keys; `number` is how many."""
-    return Table(tensors[0], number, gl.where(problem.window_left < 0, UNLIMITED, problem.window_left), problem.window_right)
+def own_table(tensors, numbers, problem, dtype: gl.constexpr, c):
+    """OWN: of the ranges by keys; numbers[0] is how many."""
+    return Table(tensors[0], numbers[0], gl.where(problem.window_left < 0, UNLIMITED, problem.window_left), problem.window_right)
 
 
 @gluon.jit
@@ -145,7 +145,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     width = mainloop_width(q.shape[-1], v.shape[-1])
     # as for one sequence: masks of a window would spill beside the scores of 128 queries
     tile = tile or (Tile(64, dq_warp=True) if width == 64 and options.window_left >= 0 else pair_tile(width, ordered=False))
-    rule = hopper_backward.Rule((*HOOKS, ("LOAD_NEXT", next_step_of_64 if tile.rows == 64 else next_step_of_128)), options.sequences)
+    rule = hopper_backward.Rule((*HOOKS, ("LOAD_NEXT", next_step_of_64 if tile.rows == 64 else next_step_of_128)), (options.sequences,))
     *dense, of_out = (x[None] for x in (q, k, v, out, grad_out))
     into = None if into is None else tuple(x[None] for x in into)
     *grads, delta = hopper_backward.launch_backward(of_out, grad_lse, *dense, stats, None, None,

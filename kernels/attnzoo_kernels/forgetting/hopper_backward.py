@@ -49,16 +49,16 @@ def _first_column(x):
 
 
 @gluon.jit
-def _own(tensors, number, problem, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
     """OWN. At width 128 the numbers have a place behind the first row of ones: there is none left."""
     ones = gl.allocate_shared_memory(dtype, [8, HALF], gl.NVMMASharedLayout.get_default_for([8, HALF], dtype))
     ones.store(gl.full([8, HALF], 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
-    if WIDTH > 64:
+    if c.WIDTH > 64:
         barrier()
-        numbers = ones._reinterpret(gl.int32, [256], gl.SwizzledSharedLayout(1, 1, 1, [0])).slice(128, ROWS)
-        numbers.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
+        numbers = ones._reinterpret(gl.int32, [256], gl.SwizzledSharedLayout(1, 1, 1, [0])).slice(128, c.ROWS)
+        numbers.store(gl.arange(0, c.ROWS, gl.BlockedLayout([1], [32], [4], [0])))
     else:
-        numbers = column_numbers(ROWS)
+        numbers = column_numbers(c.ROWS)
     fence_async_shared()
     barrier()
     return Own(*tensors, ones, numbers)

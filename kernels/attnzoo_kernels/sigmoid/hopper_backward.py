@@ -14,9 +14,9 @@ from attnzoo_kernels.sigmoid.options import Options
 
 
 @gluon.jit
-def own_bias(tensors, number, problem, dtype: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+def own_bias(tensors, numbers, problem, dtype: gl.constexpr, c):
     """OWN."""
-    return number
+    return numbers[0]
 
 
 @gluon.jit
@@ -64,5 +64,5 @@ def launch_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlen
                     options: Options, deterministic: bool, tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV, for what backward_reason lets through."""
     ordered = deterministic or flash.in_order_anyway(q, k, v, options)
-    rule = flash.Rule((*HOOKS, ("OPTIONS", options.by_length)), options.base_2_bias(k.shape[-3]))
+    rule = flash.Rule((*HOOKS, ("OPTIONS", options.by_length)), (options.base_2_bias(k.shape[-3]),))
     return flash.launch_backward(grad_out, None, q, k, v, None, None, cu_seqlens_q, cu_seqlens_k, options, ordered, tile, rule=rule)[:3]
