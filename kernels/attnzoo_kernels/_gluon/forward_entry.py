@@ -12,29 +12,29 @@ from attnzoo_kernels._gluon.forward_producer import produce_prefetched
 from attnzoo_kernels._gluon.tile_scheduler import span
 
 
-@gluon.jit(do_not_specialize=[*SCALARS, "own_m", "own_n"],
+@gluon.jit(do_not_specialize=[*SCALARS, "own_1", "own_2"],
            do_not_specialize_on_alignment=["lse_ptr", "stats_ptr", "own_a", "own_b", "cu_seqlens_q", "cu_seqlens_k"])
 def hopper_fwd_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, own_a, own_b, cu_seqlens_q, cu_seqlens_k, counter,
-                      stride_stats, scale, own_m, own_n, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group, head_group,
+                      stride_stats, scale, own_1, own_2, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group, head_group,
                       n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
                       REGISTERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
                       MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, K_BEFORE_PV: gl.constexpr,
                       PREFETCH_TILE: gl.constexpr, EMPTY_ROWS: gl.constexpr = False, HALF_TILE: gl.constexpr = False,
-                      INDEX_EARLY: gl.constexpr = False, OPTIONS: gl.constexpr = None, OWN: gl.constexpr = None,
-                      PRODUCE: gl.constexpr = produce_prefetched, LOAD_TILE: gl.constexpr = None, SPAN: gl.constexpr = span,
-                      MAINLOOP: gl.constexpr = mainloop, KEY_BIAS: gl.constexpr = None, MASK: gl.constexpr = mask,
-                      STEP_MASK: gl.constexpr = step_mask, MORE: gl.constexpr = None, WEIGHTS: gl.constexpr = None,
-                      FINISH: gl.constexpr = finish):
+                      INDEX_EARLY: gl.constexpr = False, ROW_MAX_NOT_NEGATIVE: gl.constexpr = False, OPTIONS: gl.constexpr = None,
+                      OWN: gl.constexpr = None, PRODUCE: gl.constexpr = produce_prefetched, LOAD_TILE: gl.constexpr = None,
+                      SPAN: gl.constexpr = span, BEGIN: gl.constexpr = None, MAINLOOP: gl.constexpr = mainloop, JOIN: gl.constexpr = None,
+                      KEY_BIAS: gl.constexpr = None, MASK: gl.constexpr = mask, STEP_MASK: gl.constexpr = step_mask,
+                      MORE: gl.constexpr = None, WEIGHTS: gl.constexpr = None, FINISH: gl.constexpr = finish):
     """OWN makes of what begins with own_ what a variant's other hooks find as the program's `own`."""
     own = ()
     if OWN is not None:
-        own = OWN((own_a, own_b), (own_m, own_n), scale)
+        own = OWN((own_a, own_b), (own_1, own_2), scale)
     run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
               Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
                       window_right), Rows(scale, lse_ptr, stats_ptr, stride_stats), own,
               Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
                      HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=EMPTY_ROWS,
                      Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1, JOINT_RELEASE=JOINT_RELEASE, INDEX_EARLY=INDEX_EARLY,
-                     K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE, OPTIONS=OPTIONS, PRODUCE=PRODUCE,
-                     LOAD_TILE=LOAD_TILE, SPAN=SPAN, MAINLOOP=MAINLOOP, KEY_BIAS=KEY_BIAS, MASK=MASK, STEP_MASK=STEP_MASK, MORE=MORE,
-                     WEIGHTS=WEIGHTS, FINISH=FINISH))
+                     K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE,
+                     OPTIONS=OPTIONS, PRODUCE=PRODUCE, LOAD_TILE=LOAD_TILE, SPAN=SPAN, BEGIN=BEGIN, MAINLOOP=MAINLOOP, JOIN=JOIN,
+                     KEY_BIAS=KEY_BIAS, MASK=MASK, STEP_MASK=STEP_MASK, MORE=MORE, WEIGHTS=WEIGHTS, FINISH=FINISH))

@@ -60,7 +60,7 @@ def plan_forward(kernel: Any, device: torch.device, call: Call, tile: ForwardTil
         "stride_stats": math.prod(q[0][:-1]), "scale": call.softmax_scale * math.log2(math.e), "window_left": call.window_left,
         "window_right": call.window_right, "n_seqs": sequences, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads,
         "group": heads // k[0][-2], "n_tiles": call.programs(heads, seqlen_q, sequences, tile.block_m),
-        "own_m": None, "own_n": None,
+        "own_1": None, "own_2": None,
     } | scalars
     constants = tile.constants | {
         "BLOCK_DV": value_width, "PACKED": call.packed, "HAS_LEFT": call.window_left >= 0, "HAS_RIGHT": call.window_right >= 0,

@@ -10,9 +10,9 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
-from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
-from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward import ROWS
+from attnzoo_kernels._gluon.forward_entry import hopper_fwd_kernel
+from attnzoo_kernels._gluon.forward_launch import ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import why_not_tma
 from attnzoo_kernels._gluon.tile_scheduler import tile_counter
@@ -23,6 +23,12 @@ from attnzoo_kernels.flash.options import Options
 from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile
 
 LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def own_sinks(tensors, numbers, scale):
+    """OWN."""
+    return tensors[0]
 
 
 @gluon.jit
@@ -41,22 +47,7 @@ def join_sink(row_max, row_sum, sink, program, config):
     return new_max, row_sum * factor + gl.exp2(sink - base), factor
 
 
-@gluon.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "sinks"])
-def flash_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, cu_seqlens_q, cu_seqlens_k, counter, sinks,
-                            stride_stats, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles,
-                            BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                            REGISTERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-                            MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, K_BEFORE_PV: gl.constexpr,
-                            HALF_TILE: gl.constexpr, PREFETCH_TILE: gl.constexpr, ROW_MAX_NOT_NEGATIVE: gl.constexpr,
-                            HAS_SINKS: gl.constexpr):
-    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
-              Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
-                      window_right), Rows(scale, lse_ptr, stats_ptr, stride_stats), sinks,
-              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
-                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP,
-                     Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1, JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV,
-                     HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE,
-                     BEGIN=load_sink if HAS_SINKS else None, JOIN=join_sink if HAS_SINKS else None))
+SINKS = {"OWN": own_sinks, "BEGIN": load_sink, "JOIN": join_sink}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -78,10 +69,10 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_s
     mask_in_loop = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
     # half of the first tile is left out where that gains, at width 128 in short calls only; three consumers whose loop masks would spill
     half_tile = options.causal and (width == value_width == 64 or length <= 512) and not (tile.consumers == 3 and mask_in_loop)
-    constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": half_tile,
-                 "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop, "HAS_SINKS": has_sinks}
+    constants = {"MASK_IN_LOOP": mask_in_loop, "EMPTY_ROWS": mask_in_loop, "HALF_TILE": half_tile,
+                 "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop} | (SINKS if has_sinks else {})
     head_group = heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2])
-    return plan_forward(flash_fwd_hopper_kernel, device, options, tile, q, k, v, {"head_group": head_group}, constants)
+    return plan_forward(hopper_fwd_kernel, device, options, tile, q, k, v, {"head_group": head_group}, constants)
 
 
 def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
@@ -100,6 +91,6 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
     same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
     plan = _plan(q.device, q.dtype, same_lengths, sinks is not None, layout(q), layout(k), layout(v), options, tile)
     with on_device_of(q):
-        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, cu_seqlens_q, cu_seqlens_k,
-                    tile_counter(q.device), sinks)
+        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, sinks, None, cu_seqlens_q,
+                    cu_seqlens_k, tile_counter(q.device))
     return out, lse, stats

@@ -74,7 +74,7 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
     shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
     mask_in_loop = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
     scalars = {"head_group": heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2]),
-               "own_m": options.base_2_bias(seqlen_k)}
+               "own_1": options.base_2_bias(seqlen_k)}
 
     def of_length(length: int) -> ForwardPlan:
         own = tile or hopper_forward_tile(width, value_width, length, causal=options.causal, window=options.window_left >= 0,

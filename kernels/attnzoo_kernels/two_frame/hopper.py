@@ -164,7 +164,7 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
     width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
     tile = tile or hopper_forward_tile(width, value_width)
     shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
-    scalars = {"own_m": options.near_keys, "own_n": options.far_keys,
+    scalars = {"own_1": options.near_keys, "own_2": options.far_keys,
                "head_group": heads_in_l2(seqlen_k, 2 * width + value_width) * (out[0][-2] // v[0][-2])}
     # rows whose own key is not in their first tile of keys, or not there
     constants = {"EMPTY_ROWS": masks_in_loop(-1, 0, shift, ROWS.value) or shift < 0} | HOOKS
