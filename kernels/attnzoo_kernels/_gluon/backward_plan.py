@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_tiles import HALF
 from attnzoo_kernels._gluon.bwd_postprocess import bwd_postprocess_kernel
-from attnzoo_kernels._gluon.bwd_preprocess import bwd_all_tails_kernel, bwd_preprocess_kernel, bwd_tails_kernel
+from attnzoo_kernels._gluon.bwd_preprocess import bwd_all_tails_kernel, bwd_preprocess_kernel, bwd_tails_kernel, clear_tile
 from attnzoo_kernels._gluon.hopper import descriptor
 from attnzoo_kernels._triton.call import Call, Layout, strides
 from attnzoo_kernels._triton.launch import Launch
@@ -36,7 +36,7 @@ def pair_tile(width: int, ordered: bool) -> Tile:
 
 
 def own_arguments(*own: Any) -> tuple:
-    """Four arguments of pair_bwd_kernel that are a variant's own; it needs no more."""
+    """Four arguments of a kernel that are a variant's own."""
     return *own, *(None,) * (4 - len(own))
 
 
@@ -85,8 +85,9 @@ def frame(call: Call, q: Layout, out: Layout | None, grad_out: Layout, dq: Layou
     programs = call.programs(heads, seqlen_q, sequences, rows)
     return Launch(
         bwd_preprocess_kernel, programs,
-        (*strides(out or grad_out, grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads),
-        of_rows | {"VALUE_DIM": value_dim, "SEMAPHORES": 1 if ordered else 0, "HAS_GRAD_LSE": has_grad_lse, "STATISTICS": out is not None},
+        (*strides(out or grad_out, grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads, *own_arguments()),
+        of_rows | {"VALUE_DIM": value_dim, "SEMAPHORES": 1 if ordered else 0, "HAS_GRAD_LSE": has_grad_lse, "STATISTICS": out is not None,
+                   "CLEAR": None if ordered else clear_tile},
         4, 1), Launch(
             bwd_postprocess_kernel, programs, (*strides(dq), call.softmax_scale, sequences, seqlen_q, heads),
             of_rows | {"HEAD_DIM": head_dim, "ORDERED": ordered, "SPACING": 1}, 4, 1)

@@ -99,30 +99,22 @@ def clear_tile(dq_ptr, tile, own, SIZE: tl.constexpr):
     clear(dq_ptr, tile.number, SIZE)
 
 
-@triton.jit
-def preprocess(out, grads, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr, cu_seqlens, stride_stats, n_seqs,
-               seqlen, heads, own, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, SEMAPHORES: tl.constexpr,
-               HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr, STATISTICS: tl.constexpr, CLEAR: tl.constexpr):
-    """A program's statistics, if there are any; CLEAR(dq_ptr, tile, own, size of a tile) clears dQ, if that is given."""
-    tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
-    if STATISTICS:
-        write_statistics(out, grads, stats_ptr, grad_lse_ptr, row_stats_ptr, tile, stride_stats, seqlen, heads, VALUE_DIM, WIDTH,
-                         HAS_GRAD_LSE, BLOCK)
-    if CLEAR is not None:
-        CLEAR(dq_ptr, tile, own, BLOCK * WIDTH)
-    reset(counter_ptr, semaphore_ptr, tile.number, SEMAPHORES)
-
-
-@triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads"],
+@triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "own_1", "own_2", "own_3", "own_4"],
             do_not_specialize_on_alignment=["stats_ptr", "grad_lse_ptr", "semaphore_ptr", "cu_seqlens"])
 def bwd_preprocess_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr, cu_seqlens,
-                          stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen, heads,
-                          VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, SEMAPHORES: tl.constexpr,
-                          HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr, STATISTICS: tl.constexpr = True):
-    # where there are semaphores the first key tile in turn writes
-    preprocess(Operand(out_ptr, stride_ob, stride_os, stride_oh), Operand(do_ptr, stride_dob, stride_dos, stride_doh), stats_ptr,
-               grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr, cu_seqlens, stride_stats, n_seqs, seqlen, heads, (),
-               VALUE_DIM, WIDTH, PACKED, SEMAPHORES, HAS_GRAD_LSE, BLOCK, STATISTICS, clear_tile if SEMAPHORES == 0 else None)
+                          stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen, heads, own_1,
+                          own_2, own_3, own_4, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
+                          SEMAPHORES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr, STATISTICS: tl.constexpr = True,
+                          CLEAR: tl.constexpr = clear_tile):
+    """A tile's statistics, if there are any. CLEAR(dq_ptr, tile, own, size of a tile) clears dQ; it is None where the first key tile in
+    turn writes. What begins with own_ is for it."""
+    tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
+    if STATISTICS:
+        write_statistics(Operand(out_ptr, stride_ob, stride_os, stride_oh), Operand(do_ptr, stride_dob, stride_dos, stride_doh), stats_ptr,
+                         grad_lse_ptr, row_stats_ptr, tile, stride_stats, seqlen, heads, VALUE_DIM, WIDTH, HAS_GRAD_LSE, BLOCK)
+    if CLEAR is not None:
+        CLEAR(dq_ptr, tile, (own_1, own_2, own_3, own_4), BLOCK * WIDTH)
+    reset(counter_ptr, semaphore_ptr, tile.number, SEMAPHORES)
 
 
 @triton.jit

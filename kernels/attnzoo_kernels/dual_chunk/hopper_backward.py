@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_plan import Tile, mainloop_width, pair_tile, sources
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS
-from attnzoo_kernels._gluon.bwd_preprocess import bwd_tails_kernel
+from attnzoo_kernels._gluon.bwd_preprocess import bwd_preprocess_kernel, bwd_tails_kernel
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
 from attnzoo_kernels._triton.call import Call, Layout, layout
@@ -18,9 +18,9 @@ from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of
 from attnzoo_kernels._triton.softmax import LN2
 from attnzoo_kernels.dual_chunk.hopper_backward_kernel import dual_chunk_bwd_hopper_kernel
 from attnzoo_kernels.dual_chunk.hopper_bwd_processing import (
+    clear_copies,
     dual_chunk_bwd_postprocess_dk_kernel,
     dual_chunk_bwd_postprocess_dq_kernel,
-    dual_chunk_bwd_preprocess_kernel,
 )
 from attnzoo_kernels.dual_chunk.options import Extras, Options
 from attnzoo_kernels.dual_chunk.parts import parts
@@ -104,10 +104,10 @@ def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, extras, options
     semaphore = torch.empty(n_tiles if ordered else 0, dtype=torch.int32, device=q.device)
     shift = 0 if options.packed else seqlen_k - seqlen_q
     of_tiles = {"WIDTH": width, "PACKED": options.packed, "BLOCK": tile.rows}
-    dual_chunk_bwd_preprocess_kernel[(n_tiles,)](
+    bwd_preprocess_kernel[(n_tiles,)](
         out, grad_out, stats, grad_lse, row_stats, dq_sums, counter, semaphore, cu_seqlens, *strides(out), *strides(grad_out),
         stats.stride(0), sequences, seqlen_q, heads, shift, options.chunk, options.near, n_tiles, VALUE_DIM=value_dim,
-        SEMAPHORES=1 if ordered else 0, HAS_GRAD_LSE=grad_lse is not None, **of_tiles)
+        SEMAPHORES=1 if ordered else 0, HAS_GRAD_LSE=grad_lse is not None, CLEAR=clear_copies, **of_tiles)
     ends = (None,) * 4
     if options.packed:
         ends = (_ends(queries, tile.rows, width, cu_seqlens), _ends(keys, KEYS.value, width, cu_seqlens),

@@ -1,5 +1,5 @@
-"""What frames the Hopper backward's mainloop, in plain Triton: row statistics and empty float32 dQs before it; behind it the sum of the
-stages' dQ, each turned back from its frame, and dK turned back.
+"""What frames the Hopper backward's mainloop, in plain Triton: empty float32 dQs before it; behind it the sum of the stages' dQ, each
+turned back from its frame, and dK turned back.
 
 A float32 dQ lies in tiles of 64 or 128 queries, each 64 of them in the order in which the threads of a matrix product hold them.
 """
@@ -8,8 +8,7 @@ import triton
 import triton.language as tl
 
 from attnzoo_kernels._gluon.bwd_postprocess import by_rows
-from attnzoo_kernels._gluon.bwd_preprocess import clear, preprocess, program_tile_of_queries
-from attnzoo_kernels._triton.tiles import Operand
+from attnzoo_kernels._gluon.bwd_preprocess import clear, program_tile_of_queries
 from attnzoo_kernels.dual_chunk.rotation import load_angles, query_factor, rotate_pairs, scaled_gradient, stage_position, store_pairs
 
 
@@ -26,24 +25,12 @@ def _has_copy(copy: tl.constexpr, position, chunk, near):
 
 
 @triton.jit
-def _clear_copies(dq_ptr, tile, own, SIZE: tl.constexpr):
-    """CLEAR."""
+def clear_copies(dq_ptr, tile, own, SIZE: tl.constexpr):
+    """CLEAR: what a tile's stages add to."""
     shift, chunk, near, copy_tiles = own
     for copy in tl.static_range(3):
         if _has_copy(copy, tile.row + shift, chunk, near):
             clear(dq_ptr, tile.number + copy * copy_tiles, SIZE)
-
-
-@triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "shift", "chunk", "near", "copy_tiles"],
-            do_not_specialize_on_alignment=["stats_ptr", "grad_lse_ptr", "semaphore_ptr", "cu_seqlens"])
-def dual_chunk_bwd_preprocess_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr,
-                                     cu_seqlens, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs,
-                                     seqlen, heads, shift, chunk, near, copy_tiles, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
-                                     PACKED: tl.constexpr, SEMAPHORES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
-    """As bwd_preprocess_kernel; cleared is what a tile's stages add to."""
-    preprocess(Operand(out_ptr, stride_ob, stride_os, stride_oh), Operand(do_ptr, stride_dob, stride_dos, stride_doh), stats_ptr,
-               grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr, cu_seqlens, stride_stats, n_seqs, seqlen, heads,
-               (shift, chunk, near, copy_tiles), VALUE_DIM, WIDTH, PACKED, SEMAPHORES, HAS_GRAD_LSE, BLOCK, True, _clear_copies)
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "heads", "shift", "chunk", "top", "far", "near", "copy_tiles"],
