@@ -71,11 +71,15 @@ def compiled_block_mask() -> Callable:
 
 
 def flex(mask_mod: Callable, lists: bool) -> Callable[[Case, Inputs], Pass]:
-    """lists: the block mask is made in every call. mask_mod: from a case and its inputs."""
+    """lists: the block mask is made in every call, by a compiled function, which for some masks takes minutes to compile. mask_mod: from a
+    case and its inputs."""
 
     def make(case: Case, x: Inputs) -> Pass:
+        from torch.nn.attention.flex_attention import create_block_mask
+
         q, k, v, dout = (peers.heads_first(t[None]) for t in (x.q, x.k, x.v, x.dout))
-        block_mask = functools.partial(compiled_block_mask(), mask_mod(case, x), None, None, q.shape[2], k.shape[2], device=q.device)
+        create = compiled_block_mask() if lists else create_block_mask
+        block_mask = functools.partial(create, mask_mod(case, x), None, None, q.shape[2], k.shape[2], device=q.device)
         made = block_mask()
         attend = functools.partial(peers.compiled_flex_attention(), enable_gqa=q.shape[1] != k.shape[1])
         return differentiable(lambda q, k, v: attend(q, k, v, block_mask=block_mask() if lists else made), (q, k, v), dout,
