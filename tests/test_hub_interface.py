@@ -1,5 +1,6 @@
 """attnzoo's operators inside transformers' models: logits as with transformers' own attention, whatever is masked, or a clear refusal."""
 
+import copy
 import subprocess
 import sys
 from pathlib import Path
@@ -8,11 +9,15 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from attnzoo.hub.interface import attention_mask, flash, register, use_block_sparse
+from attnzoo.hub import interface
+from attnzoo.hub.interface import attention_mask, flash, register, use_block_sparse, use_shared_prefixes
+from attnzoo_kernels import decode_attention
 from attnzoo_kernels.block_sparse.patterns import Pattern
 from benchmarks.accuracy import error_ratio
 
 transformers = pytest.importorskip("transformers")
+from transformers.generation.continuous_batching.model_runner import ModelRunner  # noqa: E402
+
 register()
 
 PACKAGE = Path(__file__).parents[1] / "attnzoo"
@@ -128,17 +133,82 @@ def test_a_static_cache_is_read_up_to_what_it_holds(kind):
         assert_close(torch.cat(steps, dim=1), model(tokens).logits)
 
 
-@pytest.mark.parametrize("kind", ("llama", "mistral", "gpt_oss"))
-def test_continuous_batching_writes_what_each_prompt_gives_alone(kind):
-    """transformers' engine, which keeps its cache in pages: prompts read in pieces, tokens of several sequences in one call."""
-    model = build(kind, "attnzoo_flash")
-    how = transformers.GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=VOCAB, pad_token_id=VOCAB)
-    prompts = [ids(1, length)[0].tolist() for length in (5, 30, 2, 30)]
-    engine = transformers.ContinuousBatchingConfig(block_size=16, num_blocks=24, max_batch_tokens=16)
+WRITTEN = transformers.GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=VOCAB, pad_token_id=VOCAB)
+
+
+def written(model, prompts, samples=1, **engine):
+    """What transformers' engine writes behind each prompt: the likeliest tokens, or with several samples draws of the likeliest one."""
+    how = copy.deepcopy(WRITTEN)
+    if samples > 1:
+        how.update(do_sample=True, top_k=1, num_return_sequences=samples)
+    engine = transformers.ContinuousBatchingConfig(num_blocks=24, auto_switch_to_flash=False, **engine)
     found = model.generate_batch(inputs=prompts, generation_config=how, continuous_batching_config=engine, progress_bar=False)
-    for prompt, (_, written) in zip(prompts, sorted(found.items()), strict=True):
-        expected = model.generate(torch.tensor([prompt]), generation_config=how)[0, len(prompt) :].tolist()
-        assert written.generated_tokens == expected
+    return [one.generated_tokens for one in found.values()]
+
+
+def spied(monkeypatch):
+    """The calls of decode_attention, as (texts, whether from pages, whether with share_prefixes)."""
+    calls = []
+
+    def spy(q, *cache, block_table=None, share_prefixes=False, **options):
+        calls.append((q.shape[0], block_table is not None, share_prefixes))
+        return decode_attention(q, *cache, block_table=block_table, share_prefixes=share_prefixes, **options)
+
+    monkeypatch.setattr(interface, "decode_attention", spy)
+    return calls
+
+
+@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize("kind", ("gpt2", "llama", "mistral", "gpt_oss"))
+def test_continuous_batching_writes_what_each_prompt_gives_alone(kind, padded, monkeypatch):
+    """transformers' engine, which keeps its cache in pages: prompts read in pieces, tokens of several sequences in one call; batches that
+    are filled up with empty sequences, as those of CUDA graphs are."""
+    if padded:
+        made = ModelRunner.__init__
+
+        def fill_up(self, *arguments, **options):
+            made(self, *arguments, **options)
+            self.pad_inputs = True
+
+        monkeypatch.setattr(ModelRunner, "__init__", fill_up)
+    calls = spied(monkeypatch)
+    model = build(kind, "attnzoo_flash", torch.float32)
+    prompts = [ids(1, length)[0].tolist() for length in (5, 30, 2)]
+    found = written(model, prompts, page_size=16, max_batch_tokens=16, max_requests_per_batch=4)
+    decoded = {sequences for sequences, in_pages, _ in calls if in_pages}
+    if kind in ("mistral", "gpt_oss"):  # the engine keeps windows in rings of their own, and gathers them
+        assert not decoded
+    else:
+        assert decoded and (not padded or 4 in decoded)
+    if kind != "gpt_oss":  # which transformers lets nobody read with sdpa
+        assert found == written(build(kind, "sdpa", torch.float32), prompts, page_size=16, max_batch_tokens=16)
+    calls.clear()
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert tokens == model.generate(torch.tensor([prompt]), generation_config=WRITTEN)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("share", (False, True))
+def test_samples_in_the_engine_read_the_pages_of_their_prompt(share, monkeypatch):
+    calls = spied(monkeypatch)
+    model = use_shared_prefixes(build("llama", "attnzoo_flash", torch.float32), share)
+    prompts = [ids(1, length)[0].tolist() for length in (21, 8)]
+    found = written(model, prompts, samples=3, page_size=4, max_batch_tokens=32)
+    alone = [text for text in written(build("llama", "sdpa", torch.float32), prompts, page_size=4, max_batch_tokens=32) for _ in range(3)]
+    assert found == alone
+    assert (6, True, share) in calls
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", (False, True))
+def test_the_engine_reads_pages_on_a_gpu(share, monkeypatch):
+    """In CUDA graphs, which are captured for powers of two of texts."""
+    calls = spied(monkeypatch)
+    model = use_shared_prefixes(build("llama", "attnzoo_flash", torch.float32).cuda(), share)
+    prompts = [ids(1, length)[0].tolist() for length in (21, 8, 1)]
+    found = written(model, prompts, samples=3, page_size=16, max_batch_tokens=32, max_requests_per_batch=16)
+    expected = [model.generate(torch.tensor([prompt]).cuda(), generation_config=WRITTEN)[0, len(prompt) :].tolist() for prompt in prompts]
+    assert found == [text for text in expected for _ in range(3)]
+    assert (16, True, share) in calls
 
 
 @each_model

@@ -41,6 +41,37 @@ def register() -> None:
 
     if not hasattr(asked, "__wrapped__"):
         modeling_utils.is_flash_attention_requested = is_flash_attention_requested
+    _register_pages()
+
+
+def _register_pages() -> None:
+    """Have `generate_batch` hand its block table to attnzoo_flash as it does to flash-attn, where a batch is one new token of each text."""
+    from transformers.generation.continuous_batching import initialization
+
+    asked = initialization.ensure_decode_fast_path_is_available
+
+    @functools.wraps(asked)
+    def ensure_decode_fast_path_is_available(config: Any, cb_config: Any, *more: Any, **options: Any) -> None:
+        layers = initialization.group_layers_by_attn_type(config)
+        in_pages = all(initialization.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in layers)
+        if config._attn_implementation != "attnzoo_flash" or not in_pages:
+            asked(config, cb_config, *more, **options)
+
+    if not hasattr(asked, "__wrapped__"):
+        initialization.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available
+
+
+def use_shared_prefixes(model: torch.nn.Module, share: bool = True) -> torch.nn.Module:
+    """Have `generate_batch` with attnzoo_flash read pages once that several texts begin with, in place; returns the model.
+
+    It is `decode_attention(share_prefixes=True)`, which pays for many samples of long prompts, and costs time where nothing is shared. The
+    choice is written to the model's config, of which it gets a copy of its own, as `attnzoo_share_prefixes`. An engine that the model keeps
+    has captured its steps before: `model.destroy_cached_continuous_batching_manager()` gives it up.
+    """
+    own_configs(model)
+    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        config.attnzoo_share_prefixes = share
+    return model
 
 
 def use_block_sparse(model: torch.nn.Module, pattern: str = "longformer", **options: Any) -> torch.nn.Module:
@@ -62,10 +93,14 @@ def flash(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, at
           s_aux: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
     """`flash_attention` behind transformers' attention interface: query (batch, heads, seqlen, head_dim) to (batch, seqlen, heads, ...)."""
     _refuse("attnzoo_flash", kwargs)
-    key, value = _over_pages(module, key, value, kwargs)
-    q, k, v = _operands(query, key, value)
     options = _options(module, scaling, sliding_window, is_causal) | {"softcap": softcap or 0.0}
     options |= {"sinks": None if s_aux is None else s_aux.float()}
+    cache = kwargs.pop("cache", None)
+    if cache is not None and kwargs.get("block_table") is not None:
+        return _decoded_in_pages(module, cache, *_operands(query, key, value), kwargs, options), None
+    if cache is not None:  # packed: what was read before, where there is any, is gathered from its pages, and the lengths go to kwargs
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+    q, k, v = _operands(query, key, value)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **packing: Any) -> Tensor:
         differentiable = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, options["sinks"]))
@@ -152,10 +187,35 @@ def _refuse(name: str, given: dict[str, Any], *more: str) -> None:
                              f"attn_implementation=\"{'eager' if option == 'output_attentions' else 'sdpa'}\"")
 
 
-def _over_pages(module: torch.nn.Module, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Keys and values of all tokens: where `generate_batch` keeps them in pages, packed copies whose lengths go to kwargs."""
-    cache = kwargs.pop("cache", None)
-    return (key, value) if cache is None else cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
+@torch.compiler.disable  # as PagedAttentionCache.update: layers have views of one tensor, which a compiled step would copy to write to
+def _decoded_in_pages(module: torch.nn.Module, cache: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any],
+                      options: dict[str, Any]) -> Tensor:
+    """Attention of one new token of each text, (1, texts, heads, head_dim), over its pages, in which its key and value are put first."""
+    allocator = cache.layer_to_allocator[module.layer_idx]
+    pages = allocator.get_cache_for_block_table(module.layer_idx)
+    table, of_step = kwargs["block_table"][allocator.index], kwargs["cu_seq_lens_k"]
+    name = f"attnzoo {allocator.layer_type}"
+    if module.layer_idx == allocator.layer_indices[0] or name not in of_step:
+        lengths = of_step[allocator.layer_type].diff()
+        of_step[name] = lengths, _places_of_newest(lengths, table, pages[0].shape[1], allocator.write_trash_index)  # for all layers
+    lengths, places = of_step[name]
+    q, k, v = (x.transpose(0, 1).to(pages[0].dtype) for x in (q, k, v))
+    if q.is_cuda:
+        from attnzoo_kernels.decode.append import append_rotated
+
+        q = append_rotated(q, k, v, None, None, *pages, places)
+    else:
+        for page, new in zip(pages, (k, v), strict=True):
+            page.flatten(0, 1).index_copy_(0, places, new[:, 0])
+    share = getattr(module.config, "attnzoo_share_prefixes", False) and options["window_size"][0] < 0
+    return decode_attention(q, *pages, cache_seqlens=lengths, block_table=table, share_prefixes=share, **options).transpose(0, 1)
+
+
+def _places_of_newest(lengths: Tensor, table: Tensor, page: int, nowhere: int) -> Tensor:
+    """Where in all pages, one behind the other, the last token of each text stands; that of an empty text is `nowhere`."""
+    newest = (lengths - 1).clamp(min=0).long()
+    places = table.gather(1, (newest // page)[:, None])[:, 0].long() * page + newest % page
+    return torch.where(lengths > 0, places, nowhere)
 
 
 def _operands(*tensors: Tensor) -> Iterator[Tensor]:
