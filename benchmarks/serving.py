@@ -2,11 +2,13 @@
 
     python -m benchmarks.serving                     # Qwen2.5's shapes at 1.5 B, random weights, 8 samples a prompt
     python -m benchmarks.serving --size 7b --prompt 4096 --batches 1 8
+    python -m benchmarks.serving --rounds 2          # in about two minutes
     python -m benchmarks.serving --dry-run           # on the CPU, tiny
 
 The engine is the same for all: continuous batching, a cache in pages, samples that share their prompt's pages. A backend is an
 attn_implementation, which was called "paged|..." before. A reading goes from new random prompts on the host, so that no page is found
-again, to all tokens on the host. What the engine prepares once is not in it, nor that generate_batch waits for its thread to end.
+again, to all tokens on the host. What the engine prepares once is not in it, nor that generate_batch waits for its thread to end. Each
+backend has one engine, as large as the largest batch needs, and prints its rows before the next one begins.
 
 Before a figure is printed the backend writes the likeliest tokens in float32, which must be those that transformers' eager attention writes
 for each prompt alone. The figures are of `--dtype`, with drawn tokens.
@@ -14,6 +16,7 @@ for each prompt alone. The figures are of `--dtype`, with drawn tokens.
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import itertools
 import logging
@@ -25,6 +28,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from attnzoo.hub import use_shared_prefixes
 from benchmarks import harness
 from benchmarks.harness import Backend, Entry, Line, Pass, Session
 from benchmarks.report import Row
@@ -68,8 +72,6 @@ def model(case: Case, implementation: str) -> nn.Module:
     """In float32, its weights the same at every call."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    import attnzoo.hub  # noqa: F401  registers attnzoo_flash
-
     config = Qwen2Config(**SIZES[case.size], max_position_embeddings=case.prompt + case.new + CHECKED_TOKENS, use_sliding_window=False,
                          attn_implementation=implementation, bos_token_id=None, eos_token_id=None)
     torch.manual_seed(0)
@@ -108,10 +110,12 @@ class Served:
         with self.model.continuous_batching_context_manager(persistent_manager=True, timeout=5) as self.manager:
             yield
 
-    def answer(self) -> None:
-        self.manager.add_requests(inputs=self.case.inputs(next(self.seeds)), max_new_tokens=self.case.new)
+    def answer(self, prompts: int | None = None) -> None:
+        """To as many prompts, by default the case's."""
+        prompts = prompts or self.case.prompts
+        self.manager.add_requests(inputs=replace(self.case, prompts=prompts).inputs(next(self.seeds)), max_new_tokens=self.case.new)
         texts = 0
-        while texts < self.case.prompts * self.case.samples:
+        while texts < prompts * self.case.samples:
             result = self.manager.get_result(timeout=1)
             if result is None and not self.manager.is_running():
                 raise RuntimeError("the engine's thread has ended")
@@ -130,13 +134,15 @@ def expected(case: Case) -> Tensor:
     return torch.cat([eager.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, ids.shape[1] :].cpu() for ids in rows])
 
 
-def backend(name: str, package: str | None = None) -> Backend:
+def backend(name: str, package: str | None = None, implementation: str | None = None, share: bool = False) -> Backend:
     def missing() -> str | None:
         found = package is None or importlib.util.find_spec(package) is not None
         return None if found else f"cannot run: the package {package} is not installed"
 
     def make(case: Case, _) -> Pass:
-        ours = model(case, name)
+        ours = model(case, implementation or name)
+        if share:
+            use_shared_prefixes(ours)
         checked = replace(case, prompts=CHECKED_PROMPTS)
         found = written(ours, checked, checked.inputs(0), 2, CHECKED_TOKENS, top_k=1)  # the likeliest
         equal = torch.equal(found, expected(checked).repeat_interleave(2, dim=0))
@@ -149,26 +155,44 @@ def backend(name: str, package: str | None = None) -> Backend:
     return Backend(name, make, missing)
 
 
-BACKENDS = {one.name: one for one in (backend("attnzoo_flash"), backend("sdpa"), backend("flash_attention_2", "flash_attn"))}
+BACKENDS = {one.name: one for one in (
+    backend("attnzoo_flash"), backend("attnzoo_flash, prefixes once", implementation="attnzoo_flash", share=True), backend("sdpa"),
+    backend("flash_attention_2", "flash_attn"), backend("flash_attention_3", "flash_attn_interface"))}
 
 
 def speed(session: Session) -> Iterator[list[Row]]:
     """New tokens a second of all samples together, by the number of prompts."""
     o = session.options
-    for prompts in o.batches:
-        yield rows(session, Case(o.size, prompts, o.samples, o.prompt, o.new_tokens, session.dtype, session.device))
+    case = Case(o.size, max(o.batches), o.samples, o.prompt, o.new_tokens, session.dtype, session.device)
+    of_baseline: dict[float, float] = {}
+    for one in session.backends:
+        for row in rows(session, case, one):
+            if one is session.backends[0] and row.value:
+                of_baseline[row.x] = row.value
+            ratio = of_baseline[row.x] / row.value if row.value and row.x in of_baseline else None
+            yield [replace(row, baseline=session.backends[0].name, ratio=ratio)]
+        gc.collect()  # its engine goes before the next one comes
+        if session.device == "cuda":
+            torch.cuda.empty_cache()
 
 
-def rows(session: Session, case: Case) -> list[Row]:
-    columns = [Entry(one.name, one, case, None, {}, lambda run: run.saved[0].item()) for one in session.backends]
-    ready = harness.prepare(columns)
+def rows(session: Session, case: Case, one: Backend) -> Iterator[Row]:
+    entry = Entry(one.name, one, case, None, {}, lambda run: run.saved[0].item())
+    ready = harness.prepare([entry])
     timing = replace(session.timing, bench=host_bench)
-    readings = timing.measure({label: Candidate(run.forward, run.scope) for label, run in ready.passes.items()})
-    ms = {label: statistics.median(times) for label, times in readings.items()}
-    spread = {label: (max(times) - min(times)) / ms[label] for label, times in readings.items()}
-    values = {label: case.prompts * case.samples * case.new / time * 1e3 for label, time in ms.items()}
-    line = Line("serving", "speed", f"{case.size}, {case.prompt}+{case.new}, {case.samples} samples", case.prompts)
-    return line.rows(columns, ready, "generate", "tokens/s", values, ms=ms, spread=spread)
+    for prompts in session.options.batches:
+        values, extra = {}, {}
+        if one.name in ready.passes:
+            run = ready.passes[one.name]
+            call = functools.partial(run.forward, prompts)
+            with run.scope():
+                call()  # captures what a batch of this size needs
+            times = timing.measure({one.name: Candidate(call, run.scope)})[one.name]
+            ms = statistics.median(times)
+            values[one.name] = prompts * case.samples * case.new / ms * 1e3
+            extra = {"ms": {one.name: ms}, "spread": {one.name: (max(times) - min(times)) / ms}}
+        line = Line("serving", "speed", f"{case.size}, {case.prompt}+{case.new}, {case.samples} samples", prompts)
+        yield from line.rows([replace(entry, case=replace(case, prompts=prompts))], ready, "generate", "tokens/s", values, **extra)
 
 
 TABLES = {"speed": speed}
