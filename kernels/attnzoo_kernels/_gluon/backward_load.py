@@ -46,10 +46,18 @@ def load_gradients(do_desc, smem, bars, stage, batch, head, row):
 
 
 @gluon.jit
-def load_halves(desc, tiles, full, batch, kv_head, key, FIRST: gl.constexpr = 0):
-    """KEYS rows from `key` on into two tiles of a barrier that expects them."""
+def _load_halves(desc, tiles, full, batch, kv_head, key, FIRST: gl.constexpr):
     for half in gl.static_range(2):
         async_load(desc, [batch, kv_head, key + half * HALF, 0], full, box(tiles.index(FIRST + half), desc))
+
+
+@gluon.jit
+def load_halves(desc, tiles, full, batch, kv_head, key, second=None):
+    """KEYS rows from `key` on into two tiles of a barrier, and those of a `second` descriptor into the next two."""
+    mbarrier.expect(full, (2 if second is None else 4) * desc.block_type.nbytes)
+    _load_halves(desc, tiles, full, batch, kv_head, key, 0)
+    if second is not None:
+        _load_halves(second, tiles, full, batch, kv_head, key, 2)
 
 
 @gluon.jit
@@ -61,9 +69,7 @@ def load_queries(operands, stats_desc, smem, bars, of_tile, stage, batch, head, 
 @gluon.jit
 def load_keys(operands, smem, bars, batch, kv_head, key):
     """LOAD_K: a tile's keys and values."""
-    mbarrier.expect(bars.k_full, 2 * operands.k.block_type.nbytes)
     load_halves(operands.k, smem.k, bars.k_full, batch, kv_head, key)
-    mbarrier.expect(bars.v_full, 2 * operands.v.block_type.nbytes)
     load_halves(operands.v, smem.v, bars.v_full, batch, kv_head, key)
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import await_full, mbarrier
+from attnzoo_kernels._gluon.hopper import await_full, mbarrier, read_word
 from attnzoo_kernels._gluon.tiles import by_groups, find_sequence, sequence_bounds
 
 ROWS = gl.constexpr(64)  # queries of a step, if nothing else is said
@@ -60,7 +60,7 @@ def _place_of(name):
 def word(work, slot, NAME: gl.constexpr):
     """Of the tile in a slot what KeyTile calls NAME. Each is read where it is needed: between them they would fill registers."""
     WHICH: gl.constexpr = _place_of(NAME)
-    return gl.max(work.index(slot).slice(WHICH, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    return read_word(work.index(slot).slice(WHICH, 1))
 
 
 @gluon.jit

@@ -150,6 +150,18 @@ def barriers(SLOTS: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def read_word(place):
+    """The int32 of shared memory [1], in all threads."""
+    return gl.max(place.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def write_word(place, number):
+    """By a single warp."""
+    place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+
+
+@gluon.jit
 def load_box(desc, tiles, full, slot, at):
     """The box from the coordinates `at` on into a slot of a ring, whose barrier in `full` waits for it."""
     bar = full.index(slot)

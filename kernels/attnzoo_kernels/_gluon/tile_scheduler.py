@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS, WORK
-from attnzoo_kernels._gluon.hopper import await_empty, await_full, mbarrier
+from attnzoo_kernels._gluon.hopper import await_empty, await_full, mbarrier, read_word, write_word
 from attnzoo_kernels._gluon.tiles import both_bounds, by_groups, find_sequence, key_tiles, sequence_bounds
 
 
@@ -123,21 +123,19 @@ def leave_at_zero(problem, index):
 @gluon.jit
 def publish(program, taken, words):
     """Tell the consumers of the next tile; a sequence of -1 ends. They get what they would else have to divide for."""
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     slot = await_empty(program.bars.work_empty, taken, WORK)
     for word in gl.static_range(len(words)):
-        program.tiles.work.index(word * WORK + slot).store(gl.full([1], words[word], gl.int32, lane))
+        write_word(program.tiles.work.index(word * WORK + slot), words[word])
     mbarrier.arrive(program.bars.work_full.index(slot), count=1)
 
 
 @gluon.jit
 def take_words(WORDS: gl.constexpr, taken, program):
     """What was published of the next tile, once it is."""
-    lane: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = await_full(program.bars.work_full, taken, WORK)
     words = ()
     for word in gl.static_range(WORDS):
-        words = words + (gl.max(program.tiles.work.index(word * WORK + slot).load(lane), 0),)
+        words = words + (read_word(program.tiles.work.index(word * WORK + slot)),)
     mbarrier.arrive(program.bars.work_empty.index(slot), count=1)
     return words
 

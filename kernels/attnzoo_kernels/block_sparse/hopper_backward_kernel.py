@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_load import load_step
 from attnzoo_kernels._gluon.backward_tiles import KEYS, KeyTile, word
-from attnzoo_kernels._gluon.hopper import await_full
+from attnzoo_kernels._gluon.hopper import await_full, read_word, write_word
 from attnzoo_kernels.block_sparse.hopper_lists import find_list, list_lengths, listed_tile
 
 
@@ -69,7 +69,7 @@ def _bounds_of_head(lists, smem, slot, member, bounds):
 @gluon.jit
 def _load_queries(operands, stats_desc, smem, bars, lists, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
     """LOAD_Q: says which tile it is."""
-    lists.numbers.index(stage).store(gl.full([1], j, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    write_word(lists.numbers.index(stage), j)
     load_step(operands, stats_desc, smem, bars, stage, batch, batch, head, row, stats_tile)
 
 
@@ -77,7 +77,7 @@ def _load_queries(operands, stats_desc, smem, bars, lists, stage, batch, head, r
 def _row_tile(lists, bars, step, n, c):
     """ROW_TILE: as the loading warp says."""
     stage = await_full(bars.q_full, step, c.STAGES)
-    return gl.max(lists.numbers.index(stage).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+    return read_word(lists.numbers.index(stage))
 
 
 @gluon.jit

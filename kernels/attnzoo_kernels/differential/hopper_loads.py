@@ -50,10 +50,5 @@ def load_queries_apart(branches, stats_desc, smem, bars, of_tile, stage, batch, 
 @gluon.jit
 def load_keys(branches, smem, bars, batch, kv_head, key):
     """LOAD_K: the second branch's keys behind the first's."""
-    BRANCHES: gl.constexpr = 1 if branches.k2 is None else 2
-    mbarrier.expect(bars.k_full, 2 * BRANCHES * branches.k1.block_type.nbytes)
-    load_halves(branches.k1, smem.k, bars.k_full, batch, kv_head, key)
-    if BRANCHES == 2:
-        load_halves(branches.k2, smem.k, bars.k_full, batch, kv_head, key, 2)
-    mbarrier.expect(bars.v_full, 2 * branches.v.block_type.nbytes)
+    load_halves(branches.k1, smem.k, bars.k_full, batch, kv_head, key, branches.k2)
     load_halves(branches.v, smem.v, bars.v_full, batch, kv_head, key)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attnzoo_kernels._triton.backward import backward_dkdv, backward_dq, dkdv_step, dq_step
 from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
-from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
+from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row
 from attnzoo_kernels._triton.mainloop import key_loops, query_loops, window_seen, window_seen_transposed
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.softmax import in_units
@@ -125,8 +125,7 @@ def _plans(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k
 def launch_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
                     alibi_slopes: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV."""
-    if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()  # autograd may hand over an expanded gradient, which no kernel can read row by row
+    grad_out = row_by_row(grad_out)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     tensors, extras = (q, k, v, grad_out), (cu_seqlens_q, cu_seqlens_k, alibi_slopes)
     of_queries, of_keys = _plans(q.device, q.dtype, are_aligned(*tensors), *map(layout, (*tensors, dq, dk, dv)), options)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from attnzoo_kernels._triton.backward import STATS_BLOCK, add_members, backward_dq, dkdv_step, dq_step
 from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
-from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
-from attnzoo_kernels._triton.mainloop import query_loops, window_seen, window_seen_transposed
+from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row
+from attnzoo_kernels._triton.mainloop import load_query_rows, query_loops, window_seen, window_seen_transposed
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.softmax import in_units
-from attnzoo_kernels._triton.tiles import Operand, Place, Shape, head_rows, load_own, load_rows, program_tile, store_own, store_rows
+from attnzoo_kernels._triton.tiles import Operand, Place, Shape, head_rows, load_own, program_tile, store_own, store_rows
 from attnzoo_kernels.flash.tiles import dkdv_tile, dq_tile
 from attnzoo_kernels.two_frame.hooks import Frames, frame_loops
 from attnzoo_kernels.two_frame.options import Options
@@ -85,7 +85,7 @@ class Queries(NamedTuple):
 def _load_frame(x, own, at, GUARD: tl.constexpr):
     """LOAD_Q."""
     rows = head_rows(own.operand, x.place.batch, 2 * x.head + own.frame, x.place.other_first, x.place.other_length, x.shape.TMA)
-    return load_rows(rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_M, x.shape.BLOCK_D, GUARD, x.shape.TMA)
+    return load_query_rows(x, rows, at, GUARD)
 
 
 @triton.jit
@@ -174,8 +174,7 @@ def _plans(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_lse
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
                     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV for the gradients of output and LSE; the former two like q and k with their frames."""
-    if grad_out.shape[-1] > 1 and grad_out.stride(-1) != 1:
-        grad_out = grad_out.contiguous()  # autograd may hand over an expanded gradient, which no kernel can read row by row
+    grad_out = row_by_row(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))

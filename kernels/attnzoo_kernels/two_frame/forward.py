@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
+from attnzoo_kernels._triton.call import Layout, layout, outputs, read_blocks, strides, tma_kind
 from attnzoo_kernels._triton.forward import forward, forward_step, softmax_state
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.mainloop import window_seen
@@ -74,10 +74,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
 
     q and k have the frames of head h as their heads 2 h (near) and 2 h + 1 (far).
     """
-    out = q.new_empty(*q.shape[:-2], q.shape[-2] // 2, v.shape[-1])
-    lse_shape = (out.shape[1], out.shape[0]) if options.packed else (out.shape[0], out.shape[2], out.shape[1])
-    lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-    stats = lse.new_empty(2, *lse_shape)
+    out, lse, stats = outputs(q[..., ::2, :], v.shape[-1])
     if lse.numel() > 0:
         launch = _plan(q.device, q.dtype, are_aligned(q, k, v), *map(layout, (q, k, v, out)), stats.stride(0), options)
         with on_device_of(q):
