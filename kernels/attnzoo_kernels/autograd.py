@@ -95,6 +95,41 @@ def differentiable(name: str, operator: str, function: Callable, fake: Callable,
     return call
 
 
+def fake_softmax(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The fake of an operator whose results are output, LSE and statistics of a softmax, as `_triton.call.outputs` has them."""
+    lse = q.new_empty(lse_shape(q, q.dim() == 3), dtype=torch.float32)
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(2, *lse.shape)
+
+
+def fake_gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    """That of their gradients."""
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def differentiable_softmax(name: str, forward: Callable, gradients: Callable, tensors: int, *, learned: bool = False,
+                           fake: Callable = fake_softmax, fake_backward: Callable = fake_gradients, forward_op: Callable | None = None,
+                           backward_op: Callable | None = None) -> Callable:
+    """`differentiable` for forward(q, k, v, *tensors, *options) -> (output, LSE, statistics) with as many other tensors, and
+    gradients(grad_out, grad_lse, q, k, v, output, statistics, *tensors, *options) -> (dq, dk, dv).
+
+    learned: the first of the tensors has a gradient, too, the fourth one; whether it is wanted stands before the options. The others have
+    none. forward_op, backward_op: what torch.compile sees in place of `forward` and `gradients`.
+    """
+    def setup_context(ctx, inputs, output):
+        ctx.options = inputs[3 + tensors:]
+        ctx.save_for_backward(*inputs[:3], output[0], output[2], *inputs[3 : 3 + tensors])
+        ctx.set_materialize_grads(False)
+
+    def backward(gradients, ctx, grad_out, grad_lse, _):
+        grad_out = torch.zeros_like(ctx.saved_tensors[3]) if grad_out is None else grad_out
+        wanted = ctx.needs_input_grad[3:4] if learned else ()
+        grads = gradients(grad_out, grad_lse, *ctx.saved_tensors, *wanted, *ctx.options)
+        return *(grads if all(wanted) else grads[:3]), *(None,) * (tensors + len(ctx.options) - len(wanted) * all(wanted))
+
+    return differentiable(f"{name}_forward", f"{name}_attention", forward_op or forward, fake, setup_context, backward, gradients,
+                          custom_op(f"{name}_backward", backward_op or gradients, fake_backward), eager=forward)
+
+
 def eager_function(operator: str, function: Callable, prepare: Callable, derive: Callable) -> Callable:
     def launch(*inputs):
         return function(*inputs)

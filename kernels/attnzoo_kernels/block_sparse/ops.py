@@ -95,11 +95,6 @@ def _forward_op(
                         softmax_scale, window_left, window_right)
 
 
-def _fake_forward(q, k, v, mask, cu_seqlens_q, *_):
-    lse = q.new_empty(autograd.lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32)
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(2, *lse.shape)
-
-
 def _backward_op(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, mask: Tensor | None,
     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, pattern: str, impl: str | None, deterministic: bool, q_blocks: int,
@@ -111,22 +106,4 @@ def _backward_op(
     return tuple(x.contiguous() for x in gradients)  # as the fake says, by either implementation
 
 
-def _fake_backward(grad_out, grad_lse, q, k, v, *_):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _setup_context(ctx, inputs, output):
-    q, k, v, mask, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
-    out, _, stats = output
-    ctx.save_for_backward(q, k, v, out, stats, mask, cu_seqlens_q, cu_seqlens_k)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(gradients, ctx, grad_out, grad_lse, _):
-    tensors = ctx.saved_tensors
-    grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
-    return *gradients(grad_out, grad_lse, *tensors, *ctx.options), *(None,) * 13
-
-
-forward = autograd.differentiable("block_sparse_forward", "block_sparse_attention", _forward_op, _fake_forward, _setup_context, _backward,
-                                  _gradients, autograd.custom_op("block_sparse_backward", _backward_op, _fake_backward), eager=_forward)
+forward = autograd.differentiable_softmax("block_sparse", _forward, _gradients, 3, forward_op=_forward_op, backward_op=_backward_op)

@@ -46,13 +46,7 @@ def differential_attention(
     k2: None, or the tensor k1 itself, shares the keys: they are read once for both paths.
     lam: float32 (cpu and the reference also take float64), a scalar (), per head (heads,), or per token and head (batch, seqlen_q, heads)
         or (total, heads). Not clamped. All inputs have gradients, lam's is summed in a fixed order.
-    causal: key j is seen by query i if j <= i + seqlen_k - seqlen_q (bottom right), drawn for 3 queries and 5 keys and 5 and 3:
-                         1 1 1 0 0        0 0 0
-                         1 1 1 1 0        0 0 0
-                         1 1 1 1 1        1 0 0
-                                          1 1 0
-                                          1 1 1
-    window_size: (left, right), inclusive around i + seqlen_k - seqlen_q, -1 is unlimited; causal sets right to 0.
+    causal, window_size: as in `flash_attention`, the diagonal at the bottom right.
     softmax_scale: any finite number; default head_dim ** -0.5.
     Both softmaxes have their own maximum and sum; they are subtracted in float32 before the only rounding. The rows of the combined map
     sum to 1 - lam. A query that sees no key gives zeros, LSEs of -inf, and finite gradients.

@@ -35,11 +35,6 @@ def _forward(
     return launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, None, options, distance_bias=table)
 
 
-def _fake_forward(q, k, v, bias, cu_seqlens_q, *_):
-    lse = q.new_empty(autograd.lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32)
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(2, *lse.shape)
-
-
 @autograd.readable(2, 3, 4, 5, 0, like=(2, 3, 4))
 def _gradients(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, bias: Tensor,
@@ -81,20 +76,4 @@ def _fake_gradients(grad_out, grad_lse, q, k, v, out, stats, bias, cu_seqlens_q,
     return *(x.new_empty(x.shape) for x in (q, k, v)), bias.new_empty(bias.shape if needs_dbias else 0)
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, bias, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
-    out, _, stats = output
-    ctx.save_for_backward(q, k, v, out, stats, bias, cu_seqlens_q, cu_seqlens_k)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(gradients, ctx, grad_out, grad_lse, *_):
-    q, k, v, out, *saved = ctx.saved_tensors
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    needs_dbias = ctx.needs_input_grad[3]
-    dq, dk, dv, dbias = gradients(grad_out, grad_lse, q, k, v, out, *saved, needs_dbias, *ctx.options)
-    return dq, dk, dv, dbias if needs_dbias else None, *(None,) * (2 + len(ctx.options))
-
-
-forward = autograd.differentiable("distance_bias_forward", "distance_bias_attention", _forward, _fake_forward, _setup_context, _backward,
-                                  _gradients, autograd.custom_op("distance_bias_backward", _gradients, _fake_gradients))
+forward = autograd.differentiable_softmax("distance_bias", _forward, _gradients, 3, learned=True, fake_backward=_fake_gradients)

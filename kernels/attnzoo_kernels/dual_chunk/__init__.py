@@ -37,12 +37,8 @@ def dual_chunk_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softmax_scale * <R(distance) q, k>) v over UN-ROTATED q and k, in one pass over the keys; linear memory, trainable.
 
-    Dense: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, value_dim).
-    Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
-    value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
-    wait for the device; no kernel reads them. Each sequence has its own chunks.
-    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
-    head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, and grouped heads: as `flash_attention` has them. Each packed sequence
+    has its own chunks.
 
     cos, sin: float32 (positions, rotary_dim / 2), of the angles of position 0, 1, ...; at least as many as the largest position below,
     plus one. A pair's angle grows evenly from 0 on: gradients are turned by differences of positions. rotary_dim may be less than

@@ -1,6 +1,5 @@
 """Dual Chunk attention's launches behind autograd. Triton is imported in them."""
 
-import torch
 from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
@@ -35,11 +34,6 @@ def _forward(
     return forward.launch_forward(q, k, v, extras, options)
 
 
-def _fake_forward(q, k, v, cos, sin, logit_multiplier, cu_seqlens_q, *_):
-    lse = q.new_empty(autograd.lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32)
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(2, *lse.shape)
-
-
 def _gradients(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cos: Tensor, sin: Tensor,
     logit_multiplier: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, impl: str | None, deterministic: bool,
@@ -62,23 +56,4 @@ def _gradients(
     return backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, extras, options)
 
 
-def _fake_gradients(grad_out, grad_lse, q, k, v, *_):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _setup_context(ctx, inputs, output):
-    tensors, ctx.options = inputs[:8], inputs[8:]
-    out, _, stats = output
-    ctx.save_for_backward(*tensors, out, stats)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(gradients, ctx, grad_out, grad_lse, _):
-    q, k, v, cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, out, stats = ctx.saved_tensors
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    grads = gradients(grad_out, grad_lse, q, k, v, out, stats, cos, sin, logit_multiplier, cu_seqlens_q, cu_seqlens_k, *ctx.options)
-    return *grads, *(None,) * (5 + len(ctx.options))
-
-
-forward = autograd.differentiable("dual_chunk_forward", "dual_chunk_attention", _forward, _fake_forward, _setup_context, _backward,
-                                  _gradients, autograd.custom_op("dual_chunk_backward", _gradients, _fake_gradients))
+forward = autograd.differentiable_softmax("dual_chunk", _forward, _gradients, 5)

@@ -48,11 +48,6 @@ def _forward(
     return forward.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, options)
 
 
-def _fake_forward(q, k, v, cu_seqlens_q, *_):
-    lse = q.new_empty(autograd.lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32)
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(2, *lse.shape)
-
-
 def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl,
                deterministic, *numbers, into=None):
     from attnzoo_kernels._triton import launch
@@ -163,5 +158,5 @@ def _backward(gradients, ctx, grad_out, grad_lse, _):
     return dq, dk, dv, None, None, None, dsinks, *(None,) * (1 + len(ctx.options))
 
 
-forward = autograd.differentiable("flash_forward", "flash_attention", _forward, _fake_forward, _setup_context, _backward, _gradients,
-                                  _joint_gradients)
+forward = autograd.differentiable("flash_forward", "flash_attention", _forward, autograd.fake_softmax, _setup_context, _backward,
+                                  _gradients, _joint_gradients)

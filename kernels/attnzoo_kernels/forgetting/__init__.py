@@ -31,23 +31,12 @@ def forgetting_attention(
     """softmax(softmax_scale * q kᵀ + c_i - c_j) v with c = cumsum(log_f): the weight of key j is reduced by
     the gates of the tokens after it, up to query i's own. Forward and backward by online softmax, in linear memory.
 
-    Dense: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, value_dim).
-    Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
-    value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
-    wait for the device; no kernel reads them.
-    All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
-    head_dim and value_dim up to 256. From sm_90 on, tensors whose rows do not lie at whole 16 bytes may be copied.
-    kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, and grouped heads: as `flash_attention` has them. The mask is causal,
+    as it has it: key j is seen by query i if j <= i + seqlen_k - seqlen_q.
 
     log_f: float32 (the reference also takes float64), the logarithm of the forget gate of every key's token and query head, (batch,
         seqlen_k, heads), packed (total, heads) as k has its tokens. Finite, at most 0 by its meaning, which is not checked; the sums over a
         sequence, in which nothing is lost at any length, must stay below 3e7 (for the kernels). c starts anew in every sequence.
-    The mask is causal: key j is seen by query i if j <= i + seqlen_k - seqlen_q (bottom right), drawn for 3 queries and 5 keys and 5 and 3:
-                         1 1 1 0 0        0 0 0
-                         1 1 1 1 0        0 0 0
-                         1 1 1 1 1        1 0 0
-                                          1 1 0
-                                          1 1 1
     A query has the c of the key i + seqlen_k - seqlen_q, the last one that it sees.
     window_size: (left, right), inclusive around that key, -1 is unlimited; right has no effect.
     softmax_scale: any finite number; default head_dim ** -0.5.

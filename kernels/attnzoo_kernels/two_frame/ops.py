@@ -1,6 +1,5 @@
 """The two frames' launches behind autograd. Triton is imported in them. Queries and keys have two heads for each of a call, as Options."""
 
-import torch
 from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
@@ -29,10 +28,8 @@ def _forward(
     return forward.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options)
 
 
-def _fake_forward(q, k, v, cu_seqlens_q, *_):
-    out = q.new_empty(*q.shape[:-2], q.shape[-2] // 2, v.shape[-1])
-    lse = q.new_empty(autograd.lse_shape(out, cu_seqlens_q is not None), dtype=torch.float32)
-    return out, lse, lse.new_empty(2, *lse.shape)
+def _fake_forward(q, *inputs):
+    return autograd.fake_softmax(q[..., ::2, :], *inputs)
 
 
 @autograd.readable(2, 3, 4, 5, 0, like=(2, 3, 4))
@@ -58,21 +55,4 @@ def _gradients(
     return backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, options)
 
 
-def _fake_gradients(grad_out, grad_lse, q, k, v, *_):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
-
-
-def _setup_context(ctx, inputs, output):
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *ctx.options = inputs
-    out, _, stats = output
-    ctx.save_for_backward(q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(gradients, ctx, grad_out, grad_lse, _):
-    grad_out = torch.zeros_like(ctx.saved_tensors[3]) if grad_out is None else grad_out
-    return *gradients(grad_out, grad_lse, *ctx.saved_tensors, *ctx.options), *(None,) * (2 + len(ctx.options))
-
-
-forward = autograd.differentiable("two_frame_forward", "two_frame_attention", _forward, _fake_forward, _setup_context, _backward,
-                                  _gradients, autograd.custom_op("two_frame_backward", _gradients, _fake_gradients))
+forward = autograd.differentiable_softmax("two_frame", _forward, _gradients, 2, fake=_fake_forward)
