@@ -4,13 +4,13 @@ import itertools
 from dataclasses import asdict
 
 import torch
-from hopper_ahead_of_time import WarmUp, compile_only, report
+from hopper_ahead_of_time import WarmUp, compile_only, compiled_plans, report
 
 
 def main() -> None:
     compile_only()
     from attnzoo_kernels._triton.call import layout
-    from attnzoo_kernels.flash import hopper_backward
+    from attnzoo_kernels.flash import hopper_backward, hopper_sinks
     from attnzoo_kernels.flash.options import Options
 
     hopper_backward.multiprocessors = lambda device: 132
@@ -33,6 +33,17 @@ def main() -> None:
             for launch in launches:
                 report(launch.compiled, head_dim=head_dim, length=length, packed=packed, window=(left, right),
                        deterministic=deterministic, tile=asdict(plan.tile))
+
+    plans = compiled_plans(hopper_backward)
+    for widths, length, packed, left in (((64, 64), 4096, False, -1), ((128, 128), 512, True, 127), ((64, 128), 1000, True, -1)):
+        rows = (length,) if packed else (1, length)
+        q, (k, v) = torch.zeros(*rows, 8, widths[0], dtype=torch.bfloat16), (torch.zeros(*rows, 2, w, dtype=torch.bfloat16) for w in widths)
+        out, stats = torch.zeros(*rows, 8, widths[1], dtype=torch.bfloat16), torch.zeros(2, *rows[:-1], 8, length)
+        bounds = torch.zeros(2, dtype=torch.int32) if packed else None
+        options = Options(sequences=1 if packed else None, softmax_scale=1.0, window_left=left, window_right=0)
+        hopper_sinks.launch_backward(out, None, q, k, v, out, stats, bounds, bounds, options)
+        report(plans[-1].mainloop.compiled, head_dim=widths[0], value_dim=widths[1], length=length, packed=packed, window=(left, 0),
+               sinks=True)
 
 
 if __name__ == "__main__":

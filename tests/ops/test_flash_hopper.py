@@ -7,7 +7,7 @@ import torch
 from busy_gpu import busy_gpu
 from compiled_kernels import compiled_kernels
 
-from attnzoo_kernels import flash_attention
+from attnzoo_kernels import dispatch, flash_attention
 from attnzoo_kernels.flash import why_not_gluon
 from attnzoo_kernels.flash.cases import CORRECTNESS, Case
 from benchmarks.accuracy import assert_accurate
@@ -40,22 +40,35 @@ def test_error_is_at_most_twice_that_of_eager(case, poisoned):
     obeys_the_rule(case, case.inputs("cuda"))
 
 
+WITH_SINKS = [
+    (Case(seqlen_q=500, lengths_q=lengths, heads=8, kv_heads=2, head_dim=64, causal=True, window_size=(127, 0), sinks=True), above)
+    for above in (-200.0, 0.0, 200.0) for lengths in (None, (700, 0, 130))] + [
+    (replace(case, sinks=True), 0.0) for d in (64, 128) for case in (
+        Case(batch=2, seqlen_q=1500, heads=4, head_dim=d, causal=True), Case(seqlen_q=700, seqlen_k=1100, heads=8, kv_heads=2, head_dim=d),
+        Case(seqlen_q=777, seqlen_k=333, heads=4, head_dim=d, causal=True),  # many queries see the sink only
+        Case(lengths_q=(300, 0, 64, 129, 1000, 7), lengths_k=(200, 5, 128, 700, 900, 0), heads=4, kv_heads=2, head_dim=d, causal=True),
+        Case(lengths_q=(400, 700, 130), heads=2, head_dim=d, window_size=(300, 0), causal=True))]
+
+
 @pytest.mark.hopper
-@pytest.mark.parametrize("lengths", (None, (700, 0, 130)), ids=("dense", "packed"))
-@pytest.mark.parametrize("above", (-200.0, 0.0, 200.0))
-def test_sinks_far_from_all_scores_and_their_gradient(above, lengths):
-    """A sink may hide all keys or be hidden by them; its gradient is plain Triton's, from Gluon's statistics."""
-    case = Case(seqlen_q=500, lengths_q=lengths, heads=8, kv_heads=2, head_dim=64, causal=True, window_size=(127, 0), sinks=True)
+@pytest.mark.parametrize("case, above", WITH_SINKS, ids=str)
+@pytest.mark.parametrize("with_lse", (False, True))
+def test_sinks_and_their_gradient(case, above, with_lse, poisoned):
+    """A sink may hide all keys or be hidden by them."""
     x = case.inputs("cuda")
     sinks = x.options["sinks"] + above
 
     def results(impl, dtype):
         leaves = [t.detach().to(dtype).requires_grad_() for t in x[:3]] + [sinks.detach().clone().requires_grad_()]
-        out, lse = flash_attention(*leaves[:3], **x.options | {"sinks": leaves[3]}, return_lse=True, impl=impl)
-        return {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv", "dsinks"), torch.autograd.grad(out, leaves, x.dout.to(dtype)),
-                                                   strict=True))
+        out, lse = flash_attention(*leaves[:3], **x.options | {"sinks": leaves[3]}, return_lse=True, impl=impl, deterministic=False)
+        dlse = torch.randn(lse.shape, generator=torch.Generator("cuda").manual_seed(6), device="cuda")
+        grads = torch.autograd.grad((out, lse)[: 1 + with_lse], leaves, (x.dout.to(dtype), dlse.to(lse.dtype))[: 1 + with_lse])
+        return {"out": out, "lse": lse} | dict(zip(("dq", "dk", "dv", "dsinks"), grads, strict=True))
 
-    ours, eager, exact = results("gluon", torch.bfloat16), results("reference", torch.bfloat16), results("reference", torch.float64)
+    dispatch.forget()
+    ours = results("gluon", torch.bfloat16)
+    assert dispatch.implementations_taken() == {"flash forward": ["gluon"], "flash backward": ["gluon"]}
+    eager, exact = results("reference", torch.bfloat16), results("reference", torch.float64)
     torch.testing.assert_close(ours.pop("lse"), exact.pop("lse").float())  # where it is the sink, eager has no error at all
     assert_accurate(ours, {name: eager[name] for name in ours}, exact)
 

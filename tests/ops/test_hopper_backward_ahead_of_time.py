@@ -14,7 +14,7 @@ SPILLS = {"pair_bwd_kernel": 192}
 @pytest.mark.slow
 def test_tiles_fit_and_do_not_spill():
     kernels = compiled_kernels("hopper_backward_ahead_of_time.py")
-    assert len(kernels) == 2 * 3 * (3 + 4)
+    assert len(kernels) == 2 * 3 * (3 + 4) + 3  # three with gradients of sinks
     wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]
              or kernel["stack"] > SPILLS.get(kernel["kernel"], 0)]
     assert not wrong, "\n".join(map(str, wrong))

@@ -49,12 +49,12 @@ def in_order_anyway(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
     return any((wide, causal) == entry[:2] and length <= entry[2] and tiles >= entry[3] for entry in ORDER_COSTS_LITTLE)
 
 
-def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, exact_delta: bool = False) -> str | None:
+def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Why this path does not take the call; None if it does."""
     if not 32 < max(q.shape[-1], v.shape[-1]) <= 128:
         return f"the wider of head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
-    if options.softcap > 0 or options.slopes_stride is not None or options.dropout_p > 0 or exact_delta:
-        return "it has no softcap, alibi_slopes, dropout_p or gradient of sinks"
+    if options.softcap > 0 or options.slopes_stride is not None or options.dropout_p > 0:
+        return "it has no softcap, alibi_slopes or dropout_p"
     return why_not_tma(q, k, v)
 
 
@@ -112,8 +112,9 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
                     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Call, deterministic: bool,
                     tile: Tile | None = None, into: tuple[Tensor, Tensor, Tensor] | None = None, rule: Rule = SOFTMAX,
                     dv_sums: tuple[Tensor | None, Tensor | None] = (None, None),
-                    own: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK, dV and an empty delta, as the plain path's launch_backward gives them, for what backward_reason lets through.
+                    own: tuple[Tensor, ...] = ()) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dQ, dK and dV, as the plain path's launch_backward gives them, for what backward_reason lets through, and the rows' statistics,
+    (tiles of queries, 1, 2 * rows of a tile): their LSE in base 2 and delta.
 
     into: where the first three go, 16-byte aligned, the heads of a row side by side. rule: another operator's, whose rows may have no
     statistics: then out and stats are None. dv_sums: dv_from and dv_to of `Gradients`, for calls that add up dV. own: up to four tensors
@@ -140,4 +141,4 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
                       descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width), dk, dv,
                       descriptor(dq_sum, rows * width // 64, 32), *dv_sums, counter, semaphore, cu_seqlens_q, cu_seqlens_k)
         plan.postprocess(dq_sum, semaphore, dq, cu_seqlens_q)
-    return dq, dk, dv, floats(0)
+    return dq, dk, dv, row_stats

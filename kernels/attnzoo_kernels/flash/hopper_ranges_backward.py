@@ -140,14 +140,14 @@ HOOKS = (("HAS_LEFT", True), ("HAS_RIGHT", True), ("OWN", own_table), ("TILE", n
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, table: Tensor,
                     options: Options, into: tuple[Tensor, Tensor, Tensor] | None = None,
-                    tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK, dV and an empty delta, as the plain path's launch_backward gives them. table: of the ranges by keys."""
+                    tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV, as the plain path's launch_backward gives them. table: of the ranges by keys."""
     width = mainloop_width(q.shape[-1], v.shape[-1])
     # as for one sequence: masks of a window would spill beside the scores of 128 queries
     tile = tile or (Tile(64, dq_warp=True) if width == 64 and options.window_left >= 0 else pair_tile(width, ordered=False))
     rule = hopper_backward.Rule((*HOOKS, ("LOAD_NEXT", next_step_of_64 if tile.rows == 64 else next_step_of_128)), (options.sequences,))
     *dense, of_out = (x[None] for x in (q, k, v, out, grad_out))
     into = None if into is None else tuple(x[None] for x in into)
-    *grads, delta = hopper_backward.launch_backward(of_out, grad_lse, *dense, stats, None, None,
+    *grads, _ = hopper_backward.launch_backward(of_out, grad_lse, *dense, stats, None, None,
                                                     replace(options, sequences=None, ranges=False), False, tile, into, rule, own=(table,))
-    return *(x[0] for x in grads), delta
+    return tuple(x[0] for x in grads)

@@ -66,18 +66,25 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
 
         if options.ranges and deterministic:
             return "it adds up dQ over key ranges in no order"
-        return hopper_backward.backward_reason(q, k, v, options, exact_delta)
+        if exact_delta and (options.ranges or deterministic or q.dtype == torch.float16):
+            return "it has a gradient of sinks in bfloat16 only, without an order, and not over key ranges"
+        return hopper_backward.backward_reason(q, k, v, options)
 
     if dispatch.choose_backward("flash backward", impl, why_not_gluon) == "gluon":
-        from attnzoo_kernels.flash import hopper_backward, hopper_ranges_backward
+        from attnzoo_kernels.flash import hopper_backward, hopper_ranges_backward, hopper_sinks
 
+        if exact_delta:
+            return hopper_sinks.launch_backward(*arguments[:9], options, into)
         if options.ranges:
-            return hopper_ranges_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_k, options, into)
-        ordered = deterministic or hopper_backward.in_order_anyway(q, k, v, options)
-        return hopper_backward.launch_backward(*arguments[:9], options, ordered, into=into)
+            grads = hopper_ranges_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_k, options, into)
+        else:
+            ordered = deterministic or hopper_backward.in_order_anyway(q, k, v, options)
+            grads = hopper_backward.launch_backward(*arguments[:9], options, ordered, into=into)[:3]
+        return *grads, stats.new_empty(0)
     from attnzoo_kernels.flash import backward
 
-    return backward.launch_backward(*arguments, into)
+    *grads, delta = backward.launch_backward(*arguments, into)
+    return *grads, torch.stack((delta, torch.zeros_like(delta))) if exact_delta else delta
 
 
 def _backward_op(
@@ -91,7 +98,7 @@ def _backward_op(
 
 
 def _fake_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *_):
-    delta = stats.new_empty(stats.shape[1:] if exact_delta else 0)
+    delta = stats.new_empty(stats.shape if exact_delta else 0)
     return *(x.new_empty(x.shape) for x in (q, k, v)), delta
 
 
@@ -108,7 +115,7 @@ def _backward_joint_op(
 
 
 def _fake_backward_joint(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *_):
-    delta = stats.new_empty(stats.shape[1:] if exact_delta else 0)
+    delta = stats.new_empty(stats.shape if exact_delta else 0)
     return q.new_empty(*q.shape[:-2], sum(_widths(q, k, v))), delta
 
 
@@ -147,14 +154,16 @@ def _backward(gradients, ctx, grad_out, grad_lse, _):
                                   needs_dsinks, *ctx.options)
     dsinks = None
     if needs_dsinks:
-        # the sink's weight in each row times minus the row's delta, summed in a fixed order and in float64: the rows cancel
+        # the sink's weight in each row times minus the row's delta, summed in a fixed order and in float64: the rows cancel. Of delta's two
+        # parts, which `hopper_sinks` tells of, plain Triton's second one is zero.
         top, norm_stat = stats
         sink = sinks.float().view(-1, 1)
         if q.dtype == torch.float32:  # the statistics of `_triton.softmax` are in natural units there
             weight = torch.exp(sink.double() - top.double()) / norm_stat
         else:
             weight = torch.exp2(sink * math.log2(math.e) - top - norm_stat)
-        dsinks = -(weight.double() * delta).sum(1 if cu_seqlens_q is not None else (0, 2)).to(sinks.dtype)
+        weight = weight.double()
+        dsinks = -(weight * (delta[0] - weight * delta[1])).sum(1 if cu_seqlens_q is not None else (0, 2)).to(sinks.dtype)
     return dq, dk, dv, None, None, None, dsinks, *(None,) * (1 + len(ctx.options))
 
 

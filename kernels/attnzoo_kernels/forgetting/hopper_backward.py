@@ -13,9 +13,10 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels import autograd
 from attnzoo_kernels._gluon.backward_consume import head_steps
-from attnzoo_kernels._gluon.backward_step import add_weights, column_numbers, masked_scores, products, row_statistics
+from attnzoo_kernels._gluon.backward_step import add_weights, masked_scores, products, row_statistics
+from attnzoo_kernels._gluon.backward_sums import add_rows, by_row, first_column, no_sums, ones_and_columns, sum_in_flight
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, word
-from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_layout, ring, warpgroup_mma, warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import product_layout, ring, warpgroup_mma_wait
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
 
@@ -28,40 +29,15 @@ class Own(NamedTuple):
     starts: Any
     columns: Any  # where sums of dS by key go, in blocks like c's
     rows: Any  # where those by query are added to, in tiles like those of dQ
-    ones: Any  # [8, HALF] in shared memory: ones in the first row, anything in the others
+    ones: Any
     numbers: Any  # the columns of pair_tiles
 
 
 @gluon.jit
-def _sum(tile, FROM: gl.constexpr, BY_ROW: gl.constexpr, acc, ones):
-    """64 columns of dS [HALF, ROWS] from FROM on, in flight: added up by key, or by query."""
-    part = tile.slice(FROM, 64, dim=1)
-    if BY_ROW:
-        part = part.permute((1, 0))
-    # [64, 64] x [64, 8]
-    return warpgroup_mma(part, ones.permute((1, 0)), acc, is_async=True)
-
-
-@gluon.jit
-def _first_column(x):
-    column = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
-    return gl.sum(gl.where(column[None, :] == 0, x, 0.0), 1)
-
-
-@gluon.jit
 def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
-    """OWN. At width 128 the numbers have a place behind the first row of ones: there is none left."""
-    ones = gl.allocate_shared_memory(dtype, [8, HALF], gl.NVMMASharedLayout.get_default_for([8, HALF], dtype))
-    ones.store(gl.full([8, HALF], 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
-    if c.WIDTH > 64:
-        barrier()
-        numbers = ones._reinterpret(gl.int32, [256], gl.SwizzledSharedLayout(1, 1, 1, [0])).slice(128, c.ROWS)
-        numbers.store(gl.arange(0, c.ROWS, gl.BlockedLayout([1], [32], [4], [0])))
-    else:
-        numbers = column_numbers(c.ROWS)
-    fence_async_shared()
-    barrier()
-    return Own(*tensors, ones, numbers)
+    """OWN."""
+    ones, columns = ones_and_columns(dtype, c)
+    return Own(*tensors, ones, columns)
 
 
 @gluon.jit
@@ -98,13 +74,11 @@ def _step(dk, dv, dc, smem, bars, dq_desc, made, step, some, head, low, high, c,
     dk, dv = add_weights(dk, dv, gl.exp2(x), dweights_pending, smem, bars, dq_desc, made, step, stage, some, c, ME)
     slot, _ = ring(step, 2)
     ds = smem.ds.index(slot * 2 + ME)
-    sums: gl.constexpr = product_layout(8)
-    lanes = gl.arange(0, 64, gl.SliceLayout(1, sums))
     for n in gl.static_range(ROWS // 64):
-        dc_pending = _sum(ds, n * 64, False, dc, own.ones)
-        rows_pending = _sum(ds, n * 64, True, gl.zeros([64, 8], gl.float32, sums), own.ones)
+        dc_pending = sum_in_flight(ds, n * 64, False, dc, own.ones)
+        rows_pending = sum_in_flight(ds, n * 64, True, no_sums(), own.ones)
         dc, rows = warpgroup_mma_wait(0, deps=(dc_pending, rows_pending))
-        gl.atomic_add(own.rows + made.to(gl.int64) * ROWS + n * 64 + lanes, _first_column(rows), sem="relaxed")
+        add_rows(rows, own.rows, made, n * 64, c)
     return dk, dv, dc
 
 
@@ -129,9 +103,9 @@ def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, prob
         keys = tile.to(gl.int64) * KEYS + ME * HALF
         near = gl.load(own.c + keys + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(c.ROWS))))
         head = Head(scale, own, start, near, tile, key, dq_tile)
-        dk, dv, dc = head_steps((dk, dv, gl.zeros([HALF, 8], gl.float32, sums)), at, before, bounds, dq_tile, dq_tile, low, high, own, smem,
+        dk, dv, dc = head_steps((dk, dv, no_sums()), at, before, bounds, dq_tile, dq_tile, low, high, own, smem,
                                 bars, dq_desc, head, c, ME)
-        gl.store(own.columns + keys + gl.arange(0, HALF, gl.SliceLayout(1, sums)), _first_column(dc))
+        gl.store(own.columns + keys + gl.arange(0, HALF, gl.SliceLayout(1, sums)), first_column(dc))
         before += bounds[3] - bounds[0]
         dq_tile += problem.head_tiles
         tile += head_tiles
@@ -165,15 +139,5 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         grad_out, grad_lse, q, k, v, out, stats, cu_seqlens, cu_seqlens, options, False, tile,
         rule=flash.Rule(HOOKS), own=(bias.c, bias.starts, columns, rows))
     shape = autograd.lse_shape(q, options.packed)
-    return dq, dk, dv, _by_row(columns, shape, cu_seqlens, C_BLOCK), _by_row(rows, shape, cu_seqlens, ROWS)
+    return dq, dk, dv, by_row(columns, shape, cu_seqlens, C_BLOCK), by_row(rows, shape, cu_seqlens, ROWS)
 
-
-def _by_row(x: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None, block: int) -> Tensor:
-    """What lies in blocks, by rows."""
-    if cu_seqlens is None:
-        return x.view(*shape[:-1], -1)[..., : shape[-1]]
-    total = shape[-1]
-    token = torch.arange(total, device=x.device)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token.int(), right=True)
-    first = cu_seqlens.long()[sequence]
-    return x.view(shape[0], -1)[:, (first // block + sequence) * block + token - first]
