@@ -3,6 +3,7 @@
     python -m benchmarks.serving                     # Qwen2.5's shapes at 1.5 B, random weights, 8 samples a prompt
     python -m benchmarks.serving --size 7b --prompt 4096 --batches 1 8
     python -m benchmarks.serving --rounds 2          # in about two minutes
+    python -m benchmarks.serving samples             # `num_samples` of generate.py behind a long prompt
     python -m benchmarks.serving --dry-run           # on the CPU, tiny
 
 The engine is the same for all: continuous batching, a cache in pages, samples that share their prompt's pages. A backend is an
@@ -24,11 +25,14 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
+from attnzoo.attention.flash import FlashAttention
 from attnzoo.hub import use_shared_prefixes
+from attnzoo.models import GPT, decoding
 from benchmarks import harness
 from benchmarks.harness import Backend, Entry, Line, Pass, Session
 from benchmarks.report import Row
@@ -195,7 +199,53 @@ def rows(session: Session, case: Case, one: Backend) -> Iterator[Row]:
         yield from line.rows([replace(entry, case=replace(case, prompts=prompts))], ready, "generate", "tokens/s", values, **extra)
 
 
-TABLES = {"speed": speed}
+def samples(session: Session) -> Iterator[list[Row]]:
+    """Our own decoding, greedy, of samples behind one prompt of 8192 tokens: in the prompt's pages, and each in a copy of its own.
+
+    Before a figure is printed both write equal tokens in float32. A reading is 16 steps, each a CUDA graph's replay on a GPU.
+    """
+    dry, steps = session.options.dry_run, 16
+    torch.manual_seed(0)
+    sizes = {"dim": 32, "n_layers": 1, "n_heads": 4} if dry else {"dim": 2048, "n_layers": 8, "n_heads": 16}
+    prompt = torch.randint(97, (1, 128 if dry else 8192), device=session.device)
+    gpt = GPT(vocab_size=97, train_context=prompt.shape[1] + 64, n_kv_heads=sizes["n_heads"] // 4, positions="rotary",
+              attention=FlashAttention, **sizes).eval().to(session.device)
+
+    def made(dtype: torch.dtype, count: int, shared: bool) -> decoding.Decoding:
+        with patch.object(decoding, "SHARED", 1 if shared else sys.maxsize), torch.autocast(session.device, dtype, dtype != torch.float32):
+            return gpt.decoding(prompt, steps + 2, samples=count, temperature=0, graph=None)
+
+    def tokens(count: int, shared: bool) -> Tensor:
+        found = made(torch.float32, count, shared)
+        return torch.cat([found.step().clone() for _ in range(steps)], dim=1)
+
+    def passed(count: int, shared: bool) -> Pass:
+        found = made(session.dtype, count, shared)
+        for _ in range(decoding.GRAPHED):
+            found.step()
+
+        def forward() -> Tensor:
+            found.rewind()
+            for _ in range(steps):
+                found.step()
+            if session.device == "cuda":
+                torch.cuda.synchronize()
+            return found.drawn
+
+        return Pass(forward, lambda: (), [])
+
+    def column(name: str, count: int, shared: bool, equal: bool) -> Entry:
+        return Entry(name, Backend(name, lambda case, x: passed(count, shared)), f"{count} behind {prompt.shape[1]}", None,
+                     {"forward": count * steps * 1e12}, lambda run: 0.0 if equal else torch.inf)
+
+    for count in (2,) if dry else (16, 64):
+        equal = torch.equal(tokens(count, True), tokens(count, False))
+        columns = [column("the prompt's pages", count, True, equal), column("a copy each", count, False, equal)]
+        line = Line("serving", "samples", f"{sizes['n_layers']} layers, {prompt.shape[1]} tokens", count)
+        yield harness.compare(line, columns, ["forward"], replace(session.timing, bench=host_bench), unit="tokens/s")
+
+
+TABLES = {"speed": speed, "samples": samples}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -19,6 +19,12 @@ def test_dry_run(tmp_path):
     assert row["unit"] == "tokens/s" and row["note"] == "flash forward by cpu"
 
 
+def test_dry_run_of_samples(tmp_path):
+    assert serving.main(["samples", "--dry-run", "--output", str(tmp_path)]) == 0
+    rows = list(csv.DictReader((tmp_path / "serving-samples.csv").read_text().splitlines()))
+    assert [(row["label"], float(row["error"])) for row in rows] == [("the prompt's pages", 0), ("a copy each", 0)]
+
+
 @pytest.mark.parametrize("changed", (False, True))
 def test_other_tokens_get_no_figure(changed, monkeypatch):
     stub = SimpleNamespace(to=lambda dtype: None, destroy_cached_continuous_batching_manager=lambda: None)

@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 from test_generation import CONFIGS, SIZES, VARIANTS, build
 from torch import nn
 
+from attnzoo.attention import cache as cache_module
 from attnzoo.attention.base import POSITIONS
 from attnzoo.attention.block_sparse import BlockSparseAttention
 from attnzoo.attention.cache import KVCache, Newest
@@ -20,7 +21,7 @@ from attnzoo.attention.msa import MSAttention
 from attnzoo.attention.nsa import NSAttention
 from attnzoo.attention.positions import rotate
 from attnzoo.attention.sdpa import SDPAttention
-from attnzoo.models import GPT
+from attnzoo.models import GPT, decoding
 from attnzoo.models.decoding import GRAPHED, _prepared, why_no_graph
 from attnzoo_kernels.decode.append import append_rotated
 
@@ -94,6 +95,32 @@ def test_samples_are_what_as_many_equal_rows_draw(variant, unlike, device, monke
              for x, n, samples in ((ids, lengths, {"samples": 4}), (ids.repeat_interleave(4, 0), lengths.repeat_interleave(4), {}))]
     assert torch.equal(*texts) and read[0] == (3, 40) and read[1][0] == 12
     assert len({tuple(row) for row in texts[0].tolist()}) > 3
+
+
+@pytest.mark.parametrize("kind", ("samples", "beginning"))
+@pytest.mark.parametrize(("attention", "positions"), ((FlashAttention, "rotary"), (OPTIONS["windows and sinks"], "rotary"),
+                                                     (FlashAttention, "alibi")))
+def test_beginnings_that_are_alike_are_read_in_the_pages_of_one_text(attention, positions, kind, device, monkeypatch):
+    """The other texts' own copies of them are NaN."""
+    monkeypatch.setattr(decoding, "PAGE", 8)
+    monkeypatch.setattr(cache_module, "PAGE", 8)
+    model = GPT(**SIZES | {"positions": positions}, attention=attention).eval().to(device)
+    ids, lengths = prompts(device)
+    ids[:, :17] = ids[0, :17]
+    lengths = lengths.clamp(min=20)
+    how = {"samples": 3} if kind == "samples" else {"shared": 17}
+    expected = model.generate(ids, 12, lengths=lengths, generator=torch.Generator(device).manual_seed(3), **how)
+    monkeypatch.setattr(decoding, "SHARED", 1)
+    found = model.decoding(ids, 12, lengths=lengths, generator=torch.Generator(device).manual_seed(3), **how)
+    drawn = [found.step().clone()]
+    for cache in found.caches:
+        for buffer in cache.buffers:
+            for row in range(1, buffer.shape[0]):
+                own = row % 3 == 0 if kind == "samples" else False
+                alike = int(lengths[row // 3]) if kind == "samples" else 17
+                buffer[row, : 0 if own else alike // 8 * 8] = torch.nan
+    drawn += [found.step().clone() for _ in range(11)]
+    assert torch.equal(torch.cat(drawn, 1), expected[:, ids.shape[1] :])
 
 
 def test_samples_are_one_at_least():

@@ -145,6 +145,7 @@ class Attention(nn.Module):
     extends_context = False  # whether it reads beyond spec.known_context by design, so that a longer training must keep that
     drawn_with = ""  # the options with which alone `attend` gives weights times values, which a picture needs
     decodes_on_device = False  # whether `attend_newest` holds, so that decoding can be a CUDA graph; `attend` must look at seq.cu_seqlens_k
+    reads_pages = False  # whether `attend_newest` looks at the cache's block_table
     joined: tuple[Tensor, Tensor | None] | None = None  # weight and bias of `project`'s product; decoding joins them once
 
     def __init__(self, spec: AttentionSpec):

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+PAGE = 64  # tokens
+
 
 class Newest:
     """The newest token of each row, where only the device knows how many came before it, so that a CUDA graph can go on with it.
@@ -34,12 +36,15 @@ class KVCache:
     """What `Attention.kept` gives of the tokens read so far, each (batch, max_len, ...). Takes its memory at the first append.
 
     newest: set, the cache takes one token of each row at the place that it says, and `length` is not looked at.
+    block_table: set, rows that begin alike read their beginnings in the pages of one of them: int32 (batch, max_len / PAGE), numbers of
+    pages of all rows, one behind the other. A variant with `reads_pages` reads `pages()` by it; what each row has of its own is the same.
     """
 
     def __init__(self, batch: int, max_len: int):
         self.batch, self.max_len, self.length = batch, max_len, 0
         self.buffers: tuple[Tensor, ...] = ()
         self.newest: Newest | None = None
+        self.block_table: Tensor | None = None
 
     @property
     def keys(self) -> Tensor:
@@ -74,8 +79,23 @@ class KVCache:
     def take(self, rows: Tensor) -> None:
         """Go on with these rows, whole numbers (batch,), in their order. A row that is named more than once is copied."""
         self.buffers = tuple(buffer.index_select(0, rows) for buffer in self.buffers)
-        self.batch = rows.shape[0]
+        self.batch, self.block_table = rows.shape[0], None
 
     def read(self) -> tuple[Tensor, ...]:
         """What was appended so far, as views."""
         return tuple(buffer[:, : self.length] for buffer in self.buffers)
+
+    def pages(self) -> tuple[Tensor, ...]:
+        """The buffers as (pages, PAGE, ...), views."""
+        return tuple(buffer.view(-1, PAGE, *buffer.shape[2:]) for buffer in self.buffers)
+
+
+def block_table(batch: int, max_len: int, alike: list[tuple[Tensor, Tensor | int]], device: torch.device) -> Tensor:
+    """`KVCache.block_table` of rows that begin alike: each pair is the row (batch,) whose pages a row reads, and of how many tokens."""
+    n_pages = max_len // PAGE
+    column = torch.arange(n_pages, device=device)
+    rows = torch.arange(batch, device=device)[:, None].expand(-1, n_pages)
+    for first, tokens in alike:
+        whole = torch.as_tensor(tokens, device=device).expand(batch) // PAGE
+        rows = torch.where(column < whole[:, None], first[:, None], rows)
+    return (rows * n_pages + column).int()

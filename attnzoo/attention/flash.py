@@ -36,6 +36,7 @@ class FlashAttention(WindowedAttention):
         self.sinks = nn.Parameter(torch.zeros(spec.n_heads)) if sinks else None
 
     decodes_on_device = True
+    reads_pages = True
 
     @property
     def plain(self) -> bool:
@@ -76,7 +77,10 @@ class FlashAttention(WindowedAttention):
         return self._decode(q, cache, seq, cache.newest.lengths)
 
     def _decode(self, q: Tensor, cache: KVCache, seq: SequenceInfo, lengths: Tensor) -> Tensor:
+        slopes = self.alibi_slopes(seq, q.shape[-2], q.device)
+        share = cache.block_table is not None and self.window_size[0] < 0 and slopes is None
+        keys, values = (cache.keys, cache.values) if cache.block_table is None else cache.pages()
         return decode_attention(
-            q, cache.keys, cache.values, cache_seqlens=lengths, causal=True, window_size=self.window_size, softcap=self.softcap,
-            alibi_slopes=self.alibi_slopes(seq, q.shape[-2], q.device), sinks=None if self.sinks is None else self.sinks.float(),
-            impl="reference" if self.impl == "reference" else None)
+            q, keys, values, cache_seqlens=lengths, block_table=cache.block_table, share_prefixes=share, causal=True,
+            window_size=self.window_size, softcap=self.softcap, alibi_slopes=slopes,
+            sinks=None if self.sinks is None else self.sinks.float(), impl="reference" if self.impl == "reference" else None)
