@@ -2,34 +2,43 @@
 
     python -m benchmarks.routed                             # MoBA by length
     python -m benchmarks.routed moba selected msa nsa lists indexer
+    python -m benchmarks.routed selected nsa --heads 64 --kv-heads 4 --compress-size 64 --compress-stride 64    # fla takes these
 
 Queries and keys are random, and each query chooses its blocks by them: no two choose alike, so that the blocks of a tile of queries are
 soon all that there are. A rate counts the pairs of a query and a key that it reads, for dense kernels too: its ratios are those of the
 times. Blocks are given where a column does not say that it chooses them. FlexAttention's block mask is made outside of the timing.
+
+FlexAttention and fla take minutes to compile on a fresh machine. A line has their figures last, from a comparison of its own with the
+baseline beside them.
 """
 
 import functools
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo_kernels import moba_attention, moba_blocks, msa_attention, msa_blocks, nsa_attention, routed_attention
+from attnzoo_kernels import flash_attention, moba_attention, moba_blocks, msa_attention, msa_blocks, nsa_attention, routed_attention
 from attnzoo_kernels.flash import cases as dense_cases
 from attnzoo_kernels.nsa import cases as nsa_cases
 from attnzoo_kernels.routed import cases
 from attnzoo_kernels.routed.routes import Blocks, routes
 from benchmarks import flash, harness, peers
-from benchmarks.block_sparse import DENSE, Dense
+from benchmarks.block_sparse import DENSE, Dense, ordered
 from benchmarks.harness import Backend, Entry, Line, Pass, Prepared, Session, Unsupported, differentiable
-from benchmarks.ranges import compiled_block_mask
 from benchmarks.report import Row
 from benchmarks.timing import Candidate
+
+SLOW_TO_COMPILE = ("flex", "fla")
+TILE = 128  # of FlexAttention
 
 
 @dataclass
@@ -53,18 +62,33 @@ class Problem:
 
 
 class Check(flash.Check):
-    """As flash's, on slices with the blocks of their heads."""
+    """As flash's, on slices with the blocks of their heads. The reference takes one query head at a time, and adds up what keys get."""
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        return torch.float64 if self.case.seqlen_q**2 <= flash.EXACT_IN_DOUBLE else torch.float32
 
     def cut(self, at: tuple[int, int], tensors: list[Tensor]) -> list[Tensor]:
         batch, head = at
-        of_queries, of_keys = slice(head * self.group, (head + 1) * self.group), slice(head, head + 1)
+        return self.heads(tensors, slice(head * self.group, (head + 1) * self.group), slice(head, head + 1), batch)
+
+    def heads(self, tensors: list[Tensor], of_queries: slice, of_keys: slice, batch: int) -> list[Tensor]:
         heads = self.x.q.shape[-2]
         return [t[batch : batch + 1, :, of_queries if t.shape[-2] == heads else of_keys] for t in tensors]
 
     def reference(self, at: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-        dout, *leaves = (t.to(dtype) for t in self.cut(at, [self.x.dout, *self.x.leaves]))
+        batch, head = at
+        by_head = [self.one_head(batch, slice(h, h + 1), slice(head, head + 1), dtype)
+                   for h in range(head * self.group, (head + 1) * self.group)]
+        of_queries = [True, *(t.shape[-2] == self.x.q.shape[-2] for t in self.x.leaves)]
+        return [torch.cat(parts, -2) if apart else torch.stack(parts).sum(0)
+                for apart, parts in zip(of_queries, zip(*by_head, strict=True), strict=False)]
+
+    def one_head(self, batch: int, of_queries: slice, of_keys: slice, dtype: torch.dtype) -> list[Tensor]:
+        dout, *leaves = (t.to(dtype) for t in self.heads([self.x.dout, *self.x.leaves], of_queries, of_keys, batch))
         leaves = [t.detach().requires_grad_() for t in leaves]
-        out = self.x.call(*leaves, blocks=self.cut(at, [self.x.blocks])[0], impl="reference")
+        (blocks,) = self.heads([self.x.blocks], of_queries, of_keys, batch)
+        out = self.x.call(*leaves, blocks=blocks, impl="reference")
         grads = torch.autograd.grad(out, leaves, dout) if "backward" in self.directions else ()
         return [out.detach(), *grads]
 
@@ -90,23 +114,42 @@ def choosing(case: Any, x: Problem) -> Pass:
     return differentiable(attend, tuple(x.leaves), x.dout)
 
 
-def refuse_whole(case: Any) -> None:
-    if isinstance(case, nsa_cases.Case):
-        raise Unsupported("written for the chosen blocks alone")
+def flex_lists(read: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """BlockMask's counts and indices of tiles in part and of whole ones. read: which blocks of `size` keys, of the query's own causally and
+    of earlier ones, each query reads, bool (batch, heads, seqlen, blocks)."""
+    if TILE % size and size % TILE:
+        raise Unsupported(f"written for blocks that divide {TILE} or are a multiple of it")
+    missing = -read.shape[2] % TILE
+    some, every = (F.pad(read, (0, 0, 0, missing), value=value).unflatten(2, (-1, TILE)) for value in (False, True))
+    some, every = some.any(3), every.all(3)
+    if size < TILE:
+        missing = -read.shape[3] % (TILE // size)
+        some, every = (F.pad(tiles, (0, missing)).unflatten(3, (-1, TILE // size)) for tiles in (some, every))
+        some, every = some.any(4), every.all(4)
+    some, every = (tiles.repeat_interleave(max(size // TILE, 1), dim=3)[..., : some.shape[2]] for tiles in (some, every))
+    row, column = (torch.arange(n, device=read.device) for n in some.shape[2:])
+    earlier, own = column < row[:, None], column == row[:, None]
+    return *ordered(some & (earlier & ~every | own)), *ordered(every & earlier)
 
 
 def flex(case: Any, x: Problem) -> Pass:
-    refuse_whole(case)
+    from torch.nn.attention.flex_attention import BlockMask
+
+    if isinstance(case, nsa_cases.Case):
+        raise Unsupported("written for the chosen blocks alone")
     seqlen, heads, size = x.q.shape[1], x.q.shape[2], case.block_size
-    count = -(-seqlen // size)
-    # (batch, heads, queries, blocks)
-    chosen = torch.zeros(*x.blocks.shape[:-1], count + 1, dtype=torch.bool, device=x.q.device).scatter_(-1, x.blocks.long() + 1, True)
-    chosen = chosen[..., 1:].repeat_interleave(heads // x.blocks.shape[2], dim=2).transpose(1, 2).contiguous()
+    group, count = heads // x.blocks.shape[2], -(-seqlen // size)
+    own = torch.arange(seqlen, device=x.q.device) // size
+    # (batch, choosers, queries, blocks)
+    read = torch.zeros(*x.blocks.shape[:-1], count + 1, dtype=torch.bool, device=x.q.device).scatter_(-1, x.blocks.long() + 1, True)
+    read = ((read[..., 1:] & (torch.arange(count, device=x.q.device) < own[:, None])[:, None]) | F.one_hot(own, count).bool()[:, None])
+    read = read.transpose(1, 2).contiguous()
 
     def mask(b, h, i, j):
-        return (j <= i) & ((i // size == j // size) | chosen[b, h, i, j // size])
+        return (j <= i) & read[b, h // group, i, j // size]
 
-    block_mask = compiled_block_mask()(mask, x.q.shape[0], heads, seqlen, seqlen, device=x.q.device)
+    lists = (tiles.repeat_interleave(group, dim=1) for tiles in flex_lists(read, size))
+    block_mask = BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=TILE, mask_mod=mask, seq_lengths=(seqlen, seqlen))
     attend = functools.partial(peers.compiled_flex_attention(), block_mask=block_mask, enable_gqa=heads != x.k.shape[2])
     return differentiable(attend, tuple(map(peers.heads_first, x.leaves)), peers.heads_first(x.dout), lambda y: y.transpose(1, 2))
 
@@ -114,27 +157,58 @@ def flex(case: Any, x: Problem) -> Pass:
 @functools.cache
 def fla_missing() -> str | None:
     try:
-        from fla.ops.nsa.parallel import parallel_nsa  # noqa: F401
+        from fla.ops.nsa.parallel import ParallelNSAFunction  # noqa: F401
     except (ImportError, OSError) as problem:
         return f"not importable ({problem})"
     return None
 
 
+@functools.cache
+def compile_configurations_together() -> None:
+    """Triton's tuner compiles a kernel's configurations one after the other. fla's kernels have a dozen each."""
+    import triton
+    from triton.runtime.autotuner import Autotuner
+
+    run, compiled = Autotuner.run, set()
+
+    def compile_then_run(self, *args, **kwargs):
+        if self not in compiled and self.base_fn.__module__.startswith("fla."):
+            compiled.add(self)
+            with ThreadPoolExecutor(os.cpu_count()) as executor, triton.AsyncCompileMode(executor, ignore_errors=True):
+                self.warmup(*args, **{name: value for name, value in kwargs.items() if name != "warmup"})
+        return run(self, *args, **kwargs)
+
+    Autotuner.run = compile_then_run
+
+
 def fla(case: Any, x: Problem) -> Pass:
-    """Its selected branch with our blocks and the queries' own ones."""
-    from fla.ops.nsa.parallel import parallel_nsa
+    """Its kernels with our blocks and the queries' own ones. All branches are its own two and our window: it leaves that to flash-attn."""
+    from fla.ops.nsa.compression import parallel_nsa_compression
+    from fla.ops.nsa.parallel import ParallelNSAFunction
 
-    refuse_whole(case)
-    if not case.shared:
+    size, heads, kv_heads = case.block_size, x.q.shape[2], x.k.shape[2]
+    if x.blocks.shape[2] != kv_heads:
         raise Unsupported("heads of a key head choose together")
-    own = torch.arange(x.q.shape[1], device=x.q.device, dtype=torch.int32).view(1, -1, 1, 1) // case.block_size
-    blocks = torch.cat((own.expand(*x.blocks.shape[:-1], 1), x.blocks.where(x.blocks < own, -1)), -1).long()
-    gate = torch.ones(x.q.shape[:-1], dtype=x.q.dtype, device=x.q.device)
+    if heads // kv_heads not in (16, 32, 64, 128):
+        raise Unsupported(f"a key head has a power of two of heads, 16 or more, not {heads // kv_heads}")
+    compile_configurations_together()
+    own = torch.arange(x.q.shape[1], device=x.q.device, dtype=torch.int32).view(1, -1, 1, 1) // size
+    blocks = torch.cat((own.expand(*x.blocks.shape[:-1], 1), x.blocks.where(x.blocks < own, -1)), -1).contiguous()
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return parallel_nsa(q, k, v, g_slc=gate, block_indices=blocks, block_counts=blocks.shape[-1], block_size=case.block_size)
+    def selected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ParallelNSAFunction.apply(q, k, v, blocks, blocks.shape[-1], size, q.shape[-1] ** -0.5, None)
 
-    return differentiable(attend, tuple(x.leaves), x.dout)
+    def whole(q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, gates: Tensor) -> Tensor:
+        compressed, _ = parallel_nsa_compression(q, k_cmp, v_cmp, k.shape[1], size)
+        near = flash_attention(q, k, v, causal=True, window_size=(case.window - 1, 0))
+        out = torch.addcmul(selected(q, k, v) * gates[..., 1:2], compressed, gates[..., :1])
+        return torch.addcmul(out, near, gates[..., 2:])
+
+    if not isinstance(case, nsa_cases.Case):
+        return differentiable(selected, tuple(x.leaves), x.dout)
+    if not case.compress_size == case.compress_stride == size or x.k.shape[1] % size:
+        raise Unsupported("a block is a compressed key")
+    return differentiable(whole, tuple(x.leaves), x.dout)
 
 
 BACKENDS: dict[str, Backend] = {
@@ -154,19 +228,25 @@ BACKENDS: dict[str, Backend] = {
 DRY_RUN = ["attnzoo-reference", DENSE + "attnzoo-reference"]
 
 
-def compare(session: Session, line: Line, case: Any, x: Problem) -> list[Row]:
+def compare(session: Session, line: Line, case: Any, x: Problem) -> Iterator[list[Row]]:
     o = session.options
     work = {"forward": case.flops(), "backward": case.flops(backward=True)}
     dense = dense_cases.Case(seqlen_q=case.seqlen_q, heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, causal=True,
                              dtype=case.dtype)
     y = dense_cases.Inputs(*x.leaves[:3], x.dout, {"causal": True})
-    check, dense_check = Check(case, x, o.directions), flash.Check(dense, y, o.directions)
+    whole = Problem(x.leaves[:3], x.dout, x.blocks, lambda q, k, v, *, blocks, impl: flash_attention(q, k, v, causal=True, impl=impl))
+    check, dense_check = Check(case, x, o.directions), Check(dense, whole, o.directions)
     columns = [Entry(b.name, b, dense, y, work, dense_check) if b.name.startswith(DENSE) else Entry(b.name, b, case, x, work, check)
                for b in session.backends]
-    return harness.compare(line, columns, o.directions, session.timing)
+    late = [entry for entry in columns[1:] if entry.label in SLOW_TO_COMPILE]
+    yield harness.compare(line, [entry for entry in columns if entry not in late], o.directions, session.timing)
+    for entry in late:
+        rows = harness.compare(line, [columns[0], entry], o.directions, session.timing)
+        yield [row for row in rows if row.label == entry.label]
 
 
-def by_blocks(session: Session, table: str, case: cases.Case, seqlen: int, index: tuple[Tensor, Tensor] | None = None) -> list[Row]:
+def by_blocks(session: Session, table: str, case: cases.Case, seqlen: int,
+              index: tuple[Tensor, Tensor] | None = None) -> Iterator[list[Row]]:
     q, k, v, _, dout, _ = case.inputs(session.device)
     choosers = q[..., :: case.heads // (case.kv_heads or case.heads), :] if case.shared else q
     choose = functools.partial(moba_blocks, choosers, k) if index is None else functools.partial(msa_blocks, *index)
@@ -174,15 +254,15 @@ def by_blocks(session: Session, table: str, case: cases.Case, seqlen: int, index
     call = functools.partial(routed_attention, block_size=case.block_size)
     x = Problem([q, k, v], dout, blocks, lambda q, k, v, *, blocks, impl: call(q, k, v, blocks, impl=impl), index)
     panel = f"d{case.head_dim}, {case.slots + 1} blocks of {case.block_size}, {case.heads} heads of {case.kv_heads or case.heads}"
-    return compare(session, Line("routed", table, panel, seqlen), case, x)
+    yield from compare(session, Line("routed", table, panel, seqlen), case, x)
 
 
 def moba(session: Session) -> Iterator[list[Row]]:
     """By length, each head by itself; a query reads `--top-k` blocks of `--block-size`."""
     o = session.options
     for seqlen in o.lengths:
-        yield by_blocks(session, "moba", cases.benchmark_case(seqlen, o.head_dim, o.heads, o.block_size, o.top_k - 1, dtype=session.dtype),
-                        seqlen)
+        case = cases.benchmark_case(seqlen, o.head_dim, o.heads, o.block_size, o.top_k - 1, dtype=session.dtype)
+        yield from by_blocks(session, "moba", case, seqlen)
 
 
 def selected(session: Session) -> Iterator[list[Row]]:
@@ -191,7 +271,7 @@ def selected(session: Session) -> Iterator[list[Row]]:
     for seqlen in o.selected_lengths:
         case = cases.benchmark_case(seqlen, o.head_dim, o.heads, o.selected_size, o.block_count - 1, kv_heads=o.kv_heads, shared=True,
                                     dtype=session.dtype)
-        yield by_blocks(session, "selected", case, seqlen)
+        yield from by_blocks(session, "selected", case, seqlen)
 
 
 def msa_case(session: Session, seqlen: int) -> tuple[cases.Case, tuple[Tensor, Tensor]]:
@@ -208,21 +288,23 @@ def msa(session: Session) -> Iterator[list[Row]]:
     """MSA by length: `--block-count` blocks of `--index-size`, which an indexer chooses by key head."""
     for seqlen in session.options.selected_lengths:
         case, index = msa_case(session, seqlen)
-        yield by_blocks(session, "msa", case, seqlen, index)
+        yield from by_blocks(session, "msa", case, seqlen, index)
 
 
 def nsa(session: Session) -> Iterator[list[Row]]:
     """NSA's three branches by length, over one set of keys and values."""
     o = session.options
     for seqlen in o.selected_lengths:
-        case = nsa_cases.benchmark_case(seqlen, o.head_dim, o.heads, o.kv_heads, block_size=o.selected_size, block_count=o.block_count,
+        case = nsa_cases.benchmark_case(seqlen, o.head_dim, o.heads, o.kv_heads, compress_size=o.compress_size,
+                                        compress_stride=o.compress_stride, block_size=o.selected_size, block_count=o.block_count,
                                         window=o.window, dtype=session.dtype)
         *leaves, dout, _ = case.inputs(session.device)
         call = functools.partial(nsa_attention, **case.sizes)
         with torch.no_grad():
             blocks = call(*leaves, return_blocks=True)[1]
-        panel = f"d{o.head_dim}, {o.block_count} blocks of {o.selected_size}, window {o.window}, {o.heads} heads of {o.kv_heads}"
-        yield compare(session, Line("routed", "nsa", panel, seqlen), case, Problem(leaves, dout, blocks, call))
+        panel = (f"d{o.head_dim}, {o.block_count} blocks of {o.selected_size}, window {o.window}, keys of {o.compress_size}, "
+                 f"{o.heads} heads of {o.kv_heads}")
+        yield from compare(session, Line("routed", "nsa", panel, seqlen), case, Problem(leaves, dout, blocks, call))
 
 
 def order(q: Tensor, k: Tensor, blocks: Tensor, case: cases.Case) -> Any:
@@ -280,7 +362,7 @@ def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("routed", list(TABLES), list(BACKENDS))
     command.add_argument("--lengths", nargs="+", type=harness.positive, default=[4096, 8192, 16384, 32768])
     command.add_argument("--selected-lengths", nargs="+", type=harness.positive, default=[4096, 8192, 16384],
-                         help="of the tables selected, msa, nsa and indexer, whose check takes more memory")
+                         help="of the tables selected, msa, nsa and indexer")
     command.add_argument("--heads", type=harness.positive, default=16)
     command.add_argument("--kv-heads", type=harness.positive, default=4, help="of the tables selected, msa, nsa and indexer (default: 4)")
     command.add_argument("--head-dim", type=harness.positive, default=128)
@@ -288,6 +370,8 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--top-k", type=harness.positive, default=3)
     command.add_argument("--selected-size", type=harness.positive, default=64)
     command.add_argument("--index-size", type=harness.positive, default=128, help="tokens of MSA's blocks (default: 128)")
+    command.add_argument("--compress-size", type=harness.positive, default=32, help="tokens of NSA's compressed keys (default: 32)")
+    command.add_argument("--compress-stride", type=harness.positive, default=16)
     command.add_argument("--block-count", type=harness.positive, default=16)
     command.add_argument("--window", type=harness.positive, default=512)
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
