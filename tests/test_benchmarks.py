@@ -243,6 +243,22 @@ def test_dry_run_of_routed_covers_every_table(tmp_path, capsys):
         assert all(row["value"] for row in csv.DictReader((tmp_path / f"routed-{name}.csv").read_text().splitlines()))
 
 
+@pytest.mark.parametrize("size", (32, 64, 128, 512))
+def test_flex_reads_the_tiles_of_chosen_blocks(size):
+    seqlen, tile = 1024, routed.TILE
+    count, own = seqlen // size, torch.arange(seqlen) // size
+    read = (torch.rand(1, 2, seqlen, count) < 0.1) & (torch.arange(count) < own[:, None])
+    read[:, :, 512:640] = True  # one tile of queries reads all before it
+    read = read & (torch.arange(count) <= own[:, None]) | torch.nn.functional.one_hot(own, count).bool()
+    partial, partial_at, full, full_at = routed.flex_lists(read, size)
+    seen = read.repeat_interleave(size, dim=3) & torch.ones(seqlen, seqlen, dtype=torch.bool).tril()
+    seen = seen.unflatten(2, (-1, tile)).unflatten(4, (-1, tile)).transpose(3, 4).flatten(4)
+    counts, some = torch.stack((partial, full)), torch.zeros(2, *seen.shape[:4], dtype=torch.bool)
+    for n, places in enumerate((partial_at, full_at)):
+        some[n].scatter_(-1, places.long(), torch.arange(places.shape[-1]) < counts[n][..., None])
+    assert torch.equal(some[0] ^ some[1], seen.any(-1)) and torch.equal(some[1], seen.all(-1))
+
+
 def test_dry_run_fails_when_ours_is_wrong(monkeypatch, capsys):
     backend = Backend("attnzoo-reference", broken(BROKEN["output off by 5 %"]))
     monkeypatch.setitem(peers.BACKENDS, "attnzoo-reference", backend)
