@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.hub import engine
 from attnzoo.hub.own_configs import own_configs
 from attnzoo_kernels import block_sparse_attention, decode_attention, flash_attention, padding
 from attnzoo_kernels.block_sparse.patterns import PATTERNS, Pattern
@@ -41,24 +42,7 @@ def register() -> None:
 
     if not hasattr(asked, "__wrapped__"):
         modeling_utils.is_flash_attention_requested = is_flash_attention_requested
-    _register_pages()
-
-
-def _register_pages() -> None:
-    """Have `generate_batch` hand its block table to attnzoo_flash as it does to flash-attn, where a batch is one new token of each text."""
-    from transformers.generation.continuous_batching import initialization
-
-    asked = initialization.ensure_decode_fast_path_is_available
-
-    @functools.wraps(asked)
-    def ensure_decode_fast_path_is_available(config: Any, cb_config: Any, *more: Any, **options: Any) -> None:
-        layers = initialization.group_layers_by_attn_type(config)
-        in_pages = all(initialization.ATTN_TYPE_TO_ALLOCATOR[kind].supports_block_table for kind in layers)
-        if config._attn_implementation != "attnzoo_flash" or not in_pages:
-            asked(config, cb_config, *more, **options)
-
-    if not hasattr(asked, "__wrapped__"):
-        initialization.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available
+    engine.register()
 
 
 def use_shared_prefixes(model: torch.nn.Module, share: bool = True) -> torch.nn.Module:
@@ -97,7 +81,7 @@ def flash(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, at
     options |= {"sinks": None if s_aux is None else s_aux.float()}
     cache = kwargs.pop("cache", None)
     if cache is not None and kwargs.get("block_table") is not None:
-        return _decoded_in_pages(module, cache, *_operands(query, key, value), kwargs, options), None
+        return engine.decode(module, cache, *_operands(query, key, value), kwargs, options), None
     if cache is not None:  # packed: what was read before, where there is any, is gathered from its pages, and the lengths go to kwargs
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     q, k, v = _operands(query, key, value)
@@ -185,37 +169,6 @@ def _refuse(name: str, given: dict[str, Any], *more: str) -> None:
         if given.get(option) is not None and given[option] is not False:
             raise ValueError(f"{option}: attn_implementation=\"{name}\" does not support it; load the model with "
                              f"attn_implementation=\"{'eager' if option == 'output_attentions' else 'sdpa'}\"")
-
-
-@torch.compiler.disable  # as PagedAttentionCache.update: layers have views of one tensor, which a compiled step would copy to write to
-def _decoded_in_pages(module: torch.nn.Module, cache: Any, q: Tensor, k: Tensor, v: Tensor, kwargs: dict[str, Any],
-                      options: dict[str, Any]) -> Tensor:
-    """Attention of one new token of each text, (1, texts, heads, head_dim), over its pages, in which its key and value are put first."""
-    allocator = cache.layer_to_allocator[module.layer_idx]
-    pages = allocator.get_cache_for_block_table(module.layer_idx)
-    table, of_step = kwargs["block_table"][allocator.index], kwargs["cu_seq_lens_k"]
-    name = f"attnzoo {allocator.layer_type}"
-    if module.layer_idx == allocator.layer_indices[0] or name not in of_step:
-        lengths = of_step[allocator.layer_type].diff()
-        of_step[name] = lengths, _places_of_newest(lengths, table, pages[0].shape[1], allocator.write_trash_index)  # for all layers
-    lengths, places = of_step[name]
-    q, k, v = (x.transpose(0, 1).to(pages[0].dtype) for x in (q, k, v))
-    if q.is_cuda:
-        from attnzoo_kernels.decode.append import append_rotated
-
-        q = append_rotated(q, k, v, None, None, *pages, places)
-    else:
-        for page, new in zip(pages, (k, v), strict=True):
-            page.flatten(0, 1).index_copy_(0, places, new[:, 0])
-    share = getattr(module.config, "attnzoo_share_prefixes", False) and options["window_size"][0] < 0
-    return decode_attention(q, *pages, cache_seqlens=lengths, block_table=table, share_prefixes=share, **options).transpose(0, 1)
-
-
-def _places_of_newest(lengths: Tensor, table: Tensor, page: int, nowhere: int) -> Tensor:
-    """Where in all pages, one behind the other, the last token of each text stands; that of an empty text is `nowhere`."""
-    newest = (lengths - 1).clamp(min=0).long()
-    places = table.gather(1, (newest // page)[:, None])[:, 0].long() * page + newest % page
-    return torch.where(lengths > 0, places, nowhere)
 
 
 def _operands(*tensors: Tensor) -> Iterator[Tensor]:

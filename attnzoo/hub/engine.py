@@ -1,0 +1,83 @@
+"""transformers' engine, `generate_batch`, with attnzoo_flash: new tokens read keys and values in the pages where the engine keeps them.
+
+The engine hands its block table to flash-attn alone, and not for layers with a window. Their pages are a ring that holds exactly the keys
+that the newest query sees. Attention does not look at their order, so that they are read as they lie.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import decode_attention
+
+NAME = "attnzoo_flash"
+
+
+def register() -> None:
+    """Have the engine hand over its block table where a batch has one new token of each text. Before transformers 5.20 its pages are
+    others: there keys and values are gathered."""
+    from transformers.generation.continuous_batching import initialization
+
+    asked = initialization.ensure_decode_fast_path_is_available
+    allocators = getattr(initialization, "ATTN_TYPE_TO_ALLOCATOR", None)
+    if allocators is None or hasattr(asked, "__wrapped__"):
+        return
+
+    @functools.wraps(asked)
+    def ensure_decode_fast_path_is_available(config: Any, *arguments: Any, **options: Any) -> None:
+        if config._attn_implementation != NAME:
+            asked(config, *arguments, **options)
+
+    initialization.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available
+    ring, pages = allocators["sliding_attention"], allocators["full_attention"]
+
+    class SlidingAttentionCacheAllocator(ring):
+        """A ring whose pages attnzoo_flash reads."""
+
+        def __init__(self, *arguments: Any, config: Any, **options: Any):
+            super().__init__(*arguments, config=config, **options)
+            self.supports_block_table = config._attn_implementation == NAME
+
+        fill_block_table = pages.fill_block_table
+        get_cache_for_block_table = pages.get_cache_for_block_table
+
+    allocators["sliding_attention"] = SlidingAttentionCacheAllocator
+
+
+@torch.compiler.disable  # as PagedAttentionCache.update: layers have views of one tensor, which a compiled step would copy to write to
+def decode(module: torch.nn.Module, cache: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], options: dict[str, Any]) -> Tensor:
+    """Attention of one new token of each text, (1, texts, heads, head_dim), over its pages, in which its key and value are put first.
+
+    given: what the engine hands to all layers. options: of `decode_attention`.
+    """
+    allocator = cache.layer_to_allocator[module.layer_idx]
+    pages = allocator.get_cache_for_block_table(module.layer_idx)
+    ring = getattr(allocator, "sliding_window", None)
+    table, of_step = given["block_table"][allocator.index], given["cu_seq_lens_k"]
+    name = f"attnzoo {allocator.layer_type}"
+    if module.layer_idx == allocator.layer_indices[0] or name not in of_step:
+        lengths = of_step[allocator.layer_type].diff()
+        newest = (lengths - 1).clamp(min=0) if ring is None else given["position_ids"][0] % ring
+        of_step[name] = lengths, _places(newest, lengths, table, pages[0].shape[1], allocator.write_trash_index)  # for all layers
+    lengths, places = of_step[name]
+    q, k, v = (x.transpose(0, 1).to(pages[0].dtype) for x in (q, k, v))
+    if q.is_cuda:
+        from attnzoo_kernels.decode.append import append_rotated
+
+        q = append_rotated(q, k, v, None, None, *pages, places)
+    else:
+        for page, new in zip(pages, (k, v), strict=True):
+            page.flatten(0, 1).index_copy_(0, places, new[:, 0])
+    share = ring is None and options["window_size"][0] < 0 and getattr(module.config, "attnzoo_share_prefixes", False)
+    if ring is not None:
+        options = options | {"window_size": (-1, -1)}
+    return decode_attention(q, *pages, cache_seqlens=lengths, block_table=table, share_prefixes=share, **options).transpose(0, 1)
+
+
+def _places(newest: Tensor, lengths: Tensor, table: Tensor, page: int, nowhere: int) -> Tensor:
+    """Where in all pages, one behind the other, the place `newest` of each text stands; that of an empty text is `nowhere`."""
+    newest = newest.long()
+    places = table.gather(1, (newest // page)[:, None])[:, 0].long() * page + newest % page
+    return torch.where(lengths > 0, places, nowhere)
