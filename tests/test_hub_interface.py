@@ -196,7 +196,7 @@ def test_samples_in_the_engine_read_the_pages_of_their_prompt(share, monkeypatch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "share"), (("llama", False), ("llama", True), ("mistral", False), ("gpt_oss", False)))
+@pytest.mark.parametrize(("kind", "share"), (("llama", False), ("llama", True), ("mistral", False), ("gemma2", False)))
 def test_the_engine_reads_pages_on_a_gpu(kind, share, monkeypatch):
     """In CUDA graphs, which are captured for powers of two of texts."""
     calls = spied(monkeypatch)
