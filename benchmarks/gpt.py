@@ -123,8 +123,10 @@ def logits_loss(model: nn.Module, batch: dict) -> Tensor:
 TRAININGS: dict[str, tuple[Callable[[Case], nn.Module], Callable[[nn.Module, dict], Tensor], str | None]] = {
     "attnzoo-graphs": (attnzoo, attnzoo_loss, "reduce-overhead"),
     "attnzoo-residual": (partial(attnzoo, autocast_residual=True), attnzoo_loss, "reduce-overhead"),
+    "attnzoo-split": (partial(attnzoo, split_residual=True), attnzoo_loss, "reduce-overhead"),
     "attnzoo-fp8": (attnzoo_fp8, attnzoo_loss, "reduce-overhead"),
     "attnzoo-fp8-residual": (partial(attnzoo_fp8, autocast_residual=True), attnzoo_loss, "reduce-overhead"),
+    "attnzoo-fp8-split": (partial(attnzoo_fp8, split_residual=True), attnzoo_loss, "reduce-overhead"),
     "nanogpt": (NanoGPT, logits_loss, "default"),
     "attnzoo": (attnzoo, attnzoo_loss, "default"),
     "attnzoo-logits": (attnzoo, logits_loss, "reduce-overhead"),  # all logits in memory, as `fused_loss=false`
@@ -132,7 +134,7 @@ TRAININGS: dict[str, tuple[Callable[[Case], nn.Module], Callable[[nn.Module, dic
     "attnzoo-eager": (attnzoo, attnzoo_loss, None),
     "nanogpt-eager": (NanoGPT, logits_loss, None),
 }
-USUAL = ("attnzoo-graphs", "attnzoo-residual", "nanogpt")  # the others when they are named
+USUAL = ("attnzoo-graphs", "attnzoo-split", "nanogpt")  # the others when they are named
 EAGER = ("attnzoo-eager", "nanogpt-eager")
 
 
@@ -207,8 +209,10 @@ def profile(session: Session) -> Iterator[list[Row]]:
 TRAINERS: dict[str, list[str]] = {
     "usual": [],
     "residual": ["model.autocast_residual=true"],
+    "split": ["model.split_residual=true"],
     "all logits": ["fused_loss=false"],
     "fp8": ["trainer.precision=fp8"],
+    "fp8 split": ["trainer.precision=fp8", "model.split_residual=true"],
     "fp8 residual": ["trainer.precision=fp8", "model.autocast_residual=true"],
 }
 
@@ -280,7 +284,7 @@ TABLES = {f.__name__: f for f in (speed, profile, trainer, loss)}
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("gpt", list(TABLES), list(BACKENDS))
     command.add_argument("--rows", nargs="+", type=harness.positive, default=[12, 32, 64], help="of 1024 tokens (default: 12 32 64)")
-    command.add_argument("--runs", nargs="+", choices=list(TRAINERS), default=["usual", "residual"], help="inside the Trainer")
+    command.add_argument("--runs", nargs="+", choices=list(TRAINERS), default=["usual", "split"], help="inside the Trainer")
     command.add_argument("--steps", type=harness.positive, default=1000, help="of a run for its loss (default: 1000)")
     command.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of runs for their loss (default: 1 2 3)")
     command.add_argument("--model", choices=("gpt2_small", "gpt2_medium"), default="gpt2_small", help="of runs for their loss")

@@ -7,7 +7,7 @@ import torch
 KINDS = (  # the first that a kernel's name contains
     ("attention", ("flash_", "fmha", "flash::", "softmax_bwd", "bwd_preprocess", "bwd_postprocess", "bwd_all_tails")),
     ("optimizer", ("multi_tensor", "FusedOptimizer")),
-    ("matrix products", ("nvjet", "gemm", "cublas", "splitKreduce", "cutlass")), ("norms and residuals", ("layer_norm",)),
+    ("matrix products", ("nvjet", "gemm", "cublas", "splitKreduce", "cutlass")), ("norms and residuals", ("layer_norm", "add_norm")),
     ("GELU", ("gelu",)), ("loss", ("log_softmax", "nll_loss", "cross_entropy")), ("embedding", ("embedding", "index_put", "index_add")),
     ("rounding to 8 bits", ("amax", "_scaled_mm", "transpose_kernel")), ("copies", ("Memcpy", "Memset", "cat")),
     ("reductions of gradients", ("reduce_kernel", "triton_red", "sum")), ("casts", ("_to_copy",)),
@@ -19,7 +19,8 @@ def kind_of(kernel: str) -> str:
 
 
 def by_kind(name: str, call: Callable[[], object], steps: int = 5) -> dict[str, float]:
-    """Milliseconds of device time a call, by kind of kernel, the most first, and of all; prints the twenty longest kernels."""
+    """Milliseconds of device time a call, by kind of kernel, the most first, of all, and what lies between them; prints the twenty longest
+    kernels."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -36,6 +37,10 @@ def by_kind(name: str, call: Callable[[], object], steps: int = 5) -> dict[str, 
         of_kind[kind_of(e.key)] = of_kind.get(kind_of(e.key), 0.0) + e.self_device_time_total / steps / 1e3
     of_kind["all kernels"] = sum(of_kind.values())
     print(f"\n{name}: {of_kind['all kernels']:.2f} ms of kernels a step")
+    names = {e.key for e in kernels}
+    if spans := [e.time_range for e in recorded.events() if e.device_type == DeviceType.CUDA and e.name in names]:
+        whole = max(span.end for span in spans) - min(span.start for span in spans)
+        of_kind["between kernels"] = whole / steps / 1e3 - of_kind["all kernels"]
     for e in kernels[:20]:
         print(f"{e.self_device_time_total / steps / 1e3:8.3f} ms {e.count / steps:6.1f} x {e.key[:110]}")
     return dict(sorted(of_kind.items(), key=lambda item: -item[1]))

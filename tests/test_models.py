@@ -17,7 +17,7 @@ from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.positions import alibi_slopes, rotary_tables, rotate
 from attnzoo.attention.sdpa import SDPAttention
 from attnzoo.models import BERT, GPT, from_config
-from attnzoo.models.blocks import make_norm
+from attnzoo.models.blocks import Sum, make_norm
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "model"
 SIZES = {"vocab_size": 53, "dim": 32, "n_layers": 2, "n_heads": 4, "train_context": 16}
@@ -219,6 +219,32 @@ def test_residual_stream_under_autocast(options, dtype):
     assert set(streams) == {dtype} and len(streams) == 4
     assert model.blocks[1].pre_norm is False or normed == [torch.float32]
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_a_split_residual_has_the_same_loss(norm):
+    """To the bit, and gradients to their 16 bits; elsewhere nothing changes."""
+    tokens, losses, gradients, kinds = ids(2, 16), [], [], []
+    for split in (False, True):
+        model = build(split_residual=split, norm=norm, positions="learned").float().train()
+        model.blocks[1].register_forward_pre_hook(lambda module, inputs: kinds.append(type(inputs[0])))
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+            losses.append(F.cross_entropy(model(tokens, logits_at=torch.arange(3, 9)), tokens.flatten()[3:9]))
+        (losses[-2] + losses[-1]).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        with torch.autocast("cpu", torch.bfloat16):
+            model.eval()(tokens)
+    assert kinds == [torch.Tensor] * 3 + [Sum, Sum, torch.Tensor]
+    assert torch.equal(losses[0], losses[2]) and torch.equal(losses[1], losses[3])
+    assert 0 < (gradients[1] - gradients[0]).norm() < 0.01 * gradients[0].norm()
+    assert gradients[0].dtype == gradients[1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("other", [{"autocast_residual": True}, {"norm_position": "post"}])
+def test_a_split_residual_needs_one_in_float32(other):
+    with pytest.raises(ValueError, match=f"split_residual=true: does not go with model.{next(iter(other))}"):
+        build(split_residual=True, **other)
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """What all models are built of: norms, MLPs and the residual block."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -7,6 +9,7 @@ from torch import Tensor, nn
 from attnzoo import fp8
 from attnzoo.attention.base import Attention, KVCache, SequenceInfo
 from attnzoo.attention.norm import RMSNorm
+from attnzoo_kernels.add_norm import Stream, add_norm
 from attnzoo_kernels.gelu import bias_gelu
 
 NORMS = ("layernorm", "rmsnorm")
@@ -30,6 +33,26 @@ def in_compute_dtype(x: Tensor) -> Tensor:
     """x in the dtype that autocast computes matrix products in; as it is without autocast."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+class Sum(NamedTuple):
+    """What pre-norm blocks add to, in two halves of 16 bits, and what was not added to it yet (..., dim)."""
+
+    stream: Stream
+    branch: Tensor | None = None
+
+    def rows(self, rows: Tensor) -> "Sum":
+        """Of some tokens, int64 (n,)."""
+        def of(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.flatten(0, -2).index_select(0, rows)
+
+        return Sum(Stream(*map(of, self.stream)), of(self.branch))
+
+    def normed(self, norm: nn.Module, last: bool = False) -> tuple["Sum", Tensor]:
+        """Everything added up, None if it is read for the last time, and its norm."""
+        kind, bias = ("rmsnorm", None) if isinstance(norm, RMSNorm) else ("layernorm", norm.bias)
+        stream, y = add_norm(self.stream, self.branch, norm.weight, bias, eps=norm.eps, kind=kind, last=last)
+        return None if last else Sum(stream), y
 
 
 def default_mlp_dim(kind: str, dim: int) -> int:
@@ -76,8 +99,14 @@ class Block(nn.Module):
         self.mlp_norm = make_norm(norm, dim, norm_eps, bias)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None = None, rows: Tensor | None = None) -> Tensor:
-        """x (..., dim); returns its shape. rows: int64 (n,), indices of tokens: only these pass the MLP and come out, (n, dim)."""
+    def forward(self, x: Tensor | Sum, seq: SequenceInfo, cache: KVCache | None = None, rows: Tensor | None = None) -> Tensor | Sum:
+        """x (..., dim); returns its shape, and a Sum of a Sum. rows: int64 (n,), indices of tokens: only these pass the MLP and come out,
+        (n, dim)."""
+        if isinstance(x, Sum):
+            x, y = x.normed(self.attention_norm)
+            x = Sum(x.stream, self.dropout(self.attention(y, seq, cache)))
+            x, y = (x if rows is None else x.rows(rows)).normed(self.mlp_norm)
+            return Sum(x.stream, self.dropout(self.mlp(y)))
         x = x + self.dropout(self.attention(normed(self.attention_norm, x) if self.pre_norm else x, seq, cache))
         if rows is not None:
             x = x.flatten(0, -2).index_select(0, rows)

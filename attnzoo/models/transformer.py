@@ -14,9 +14,10 @@ from attnzoo import layers as by_layer
 from attnzoo.attention.base import POSITIONS, Attention, AttentionSpec, KVCache, SequenceInfo, Supports
 from attnzoo.attention.joint import lay_side_by_side
 from attnzoo.batch import IGNORED
-from attnzoo.models.blocks import Block, default_mlp_dim, in_compute_dtype, make_norm, normed
+from attnzoo.models.blocks import Block, Sum, default_mlp_dim, in_compute_dtype, make_norm, normed
 from attnzoo.signatures import check_options
 from attnzoo_kernels import linear_cross_entropy, padding
+from attnzoo_kernels.add_norm import Stream
 from attnzoo_kernels.tree import tree_positions
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ class Transformer(nn.Module):
     autocast_residual: under autocast what blocks add to is in the dtype of their products, too, and not in float32, as it is between
         post-norm blocks always. torch.compile then keeps these sums for the backward, and not what norms made of them in float32: half
         the bytes of all norms. Without autocast nothing changes.
+    split_residual: in training under bfloat16 autocast what pre-norm blocks add to is in float32 to the bit, but in two halves of 16 bits
+        (`attnzoo_kernels.add_norm`): the gradient between blocks, and what norms keep for the backward, have 16 bits.
     """
 
     causal: bool
@@ -61,7 +64,7 @@ class Transformer(nn.Module):
         original_context: int | None = None, qk_norm: bool = False, attention_temperature: str | Mapping[str, Any] = "none",
         attention_gate: str = "none", layers: Mapping[str, Any] | None = None,
         tie_embeddings: bool = True, dropout: float = 0.0, attention_dropout: float = 0.0, bias: bool = True, pad_vocab_multiple: int = 1,
-        autocast_residual: bool = False,
+        autocast_residual: bool = False, split_residual: bool = False,
     ):
         super().__init__()
         _check_sizes(vocab_size=vocab_size, dim=dim, n_layers=n_layers, n_heads=n_heads, train_context=train_context,
@@ -81,6 +84,11 @@ class Transformer(nn.Module):
             raise ValueError(f"model.dropout={dropout}: must lie in [0, 1)")
         self.vocab_size, self.dim, self.train_context = vocab_size, dim, train_context
         self.autocast_residual = autocast_residual or norm_position == "post"
+        if split_residual and self.autocast_residual:
+            reason = "autocast_residual=true" if autocast_residual else f"norm_position={norm_position}"
+            raise ValueError(f"model.split_residual=true: does not go with model.{reason}, with which there is no sum in float32; set "
+                             "model.split_residual=false")
+        self.split_residual = split_residual
         rows = -(-vocab_size // pad_vocab_multiple) * pad_vocab_multiple
         self.token_embedding = nn.Embedding(rows, dim)
         self.position_embedding = self._make_position_embedding(positions, max_positions)
@@ -174,6 +182,8 @@ class Transformer(nn.Module):
             cu_seqlens = _without_repeated_end(cu_seqlens)
         seq = SequenceInfo(position_ids, cu_seqlens, max_seqlen, context=context, parents=parents)
         x = self.embed(input_ids, position_ids, token_type_ids)
+        if self._splits(x) and cache is None:
+            x = Sum(Stream(x))
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
             # behind the last attention each token is alone, and the others' outputs are not asked for
@@ -181,8 +191,16 @@ class Transformer(nn.Module):
             again = self.recompute_every and self.training and torch.is_grad_enabled() and layer % self.recompute_every == 0
             x = checkpoint(block, x, *rest, use_reentrant=False) if again else block(x, *rest)
         self.extra_loss = sum(seq.losses[1:], seq.losses[0]) if seq.losses else None
-        x = normed(self.final_norm, x) if self.blocks[0].pre_norm else x
+        if isinstance(x, Sum):
+            _, x = x.normed(self.final_norm, last=True)
+        elif self.blocks[0].pre_norm:
+            x = normed(self.final_norm, x)
         return self.logits(x) if targets is None else self.loss(x, targets, reduction, target_weights)
+
+    def _splits(self, x: Tensor) -> bool:
+        """Whether `split_residual` holds for a pass that begins with x."""
+        autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16
+        return self.split_residual and self.training and autocast and x.dtype == torch.float32
 
     def take_extra_loss(self) -> Tensor | None:
         """The last pass's `extra_loss`, which is then forgotten."""

@@ -61,7 +61,7 @@ MODEL = {
     **dict.fromkeys(("vocab_size", "n_kv_heads", "head_dim", "mlp_dim", "max_positions", "original_context"), Count | None),
     **dict.fromkeys(("norm_eps", "rope_base", "rope_factor"), Positive),
     **dict.fromkeys(("dropout", "attention_dropout"), ShareBelowOne),
-    **dict.fromkeys(("tie_embeddings", "bias", "qk_norm", "autocast_residual"), bool),
+    **dict.fromkeys(("tie_embeddings", "bias", "qk_norm", "autocast_residual", "split_residual"), bool),
     "type_vocab_size": Natural,
     "mlp": Literal["gelu", "gelu_tanh", "swiglu"],
     "norm": Literal["layernorm", "rmsnorm"],

@@ -4,6 +4,7 @@ Needs torch only. Triton is imported when a kernel is first launched.
 """
 
 from attnzoo_kernels import padding
+from attnzoo_kernels.add_norm import add_norm
 from attnzoo_kernels.block_sparse import BlockLayout, block_sparse_attention
 from attnzoo_kernels.decode import decode_attention
 from attnzoo_kernels.differential import differential_attention
@@ -24,7 +25,7 @@ from attnzoo_kernels.tree import tree_attention
 from attnzoo_kernels.two_frame import two_frame_attention
 
 __all__ = [
-    "BlockLayout", "KeyRanges", "bias_gelu", "block_sparse_attention", "decode_attention", "differential_attention",
+    "BlockLayout", "KeyRanges", "add_norm", "bias_gelu", "block_sparse_attention", "decode_attention", "differential_attention",
     "distance_bias_attention", "dual_chunk_attention", "flash_attention", "flash_attention_fp8", "forgetting_attention",
     "linear_cross_entropy", "moba_attention", "moba_blocks", "msa_attention", "msa_blocks", "nsa_attention", "padding", "quantize_fp8",
     "routed_attention", "sigmoid_attention", "tree_attention", "two_frame_attention",

@@ -1,0 +1,70 @@
+"""A residual stream in float32, kept in two halves of 16 bits: what a branch adds to it and the norm of the sum, in one pass each way."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnzoo_kernels import checks, dispatch
+from attnzoo_kernels.add_norm import ops
+from attnzoo_kernels.add_norm.reference import add_norm_reference
+
+__all__ = ["Stream", "add_norm"]
+
+IMPLEMENTATIONS = ("triton", "reference")
+NORMS = ("layernorm", "rmsnorm")
+WIDEST = 16384  # a row stays in registers
+
+
+class Stream(NamedTuple):
+    """x in float32 as two tensors of its shape: its bits are those of `high`, bfloat16, followed by 16 zeros, plus `low`, int16.
+
+    `high` is x rounded to the nearest, and carries the gradient. low=None: `high` is x itself, in float32.
+    """
+
+    high: Tensor
+    low: Tensor | None = None
+
+
+def add_norm(stream: Stream, branch: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5,
+             kind: str = "layernorm", last: bool = False, impl: str | None = None) -> tuple[Stream, Tensor]:
+    """The stream after `branch` was added to it, and the norm of that: x = stream + branch and (x - mean) / std * weight + bias.
+
+    stream: x of shape (..., width) as `Stream` has it. branch: (..., width), bfloat16; None adds nothing. weight, bias: float32, (width,).
+    kind: "layernorm" (Ba et al. 2016, arXiv:1607.06450) or "rmsnorm" (Zhang and Sennrich 2019, arXiv:1910.07467), which has no bias.
+    last: the stream is not read again; None comes in its place.
+
+    Returns the stream and its norm in bfloat16. Sums and norms are exact in float32, and so is the stream. Gradients of the stream are
+    rounded to bfloat16 between one call and the next, as those of branches are. The backward normalises `high`, not x. The derivative can
+    be taken once; repeated runs give the same bits.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+
+    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
+    """
+    checks.tensor("weight", weight)
+    checks.choice("kind", kind, NORMS)
+    high, low = stream
+    checks.tensor("stream.high", high)
+    wanted = torch.float32 if low is None else torch.bfloat16
+    if high.dtype != wanted or high.dim() < 1:
+        raise TypeError(f"stream.high: must be {wanted} of shape (..., width) {'without' if low is None else 'with'} stream.low, got "
+                        f"{high.dtype} of shape {tuple(high.shape)}")
+    if bias is not None and kind == "rmsnorm":
+        raise ValueError("bias: must be None for kind='rmsnorm'")
+    for name, x, dtype, shape in (("stream.low", low, torch.int16, high.shape), ("branch", branch, torch.bfloat16, high.shape),
+                                  ("weight", weight, torch.float32, high.shape[-1:]), ("bias", bias, torch.float32, high.shape[-1:])):
+        if x is None:
+            continue
+        checks.tensor(name, x, "a tensor or None")
+        if x.dtype != dtype or x.shape != shape:
+            raise ValueError(f"{name}: must be {dtype} of shape {tuple(shape)}, got {x.dtype} of shape {tuple(x.shape)}")
+        if x.device != high.device:
+            raise ValueError(f"{name}: must be on the stream's device {high.device}, got {x.device}")
+    if dispatch.takes_reference("add_norm", impl, "stream.high", high, IMPLEMENTATIONS):
+        high, low, normed = add_norm_reference(high, low, branch, weight, bias, eps, kind == "rmsnorm")
+    else:
+        if high.shape[-1] > WIDEST:
+            raise NotImplementedError(f'stream: impl="triton" takes a width of at most {WIDEST}, got {high.shape[-1]}; impl="reference" '
+                                      "takes it")
+        high, low, normed, *_ = ops.add_norm(high, low, branch, weight, bias, eps, kind == "rmsnorm", last)
+    return None if last else Stream(high, low), normed

@@ -1,0 +1,45 @@
+"""Sum and norm in plain PyTorch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo_kernels.dispatch import without_autocast
+
+
+class _Split(torch.autograd.Function):
+    """float32 to its rounded half, which has the gradient, and the rest of its bits."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> tuple[Tensor, Tensor]:
+        bits = x.contiguous().view(torch.int32)
+        high = ((bits + 0x8000) >> 16).to(torch.int16)
+        low = (bits - (high.to(torch.int32) << 16)).to(torch.int16)
+        ctx.mark_non_differentiable(low)
+        return high.view(torch.bfloat16), low
+
+    @staticmethod
+    def backward(ctx, dhigh: Tensor, _) -> Tensor:
+        return dhigh.to(torch.float32)
+
+
+class _Join(torch.autograd.Function):
+    """The halves to float32; the gradient is rounded."""
+
+    @staticmethod
+    def forward(ctx, high: Tensor, low: Tensor) -> Tensor:
+        return ((high.contiguous().view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+
+    @staticmethod
+    def backward(ctx, dx: Tensor) -> tuple[Tensor, None]:
+        return dx.to(torch.bfloat16), None
+
+
+@without_autocast
+def add_norm_reference(high: Tensor, low: Tensor | None, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
+                       rms: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Both halves of the sum, and its norm in bfloat16."""
+    x = high if low is None else _Join.apply(high, low)
+    x = x if branch is None else x + branch
+    normed = F.rms_norm(x, x.shape[-1:], weight, eps) if rms else F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    return *_Split.apply(x), normed.to(torch.bfloat16)

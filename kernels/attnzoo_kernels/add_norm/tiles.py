@@ -1,0 +1,22 @@
+"""Warps and programs of add_norm's kernels."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """forward_warps, backward_warps: of a program, for each 1024 elements of a row. programs: of the backward, about, each with a part of
+    the gradients of weight and bias. stages: of its loop."""
+
+    forward_warps: float = 1.0
+    backward_warps: float = 2.0
+    programs: int = 1056
+    stages: int = 3
+
+
+TILES = Tiles()
+
+
+def warps(share: float, block: int) -> int:
+    """A power of two from 1 to 16, where share is one."""
+    return max(1, min(16, int(share * block) // 1024))
