@@ -16,9 +16,11 @@ from attnzoo_kernels.block_sparse.patterns import Pattern
 from benchmarks.accuracy import error_ratio
 
 transformers = pytest.importorskip("transformers")
+from transformers.generation.continuous_batching import initialization  # noqa: E402
 from transformers.generation.continuous_batching.model_runner import ModelRunner  # noqa: E402
 
 register()
+in_pages = pytest.mark.skipif(not hasattr(initialization, "ATTN_TYPE_TO_ALLOCATOR"), reason="needs transformers 5.20")
 
 PACKAGE = Path(__file__).parents[1] / "attnzoo"
 
@@ -158,6 +160,7 @@ def spied(monkeypatch):
     return calls
 
 
+@in_pages
 @pytest.mark.parametrize("padded", (False, True))
 @each_causal
 def test_continuous_batching_writes_what_each_prompt_gives_alone(kind, padded, monkeypatch):
@@ -184,6 +187,7 @@ def test_continuous_batching_writes_what_each_prompt_gives_alone(kind, padded, m
         assert tokens == model.generate(torch.tensor([prompt]), generation_config=WRITTEN)[0, len(prompt) :].tolist()
 
 
+@in_pages
 @pytest.mark.parametrize("share", (False, True))
 def test_samples_in_the_engine_read_the_pages_of_their_prompt(share, monkeypatch):
     calls = spied(monkeypatch)
@@ -195,6 +199,7 @@ def test_samples_in_the_engine_read_the_pages_of_their_prompt(share, monkeypatch
     assert (6, True, share) in calls
 
 
+@in_pages
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "share"), (("llama", False), ("llama", True), ("mistral", False), ("gemma2", False)))
 def test_the_engine_reads_pages_on_a_gpu(kind, share, monkeypatch):
