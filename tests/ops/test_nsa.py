@@ -2,14 +2,19 @@
 
 import os
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from paths import GPU, PATHS
+from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
 from attnzoo_kernels import moba_attention, nsa_attention
+from attnzoo_kernels.nsa import compressed_bounds, ops
 from attnzoo_kernels.nsa.cases import CORRECTNESS, LONG, SMALL, Case
+from attnzoo_kernels.nsa.fold import Fold
 from benchmarks.accuracy import assert_accurate
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -136,6 +141,43 @@ def test_it_compiles_to_what_eager_mode_computes():
     assert torch.equal(result, expected)
     wanted, grads = (torch.autograd.grad(y, leaves, x.dout) for y in (expected, result))
     assert all(map(torch.equal, grads, wanted))
+
+
+@needs_triton
+def test_a_call_is_few_operations():
+    """Of PyTorch or of ours, views left out: each is a launch at least, and bounds the time of short inputs."""
+    x = Case(lengths_q=(9, 0, 24), head_dim=16, kv_heads=1, dtype=torch.float16, **SMALL).inputs(DEVICE)
+    leaves = [t.detach().requires_grad_() for t in x[:6]]
+    graphs = []
+
+    def keep(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes
+                       if isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view])
+        return make_boxed_func(graph)
+
+    attend = torch.compile(lambda *leaves: nsa_attention(*leaves, impl="triton", **x.options), fullgraph=True,
+                           backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    torch.autograd.grad(attend(*leaves), leaves, x.dout)
+    forward, backward = graphs
+    assert len(forward) <= 9 and len(backward) <= 7, graphs
+
+
+@pytest.mark.parametrize("lengths_q, lengths_k", (((50,), (50,)), ((1, 0, 40, 9), (1, 0, 40, 9)), ((7, 1, 3, 0), (41, 30, 0, 8)),
+                                                  ((30, 5), (4, 5))))
+@pytest.mark.parametrize("size, stride", ((8, 4), (3, 1), (5, 5)))
+@needs_triton
+def test_places_of_queries_are_those_of_the_path_for_cpus(lengths_q, lengths_k, size, stride):
+    bounds_q, bounds_k = (torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=DEVICE) for lengths in (lengths_q, lengths_k))
+    total_q = int(bounds_q[-1]) + 3  # of which the last three are behind all sequences
+    fold = Fold.of(bounds_q, bounds_k, total_q, stride)
+    bounds, units, place, source = ops.layout(bounds_q, bounds_k, total_q, size, stride)
+    assert torch.equal(bounds, compressed_bounds(bounds_k, size, stride)) and torch.equal(units, fold.cu_seqlens_q)
+    assert torch.equal(place.long(), fold.place) and len(source) == fold.count * stride
+    assert torch.equal(source, torch.full_like(source, -1).index_copy(0, fold.place, torch.arange(total_q, device=DEVICE).int()))
+    x = torch.randn(total_q, 6, 16, device=DEVICE).transpose(0, 1).contiguous().transpose(0, 1)
+    folded = ops.fold(x, place, source, 2, stride)
+    assert torch.equal(folded, fold.fold(x, 2))
+    assert torch.equal(ops._unfold(folded, place, 2, stride), x)
 
 
 @pytest.mark.parametrize("change, error, message", [

@@ -98,23 +98,31 @@ def nsa_attention(
     if not packed:
         cu_seqlens_q, cu_seqlens_k = even_bounds(q), even_bounds(k)
     q_rows, k_cmp, v_cmp = (x if packed else x.flatten(0, 1) for x in (q, k_cmp, v_cmp))
-    bounds = compressed_bounds(cu_seqlens_k, compress_size, compress_stride)
     kv_heads = k.shape[-2]
-    fold = Fold.of(cu_seqlens_q, cu_seqlens_k, q_rows.shape[0], compress_stride)
-    compressed, lse = flash_attention(fold.fold(q_rows, kv_heads), k_cmp, v_cmp, causal=True, cu_seqlens_q=fold.cu_seqlens_q,
-                                      cu_seqlens_k=bounds, return_lse=True, **options)
-    compressed = fold.unfold(compressed, kv_heads).unflatten(0, shape)
+    if on_cpu:
+        bounds = compressed_bounds(cu_seqlens_k, compress_size, compress_stride)
+        fold = Fold.of(cu_seqlens_q, cu_seqlens_k, q_rows.shape[0], compress_stride)
+        units, folded = fold.cu_seqlens_q, fold.fold(q_rows, kv_heads)
+    else:
+        bounds, units, place, source = ops.layout(cu_seqlens_q, cu_seqlens_k, q_rows.shape[0], compress_size, compress_stride)
+        folded = ops.fold(q_rows, place, source, kv_heads, compress_stride)
+    compressed, lse = flash_attention(folded, k_cmp, v_cmp, causal=True, cu_seqlens_q=units, cu_seqlens_k=bounds, return_lse=True,
+                                      **options)
     if blocks is None:
         autograd.refuse_tangents("nsa_attention", 'impl="reference" takes it', q=q, k_cmp=k_cmp)
         given = cu_seqlens_q, cu_seqlens_k, bounds, *sizes.values(), block_count - 1, softmax_scale
         if on_cpu:
             blocks = choose_on_cpu(q_rows.detach(), k_cmp.detach(), *given)
         else:
-            lse = fold.unfold(lse.detach().mT.unsqueeze(-1), kv_heads)[..., 0].mT
-            blocks = ops.choose(q_rows.detach(), k_cmp.detach(), lse, *given)
+            blocks = ops.choose(q_rows.detach(), k_cmp.detach(), lse.detach(), place, *given)
         blocks = blocks.unflatten(0, shape)
     selected = routed_attention(q, k, v, blocks, block_size=block_size, **options, **lengths)
-    out = gates[..., :1] * compressed + gates[..., 1:2] * selected + gates[..., 2:] * near
+    if on_cpu:
+        compressed = fold.unfold(compressed, kv_heads).unflatten(0, shape)
+        out = gates[..., :1] * compressed + gates[..., 1:2] * selected + gates[..., 2:] * near
+    else:
+        selected, near, gates = (x.flatten(0, -3) for x in (selected, near, gates))
+        out = ops.combine(compressed, selected, near, gates, place, source, kv_heads, compress_stride).unflatten(0, shape)
     return (out, blocks) if return_blocks else out
 
 

@@ -15,7 +15,7 @@ SEQUENCES = 1024
 
 
 @triton.jit
-def _last_up_to(bounds_ptr, x, entries, steps, inside):
+def last_up_to(bounds_ptr, x, entries, steps, inside):
     """Of `entries` rising bounds the last that is at most x; the first is."""
     low = tl.zeros(x.shape, tl.int32)
     high = low + (entries - 1)
@@ -49,7 +49,7 @@ def routed_layout_kernel(cu_seqlens_q, cu_seqlens_k, first_ptr, bounds_q_ptr, bo
     end_q, end_k = tl.load(cu_seqlens_q + sequences), tl.load(cu_seqlens_k + sequences)
 
     inside = at < count
-    of = _last_up_to(first_ptr, at, sequences, steps, inside)
+    of = last_up_to(first_ptr, at, sequences, steps, inside)
     offset = (at - tl.load(first_ptr + of, mask=inside, other=0)) * size
     start_q, stop_q = tl.load(cu_seqlens_q + of, mask=inside, other=0), tl.load(cu_seqlens_q + of + 1, mask=inside, other=0)
     start_k, stop_k = tl.load(cu_seqlens_k + of, mask=inside, other=0), tl.load(cu_seqlens_k + of + 1, mask=inside, other=0)
@@ -60,7 +60,7 @@ def routed_layout_kernel(cu_seqlens_q, cu_seqlens_k, first_ptr, bounds_q_ptr, bo
     tl.store(bounds_k_ptr + at, tl.where(inside, tl.minimum(start_k + offset, stop_k), end_k), mask=at <= count)
 
     inside = at < total_q
-    of = _last_up_to(cu_seqlens_q, at, sequences, steps, inside)
+    of = last_up_to(cu_seqlens_q, at, sequences, steps, inside)
     start_q, stop_q = tl.load(cu_seqlens_q + of, mask=inside, other=0), tl.load(cu_seqlens_q + of + 1, mask=inside, other=0)
     start_k, stop_k = tl.load(cu_seqlens_k + of, mask=inside, other=0), tl.load(cu_seqlens_k + of + 1, mask=inside, other=0)
     position = at - start_q + (stop_k - start_k) - (stop_q - start_q)
@@ -106,7 +106,7 @@ def routed_order_kernel(number_ptr, pair_ptr, bounds_k_ptr, place_ptr, pairs_bef
 
 
 @functools.lru_cache(maxsize=256)
-def _launches(device: int, kernels: tuple, block: str, size: int, dtype: torch.dtype) -> tuple[Launch, ...]:
+def launches(device: int, kernels: tuple, block: str, size: int, dtype: torch.dtype) -> tuple[Launch, ...]:
     """Kept by all that they are specialised on."""
     return tuple(Launch(kernel, {block: size}, 4, {}) for kernel in kernels)
 
@@ -119,8 +119,8 @@ def launch_layout(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, tota
                                                 for n in (sequences, count + 1, count + 1, total_q, total_q))
     size = min(size, total_k + 1)  # a longer block than all keys has no other keys
     device = cu_seqlens_q.get_device()
-    (begin,) = _launches(device, (routed_first_kernel,), "SEQUENCES", SEQUENCES, torch.int32)
-    (lay_out,) = _launches(device, (routed_layout_kernel,), "BLOCK", BLOCK, torch.int32)
+    (begin,) = launches(device, (routed_first_kernel,), "SEQUENCES", SEQUENCES, torch.int32)
+    (lay_out,) = launches(device, (routed_layout_kernel,), "BLOCK", BLOCK, torch.int32)
     with on_device_of(first):
         begin(1, cu_seqlens_k, first, sequences, size)
         lay_out(triton.cdiv(max(count + 1, total_q), BLOCK), cu_seqlens_q, cu_seqlens_k, first, bounds_q, bounds_k, sequence, own,
@@ -138,7 +138,7 @@ def launch_order(chosen: Tensor, first: Tensor, bounds_k: Tensor, sequence: Tens
     # fewer bits are sorted in fewer passes
     number = torch.empty(pairs, dtype=torch.int16 if none < 2**15 else torch.int32, device=chosen.device)
     place, pairs_before, keys_before = (torch.empty(n, dtype=torch.int32, device=chosen.device) for n in (pairs, none + 1, none + 1))
-    write, arrange = _launches(chosen.get_device(), (routed_number_kernel, routed_order_kernel), "BLOCK", BLOCK, number.dtype)
+    write, arrange = launches(chosen.get_device(), (routed_number_kernel, routed_order_kernel), "BLOCK", BLOCK, number.dtype)
     with on_device_of(chosen):
         write(triton.cdiv(pairs, BLOCK), chosen, first, sequence, own, number, pairs, slots, choosers, choosers // kv_heads, count, none)
         in_order, pair = torch.sort(number, stable=True)  # stable: queries rise in each block

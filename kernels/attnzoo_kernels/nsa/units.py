@@ -1,0 +1,233 @@
+"""The kernels of fold.py: places of queries among those that see the same compressed keys, and what goes there and back."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo_kernels._triton.launch import next_power_of_2, on_device_of
+from attnzoo_kernels.routed.lists import BLOCK, SEQUENCES, last_up_to, launches
+
+BLOCK_ROWS = 16
+HEADS = ["total_q", "kv_heads", "group", "stride"]
+
+
+@triton.jit
+def _floor(x, divisor):
+    quotient = x // divisor
+    return tl.where(quotient * divisor > x, quotient - 1, quotient)
+
+
+@triton.jit(do_not_specialize=["sequences", "size", "stride"], do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
+def nsa_bounds_kernel(cu_seqlens_q, cu_seqlens_k, bounds_ptr, units_ptr, sequences, size, stride, SEQUENCES: tl.constexpr):
+    """One program: where each sequence's compressed keys begin, and its units."""
+    keys, units = 0, 0
+    for at in range(0, sequences, SEQUENCES):
+        sequence = at + tl.arange(0, SEQUENCES)
+        inside = sequence < sequences
+        len_q = tl.load(cu_seqlens_q + sequence + 1, mask=inside, other=0) - tl.load(cu_seqlens_q + sequence, mask=inside, other=0)
+        len_k = tl.load(cu_seqlens_k + sequence + 1, mask=inside, other=0) - tl.load(cu_seqlens_k + sequence, mask=inside, other=0)
+        of_keys = tl.where(inside, tl.maximum(len_k - size + stride, 0) // stride, 0)
+        of_units = tl.where(inside, len_k // stride - _floor(len_k - len_q + 1, stride) + 1, 0)
+        tl.store(bounds_ptr + sequence, keys + tl.cumsum(of_keys, 0) - of_keys, mask=inside)
+        tl.store(units_ptr + sequence, units + tl.cumsum(of_units, 0) - of_units, mask=inside)
+        keys += tl.sum(of_keys, 0)
+        units += tl.sum(of_units, 0)
+    tl.store(bounds_ptr + sequences, keys)
+    tl.store(units_ptr + sequences, units)
+
+
+@triton.jit
+def _begin(cu_seqlens_q, cu_seqlens_k, units_ptr, of, stride, inside):
+    """Of each sequence the first query, the one behind the last, and what to add to a query for its place."""
+    start_q, stop_q = tl.load(cu_seqlens_q + of, mask=inside, other=0), tl.load(cu_seqlens_q + of + 1, mask=inside, other=0)
+    start_k, stop_k = tl.load(cu_seqlens_k + of, mask=inside, other=0), tl.load(cu_seqlens_k + of + 1, mask=inside, other=0)
+    position = (stop_k - start_k) - (stop_q - start_q) + 1
+    place = position - _floor(position, stride) * stride + tl.load(units_ptr + of, mask=inside, other=0) * stride
+    return start_q, stop_q, place - start_q
+
+
+@triton.jit(do_not_specialize=["sequences", "steps", "stride", "total_q", "room"],
+            do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
+def nsa_places_kernel(cu_seqlens_q, cu_seqlens_k, units_ptr, place_ptr, source_ptr, sequences, steps, stride, total_q, room,
+                      BLOCK: tl.constexpr):
+    """Each query's place, and each place's query or -1, BLOCK of both by a program. Queries behind the last sequence follow its units."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    end = tl.load(cu_seqlens_q + sequences)
+    behind = tl.load(units_ptr + sequences) * stride - end
+
+    inside = at < total_q
+    of = last_up_to(cu_seqlens_q, at, sequences, steps, inside)
+    _, _, shift = _begin(cu_seqlens_q, cu_seqlens_k, units_ptr, of, stride, inside)
+    tl.store(place_ptr + at, at + tl.where(at < end, shift, behind), mask=inside)
+
+    inside = at < room
+    of = last_up_to(units_ptr, at // stride, sequences, steps, inside)
+    start, stop, shift = _begin(cu_seqlens_q, cu_seqlens_k, units_ptr, of, stride, inside)
+    last = at >= behind + end
+    query = at - tl.where(last, behind, shift)
+    there = tl.where(last, query < total_q, (query >= start) & (query < stop))
+    tl.store(source_ptr + at, tl.where(there, query, -1), mask=inside)
+
+
+@triton.jit
+def _tile(ptr, row, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    column = tl.arange(0, BLOCK_WIDTH)
+    return ptr + row[:, None] * WIDTH + column[None, :], inside[:, None] & (column < WIDTH)[None, :]
+
+
+@triton.jit
+def _load(ptr, row, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    pointers, mask = _tile(ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(ptr, row, inside, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    pointers, mask = _tile(ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rows(total_q, kv_heads, group, BLOCK_ROWS: tl.constexpr):
+    """(query, head) pairs of a program: as one number, which there are, and both."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    heads = kv_heads * group
+    return row, row < total_q.to(tl.int64) * heads, row // heads, row % heads
+
+
+@triton.jit
+def _folded_row(place_ptr, query, head, inside, kv_heads, group, stride):
+    place = tl.load(place_ptr + query, mask=inside, other=0).to(tl.int64)
+    return (((place // stride) * kv_heads + head // group) * stride + place % stride) * group + head % group
+
+
+@triton.jit(do_not_specialize=["rows", "kv_heads", "group", "stride", "stride_row", "stride_head", "stride_gate", "stride_gate_head"],
+            do_not_specialize_on_alignment=["gates_ptr"])
+def nsa_fold_kernel(x_ptr, gates_ptr, source_ptr, out_ptr, stride_row, stride_head, stride_gate, stride_gate_head, rows, kv_heads, group,
+                    stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, GATED: tl.constexpr):
+    """What lies at each place, zero where no query does. GATED: times each query's and head's first gate."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    inside = row < rows
+    place = row // (kv_heads * stride * group) * stride + row // group % stride
+    head = row // (group * stride) % kv_heads * group + row % group
+    query = tl.load(source_ptr + place, mask=inside, other=-1).to(tl.int64)
+    there = inside & (query >= 0)
+    column = tl.arange(0, BLOCK_WIDTH)
+    tile = tl.load(x_ptr + (query * stride_row + head * stride_head)[:, None] + column[None, :],
+                   mask=there[:, None] & (column < WIDTH)[None, :], other=0.0)
+    if GATED:
+        gate = tl.load(gates_ptr + query * stride_gate + head * stride_gate_head, mask=there, other=0.0).to(tl.float32)
+        tile = tile.to(tl.float32) * gate[:, None]
+    _store(out_ptr, row, inside, tile, WIDTH, BLOCK_WIDTH)
+
+
+@triton.jit(do_not_specialize=HEADS)
+def nsa_unfold_kernel(x_ptr, place_ptr, out_ptr, total_q, kv_heads, group, stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
+                      BLOCK_ROWS: tl.constexpr):
+    row, inside, query, head = _rows(total_q, kv_heads, group, BLOCK_ROWS)
+    folded = _folded_row(place_ptr, query, head, inside, kv_heads, group, stride)
+    _store(out_ptr, row, inside, _load(x_ptr, folded, inside, WIDTH, BLOCK_WIDTH), WIDTH, BLOCK_WIDTH)
+
+
+@triton.jit
+def _gates(gates_ptr, query, head, inside, stride_gate, stride_gate_head, stride_branch):
+    at = gates_ptr + query * stride_gate + head * stride_gate_head
+    compressed = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    selected = tl.load(at + stride_branch, mask=inside, other=0.0).to(tl.float32)
+    near = tl.load(at + 2 * stride_branch, mask=inside, other=0.0).to(tl.float32)
+    return compressed[:, None], selected[:, None], near[:, None]
+
+
+@triton.jit(do_not_specialize=[*HEADS, "stride_gate", "stride_gate_head", "stride_branch"], do_not_specialize_on_alignment=["gates_ptr"])
+def nsa_combine_kernel(compressed_ptr, selected_ptr, near_ptr, gates_ptr, place_ptr, out_ptr, stride_gate, stride_gate_head, stride_branch,
+                       total_q, kv_heads, group, stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """The branches, of which the compressed one is folded, by their gates."""
+    row, inside, query, head = _rows(total_q, kv_heads, group, BLOCK_ROWS)
+    folded = _folded_row(place_ptr, query, head, inside, kv_heads, group, stride)
+    compressed, selected, near = _gates(gates_ptr, query, head, inside, stride_gate, stride_gate_head, stride_branch)
+    out = compressed * _load(compressed_ptr, folded, inside, WIDTH, BLOCK_WIDTH)
+    out += selected * _load(selected_ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    out += near * _load(near_ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    _store(out_ptr, row, inside, out, WIDTH, BLOCK_WIDTH)
+
+
+@triton.jit(do_not_specialize=[*HEADS, "stride_gate", "stride_gate_head", "stride_branch"],
+            do_not_specialize_on_alignment=["gates_ptr", "dgates_ptr"])
+def nsa_combine_bwd_kernel(dout_ptr, compressed_ptr, selected_ptr, near_ptr, gates_ptr, place_ptr, dselected_ptr, dnear_ptr, dgates_ptr,
+                           stride_gate, stride_gate_head, stride_branch, total_q, kv_heads, group, stride, WIDTH: tl.constexpr,
+                           BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr):
+    """Gradients of the gates and of the branches that are not folded."""
+    row, inside, query, head = _rows(total_q, kv_heads, group, BLOCK_ROWS)
+    folded = _folded_row(place_ptr, query, head, inside, kv_heads, group, stride)
+    _, selected, near = _gates(gates_ptr, query, head, inside, stride_gate, stride_gate_head, stride_branch)
+    dout = _load(dout_ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    _store(dselected_ptr, row, inside, selected * dout, WIDTH, BLOCK_WIDTH)
+    _store(dnear_ptr, row, inside, near * dout, WIDTH, BLOCK_WIDTH)
+    of_compressed = tl.sum(dout * _load(compressed_ptr, folded, inside, WIDTH, BLOCK_WIDTH), 1)
+    of_selected = tl.sum(dout * _load(selected_ptr, row, inside, WIDTH, BLOCK_WIDTH), 1)
+    of_near = tl.sum(dout * _load(near_ptr, row, inside, WIDTH, BLOCK_WIDTH), 1)
+    tl.store(dgates_ptr + row * 3, of_compressed.to(dgates_ptr.dtype.element_ty), mask=inside)
+    tl.store(dgates_ptr + row * 3 + 1, of_selected.to(dgates_ptr.dtype.element_ty), mask=inside)
+    tl.store(dgates_ptr + row * 3 + 2, of_near.to(dgates_ptr.dtype.element_ty), mask=inside)
+
+
+def launch_layout(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, size: int, stride: int) -> tuple[Tensor, ...]:
+    """cu_seqlens of the compressed keys and of units, place (total_q,) and source (places,)."""
+    cu_seqlens_q, cu_seqlens_k = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    sequences = cu_seqlens_q.shape[0] - 1
+    room = (total_q // stride + 2 * sequences + 1) * stride
+    bounds, units, place, source = (cu_seqlens_q.new_empty(n) for n in (sequences + 1, sequences + 1, total_q, room))
+    device = cu_seqlens_q.get_device()
+    (begin,) = launches(device, (nsa_bounds_kernel,), "SEQUENCES", SEQUENCES, torch.int32)
+    (arrange,) = launches(device, (nsa_places_kernel,), "BLOCK", BLOCK, torch.int32)
+    with on_device_of(bounds):
+        begin(1, cu_seqlens_q, cu_seqlens_k, bounds, units, sequences, size, stride)
+        arrange(triton.cdiv(room, BLOCK), cu_seqlens_q, cu_seqlens_k, units, place, source, sequences, sequences.bit_length(), stride,
+                total_q, room)
+    return bounds, units, place, source
+
+
+def _launch(kernel, tensors: tuple, numbers: tuple[int, ...], rows: int, width: int, **constants) -> None:
+    with on_device_of(tensors[0]):
+        kernel[(triton.cdiv(rows, BLOCK_ROWS),)](*tensors, *numbers, WIDTH=width, BLOCK_WIDTH=max(16, next_power_of_2(width)),
+                                                 BLOCK_ROWS=BLOCK_ROWS, **constants, num_warps=4)
+
+
+def launch_fold(x: Tensor, gates: Tensor | None, source: Tensor, kv_heads: int, stride: int) -> Tensor:
+    """x (total_q, heads, width) at its places: (units, kv_heads * stride * group, width). gates: (total_q, heads, 3), its factor is the
+    first."""
+    _, heads, width = x.shape
+    out = x.new_empty(source.shape[0] // stride, stride * heads, width)
+    of_gates = (0, 0) if gates is None else gates.stride()[:2]
+    rows = source.shape[0] * heads
+    _launch(nsa_fold_kernel, (x, gates, source, out), (*x.stride()[:2], *of_gates, rows, kv_heads, heads // kv_heads, stride), rows, width,
+            GATED=gates is not None)
+    return out
+
+
+def launch_unfold(x: Tensor, place: Tensor, kv_heads: int, stride: int) -> Tensor:
+    """The way back: (total_q, heads, width)."""
+    heads, width = x.shape[1] // stride, x.shape[2]
+    out = x.new_empty(place.shape[0], heads, width)
+    _launch(nsa_unfold_kernel, (x, place, out), (place.shape[0], kv_heads, heads // kv_heads, stride), place.shape[0] * heads, width)
+    return out
+
+
+def launch_combine(compressed: Tensor, selected: Tensor, near: Tensor, gates: Tensor, place: Tensor, kv_heads: int, stride: int) -> Tensor:
+    total_q, heads, width = selected.shape
+    out = selected.new_empty(total_q, heads, width)
+    _launch(nsa_combine_kernel, (compressed, selected, near, gates, place, out),
+            (*gates.stride(), total_q, kv_heads, heads // kv_heads, stride), total_q * heads, width)
+    return out
+
+
+def launch_combine_backward(dout: Tensor, compressed: Tensor, selected: Tensor, near: Tensor, gates: Tensor, place: Tensor, source: Tensor,
+                            kv_heads: int, stride: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of compressed, selected, near and gates."""
+    total_q, heads, width = selected.shape
+    dselected, dnear = selected.new_empty(total_q, heads, width), near.new_empty(total_q, heads, width)
+    dgates = gates.new_empty(total_q, heads, 3)
+    _launch(nsa_combine_bwd_kernel, (dout, compressed, selected, near, gates, place, dselected, dnear, dgates),
+            (*gates.stride(), total_q, kv_heads, heads // kv_heads, stride), total_q * heads, width)
+    return launch_fold(dout, gates, source, kv_heads, stride), dselected, dnear, dgates
