@@ -18,7 +18,7 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,7 @@ class FlatTile:
     num_warps: int
     num_stages: int
     programs: int  # of a multiprocessor
+    ahead: int = 0  # steps whose weights are asked for before the product before this one has ended
 
 
 def flat_tile(outputs: int, inputs: int, itemsize: int = 2) -> FlatTile:
@@ -82,17 +83,23 @@ def flat_tile(outputs: int, inputs: int, itemsize: int = 2) -> FlatTile:
 @triton.jit
 def flat_product_kernel(x_ptr, w_ptr, out_ptr, parts_ptr, counts_ptr, rows, outputs, inputs, share, BLOCK_M: tl.constexpr,
                         BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-                        OVERLAP: tl.constexpr):
+                        OVERLAP: tl.constexpr, AHEAD: tl.constexpr):
     """A program has `share` steps of BLOCK_K inputs each, of one tile of outputs or of several that follow each other."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
     program = tl.program_id(0)
     steps = tl.cdiv(inputs, BLOCK_K)  # of a tile
     unit = program * share
     end = tl.minimum(unit + share, tl.cdiv(outputs, BLOCK_N) * steps)
     row = tl.arange(0, BLOCK_M)
     lane = tl.arange(0, BLOCK_N)
+    if OVERLAP:
+        gdc_launch_dependents()
+        for n in tl.static_range(AHEAD):
+            column = (unit + n) % steps * BLOCK_K + tl.arange(0, BLOCK_K // 32) * 32
+            weight_row = tl.minimum((unit + n) // steps * BLOCK_N + lane, outputs - 1).to(tl.int64)
+            tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l",
+                                      [w_ptr + weight_row[:, None] * inputs + tl.minimum(column, inputs - 1)[None, :]], dtype=tl.int32,
+                                      is_pure=False, pack=1)
+        gdc_wait()
     inside = lane[:, None] * BLOCK_M + row[None, :]  # [BLOCK_N, BLOCK_M], of a part
     while unit < end:
         tile = unit // steps
@@ -152,7 +159,7 @@ def flat_product(x: Tensor, weight: Tensor, tile: FlatTile | None = None, scratc
     overlap = architecture(x.device) >= 90
     flat_product_kernel[(triton.cdiv(total, share),)](
         x, weight, out, parts, counts, rows, outputs, inputs, share, BLOCK_M=ROWS, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        EVEN=inputs % tile.block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", OVERLAP=overlap,
+        EVEN=inputs % tile.block_k == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32", OVERLAP=overlap, AHEAD=tile.ahead,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if overlap else {}))
     return out
 
@@ -170,6 +177,11 @@ def ours(x: Tensor, weights: Tensor, tile: FlatTile | None = None) -> Callable[[
     tile = tile or flat_tile(*weights.shape[1:], x.itemsize)
     scratch = make_scratch(x.device, weights.shape[1], tile)
     return lambda: [flat_product(x, weight, tile, scratch) for weight in weights][0]
+
+
+def early(x: Tensor, weights: Tensor) -> Callable[[], Tensor]:
+    tile = flat_tile(*weights.shape[1:], x.itemsize)
+    return ours(x, weights, replace(tile, ahead=tile.num_stages))
 
 
 def cublas(x: Tensor, weights: Tensor) -> Callable[[], Tensor]:
@@ -200,7 +212,8 @@ def missing() -> str | None:
 
 
 BACKENDS = {one.name: one for one in (
-    Backend("attnzoo-triton", of(ours), missing), Backend("cublas", of(cublas)), Backend("copy", of(copied)))}
+    Backend("attnzoo-triton", of(ours), missing), Backend("attnzoo-triton-early", of(early), missing), Backend("cublas", of(cublas)),
+    Backend("copy", of(copied)))}
 
 
 def entries(case: Case, x: Tensor, weights: Tensor, backends: list[Backend]) -> list[Entry]:
@@ -243,7 +256,7 @@ def tiles(session: Session) -> Iterator[list[Row]]:
         case = Case(8, *((outputs // 64, inputs // 64) if session.options.dry_run else (outputs, inputs)), session.dtype)
         given = operands(session, case)
         columns = [Backend("table", of(ours)), *(
-            Backend("{}x{} {} warps {} stages {} programs".format(*vars(tile).values()), of(functools.partial(ours, tile=tile)))
+            Backend("{}x{} {} warps {} stages {} programs {} ahead".format(*vars(tile).values()), of(functools.partial(ours, tile=tile)))
             for tile in candidates[: 2 if session.options.dry_run else None])]
         yield harness.compare(Line("flat_products", "tiles", name, case.rows), entries(case, *given, columns), ["forward"],
                               session.timing, unit="TB/s")
