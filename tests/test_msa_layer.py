@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 from attnzoo.attention import AttentionSpec, SequenceInfo
@@ -17,9 +20,10 @@ SIZES = {"vocab_size": 53, "dim": 32, "n_layers": 2, "n_heads": 6, "n_kv_heads":
 LENGTHS = [70, 1, 0, 33, 16]
 
 
-def build(**options):
+def build(n_layers=SIZES["n_layers"], **options):
     torch.manual_seed(0)
-    return GPT(**SIZES, attention=lambda spec: MSAttention(spec, **{"block_size": 5, "top_k": 3, "index_dim": 8} | options))
+    return GPT(**SIZES | {"n_layers": n_layers},
+               attention=lambda spec: MSAttention(spec, **{"block_size": 5, "top_k": 3, "index_dim": 8} | options))
 
 
 def ids(*shape):
@@ -111,6 +115,22 @@ def test_the_indexer_learns_from_its_own_loss_alone_and_nothing_else_does():
 
 
 @pytest.mark.slow
+def test_all_layers_learn_alike_when_parameters_are_sharded():
+    """fully_shard hands layers copies of the lists and dictionaries among their arguments."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        whole, sharded = build(n_layers=3).train(), build(n_layers=3).train()
+        for part in (*sharded.blocks, sharded):
+            fully_shard(part, mesh=mesh)
+        for model in (whole, sharded):
+            summed_loss(model, batch(ids(2, 40)))[0].backward()
+        for (name, a), (_, b) in zip(whole.named_parameters(), sharded.named_parameters(), strict=True):
+            assert_close(b.grad.full_tensor(), a.grad, msg=name)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_it_trains_alike_when_compiled():
     model = build(block_size=8).train()
     loss, eager = gradients(model)
@@ -133,13 +153,13 @@ def test_the_indexer_comes_to_choose_what_the_attention_reads(warmup):
     x = torch.randn(4, 32, 32)
     x[..., 0], x[..., 1] = 1.0, 0.0
     x[:, 12:16, 1] = 3.0
-    seq = SequenceInfo(torch.arange(32)[None])
     optimizer = torch.optim.Adam([layer.index_q_proj.weight, layer.index_k_proj.weight], lr=3e-2)
     losses = []
     for _ in range(60):
+        seq = SequenceInfo(torch.arange(32)[None])
         layer(x, seq)
         optimizer.zero_grad()
-        losses.append(seq.losses.pop())
+        losses.append(seq.losses.total)
         losses[-1].backward()
         optimizer.step()
     assert losses[-1] < losses[0] and layer.q_proj.weight.grad is None
@@ -154,7 +174,7 @@ def test_what_is_logged():
     seq = SequenceInfo(torch.arange(40)[None])
     layer(torch.randn(1, 40, 32), seq)
     assert set(layer.metrics()) == {"index_loss", "block_entropy", "block_coverage"}
-    assert layer.metrics()["index_loss"] == pytest.approx(seq.losses[0].item() / 40)
+    assert layer.metrics()["index_loss"] == pytest.approx(seq.losses.total.item() / 40)
     assert all(0 < layer.metrics()[name] <= 1 for name in ("block_entropy", "block_coverage"))
 
 

@@ -96,7 +96,7 @@ class MSAttention(Attention):
         if learns:
             with torch.no_grad():
                 self.mean_loss.copy_(loss[0].mean())
-            seq.losses.append(self.index_weight * loss[0].mean(-1).sum())
+            seq.losses.add(self.index_weight * loss[0].mean(-1).sum())
         return out
 
     def visible_pairs(self, length: int) -> int:

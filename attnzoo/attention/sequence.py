@@ -14,6 +14,17 @@ if TYPE_CHECKING:
     from attnzoo_kernels.context_parallel import ContextParallel, Part
 
 
+class Losses:
+    """A sum of losses that layers add to, each () and summed over tokens; None before the first. It is no list, because PyTorch's
+    fully_shard hands each layer copies of the lists among its arguments."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+
+    def add(self, loss: Tensor) -> None:
+        self.total = loss if self.total is None else self.total + loss
+
+
 @dataclass(frozen=True)
 class SequenceInfo:
     """Where the tokens of one forward pass stand; the same object goes through all layers.
@@ -25,7 +36,7 @@ class SequenceInfo:
     keys: cu_seqlens and max_seqlen of keys and values, where there are others than queries; None where they are the same.
     context: which tokens of longer sequences this process has (`attnzoo_kernels.context_parallel`): position_ids are of these tokens,
         cu_seqlens and max_seqlen of the whole.
-    losses: what layers learn from beside the model's loss, each () and summed over tokens; layers add theirs in training.
+    losses: what layers learn from beside the model's loss; layers add theirs in training.
     """
 
     position_ids: Tensor | None = None
@@ -35,7 +46,7 @@ class SequenceInfo:
     keys: tuple[Tensor, int] | None = None
     context: "ContextParallel | None" = None
     parents: Tensor | None = None
-    losses: list[Tensor] = field(default_factory=list, repr=False, compare=False)
+    losses: Losses = field(default_factory=lambda: Losses(), repr=False, compare=False)  # torch.compile cannot call the class
 
     @property
     def cu_seqlens_k(self) -> Tensor | None:

@@ -190,7 +190,7 @@ class Transformer(nn.Module):
             rest = (seq, None if cache is None else cache[layer], logits_at if layer == last else None)
             again = self.recompute_every and self.training and torch.is_grad_enabled() and layer % self.recompute_every == 0
             x = checkpoint(block, x, *rest, use_reentrant=False) if again else block(x, *rest)
-        self.extra_loss = sum(seq.losses[1:], seq.losses[0]) if seq.losses else None
+        self.extra_loss = seq.losses.total
         if isinstance(x, Sum):
             _, x = x.normed(self.final_norm, last=True)
         elif self.blocks[0].pre_norm:
