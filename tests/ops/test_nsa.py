@@ -14,7 +14,6 @@ from torch.testing import assert_close
 from attnzoo_kernels import moba_attention, nsa_attention
 from attnzoo_kernels.nsa import compressed_bounds, ops
 from attnzoo_kernels.nsa.cases import CORRECTNESS, LONG, SMALL, Case
-from attnzoo_kernels.nsa.fold import Fold
 from benchmarks.accuracy import assert_accurate
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -166,17 +165,27 @@ def test_a_call_is_few_operations():
                                                   ((30, 5), (4, 5))))
 @pytest.mark.parametrize("size, stride", ((8, 4), (3, 1), (5, 5)))
 @needs_triton
-def test_places_of_queries_are_those_of_the_path_for_cpus(lengths_q, lengths_k, size, stride):
+def test_queries_with_the_same_keys_are_heads_of_one(lengths_q, lengths_k, size, stride):
     bounds_q, bounds_k = (torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=DEVICE) for lengths in (lengths_q, lengths_k))
-    total_q = int(bounds_q[-1]) + 3  # of which the last three are behind all sequences
-    fold = Fold.of(bounds_q, bounds_k, total_q, stride)
+    total_q = sum(lengths_q) + 3  # of which the last three are behind all sequences
     bounds, units, place, source = ops.layout(bounds_q, bounds_k, total_q, size, stride)
-    assert torch.equal(bounds, compressed_bounds(bounds_k, size, stride)) and torch.equal(units, fold.cu_seqlens_q)
-    assert torch.equal(place.long(), fold.place) and len(source) == fold.count * stride
-    assert torch.equal(source, torch.full_like(source, -1).index_copy(0, fold.place, torch.arange(total_q, device=DEVICE).int()))
-    x = torch.randn(total_q, 6, 16, device=DEVICE).transpose(0, 1).contiguous().transpose(0, 1)
+    expected, first_unit = [], 0
+    for m, n in zip(lengths_q, lengths_k, strict=True):
+        tokens = range(n - m + 1, n + 1)  # of which each query has seen as many
+        lowest = (n - m + 1) // stride
+        expected += [(first_unit + t // stride - lowest) * stride + t % stride for t in tokens]
+        first_unit += n // stride - lowest + 1
+    expected += [first_unit * stride + i for i in range(3)]
+    assert place.tolist() == expected and units[-1] == first_unit
+    assert torch.equal(bounds, compressed_bounds(bounds_k, size, stride))
+    from_place = torch.full_like(source, -1)
+    from_place[place.long()] = torch.arange(total_q, device=DEVICE).int()
+    assert torch.equal(source, from_place) and len(source) % stride == 0
+
+    x = torch.randn(6, total_q, 16, device=DEVICE).transpose(0, 1)
     folded = ops.fold(x, place, source, 2, stride)
-    assert torch.equal(folded, fold.fold(x, 2))
+    rows = x.new_zeros(len(source), *x.shape[1:]).index_copy(0, place.long(), x)
+    assert torch.equal(folded, rows.view(-1, stride, 2, 3, 16).transpose(1, 2).flatten(1, 3))
     assert torch.equal(ops._unfold(folded, place, 2, stride), x)
 
 

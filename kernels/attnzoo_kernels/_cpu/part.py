@@ -51,7 +51,8 @@ def finite(lse: Tensor) -> Tensor:
 
 def for_each_head(x: Tensor, part: Inputs) -> Tensor:
     """Keys or values of the query heads."""
-    return x.repeat_interleave(part.q.shape[1] // x.shape[1], dim=1)
+    group = part.q.shape[1] // x.shape[1]
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 
 def sum_of_heads(x: Tensor, part: Inputs) -> Tensor:

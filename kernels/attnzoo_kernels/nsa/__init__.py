@@ -7,8 +7,8 @@ from torch import Tensor
 from attnzoo_kernels import autograd, checks, dispatch
 from attnzoo_kernels.flash import flash_attention
 from attnzoo_kernels.nsa import ops
-from attnzoo_kernels.nsa.cpu import choose_on_cpu
-from attnzoo_kernels.nsa.fold import Fold, compressed_bounds
+from attnzoo_kernels.nsa.bounds import compressed_bounds
+from attnzoo_kernels.nsa.cpu import attend_compressed_on_cpu, choose_on_cpu
 from attnzoo_kernels.nsa.reference import nsa_attention_reference
 from attnzoo_kernels.routed import check_blocks, routed_attention
 from attnzoo_kernels.routed.routes import even_bounds
@@ -101,13 +101,13 @@ def nsa_attention(
     kv_heads = k.shape[-2]
     if on_cpu:
         bounds = compressed_bounds(cu_seqlens_k, compress_size, compress_stride)
-        fold = Fold.of(cu_seqlens_q, cu_seqlens_k, q_rows.shape[0], compress_stride)
-        units, folded = fold.cu_seqlens_q, fold.fold(q_rows, kv_heads)
+        compressed = attend_compressed_on_cpu(q_rows, k_cmp, v_cmp, cu_seqlens_q, cu_seqlens_k, bounds, compress_size, compress_stride,
+                                              softmax_scale)
     else:
         bounds, units, place, source = ops.layout(cu_seqlens_q, cu_seqlens_k, q_rows.shape[0], compress_size, compress_stride)
         folded = ops.fold(q_rows, place, source, kv_heads, compress_stride)
-    compressed, lse = flash_attention(folded, k_cmp, v_cmp, causal=True, cu_seqlens_q=units, cu_seqlens_k=bounds, return_lse=True,
-                                      **options)
+        compressed, lse = flash_attention(folded, k_cmp, v_cmp, causal=True, cu_seqlens_q=units, cu_seqlens_k=bounds, return_lse=True,
+                                          **options)
     if blocks is None:
         autograd.refuse_tangents("nsa_attention", 'impl="reference" takes it', q=q, k_cmp=k_cmp)
         given = cu_seqlens_q, cu_seqlens_k, bounds, *sizes.values(), block_count - 1, softmax_scale
@@ -118,8 +118,7 @@ def nsa_attention(
         blocks = blocks.unflatten(0, shape)
     selected = routed_attention(q, k, v, blocks, block_size=block_size, **options, **lengths)
     if on_cpu:
-        compressed = fold.unfold(compressed, kv_heads).unflatten(0, shape)
-        out = gates[..., :1] * compressed + gates[..., 1:2] * selected + gates[..., 2:] * near
+        out = gates[..., :1] * compressed.unflatten(0, shape) + gates[..., 1:2] * selected + gates[..., 2:] * near
     else:
         selected, near, gates = (x.flatten(0, -3) for x in (selected, near, gates))
         out = ops.combine(compressed, selected, near, gates, place, source, kv_heads, compress_stride).unflatten(0, shape)

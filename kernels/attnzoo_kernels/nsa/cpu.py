@@ -1,15 +1,55 @@
-"""The choice of blocks on a CPU, by tiles of queries, behind torch.compile. It has no derivative."""
+"""On a CPU by tiles of queries: attention over compressed keys, and the choice of blocks, which has no derivative."""
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
-from attnzoo_kernels._cpu.tiles import row_tiles
+from attnzoo_kernels._cpu.mainloop import operator
+from attnzoo_kernels._cpu.tiles import Call, Part, Tile, row_tiles
 from attnzoo_kernels.differential.reference import softmax_over_seen
+from attnzoo_kernels.nsa.bounds import seen_by
 from attnzoo_kernels.nsa.reference import block_scores
 from attnzoo_kernels.routed.cpu import best_blocks, sequences
 
 ROWS = 512
+
+
+def _tiles(call: Call) -> Iterator[Tile]:
+    """call.blocks: how many keys each query sees, the first ones."""
+    counts = call.blocks.flatten()
+    for rows in row_tiles(0, call.len_q, ROWS):
+        own = counts[rows]
+        fewest, most = own[0].item(), own[-1].item()
+        if most:
+            yield Tile(rows, [Part(slice(0, most), None if fewest == most else torch.arange(most) < own[:, None])])
+
+
+_attend = operator("nsa_compressed", "nsa_attention", _tiles)
+
+
+@dispatch.without_autocast
+def attend_compressed_on_cpu(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, cu_seqlens_c: Tensor,
+                             size: int, stride: int, softmax_scale: float) -> Tensor:
+    """q (total_q, heads, head_dim), k_cmp and v_cmp (total_c, kv_heads, width)."""
+    dtype = q.dtype
+    q, k_cmp, v_cmp = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k_cmp, v_cmp))
+    counts = _count_seen(cu_seqlens_q, cu_seqlens_k, q.shape[0], size, stride)
+    out, _ = _attend(q.unsqueeze(0), k_cmp.unsqueeze(0), v_cmp, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_c, blocks=counts,
+                     softmax_scale=softmax_scale, exact=dtype.itemsize > 2)
+    return out.to(dtype)
+
+
+def _count(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, size: int, stride: int) -> Tensor:
+    """How many compressed keys each query sees, int32 (total_q, 1, 1)."""
+    counts = cu_seqlens_q.new_zeros(total_q)
+    for own, len_k in zip(sequences(counts, cu_seqlens_q), cu_seqlens_k.diff().tolist(), strict=True):
+        own.copy_(seen_by(torch.arange(len_k - len(own), len_k), size, stride))
+    return counts.view(-1, 1, 1)
+
+
+_count_seen = autograd.forward_only("nsa_seen_cpu", _count, lambda cu_seqlens_q, _, total_q, *sizes: cu_seqlens_q.new_empty(total_q, 1, 1))
 
 
 @dispatch.without_autocast

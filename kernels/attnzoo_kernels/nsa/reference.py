@@ -7,7 +7,7 @@ from torch import Tensor
 from attnzoo_kernels.differential.reference import softmax_over_seen
 from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.flash.reference import visible
-from attnzoo_kernels.nsa.fold import compressed_bounds
+from attnzoo_kernels.nsa.bounds import compressed_bounds
 from attnzoo_kernels.packing import heads_first, pad_packed, padded, unpad_packed
 from attnzoo_kernels.routed.reference import seen_blocks
 

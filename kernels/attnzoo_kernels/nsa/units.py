@@ -1,4 +1,9 @@
-"""The kernels of fold.py: places of queries among those that see the same compressed keys, and what goes there and back."""
+"""Queries that see the same compressed keys: their places, and what goes there and back.
+
+A query at position t sees the compressed key c if its last token c * stride + size - 1 is at most t, so if c <= u - size // stride with
+u = (t + 1) // stride. `stride` queries have one u and see the same keys: they are taken for heads of one unit u. Its attention is causal,
+aligned to the bottom right, so that flash_attention computes it over packed sequences of units and of compressed keys.
+"""
 
 import torch
 import triton
