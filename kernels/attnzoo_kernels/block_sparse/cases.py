@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels.block_sparse.layout import BlockLayout
+from attnzoo_kernels.flash import cases as flash
 
 
 class Inputs(NamedTuple):
@@ -24,45 +25,19 @@ class Inputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
-    """One problem over random blocks. `seqlen_k`, `kv_heads`, `value_dim` and `block_k` follow their likes where they are None.
+class Case(flash.Case):
+    """One problem over random blocks; fields as in `flash.cases.Case`. block_k follows block_q where it is None.
 
     density: share of the blocks kept. diagonal: those on the diagonal too. masks: one layout for all, one by "head", one by "sequence" and
-    head. holes: a row and a column of blocks are dropped. With `lengths_q` (and `lengths_k`, else the same) the batch is packed.
-    `strided` makes q, k, v views of head-major storage with NaN behind every row; `q_scale` multiplies q, for large logits.
+    head. holes: a row and a column of blocks are dropped.
     """
 
-    batch: int = 1
-    seqlen_q: int = 128
-    seqlen_k: int | None = None
-    heads: int = 2
-    kv_heads: int | None = None
-    head_dim: int = 64
-    value_dim: int | None = None
     block_q: int = 64
     block_k: int | None = None
     density: float = 0.5
     diagonal: bool = False
     masks: str = "one"
     holes: bool = False
-    causal: bool = False
-    window_size: tuple[int, int] = (-1, -1)
-    lengths_q: tuple[int, ...] | None = None
-    lengths_k: tuple[int, ...] | None = None
-    dtype: torch.dtype = torch.bfloat16
-    strided: bool = False
-    q_scale: float = 1.0
-
-    @property
-    def packed(self) -> bool:
-        return self.lengths_q is not None
-
-    @property
-    def lengths(self) -> list[tuple[int, int]]:
-        """(queries, keys) of every sequence in the batch."""
-        if self.lengths_q is None:
-            return [(self.seqlen_q, self.seqlen_q if self.seqlen_k is None else self.seqlen_k)] * self.batch
-        return list(zip(self.lengths_q, self.lengths_k or self.lengths_q, strict=True))
 
     @cached_property
     def mask(self) -> Tensor:
@@ -78,7 +53,6 @@ class Case:
             mask[..., blocks[0] // 2, :] = mask[..., :, blocks[1] // 3] = False
         return mask
 
-    @property
     def pairs(self) -> float:
         """Visible (query, key) pairs, over the batch, the mean of the heads."""
         masks = self.mask.double().mean(1).expand(len(self.lengths), -1, -1)
@@ -104,32 +78,11 @@ class Case:
         touched = column * block_k <= last + n - m if self.causal else row + column >= 0
         return (self.mask & touched).sum().item() / self.mask.shape[0] / self.mask.shape[1] / touched.sum().item()
 
-    def flops(self, backward: bool = False) -> float:
-        """Floating-point operations of one pass: 2 pairs heads (head_dim + value_dim), and 2.5 times that backward."""
-        forward = 2 * self.pairs * self.heads * (self.head_dim + (self.value_dim or self.head_dim))
-        return 2.5 * forward if backward else forward
-
     def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
         """Standard normal tensors in the operator's layout, the block layout and the options of the call."""
-        generator = torch.Generator(device).manual_seed(seed)
-        queries, keys = zip(*self.lengths, strict=True)
-        rows_q, rows_k = ((sum(queries),), (sum(keys),)) if self.packed else ((self.batch, queries[0]), (self.batch, keys[0]))
-
-        def normal(rows: tuple[int, ...], heads: int, dim: int) -> Tensor:
-            values = torch.randn(*rows, heads, dim, generator=generator, device=device, dtype=torch.float32).to(self.dtype)
-            return _head_major(values) if self.strided else values
-
-        kv_heads, value_dim = self.kv_heads or self.heads, self.value_dim or self.head_dim
-        q = normal(rows_q, self.heads, self.head_dim).mul_(self.q_scale)
-        k, v = normal(rows_k, kv_heads, self.head_dim), normal(rows_k, kv_heads, value_dim)
-        options: dict[str, Any] = {"causal": self.causal, "window_size": self.window_size}
-        if self.packed:
-            options |= {
-                "cu_seqlens_q": _cumulative(queries, device), "cu_seqlens_k": _cumulative(keys, device),
-                "max_seqlen_q": max(queries), "max_seqlen_k": max(keys),
-            }
-        layout = BlockLayout.from_mask(self.mask.to(device), self.block_q, self.block_k)
-        return Inputs(q, k, v, normal(rows_q, self.heads, value_dim), layout, options)
+        q, k, v, dout, options = super().inputs(device, seed)
+        options = {name: value for name, value in options.items() if name not in ("softcap", "dropout_p")}
+        return Inputs(q, k, v, dout, BlockLayout.from_mask(self.mask.to(device), self.block_q, self.block_k), options)
 
     def __str__(self) -> str:
         if self.packed:
@@ -150,16 +103,6 @@ class Case:
         parts += [f"scale{self.q_scale:g}"] if self.q_scale != 1 else []
         parts.append(str(self.dtype).removeprefix("torch."))
         return "-".join(parts)
-
-
-def _head_major(values: Tensor) -> Tensor:
-    *rows, heads, dim = values.shape
-    storage = values.new_full((*rows[:-1], heads, rows[-1], dim + 8), float("nan"))
-    return storage[..., :dim].transpose(-3, -2).copy_(values)
-
-
-def _cumulative(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
-    return torch.tensor((0, *lengths)).cumsum(0).to(torch.int32).to(device)
 
 
 CORRECTNESS: tuple[Case, ...] = (

@@ -9,24 +9,7 @@ that is touched is computed whole. A tile holds at most 32 blocks of 16 x 16 tok
 from dataclasses import dataclass
 
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
-
-
-@dataclass(frozen=True)
-class Tile:
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    tma: bool = False
-    q_registers: bool = False  # forward: the queries are an operand in registers, not in shared memory
-
-
-INTERPRETER = Tile(32, 32, 4, 1)  # arch 0: nothing is measured there, small tiles visit every path
-
-
-def _hopper_like(arch: int) -> bool:
-    """sm_90 to sm_103: TMA, and 227 KB of shared memory a program."""
-    return 90 <= arch < 110
+from attnzoo_kernels.flash.tiles import INTERPRETER, Tile, hopper_like
 
 
 def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, block: int) -> Tile:
@@ -35,7 +18,7 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, block: i
         return INTERPRETER
     if itemsize == 4:
         return Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
-    if _hopper_like(arch):
+    if hopper_like(arch):
         if width <= 128 and block <= 32:
             return Tile(64, 32, 4, 4, tma=True, q_registers=True)
         if width <= 128:
@@ -54,7 +37,7 @@ def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int, block: int) -
         return INTERPRETER
     if itemsize == 4:
         return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 16, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
-    if _hopper_like(arch):
+    if hopper_like(arch):
         if width <= 128 and block <= 32:
             return Tile(64, 32, 4, 3, tma=True)
         if width <= 64:
@@ -75,7 +58,7 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, block: int)
         return INTERPRETER
     if itemsize == 4:
         return Tile(32, 32, 4, 1) if width <= 64 else Tile(16, 32, 8, 1) if width <= 128 else Tile(16, 16, 8, 1)
-    if _hopper_like(arch):
+    if hopper_like(arch):
         if width <= 128 and block <= 32:
             return Tile(32, 64, 4, 3, tma=True)
         if width <= 64:

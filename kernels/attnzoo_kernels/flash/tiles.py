@@ -24,7 +24,7 @@ class Tile:
     q_select: bool = False  # forward: queries pass a select on their way to registers, and ptxas orders the loop otherwise
 
 
-def _hopper_like(arch: int) -> bool:
+def hopper_like(arch: int) -> bool:
     """sm_90 to sm_103: TMA, and 227 KB of shared memory a program."""
     return 90 <= arch < 110
 
@@ -40,7 +40,7 @@ def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causa
         return replace(INTERPRETER, one_loop=causal)
     if itemsize == 4:
         return Tile(32, 32, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
-    if _hopper_like(arch):
+    if hopper_like(arch):
         if width <= 64:
             # twice the keys pay where many follow each other, and no mask takes their registers
             if long and not (causal or window or heavy):
@@ -66,7 +66,7 @@ def dq_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
         return INTERPRETER
     if itemsize == 4:
         return Tile(32, 32, 4, 1) if width <= 64 else Tile(32, 16, 8, 1) if width <= 128 else Tile(16, 16, 4, 1)
-    if _hopper_like(arch):
+    if hopper_like(arch):
         if width <= 64:
             return Tile(64, 64, 4, 3, tma=True)  # twice the keys gain in long full calls, and lose more in short ones
         if width <= 128:
@@ -85,7 +85,7 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: 
         return replace(INTERPRETER, from_stats=True)
     if itemsize == 4:
         return Tile(32, 32, 4, 1) if width <= 64 else Tile(16, 32, 8, 1) if width <= 128 else Tile(16, 16, 8, 1)
-    if _hopper_like(arch):
+    if hopper_like(arch):
         if width <= 64:
             # beginning with the statistics is a seventh faster, and slower only for packed sequences without a causal mask
             return Tile(64, 64, 4, 3, tma=True, one_loop=True, from_stats=causal or not packed)
