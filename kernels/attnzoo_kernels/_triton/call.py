@@ -17,9 +17,14 @@ def layout(x: Tensor) -> Layout:
     return x.shape, x.stride()
 
 
+def operand_strides(*tensors: Layout) -> tuple[tuple[int, ...], ...]:
+    """(batch, row, head) strides of each (batch, seqlen, heads, width), or (total, heads, width) with batch 0, for an Operand."""
+    return tuple((0, *of[:2]) if len(shape) == 3 else of[:3] for shape, of in tensors)
+
+
 def strides(*tensors: Layout) -> tuple[int, ...]:
-    """(batch, row, head) strides of each (batch, seqlen, heads, width), or (total, heads, width) with batch 0."""
-    return tuple(stride for shape, of in tensors for stride in ((0, *of[:2]) if len(shape) == 3 else of[:3]))
+    """The same one behind the other."""
+    return tuple(stride for of in operand_strides(*tensors) for stride in of)
 
 
 def outputs(q: Tensor, value_dim: int, softmaxes: int = 1) -> tuple[Tensor, Tensor, Tensor]:

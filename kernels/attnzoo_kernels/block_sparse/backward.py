@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.backward import STATS_BLOCK, backward_dkdv, backward_dq, dkdv_step, dq_step
-from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
+from attnzoo_kernels._triton.call import Layout, layout, operand_strides, read_blocks, tma_kind
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.tiles import Operand, Shape
@@ -33,24 +33,21 @@ def _dq_loops(state, x, lists):
                                "stride_lh", "list_tiles", "list_width"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "order", "index", "count", "bits", "grad_lse_ptr"])
 def block_sparse_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_lse_ptr, stats_ptr, row_stats_ptr, dq_ptr,
-                               cu_seqlens_q, cu_seqlens_k, order, index, count, bits, stride_qb, stride_qs, stride_qh, stride_kb,
-                               stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_dob,
-                               stride_dos, stride_doh, stride_dqb, stride_dqs, stride_dqh, stride_stats, stride_rows, stride_lb, stride_lh,
-                               list_tiles, list_width, softmax_scale, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads,
-                               group,
+                               cu_seqlens_q, cu_seqlens_k, order, index, count, bits, q_strides, k_strides, v_strides, o_strides,
+                               do_strides, dq_strides, stride_stats, stride_rows, stride_lb, stride_lh, list_tiles, list_width,
+                               softmax_scale, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group,
                                HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                                PART_Q: tl.constexpr, PART_K: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
                                HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                                HAS_GRAD_LSE: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
     backward_dq(listed_tile(order, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT),
-                Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
-                Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh),
-                Operand(do_source, stride_dob, stride_dos, stride_doh), Operand(dq_ptr, stride_dqb, stride_dqs, stride_dqh), grad_lse_ptr,
-                stats_ptr, None, row_stats_ptr, stride_stats, stride_rows, softmax_scale if PRECISION == "ieee" else scale, softmax_scale,
+                Operand(q_source, *q_strides), Operand(k_source, *k_strides), Operand(v_source, *v_strides), Operand(out_ptr, *o_strides),
+                Operand(do_source, *do_strides), Operand(dq_ptr, *dq_strides), grad_lse_ptr, stats_ptr, None, row_stats_ptr, stride_stats,
+                stride_rows, softmax_scale if PRECISION == "ieee" else scale, softmax_scale,
                 Lists(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), index, count, bits, list_tiles, list_width, stride_lb,
-                      stride_lh, n_seqs, PART_Q, PART_K),
-                n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-                _dq_loops, HAS_GRAD_LSE, False, STATS_BLOCK, REFINED=True)
+                      stride_lh, n_seqs, PART_Q, PART_K), n_seqs, seqlen_q, heads, group,
+                Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _dq_loops, HAS_GRAD_LSE, False,
+                STATS_BLOCK, REFINED=True)
 
 
 @triton.jit
@@ -67,23 +64,19 @@ def _dkdv_loops(state, x, lists):
                                "list_tiles", "list_width"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "order", "index", "count", "bits"])
 def block_sparse_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k, order,
-                                 index, count, bits, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
-                                 stride_vs, stride_vh, stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb,
-                                 stride_dvs, stride_dvh, stride_rows, stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale,
-                                 window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group,
-                                 HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                                 PART_Q: tl.constexpr, PART_K: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
-                                 HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                                 STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
+                                 index, count, bits, q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, stride_rows,
+                                 stride_lb, stride_lh, list_tiles, list_width, softmax_scale, scale, window_left, window_right, n_seqs,
+                                 seqlen_q, seqlen_k, heads, group, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                                 BLOCK_DV: tl.constexpr, PART_Q: tl.constexpr, PART_K: tl.constexpr, PACKED: tl.constexpr,
+                                 HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                                 BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
     backward_dkdv(listed_tile(order, cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False),
-                  Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
-                  Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(do_source, stride_dob, stride_dos, stride_doh),
-                  Operand(dk_ptr, stride_dkb, stride_dks, stride_dkh), Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), row_stats_ptr,
-                  stride_rows, softmax_scale if PRECISION == "ieee" else scale, softmax_scale, 1.0,
+                  Operand(q_source, *q_strides), Operand(k_source, *k_strides), Operand(v_source, *v_strides),
+                  Operand(do_source, *do_strides), Operand(dk_ptr, *dk_strides), Operand(dv_ptr, *dv_strides), row_stats_ptr, stride_rows,
+                  softmax_scale if PRECISION == "ieee" else scale, softmax_scale, 1.0,
                   Lists(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), index, count, bits, list_tiles, list_width, stride_lb,
-                      stride_lh, n_seqs, PART_Q, PART_K),
-                  n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-                  _dkdv_loops, STATS_BLOCK)
+                      stride_lh, n_seqs, PART_Q, PART_K), n_seqs, seqlen_q, heads, group,
+                  Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _dkdv_loops, STATS_BLOCK)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -94,7 +87,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
     grid = options.grid(q[0], k[0], tile)
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.packed)
     constants = options.constants(grid, q[0], v[0], dtype) | {"HAS_GRAD_LSE": has_grad_lse, "STATS_BLOCK": STATS_BLOCK, "TMA": tma}
-    scalars = (*strides(q, k, v, out, grad_out, dq), math.prod(q[0][:-1]), stats_stride,
+    scalars = (*operand_strides(q, k, v, out, grad_out, dq), math.prod(q[0][:-1]), stats_stride,
                *options.scalars(grid, q[0], k[0], by_keys=False))
     programs = options.programs(q[0][-2], seqlen_q, sequences, tile.block_m)
     return Launch(block_sparse_bwd_dq_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages,
@@ -109,7 +102,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
     grid = options.grid(q[0], k[0], tile)
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.packed)
     constants = options.constants(grid, q[0], v[0], dtype) | {"STATS_BLOCK": STATS_BLOCK, "TMA": tma}
-    scalars = (*strides(q, k, v, grad_out, dk, dv), stats_stride,
+    scalars = (*operand_strides(q, k, v, grad_out, dk, dv), stats_stride,
                *options.scalars(grid, q[0], k[0], by_keys=True))
     programs = options.programs(k[0][-2], seqlen_k, sequences, tile.block_n)
     return Launch(block_sparse_bwd_dkdv_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Layout, layout, outputs, read_blocks, strides, tma_kind
+from attnzoo_kernels._triton.call import Layout, layout, operand_strides, outputs, read_blocks, tma_kind
 from attnzoo_kernels._triton.forward import forward, forward_step, softmax_state
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.masks import Window
@@ -43,21 +43,19 @@ def _loops_by_warp(x, lists):
                                "stride_lh", "list_tiles", "list_width"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "order", "index", "count", "bits"])
 def block_sparse_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, cu_seqlens_q, cu_seqlens_k, order, index, count,
-                            bits, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-                            stride_ob, stride_os, stride_oh, stride_stats, stride_lb, stride_lh, list_tiles, list_width, softmax_scale,
-                            scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group,
+                            bits, q_strides, k_strides, v_strides, o_strides, stride_stats, stride_lb, stride_lh, list_tiles, list_width,
+                            softmax_scale, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group,
                             HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                             PART_Q: tl.constexpr, PART_K: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
                             HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                             TMA: tl.constexpr, Q_SELECT: tl.constexpr, BY_WARP: tl.constexpr):
     forward(listed_tile(order, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT),
-            Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
-            Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh), lse_ptr, stats_ptr,
-            stride_stats, softmax_scale if PRECISION == "ieee" else scale, 1.0,
+            Operand(q_source, *q_strides), Operand(k_source, *k_strides), Operand(v_source, *v_strides), Operand(out_ptr, *o_strides),
+            lse_ptr, stats_ptr, stride_stats, softmax_scale if PRECISION == "ieee" else scale, 1.0,
             Lists(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), index, count, bits, list_tiles, list_width, stride_lb,
-                      stride_lh, n_seqs, PART_Q, PART_K),
-            seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-            _loops_by_warp if BY_WARP else _loops, False, Q_SELECT)
+                      stride_lh, n_seqs, PART_Q, PART_K), seqlen_q, heads, group,
+            Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _loops_by_warp if BY_WARP else _loops,
+            False, Q_SELECT)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -73,7 +71,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k:
     constants |= {"TMA": tma, "Q_SELECT": tile.q_registers, "BY_WARP": by_warp}
     heads, value_dim = q[0][-2], v[0][-1]
     stride_out = (0 if len(q[0]) == 3 else seqlen_q * heads * value_dim, heads * value_dim, value_dim)
-    scalars = (*strides(q, k, v), *stride_out, math.prod(q[0][:-1]), *options.scalars(grid, q[0], k[0], by_keys=False))
+    scalars = (*operand_strides(q, k, v), stride_out, math.prod(q[0][:-1]), *options.scalars(grid, q[0], k[0], by_keys=False))
     programs = options.programs(heads, seqlen_q, sequences, tile.block_m)
     return Launch(block_sparse_fwd_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages,
                   read_blocks(tile, constants)), grid

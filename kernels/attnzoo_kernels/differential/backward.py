@@ -29,7 +29,7 @@ from attnzoo_kernels._triton.backward import (
     row_delta,
     transposed_dot,
 )
-from attnzoo_kernels._triton.call import Layout, layout, strides, tma_kind
+from attnzoo_kernels._triton.call import Layout, layout, operand_strides, tma_kind
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row
 from attnzoo_kernels._triton.mainloop import (
     QueryTile,
@@ -69,13 +69,10 @@ def _dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.
                                 "stride_ls", "stride_lh"],
             do_not_specialize_on_alignment=["lam_ptr", "cu_seqlens_q", "cu_seqlens_k", "stats_ptr", "r_ptr"])
 def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_source, do_source, lam_ptr, out_ptr, out2_ptr, stats_ptr,
-                               r_ptr, row_stats_ptr, dq1_ptr, dq2_ptr, cu_seqlens_q, cu_seqlens_k, stride_q1b, stride_q1s, stride_q1h,
-                               stride_q2b, stride_q2s, stride_q2h, stride_k1b, stride_k1s, stride_k1h, stride_k2b, stride_k2s, stride_k2h,
-                               stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh, stride_lb, stride_ls, stride_lh,
-                               stride_ob, stride_os, stride_oh, stride_dq1b, stride_dq1s, stride_dq1h, stride_dq2b, stride_dq2s,
-                               stride_dq2h, stride_stats, stride_rows, softmax_scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k,
-                               heads, group,
-                               HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                               r_ptr, row_stats_ptr, dq1_ptr, dq2_ptr, cu_seqlens_q, cu_seqlens_k, q1_strides, q2_strides, k1_strides,
+                               k2_strides, v_strides, do_strides, stride_lb, stride_ls, stride_lh, o_strides, dq1_strides, dq2_strides,
+                               stride_stats, stride_rows, softmax_scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads,
+                               group, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                                SHARED_K: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                                PRECISION: tl.constexpr, EXACT_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                                STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
@@ -86,24 +83,24 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
     BRANCH_STATS: tl.constexpr = 3 if EXACT else 2
     i, lse_at, inside = row_places(place, place.head, seqlen_q, heads, BLOCK_M, PACKED)
     # [BLOCK_M, BLOCK_DV]
-    do = load_own(Operand(do_source, stride_dob, stride_dos, stride_doh), place, VALUE_DIM, BLOCK_M, BLOCK_DV, TMA)
+    do = load_own(Operand(do_source, *do_strides), place, VALUE_DIM, BLOCK_M, BLOCK_DV, TMA)
     lam = load_lambda(Operand(lam_ptr, stride_lb, stride_ls, stride_lh), place, i)
     delta = tl.zeros([BLOCK_M], tl.float32)
     r = tl.zeros([BLOCK_M], tl.float32)
     if not EXACT:
-        delta = row_delta(own_rows(Operand(out_ptr, stride_ob, stride_os, stride_oh), place, False), do, place.row, VALUE_DIM)
-        r = row_delta(own_rows(Operand(out2_ptr, stride_ob, stride_os, stride_oh), place, False), do, place.row, VALUE_DIM)
+        delta = row_delta(own_rows(Operand(out_ptr, *o_strides), place, False), do, place.row, VALUE_DIM)
+        r = row_delta(own_rows(Operand(out2_ptr, *o_strides), place, False), do, place.row, VALUE_DIM)
         delta += lam * r
     row_stats = row_stats_ptr + i + first_stats_row(place.head, place.sequence, place.first, n_seqs, seqlen_q, heads, PACKED, STATS_BLOCK)
     row_stats2 = row_stats + BRANCH_STATS * stride_rows
     lse1, sum1 = pass_on_softmax(stats_ptr, stride_stats, lse_at, row_stats, stride_rows, inside, None, PRECISION)
     lse2, sum2 = pass_on_softmax(stats_ptr + 2 * stride_stats, stride_stats, lse_at, row_stats2, stride_rows, inside, None, PRECISION)
     tl.store(row_stats2 + BRANCH_STATS * stride_rows, lam)
-    q1, k1_rows = load_branch(Operand(q1_source, stride_q1b, stride_q1s, stride_q1h),
-                              Operand(k1_source, stride_k1b, stride_k1s, stride_k1h), place, group, HEAD_DIM, BLOCK_M, BLOCK_D,
+    q1, k1_rows = load_branch(Operand(q1_source, *q1_strides),
+                              Operand(k1_source, *k1_strides), place, group, HEAD_DIM, BLOCK_M, BLOCK_D,
                               not TMA, TMA)
-    q2, k2_rows = load_branch(Operand(q2_source, stride_q2b, stride_q2s, stride_q2h),
-                              Operand(k2_source, stride_k2b, stride_k2s, stride_k2h), place, group, HEAD_DIM, BLOCK_M, BLOCK_D,
+    q2, k2_rows = load_branch(Operand(q2_source, *q2_strides),
+                              Operand(k2_source, *k2_strides), place, group, HEAD_DIM, BLOCK_M, BLOCK_D,
                               not TMA, TMA)
 
     exact_delta = tl.zeros([BLOCK_M], tl.float32)
@@ -117,7 +114,7 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
         dq1, dq2, exact_delta, exact_r = key_loops(
             _dq_step, (zeros, zeros, exact_delta, exact_r),
             QueryTile(q1, do, RowStats(lse1, sum1, delta), k1_rows,
-                      other_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), place, place.head // group, TMA),
+                      other_rows(Operand(v_source, *v_strides), place, place.head // group, TMA),
                       place, i[:, None], in_units(softmax_scale, EXACT),
                       Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
                       (EXACT_R or EXACT) and sweep == 0),
@@ -126,9 +123,8 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
     # what was read behind the sequence's end must not reach the second kernel
     tl.store(row_stats + stride_rows, tl.where(inside, delta, 0.0))
     tl.store(row_stats2 + stride_rows, tl.where(inside, r, 0.0))
-    store_own(Operand(dq1_ptr, stride_dq1b, stride_dq1s, stride_dq1h), dq1 * softmax_scale, place, HEAD_DIM, BLOCK_M, BLOCK_D)
-    store_own(Operand(dq2_ptr, stride_dq2b, stride_dq2s, stride_dq2h), dq2 * (-lam * softmax_scale)[:, None], place, HEAD_DIM, BLOCK_M,
-              BLOCK_D)
+    store_own(Operand(dq1_ptr, *dq1_strides), dq1 * softmax_scale, place, HEAD_DIM, BLOCK_M, BLOCK_D)
+    store_own(Operand(dq2_ptr, *dq2_strides), dq2 * (-lam * softmax_scale)[:, None], place, HEAD_DIM, BLOCK_M, BLOCK_D)
     if EXACT_R:
         tl.store(r_ptr + lse_at, exact_r, mask=inside)
 
@@ -180,15 +176,12 @@ def _store_dk2(dk2, softmax_scale, own, place, shape):
 @triton.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "heads"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
 def differential_bwd_dkdv_kernel(q1_source, q2_source, k1_source, k2_source, v_source, do_source, row_stats_ptr, dk1_ptr, dk2_ptr, dv_ptr,
-                                 cu_seqlens_q, cu_seqlens_k, stride_q1b, stride_q1s, stride_q1h, stride_q2b, stride_q2s, stride_q2h,
-                                 stride_k1b, stride_k1s, stride_k1h, stride_k2b, stride_k2s, stride_k2h, stride_vb, stride_vs, stride_vh,
-                                 stride_dob, stride_dos, stride_doh, stride_dk1b, stride_dk1s, stride_dk1h, stride_dk2b, stride_dk2s,
-                                 stride_dk2h, stride_dvb, stride_dvs, stride_dvh, stride_rows, softmax_scale, window_left, window_right,
-                                 n_seqs, seqlen_q, seqlen_k, heads, group,
-                                 HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                                 SHARED_K: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-                                 PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr,
-                                 TMA: tl.constexpr):
+                                 cu_seqlens_q, cu_seqlens_k, q1_strides, q2_strides, k1_strides, k2_strides, v_strides, do_strides,
+                                 dk1_strides, dk2_strides, dv_strides, stride_rows, softmax_scale, window_left, window_right, n_seqs,
+                                 seqlen_q, seqlen_k, heads, group, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                                 BLOCK_DV: tl.constexpr, SHARED_K: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
+                                 HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                                 STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
     place = program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False)
     if place.row >= place.length:
         return
@@ -196,18 +189,17 @@ def differential_bwd_dkdv_kernel(q1_source, q2_source, k1_source, k2_source, v_s
     dk2 = 0.0
     if not SHARED_K:
         # [BLOCK_N, BLOCK_D]
-        k2 = load_own(Operand(k2_source, stride_k2b, stride_k2s, stride_k2h), place, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+        k2 = load_own(Operand(k2_source, *k2_strides), place, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
         dk2 = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     backward_dkdv(
-        place, Operand(q1_source, stride_q1b, stride_q1s, stride_q1h), Operand(k1_source, stride_k1b, stride_k1s, stride_k1h),
-        Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(do_source, stride_dob, stride_dos, stride_doh),
-        Operand(dk1_ptr, stride_dk1b, stride_dk1s, stride_dk1h), Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), row_stats_ptr,
-        stride_rows, in_units(softmax_scale, PRECISION == "ieee"), softmax_scale, 1.0,
+        place, Operand(q1_source, *q1_strides), Operand(k1_source, *k1_strides), Operand(v_source, *v_strides),
+        Operand(do_source, *do_strides), Operand(dk1_ptr, *dk1_strides), Operand(dv_ptr, *dv_strides), row_stats_ptr, stride_rows,
+        in_units(softmax_scale, PRECISION == "ieee"), softmax_scale, 1.0,
         Branch2Keys(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), k2,
-                    Operand(q2_source, stride_q2b, stride_q2s, stride_q2h), SHARED_K,
-                    Operand(dk2_ptr, stride_dk2b, stride_dk2s, stride_dk2h)),
-        n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-        _dkdv_loops, STATS_BLOCK, dk2, None if SHARED_K else _store_dk2)
+                    Operand(q2_source, *q2_strides), SHARED_K,
+                    Operand(dk2_ptr, *dk2_strides)), n_seqs, seqlen_q, heads, group,
+        Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _dkdv_loops, STATS_BLOCK, dk2,
+        None if SHARED_K else _store_dk2)
 
 
 def _blocks(tile, constants: dict) -> dict[int, tuple]:
@@ -227,7 +219,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, shared_k: 
     tile = dq_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize)
     constants |= {"EXACT_R": exact_r, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK,
                   "TMA": tma_kind(tile.tma and aligned, sources, dtype.itemsize, options.packed)}
-    scalars = (*strides(*sources), *lam, *strides(out, dq1, dq2), stats_stride, rows_stride, *options.scalars(q1[0], k1[0]))
+    scalars = (*operand_strides(*sources), *lam, *operand_strides(out, dq1, dq2), stats_stride, rows_stride, *options.scalars(q1[0], k1[0]))
     return Launch(differential_bwd_dq_kernel, options.programs(q1[0][-2], seqlen_q, sequences, tile.block_m), scalars, constants,
                   tile.num_warps, tile.num_stages, _blocks(tile, constants))
 
@@ -241,7 +233,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, shared_k
     tile = dkdv_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize)
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK,
                   "TMA": tma_kind(tile.tma and aligned, sources, dtype.itemsize, options.packed)}
-    scalars = (*strides(*sources, dk1, dk2, dv), rows_stride, *options.scalars(q1[0], k1[0]))
+    scalars = (*operand_strides(*sources, dk1, dk2, dv), rows_stride, *options.scalars(q1[0], k1[0]))
     return Launch(differential_bwd_dkdv_kernel, options.programs(k1[0][-2], seqlen_k, sequences, tile.block_n), scalars, constants,
                   tile.num_warps, tile.num_stages, _blocks(tile, constants))
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Layout, layout, strides, tma_kind
+from attnzoo_kernels._triton.call import Layout, layout, operand_strides, tma_kind
 from attnzoo_kernels._triton.forward import normalised, scored, softmax_state, store_softmax
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.mainloop import QueryTile, key_loops, load_values, window_seen
@@ -43,11 +43,9 @@ def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.con
                                 "stride_ls", "stride_lh"],
             do_not_specialize_on_alignment=["lam_ptr", "cu_seqlens_q", "cu_seqlens_k", "lse_ptr", "stats_ptr"])
 def differential_fwd_kernel(q1_source, q2_source, k1_source, k2_source, v_source, lam_ptr, out_ptr, out2_ptr, lse_ptr, stats_ptr,
-                            cu_seqlens_q, cu_seqlens_k, stride_q1b, stride_q1s, stride_q1h, stride_q2b, stride_q2s, stride_q2h,
-                            stride_k1b, stride_k1s, stride_k1h, stride_k2b, stride_k2s, stride_k2h, stride_vb, stride_vs, stride_vh,
-                            stride_lb, stride_ls, stride_lh, stride_ob, stride_os, stride_oh, stride_lse, softmax_scale, window_left,
-                            window_right, n_seqs, seqlen_q, seqlen_k, heads, group,
-                            HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                            cu_seqlens_q, cu_seqlens_k, q1_strides, q2_strides, k1_strides, k2_strides, v_strides, stride_lb, stride_ls,
+                            stride_lh, o_strides, stride_lse, softmax_scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads,
+                            group, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                             SHARED_K: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                             PRECISION: tl.constexpr, SAVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
                             Q_SELECT: tl.constexpr, LAGS: tl.constexpr):
@@ -55,13 +53,13 @@ def differential_fwd_kernel(q1_source, q2_source, k1_source, k2_source, v_source
     if place.row >= place.length:
         return
     EXACT: tl.constexpr = PRECISION == "ieee"
-    q1, k1_rows = load_branch(Operand(q1_source, stride_q1b, stride_q1s, stride_q1h),
-                              Operand(k1_source, stride_k1b, stride_k1s, stride_k1h), place, group, HEAD_DIM, BLOCK_M, BLOCK_D,
+    q1, k1_rows = load_branch(Operand(q1_source, *q1_strides),
+                              Operand(k1_source, *k1_strides), place, group, HEAD_DIM, BLOCK_M, BLOCK_D,
                               not TMA or Q_SELECT, TMA)
-    q2, k2_rows = load_branch(Operand(q2_source, stride_q2b, stride_q2s, stride_q2h),
-                              Operand(k2_source, stride_k2b, stride_k2s, stride_k2h), place, group, HEAD_DIM, BLOCK_M, BLOCK_D,
+    q2, k2_rows = load_branch(Operand(q2_source, *q2_strides),
+                              Operand(k2_source, *k2_strides), place, group, HEAD_DIM, BLOCK_M, BLOCK_D,
                               not TMA or Q_SELECT, TMA)
-    v_rows = other_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), place, place.head // group, TMA)
+    v_rows = other_rows(Operand(v_source, *v_strides), place, place.head // group, TMA)
     branch = softmax_state(-float("inf"), Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA))
     acc1, max1, sum1, acc2, max2, sum2 = key_loops(
         _step, branch + branch,
@@ -73,9 +71,9 @@ def differential_fwd_kernel(q1_source, q2_source, k1_source, k2_source, v_source
     lam = load_lambda(Operand(lam_ptr, stride_lb, stride_ls, stride_lh), place, i)
     acc2 = normalised(acc2, sum2, 1.0, PRECISION)
     out = normalised(acc1, sum1, 1.0, PRECISION) - lam[:, None] * acc2
-    store_own(Operand(out_ptr, stride_ob, stride_os, stride_oh), out, place, VALUE_DIM, BLOCK_M, BLOCK_DV)
+    store_own(Operand(out_ptr, *o_strides), out, place, VALUE_DIM, BLOCK_M, BLOCK_DV)
     if SAVE and not EXACT:
-        store_own(Operand(out2_ptr, stride_ob, stride_os, stride_oh), acc2, place, VALUE_DIM, BLOCK_M, BLOCK_DV)
+        store_own(Operand(out2_ptr, *o_strides), acc2, place, VALUE_DIM, BLOCK_M, BLOCK_DV)
     store_softmax(lse_ptr, stats_ptr, stride_lse, at, inside, max1, sum1, PRECISION, SAVE)
     store_softmax(lse_ptr + stride_lse, stats_ptr + 2 * stride_lse, stride_lse, at, inside, max2, sum2, PRECISION, SAVE)
 
@@ -94,7 +92,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, save: bool, s
                   "LAGS": lags}
     heads, value_dim = q1[0][-2], v[0][-1]
     stride_out = (0 if options.packed else seqlen_q * heads * value_dim, heads * value_dim, value_dim)
-    scalars = (*strides(q1, q2, k1, k2, v), *lam, *stride_out, heads * seqlen_q * (1 if options.packed else sequences),
+    scalars = (*operand_strides(q1, q2, k1, k2, v), *lam, stride_out, heads * seqlen_q * (1 if options.packed else sequences),
                *options.scalars(q1[0], k1[0]))
     of_queries, of_keys = (tile.block_m, width, options.packed), (tile.block_n, width, options.packed)
     blocks = {0: of_queries, 1: of_queries, 2: of_keys, 3: of_keys, 4: (tile.block_n, value_width, options.packed)}

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.backward import STATS_BLOCK, add_members, backward_dq, dkdv_step, dq_step, load_row_stats
-from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides
+from attnzoo_kernels._triton.call import Layout, layout, operand_strides, read_blocks
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row, tma_readable, tma_takes_layout
 from attnzoo_kernels._triton.mainloop import RowStats, load_query_rows, range_loop
 from attnzoo_kernels._triton.softmax import LN2
@@ -69,27 +69,24 @@ def _store_dq(rows, dq, softmax_scale, place, own, shape):
 @triton.jit(do_not_specialize=["n_seqs", "seqlen_q", "seqlen_k", "heads", "batches", "chunk", "top", "far", "stages", "stride_stats"],
             do_not_specialize_on_alignment=["multiplier", "cu_seqlens_q", "cu_seqlens_k", "stats_ptr", "grad_lse_ptr"])
 def dual_chunk_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_lse_ptr, stats_ptr, row_stats_ptr, dq_ptr, cos, sin,
-                             multiplier, cu_seqlens_q, cu_seqlens_k, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
-                             stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
-                             stride_dqb, stride_dqs, stride_dqh, stride_stats, stride_rows, stride_mb, softmax_scale, logit_scale, top,
-                             far, n_seqs, seqlen_q, seqlen_k, heads, batches, chunk, stages, group,
-                             HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-                             PACKED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, ROTARY_DIM: tl.constexpr,
-                             INTERLEAVED: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+                             multiplier, cu_seqlens_q, cu_seqlens_k, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides,
+                             stride_stats, stride_rows, stride_mb, softmax_scale, logit_scale, top, far, n_seqs, seqlen_q, seqlen_k, heads,
+                             batches, chunk, stages, group, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr,
+                             BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+                             ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_MULTIPLIER: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
                              STATS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
     place, index, len_q = chunk_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, chunk, BLOCK_M, True, PACKED,
                                      CAUSAL)
     # the sequence's last tile pads its last block of statistics
     stats_end = tl.where(place.length == len_q, tl.cdiv(len_q, STATS_BLOCK) * STATS_BLOCK, place.length)
-    backward_dq(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
-                Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh),
-                Operand(do_source, stride_dob, stride_dos, stride_doh), Operand(dq_ptr, stride_dqb, stride_dqs, stride_dqh), grad_lse_ptr,
-                stats_ptr, None, row_stats_ptr, stride_stats, stride_rows, logit_scale if PRECISION == "ieee" else 1.0, softmax_scale,
-                Chunked(Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh), batches,
+    backward_dq(place, Operand(q_source, *q_strides), Operand(k_source, *k_strides), Operand(v_source, *v_strides),
+                Operand(out_ptr, *o_strides), Operand(do_source, *do_strides), Operand(dq_ptr, *dq_strides), grad_lse_ptr, stats_ptr, None,
+                row_stats_ptr, stride_stats, stride_rows, logit_scale if PRECISION == "ieee" else 1.0, softmax_scale,
+                Chunked(Operand(q_source, *q_strides), Operand(k_source, *k_strides), batches,
                         index, chunk, stages, place.row + place.other_length - len_q, group, CAUSAL, ROTARY_DIM, INTERLEAVED,
-                        HAS_MULTIPLIER, Rotation(cos, sin, top, far, multiplier, stride_mb)),
-                n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-                _dq_loops, HAS_GRAD_LSE, False, STATS_BLOCK, _store_dq, stats_end)
+                        HAS_MULTIPLIER, Rotation(cos, sin, top, far, multiplier, stride_mb)), n_seqs, seqlen_q, heads, group,
+                Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _dq_loops, HAS_GRAD_LSE, False,
+                STATS_BLOCK, _store_dq, stats_end)
 
 
 class KeyChunk(NamedTuple):
@@ -199,15 +196,13 @@ def _query_bounds(relation, index, chunk, column, last_key, offset, len_k, relat
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen_q", "seqlen_k", "heads", "batches", "chunk", "top", "far", "stages"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
-def dual_chunk_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr, dk_ptr, dv_ptr, cos, sin, cu_seqlens_q,
-                               cu_seqlens_k, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs,
-                               stride_vh, stride_dob, stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb,
-                               stride_dvs, stride_dvh, stride_rows, logit_scale, top, far, n_seqs, seqlen_q, seqlen_k, heads, batches,
-                               chunk, stages, group,
-                               HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-                               PACKED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, ROTARY_DIM: tl.constexpr,
-                               INTERLEAVED: tl.constexpr, ONE_LOOP: tl.constexpr, STATS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
-                               BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+def dual_chunk_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr, dk_ptr, dv_ptr, cos, sin, cu_seqlens_q, cu_seqlens_k,
+                               q_strides, k_strides, v_strides, do_strides, dk_strides, dv_strides, stride_rows, logit_scale, top, far,
+                               n_seqs, seqlen_q, seqlen_k, heads, batches, chunk, stages, group, HEAD_DIM: tl.constexpr,
+                               BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
+                               CAUSAL: tl.constexpr, PRECISION: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
+                               ONE_LOOP: tl.constexpr, STATS_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                               TMA: tl.constexpr):
     place, index, len_k = chunk_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, chunk, BLOCK_N, False, PACKED,
                                      False)
     if place.row >= place.length:
@@ -216,10 +211,10 @@ def dual_chunk_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stat
     inside = tl.minimum(place.row + tl.arange(0, BLOCK_N) - index * chunk, chunk - 1)
     first_seen = place.row + tl.arange(0, BLOCK_N) - offset
     # [BLOCK_N, BLOCK_DV]
-    v = load_own(Operand(v_source, stride_vb, stride_vs, stride_vh), place, VALUE_DIM, BLOCK_N, BLOCK_DV, TMA)
+    v = load_own(Operand(v_source, *v_strides), place, VALUE_DIM, BLOCK_N, BLOCK_DV, TMA)
     if CAUSAL:
         # [BLOCK_N, BLOCK_D]
-        k = load_own(Operand(k_source, stride_kb, stride_ks, stride_kh), place, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+        k = load_own(Operand(k_source, *k_strides), place, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
 
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -228,13 +223,13 @@ def dual_chunk_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stat
         begin, full_begin, full_end, end = _query_bounds(
             relation, index, chunk, place.row, place.length - 1, offset, len_k, stages, CAUSAL, ONE_LOOP, PACKED or not TMA, BLOCK_M)
         if not CAUSAL:
-            k_rows = head_rows(Operand(k_source, stride_kb, stride_ks, stride_kh), query_copy(relation) * batches + place.batch,
+            k_rows = head_rows(Operand(k_source, *k_strides), query_copy(relation) * batches + place.batch,
                                place.head, place.first, place.length, TMA)
             k = load_rows(k_rows, place.row, HEAD_DIM, BLOCK_N, BLOCK_D, not TMA, TMA)
         dk, dv = add_members(
-            (dk, dv), k, v, place, Operand(q_source, stride_qb, stride_qs, stride_qh),
-            Operand(do_source, stride_dob, stride_dos, stride_doh), row_stats_ptr, stride_rows, logit_scale if PRECISION == "ieee" else 1.0,
-            KeyChunk(Operand(q_source, stride_qb, stride_qs, stride_qh), batches, (index + 1) * chunk - offset, chunk, begin, full_begin,
+            (dk, dv), k, v, place, Operand(q_source, *q_strides),
+            Operand(do_source, *do_strides), row_stats_ptr, stride_rows, logit_scale if PRECISION == "ieee" else 1.0,
+            KeyChunk(Operand(q_source, *q_strides), batches, (index + 1) * chunk - offset, chunk, begin, full_begin,
                      full_end, end, first_seen, CAUSAL, ONE_LOOP),
             n_seqs, seqlen_q, heads, group, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
             _dkdv_loops, STATS_BLOCK)
@@ -245,9 +240,9 @@ def dual_chunk_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stat
             dk = turn_back(dk, cos, sin, turn, ROTARY_DIM, BLOCK_N, BLOCK_D)
     dk = turn_back(dk, cos, sin, inside, ROTARY_DIM, BLOCK_N, BLOCK_D)
     a, b = tl.split((dk * (logit_scale if PRECISION == "ieee" else LN2)).reshape(BLOCK_N, BLOCK_D // 2, 2))
-    dk_rows = own_rows(Operand(dk_ptr, stride_dkb, stride_dks, stride_dkh), place, False)
-    store_pairs(dk_rows.source, a, b, place.row, place.length, stride_dks, HEAD_DIM, ROTARY_DIM, BLOCK_N, BLOCK_D, INTERLEAVED)
-    store_own(Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), dv, place, VALUE_DIM, BLOCK_N, BLOCK_DV)
+    dk_rows = own_rows(Operand(dk_ptr, *dk_strides), place, False)
+    store_pairs(dk_rows.source, a, b, place.row, place.length, dk_strides[1], HEAD_DIM, ROTARY_DIM, BLOCK_N, BLOCK_D, INTERLEAVED)
+    store_own(Operand(dv_ptr, *dv_strides), dv, place, VALUE_DIM, BLOCK_N, BLOCK_DV)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -259,7 +254,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
     tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in sources)
     constants |= {"HAS_MULTIPLIER": options.has_multiplier, "HAS_GRAD_LSE": has_grad_lse, "STATS_BLOCK": STATS_BLOCK,
                   "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": int(tma)}
-    scalars = (*strides(*sources[:3], out, sources[3], dq), stats_stride, rows_stride, options.multiplier_stride or 0,
+    scalars = (*operand_strides(*sources[:3], out, sources[3], dq), stats_stride, rows_stride, options.multiplier_stride or 0,
                options.softmax_scale, options.logit_scale(dtype), options.top, options.far, *options.scalars(q, k))
     return Launch(dual_chunk_bwd_dq_kernel, options.chunk_programs(q[-2], sequences, seqlen_q, seqlen_k - seqlen_q, tile.block_m), scalars,
                   constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants, 4),
@@ -275,7 +270,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: torch
     tma = tile.tma and aligned and all(tma_takes_layout(*x, dtype.itemsize) for x in sources)
     constants |= {"ONE_LOOP": options.tiles_end_at_seams(q, k, tile.block_m, tile.block_n), "STATS_BLOCK": STATS_BLOCK,
                   "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": int(tma)}
-    scalars = (*strides(*sources, dk, dv), rows_stride, options.logit_scale(dtype), options.top, options.far,
+    scalars = (*operand_strides(*sources, dk, dv), rows_stride, options.logit_scale(dtype), options.top, options.far,
                *options.scalars(q, k))
     return Launch(dual_chunk_bwd_dkdv_kernel, options.chunk_programs(k[-2], sequences, seqlen_k, 0, tile.block_n), scalars, constants,
                   tile.num_warps, tile.num_stages, read_blocks(tile, constants, 3), tile.launch_options(tma))

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Layout, layout, outputs, read_blocks, strides
+from attnzoo_kernels._triton.call import Layout, layout, operand_strides, outputs, read_blocks
 from attnzoo_kernels._triton.forward import forward, forward_step, softmax_state
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, tma_readable, tma_takes_layout
 from attnzoo_kernels._triton.tiles import Operand, Shape
@@ -49,21 +49,19 @@ def _loops_by_warp(x, own):
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen_q", "seqlen_k", "heads", "batches", "chunk", "stages", "stride_stats"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "lse_ptr", "stats_ptr"])
-def dual_chunk_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, cu_seqlens_q, cu_seqlens_k, stride_qb, stride_qs,
-                          stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
-                          stride_stats, logit_scale, n_seqs, seqlen_q, seqlen_k, heads, batches, chunk, stages, group,
+def dual_chunk_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, cu_seqlens_q, cu_seqlens_k, q_strides, k_strides,
+                          v_strides, o_strides, stride_stats, logit_scale, n_seqs, seqlen_q, seqlen_k, heads, batches, chunk, stages, group,
                           HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr,
-                          PACKED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                          BLOCK_N: tl.constexpr, TMA: tl.constexpr, BY_WARP: tl.constexpr):
+                          PACKED: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                          TMA: tl.constexpr, BY_WARP: tl.constexpr):
     place, index, len_q = chunk_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, chunk, BLOCK_M, True, PACKED,
                                      CAUSAL)
-    forward(place, Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
-            Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh), lse_ptr, stats_ptr,
-            stride_stats, logit_scale if PRECISION == "ieee" else 1.0, 1.0,
-            Chunked(Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh), batches, index,
-                    chunk, stages, place.row + place.other_length - len_q, group, CAUSAL),
-            seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-            _loops_by_warp if BY_WARP else _loops, False, False)
+    forward(place, Operand(q_source, *q_strides), Operand(k_source, *k_strides), Operand(v_source, *v_strides),
+            Operand(out_ptr, *o_strides), lse_ptr, stats_ptr, stride_stats, logit_scale if PRECISION == "ieee" else 1.0, 1.0,
+            Chunked(Operand(q_source, *q_strides), Operand(k_source, *k_strides), batches, index,
+                    chunk, stages, place.row + place.other_length - len_q, group, CAUSAL), seqlen_q, heads, group,
+            Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _loops_by_warp if BY_WARP else _loops,
+            False, False)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -76,7 +74,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, queries: Layo
     # by Hopper's products, whose threads hold two rows of 64 where four warps share them
     by_warp = tma and architecture(device) == 90 and tile.block_m == 16 * tile.num_warps
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": int(tma), "BY_WARP": by_warp}
-    scalars = (*strides(queries, keys, v, out), stats_stride, options.logit_scale(dtype), *options.scalars(q, k))
+    scalars = (*operand_strides(queries, keys, v, out), stats_stride, options.logit_scale(dtype), *options.scalars(q, k))
     return Launch(dual_chunk_fwd_kernel, options.chunk_programs(q[-2], sequences, seqlen_q, seqlen_k - seqlen_q, tile.block_m), scalars,
                   constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants), tile.launch_options(tma))
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.backward import STATS_BLOCK, backward_dkdv, backward_dq, dkdv_step, dq_step, load_stats
-from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
+from attnzoo_kernels._triton.call import Layout, layout, operand_strides, read_blocks, tma_kind
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row
 from attnzoo_kernels._triton.mainloop import key_loops, query_loops, window_seen, window_seen_transposed
 from attnzoo_kernels._triton.masks import Window
@@ -69,24 +69,21 @@ def _dq_loops(state, x, modifiers):
                                             "distance_unit"])
 def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_lse_ptr, stats_ptr, delta_ptr, row_stats_ptr, dq_ptr,
                         cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, key_bias, block_starts, block_ends, distance_bias,
-                        distance_sums, distance_unit, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
-                        stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_dqb, stride_dqs,
-                        stride_dqh, stride_stats, stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left,
-                        window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, n_distances, origin, together,
-                        HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                        PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
-                        HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
-                        HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr,
-                        BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr,
-                        HAS_KEY_BIAS: tl.constexpr, PRUNED: tl.constexpr, RANGES: tl.constexpr, HAS_DISTANCES: tl.constexpr):
+                        distance_sums, distance_unit, q_strides, k_strides, v_strides, o_strides, do_strides, dq_strides, stride_stats,
+                        stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left, window_right, drop_below, n_seqs,
+                        seqlen_q, seqlen_k, heads, group, n_distances, origin, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+                        BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
+                        HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr,
+                        ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr,
+                        HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                        STATS_BLOCK: tl.constexpr, TMA: tl.constexpr, HAS_KEY_BIAS: tl.constexpr, PRUNED: tl.constexpr,
+                        RANGES: tl.constexpr, HAS_DISTANCES: tl.constexpr):
     if PRECISION == "ieee":
         scale = softmax_scale
     backward_dq(program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
-                             together if HAS_RIGHT and not HAS_LEFT else None),
-                Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
-                Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh),
-                Operand(do_source, stride_dob, stride_dos, stride_doh), Operand(dq_ptr, stride_dqb, stride_dqs, stride_dqh), grad_lse_ptr,
-                stats_ptr, delta_ptr, row_stats_ptr, stride_stats, stride_rows,
+                             together if HAS_RIGHT and not HAS_LEFT else None), Operand(q_source, *q_strides),
+                Operand(k_source, *k_strides), Operand(v_source, *v_strides), Operand(out_ptr, *o_strides), Operand(do_source, *do_strides),
+                Operand(dq_ptr, *dq_strides), grad_lse_ptr, stats_ptr, delta_ptr, row_stats_ptr, stride_stats, stride_rows,
                 score_unit(scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee"), softmax_scale,
                 Modifiers(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), scale, softcap, alibi_slopes, stride_ab, rng_state,
                           drop_below, keep_prob, n_seqs, heads, None, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH,
@@ -95,9 +92,9 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
                           key_bias=key_bias, block_starts=block_starts, block_ends=block_ends, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
                           PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS, PRUNED=PRUNED,
                           table=cu_seqlens_q if RANGES else None, RANGES=RANGES, distance_bias=distance_bias, distance_sums=distance_sums,
-                          distance_unit=distance_unit, n_distances=n_distances, origin=origin, HAS_DISTANCES=HAS_DISTANCES),
-                n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-                _dq_loops, HAS_GRAD_LSE, EXACT_DELTA, STATS_BLOCK, REFINED=EXACT_DELTA == "residual",
+                          distance_unit=distance_unit, n_distances=n_distances, origin=origin, HAS_DISTANCES=HAS_DISTANCES), n_seqs,
+                seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _dq_loops,
+                HAS_GRAD_LSE, EXACT_DELTA, STATS_BLOCK, REFINED=EXACT_DELTA == "residual",
                 TWICE=HAS_DISTANCES and EXACT_DELTA == "residual")
 
 
@@ -144,11 +141,10 @@ def _sequence_loops(state, x, modifiers):
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "key_bias", "block_starts",
                                             "block_ends", "column_sums", "distance_bias"])
 def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
-                          rng_state, key_bias, block_starts, block_ends, column_sums, distance_bias, stride_qb, stride_qs, stride_qh,
-                          stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh, stride_dkb,
-                          stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, stride_rows, stride_ab, softmax_scale, scale, softcap,
-                          keep_prob, window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, n_distances, origin,
-                          together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                          rng_state, key_bias, block_starts, block_ends, column_sums, distance_bias, q_strides, k_strides, v_strides,
+                          do_strides, dk_strides, dv_strides, stride_rows, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left,
+                          window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, n_distances, origin, together,
+                          HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                           PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
                           HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
                           HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -157,12 +153,10 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
     if PRECISION == "ieee":
         scale = softmax_scale
     backward_dkdv(program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False,
-                               together if HAS_RIGHT and not HAS_LEFT else None),
-                  Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
-                  Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(do_source, stride_dob, stride_dos, stride_doh),
-                  Operand(dk_ptr, stride_dkb, stride_dks, stride_dkh), Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), row_stats_ptr,
-                  stride_rows, score_unit(scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee"), softmax_scale,
-                  keep_prob if HAS_DROPOUT else 1.0,
+                               together if HAS_RIGHT and not HAS_LEFT else None), Operand(q_source, *q_strides),
+                  Operand(k_source, *k_strides), Operand(v_source, *v_strides), Operand(do_source, *do_strides),
+                  Operand(dk_ptr, *dk_strides), Operand(dv_ptr, *dv_strides), row_stats_ptr, stride_rows,
+                  score_unit(scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee"), softmax_scale, keep_prob if HAS_DROPOUT else 1.0,
                   Modifiers(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), scale, softcap, alibi_slopes, stride_ab, rng_state,
                             drop_below, keep_prob, n_seqs, heads, None, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH,
                             HAS_DROPOUT,
@@ -170,9 +164,8 @@ def flash_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr
                             key_bias=key_bias, block_starts=block_starts, block_ends=block_ends, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
                             column_sums=column_sums, PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS, PRUNED=PRUNED,
                             table=cu_seqlens_k if RANGES else None, RANGES=RANGES, distance_bias=distance_bias,
-                            n_distances=n_distances, origin=origin, HAS_DISTANCES=HAS_DISTANCES),
-                  n_seqs, seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-                  _dkdv_loops, STATS_BLOCK)
+                            n_distances=n_distances, origin=origin, HAS_DISTANCES=HAS_DISTANCES), n_seqs, seqlen_q, heads, group,
+                  Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _dkdv_loops, STATS_BLOCK)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -184,7 +177,7 @@ def _dq_plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_l
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.sequences is not None)
     constants |= {"HAS_GRAD_LSE": has_grad_lse, "EXACT_DELTA": exact_delta, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
                   "STATS_BLOCK": STATS_BLOCK, "TMA": tma}
-    scalars = (*strides(q, k, v, out, grad_out, dq), math.prod(q[0][:-1]), stats_stride, *options.scalars(q[0], k[0]),
+    scalars = (*operand_strides(q, k, v, out, grad_out, dq), math.prod(q[0][:-1]), stats_stride, *options.scalars(q[0], k[0]),
                options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))
     programs = options.programs(q[0][-2], seqlen_q, sequences, tile.block_m)
     return Launch(flash_bwd_dq_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants, 4))
@@ -204,7 +197,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layou
     tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.sequences is not None)
     constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "STATS_BLOCK": STATS_BLOCK, "TMA": tma, "ONE_LOOP": tile.one_loop,
                   "FROM_STATS": tile.from_stats and dtype != torch.float32 and not any(constants[name] for name in _BETWEEN)}
-    scalars = (*strides(q, k, v, grad_out, dk, dv), stats_stride, *options.scalars(q[0], k[0]),
+    scalars = (*operand_strides(q, k, v, grad_out, dk, dv), stats_stride, *options.scalars(q[0], k[0]),
                1 if options.packed and not options.ranges  # packed sequences lose by the rule of dQ
                else options.heads_together(k[0], q[0], (q[0][-1] + v[0][-1]) * (q[0][-2] // k[0][-2]), tile.block_n, device, dtype))
     programs = options.programs(k[0][-2], seqlen_k, sequences, tile.block_n)

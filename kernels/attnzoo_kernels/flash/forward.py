@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Layout, layout, outputs, read_blocks, strides, tma_kind
+from attnzoo_kernels._triton.call import Layout, layout, operand_strides, outputs, read_blocks, tma_kind
 from attnzoo_kernels._triton.forward import forward, forward_step, softmax_state
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.mainloop import key_loops, window_seen
@@ -76,11 +76,10 @@ def _loops(x, modifiers):
             do_not_specialize_on_alignment=["sinks", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "key_bias",
                                             "block_starts", "block_ends", "distance_bias"])
 def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
-                     key_bias, block_starts, block_ends, distance_bias, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
-                     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_stats, stride_ab, softmax_scale, scale,
-                     softcap, keep_prob, window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads, group, n_distances,
-                     origin, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                     PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
+                     key_bias, block_starts, block_ends, distance_bias, q_strides, k_strides, v_strides, o_strides, stride_stats, stride_ab,
+                     softmax_scale, scale, softcap, keep_prob, window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads,
+                     group, n_distances, origin, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+                     BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
                      HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
                      HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, DROP_PAIRS: tl.constexpr, BY_WARP: tl.constexpr,
                      HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr,
@@ -90,10 +89,9 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
     if PRECISION == "ieee":
         scale = softmax_scale
     forward(program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
-                         together if HAS_RIGHT and not HAS_LEFT else None),
-            Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
-            Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh), lse_ptr, stats_ptr,
-            stride_stats, score_unit(scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee"), keep_prob,
+                         together if HAS_RIGHT and not HAS_LEFT else None), Operand(q_source, *q_strides), Operand(k_source, *k_strides),
+            Operand(v_source, *v_strides), Operand(out_ptr, *o_strides), lse_ptr, stats_ptr, stride_stats,
+            score_unit(scale, softcap, PRESCALE, HAS_SOFTCAP, PRECISION == "ieee"), keep_prob,
             Modifiers(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), scale, softcap, alibi_slopes, stride_ab, rng_state,
                       drop_below, keep_prob, n_seqs, heads, sinks, PRESCALE, HAS_SOFTCAP, HAS_ALIBI, ONE_SIDED, HARDWARE_TANH,
                       HAS_DROPOUT,
@@ -101,9 +99,9 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                       key_bias=key_bias, block_starts=block_starts, block_ends=block_ends, seqlen_q=seqlen_q, seqlen_k=seqlen_k,
                       PACKED=PACKED, HAS_KEY_BIAS=HAS_KEY_BIAS, PRUNED=PRUNED,
                       table=cu_seqlens_q if RANGES else None, RANGES=RANGES, distance_bias=distance_bias, n_distances=n_distances,
-                      origin=origin, HAS_DISTANCES=HAS_DISTANCES),
-            seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
-            _loops, Q_REGISTERS, Q_SELECT, MORE=rows_more if HAS_KEY_BIAS and PRECISION != "ieee" else None, CHECKED=PACKED)
+                      origin=origin, HAS_DISTANCES=HAS_DISTANCES), seqlen_q, heads, group,
+            Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _loops, Q_REGISTERS, Q_SELECT,
+            MORE=rows_more if HAS_KEY_BIAS and PRECISION != "ieee" else None, CHECKED=PACKED)
 
 
 def drop_pairs_hold(dropout_p: float, dtype: torch.dtype, device: torch.device) -> bool:
@@ -142,7 +140,7 @@ def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: 
     constants |= {"DROP_PAIRS": drop_pairs_hold(options.dropout_p, dtype, device), "BY_WARP": by_warp, "HAS_SINKS": has_sinks,
                   "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma,
                   "Q_REGISTERS": tile.q_registers and not options.distances, "Q_SELECT": tile.q_select, "ONE_LOOP": tile.one_loop}
-    scalars = (*strides(q, k, v), *stride_out, rows, *options.scalars(q[0], k[0]),
+    scalars = (*operand_strides(q, k, v), stride_out, rows, *options.scalars(q[0], k[0]),
                options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))
     programs = options.programs(heads, seqlen_q, sequences, tile.block_m)
     return Launch(flash_fwd_kernel, programs, scalars, constants, tile.num_warps, tile.num_stages, read_blocks(tile, constants))

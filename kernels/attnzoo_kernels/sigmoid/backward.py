@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.backward import backward_dkdv, backward_dq, dkdv_step, dq_step
-from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
+from attnzoo_kernels._triton.call import Layout, layout, operand_strides, read_blocks, tma_kind
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row
 from attnzoo_kernels._triton.mainloop import key_loops, query_loops, window_seen, window_seen_transposed
 from attnzoo_kernels._triton.masks import Window
@@ -47,19 +47,16 @@ def _dq_loops(state, x, given):
 
 
 @triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=POINTERS)
-def sigmoid_bwd_dq_kernel(q_source, k_source, v_source, do_source, dq_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes, stride_qb, stride_qs,
-                          stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
-                          stride_dqb, stride_dqs, stride_dqh, stride_ab, softmax_scale, sigmoid_bias, window_left, window_right, n_seqs,
+def sigmoid_bwd_dq_kernel(q_source, k_source, v_source, do_source, dq_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes, q_strides, k_strides,
+                          v_strides, do_strides, dq_strides, stride_ab, softmax_scale, sigmoid_bias, window_left, window_right, n_seqs,
                           seqlen_q, seqlen_k, heads, group, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
                           BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
                           HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr,
                           HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
     backward_dq(program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
-                             together if HAS_RIGHT and not HAS_LEFT else None),
-                Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
-                Operand(v_source, stride_vb, stride_vs, stride_vh), None, Operand(do_source, stride_dob, stride_dos, stride_doh),
-                Operand(dq_ptr, stride_dqb, stride_dqs, stride_dqh), None, None, None, None, 0, 0,
-                in_units(softmax_scale, PRECISION == "ieee"), softmax_scale,
+                             together if HAS_RIGHT and not HAS_LEFT else None), Operand(q_source, *q_strides),
+                Operand(k_source, *k_strides), Operand(v_source, *v_strides), None, Operand(do_source, *do_strides),
+                Operand(dq_ptr, *dq_strides), None, None, None, None, 0, 0, in_units(softmax_scale, PRECISION == "ieee"), softmax_scale,
                 Given(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), alibi_slopes, stride_ab, sigmoid_bias, n_seqs, HAS_BIAS,
                       HAS_ALIBI, HARDWARE, False), n_seqs, seqlen_q, heads, group,
                 Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _dq_loops, False, False, 0,
@@ -80,20 +77,18 @@ def _dkdv_loops(state, x, given):
 
 
 @triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=POINTERS)
-def sigmoid_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes, stride_qb,
-                            stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_dob, stride_dos,
-                            stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, stride_ab, softmax_scale,
-                            sigmoid_bias, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group, together,
-                            HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                            PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
-                            HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr,
-                            BLOCK_N: tl.constexpr, TMA: tl.constexpr, ONE_LOOP: tl.constexpr):
+def sigmoid_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes, q_strides,
+                            k_strides, v_strides, do_strides, dk_strides, dv_strides, stride_ab, softmax_scale, sigmoid_bias, window_left,
+                            window_right, n_seqs, seqlen_q, seqlen_k, heads, group, together, HEAD_DIM: tl.constexpr,
+                            VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
+                            HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr, HAS_BIAS: tl.constexpr,
+                            HAS_ALIBI: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                            TMA: tl.constexpr, ONE_LOOP: tl.constexpr):
     backward_dkdv(program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False,
-                               together if HAS_RIGHT and not HAS_LEFT else None),
-                  Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
-                  Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(do_source, stride_dob, stride_dos, stride_doh),
-                  Operand(dk_ptr, stride_dkb, stride_dks, stride_dkh), Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), 0, 0,
-                  in_units(softmax_scale, PRECISION == "ieee"), softmax_scale, 1.0,
+                               together if HAS_RIGHT and not HAS_LEFT else None), Operand(q_source, *q_strides),
+                  Operand(k_source, *k_strides), Operand(v_source, *v_strides), Operand(do_source, *do_strides),
+                  Operand(dk_ptr, *dk_strides), Operand(dv_ptr, *dv_strides), 0, 0, in_units(softmax_scale, PRECISION == "ieee"),
+                  softmax_scale, 1.0,
                   Given(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), alibi_slopes, stride_ab, sigmoid_bias, n_seqs, HAS_BIAS,
                         HAS_ALIBI, HARDWARE, ONE_LOOP), n_seqs, seqlen_q, heads, group,
                   Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _dkdv_loops, 1)
@@ -114,7 +109,7 @@ def _plans(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k
     def plan(kernel, tile, programs, results, together, **own):
         tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.packed)
         own |= constants | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma}
-        scalars = (*(stride for x in (q, k, v, grad_out, *results) for stride in strides(x)), *options.scalars(q[0], k[0]), together)
+        scalars = (*operand_strides(q, k, v, grad_out, *results), *options.scalars(q[0], k[0]), together)
         return Launch(kernel, programs, scalars, own, tile.num_warps, tile.num_stages, read_blocks(tile, own, 3))
 
     return (plan(sigmoid_bwd_dq_kernel, of_queries, options.programs(q[0][-2], seqlen_q, sequences, of_queries.block_m), (dq,), together),

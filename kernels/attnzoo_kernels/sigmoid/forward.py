@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
+from attnzoo_kernels._triton.call import Layout, layout, operand_strides, read_blocks, tma_kind
 from attnzoo_kernels._triton.forward import forward, forward_step
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of
 from attnzoo_kernels._triton.mainloop import key_loops, window_seen
@@ -35,18 +35,15 @@ def _loops(x, given):
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "heads", "together"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "alibi_slopes"])
-def sigmoid_fwd_kernel(q_source, k_source, v_source, out_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes, stride_qb, stride_qs, stride_qh,
-                       stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_ab,
-                       softmax_scale, sigmoid_bias, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group, together,
-                       HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+def sigmoid_fwd_kernel(q_source, k_source, v_source, out_ptr, cu_seqlens_q, cu_seqlens_k, alibi_slopes, q_strides, k_strides, v_strides,
+                       o_strides, stride_ab, softmax_scale, sigmoid_bias, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads,
+                       group, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                        PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRECISION: tl.constexpr,
                        HAS_BIAS: tl.constexpr, HAS_ALIBI: tl.constexpr, HARDWARE: tl.constexpr, BLOCK_M: tl.constexpr,
                        BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr):
     forward(program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, HAS_RIGHT,
-                         together if HAS_RIGHT and not HAS_LEFT else None),
-            Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
-            Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh), None, None, 0,
-            in_units(softmax_scale, PRECISION == "ieee"), 1.0,
+                         together if HAS_RIGHT and not HAS_LEFT else None), Operand(q_source, *q_strides), Operand(k_source, *k_strides),
+            Operand(v_source, *v_strides), Operand(out_ptr, *o_strides), None, None, 0, in_units(softmax_scale, PRECISION == "ieee"), 1.0,
             Given(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), alibi_slopes, stride_ab, sigmoid_bias, n_seqs, HAS_BIAS,
                   HAS_ALIBI, HARDWARE, ONE_LOOP), seqlen_q, heads, group,
             Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _loops, Q_REGISTERS, Q_SELECT, False)
@@ -66,7 +63,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k:
         together = options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype)
         launches.append(Launch(
             sigmoid_fwd_kernel, options.programs(q[0][-2], seqlen_q, sequences, tile.block_m),
-            (*(stride for x in (q, k, v, out) for stride in strides(x)), *options.scalars(q[0], k[0]), together), constants,
+            (*operand_strides(q, k, v, out), *options.scalars(q[0], k[0]), together), constants,
             tile.num_warps, tile.num_stages, read_blocks(tile, constants)))
     launches[0].other = next((launch for launch in launches if launch.constants != launches[0].constants), None)
     return launches[0]

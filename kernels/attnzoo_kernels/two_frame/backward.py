@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.backward import STATS_BLOCK, add_members, backward_dq, dkdv_step, dq_step
-from attnzoo_kernels._triton.call import Layout, layout, read_blocks, strides, tma_kind
+from attnzoo_kernels._triton.call import Layout, layout, operand_strides, read_blocks, tma_kind
 from attnzoo_kernels._triton.launch import Launch, architecture, are_aligned, on_device_of, row_by_row
 from attnzoo_kernels._triton.mainloop import load_query_rows, query_loops, window_seen, window_seen_transposed
 from attnzoo_kernels._triton.masks import Window
@@ -48,21 +48,18 @@ def _stored(rows, dq, softmax_scale, place, own, shape):
 @triton.jit(do_not_specialize=[*SCALARS, "stride_stats"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "stats_ptr", "grad_lse_ptr"])
 def two_frame_bwd_dq_kernel(q_source, k_source, v_source, do_source, out_ptr, grad_lse_ptr, stats_ptr, row_stats_ptr, dq_ptr, cu_seqlens_q,
-                            cu_seqlens_k, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-                            stride_dob, stride_dos, stride_doh, stride_ob, stride_os, stride_oh, stride_dqb, stride_dqs, stride_dqh,
-                            stride_stats, stride_rows, softmax_scale, near_keys, far_keys, n_seqs, seqlen_q, seqlen_k, heads, group,
-                            together,
-                            HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                            PACKED: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
-                            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
+                            cu_seqlens_k, q_strides, k_strides, v_strides, do_strides, o_strides, dq_strides, stride_stats, stride_rows,
+                            softmax_scale, near_keys, far_keys, n_seqs, seqlen_q, seqlen_k, heads, group, together, HEAD_DIM: tl.constexpr,
+                            VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr,
+                            LIMITED: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK_M: tl.constexpr,
+                            BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr):
     backward_dq(program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, PACKED, True,
-                             None if LIMITED else together),
-                Operand(q_source, stride_qb, stride_qs, stride_qh), Operand(k_source, stride_kb, stride_ks, stride_kh),
-                Operand(v_source, stride_vb, stride_vs, stride_vh), Operand(out_ptr, stride_ob, stride_os, stride_oh),
-                Operand(do_source, stride_dob, stride_dos, stride_doh), Operand(dq_ptr, stride_dqb, stride_dqs, stride_dqh), grad_lse_ptr,
-                stats_ptr, None, row_stats_ptr, stride_stats, stride_rows, in_units(softmax_scale, PRECISION == "ieee"), softmax_scale,
-                Frames(near_keys, far_keys, Operand(q_source, stride_qb, stride_qs, stride_qh),
-                       Operand(k_source, stride_kb, stride_ks, stride_kh), Operand(dq_ptr, stride_dqb, stride_dqs, stride_dqh),
+                             None if LIMITED else together), Operand(q_source, *q_strides), Operand(k_source, *k_strides),
+                Operand(v_source, *v_strides), Operand(out_ptr, *o_strides), Operand(do_source, *do_strides), Operand(dq_ptr, *dq_strides),
+                grad_lse_ptr, stats_ptr, None, row_stats_ptr, stride_stats, stride_rows, in_units(softmax_scale, PRECISION == "ieee"),
+                softmax_scale,
+                Frames(near_keys, far_keys, Operand(q_source, *q_strides),
+                       Operand(k_source, *k_strides), Operand(dq_ptr, *dq_strides),
                        softmax_scale, group, False), n_seqs, seqlen_q, heads, group,
                 Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _dq_loops, HAS_GRAD_LSE, False,
                 STATS_BLOCK, _stored)
@@ -109,39 +106,37 @@ def _dkdv_loops(state, x, own):
 
 
 @triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
-def two_frame_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k,
-                              stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_dob,
-                              stride_dos, stride_doh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, stride_rows,
-                              softmax_scale, near_keys, far_keys, n_seqs, seqlen_q, seqlen_k, heads, group, together,
-                              HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                              PACKED: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                              BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr, TMA: tl.constexpr, ONE_LOOP: tl.constexpr,
-                              FROM_STATS: tl.constexpr):
+def two_frame_bwd_dkdv_kernel(q_source, k_source, v_source, do_source, row_stats_ptr, dk_ptr, dv_ptr, cu_seqlens_q, cu_seqlens_k, q_strides,
+                              k_strides, v_strides, do_strides, dk_strides, dv_strides, stride_rows, softmax_scale, near_keys, far_keys,
+                              n_seqs, seqlen_q, seqlen_k, heads, group, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+                              BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, LIMITED: tl.constexpr,
+                              PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STATS_BLOCK: tl.constexpr,
+                              TMA: tl.constexpr, ONE_LOOP: tl.constexpr, FROM_STATS: tl.constexpr):
     place = program_tile(cu_seqlens_k, cu_seqlens_q, n_seqs, seqlen_k, seqlen_q, heads // group, BLOCK_N, PACKED, False,
                          None if LIMITED else together)
     if place.row >= place.length:
         return
     # [BLOCK_N, BLOCK_DV]
-    v = load_own(Operand(v_source, stride_vb, stride_vs, stride_vh), place, VALUE_DIM, BLOCK_N, BLOCK_DV, TMA)
+    v = load_own(Operand(v_source, *v_strides), place, VALUE_DIM, BLOCK_N, BLOCK_DV, TMA)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for near in range(2):
         frame = 1 - near
         of_frame = Place(place.sequence, place.batch, 2 * place.head + frame, place.row, place.first, place.length, place.other_first,
                          place.other_length)
         # [BLOCK_N, BLOCK_D]
-        k = load_own(Operand(k_source, stride_kb, stride_ks, stride_kh), of_frame, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
+        k = load_own(Operand(k_source, *k_strides), of_frame, HEAD_DIM, BLOCK_N, BLOCK_D, TMA)
         dk, dv = add_members(
-            (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), dv), k, v, place, Operand(q_source, stride_qb, stride_qs, stride_qh),
-            Operand(do_source, stride_dob, stride_dos, stride_doh), row_stats_ptr, stride_rows,
+            (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), dv), k, v, place, Operand(q_source, *q_strides),
+            Operand(do_source, *do_strides), row_stats_ptr, stride_rows,
             in_units(softmax_scale, PRECISION == "ieee"),
-            Queries(Operand(q_source, stride_qb, stride_qs, stride_qh), frame,
+            Queries(Operand(q_source, *q_strides), frame,
                     Window(tl.where(near == 1, near_keys - 1, place.length), tl.where(near == 1, 0, -near_keys), True, True),
                     tl.where(near == 1, place.length, far_keys), LIMITED, ONE_LOOP, FROM_STATS),
             n_seqs, seqlen_q, heads, group, tl.where((near == 1) | (place.row < far_keys), group, 0),
             Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA),
             _dkdv_loops, STATS_BLOCK)
-        store_own(Operand(dk_ptr, stride_dkb, stride_dks, stride_dkh), dk * softmax_scale, of_frame, HEAD_DIM, BLOCK_N, BLOCK_D)
-    store_own(Operand(dv_ptr, stride_dvb, stride_dvs, stride_dvh), dv, place, VALUE_DIM, BLOCK_N, BLOCK_DV)
+        store_own(Operand(dk_ptr, *dk_strides), dk * softmax_scale, of_frame, HEAD_DIM, BLOCK_N, BLOCK_D)
+    store_own(Operand(dv_ptr, *dv_strides), dv, place, VALUE_DIM, BLOCK_N, BLOCK_DV)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -162,7 +157,7 @@ def _plans(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_lse
         *rows, together = numbers
         # a third program fits in, and what is spilled lies around the inner loops
         fewer = {"maxnreg": 168} if tma and architecture(device) == 90 and max(own["BLOCK_D"], own["BLOCK_DV"]) <= 64 else {}
-        scalars = (*(stride for x in (q, k, v, grad_out, *results) for stride in strides(x)), *rows, *options.scalars(q[0], k[0]), together)
+        scalars = (*operand_strides(q, k, v, grad_out, *results), *rows, *options.scalars(q[0], k[0]), together)
         return Launch(kernel, programs, scalars, own, tile.num_warps, tile.num_stages, read_blocks(tile, own, 3), fewer)
 
     return (plan(two_frame_bwd_dq_kernel, of_queries, options.programs(out[0][-2], seqlen_q, sequences, of_queries.block_m), (out, dq),
