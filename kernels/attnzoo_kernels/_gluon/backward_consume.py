@@ -145,6 +145,12 @@ def pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_de
 
 
 @gluon.jit
+def mainloop_with_own(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
+    """MAINLOOP: pair_mainloop, whose steps get (scale, of_tile) for the scale."""
+    return pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, (scale, of_tile), c, ME)
+
+
+@gluon.jit
 def pair_store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
     """STORE of dK and dV, whose sum may go through memory from launch to launch."""
     dk, dv = state

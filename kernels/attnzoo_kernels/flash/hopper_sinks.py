@@ -12,11 +12,11 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import pair_mainloop
+from attnzoo_kernels._gluon.backward_consume import mainloop_with_own
 from attnzoo_kernels._gluon.backward_plan import mainloop_width
-from attnzoo_kernels._gluon.backward_step import add_weights, base_2_scores, products
-from attnzoo_kernels._gluon.backward_sums import add_rows, by_row, no_sums, ones_and_columns, sum_in_flight
-from attnzoo_kernels._gluon.hopper import ring, warpgroup_mma_wait
+from attnzoo_kernels._gluon.backward_step import pair_step
+from attnzoo_kernels._gluon.backward_sums import add_rows, by_row, dscores_of, no_sums, ones_and_columns, sum_in_flight
+from attnzoo_kernels._gluon.hopper import warpgroup_mma_wait
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.flash.options import Options
 
@@ -44,24 +44,15 @@ def _columns(own):
 def _step(dk, dv, smem, bars, dq_desc, made, step, some, head, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
     """STEP: pair_step with the sums. made: the step's own tile, as no DQ_LAGS is ever taken."""
     scale, own = head
-    stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
-    weights = gl.exp2(base_2_scores(scores, smem, stage, scale, low, high, c, MASKED))
-    dk, dv = add_weights(dk, dv, weights, dweights_pending, smem, bars, dq_desc, made, step, stage, some, c, ME)
-    slot, _ = ring(step, 2)
-    ds = smem.ds.index(slot * 2 + ME)
+    dk, dv = pair_step(dk, dv, smem, bars, dq_desc, made, step, some, scale, low, high, c, ME, MASKED)
+    ds = dscores_of(smem, step, ME)
     for n in gl.static_range(c.ROWS // 64):
         rows = warpgroup_mma_wait(0, deps=(sum_in_flight(ds, n * 64, True, no_sums(), own.ones),))
         add_rows(rows, own.rows, made, n * 64, c)
     return dk, dv
 
 
-@gluon.jit
-def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: pair_mainloop, whose steps get `own` beside the scale."""
-    return pair_mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, (scale, own), c, ME)
-
-
-RULE = flash.Rule((("OWN", _own), ("COLUMNS", _columns), ("MAINLOOP", _mainloop), ("STEP", _step)))
+RULE = flash.Rule((("OWN", _own), ("COLUMNS", _columns), ("MAINLOOP", mainloop_with_own), ("STEP", _step)))
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,

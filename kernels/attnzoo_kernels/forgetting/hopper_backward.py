@@ -14,9 +14,9 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels import autograd
 from attnzoo_kernels._gluon.backward_consume import head_steps
 from attnzoo_kernels._gluon.backward_step import add_weights, masked_scores, products, row_statistics
-from attnzoo_kernels._gluon.backward_sums import add_rows, by_row, first_column, no_sums, ones_and_columns, sum_in_flight
+from attnzoo_kernels._gluon.backward_sums import add_rows, by_row, dscores_of, first_column, no_sums, ones_and_columns, sum_in_flight
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, word
-from attnzoo_kernels._gluon.hopper import product_layout, ring, warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import product_layout, warpgroup_mma_wait
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
 
@@ -72,8 +72,7 @@ def _step(dk, dv, dc, smem, bars, dq_desc, made, step, some, head, low, high, c,
     if MASKED:
         x = masked_scores(x, smem.columns, low, high, c)
     dk, dv = add_weights(dk, dv, gl.exp2(x), dweights_pending, smem, bars, dq_desc, made, step, stage, some, c, ME)
-    slot, _ = ring(step, 2)
-    ds = smem.ds.index(slot * 2 + ME)
+    ds = dscores_of(smem, step, ME)
     for n in gl.static_range(ROWS // 64):
         dc_pending = sum_in_flight(ds, n * 64, False, dc, own.ones)
         rows_pending = sum_in_flight(ds, n * 64, True, no_sums(), own.ones)

@@ -4,7 +4,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import pair_mainloop
+from attnzoo_kernels._gluon.backward_consume import mainloop_with_own
 from attnzoo_kernels._gluon.backward_plan import Tile
 from attnzoo_kernels._gluon.backward_step import add_weights, masked_scores, products
 from attnzoo_kernels._gluon.hopper import why_not_tma
@@ -26,12 +26,6 @@ def bias_of_tile(own, key, len_q, len_k, c):
 
 
 @gluon.jit
-def mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP, whose steps take the bias beside the scale."""
-    return pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, (scale, of_tile), c, ME)
-
-
-@gluon.jit
 def _gradient(weights, dweights, smem, stage, c):
     """GRADIENT."""
     dweights = weights * dweights
@@ -48,7 +42,7 @@ def step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, 
     return add_weights(dk, dv, sigmoid(scores), dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, _gradient)
 
 
-HOOKS = (("OWN", own_bias), ("OF_TILE", bias_of_tile), ("MAINLOOP", mainloop), ("STEP", step))
+HOOKS = (("OWN", own_bias), ("OF_TILE", bias_of_tile), ("MAINLOOP", mainloop_with_own), ("STEP", step))
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
