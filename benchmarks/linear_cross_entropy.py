@@ -137,7 +137,7 @@ def memory(session: Session) -> Iterator[list[Row]]:
             columns, ready, "forward", "GB", values)
 
 
-def chunked(logits: int, in_registers: tuple[tuple[int, int], ...], block: int = 16384, warps: int = 32) -> Backend:
+def chunked(logits: int, in_registers: tuple[tuple[int, int], ...], block: int = 4096, warps: int = 8) -> Backend:
     """Ours with chunks of 2**logits logits at most, and rows in registers or, without that, read twice in tiles of `block`."""
 
     @contextlib.contextmanager
@@ -159,8 +159,8 @@ def chunked(logits: int, in_registers: tuple[tuple[int, int], ...], block: int =
 
 
 CHUNKS = [
-    *(chunked(logits, ((warps, 13 if warps < 32 else 7),)) for logits, warps in ((28, 16), (28, 32), (29, 16))),
     *(chunked(28, (), block, warps) for block, warps in ((4096, 8), (8192, 16), (8192, 32), (16384, 32))),
+    *(chunked(logits, ((warps, 13 if warps < 32 else 7),)) for logits, warps in ((28, 16), (28, 32), (29, 16))),
 ]
 
 

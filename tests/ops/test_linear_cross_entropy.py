@@ -50,11 +50,10 @@ def test_many_chunks_give_what_one_gives(monkeypatch):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype != torch.float32], ids=str)
-def test_long_rows_are_read_twice(case, monkeypatch):
+def test_rows_in_registers(case, monkeypatch):
     from attnzoo_kernels.linear_cross_entropy import chunks
 
-    monkeypatch.setattr(chunks, "IN_REGISTERS", ())
-    monkeypatch.setattr(chunks, "BLOCK", 16 if DEVICE == "cpu" else 1024)
+    monkeypatch.setattr(chunks, "IN_REGISTERS", ((4, 13), (8, 13), (16, 13), (32, 7)))
     assert_accurate(run(case, "triton"), run(case, "reference"), run(case, "reference", torch.float64))
 
 

@@ -68,6 +68,8 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
             return "it adds up dQ over key ranges in no order"
         if exact_delta and (options.ranges or deterministic or q.dtype == torch.float16):
             return "it has a gradient of sinks in bfloat16 only, without an order, and not over key ranges"
+        if exact_delta and impl is None:
+            return "its gradient of sinks is not verified yet"
         return hopper_backward.backward_reason(q, k, v, options)
 
     if dispatch.choose_backward("flash backward", impl, why_not_gluon) == "gluon":

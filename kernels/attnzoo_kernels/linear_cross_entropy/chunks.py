@@ -11,9 +11,11 @@ from attnzoo_kernels.linear_cross_entropy.eight_bits import EightBits
 
 LOGITS = 2**28  # of a chunk, about, at most: half a gigabyte in 16 bits, which keeps the products large
 LANE = tl.constexpr(8)  # logits of 16 bits that a thread loads at once
-IN_REGISTERS = ((4, 13), (8, 13), (16, 13), (32, 7))  # warps, and how many tiles of a row they keep beside what else they need
-BLOCK = 16384  # columns of a tile of a longer row, which is read twice
-WARPS = 32  # of its program: one to a multiprocessor, so that the rows of all are still in L2 when they are read again
+# Warps, and how many tiles of a row of logits they may keep in registers: rows are read once then, not twice. Nothing is kept until
+# `benchmarks.linear_cross_entropy chunks`, which compares, has been run on a GPU.
+IN_REGISTERS: tuple[tuple[int, int], ...] = ()
+BLOCK = 4096  # columns of a tile of a row that is read twice
+WARPS = 8
 
 
 @triton.jit
@@ -92,24 +94,18 @@ def cross_entropy_kernel(logits_ptr, gradients_ptr, unit_ptr, targets_ptr, scale
         if HAS_SMOOTHING:
             total = tl.sum(totals, 0)
     else:
-        # a few columns have maxima of their own, which no other thread waits for
-        LANES: tl.constexpr = BLOCK // LANE
-        pairs = tl.arange(0, LANES)[:, None] * LANE + tl.arange(0, LANE)[None, :]
-        # [LANES]
-        maxima = tl.full([LANES], -float("inf"), tl.float32)
-        sums = tl.zeros([LANES], tl.float32)
-        totals = tl.zeros([LANES], tl.float32)
+        row_max = -float("inf")
+        sums = tl.zeros([BLOCK], tl.float32)
+        totals = tl.zeros([BLOCK], tl.float32)
         for at in tl.range(0, vocab, BLOCK):
-            # [LANES, LANE]
-            z = _load(logits_ptr, at + pairs, vocab, softcap, HAS_SOFTCAP)
+            z = _load(logits_ptr, at + columns, vocab, softcap, HAS_SOFTCAP)
             if HAS_SMOOTHING:
-                totals += tl.sum(tl.where(at + pairs < vocab, z, 0.0), 1)
-            new_max = tl.maximum(maxima, tl.max(z, 1))
+                totals += tl.where(at + columns < vocab, z, 0.0)
+            new_max = tl.maximum(row_max, tl.max(z, 0))
             base = _finite(new_max)
-            sums = sums * tl.exp2((maxima - base) * LOG2E) + tl.sum(tl.exp2((z - base[:, None]) * LOG2E), 1)
-            maxima = new_max
-        row_max = tl.max(maxima, 0)
-        row_sum = tl.sum(sums * tl.exp2((maxima - _finite(row_max)) * LOG2E), 0)
+            sums = sums * tl.exp(row_max - base) + tl.exp(z - base)
+            row_max = new_max
+        row_sum = tl.sum(sums, 0)
         if HAS_SMOOTHING:
             total = tl.sum(totals, 0)
     log_sum = tl.log2(row_sum)
