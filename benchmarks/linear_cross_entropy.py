@@ -137,16 +137,16 @@ def memory(session: Session) -> Iterator[list[Row]]:
             columns, ready, "forward", "GB", values)
 
 
-def chunked(logits: int, in_registers: tuple[tuple[int, int], ...], block: int = 4096, warps: int = 8) -> Backend:
-    """Ours with chunks of 2**logits logits at most, and rows in registers or, without that, read twice in tiles of `block`."""
+def chunked(logits: int, warps: int, ahead: bool) -> Backend:
+    """Ours with chunks of 2**logits logits at most, and a kernel of so many warps that loads ahead or not."""
 
     @contextlib.contextmanager
     def scope() -> Iterator[None]:
         from attnzoo_kernels.linear_cross_entropy import chunks
 
-        names = ("LOGITS", "IN_REGISTERS", "BLOCK", "WARPS")
+        names = ("LOGITS", "WARPS", "AHEAD")
         before = [getattr(chunks, name) for name in names]
-        for name, value in zip(names, (2**logits, in_registers, block, warps), strict=True):
+        for name, value in zip(names, (2**logits, warps, ahead), strict=True):
             setattr(chunks, name, value)
         try:
             yield
@@ -154,14 +154,11 @@ def chunked(logits: int, in_registers: tuple[tuple[int, int], ...], block: int =
             for name, value in zip(names, before, strict=True):
                 setattr(chunks, name, value)
 
-    how = f"{in_registers[0][0]} warps, in registers" if in_registers else f"{warps} warps, {block} at once"
-    return Backend(f"2^{logits}, {how}", lambda case, inputs: replace(of(ours(None))(case, inputs), scope=scope))
+    return Backend(f"2^{logits}, {warps} warps{', ahead' * ahead}", lambda case, inputs: replace(of(ours(None))(case, inputs), scope=scope))
 
 
-CHUNKS = [
-    *(chunked(28, (), block, warps) for block, warps in ((4096, 8), (8192, 16), (8192, 32), (16384, 32))),
-    *(chunked(logits, ((warps, 13 if warps < 32 else 7),)) for logits, warps in ((28, 16), (28, 32), (29, 16))),
-]
+CHUNKS = [chunked(*of_kernel) for of_kernel in (
+    (28, 8, False), (28, 8, True), (28, 16, False), (28, 16, True), (29, 8, False), (29, 16, True), (30, 16, True))]
 
 
 def chunks(session: Session) -> Iterator[list[Row]]:

@@ -49,12 +49,15 @@ def test_many_chunks_give_what_one_gives(monkeypatch):
     torch.testing.assert_close(run(case, "triton"), whole)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.dtype != torch.float32], ids=str)
-def test_rows_in_registers(case, monkeypatch):
+@pytest.mark.parametrize("options", ({}, {"vocab_size": 37, "softcap": 3.0}))
+def test_columns_that_are_loaded_ahead_are_the_same(monkeypatch, options):
     from attnzoo_kernels.linear_cross_entropy import chunks
 
-    monkeypatch.setattr(chunks, "IN_REGISTERS", ((4, 13), (8, 13), (16, 13), (32, 7)))
-    assert_accurate(run(case, "triton"), run(case, "reference"), run(case, "reference", torch.float64))
+    monkeypatch.setattr(chunks, "BLOCK", 16)
+    case = Case(30, 16, 40, torch.float32, options=options)
+    in_turn = run(case, "triton")
+    monkeypatch.setattr(chunks, "AHEAD", True)
+    assert all(torch.equal(a, b) for a, b in zip(run(case, "triton"), in_turn, strict=True))
 
 
 @pytest.mark.parametrize("impl", ("triton", "reference"))
