@@ -10,7 +10,8 @@ comes next. All programs read equal shares of the weights, and the last one to f
 The next product is launched while this one still runs.
 
 A model reads one matrix after the other. So a reading replays a CUDA graph of products with as many matrices as hold 1 GB: what the
-launches cost counts, what the host costs does not, and nothing is left of a matrix in the L2 cache when it is read again.
+launches cost counts, what the host costs does not, and nothing is left of a matrix in the L2 cache when it is read again. Not run on a GPU
+yet.
 """
 
 import functools

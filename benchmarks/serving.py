@@ -7,9 +7,10 @@
     python -m benchmarks.serving --dry-run           # on the CPU, tiny
 
 The engine is the same for all: continuous batching, a cache in pages, samples that share their prompt's pages. A backend is an
-attn_implementation, which was called "paged|..." before. A reading goes from new random prompts on the host, so that no page is found
-again, to all tokens on the host. What the engine prepares once is not in it, nor that generate_batch waits for its thread to end. Each
-backend has one engine, as large as the largest batch needs, and prints its rows before the next one begins.
+attn_implementation, which was called "paged|..." before; "in pages" is attnzoo_flash with `hub.use_pages`. A reading goes from new random
+prompts on the host, so that no page is found again, to all tokens on the host. What the engine prepares once is not in it, nor that
+generate_batch waits for its thread to end. Each backend has one engine, as large as the largest batch needs, and prints its rows before the
+next one begins.
 
 Before a figure is printed the backend writes the likeliest tokens in float32, which must be those that transformers' eager attention writes
 for each prompt alone. The figures are of `--dtype`, with drawn tokens.
@@ -25,13 +26,12 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from attnzoo.attention.flash import FlashAttention
-from attnzoo.hub import use_shared_prefixes
+from attnzoo.hub import use_pages
 from attnzoo.models import GPT, decoding
 from benchmarks import harness
 from benchmarks.harness import Backend, Entry, Line, Pass, Session
@@ -138,15 +138,15 @@ def expected(case: Case) -> Tensor:
     return torch.cat([eager.generate(ids, attention_mask=torch.ones_like(ids), **how)[:, ids.shape[1] :].cpu() for ids in rows])
 
 
-def backend(name: str, package: str | None = None, implementation: str | None = None, share: bool = False) -> Backend:
+def backend(name: str, package: str | None = None, implementation: str | None = None, pages: dict[str, bool] | None = None) -> Backend:
     def missing() -> str | None:
         found = package is None or importlib.util.find_spec(package) is not None
         return None if found else f"cannot run: the package {package} is not installed"
 
     def make(case: Case, _) -> Pass:
         ours = model(case, implementation or name)
-        if share:
-            use_shared_prefixes(ours)
+        if pages is not None:
+            use_pages(ours, **pages)
         checked = replace(case, prompts=CHECKED_PROMPTS)
         found = written(ours, checked, checked.inputs(0), 2, CHECKED_TOKENS, top_k=1)  # the likeliest
         equal = torch.equal(found, expected(checked).repeat_interleave(2, dim=0))
@@ -160,7 +160,8 @@ def backend(name: str, package: str | None = None, implementation: str | None = 
 
 
 BACKENDS = {one.name: one for one in (
-    backend("attnzoo_flash"), backend("attnzoo_flash, prefixes once", implementation="attnzoo_flash", share=True), backend("sdpa"),
+    backend("attnzoo_flash"), backend("in pages", implementation="attnzoo_flash", pages={}),
+    backend("in pages, prefixes once", implementation="attnzoo_flash", pages={"share_prefixes": True}), backend("sdpa"),
     backend("flash_attention_2", "flash_attn"), backend("flash_attention_3", "flash_attn_interface"))}
 
 
@@ -212,8 +213,8 @@ def samples(session: Session) -> Iterator[list[Row]]:
               attention=FlashAttention, **sizes).eval().to(session.device)
 
     def made(dtype: torch.dtype, count: int, shared: bool) -> decoding.Decoding:
-        with patch.object(decoding, "SHARED", 1 if shared else sys.maxsize), torch.autocast(session.device, dtype, dtype != torch.float32):
-            return gpt.decoding(prompt, steps + 2, samples=count, temperature=0, graph=None)
+        with torch.autocast(session.device, dtype, dtype != torch.float32):
+            return gpt.decoding(prompt, steps + 2, samples=count, temperature=0, graph=None, pages=shared)
 
     def tokens(count: int, shared: bool) -> Tensor:
         found = made(torch.float32, count, shared)

@@ -110,8 +110,7 @@ def test_beginnings_that_are_alike_are_read_in_the_pages_of_one_text(attention, 
     lengths = lengths.clamp(min=20)
     how = {"samples": 3} if kind == "samples" else {"shared": 17}
     expected = model.generate(ids, 12, lengths=lengths, generator=torch.Generator(device).manual_seed(3), **how)
-    monkeypatch.setattr(decoding, "SHARED", 1)
-    found = model.decoding(ids, 12, lengths=lengths, generator=torch.Generator(device).manual_seed(3), **how)
+    found = model.decoding(ids, 12, lengths=lengths, generator=torch.Generator(device).manual_seed(3), pages=True, **how)
     drawn = [found.step().clone()]
     for cache in found.caches:
         for buffer in cache.buffers:
@@ -121,6 +120,11 @@ def test_beginnings_that_are_alike_are_read_in_the_pages_of_one_text(attention, 
                 buffer[row, : 0 if own else alike // 8 * 8] = torch.nan
     drawn += [found.step().clone() for _ in range(11)]
     assert torch.equal(torch.cat(drawn, 1), expected[:, ids.shape[1] :])
+
+
+def test_pages_need_a_variant_that_reads_them():
+    with pytest.raises(ValueError, match="pages=True: no layer of this model reads pages"):
+        build("sdpa", "rotary", "cpu").generate(prompts("cpu")[0], 1, pages=True)
 
 
 def test_samples_are_one_at_least():

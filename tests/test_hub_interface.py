@@ -10,7 +10,8 @@ import torch
 from torch.testing import assert_close
 
 from attnzoo.hub import engine
-from attnzoo.hub.interface import attention_mask, flash, register, use_block_sparse, use_shared_prefixes
+from attnzoo.hub.engine import use_pages
+from attnzoo.hub.interface import attention_mask, flash, register, use_block_sparse
 from attnzoo_kernels import decode_attention
 from attnzoo_kernels.block_sparse.patterns import Pattern
 from benchmarks.accuracy import error_ratio
@@ -161,11 +162,12 @@ def spied(monkeypatch):
 
 
 @in_pages
-@pytest.mark.parametrize("padded", (False, True))
+@pytest.mark.parametrize("mode", ("gathered", "in pages", "in pages, padded"))
 @each_causal
-def test_continuous_batching_writes_what_each_prompt_gives_alone(kind, padded, monkeypatch):
+def test_continuous_batching_writes_what_each_prompt_gives_alone(kind, mode, monkeypatch):
     """transformers' engine, which keeps its cache in pages: prompts read in pieces, tokens of several sequences in one call; batches that
     are filled up with empty sequences, as those of CUDA graphs are."""
+    padded = mode == "in pages, padded"
     if padded:
         made = ModelRunner.__init__
 
@@ -176,10 +178,12 @@ def test_continuous_batching_writes_what_each_prompt_gives_alone(kind, padded, m
         monkeypatch.setattr(ModelRunner, "__init__", fill_up)
     calls = spied(monkeypatch)
     model = build(kind, "attnzoo_flash", torch.float32)
+    if mode != "gathered":
+        use_pages(model)
     prompts = [ids(1, length)[0].tolist() for length in (5, 30, 2)]
     how = {"page_size": 4 if padded else 16, "max_batch_tokens": 16}
     found = written(model, prompts, **how, max_requests_per_batch=4)
-    assert {(sequences, in_pages) for sequences, in_pages, _ in calls} >= {(4 if padded else 3, True)}
+    assert ((4 if padded else 3, True, False) in calls) == (mode != "gathered") == bool(calls)
     if kind not in ("gemma2", "gpt_oss"):  # which transformers lets nobody read with sdpa
         assert found == written(build(kind, "sdpa", torch.float32), prompts, **how)
     calls.clear()
@@ -191,7 +195,7 @@ def test_continuous_batching_writes_what_each_prompt_gives_alone(kind, padded, m
 @pytest.mark.parametrize("share", (False, True))
 def test_samples_in_the_engine_read_the_pages_of_their_prompt(share, monkeypatch):
     calls = spied(monkeypatch)
-    model = use_shared_prefixes(build("llama", "attnzoo_flash", torch.float32), share)
+    model = use_pages(build("llama", "attnzoo_flash", torch.float32), share_prefixes=share)
     prompts = [ids(1, length)[0].tolist() for length in (21, 8)]
     found = written(model, prompts, samples=3, page_size=4, max_batch_tokens=32)
     alone = [text for text in written(build("llama", "sdpa", torch.float32), prompts, page_size=4, max_batch_tokens=32) for _ in range(3)]
@@ -205,7 +209,7 @@ def test_samples_in_the_engine_read_the_pages_of_their_prompt(share, monkeypatch
 def test_the_engine_reads_pages_on_a_gpu(kind, share, monkeypatch):
     """In CUDA graphs, which are captured for powers of two of texts."""
     calls = spied(monkeypatch)
-    model = use_shared_prefixes(build(kind, "attnzoo_flash", torch.float32).cuda(), share)
+    model = use_pages(build(kind, "attnzoo_flash", torch.float32).cuda(), share_prefixes=share)
     prompts = [ids(1, length)[0].tolist() for length in (21, 8, 1)]
     found = written(model, prompts, samples=3, page_size=16, max_batch_tokens=32, max_requests_per_batch=16)
     expected = [model.generate(torch.tensor([prompt]).cuda(), generation_config=WRITTEN)[0, len(prompt) :].tolist() for prompt in prompts]

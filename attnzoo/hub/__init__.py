@@ -6,12 +6,13 @@ Importing it imports transformers and registers `attnzoo_flash`, `attnzoo_block_
 from attnzoo.hub import auto, fox, interface
 from attnzoo.hub.auto import from_checkpoint
 from attnzoo.hub.dual_chunk import use_dual_chunk
-from attnzoo.hub.interface import use_block_sparse, use_shared_prefixes
+from attnzoo.hub.engine import use_pages
+from attnzoo.hub.interface import use_block_sparse
 from attnzoo.hub.two_frame import use_two_frame
 from attnzoo.hub.weights import attention_from_huggingface, config_from_huggingface, from_huggingface, save_huggingface
 
 __all__ = ["attention_from_huggingface", "config_from_huggingface", "from_checkpoint", "from_huggingface", "save_huggingface",
-           "use_block_sparse", "use_dual_chunk", "use_shared_prefixes", "use_two_frame"]
+           "use_block_sparse", "use_dual_chunk", "use_pages", "use_two_frame"]
 
 interface.register()
 auto.register()

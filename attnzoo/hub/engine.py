@@ -1,4 +1,4 @@
-"""transformers' engine, `generate_batch`, with attnzoo_flash: new tokens read keys and values in the pages where the engine keeps them.
+"""transformers' engine, `generate_batch`, with attnzoo_flash: with `use_pages` new tokens read keys and values where the engine keeps them.
 
 The engine hands its block table to flash-attn alone, and not for layers with a window. Their pages are a ring that holds exactly the keys
 that the newest query sees. Attention does not look at their order, so that they are read as they lie.
@@ -10,14 +10,36 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.hub.own_configs import own_configs
 from attnzoo_kernels import decode_attention
 
 NAME = "attnzoo_flash"
 
 
+def use_pages(model: torch.nn.Module, *, share_prefixes: bool = False) -> torch.nn.Module:
+    """Have `generate_batch` with attnzoo_flash read the engine's pages where they lie, in place; returns the model.
+
+    Without it, and in batches with prompts in them, keys and values are gathered from their pages for each call. It needs transformers 5.20
+    and has not run on a GPU yet, only on CPUs, so that it is for those who ask for it.
+
+    share_prefixes: pages that several texts begin with are read once (`decode_attention(share_prefixes=True)`), which is for many samples
+    of long prompts and costs time where nothing is shared.
+    The choice is written to the model's config, of which it gets a copy of its own, as `attnzoo_pages`. An engine that the model keeps was
+    made before: `model.destroy_cached_continuous_batching_manager()` gives it up.
+    """
+    own_configs(model)
+    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
+        config.attnzoo_pages = {"share_prefixes": share_prefixes}
+    return model
+
+
+def _in_pages(config: Any) -> bool:
+    return config._attn_implementation == NAME and getattr(config, "attnzoo_pages", None) is not None
+
+
 def register() -> None:
-    """Have the engine hand over its block table where a batch has one new token of each text. Before transformers 5.20 its pages are
-    others: there keys and values are gathered."""
+    """Have the engine hand over its block table for `use_pages`, where a batch has one new token of each text. Before transformers 5.20 its
+    pages are others."""
     from transformers.generation.continuous_batching import initialization
 
     asked = initialization.ensure_decode_fast_path_is_available
@@ -27,7 +49,7 @@ def register() -> None:
 
     @functools.wraps(asked)
     def ensure_decode_fast_path_is_available(config: Any, *arguments: Any, **options: Any) -> None:
-        if config._attn_implementation != NAME:
+        if not _in_pages(config):
             asked(config, *arguments, **options)
 
     initialization.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available
@@ -38,7 +60,7 @@ def register() -> None:
 
         def __init__(self, *arguments: Any, config: Any, **options: Any):
             super().__init__(*arguments, config=config, **options)
-            self.supports_block_table = config._attn_implementation == NAME
+            self.supports_block_table = _in_pages(config)
 
         fill_block_table = pages.fill_block_table
         get_cache_for_block_table = pages.get_cache_for_block_table
@@ -70,7 +92,7 @@ def decode(module: torch.nn.Module, cache: Any, q: Tensor, k: Tensor, v: Tensor,
     else:
         for page, new in zip(pages, (k, v), strict=True):
             page.flatten(0, 1).index_copy_(0, places, new[:, 0])
-    share = ring is None and options["window_size"][0] < 0 and getattr(module.config, "attnzoo_share_prefixes", False)
+    share = ring is None and options["window_size"][0] < 0 and module.config.attnzoo_pages["share_prefixes"]
     if ring is not None:
         options = options | {"window_size": (-1, -1)}
     return decode_attention(q, *pages, cache_seqlens=lengths, block_table=table, share_prefixes=share, **options).transpose(0, 1)

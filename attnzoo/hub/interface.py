@@ -45,19 +45,6 @@ def register() -> None:
     engine.register()
 
 
-def use_shared_prefixes(model: torch.nn.Module, share: bool = True) -> torch.nn.Module:
-    """Have `generate_batch` with attnzoo_flash read pages once that several texts begin with, in place; returns the model.
-
-    It is `decode_attention(share_prefixes=True)`, which pays for many samples of long prompts, and costs time where nothing is shared. The
-    choice is written to the model's config, of which it gets a copy of its own, as `attnzoo_share_prefixes`. An engine that the model keeps
-    has captured its steps before: `model.destroy_cached_continuous_batching_manager()` gives it up.
-    """
-    own_configs(model)
-    for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-        config.attnzoo_share_prefixes = share
-    return model
-
-
 def use_block_sparse(model: torch.nn.Module, pattern: str = "longformer", **options: Any) -> torch.nn.Module:
     """Give a transformers model attnzoo_block_sparse with a pattern of `attnzoo_kernels.block_sparse.patterns`, in place; returns it.
 

@@ -14,7 +14,6 @@ from attnzoo.models.blocks import in_compute_dtype
 AHEAD = 8  # tokens that a GPU is told to make before the host looks at the first of them
 WARM_UP = 2  # tokens that are made behind the prompts' own before a graph is captured: kernels are compiled and libraries take memory
 GRAPHED = WARM_UP + 2  # tokens from which on a graph makes them
-SHARED = 2**17  # tokens of all texts, from which on beginnings that are alike are read in shared pages: 16 texts of 8192 were faster so
 
 
 class Decoding:
@@ -26,20 +25,17 @@ class Decoding:
 
     def __init__(self, model: nn.Module, input_ids: Tensor, max_new_tokens: int, *, lengths: Tensor | None = None, temperature: float = 1.0,
                  top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None,
-                 graph: bool | None = False, samples: int = 1, shared: int = 0):
-        _check(model, input_ids, max_new_tokens, lengths, temperature, top_k, top_p, samples, shared)
+                 graph: bool | None = False, samples: int = 1, shared: int = 0, pages: bool = False):
+        _check(model, input_ids, max_new_tokens, lengths, temperature, top_k, top_p, samples, shared, pages)
         self.model, self.input_ids, self.max_new_tokens, self.lengths, self.samples = model, input_ids, max_new_tokens, lengths, samples
-        self.shared = shared
+        self.shared, self.pages = shared, pages
         self.how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
         reason = why_no_graph(model, input_ids.device)
         if graph and reason:
             raise ValueError(f"graph=true: {reason}; null takes a graph where there can be one")
         self.graphed = reason is None if graph is None else graph
-        alike = samples > 1 or shared > 0
-        self.in_pages = (alike and model.supports.cache and any(block.attention.reads_pages for block in model.blocks)
-                         and input_ids.numel() * samples >= SHARED)
         max_len = input_ids.shape[1] + max_new_tokens
-        max_len += -max_len % PAGE if self.in_pages else 0
+        max_len += -max_len % PAGE if pages else 0
         self.caches = model.new_cache(input_ids.shape[0], max_len) if model.supports.cache else None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.drawn: Tensor | None = None  # (batch * samples, 1), the tokens drawn last
@@ -119,7 +115,7 @@ class Decoding:
             for cache in self.caches or ():
                 cache.take(rows)
             self.input_ids, logits, ends = (x[rows] for x in (self.input_ids, logits, ends))
-        if self.in_pages:
+        if self.pages:
             first = torch.arange(0, ends.shape[0], self.samples, device=ends.device).repeat_interleave(self.samples)
             table = block_table(ends.shape[0], self.caches[0].max_len, [(first, ends), (torch.zeros_like(first), self.shared)], ends.device)
             for cache in self.caches:
@@ -201,7 +197,7 @@ def draw(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top
 
 
 def _check(model: nn.Module, input_ids: Tensor, max_new_tokens: int, lengths: Tensor | None, temperature: float, top_k: int | None,
-           top_p: float | None, samples: int, shared: int) -> None:
+           top_p: float | None, samples: int, shared: int, pages: bool) -> None:
     if input_ids.dim() != 2 or input_ids.shape[1] < 1:
         raise ValueError(f"input_ids: must be (batch, seqlen) with at least one token, got shape {tuple(input_ids.shape)}")
     if max_new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):
@@ -225,6 +221,8 @@ def _check(model: nn.Module, input_ids: Tensor, max_new_tokens: int, lengths: Te
             raise ValueError(f"shared={shared}: must be less than the shortest row's {shortest} tokens, and all rows begin alike so far")
         if not model.reads_in_parts:
             raise ValueError(f"shared={shared}: this model reads a text otherwise in parts than at once, or has no cache; leave it out")
+    if pages and not (model.supports.cache and any(block.attention.reads_pages for block in model.blocks)):
+        raise ValueError("pages=True: no layer of this model reads pages, as those of attention=flash do; leave it out")
     # the last token drawn is never read
     model._check_length(input_ids.shape[1] + max_new_tokens - 1)
 
