@@ -70,6 +70,14 @@ def attnzoo(case: Case, **options: Any) -> GPT:
                train_context=case.seqlen, mlp="gelu_tanh", positions="learned", bias=False, **options)
 
 
+def attnzoo_joined(case: Case, **options: Any) -> GPT:
+    """The same with GELU at the end of the products around it."""
+    model = attnzoo(case, **options)
+    for block in model.blocks:
+        block.mlp.joined = True
+    return model
+
+
 def attnzoo_fp8(case: Case, **options: Any) -> GPT:
     """The same with 8-bit products in training steps."""
     if reason := fp8.why_not(torch.device(DEVICE)):
@@ -124,6 +132,8 @@ TRAININGS: dict[str, tuple[Callable[[Case], nn.Module], Callable[[nn.Module, dic
     "attnzoo-graphs": (attnzoo, attnzoo_loss, "reduce-overhead"),
     "attnzoo-residual": (partial(attnzoo, autocast_residual=True), attnzoo_loss, "reduce-overhead"),
     "attnzoo-split": (partial(attnzoo, split_residual=True), attnzoo_loss, "reduce-overhead"),
+    "attnzoo-joined": (attnzoo_joined, attnzoo_loss, "reduce-overhead"),
+    "attnzoo-split-joined": (partial(attnzoo_joined, split_residual=True), attnzoo_loss, "reduce-overhead"),
     "attnzoo-fp8": (attnzoo_fp8, attnzoo_loss, "reduce-overhead"),
     "attnzoo-fp8-residual": (partial(attnzoo_fp8, autocast_residual=True), attnzoo_loss, "reduce-overhead"),
     "attnzoo-fp8-split": (partial(attnzoo_fp8, split_residual=True), attnzoo_loss, "reduce-overhead"),
