@@ -33,6 +33,7 @@ from attnzoo.attention.flash import FlashAttention
 from attnzoo.models import GPT
 from attnzoo.training.loggers import read_metrics
 from attnzoo.training.module import summed_loss
+from attnzoo.training.one_launch import Copies, OneLaunchAdamW
 from benchmarks import harness
 from benchmarks.accuracy import error_ratio
 from benchmarks.bert import DEVICE, Training, profile_rows, rates, shares_of_peak
@@ -127,6 +128,21 @@ def logits_loss(model: nn.Module, batch: dict) -> Tensor:
     return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
+class OneLaunch(Training):
+    """With `attnzoo.training.one_launch`."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.copies = Copies(self.model)
+        groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in self.optimizer.param_groups]
+        first = self.optimizer.param_groups[0]
+        self.optimizer = OneLaunchAdamW(groups, copies=self.copies, **{key: first[key] for key in ("lr", "betas", "eps")})
+
+    def step(self, batch: dict) -> Tensor:
+        with self.copies.standing_in():
+            return super().step(batch)
+
+
 # the model, its loss, the mode of torch.compile
 TRAININGS: dict[str, tuple[Callable[[Case], nn.Module], Callable[[nn.Module, dict], Tensor], str | None]] = {
     "attnzoo-graphs": (attnzoo, attnzoo_loss, "reduce-overhead"),
@@ -144,6 +160,8 @@ TRAININGS: dict[str, tuple[Callable[[Case], nn.Module], Callable[[nn.Module, dic
     "attnzoo-eager": (attnzoo, attnzoo_loss, None),
     "nanogpt-eager": (NanoGPT, logits_loss, None),
 }
+TRAININGS |= {f"{name}-copies": TRAININGS[name] for name in ("attnzoo-graphs", "attnzoo-split", "attnzoo-split-joined", "attnzoo-eager")}
+ONE_LAUNCH = [name for name in TRAININGS if name.endswith("-copies")]
 USUAL = ("attnzoo-graphs", "attnzoo-split", "nanogpt")  # the others when they are named
 EAGER = ("attnzoo-eager", "nanogpt-eager")
 
@@ -156,7 +174,8 @@ def backend(name: str) -> Backend:
         error = logits_error(model, case, batches[0]["input_ids"][:1])
         # what one case compiles must not make the next one's shapes dynamic
         of_loss = loss if mode is None else torch.compile(loss, mode=None if mode == "default" else mode, dynamic=False)
-        trained, turn = Training(model, True, of_loss, DEVICE), itertools.cycle(batches)
+        kind = OneLaunch if name in ONE_LAUNCH else Training
+        trained, turn = kind(model, True, of_loss, DEVICE), itertools.cycle(batches)
         run = Pass(lambda: trained.step(next(turn)), lambda: (), [error])
         for _ in range(4 if mode else 1):  # compiles, and captures graphs
             run.forward()
