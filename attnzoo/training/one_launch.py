@@ -1,4 +1,4 @@
-"""AdamW in a launch or two, and matrices that products read in bfloat16 without a cast in each step."""
+"""AdamW in a launch or two, and matrices that products read in bfloat16 without a cast in each step. Not run on a GPU yet."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +18,10 @@ class Copies:
     """
 
     def __init__(self, model: nn.Module):
+        self._model = model
         places = [(module, module.weight) for module in model.blocks.modules() if type(module) is nn.Linear]
         # parameters, so that CUDA graphs of torch.compile take them for something that stays where it is
-        self._of = {p: nn.Parameter(p.detach().to(torch.bfloat16)) for _, p in places}
+        self._of = {p: nn.Parameter(p.detach().to(torch.bfloat16), p.requires_grad) for _, p in places}
         self._places = [(module._parameters, p, self._of[p]) for module, p in places]
         self._versions = self._seen()
 
@@ -57,6 +58,16 @@ class Copies:
         copy = self.of(parameter)
         return parameter.grad if copy is None else copy.grad
 
+    def gradient_norm(self) -> Tensor:
+        """Of all parameters together, float32, ()."""
+        found = [gradient for p in self._model.parameters() if (gradient := self.gradient(p)) is not None]
+        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(found, 2, dtype=torch.float32)))
+
+
+def _with_steps_apart(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Each parameter with a step of its own, as torch.optim.AdamW counts them."""
+    return {**state_dict, "state": {key: {**own, "step": own["step"].clone()} for key, own in state_dict["state"].items()}}
+
 
 class OneLaunchAdamW(AdamW):
     """torch.optim.AdamW, whose groups, state and checkpoints it has, on GPUs by `attnzoo_kernels.adamw`.
@@ -69,6 +80,7 @@ class OneLaunchAdamW(AdamW):
         super().__init__(groups, fused=True, **adamw)
         self.copies = copies
         self.scale: Tensor | None = None
+        self.register_state_dict_post_hook(lambda _, state_dict: _with_steps_apart(state_dict))
         self.register_load_state_dict_post_hook(lambda _: self._share_steps())
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:

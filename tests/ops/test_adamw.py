@@ -32,15 +32,16 @@ def by_torch(dtype: torch.dtype, given: torch.dtype, scale: float, steps: int) -
     return [[p.detach() for p in parameters], *([optimizer.state[p][name] for p in parameters] for name in ("exp_avg", "exp_avg_sq"))]
 
 
+@pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("given, copies", [(torch.float32, False), (torch.bfloat16, True)])
-def test_steps_are_those_of_pytorch(given, copies):
+def test_steps_are_those_of_pytorch(given, copies, impl):
     own = weights()
     tensors = AdamWTensors(own, own, *([torch.zeros_like(w) for w in own] for _ in range(2)),
                            [torch.full_like(w, torch.nan, dtype=torch.bfloat16) for w in own] if copies else None)
     steps, scale = 6, 0.37
     for step in range(steps):
         now = AdamWTensors(own, gradients(step, given), tensors.means, tensors.squares, tensors.copies)
-        adamw_(now, step=step + 1, scale=torch.tensor(scale, device=DEVICE), **NUMBERS)
+        adamw_(now, step=step + 1, scale=torch.tensor(scale, device=DEVICE), impl=impl, **NUMBERS)
     eager, exact = (by_torch(dtype, given, scale, steps) for dtype in (torch.float32, torch.float64))
     for ours, same, truth in zip((own, tensors.means, tensors.squares), eager, exact, strict=True):
         for value, theirs, right in zip(ours, same, truth, strict=True):
@@ -59,7 +60,7 @@ def test_tensors_that_lie_askew_and_without_scale():
     for parameter, gradient in zip(theirs, given, strict=True):
         parameter.grad = gradient.clone()
     torch.optim.AdamW(theirs, **NUMBERS).step()
-    adamw_(AdamWTensors(own, given, *([torch.zeros_like(w) for w in own] for _ in range(2))), step=1, **NUMBERS)
+    adamw_(AdamWTensors(own, given, *([torch.zeros_like(w) for w in own] for _ in range(2))), step=1, impl="triton", **NUMBERS)
     assert_close(own, [p.detach() for p in theirs], rtol=2e-6, atol=2e-7)
     assert memory[0] == 0 and torch.equal(memory[2 * 4099 :], torch.arange(2 * 4099, 3 * 4099, device=DEVICE) / 1e4)
 

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnzoo_kernels import checks
+from attnzoo_kernels import checks, dispatch
+from attnzoo_kernels.adamw.reference import adamw_reference
 
 __all__ = ["AdamWTensors", "adamw_"]
+
+IMPLEMENTATIONS = ("triton", "reference")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,15 +30,15 @@ class AdamWTensors:
 
 
 def adamw_(tensors: AdamWTensors, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int,
-           scale: Tensor | None = None) -> None:
-    """One step of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) in place, as torch.optim.AdamW makes it, on a GPU.
+           scale: Tensor | None = None, impl: str | None = None) -> None:
+    """One step of AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) in place, as torch.optim.AdamW makes it.
 
     step: of how many steps this is the last, from 1. scale: float32, (), a factor of all gradients, which stay as they are.
+    Not run on a GPU yet.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be.
     """
-    from attnzoo_kernels.adamw.kernel import launch
-
     checks.integer("step", step, 1)
     for name in ("weights", "gradients", "means", "squares", "copies"):
         own = getattr(tensors, name)
@@ -52,5 +55,12 @@ def adamw_(tensors: AdamWTensors, *, lr: float, betas: tuple[float, float], eps:
                                  f"is, got {tuple(x.shape)} with strides {x.stride()} on {x.device}")
     if scale is not None and (scale.dtype != torch.float32 or scale.dim()):
         raise TypeError(f"scale: must be float32 of shape (), got {scale.dtype} of shape {tuple(scale.shape)}")
-    if tensors.weights:
+    if not tensors.weights:
+        return
+    if dispatch.takes_reference("adamw", impl, "tensors.weights", tensors.weights[0], IMPLEMENTATIONS):
+        adamw_reference(tensors, lr, betas, eps, weight_decay, step, scale)
+    else:
+        from attnzoo_kernels.adamw.kernel import launch
+
+        dispatch.note("adamw forward", "triton")
         launch(tensors, lr, betas, eps, weight_decay, step, scale)
