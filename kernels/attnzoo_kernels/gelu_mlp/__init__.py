@@ -21,7 +21,8 @@ def gelu_mlp(x: Tensor, up: Tensor, down: Tensor, *, approximate: str = "none", 
     torch.nn.Linear has them, of x's dtype; for "triton" all sizes are multiples of 8.
     approximate: "none" or "tanh", as of `attnzoo_kernels.bias_gelu`.
 
-    Returns (..., out) in x's dtype. x upᵀ is rounded to it before GELU. Not run on a GPU yet: models take it where a benchmark says so. The derivative can be taken once; repeated runs give the same bits.
+    Returns (..., out) in x's dtype. x upᵀ is rounded to it before GELU. The derivative can be taken once; repeated runs give the same
+    bits. Not run on a GPU yet: models take it where `benchmarks.gpt` says so.
     impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
