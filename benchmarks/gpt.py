@@ -33,10 +33,10 @@ from attnzoo.attention.flash import FlashAttention
 from attnzoo.models import GPT
 from attnzoo.training.loggers import read_metrics
 from attnzoo.training.module import summed_loss
-from attnzoo.training.one_launch import Copies, OneLaunchAdamW
+from attnzoo.training.one_launch import Copies
 from benchmarks import harness
 from benchmarks.accuracy import error_ratio
-from benchmarks.bert import DEVICE, Training, profile_rows, rates, shares_of_peak
+from benchmarks.bert import DEVICE, RECIPE, Training, profile_rows, rates, shares_of_peak
 from benchmarks.harness import Backend, Entry, Line, Pass, Session
 from benchmarks.report import Row
 
@@ -132,11 +132,10 @@ class OneLaunch(Training):
     """With `attnzoo.training.one_launch`."""
 
     def __post_init__(self):
-        super().__post_init__()
         self.copies = Copies(self.model)
-        groups = [{"params": group["params"], "weight_decay": group["weight_decay"]} for group in self.optimizer.param_groups]
-        first = self.optimizer.param_groups[0]
-        self.optimizer = OneLaunchAdamW(groups, copies=self.copies, **{key: first[key] for key in ("lr", "betas", "eps")})
+        matrices = {name for name, parameter in self.model.named_parameters() if parameter.ndim >= 2}
+        self.optimizer, self.schedule = RECIPE.build(
+            self.model.named_parameters(), matrices=matrices, total_steps=lambda: 1, scaled_gradients=False, copies=self.copies)
 
     def step(self, batch: dict) -> Tensor:
         with self.copies.standing_in():
@@ -239,6 +238,8 @@ TRAINERS: dict[str, list[str]] = {
     "usual": [],
     "residual": ["model.autocast_residual=true"],
     "split": ["model.split_residual=true"],
+    "copies": ["optimizer.copies=true"],
+    "split copies": ["model.split_residual=true", "optimizer.copies=true"],
     "all logits": ["fused_loss=false"],
     "fp8": ["trainer.precision=fp8"],
     "fp8 split": ["trainer.precision=fp8", "model.split_residual=true"],

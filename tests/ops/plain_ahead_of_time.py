@@ -194,6 +194,26 @@ def routed():
             parts.launch_merge_backward(q, lse, q, stats, part, torch.stack((part_lse, part_lse)), place, q, stats, 1)
 
 
+def training():
+    """What is beside attention in a step: norms of a split stream, products with GELU, AdamW."""
+    from attnzoo_kernels.adamw import AdamWTensors, kernel
+    from attnzoo_kernels.add_norm import backward, forward
+    from attnzoo_kernels.gelu_mlp import products
+
+    x, weight = torch.zeros(256, 768, dtype=BF16), torch.zeros(768)
+    low = x.to(torch.int16)
+    for begins, rms, bias, last in ((False, False, None, False), (True, False, weight, False), (False, True, None, True)):
+        given = (x.float(), None, None) if begins else (x, low, x)
+        high, _, _, means, scales = forward.launch_forward(*given, weight, bias, 1e-5, rms, last)
+        backward.launch_backward(high, x, None if last else x, weight, means, scales, bias is not None)
+    matrix = torch.zeros(3072, 768, dtype=BF16)
+    for tanh in (True, False):
+        between, _ = products.launch_forward(x, matrix, tanh)
+        products.launch_backward(x, matrix.t(), between, tanh)
+    for gradient, copies in ((weight, None), (weight.to(BF16), [weight.to(BF16)])):
+        kernel.launch(AdamWTensors([weight], [gradient], [weight], [weight], copies), 1e-3, (0.9, 0.95), 1e-8, 0.1, 1, None)
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     triton.compiler.CompiledKernel.__getitem__ = lambda self, grid: lambda *arguments: None  # a second launch of what is compiled
@@ -213,7 +233,7 @@ def main() -> None:
         compiled.clear()
         globals()[operator]()
         for name, constants, kernel in {id(kernel): (name, constants, kernel) for name, constants, kernel in compiled}.values():
-            if operator != "routed" and "PRECISION" not in constants:
+            if operator not in ("routed", "training") and "PRECISION" not in constants:
                 continue
             registers, stack = resources(kernel.asm["cubin"])
             shown = {key: constants.get(key) for key in ("HEAD_DIM", "VALUE_DIM", "PRECISION", "BLOCK_M", "BLOCK_N", "PACKED", "TMA")}

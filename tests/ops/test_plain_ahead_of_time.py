@@ -1,4 +1,4 @@
-"""The plain kernels of block_sparse, dual_chunk and routed attention compile for sm_90, fit its shared memory and spill little."""
+"""Plain kernels of block_sparse, dual_chunk, routed attention and of training compile for sm_90, fit its shared memory, spill little."""
 
 import pytest
 from compiled_kernels import compiled_kernels
@@ -9,7 +9,8 @@ SPILLED = 512  # bytes of stack a thread; the most is 296, of 16-bit packed dK/d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operator, count", (
-    pytest.param("block_sparse", 24, marks=pytest.mark.tables), pytest.param("dual_chunk", 22, marks=pytest.mark.tables), ("routed", 25)))
+    pytest.param("block_sparse", 24, marks=pytest.mark.tables), pytest.param("dual_chunk", 22, marks=pytest.mark.tables), ("routed", 25),
+    ("training", 12)))
 def test_kernels_fit_and_spill_little(operator, count):
     kernels = compiled_kernels("plain_ahead_of_time.py", 90, operator)
     assert len(kernels) == count
