@@ -18,7 +18,7 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import attnzoo_kernels.msa
+import attnzoo_kernels.nsa
 from attnzoo_kernels import flash_attention, moba_attention, moba_blocks, msa_attention, msa_blocks, nsa_attention, routed_attention
 from attnzoo_kernels.flash import cases as dense_cases
 from attnzoo_kernels.nsa import cases as nsa_cases
@@ -98,6 +100,25 @@ def attnzoo(impl: str | None) -> Callable[[Any, Problem], Pass]:
         return differentiable(functools.partial(x.call, blocks=x.blocks, impl=impl), tuple(x.leaves), x.dout)
 
     return make
+
+
+@contextmanager
+def switched(module: Any, name: str) -> Iterator[None]:
+    """With what the operator does not do by itself, because it has not run on a GPU yet."""
+    before = getattr(module, name)
+    setattr(module, name, True)
+    try:
+        yield
+    finally:
+        setattr(module, name, before)
+
+
+def by_kernels(case: Any, x: Problem) -> Pass:
+    """The choice in every call, with kernels in place of PyTorch's operations around the products of NSA."""
+    if not isinstance(case, nsa_cases.Case):
+        raise Unsupported("written for all branches of NSA")
+    return differentiable(functools.partial(x.call, blocks=None, impl=None), tuple(x.leaves), x.dout,
+                          scope=lambda: switched(attnzoo_kernels.nsa, "FOLD_BY_KERNELS"))
 
 
 def choosing(case: Any, x: Problem) -> Pass:
@@ -217,6 +238,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("attnzoo", attnzoo(None)),
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("attnzoo with its choice", choosing),
+        Backend("attnzoo with its choice, by kernels", by_kernels),
         Backend("flex", flex, limit=peers.PEER_LIMIT),
         Backend("fla", fla, fla_missing, limit=peers.PEER_LIMIT),
         *(Backend(DENSE + name, Dense(name), peers.BACKENDS[name].missing, peers.BACKENDS[name].limit)
@@ -348,9 +370,11 @@ def indexer(session: Session) -> Iterator[list[Row]]:
             return torch.autograd.grad((out, loss), leaves, (dout, torch.ones_like(loss)))
 
         calls = {"choice": functools.partial(msa_blocks, *index, **sizes), "forward and backward": attend, "with the loss": learn}
-        readings = session.timing.measure({name: Candidate(call, nullcontext) for name, call in calls.items()})
+        candidates = {name: Candidate(call, nullcontext) for name, call in calls.items()}
+        candidates["with the loss, by a kernel"] = Candidate(learn, lambda: switched(attnzoo_kernels.msa, "LOSS_BY_KERNEL"))
+        readings = session.timing.measure(candidates)
         ms = {name: statistics.median(times) for name, times in readings.items()}
-        columns = [Entry(name, session.backends[0], case, x, {}, float) for name in calls]
+        columns = [Entry(name, session.backends[0], case, x, {}, float) for name in candidates]
         yield Line("routed", "indexer", f"d{case.head_dim}, {o.block_count} blocks of {case.block_size}", seqlen).rows(
             columns, Prepared({}, {}, {}), "forward", "ms", ms, ms=ms)
 

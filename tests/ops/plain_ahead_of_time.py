@@ -164,6 +164,7 @@ def routed():
     """With the kernels that choose blocks and order pairs by them."""
     from attnzoo_kernels.moba import choose as moba
     from attnzoo_kernels.msa import choose as msa
+    from attnzoo_kernels.msa import loss
     from attnzoo_kernels.nsa import choose as nsa
     from attnzoo_kernels.nsa import units
     from attnzoo_kernels.routed import lists, parts
@@ -177,13 +178,17 @@ def routed():
         lse, place = torch.zeros(4, 256), torch.zeros(256 * 4, 3, dtype=torch.int32)
         moba.launch_blocks(q, k, bounds, bounds, bounds, torch.arange(20, dtype=torch.int32), 16, 3)
         msa.launch_blocks(q[:, :2], k[:, :1], bounds, bounds, 16, 3)
+        index_lse = torch.zeros(1, 2, 256)
+        dloss = loss.launch_loss(k, q, index_lse, 0.1)
+        loss.launch_loss_backward(dloss, k, q, index_lse, 0.1)
         _, _, token_place, source = units.launch_layout(bounds, bounds, 256, 32, 16)
         folded = units.launch_fold(q, None, source, 2, 16)
         units.launch_unfold(folded, token_place, 2, 16)
         gates = torch.zeros(256, 4, 3, dtype=dtype)
         units.launch_combine(folded, q, q, gates, token_place, 2, 16)
         units.launch_combine_backward(q, folded, q, q, gates, token_place, source, 2, 16)
-        nsa.launch_blocks(q, k, torch.zeros(64, folded.shape[0]), token_place, bounds, bounds, bounds, 32, 16, 64, 15, 0.1)
+        units.launch_unfold_lse(torch.zeros(64, folded.shape[0]), token_place, 2, 16)
+        nsa.launch_blocks(q, k, lse, bounds, bounds, bounds, 32, 16, 64, 15, 0.1)
         part, part_lse, stats = q.new_zeros(256 * 12, 1, width), torch.zeros(1, 256 * 12), torch.zeros(2, 4, 256)
         parts.launch_spread(q, None, place, 1)
         parts.launch_spread(q, stats, place, 1)

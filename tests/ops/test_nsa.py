@@ -11,9 +11,11 @@ from paths import GPU, PATHS
 from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
+import attnzoo_kernels.nsa
 from attnzoo_kernels import moba_attention, nsa_attention
-from attnzoo_kernels.nsa import compressed_bounds, ops
+from attnzoo_kernels.nsa import ops
 from attnzoo_kernels.nsa.cases import CORRECTNESS, LONG, SMALL, Case
+from attnzoo_kernels.nsa.fold import Fold, KernelFold
 from benchmarks.accuracy import assert_accurate
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -47,9 +49,15 @@ def check(case, impl="triton"):
                     run(case, "reference", torch.float64, blocks=blocks))
 
 
+@pytest.fixture(params=(False, True), ids=("operations", "kernels"))
+def fold_by_kernels(request, monkeypatch):
+    monkeypatch.setattr(attnzoo_kernels.nsa, "FOLD_BY_KERNELS", request.param)
+
+
 @needs_triton
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_error_is_at_most_twice_that_of_eager(case, poisoned):
+@pytest.mark.parametrize("case, fold_by_kernels", [(case, by) for n, case in enumerate(CASES) for by in (False, True)
+                                                   if GPU or by == n % 2], indirect=["fold_by_kernels"], ids=str)
+def test_error_is_at_most_twice_that_of_eager(case, fold_by_kernels, poisoned):
     check(case)
 
 
@@ -57,7 +65,7 @@ def test_error_is_at_most_twice_that_of_eager(case, poisoned):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", LONG, ids=str)
 @pytest.mark.parametrize("impl", ("triton", pytest.param("gluon", marks=pytest.mark.hopper)))
-def test_error_is_at_most_twice_that_of_eager_at_length(case, dtype, impl):
+def test_error_is_at_most_twice_that_of_eager_at_length(case, dtype, impl, fold_by_kernels):
     if impl == "gluon" and dtype == torch.float32:
         pytest.skip("the Hopper path takes 16 bits")
     check(replace(case, dtype=dtype), impl)
@@ -129,7 +137,7 @@ def test_the_reference_is_the_paper_s_formula():
 
 @pytest.mark.slow
 @needs_triton
-def test_it_compiles_to_what_eager_mode_computes():
+def test_it_compiles_to_what_eager_mode_computes(fold_by_kernels):
     x = Case(lengths_q=(9, 0, 24), head_dim=16, kv_heads=1, dtype=torch.float16, **SMALL).inputs(DEVICE)
     leaves = [t.detach().requires_grad_() for t in x[:6]]
 
@@ -143,8 +151,9 @@ def test_it_compiles_to_what_eager_mode_computes():
 
 
 @needs_triton
-def test_a_call_is_few_operations():
+def test_a_call_by_kernels_is_few_operations(monkeypatch):
     """Of PyTorch or of ours, views left out: each is a launch at least, and bounds the time of short inputs."""
+    monkeypatch.setattr(attnzoo_kernels.nsa, "FOLD_BY_KERNELS", True)
     x = Case(lengths_q=(9, 0, 24), head_dim=16, kv_heads=1, dtype=torch.float16, **SMALL).inputs(DEVICE)
     leaves = [t.detach().requires_grad_() for t in x[:6]]
     graphs = []
@@ -158,7 +167,7 @@ def test_a_call_is_few_operations():
                            backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
     torch.autograd.grad(attend(*leaves), leaves, x.dout)
     forward, backward = graphs
-    assert len(forward) <= 9 and len(backward) <= 7, graphs
+    assert len(forward) <= 10 and len(backward) <= 7, graphs
 
 
 @pytest.mark.parametrize("lengths_q, lengths_k", (((50,), (50,)), ((1, 0, 40, 9), (1, 0, 40, 9)), ((7, 1, 3, 0), (41, 30, 0, 8)),
@@ -168,7 +177,8 @@ def test_a_call_is_few_operations():
 def test_queries_with_the_same_keys_are_heads_of_one(lengths_q, lengths_k, size, stride):
     bounds_q, bounds_k = (torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=DEVICE) for lengths in (lengths_q, lengths_k))
     total_q = sum(lengths_q) + 3  # of which the last three are behind all sequences
-    bounds, units, place, source = ops.layout(bounds_q, bounds_k, total_q, size, stride)
+    by_operations = Fold.of(bounds_q, bounds_k, total_q, size, stride)
+    _, bounds, units, place, source = by_kernels = KernelFold.of(bounds_q, bounds_k, total_q, size, stride)
     expected, first_unit = [], 0
     for m, n in zip(lengths_q, lengths_k, strict=True):
         tokens = range(n - m + 1, n + 1)  # of which each query has seen as many
@@ -177,16 +187,16 @@ def test_queries_with_the_same_keys_are_heads_of_one(lengths_q, lengths_k, size,
         first_unit += n // stride - lowest + 1
     expected += [first_unit * stride + i for i in range(3)]
     assert place.tolist() == expected and units[-1] == first_unit
-    assert torch.equal(bounds, compressed_bounds(bounds_k, size, stride))
+    assert all(map(torch.equal, by_kernels[1:4], (x.int() for x in by_operations[2:])))
     from_place = torch.full_like(source, -1)
     from_place[place.long()] = torch.arange(total_q, device=DEVICE).int()
-    assert torch.equal(source, from_place) and len(source) % stride == 0
+    assert torch.equal(source, from_place) and len(source) == by_operations.count * stride
 
     x = torch.randn(6, total_q, 16, device=DEVICE).transpose(0, 1)
-    folded = ops.fold(x, place, source, 2, stride)
-    rows = x.new_zeros(len(source), *x.shape[1:]).index_copy(0, place.long(), x)
-    assert torch.equal(folded, rows.view(-1, stride, 2, 3, 16).transpose(1, 2).flatten(1, 3))
-    assert torch.equal(ops._unfold(folded, place, 2, stride), x)
+    folded = by_kernels.fold(x, 2)
+    assert torch.equal(folded, by_operations.fold(x, 2)) and torch.equal(ops._unfold(folded, place, 2, stride), x)
+    lse = torch.randn(len(source) // stride, 6 * stride, device=DEVICE).mT
+    assert torch.equal(*(fold.unfold_lse(lse, 2) for fold in (by_operations, by_kernels)))
 
 
 @pytest.mark.parametrize("change, error, message", [
@@ -209,7 +219,7 @@ def test_a_wrong_argument_is_named(change, error, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", (None, (1, 0, 300)), ids=("dense", "packed"))
 @pytest.mark.parametrize("operator", ("nsa", "moba"))
-def test_no_launch_waits_for_the_host_and_a_graph_replays_it(operator, lengths):
+def test_no_launch_waits_for_the_host_and_a_graph_replays_it(operator, lengths, fold_by_kernels):
     x = Case(batch=2, seqlen_q=300, kv_heads=1, lengths_q=lengths, **SMALL).inputs(DEVICE)
     leaves = [t.detach().requires_grad_() for t in (x[:6] if operator == "nsa" else x[:3])]
     packing = {name: value for name, value in x.options.items() if "seqlen" in name}

@@ -12,7 +12,9 @@ from attnzoo_kernels.msa import ops
 from attnzoo_kernels.msa.cpu import choose_on_cpu
 from attnzoo_kernels.msa.reference import msa_blocks_reference, msa_loss_reference
 from attnzoo_kernels.routed import attend, choose_blocks
-from attnzoo_kernels.routed.routes import Blocks
+from attnzoo_kernels.routed.routes import Blocks, Routes
+
+LOSS_BY_KERNEL = False  # whether a kernel in place of operations of PyTorch makes the loss of two attentions; it has not run on a GPU yet
 
 
 def msa_attention(
@@ -61,19 +63,20 @@ def msa_attention(
     if top_k is not None and not dispatch.asking():
         blocks, layout = _choose(index_q, index_k, block_size, top_k, impl, **lengths)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
+    kept: dict[tuple[int, int], Routes] = {}
 
     def read(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         options = {"softmax_scale": softmax_scale, "deterministic": deterministic, "impl": impl, **lengths}
         if top_k is None:
             return flash_attention(q, k, v, causal=True, return_lse=True, **options)
-        return attend(q, k, v, blocks, layout, block_size=block_size, **options)
+        return attend(q, k, v, blocks, layout, kept, block_size=block_size, **options)
 
     out, lse = read(q, k, v, softmax_scale)
     results = [out, *[lse] * return_lse, *[blocks] * return_blocks]
     if return_loss:
         results.append(msa_loss_reference(q, k, index_q, index_k, None if top_k is None else blocks, block_size=block_size,
                                           softmax_scale=softmax_scale, **lengths) if by_reference or q.numel() == 0 else
-                       _loss(q, k, index_q, index_k, softmax_scale, read))
+                       _loss(q, k, index_q, index_k, softmax_scale, read, dispatch.takes_cpu(impl, "q", q)))
     return tuple(results) if len(results) > 1 else out
 
 
@@ -128,15 +131,25 @@ def _choose(q: Tensor, k: Tensor, block_size: int, top_k: int, impl: str | None,
                          names=("index_q", "index_k"), **lengths)
 
 
-def _loss(q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, softmax_scale: float, read: Any) -> Tensor:
+def _loss(q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, softmax_scale: float, read: Any,
+          on_cpu: bool) -> Tensor:
     """The cross-entropy by two attentions over the same keys: the indexer's, of which only the log-sum-exp is asked, and the main one, held
     fixed, of the indexer's keys as values. -sum_j P_j log S_j is the one less what the indexer's query gives times the other."""
     kv_heads, width = index_q.shape[-2:]
-    scale = width**-0.5
-    _, lse = read(index_q, index_k, index_k[..., :1].detach(), scale)
+    _, lse = read(index_q, index_k, index_k[..., :1].detach(), width**-0.5)
     values = index_k.expand(*index_k.shape[:-2], kv_heads, width).contiguous()
     expected, _ = read(q.detach(), k.detach(), values, softmax_scale)
-    wide = torch.promote_types(q.dtype, torch.float32)
-    expected = expected.to(wide).unflatten(-2, (kv_heads, -1)).mean(-2)
-    lse = lse.mT
-    return torch.where(lse > -torch.inf, lse - scale * (index_q.to(wide) * expected).sum(-1), 0.0)
+    return surprise(index_q, expected, lse, on_cpu)
+
+
+def surprise(index_q: Tensor, expected: Tensor, lse: Tensor, on_cpu: bool) -> Tensor:
+    """lse less the scaled product of index_q (..., kv_heads, width) and the mean of expected (..., heads, width); 0 where lse is -inf.
+    lse: float32 (batch, kv_heads, seqlen) or (kv_heads, total)."""
+    kv_heads, width = index_q.shape[-2:]
+    if on_cpu or not LOSS_BY_KERNEL:
+        wide = torch.promote_types(index_q.dtype, torch.float32)
+        expected = expected.to(wide).unflatten(-2, (kv_heads, -1)).mean(-2)
+        lse = lse.mT
+        return torch.where(lse > -torch.inf, lse - width**-0.5 * (index_q.to(wide) * expected).sum(-1), 0.0)
+    loss = ops.loss(index_q.flatten(0, -3), expected.flatten(0, -3), lse if lse.dim() == 3 else lse.unsqueeze(0), width**-0.5)
+    return loss.unflatten(0, index_q.shape[:-2])

@@ -9,11 +9,14 @@ from attnzoo_kernels.flash import flash_attention
 from attnzoo_kernels.nsa import ops
 from attnzoo_kernels.nsa.bounds import compressed_bounds
 from attnzoo_kernels.nsa.cpu import attend_compressed_on_cpu, choose_on_cpu
+from attnzoo_kernels.nsa.fold import Fold, KernelFold
 from attnzoo_kernels.nsa.reference import nsa_attention_reference
 from attnzoo_kernels.routed import check_blocks, routed_attention
 from attnzoo_kernels.routed.routes import even_bounds
 
 __all__ = ["compressed_bounds", "nsa_attention", "why_not_gluon"]
+
+FOLD_BY_KERNELS = False  # whether kernels in place of operations of PyTorch stand around the products; they have not run on a GPU yet
 
 
 def nsa_attention(
@@ -104,24 +107,24 @@ def nsa_attention(
         compressed = attend_compressed_on_cpu(q_rows, k_cmp, v_cmp, cu_seqlens_q, cu_seqlens_k, bounds, compress_size, compress_stride,
                                               softmax_scale)
     else:
-        bounds, units, place, source = ops.layout(cu_seqlens_q, cu_seqlens_k, q_rows.shape[0], compress_size, compress_stride)
-        folded = ops.fold(q_rows, place, source, kv_heads, compress_stride)
-        compressed, lse = flash_attention(folded, k_cmp, v_cmp, causal=True, cu_seqlens_q=units, cu_seqlens_k=bounds, return_lse=True,
-                                          **options)
+        fold = (KernelFold if FOLD_BY_KERNELS else Fold).of(cu_seqlens_q, cu_seqlens_k, q_rows.shape[0], compress_size, compress_stride)
+        bounds = fold.bounds
+        compressed, lse = flash_attention(fold.fold(q_rows, kv_heads), k_cmp, v_cmp, causal=True, cu_seqlens_q=fold.cu_seqlens_q,
+                                          cu_seqlens_k=bounds, return_lse=True, **options)
     if blocks is None:
         autograd.refuse_tangents("nsa_attention", 'impl="reference" takes it', q=q, k_cmp=k_cmp)
         given = cu_seqlens_q, cu_seqlens_k, bounds, *sizes.values(), block_count - 1, softmax_scale
         if on_cpu:
             blocks = choose_on_cpu(q_rows.detach(), k_cmp.detach(), *given)
         else:
-            blocks = ops.choose(q_rows.detach(), k_cmp.detach(), lse.detach(), place, *given)
+            blocks = ops.choose(q_rows.detach(), k_cmp.detach(), fold.unfold_lse(lse.detach(), kv_heads), *given)
         blocks = blocks.unflatten(0, shape)
     selected = routed_attention(q, k, v, blocks, block_size=block_size, **options, **lengths)
     if on_cpu:
         out = gates[..., :1] * compressed.unflatten(0, shape) + gates[..., 1:2] * selected + gates[..., 2:] * near
     else:
         selected, near, gates = (x.flatten(0, -3) for x in (selected, near, gates))
-        out = ops.combine(compressed, selected, near, gates, place, source, kv_heads, compress_stride).unflatten(0, shape)
+        out = fold.combine(compressed, selected, near, gates, kv_heads).unflatten(0, shape)
     return (out, blocks) if return_blocks else out
 
 

@@ -23,9 +23,8 @@ class Compressed(NamedTuple):
     keys: Any  # Rows of a key head
     first: Any  # of the sequence's keys
     count: Any
-    lse: Any  # (kv_heads * stride * group, units), of the queries over all compressed keys
-    places: Any  # each query's (unit, one of stride) as a number
-    units: Any
+    lse: Any  # (heads, total), of the queries over all compressed keys
+    total: Any
     scale: Any
     stride: Any
     group: Any
@@ -60,15 +59,13 @@ def _member_scores(q, lse, x, own, block):
 def _scores(x, own, block):
     """SCORES: of all heads of a key head."""
     place = x.place
-    at = tl.load(own.places + place.first + x.i, mask=x.i < place.length, other=0)
     scores = tl.zeros([x.i.shape[0], block.shape[0]], tl.float32)
     for member in range(own.group):
         head = place.head * own.group + member
         # [BLOCK_M, BLOCK_D]
         q = load_rows(head_rows(own.queries, 0, head, place.first, place.length, False), place.row, own.HEAD_DIM, x.i.shape[0], own.BLOCK_D,
                       True, False)
-        row = (place.head * own.stride + at % own.stride) * own.group + member
-        lse = tl.load(own.lse + row.to(tl.int64) * own.units + at // own.stride, mask=x.i < place.length, other=0.0)[:, None]
+        lse = tl.load(own.lse + head.to(tl.int64) * own.total + place.first + x.i, mask=x.i < place.length, other=0.0)[:, None]
         # -inf also where a score is NaN: then so are the weights of all keys that are seen
         lse = tl.where(lse == -float("inf"), float("nan"), lse * 1.4426950408889634)
         scores += _member_scores(q, lse, x, own, block)
@@ -76,12 +73,12 @@ def _scores(x, own, block):
     return tl.where((block == 0)[None, :] | (block[None, :] == last), 1e30, scores)  # the first and the last before the own are always read
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seqlen_q", "seqlen_k", "units", "kv_heads", "stride", "slots"],
-            do_not_specialize_on_alignment=["place_ptr", "cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_c"])
-def nsa_blocks_kernel(q_ptr, k_ptr, lse_ptr, place_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k, cu_seqlens_c, stride_qs, stride_qh,
-                      stride_ks, stride_kh, scale, n_seqs, seqlen_q, seqlen_k, units, kv_heads, group, stride, slots,
-                      HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr, PER_BLOCK: tl.constexpr, SLOTS: tl.constexpr,
-                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+@triton.jit(do_not_specialize=["n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "stride", "slots"],
+            do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_c"])
+def nsa_blocks_kernel(q_ptr, k_ptr, lse_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k, cu_seqlens_c, stride_qs, stride_qh, stride_ks,
+                      stride_kh, scale, n_seqs, seqlen_q, seqlen_k, kv_heads, group, stride, slots, HEAD_DIM: tl.constexpr,
+                      BLOCK_D: tl.constexpr, OVERLAP: tl.constexpr, PER_BLOCK: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
+                      BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
     place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, BLOCK_M, True, True)
     if place.row >= place.length:
         return
@@ -89,15 +86,14 @@ def nsa_blocks_kernel(q_ptr, k_ptr, lse_ptr, place_ptr, blocks_ptr, cu_seqlens_q
     first = tl.load(bounds)
     choose_best(place, Compressed(Operand(q_ptr, 0, stride_qs, stride_qh),
                                   head_rows(Operand(k_ptr, 0, stride_ks, stride_kh), 0, place.head, 0, seqlen_k, False), first,
-                                  tl.load(bounds + 1) - first, lse_ptr, place_ptr, units, scale, stride, group, HEAD_DIM,
-                                  BLOCK_D, OVERLAP, PER_BLOCK, PRECISION),
+                                  tl.load(bounds + 1) - first, lse_ptr, seqlen_q, scale, stride, group, HEAD_DIM, BLOCK_D, OVERLAP,
+                                  PER_BLOCK, PRECISION),
                 blocks_ptr, kv_heads, PER_BLOCK * stride, slots, _scores, SLOTS, BLOCK_M, BLOCK_N)
 
 
-def launch_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, place: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, cu_seqlens_c: Tensor,
+def launch_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, cu_seqlens_c: Tensor,
                   compress_size: int, compress_stride: int, block_size: int, slots: int, softmax_scale: float) -> Tensor:
-    """q (total_q, heads, head_dim), k_cmp (total_c, kv_heads, head_dim), lse (kv_heads * compress_stride * group, units) with place
-    (total_q,) as nsa.units has them; int32 (total_q, kv_heads, slots)."""
+    """q (total_q, heads, head_dim), k_cmp (total_c, kv_heads, head_dim), lse (heads, total_q); int32 (total_q, kv_heads, slots)."""
     total_q, heads, _ = q.shape
     kv_heads = k_cmp.shape[1]
     chosen = torch.empty(total_q, kv_heads, slots, dtype=torch.int32, device=q.device)
@@ -106,7 +102,7 @@ def launch_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, place: Tensor, cu_seqle
     programs, sequences, constants = plan_choice(q, cu_seqlens_q, kv_heads, slots, narrow=True)
     with on_device_of(q):
         nsa_blocks_kernel[(programs,)](
-            q, k_cmp, lse, place, chosen, cu_seqlens_q, cu_seqlens_k, cu_seqlens_c, *strides(q)[1:], *strides(k_cmp)[1:],
-            softmax_scale * LOG2E, sequences, total_q, k_cmp.shape[0], lse.shape[1], kv_heads, heads // kv_heads, compress_stride, slots,
+            q, k_cmp, lse, chosen, cu_seqlens_q, cu_seqlens_k, cu_seqlens_c, *strides(q)[1:], *strides(k_cmp)[1:], softmax_scale * LOG2E,
+            sequences, total_q, k_cmp.shape[0], kv_heads, heads // kv_heads, compress_stride, slots,
             OVERLAP=compress_size // compress_stride, PER_BLOCK=block_size // compress_stride, **constants)
     return chosen

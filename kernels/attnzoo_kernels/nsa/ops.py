@@ -7,16 +7,16 @@ from attnzoo_kernels import autograd
 
 
 def _choose(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, place: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, cu_seqlens_c: Tensor,
-    compress_size: int, compress_stride: int, block_size: int, slots: int, softmax_scale: float,
+    q: Tensor, k_cmp: Tensor, lse: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, cu_seqlens_c: Tensor, compress_size: int,
+    compress_stride: int, block_size: int, slots: int, softmax_scale: float,
 ) -> Tensor:
     from attnzoo_kernels.nsa.choose import launch_blocks
 
-    return launch_blocks(q, k_cmp, lse.contiguous(), place, cu_seqlens_q, cu_seqlens_k, cu_seqlens_c, compress_size, compress_stride,
-                         block_size, slots, softmax_scale)
+    return launch_blocks(q, k_cmp, lse.contiguous(), cu_seqlens_q, cu_seqlens_k, cu_seqlens_c, compress_size, compress_stride, block_size,
+                         slots, softmax_scale)
 
 
-def _fake_choose(q, k_cmp, lse, place, cu_seqlens_q, cu_seqlens_k, cu_seqlens_c, compress_size, compress_stride, block_size, slots, *_):
+def _fake_choose(q, k_cmp, lse, cu_seqlens_q, cu_seqlens_k, cu_seqlens_c, compress_size, compress_stride, block_size, slots, *_):
     return q.new_empty(q.shape[0], k_cmp.shape[1], slots, dtype=torch.int32)
 
 
@@ -50,6 +50,12 @@ def _unfold(x: Tensor, place: Tensor, kv_heads: int, stride: int) -> Tensor:
 
 def _fake_unfold(x, place, kv_heads, stride):
     return x.new_empty(place.shape[0], x.shape[1] // stride, x.shape[2])
+
+
+def _unfold_lse(lse: Tensor, place: Tensor, kv_heads: int, stride: int) -> Tensor:
+    from attnzoo_kernels.nsa.units import launch_unfold_lse
+
+    return launch_unfold_lse(lse.contiguous(), place, kv_heads, stride)
 
 
 def _fold_setup(ctx, inputs, output):
@@ -94,6 +100,8 @@ def _combine_backward(gradients, ctx, grad_out):
 
 choose = autograd.forward_only("nsa_blocks", _choose, _fake_choose)
 layout = autograd.forward_only("nsa_layout", _lay_out, _fake_layout)
+unfold_lse = autograd.forward_only("nsa_unfold_lse", _unfold_lse, lambda lse, place, kv_heads, stride: lse.new_empty(
+    lse.shape[0] // stride, place.shape[0]))
 fold = autograd.differentiable("nsa_fold", "nsa_attention", _fold, _fake_fold, _fold_setup, _fold_backward, _unfold,
                                autograd.custom_op("nsa_unfold", _unfold, _fake_unfold))
 combine = autograd.differentiable("nsa_combine", "nsa_attention", _combine, _fake_combine, _combine_setup, _combine_backward, _gradients,

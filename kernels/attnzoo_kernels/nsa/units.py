@@ -1,9 +1,4 @@
-"""Queries that see the same compressed keys: their places, and what goes there and back.
-
-A query at position t sees the compressed key c if its last token c * stride + size - 1 is at most t, so if c <= u - size // stride with
-u = (t + 1) // stride. `stride` queries have one u and see the same keys: they are taken for heads of one unit u. Its attention is causal,
-aligned to the bottom right, so that flash_attention computes it over packed sequences of units and of compressed keys.
-"""
+"""The kernels of fold.py: places of queries in units, and what goes there and back."""
 
 import torch
 import triton
@@ -135,6 +130,19 @@ def nsa_unfold_kernel(x_ptr, place_ptr, out_ptr, total_q, kv_heads, group, strid
     _store(out_ptr, row, inside, _load(x_ptr, folded, inside, WIDTH, BLOCK_WIDTH), WIDTH, BLOCK_WIDTH)
 
 
+@triton.jit(do_not_specialize=["total_q", "kv_heads", "group", "stride", "units"])
+def nsa_unfold_lse_kernel(lse_ptr, place_ptr, out_ptr, total_q, kv_heads, group, stride, units, BLOCK: tl.constexpr):
+    """(kv_heads * stride * group, units) to (heads, total_q), a head's BLOCK queries by a program."""
+    tiles = tl.cdiv(total_q, BLOCK)
+    head = tl.program_id(0) // tiles
+    query = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)
+    inside = query < total_q
+    place = tl.load(place_ptr + query, mask=inside, other=0)
+    row = (head // group * stride + place % stride) * group + head % group
+    lse = tl.load(lse_ptr + row.to(tl.int64) * units + place // stride, mask=inside, other=0.0)
+    tl.store(out_ptr + head.to(tl.int64) * total_q + query, lse, mask=inside)
+
+
 @triton.jit
 def _gates(gates_ptr, query, head, inside, stride_gate, stride_gate_head, stride_branch):
     at = gates_ptr + query * stride_gate + head * stride_gate_head
@@ -216,6 +224,16 @@ def launch_unfold(x: Tensor, place: Tensor, kv_heads: int, stride: int) -> Tenso
     heads, width = x.shape[1] // stride, x.shape[2]
     out = x.new_empty(place.shape[0], heads, width)
     _launch(nsa_unfold_kernel, (x, place, out), (place.shape[0], kv_heads, heads // kv_heads, stride), place.shape[0] * heads, width)
+    return out
+
+
+def launch_unfold_lse(lse: Tensor, place: Tensor, kv_heads: int, stride: int) -> Tensor:
+    """lse (kv_heads * stride * group, units), contiguous; (heads, total_q)."""
+    heads, total_q = lse.shape[0] // stride, place.shape[0]
+    out = lse.new_empty(heads, total_q)
+    with on_device_of(lse):
+        nsa_unfold_lse_kernel[(heads * triton.cdiv(total_q, BLOCK),)](lse, place, out, total_q, kv_heads, heads // kv_heads, stride,
+                                                                       lse.shape[1], BLOCK=BLOCK)
     return out
 
 

@@ -11,7 +11,7 @@ from attnzoo_kernels.flash import flash_attention
 from attnzoo_kernels.routed import ops
 from attnzoo_kernels.routed.cpu import routed_attention_cpu
 from attnzoo_kernels.routed.reference import routed_attention_reference
-from attnzoo_kernels.routed.routes import Blocks, even_bounds, routes
+from attnzoo_kernels.routed.routes import Blocks, Routes, even_bounds, routes
 
 
 def routed_attention(
@@ -71,9 +71,11 @@ def routed_attention(
     return (out, lse) if return_lse else out
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | None, *, block_size: int, softmax_scale: float | None,
-           deterministic: bool | None, impl: str | None, **lengths: Any) -> tuple[Tensor, Tensor]:
-    """routed_attention's output and LSE. layout: of the call's blocks, if it is made already."""
+def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | None, kept: dict[tuple[int, int], Routes] | None = None, *,
+           block_size: int, softmax_scale: float | None, deterministic: bool | None, impl: str | None,
+           **lengths: Any) -> tuple[Tensor, Tensor]:
+    """routed_attention's output and LSE. layout: of the call's blocks, if it is made already. kept: routes of these blocks by the numbers
+    of heads and of key heads, for other calls with them."""
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
     if dispatch.takes_cpu(impl, "q", q):
@@ -88,7 +90,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | Non
     q, k, v, blocks = (x.flatten(0, -3) for x in (q, k, v, blocks))
     softmax_scale, q = checks.positive_scale(softmax_scale, q)
     if blocks.shape[-1]:
-        route = routes(blocks, layout, q.shape[1], k.shape[1], k.shape[0])
+        kept, heads = {} if kept is None else kept, (q.shape[1], k.shape[1])
+        if heads not in kept:
+            kept[heads] = routes(blocks, layout, *heads, k.shape[0])
+        route = kept[heads]
         out, lse, _ = ops.forward(q, k, v, route.place, layout.bounds_q, layout.bounds_k, route.cu_seqlens_q, route.cu_seqlens_k,
                                   route.rows, impl, deterministic, softmax_scale)
     else:
