@@ -63,6 +63,8 @@ def main() -> None:
     shapes = ((64, 64, 512), (64, 64, 4096), (128, 128, 4096), (64, 128, 4096))
     calls = [(*shape, *bounds, (i + j) % 2 == 0, None)  # every shape and every mask is met packed and dense
              for (i, shape), (j, bounds) in itertools.product(enumerate(shapes), enumerate(BOUNDS))]
+    calls += [(192, 128, seqlen, -1, right, packed, None) for seqlen, right, packed in (
+        (512, -1, True), (4096, 0, False), (4096, 3, True), (4096, -1, False))]
     calls += [(64, 64, 4096, 127, 0, True, torch.zeros(2)), (128, 128, 4096, -1, 0, False, torch.zeros(2))]
     for head_dim, value_dim, seqlen, left, right, packed, sinks in calls:
         rows = (seqlen,) if packed else (1, seqlen)
@@ -87,15 +89,21 @@ class WarmUp:
         return lambda *args, **options: self.kernel.warmup(*args, grid=grid, **options)
 
 
+def launches_of(plan) -> list:
+    if hasattr(plan, "passes"):
+        return [plan.preprocess, *(plan.tails or ()), *plan.passes, *plan.postprocesses]
+    return [launch for launch in (plan.preprocess, plan.tails, plan.mainloop, plan.postprocess) if launch is not None]
+
+
 def compiled_plans(planner) -> list:
-    """`planner`, flash.hopper_backward, compiles what it would launch; returns its plans, as they are made."""
+    """`planner`, flash.hopper_backward or hopper_wide_backward, compiles what it would launch; returns its plans, as they are made."""
     planner.multiprocessors = lambda device: 132
     plans, plan_of = [], planner._plan
 
     def plan(*arguments):
         plan_of.cache_clear()  # a plan that was compiled would be launched
         plans.append(plan_of(*arguments))
-        for launch in filter(None, (plans[-1].preprocess, plans[-1].tails, plans[-1].mainloop, plans[-1].postprocess)):
+        for launch in launches_of(plans[-1]):
             launch.kernel = WarmUp(launch.kernel)
         return plans[-1]
 

@@ -44,6 +44,24 @@ def main() -> None:
         hopper_sinks.launch_backward(out, None, q, k, v, out, stats, bounds, bounds, options)
         report(plans[-1].mainloop.compiled, head_dim=widths[0], value_dim=widths[1], length=length, packed=packed, window=(left, 0),
                sinks=True)
+    two_passes()
+
+
+def two_passes() -> None:
+    """Of head dim 192."""
+    from attnzoo_kernels.flash import hopper_wide_backward
+    from attnzoo_kernels.flash.options import Options
+
+    plans = compiled_plans(hopper_wide_backward)
+    for packed, right in ((False, 0), (True, -1)):
+        rows = (4096,) if packed else (1, 4096)
+        q, k = torch.zeros(2, *rows, 5, 192, dtype=torch.bfloat16)
+        v, out, grad_out = torch.zeros(3, *rows, 5, 128, dtype=torch.bfloat16)
+        bounds = torch.zeros(2, dtype=torch.int32) if packed else None
+        options = Options(sequences=1 if packed else None, softmax_scale=192**-0.5, window_right=right)
+        hopper_wide_backward.launch_backward(grad_out, None, q, k, v, out, torch.zeros(2, 5, 4096), bounds, bounds, options)
+        for number, launch in enumerate(plans[-1].passes):
+            report(launch.compiled, head_dim=192, packed=packed, window=(-1, right), number=number)
 
 
 if __name__ == "__main__":

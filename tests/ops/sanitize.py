@@ -50,6 +50,8 @@ CASES = {
         Case(seqlen_q=300, head_dim=128, window_size=(100, 0)),
         Case(lengths_q=PACKED, head_dim=128, causal=True),
         Case(seqlen_q=300, head_dim=64, value_dim=128),
+        Case(seqlen_q=550, kv_heads=1, head_dim=192, value_dim=128, causal=True),
+        Case(lengths_q=PACKED, head_dim=192, value_dim=128),
     ],
     "flash_fp8": [Case(seqlen_q=m, seqlen_k=n, kv_heads=1, head_dim=d, causal=causal)
                   for d in (64, 128) for m, n, causal in ((400, 300, False), (600, 600, True), (200, 333, True))],

@@ -9,16 +9,30 @@ from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels import dispatch, flash_attention
 from attnzoo_kernels.flash import why_not_gluon
-from attnzoo_kernels.flash.cases import CORRECTNESS, Case
+from attnzoo_kernels.flash.cases import CORRECTNESS, SINGLE_ROWS, Case
 from benchmarks.accuracy import assert_accurate
 
 WINDOWS = ((-1, 0), (64, 0), (100, 30), (-1, 50), (200, -1))
 EDGES = tuple(Case(batch=2, seqlen_q=m, seqlen_k=n, heads=4, kv_heads=2, head_dim=d, window_size=window)
               for d in (64, 128) for m, n in ((192, 384), (333, 777), (777, 333)) for window in WINDOWS)
 WIDTHS = tuple(Case(seqlen_q=777, heads=2, head_dim=d, value_dim=v, causal=True) for d, v in ((40, 88), (64, 128), (96, 96), (128, 64)))
+LATENT = tuple(replace(case, head_dim=d, value_dim=v) for d, v, cases in (  # head dims that are read in parts
+    (192, 128, (
+        *(Case(seqlen_q=n, causal=causal, **SINGLE_ROWS if n == 1 else {}) for n in (1, 17, 64, 113, 1025) for causal in (False, True)),
+        *(Case(batch=2, seqlen_q=m, seqlen_k=n, heads=4, kv_heads=2, window_size=window)
+          for m, n in ((192, 384), (333, 777), (777, 333)) for window in ((-1, -1), (-1, 0), (-1, 50))),
+        Case(batch=5, seqlen_q=1024, heads=8, causal=True),  # more tiles than multiprocessors
+        Case(seqlen_q=2432, causal=True), Case(seqlen_q=1500, seqlen_k=2000), Case(lengths_q=(2100, 4000), causal=True),
+        *(Case(lengths_q=(1, 0, 97, 17, 130, 0), causal=causal) for causal in (False, True)),
+        Case(lengths_q=(17, 0, 113, 5), lengths_k=(97, 33, 17, 0), heads=4, kv_heads=2, causal=True),
+        Case(batch=2, seqlen_q=113, heads=4, kv_heads=2, strided=True, causal=True), Case(seqlen_q=113, q_scale=50.0, causal=True),
+        Case(seqlen_q=113, seqlen_k=17, sinks=True, causal=True), Case(seqlen_q=777, sinks=True, causal=True))),
+    *((d, v, (Case(seqlen_q=777, causal=True), Case(lengths_q=(97, 300)))) for d, v in ((136, 40), (160, 96), (192, 64))),
+) for case in cases)
 COVERED = [replace(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float16) for case in CORRECTNESS + EDGES + WIDTHS
            if 32 < case.head_dim <= 128 and 32 < (case.value_dim or case.head_dim) <= 128 and case.head_dim % 8 == 0
            and (case.value_dim or 8) % 8 == 0 and not (case.softcap or case.alibi)]
+COVERED += LATENT + tuple(replace(case, dtype=torch.float16) for case in LATENT[::4])
 
 
 def run(case: Case, inputs, impl: str, dtype: torch.dtype | None = None, **options) -> dict[str, torch.Tensor]:
@@ -76,7 +90,8 @@ def test_sinks_and_their_gradient(case, above, with_lse, poisoned):
 @pytest.mark.hopper
 @pytest.mark.parametrize("case", (
     Case(batch=2, seqlen_q=2048, heads=16, head_dim=128, causal=True), Case(batch=2, seqlen_q=2048, heads=16, head_dim=64, causal=True),
-    Case(lengths_q=(1000, 0, 3000, 77), heads=8, head_dim=64, causal=True)), ids=str)
+    Case(lengths_q=(1000, 0, 3000, 77), heads=8, head_dim=64, causal=True),
+    Case(lengths_q=(1000, 0, 3000, 77), heads=8, head_dim=192, value_dim=128, causal=True)), ids=str)
 def test_250_repeats_are_bitwise_equal(case):
     inputs = case.inputs("cuda")
     first = run(case, inputs, "gluon", deterministic=True)
@@ -90,7 +105,8 @@ def test_250_repeats_are_bitwise_equal(case):
 @pytest.mark.parametrize("rows", (slice(None), slice(None, None, 3)), ids=("all", "a third"))
 @pytest.mark.parametrize("case", (
     Case(seqlen_q=2432, heads=2, head_dim=128, causal=True), Case(seqlen_q=1500, seqlen_k=2000, heads=2, head_dim=128, dtype=torch.float16),
-    Case(lengths_q=(2100, 4000), heads=2, head_dim=128, causal=True)), ids=str)
+    Case(lengths_q=(2100, 4000), heads=2, head_dim=128, causal=True),
+    Case(seqlen_q=2432, heads=2, head_dim=192, value_dim=128, causal=True)), ids=str)
 def test_scores_below_zero(case, rows, below):
     """Maxima below zero compare as integers do only once they were raised to zero, which those far below are not."""
     x = case.inputs("cuda")
@@ -100,10 +116,11 @@ def test_scores_below_zero(case, rows, below):
 
 
 @pytest.mark.hopper
-def test_queries_stay_while_the_next_tile_is_loaded():
+@pytest.mark.parametrize("head_dim", (128, 192))
+def test_queries_stay_while_the_next_tile_is_loaded(head_dim):
     """TMA writes the zeros behind a sequence's end without waiting for memory: here half of most last tiles lies there."""
     lengths = tuple(1 + 128 * (n % 4) + 7 * n % 60 for n in range(100))
-    x = Case(lengths_q=lengths, heads=16, head_dim=128, causal=True).inputs("cuda")
+    x = Case(lengths_q=lengths, heads=16, head_dim=head_dim, value_dim=128, causal=True).inputs("cuda")
     options = x.options | {"cu_seqlens_k": x.options["cu_seqlens_q"]}
     first, plain, exact = (flash_attention(*(t.to(dtype) for t in x[:3]), **options, impl=impl) for impl, dtype in (
         ("gluon", x.q.dtype), ("triton", x.q.dtype), ("reference", torch.float64)))
@@ -129,11 +146,12 @@ def test_no_tile_is_lost_where_another_process_shares_the_gpu(head_dim):
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 128, 192))
 @pytest.mark.parametrize("causal", (False, True))
 def test_nothing_depends_on_what_lies_beyond_a_sequence(head_dim, causal):
     cu_seqlens = torch.tensor([0, 100, 433, 500, 500], device="cuda", dtype=torch.int32)
-    tensors = [torch.randn(520, 2, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    value_dim = min(head_dim, 128)
+    tensors = [torch.randn(520, 2, dim, device="cuda", dtype=torch.bfloat16) for dim in (head_dim, head_dim, value_dim, value_dim)]
     rows = slice(100, 433)
     poisoned = [x.clone() for x in tensors]
     for x in poisoned:
@@ -210,6 +228,10 @@ def test_the_path_is_taken_by_itself_where_it_holds():
     assert why_not_gluon(x.q, x.k, x.v) is None
     assert torch.equal(flash_attention(x.q, x.k, x.v), flash_attention(x.q, x.k, x.v, impl="gluon"))
     assert "softcap" in why_not_gluon(x.q, x.k, x.v, softcap=5.0)
+    x = Case(seqlen_q=300, head_dim=192, value_dim=128).inputs("cuda")
+    assert why_not_gluon(x.q, x.k, x.v, causal=True) is None  # but only where it is named
+    assert torch.equal(flash_attention(x.q, x.k, x.v), flash_attention(x.q, x.k, x.v, impl="triton"))
+    assert "33 to 128 with a window" in why_not_gluon(x.q, x.k, x.v, window_size=(64, 0))
     assert "float32" in why_not_gluon(x.q.float(), x.k.float(), x.v.float())
 
 
@@ -253,6 +275,6 @@ def test_heads_are_joined_where_one_does_not_fill_the_gpu():
 @pytest.mark.slow
 def test_every_tile_compiles_fits_and_keeps_its_products_in_flight():
     kernels = compiled_kernels("hopper_ahead_of_time.py")
-    assert len(kernels) == 4 * 4 + 2
+    assert len(kernels) == 4 * 4 + 2 + 4
     wrong = [kernel for kernel in kernels if kernel["shared"] > 232448 or kernel["complaints"] or kernel["stack"]]
     assert not wrong, "\n".join(map(str, wrong))

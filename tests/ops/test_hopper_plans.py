@@ -28,7 +28,7 @@ def kernels_of(width: int, length: int, packed: bool, left: int, right: int) -> 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("left", "right"), [(-1, -1), (-1, 0), (64, 0)])
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [64, 128, 192])
 def test_no_length_compiles_again(width, left, right, packed):
     lengths = (1, 64, 448, 512, 576, 640, 1024, 1088, 2048, 2112, 8192, 2**20)
     launched = [kernels_of(width, n, packed, left, right) for n in lengths]

@@ -45,9 +45,9 @@ class Rows(NamedTuple):
 class Tiles(NamedTuple):
     """In shared memory."""
 
-    q: Any  # [Q_SLOTS * CONSUMERS, 64, BLOCK_D]
-    out: Any  # [CONSUMERS, 64, BLOCK_DV]
-    k: Any  # [STAGES, BLOCK_N, BLOCK_D]
+    q: Any  # [Q_SLOTS * CONSUMERS, 64, BLOCK_D]; under PARTS as many tiles in the place of each
+    out: Any  # [CONSUMERS, 64, BLOCK_DV, or a part of it]
+    k: Any  # [STAGES, BLOCK_N, BLOCK_D]; under PARTS as many tiles in the place of each
     v: Any  # [STAGES, BLOCK_N, BLOCK_DV]
     work: Any  # words of the next tiles
 
@@ -94,9 +94,10 @@ def work_and_barriers(config, WORDS: gl.constexpr = 3):
 @gluon.jit
 def allocate(descs, config, WORDS: gl.constexpr = 3):
     """(Tiles, Barriers). WORDS: of a tile, for the consumers."""
-    q = tiles_like(descs.q, config.Q_SLOTS * config.CONSUMERS)
+    PARTS: gl.constexpr = 1 if config.PARTS is None else config.PARTS
+    q = tiles_like(descs.q, config.Q_SLOTS * config.CONSUMERS * PARTS)
     out = tiles_like(descs.out, config.CONSUMERS)
-    k = tiles_like(descs.k, config.STAGES)
+    k = tiles_like(descs.k, config.STAGES * PARTS)
     v = tiles_like(descs.v, config.STAGES)
     work, bars = work_and_barriers(config, WORDS)
     return Tiles(q, out, k, v, work), bars

@@ -7,6 +7,7 @@ from attnzoo_kernels._gluon.forward import ROWS, Rows
 from attnzoo_kernels._gluon.forward_mainloop import hand_on, queries_in_registers
 from attnzoo_kernels._gluon.hopper import (
     async_store,
+    beside,
     box,
     fence_async_shared,
     place,
@@ -54,10 +55,17 @@ def inside(tile, span, program, config):
 
 @gluon.jit
 def write_tile(desc, x, at, ME: gl.constexpr, program):
-    """64 rows by TMA. The caller has waited until the last ones were read."""
-    program.tiles.out.index(ME).store(x.to(program.tiles.out.dtype))
-    fence_async_shared()
-    async_store(desc, at, box(program.tiles.out.index(ME), desc))
+    """64 rows by TMA, through a shared tile that is as wide, or half as wide. The caller has waited until the last ones were read."""
+    WIDTH: gl.constexpr = program.tiles.out.shape[2]
+    if x.shape[1] > WIDTH:
+        left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, WIDTH]), (0, 2, 1)))
+        write_tile(desc, left, at, ME, program)
+        tma.store_wait(0)
+        write_tile(desc, right, beside(at, WIDTH), ME, program)
+    else:
+        program.tiles.out.index(ME).store(x.to(program.tiles.out.dtype))
+        fence_async_shared()
+        async_store(desc, at, box(program.tiles.out.index(ME), desc))
 
 
 @gluon.jit

@@ -41,6 +41,8 @@ class Config:
     HALF_TILE: gl.constexpr  # half of a consumer's first tile of keys is left out where no query sees it
     PREFETCH_TILE: gl.constexpr  # a consumer takes its next tile while the last product of this one is in flight
     ROW_MAX_NOT_NEGATIVE: gl.constexpr  # row maxima by integer instructions once none is below zero; not with MASK_IN_LOOP
+    PARTS: gl.constexpr  # queries and keys lie in so many tiles each, beside each other, of which a place is freed early; not with
+    # Q_IN_REGISTERS or HALF_TILE; None: they lie in one
     OPTIONS: gl.constexpr  # a variant's own constants, a struct like this one
 
     PRODUCE: gl.constexpr = produce_prefetched  # () the loading warp

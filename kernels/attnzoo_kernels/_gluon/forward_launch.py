@@ -34,7 +34,7 @@ class ForwardPlan(NamedTuple):
         return descriptor(x, self.tile.block_n, self.value_width, self.packed)
 
     def output(self, x: Tensor) -> TensorDescriptor:
-        return descriptor(x, 64, self.value_width, self.packed)
+        return descriptor(x, 64, self.tile.part or self.value_width, self.packed)
 
 
 def tile_width(width: int) -> int:
@@ -55,7 +55,7 @@ def plan_forward(kernel: Any, device: torch.device, call: Call, tile: ForwardTil
     """
     sequences, seqlen_q, seqlen_k = call.sizes(q[0], k[0])
     heads = q[0][-2]
-    width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
+    width, value_width = tile.part or tile_width(q[0][-1]), tile_width(v[0][-1])
     scalars = {
         "stride_stats": math.prod(q[0][:-1]), "scale": call.softmax_scale * math.log2(math.e), "window_left": call.window_left,
         "window_right": call.window_right, "n_seqs": sequences, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads,
@@ -64,6 +64,7 @@ def plan_forward(kernel: Any, device: torch.device, call: Call, tile: ForwardTil
     } | scalars
     constants = tile.constants | {
         "BLOCK_DV": value_width, "PACKED": call.packed, "HAS_LEFT": call.window_left >= 0, "HAS_RIGHT": call.window_right >= 0,
+        "PARTS": None if tile.part is None else -(-q[0][-1] // tile.part),
     } | constants
     launch = Launch(kernel, min(scalars["n_tiles"], tile.programs * multiprocessors(device)),
                     tuple(scalars[name] for name in kernel.arg_names if name in scalars),

@@ -70,11 +70,35 @@ def queries_in_registers(program, config, ME: gl.constexpr, taken, there):
 
 
 @gluon.jit
+def parts_of(tiles, at, config):
+    """Queries or keys in the place `at`; under PARTS a tuple."""
+    if config.PARTS is None:
+        found = tiles.index(at)
+    else:
+        found = ()
+        for part in gl.static_range(config.PARTS):
+            found = found + (tiles.index(at * config.PARTS + part),)
+    return found
+
+
+@gluon.jit
+def scores_in_flight(q, keys, nothing, config):
+    """Q Kᵀ; under PARTS their products' sum, in one accumulator. nothing: zeros."""
+    if config.PARTS is None:
+        pending = warpgroup_mma(q, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    else:
+        pending = nothing
+        for part in gl.static_range(config.PARTS):
+            pending = warpgroup_mma(q[part], keys[part].permute((1, 0)), pending, use_acc=part > 0, is_async=True)
+    return pending
+
+
+@gluon.jit
 def first_weights(q, keys, k_empty, masked, column, span, scale, program, config):
     """(row_max, partial sums, weights) of the first tile; `keys` are its BLOCK_N keys, or half of them where no query sees the others.
     ROW_MAX_NOT_NEGATIVE: a maximum somewhat below zero becomes zero, and weights are `packed`."""
-    KEYS: gl.constexpr = keys.shape[0]
-    dtype: gl.constexpr = keys.dtype
+    KEYS: gl.constexpr = keys.shape[0] if config.PARTS is None else config.BLOCK_N
+    dtype: gl.constexpr = program.tiles.k.dtype
     tile_layout: gl.constexpr = product_layout(config.BLOCK_N)
     scores_layout: gl.constexpr = product_layout(KEYS)
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(config.BLOCK_DV), 2)
@@ -84,7 +108,7 @@ def first_weights(q, keys, k_empty, masked, column, span, scale, program, config
     if isinstance(q, gl.tensor):  # it carries the layout of a whole tile's product
         q = gl.convert_layout(q, gl.DotOperandLayout(0, scores_layout, 2))
     # [ROWS, KEYS]
-    pending = warpgroup_mma(q, keys.permute((1, 0)), gl.zeros([ROWS, KEYS], gl.float32, scores_layout), use_acc=False, is_async=True)
+    pending = scores_in_flight(q, keys, gl.zeros([ROWS, KEYS], gl.float32, scores_layout), config)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     release(k_empty)
     if config.KEY_BIAS is not None:
@@ -120,7 +144,7 @@ def first_weights(q, keys, k_empty, masked, column, span, scale, program, config
 @gluon.jit
 def first_step(q, slot, masked, column, span, scale, program, config):
     """The first step of a mainloop, whose keys are in a slot: (weights, acc, row_max, partial sums)."""
-    keys, k_empty = program.tiles.k.index(slot), program.bars.k_empty.index(slot)
+    keys, k_empty = parts_of(program.tiles.k, slot, config), program.bars.k_empty.index(slot)
     HALF: gl.constexpr = config.BLOCK_N // 2
     if config.HALF_TILE and span.row + ROWS + (span.len_k - span.len_q + program.problem.window_right) <= column + HALF:
         row_max, row_sum, p = first_weights(q, keys.slice(0, HALF), k_empty, masked, column, span, scale, program, config)
@@ -149,7 +173,7 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
     if not config.K_BEFORE_PV:
         mbarrier.wait(bars.k_full.index(slot), phase)
     # [ROWS, BLOCK_N]
-    pending = warpgroup_mma(q, tiles.k.index(slot).permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    pending = scores_in_flight(q, parts_of(tiles.k, slot, config), no_scores, config)
     mbarrier.wait(bars.v_full.index(before), phase_before)
     weights = unpacked(p, weights_layout, dtype) if config.ROW_MAX_NOT_NEGATIVE else p
     # [ROWS, BLOCK_DV]
@@ -196,8 +220,9 @@ def last_sums(p, acc, row_max, row_sum, last_step, scale, program, config):
 
 
 @gluon.jit
-def attend(q, span, step, program, config):
-    """Tiles of keys span.end - 1 down to span.begin, which need a mask from full_end on and before full_begin.
+def attend(q, span, step, program, config, q_empty=None):
+    """Tiles of keys span.end - 1 down to span.begin, which need a mask from full_end on and before full_begin. q_empty: what is told as
+    soon as the queries were read.
 
     Returns the accumulator with the last product still in flight, row_max in base 2, row_sum (both nothing under WEIGHTS) and the next
     step. The caller waits for the product and, unless JOINT_RELEASE, gives back the last values.
@@ -221,6 +246,8 @@ def attend(q, span, step, program, config):
         for s in range(first, last):
             p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, last_step, (s, last_step, span), scale, program, config,
                                                    NOT_NEGATIVE == 1)
+    if q_empty is not None:
+        mbarrier.arrive(q_empty, count=1)
     if config.ROW_MAX_NOT_NEGATIVE:
         p = unpacked(p, gl.DotOperandLayout(0, acc.type.layout, 2), tiles.k.dtype)
     acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, last_step, scale, program, config)
@@ -245,10 +272,13 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
             mbarrier.wait(program.bars.q_full.index(at), taken & 1)
         else:
             at = await_queries(taken, ME, program, config)
-        q = program.tiles.q.index(at)
-    acc_pending, row_max, row_sum, step = attend(q, span, step, program, config)
-    if not config.Q_IN_REGISTERS:
-        mbarrier.arrive(program.bars.q_empty.index(at), count=1)
+        q = parts_of(program.tiles.q, at, config)
+    if config.PARTS is None:
+        acc_pending, row_max, row_sum, step = attend(q, span, step, program, config)
+        if not config.Q_IN_REGISTERS:
+            mbarrier.arrive(program.bars.q_empty.index(at), count=1)
+    else:
+        acc_pending, row_max, row_sum, step = attend(q, span, step, program, config, program.bars.q_empty.index(at))
     return acc_pending, row_max, row_sum, step, q_step
 
 

@@ -6,10 +6,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS
-from attnzoo_kernels._gluon.hopper import await_empty, load_box, mbarrier, place, ring
+from attnzoo_kernels._gluon.hopper import async_load, await_empty, beside, box, load_box, mbarrier, place, ring
 from attnzoo_kernels._gluon.tile_scheduler import leave_at_zero, loaded_tiles, next_index, publish, rows_of
 
 NONE = gl.constexpr((-1, 0, 0))  # the words behind the last tile
+
+
+@gluon.jit
+def load_parts(desc, tiles, full, slot, at, config):
+    """load_box, under PARTS of as many boxes beside each other."""
+    if config.PARTS is None:
+        load_box(desc, tiles, full, slot, at)
+    else:
+        WIDTH: gl.constexpr = tiles.shape[2]
+        bar = full.index(slot)
+        mbarrier.expect(bar, config.PARTS * desc.block_type.nbytes)
+        for part in gl.static_range(config.PARTS):
+            async_load(desc, beside(at, part * WIDTH), bar, box(tiles.index(slot * config.PARTS + part), desc))
 
 
 @gluon.jit
@@ -20,8 +33,8 @@ def load_queries(desc, tile, q_step, program, config):
         at = slot * config.CONSUMERS + c
         mbarrier.wait(program.bars.q_empty.index(at), phase ^ 1)
         row = tile.row + rows_of(c, q_step, config) * ROWS
-        load_box(desc, program.tiles.q, program.bars.q_full, at,
-                 place(tile.sequence, tile.head, tile.first_q, row, tile.len_q, config.PACKED and not config.Q_PLAIN))
+        load_parts(desc, program.tiles.q, program.bars.q_full, at,
+                   place(tile.sequence, tile.head, tile.first_q, row, tile.len_q, config.PACKED and not config.Q_PLAIN), config)
 
 
 class Keys(NamedTuple):
@@ -37,8 +50,8 @@ class Keys(NamedTuple):
 def load_keys(desc, step, keys, key, program, config):
     """The tile from `key` on, for a step of the mainloop."""
     slot = await_empty(program.bars.k_empty, step, config.STAGES)
-    load_box(desc, program.tiles.k, program.bars.k_full, slot,
-             place(keys.sequence, keys.kv_head, keys.first, key, keys.length, config.PACKED))
+    load_parts(desc, program.tiles.k, program.bars.k_full, slot,
+               place(keys.sequence, keys.kv_head, keys.first, key, keys.length, config.PACKED), config)
 
 
 @gluon.jit
@@ -100,6 +113,15 @@ def load_segment(q_desc, k_desc, tile, keys, first, entry, tiles, step, q_step, 
         load_values(step, keys, key, program, config)
         step += 1
     return step, q_step + 1
+
+
+@gluon.jit
+def load_one_segment(tile, step, q_step, program, config):
+    """LOAD_TILE of all keys that a tile sees. Queries of one place come behind the first keys, not before the last values of another tile,
+    for which those who free it wait."""
+    begin, end = loaded_tiles(tile.row, tile.len_q, tile.len_k, program.problem, config)
+    keys = Keys(tile.sequence, tile.head // program.problem.group, tile.first_k, tile.len_k)
+    return load_segment(program.descs.q, program.descs.k, tile, keys, 0, end - 1, end - begin, step, q_step, program, config)
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ class ForwardTile:
     prefetch_tile: bool = False
     row_max_not_negative: bool = False
     programs: int = 1  # of a multiprocessor
+    part: int | None = None  # queries and keys are loaded, and the output is stored, by so many columns; None: by all
 
     @property
     def block_m(self) -> int:

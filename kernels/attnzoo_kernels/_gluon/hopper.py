@@ -17,7 +17,7 @@ from attnzoo_kernels._triton import launch
 from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, descriptor_template, tma_takes_layout
 
 __all__ = ["TRIED", "async_add", "async_load", "async_store", "await_empty", "await_empty_stage", "await_full", "await_stage",
-           "barrier", "barriers", "box", "constants", "descriptor", "fence_async_shared", "give_back", "invalidate", "load_box",
+           "barrier", "barriers", "beside", "box", "constants", "descriptor", "fence_async_shared", "give_back", "invalidate", "load_box",
            "load_tile", "mbarrier", "place", "product_layout", "release", "ring", "shared_tiles", "stage_of", "tma",
            "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
 
@@ -234,3 +234,12 @@ def place(batch, head, first, row, length, BY_SEQUENCE: gl.constexpr):
     if BY_SEQUENCE:  # its last row is the last one that the descriptor has
         at = (SEQUENCE_END, first + length, head, SEQUENCE_END - length + row, 0)
     return at
+
+
+@gluon.jit
+def beside(at, columns: gl.constexpr):
+    """Coordinates of the box that begins so many columns behind that at `at`."""
+    moved = ()
+    for n in gl.static_range(len(at) - 1):
+        moved = moved + (at[n],)
+    return moved + (at[len(at) - 1] + columns,)

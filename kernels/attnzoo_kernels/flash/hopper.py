@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.forward import ROWS
 from attnzoo_kernels._gluon.forward_entry import hopper_fwd_kernel
 from attnzoo_kernels._gluon.forward_launch import ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward_producer import load_one_segment, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import why_not_tma
 from attnzoo_kernels._gluon.tile_scheduler import tile_counter
@@ -48,6 +49,7 @@ def join_sink(row_max, row_sum, sink, program, config):
 
 
 SINKS = {"OWN": own_sinks, "BEGIN": load_sink, "JOIN": join_sink}
+IN_PARTS = {"PRODUCE": produce_segments, "LOAD_TILE": load_one_segment}  # of a tile with parts
 
 
 @functools.lru_cache(maxsize=1024)
@@ -69,16 +71,22 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_s
     mask_in_loop = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
     # half of the first tile is left out where that gains, at width 128 in short calls only; three consumers whose loop masks would spill
     half_tile = options.causal and (width == value_width == 64 or length <= 512) and not (tile.consumers == 3 and mask_in_loop)
-    constants = {"MASK_IN_LOOP": mask_in_loop, "EMPTY_ROWS": mask_in_loop, "HALF_TILE": half_tile,
+    constants = {"MASK_IN_LOOP": mask_in_loop, "EMPTY_ROWS": mask_in_loop, "HALF_TILE": half_tile and tile.part is None,
                  "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop} | (SINKS if has_sinks else {})
-    head_group = heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2])
+    columns = width + value_width
+    if tile.part is not None:
+        columns = q[0][-1] + value_width
+        constants |= IN_PARTS
+    head_group = heads_in_l2(seqlen_k, columns) * (q[0][-2] // k[0][-2])
     return plan_forward(hopper_fwd_kernel, device, options, tile, q, k, v, {"head_group": head_group}, constants)
 
 
 def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Why this path does not take the call; None if it does."""
-    if not (32 < q.shape[-1] <= 128 and 32 < v.shape[-1] <= 128):
-        return f"head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
+    if not (32 < q.shape[-1] <= 192 and 32 < v.shape[-1] <= 128):
+        return f"head_dim must be 33 to 192 and value_dim 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
+    if q.shape[-1] > 128 and (options.ranges or options.key_bias or options.window_left >= 0):
+        return f"head_dim must be 33 to 128 with a window, key ranges or forget gates, got {q.shape[-1]}"
     if options.softcap > 0 or options.slopes_stride is not None or options.dropout_p > 0:
         return "it has no softcap, alibi_slopes or dropout_p"
     return why_not_tma(q, k, v)

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
 
+TRIED = 128  # head dims up to which Gluon's kernels have run on a GPU
+NOT_TRIED = f"above head_dim {TRIED} it has not run on a GPU yet and must be named"
 NARROW = 256  # keys to the left, below which plain Triton is faster with sinks (docs/performance/flash.md)
 
 
@@ -35,6 +37,8 @@ def _forward(
 
         if impl is None and sinks is not None and 0 <= window_left < NARROW:
             return "plain Triton is faster with sinks and a narrow window"
+        if impl is None and q.shape[-1] > TRIED:
+            return NOT_TRIED
         return hopper.forward_reason(q, k, v, options)
 
     if dispatch.choose("flash forward", impl, why_not_gluon) == "gluon":
@@ -62,10 +66,14 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
     arguments = (grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, options)
 
     def why_not_gluon() -> str | None:
-        from attnzoo_kernels.flash import hopper_backward
+        from attnzoo_kernels.flash import hopper_backward, hopper_wide_backward
 
         if options.ranges and deterministic:
             return "it adds up dQ over key ranges in no order"
+        if impl is None and q.shape[-1] > TRIED:
+            return NOT_TRIED
+        if q.shape[-1] > hopper_wide_backward.FIRST:
+            return hopper_wide_backward.backward_reason(q, k, v, options, exact_delta, deterministic)
         if exact_delta and (options.ranges or deterministic or q.dtype == torch.float16):
             return "it has a gradient of sinks in bfloat16 only, without an order, and not over key ranges"
         if exact_delta and impl is None:
@@ -73,12 +81,14 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
         return hopper_backward.backward_reason(q, k, v, options)
 
     if dispatch.choose_backward("flash backward", impl, why_not_gluon) == "gluon":
-        from attnzoo_kernels.flash import hopper_backward, hopper_ranges_backward, hopper_sinks
+        from attnzoo_kernels.flash import hopper_backward, hopper_ranges_backward, hopper_sinks, hopper_wide_backward
 
         if exact_delta:
             return hopper_sinks.launch_backward(*arguments[:9], options, into)
         if options.ranges:
             grads = hopper_ranges_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_k, options, into)
+        elif q.shape[-1] > hopper_wide_backward.FIRST:
+            grads = hopper_wide_backward.launch_backward(*arguments[:9], options, into)
         else:
             ordered = deterministic or hopper_backward.in_order_anyway(q, k, v, options)
             grads = hopper_backward.launch_backward(*arguments[:9], options, ordered, into=into)[:3]

@@ -105,6 +105,9 @@ FORWARD_LENGTHS = (512, 1024, 2048, 2**31 - 1)  # the last ones before hopper_fo
 
 def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, *, causal: bool, window: bool, packed: bool) -> ForwardTile:
     """seqlen_q: of packed sequences the mean."""
+    if block_d > 128:  # up to 192: two stages of keys and values, one place for queries and half an output fill shared memory
+        not_negative = causal and not window and seqlen_q > 2048  # without a mask they would spill
+        return ForwardTile(128, 2, prefetch_tile=causal and not window, row_max_not_negative=not_negative, part=64)
     if max(block_d, block_dv) == 128:
         # prefetching a tile gains 2 to 3 % in short causal calls, and loses as little in long full ones
         # maxima by integers gain up to 2 % in long calls, and cost in short ones
