@@ -59,6 +59,15 @@ def test_wrong_arguments_are_refused():
             call()
 
 
+def test_gpus_before_hopper_are_refused(monkeypatch):
+    from attnzoo_kernels.gelu_mlp import products
+
+    monkeypatch.setattr(products, "architecture", lambda x: 80)
+    x, up, down, _ = CORRECTNESS[0].inputs(DEVICE)
+    with pytest.raises(NotImplementedError, match="needs compute capability 9.0 or later, got 8.0"):
+        gelu_mlp(x, up, down, impl="triton")
+
+
 def test_benchmark_runs(capsys):
     from benchmarks import gelu_mlp as benchmark
 

@@ -18,7 +18,7 @@ def gelu_mlp(x: Tensor, up: Tensor, down: Tensor, *, approximate: str = "none", 
     lies between the products is not read again for it.
 
     x: (..., width), float16 or bfloat16 (the reference also takes float32 and float64). up: (hidden, width), down: (out, hidden), as
-    torch.nn.Linear has them, of x's dtype; for "triton" all sizes are multiples of 8.
+    torch.nn.Linear has them, of x's dtype; for "triton" all sizes are multiples of 8, and the GPU's compute capability is at least 9.0.
     approximate: "none" or "tanh", as of `attnzoo_kernels.bias_gelu`.
 
     Returns (..., out) in x's dtype. x upᵀ is rounded to it before GELU. The derivative can be taken once; repeated runs give the same

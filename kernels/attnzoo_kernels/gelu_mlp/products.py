@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnzoo_kernels._triton.launch import multiprocessors, on_device_of
+from attnzoo_kernels._triton.launch import architecture, multiprocessors, on_device_of
 from attnzoo_kernels._triton.softmax import tanh
 from attnzoo_kernels.gelu.forward import normal_cdf, tanh_cdf
 
@@ -105,6 +105,8 @@ def gelu_product_kernel(a_desc, b_desc, between_desc, out_desc, rows, COLUMNS: t
 
 def _launch(a: Tensor, b: Tensor, between: Tensor, out: Tensor, tile: Tile, tanh: bool, backward: bool) -> None:
     (rows, depth), columns = a.shape, out.shape[1]
+    if 0 < (capability := architecture(a)) < 90:
+        raise NotImplementedError(f'x: impl="triton" of gelu_mlp needs compute capability 9.0 or later, got {capability / 10}')
     if 0 in (rows, depth, columns):
         between.zero_(), out.zero_()
         return
