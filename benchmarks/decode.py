@@ -266,23 +266,85 @@ def tiles(session: Session) -> Iterator[list[Row]]:
         yield harness.compare(Line("decode", "tiles", f"batch {batch}", length), columns, ["forward"], session.timing, unit="TB/s")
 
 
-def with_tile(tile: Tile | None) -> Callable[[Case, Inputs], Pass]:
+GROUP_TILES = tuple(Tile(*shape) for shape in (
+    (64, 64, 4, 3, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 3), (64, 128, 8, 2, 1), (64, 32, 4, 4, 2), (64, 32, 4, 3, 2), (128, 64, 8, 3, 1),
+    (128, 64, 8, 4, 1), (128, 128, 8, 2, 1)))
+BYTE_TILES = (Tile(16, 64, 4, 5, 2), Tile(16, 128, 8, 5, 1), *(Tile(16, *shape, pairs=True) for shape in (
+    (64, 4, 3, 2), (64, 4, 4, 3), (64, 4, 5, 2), (64, 2, 4, 4), (128, 4, 3, 2), (128, 8, 3, 1), (128, 8, 5, 1), (128, 4, 5, 1),
+    (256, 8, 3, 1))))
+
+
+def tile_name(tile: Tile | None) -> str:
+    if tile is None:
+        return "table"
+    return f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages} p{tile.programs}" + " pairs" * tile.pairs
+
+
+def with_group_tile(tile: Tile | None, case: Case, x: Inputs) -> Pass:
+    from attnzoo_kernels.decode import prefixes
+
+    with patch.object(prefixes, "ROWS", prefixes.ROWS if tile is None else tile.block_m):
+        return captured(with_tile(tile, rows=33, share_prefixes=True), [x])(case, x)
+
+
+def group_tiles(session: Session) -> Iterator[list[Row]]:
+    """Candidates for the tile of a group's queries; the first column is without sharing, the second the table's."""
+    for batch, prefix, own in ((64, 8192, 512), (16, 8192, 512)):
+        batch, prefix, own = (min(batch, 3), prefix // 128, own // 128) if session.options.dry_run else (batch, prefix, own)
+        case = benchmark_case(batch, prefix + own, page=16, dtype=session.dtype)
+        x = case.inputs(session.device)
+        table = x.options["block_table"]
+        table[:, : prefix // 16] = table[:1, : prefix // 16]
+        checked = check(case, x)
+
+        columns = [Entry(name, Backend(name, make), case, x, {"forward": case.bytes()}, checked) for name, make in (
+            ("read for each", captured(attnzoo("triton"), [x])),
+            *((tile_name(tile), functools.partial(with_group_tile, tile)) for tile in (
+                None, *GROUP_TILES[: 2 if session.options.dry_run else None])))]
+        yield harness.compare(Line("decode", "group_tiles", f"batch {batch}, {prefix} shared", prefix + own), columns, ["forward"],
+                              session.timing, unit="TB/s")
+
+
+def fp8_tiles(session: Session) -> Iterator[list[Row]]:
+    """Candidates for caches of 8 bits; the first column is 16 bits."""
+    for page in (None, 16):
+        for batch, length in ((64, 4096), (1, 65536)):
+            case = benchmark_case(*shape(session, batch, length), page=page, dtype=session.dtype)
+            first, = layers(replace(session, backends=[BACKENDS["attnzoo-triton"]]), case)
+            narrow = replace(case, fp8=True)
+            count = 2 if session.options.dry_run else max(2, TRAFFIC // narrow.bytes())
+            inputs = [narrow.inputs(session.device, seed) for seed in range(count)]
+            checked = check(narrow, inputs[0])
+            columns = [replace(first, label=session.options.dtype, work={"forward": first.work["forward"] / case.bytes() * 1e12})]
+            for tile in (None, *BYTE_TILES[: 2 if session.options.dry_run else None]):
+                name = tile_name(tile)
+                columns.append(Entry(name, Backend(name, captured(with_tile(tile), inputs)), narrow, inputs[0],
+                                     {"forward": count * 1e12}, checked))
+            yield harness.compare(Line("decode", "fp8_tiles", f"batch {batch}" + (f", pages of {page}" if page else ""), length), columns,
+                                  ["forward"], session.timing, unit="calls/s")
+            del first, inputs, checked, columns
+
+
+def with_tile(tile: Tile | None, rows: int = 0, **options) -> Callable[[Case, Inputs], Pass]:
     def make(case: Case, x: Inputs) -> Pass:
         from attnzoo_kernels.decode import forward as kernels
 
         plans = functools.cache(kernels._plan.__wrapped__)
-        table = kernels.decode_tile if tile is None else lambda *_: tile
+        chosen = kernels.decode_tile
+
+        def table(*arguments) -> Tile:
+            return chosen(*arguments) if tile is None or arguments[3] < rows else tile
 
         def forward() -> Tensor:
             with patch.object(kernels, "_plan", plans), patch.object(kernels, "decode_tile", table):
-                return decode_attention(*x[:3], **x.options, impl="triton")
+                return decode_attention(*x[:3], **x.options, impl="triton", **options)
 
         return only_forward(forward)
 
     return make
 
 
-TABLES = {f.__name__: f for f in (speed, call, layouts, pages, shared, fp8, lengths, queries, tiles)}
+TABLES = {f.__name__: f for f in (speed, call, layouts, pages, shared, fp8, lengths, queries, tiles, group_tiles, fp8_tiles)}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnzoo_kernels._triton.call import Layout, layout
-from attnzoo_kernels._triton.forward import forward_step
+from attnzoo_kernels._triton.forward import forward_step, scored
 from attnzoo_kernels._triton.launch import (
     Launch,
     architecture,
@@ -25,7 +25,7 @@ from attnzoo_kernels._triton.launch import (
 from attnzoo_kernels._triton.mainloop import QueryTile, range_loop, window_seen
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.scores import modified_scores
-from attnzoo_kernels._triton.softmax import in_units, log_sum_exp, softmax_step
+from attnzoo_kernels._triton.softmax import add_dot, in_units, log_sum_exp, rescaled, softmax_step, softmax_weights
 from attnzoo_kernels._triton.tiles import Operand, Place, Shape, head_rows, load_rows
 from attnzoo_kernels.decode.shares import find_sequence, sequence_tiles, total_tiles
 from attnzoo_kernels.decode.tiles import decode_tile
@@ -58,6 +58,13 @@ class Own(NamedTuple):
 
 
 @triton.jit
+def _widened(own, tile):
+    if tile.dtype != tl.uint16:  # pairs are divided first
+        tile = tile.to(own.DTYPE)
+    return tile
+
+
+@triton.jit
 def _load_pages(own, pages, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, GUARD: tl.constexpr,
                 TMA: tl.constexpr):
     """LOAD: zeros behind the sequence, and where its table names no page of the cache."""
@@ -76,13 +83,13 @@ def _load_pages(own, pages, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_
         row = page.to(tl.int64) * pages.stride_page + (place % own.PAGE).to(tl.int64) * pages.stride_row
     inside = inside & (page >= 0) & (page < pages.n_pages)
     tile = tl.load(pages.source + row[:, None] + columns[None, :], mask=inside[:, None] & (columns < WIDTH)[None, :], other=0.0)
-    return tile.to(own.DTYPE)
+    return _widened(own, tile)
 
 
 @triton.jit
 def _load_rows(own, rows, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr):
     """LOAD."""
-    return load_rows(rows, at, WIDTH, BLOCK, BLOCK_WIDTH, GUARD, TMA).to(own.DTYPE)
+    return _widened(own, load_rows(rows, at, WIDTH, BLOCK, BLOCK_WIDTH, GUARD, TMA))
 
 
 @triton.jit
@@ -102,6 +109,35 @@ def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.con
 @triton.jit
 def _paged_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
     return forward_step(state, x, own, at, position, edge, MASKED, GUARD, window_seen, _modified, LAGS=False, LOAD=_load_pages)
+
+
+@triton.jit
+def _half(own, pairs, HIGH: tl.constexpr):
+    """The columns of even numbers of a tile of pairs of e4m3, or those of odd ones."""
+    one = (pairs >> 8 if HIGH else pairs & 255).to(tl.uint8)
+    return one.to(tl.float8e4nv, bitcast=True).to(own.DTYPE)
+
+
+@triton.jit
+def _pairs_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
+    """forward_step where a tile of values is pairs of columns, with a product for each column of a pair.
+
+    An instruction that reads a tile from shared memory and transposes it takes numbers of 16 bits.
+    """
+    even, odd, row_max, row_sum = state
+    LOAD: tl.constexpr = _load_pages if own.PAGE else _load_rows
+    k = LOAD(own, x.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, False)
+    scores, _ = scored(x.q, k, x, own, at, position, edge, MASKED, window_seen, _modified)
+    weights, new_max, rescale = softmax_weights(scores, row_max, x.unit, MASKED != "none", x.shape.PRECISION == "ieee", False, None)
+    row_sum = row_sum * rescale + tl.sum(weights, 1)
+    even = rescaled(even, rescale, new_max, row_max, False)
+    odd = rescaled(odd, rescale, new_max, row_max, False)
+    # [BLOCK_N, BLOCK_DV // 2]
+    v = LOAD(own, x.value_rows, at, x.shape.VALUE_DIM // 2, x.shape.BLOCK_N, x.shape.BLOCK_DV // 2, GUARD, False)
+    weights = weights.to(own.DTYPE)
+    even = add_dot(weights, _half(own, v, False), even, x.shape.PRECISION)
+    odd = add_dot(weights, _half(own, v, True), odd, x.shape.PRECISION)
+    return even, odd, new_max, row_sum
 
 
 @triton.jit
@@ -203,8 +239,19 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         last_key = (first + end) * BLOCK_N
         # pointers guard every tile at no cost; what TMA loaded is only guarded where the tile crosses the end
         tail = first_key if not TMA else tl.minimum(last_key, len_k // BLOCK_N * BLOCK_N)
+        if v_source.dtype.element_ty == tl.uint16:
+            half = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
+            even, odd, row_max, row_sum = range_loop(
+                _pairs_step, (half, half, row_max, row_sum),
+                QueryTile(q, None, None, k_rows, v_rows, Place(seq, seq, kv_head, 0, 0, seqlen_q, 0, len_k), i[:, None],
+                          1.0 if PRESCALE else scale,
+                          Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, PRECISION, False), False),
+                Own(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), slope, scale, softcap, PRESCALE, HAS_SOFTCAP, HAS_ALIBI,
+                    HARDWARE_TANH, PAGE, q.dtype),
+                first_key, last_key, 0, 0, BLOCK_N, "all", True, None)
+            acc = tl.join(even, odd).reshape(BLOCK_M, BLOCK_DV)
         for part in tl.static_range(2):
-            if part == 1 or TMA:
+            if (part == 1 or TMA) and v_source.dtype.element_ty != tl.uint16:
                 acc, row_max, row_sum = range_loop(
                     _paged_step if PAGE else _step, (acc, row_max, row_sum),
                     QueryTile(q, None, None, k_rows, v_rows, Place(seq, seq, kv_head, 0, 0, seqlen_q, 0, len_k), i[:, None],
@@ -299,6 +346,7 @@ class _Plan:
     split: Launch
     merge: Launch
     acc_shape: tuple[int, int, int]
+    pairs: bool
 
 
 @functools.lru_cache(maxsize=1024)
@@ -322,10 +370,12 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
         raise NotImplementedError(f"k_cache: float8_e4m3fn needs compute capability 8.9, got {arch / 10}; widen it, or take the reference")
     tma = (tile.tma and table is None and precision == "tf32" and cache_dtype == dtype and aligned
            and all(tma_takes_layout(*x, dtype.itemsize) for x in (k, v)))
+    pairs = tile.pairs and cache_dtype.itemsize == 1 and aligned and value_dim % 2 == 0 and all(x % 2 == 0 for x in v[1][:3])
+    v_strides = tuple(x // 2 for x in v[1][:3]) if pairs else v[1][:3]
     overlap = arch >= 90 and torch.version.cuda is not None
     split = Launch(
         _Overlapping(decode_split_kernel) if overlap else decode_split_kernel, programs,
-        (*q[1][:3], *k[1][:3], *v[1][:3], slopes_stride or 0, 0 if table is None else table[1][0], softmax_scale, softcap, window_left,
+        (*q[1][:3], *k[1][:3], *v_strides, slopes_stride or 0, 0 if table is None else table[1][0], softmax_scale, softcap, window_left,
          window_right, batch, max_len, n_pages, seqlen_q, heads, group, kv_heads * parts, parts, programs),
         {
             "HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "BLOCK_D": block_d, "BLOCK_DV": block_dv, "HAS_LEFT": window_left >= 0,
@@ -346,7 +396,7 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
         {"VALUE_DIM": value_dim, "BLOCK_DV": block_dv, "PRECISION": precision, "BLOCK_M": tile.block_m, "BLOCK_R": rows,
          "BLOCK_S": min(MERGED // (rows * block_dv), 32), "OVERLAP": overlap},
         4, 1)
-    return _Plan(split, merge, (2 * programs, tile.block_m, block_dv))
+    return _Plan(split, merge, (2 * programs, tile.block_m, block_dv), pairs)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, alibi_slopes: Tensor | None,
@@ -366,6 +416,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block
     stats = torch.empty(*plan.acc_shape[:2], 2, dtype=torch.float32, device=q.device)
     closes = torch.empty(plan.acc_shape[0] // 2, 4, dtype=torch.int32, device=q.device)
     with on_device_of(out):
-        plan.split(q, k, v, out, lse, acc, stats, closes, sinks, cache_seqlens, alibi_slopes, block_table, k_scale, v_scale)
+        plan.split(q, k, v.view(torch.uint16) if plan.pairs else v, out, lse, acc, stats, closes, sinks, cache_seqlens, alibi_slopes,
+                   block_table, k_scale, v_scale)
         plan.merge(acc, stats, closes, out, lse)
     return out, lse
