@@ -7,6 +7,7 @@ import torch
 from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels import decode_attention
+from attnzoo_kernels.decode import following, prefixes
 from benchmarks.accuracy import assert_accurate
 
 GPU = torch.cuda.is_available()
@@ -41,6 +42,12 @@ def inputs(shared, page=8, seqlen_q=1, kv_heads=2, group=2, head_dim=32, value_d
                         "causal": True}
 
 
+@pytest.fixture(params=(False, True), ids=("merged", "going on"))
+def form(request, monkeypatch):
+    """Both ways to put a group's result and a sequence's own together."""
+    monkeypatch.setattr(prefixes, "GO_ON", request.param)
+
+
 CASES = {
     "plain": (SHARED, {}, {}),
     "several queries": (SHARED, {"seqlen_q": 3}, {}),
@@ -63,7 +70,7 @@ def run(q, k, v, options, impl, dtype=None, **more):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_error_is_at_most_twice_that_of_eager(name, dtype, device, poisoned):
+def test_error_is_at_most_twice_that_of_eager(name, dtype, form, device, poisoned):
     shared, sizes, options = CASES[name]
     *tensors, lengths = inputs(shared, dtype=dtype, device=device, **sizes)
     options = lengths | {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
@@ -72,7 +79,7 @@ def test_error_is_at_most_twice_that_of_eager(name, dtype, device, poisoned):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_groups(seed, device, poisoned):
+def test_random_groups(seed, form, device, poisoned):
     draw = random.Random(seed)
     shared = [(draw.randint(1, 5), draw.randint(0, 9)) for _ in range(draw.randint(3, 5))]
     sizes = {"page": draw.choice((4, 8, 16)), "seqlen_q": draw.choice((1, 2, 5)), "group": draw.choice((1, 2, 4)), "seed": seed}
@@ -84,7 +91,7 @@ def test_random_groups(seed, device, poisoned):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlen_q", (1, 4))
-def test_long_prefixes(seqlen_q, device):
+def test_long_prefixes(seqlen_q, form, device):
     *tensors, options = inputs(((16, 500), (1, 3), (40, 130), (9, 1)), page=16, seqlen_q=seqlen_q, kv_heads=4, group=4, head_dim=128,
                                dtype=torch.bfloat16, device=device)
     run(*tensors, options, "triton")  # whose kernels are others: their output is in bfloat16
@@ -100,19 +107,27 @@ def test_long_prefixes(seqlen_q, device):
     (8, [0, 0, 0], [0, 1, 2], [-1, -1, -1]),
 ])
 def test_groups_are_those_of_neighbours_with_about_as_much_in_common(at_most, common, first, group, device):
-    from attnzoo_kernels.decode.prefixes import find_groups
-
     table = torch.arange(len(common) * 10, dtype=torch.int32).view(-1, 10)
     for row, pages in enumerate(common):
         table[row, :pages] = table[row - 1, :pages]
     lengths = torch.full((len(common),), 40, dtype=torch.int32, device=device)
-    groups, found, _ = find_groups(table.to(device), lengths, 1, 4, at_most)
-    assert found.tolist() == [min(pages, 9) for pages in common]  # the last page holds the new token
+    table, arguments = table.to(device), (lengths, 1, 4, at_most)
+    groups, found, _ = prefixes.find_groups(table, *arguments)
+    common = [min(pages, 9) for pages in common]  # the last page holds the new token
+    assert found.tolist() == common
     assert groups.first.tolist() == first and groups.group.tolist() == group
+    groups, found = following.find_groups(table, *arguments)
+    assert found.tolist() == common
+    numbers = range(max(group) + 1)
+    leaders, more = [group.index(n) for n in numbers], [0] * (len(common) // 2 - len(numbers))
+    assert groups.leaders.tolist() == leaders + more and groups.counts.tolist() == [group.count(n) for n in numbers] + more
+    shared = [min(common[i] for i, other in enumerate(group) if other == n and first[i] != i) if n >= 0 else 0 for n in group]
+    assert groups.lengths.tolist() == [4 * shared[leader] for leader in leaders] + more
+    assert groups.skips.tolist() == shared and groups.own_lengths.tolist() == [40 - 4 * pages for pages in shared]
 
 
 @pytest.mark.gpu
-def test_a_graph_follows_tables_and_nothing_waits(device):
+def test_a_graph_follows_tables_and_nothing_waits(form, device):
     *tensors, options = inputs(SHARED, dtype=torch.bfloat16, device=device)
     tensors = [x.nan_to_num(0.5) for x in tensors]
     decode_attention(*tensors, **options, share_prefixes=True)
@@ -143,6 +158,6 @@ def test_what_does_not_go_with_it_is_refused(device):
 @pytest.mark.parametrize("arch", (80, 90))
 def test_kernels_compile_without_spills(arch):
     kernels = compiled_kernels("decode_prefixes_ahead_of_time.py", arch)
-    own = {"common_pages_kernel", "groups_kernel", "divide_kernel", "join_kernel"}  # test_decode.py has the others
+    own = {"common_pages_kernel", "groups_kernel", "divide_kernel", "join_kernel", "following_groups_kernel"}
     assert {k["kernel"] for k in kernels} == own | {"decode_split_kernel", "decode_merge_kernel"}
     assert not [k for k in kernels if k["kernel"] in own and k["stack"]]

@@ -150,32 +150,72 @@ def _in_float16(x):
 
 
 @triton.jit
-def _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, seqlen_q, heads, VALUE_DIM: tl.constexpr,
+def _tile_rows(piece, lanes, seq, counts, parts, seqlen_q, group, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr):
+    """The rows of a piece's tile, query by query, in it head by head, and whether they are there.
+
+    A group's queries are those of its members, one behind the other, QUERIES of each.
+    """
+    row = piece % parts * BLOCK_M + lanes
+    real = row < seqlen_q * group
+    if QUERIES:
+        real = real & (row // group < tl.load(counts + seq) * QUERIES)
+    return row, real
+
+
+@triton.jit
+def _row_owner(row, seq, leaders, group, QUERIES: tl.constexpr):
+    """The sequence and the query of rows."""
+    i = row // group
+    if QUERIES:
+        seq = tl.load(leaders + seq) + i // QUERIES
+        i = i % QUERIES
+    return seq, i
+
+
+@triton.jit
+def _places(sequence, i, head, queries, heads):
+    """Where rows lie in (batch, queries, heads)."""
+    return (tl.cast(sequence, tl.int64) * queries + i) * heads + head
+
+
+@triton.jit
+def _lse_places(sequence, i, head, queries, heads):
+    """Where they lie in (batch, heads, queries)."""
+    return (tl.cast(sequence, tl.int64) * heads + head) * queries + i
+
+
+@triton.jit
+def _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, queries, heads, VALUE_DIM: tl.constexpr,
                   BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr):
     """Output and LSE of the rows (query i, head) from their sums."""
     columns = tl.arange(0, BLOCK_DV)
     divisor = tl.broadcast_to(tl.where(row_sum > 0, row_sum, 1.0)[:, None], acc.shape)
     result = tl.div_rn(acc, divisor) if PRECISION == "ieee" else acc / divisor
-    index = (tl.cast(seq, tl.int64) * seqlen_q + i) * heads + head
+    index = _places(seq, i, head, queries, heads)
     tl.store(out_ptr + index[:, None] * VALUE_DIM + columns[None, :], result.to(out_ptr.dtype.element_ty),
              mask=real[:, None] & (columns < VALUE_DIM)[None, :])
-    lse_index = (tl.cast(seq, tl.int64) * heads + head) * seqlen_q + i
+    lse_index = _lse_places(seq, i, head, queries, heads)
     tl.store(lse_ptr + lse_index, log_sum_exp(row_max, row_sum, PRECISION == "ieee"), mask=real)
 
 
 @triton.jit(do_not_specialize=["window_left", "window_right", "batch", "max_len", "seqlen_q", "pieces", "parts", "programs",
                                "n_pages", "stride_table"],
-            do_not_specialize_on_alignment=["sinks", "cache_seqlens", "alibi_slopes", "block_table", "k_scale", "v_scale"])
+            do_not_specialize_on_alignment=["sinks", "cache_seqlens", "alibi_slopes", "block_table", "k_scale", "v_scale", "leaders",
+                                            "counts", "skips"])
 def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, stats_ptr, closes_ptr, sinks, cache_seqlens, alibi_slopes,
-                        block_table, k_scale, v_scale, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb,
-                        stride_vs, stride_vh, stride_ab, stride_table, softmax_scale, softcap, window_left, window_right, batch, max_len,
-                        n_pages, seqlen_q, heads, group, pieces, parts, programs,
-                        HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                        block_table, k_scale, v_scale, leaders, counts, skips, prefix_out, prefix_lse, stride_qb, stride_qs,
+                        stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ab, stride_table,
+                        softmax_scale, softcap, window_left, window_right, batch, max_len, n_pages, seqlen_q, heads, group, pieces, parts,
+                        programs, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                         HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
                         HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr, PRECISION: tl.constexpr, HAS_SINKS: tl.constexpr,
                         HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                        TMA: tl.constexpr, PAGE: tl.constexpr, OVERLAP: tl.constexpr):
-    """Attend over this program's share: finished pieces go to `out`, parts of divided ones to the slots of `acc` and `stats`."""
+                        TMA: tl.constexpr, PAGE: tl.constexpr, OVERLAP: tl.constexpr, QUERIES: tl.constexpr):
+    """Attend over this program's share: finished pieces go to `out`, parts of divided ones to the slots of `acc` and `stats`.
+
+    leaders, counts: sequences are groups, whose first member and number of members they are. skips: pages at a sequence's beginning that
+    are passed over, because prefix_out and prefix_lse have what its group found there.
+    """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -204,13 +244,11 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         scale = unit_scale
         if HAS_K_SCALE:
             scale = unit_scale * tl.load(k_scale + kv_head)
-        # the rows of a tile are the queries of one key head's group: query by query, in it head by head
-        row = piece % parts * BLOCK_M + lanes
-        real = row < seqlen_q * group
-        i = row // group
+        row, real = _tile_rows(piece, lanes, seq, counts, parts, seqlen_q, group, BLOCK_M, QUERIES)
+        sequence, i = _row_owner(row, seq, leaders, group, QUERIES)
         head = kv_head * group + row % group
         # [BLOCK_M, BLOCK_D]
-        q_rows = q_ptr + tl.cast(seq, tl.int64) * stride_qb + tl.cast(i, tl.int64) * stride_qs + tl.cast(head, tl.int64) * stride_qh
+        q_rows = q_ptr + tl.cast(sequence, tl.int64) * stride_qb + tl.cast(i, tl.int64) * stride_qs + tl.cast(head, tl.int64) * stride_qh
         q = tl.load(q_rows[:, None] + columns[None, :], mask=real[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
         if k_source.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
             # e4m3 becomes float16 by one instruction and bfloat16 by four; a power of two keeps the queries in float16's range
@@ -219,17 +257,30 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         slope = tl.zeros([BLOCK_M, 1], tl.float32)
         if HAS_ALIBI:
             slope = tl.load(alibi_slopes + seq * stride_ab + head, mask=real, other=0.0).to(tl.float32)[:, None]
-        # a sink is a first key of weight one that has no value
-        sink = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        if HAS_SINKS:
-            sink = tl.load(sinks + head, mask=real & (begin == 0), other=-float("inf")).to(tl.float32)
-            sink = in_units(sink, PRECISION == "ieee")
-        row_max = sink
-        row_sum = tl.where(row_max == -float("inf"), 0.0, 1.0)
+        row_table = seq
+        if QUERIES:
+            row_table = tl.load(leaders + seq)
+        skip = 0
+        if skips is not None:
+            skip = tl.load(skips + seq)
+        # a sink is a first key of weight one that has no value, and what a group found is one that has
+        row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        if HAS_SINKS:
+            row_max = tl.load(sinks + head, mask=real & (begin == 0) & (skip == 0), other=-float("inf")).to(tl.float32)
+        if skips is not None:
+            found = real & (begin == 0) & (skip > 0)
+            lse_index = _lse_places(seq, i, head, seqlen_q, heads)
+            row_max = tl.maximum(row_max, tl.load(prefix_lse + lse_index, mask=found, other=-float("inf")))
+            index = _places(seq, i, head, seqlen_q, heads)
+            acc = tl.load(prefix_out + index[:, None] * VALUE_DIM + value_columns[None, :],
+                          mask=found[:, None] & (value_columns < VALUE_DIM)[None, :], other=0.0)
+        if HAS_SINKS or skips is not None:
+            row_max = in_units(row_max, PRECISION == "ieee")
+        row_sum = tl.where(row_max == -float("inf"), 0.0, 1.0)
 
         if PAGE:
-            table = block_table + tl.cast(seq, tl.int64) * stride_table
+            table = block_table + tl.cast(row_table, tl.int64) * stride_table + skip
             k_rows = Pages(k_source + tl.cast(kv_head, tl.int64) * stride_kh, table, n_pages, len_k, stride_kb, stride_ks)
             v_rows = Pages(v_source + tl.cast(kv_head, tl.int64) * stride_vh, table, n_pages, len_k, stride_vb, stride_vs)
         else:
@@ -240,9 +291,9 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         # pointers guard every tile at no cost; what TMA loaded is only guarded where the tile crosses the end
         tail = first_key if not TMA else tl.minimum(last_key, len_k // BLOCK_N * BLOCK_N)
         if v_source.dtype.element_ty == tl.uint16:
-            half = tl.zeros([BLOCK_M, BLOCK_DV // 2], tl.float32)
+            even, odd = tl.split(acc.reshape(BLOCK_M, BLOCK_DV // 2, 2))
             even, odd, row_max, row_sum = range_loop(
-                _pairs_step, (half, half, row_max, row_sum),
+                _pairs_step, (even, odd, row_max, row_sum),
                 QueryTile(q, None, None, k_rows, v_rows, Place(seq, seq, kv_head, 0, 0, seqlen_q, 0, len_k), i[:, None],
                           1.0 if PRESCALE else scale,
                           Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, PRECISION, False), False),
@@ -264,12 +315,13 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         if HAS_V_SCALE:
             acc *= tl.load(v_scale + kv_head)
         if begin == 0 and end == tiles:
-            _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, seqlen_q, heads, VALUE_DIM, BLOCK_DV, PRECISION)
+            _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, sequence, head, i, real, QUERIES or seqlen_q, heads, VALUE_DIM,
+                          BLOCK_DV, PRECISION)
         else:
-            index = tl.cast(slot, tl.int64) * BLOCK_M + lanes
-            tl.store(acc_ptr + index[:, None] * BLOCK_DV + value_columns[None, :], acc, mask=real[:, None])
-            tl.store(stats_ptr + 2 * index, row_max, mask=real)
-            tl.store(stats_ptr + 2 * index + 1, row_sum, mask=real)
+            part_index = tl.cast(slot, tl.int64) * BLOCK_M + lanes
+            tl.store(acc_ptr + part_index[:, None] * BLOCK_DV + value_columns[None, :], acc, mask=real[:, None])
+            tl.store(stats_ptr + 2 * part_index, row_max, mask=real)
+            tl.store(stats_ptr + 2 * part_index + 1, row_sum, mask=real)
             if begin > 0 and end == tiles:
                 # the last part: what the second kernel needs to find the others
                 first_program = (unit - begin) // share
@@ -284,10 +336,10 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
             before += tiles
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "parts"])
-def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, seqlen_q, heads, group, parts, VALUE_DIM: tl.constexpr,
-                        BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-                        BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr):
+@triton.jit(do_not_specialize=["seqlen_q", "parts"], do_not_specialize_on_alignment=["leaders", "counts"])
+def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, leaders, counts, seqlen_q, heads, group, parts,
+                        VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                        BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr, QUERIES: tl.constexpr):
     """The piece that a program closes, from its parts in the order of the keys."""
     if OVERLAP:
         gdc_launch_dependents()
@@ -302,8 +354,7 @@ def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, seqlen
     columns = tl.arange(0, BLOCK_DV)
     for first_lane in range(0, tl.minimum(seqlen_q * group - piece % parts * BLOCK_M, BLOCK_M), BLOCK_R):
         lanes = first_lane + tl.arange(0, BLOCK_R)
-        row = piece % parts * BLOCK_M + lanes
-        real = row < seqlen_q * group
+        row, real = _tile_rows(piece, lanes, seq, counts, parts, seqlen_q, group, BLOCK_M, QUERIES)
         row_max = tl.full([BLOCK_R], -float("inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_R], tl.float32)
         acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
@@ -320,13 +371,41 @@ def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, seqlen
             weights, row_max, _weights_sum, rescale = softmax_step(maxima, row_max, row_sum, 1.0, True, PRECISION == "ieee")
             row_sum = row_sum * rescale + tl.sum(weights * sums, 1)
             acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 1)
-        _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, piece // parts * group + row % group, row // group, real, seqlen_q,
-                      heads, VALUE_DIM, BLOCK_DV, PRECISION)
+        head = piece // parts * group + row % group
+        sequence, i = _row_owner(row, seq, leaders, group, QUERIES)
+        _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, sequence, head, i, real, QUERIES or seqlen_q, heads, VALUE_DIM, BLOCK_DV,
+                      PRECISION)
+
+
+def overlaps(arch: int) -> bool:
+    """Whether a kernel may be launched while the one before it still runs (programmatic dependent launch)."""
+    return arch >= 90 and torch.version.cuda is not None
+
+
+def most_groups(batch: int) -> int:
+    """So many groups of two sequences or more there may be."""
+    return max(batch // 2, 1)
 
 
 @functools.cache
 def _multiprocessors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+class Group(NamedTuple):
+    """Sequences that read the same keys, as one; the tensors are int32, by group."""
+
+    at_most: int  # members of one
+    leaders: Tensor  # its first sequence
+    counts: Tensor  # its members, which follow each other
+
+
+class Prefix(NamedTuple):
+    """What was found at the beginning of sequences, in pages that are not to be read again."""
+
+    skips: Tensor  # how many pages, int32 (batch,)
+    out: Tensor  # float32, the output's shape; without v_scale
+    lse: Tensor  # with the sinks
 
 
 class _Overlapping:
@@ -352,9 +431,12 @@ class _Plan:
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, aligned: bool, has_sinks: bool, has_scales: tuple[bool, bool],
           slopes_stride: int | None, q: Layout, k: Layout, v: Layout, table: Layout | None, softmax_scale: float, window_left: int,
-          window_right: int, softcap: float, out_dtype: torch.dtype | None) -> _Plan:
-    # a Launch keeps what it compiled, so that out_dtype, which only the output shows, is a part of the key
-    batch, seqlen_q, heads, head_dim = q[0]
+          window_right: int, softcap: float, out_dtype: torch.dtype | None, at_most: int, has_prefix: bool) -> _Plan:
+    # a Launch keeps what it compiled, so that out_dtype and has_prefix, which only the tensors show, are parts of the key
+    batch, queries, heads, head_dim = q[0]
+    seqlen_q = queries
+    if at_most:
+        batch, seqlen_q = most_groups(batch), queries * at_most
     n_pages, page, kv_heads = k[0][:3]
     max_len = page if table is None else table[0][1] * page
     group, value_dim = heads // kv_heads, v[0][-1]
@@ -372,7 +454,7 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
            and all(tma_takes_layout(*x, dtype.itemsize) for x in (k, v)))
     pairs = tile.pairs and cache_dtype.itemsize == 1 and aligned and value_dim % 2 == 0 and all(x % 2 == 0 for x in v[1][:3])
     v_strides = tuple(x // 2 for x in v[1][:3]) if pairs else v[1][:3]
-    overlap = arch >= 90 and torch.version.cuda is not None
+    overlap = overlaps(arch)
     split = Launch(
         _Overlapping(decode_split_kernel) if overlap else decode_split_kernel, programs,
         (*q[1][:3], *k[1][:3], *v_strides, slopes_stride or 0, 0 if table is None else table[1][0], softmax_scale, softcap, window_left,
@@ -386,6 +468,7 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
             "PRECISION": precision, "HAS_SINKS": has_sinks,
             "HAS_K_SCALE": has_scales[0], "HAS_V_SCALE": has_scales[1], "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma,
             "PAGE": 0 if table is None else page, "OVERLAP": overlap,
+            "QUERIES": queries if at_most else 0,
         },
         # a page's number is read as many stages ahead of its rows as those are of their product
         tile.num_warps, tile.num_stages if table is None else 2 * tile.num_stages - 1,
@@ -394,7 +477,8 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
     merge = Launch(
         _Overlapping(decode_merge_kernel) if overlap else decode_merge_kernel, programs, (seqlen_q, heads, group, parts),
         {"VALUE_DIM": value_dim, "BLOCK_DV": block_dv, "PRECISION": precision, "BLOCK_M": tile.block_m, "BLOCK_R": rows,
-         "BLOCK_S": min(MERGED // (rows * block_dv), 32), "OVERLAP": overlap},
+         "BLOCK_S": min(MERGED // (rows * block_dv), 32), "OVERLAP": overlap,
+         "QUERIES": queries if at_most else 0},
         4, 1)
     return _Plan(split, merge, (2 * programs, tile.block_m, block_dv), pairs)
 
@@ -402,8 +486,12 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, alibi_slopes: Tensor | None,
                    sinks: Tensor | None, softmax_scale: float, window_left: int, window_right: int, softcap: float,
                    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-                   out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """Output (batch, seqlen_q, heads, value_dim), by default in q's dtype, and LSE (batch, heads, seqlen_q)."""
+                   out_dtype: torch.dtype | None = None, group: Group | None = None,
+                   prefix: Prefix | None = None) -> tuple[Tensor, Tensor]:
+    """Output (batch, seqlen_q, heads, value_dim), by default in q's dtype, and LSE (batch, heads, seqlen_q).
+
+    With a group, cache_seqlens are the groups'; rows of sequences in none are not written. With a prefix they are what is left.
+    """
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=out_dtype)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
@@ -411,12 +499,13 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block
     slopes_stride = None if alibi_slopes is None else alibi_slopes.stride(0) if alibi_slopes.dim() == 2 else 0
     plan = _plan(q.device, q.dtype, k.dtype, are_aligned(q, k, v), sinks is not None, (k_scale is not None, v_scale is not None),
                  slopes_stride, layout(q), layout(k), layout(v), None if block_table is None else layout(block_table), softmax_scale,
-                 window_left, window_right, softcap, out_dtype)
+                 window_left, window_right, softcap, out_dtype, 0 if group is None else group.at_most, prefix is not None)
+    leaders, counts = (None, None) if group is None else (group.leaders, group.counts)
     acc = torch.empty(plan.acc_shape, dtype=torch.float32, device=q.device)
     stats = torch.empty(*plan.acc_shape[:2], 2, dtype=torch.float32, device=q.device)
     closes = torch.empty(plan.acc_shape[0] // 2, 4, dtype=torch.int32, device=q.device)
     with on_device_of(out):
         plan.split(q, k, v.view(torch.uint16) if plan.pairs else v, out, lse, acc, stats, closes, sinks, cache_seqlens, alibi_slopes,
-                   block_table, k_scale, v_scale)
-        plan.merge(acc, stats, closes, out, lse)
+                   block_table, k_scale, v_scale, leaders, counts, *(prefix or (None, None, None)))
+        plan.merge(acc, stats, closes, out, lse, leaders, counts)
     return out, lse

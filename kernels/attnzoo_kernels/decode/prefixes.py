@@ -11,10 +11,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnzoo_kernels._triton.launch import block_width, next_power_of_2, on_device_of
 from attnzoo_kernels.decode import forward
 
+GO_ON = False  # whether each sequence goes on from what its group found (`following`), which has not been run on a GPU yet
 ROWS = 64  # rows of a tile, at most: the queries of one key head's group, of all members
 
 
@@ -26,19 +28,23 @@ class Groups(NamedTuple):
 
 
 @triton.jit
-def _whole_pages(cache_seqlens, row, max_blocks, seqlen_q, PAGE: tl.constexpr):
+def whole_pages(cache_seqlens, row, max_blocks, seqlen_q, PAGE: tl.constexpr):
     """Pages of a sequence that all of its queries see whole."""
     length = tl.minimum(tl.load(cache_seqlens + row), max_blocks * PAGE)
     return tl.maximum(length - seqlen_q, 0) // PAGE
 
 
 @triton.jit(do_not_specialize=["stride_table", "max_blocks", "seqlen_q"], do_not_specialize_on_alignment=["block_table", "cache_seqlens"])
-def common_pages_kernel(block_table, cache_seqlens, common, stride_table, max_blocks, seqlen_q, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def common_pages_kernel(block_table, cache_seqlens, common, stride_table, max_blocks, seqlen_q, PAGE: tl.constexpr, BLOCK: tl.constexpr,
+                        OVERLAP: tl.constexpr = False):
     """How many pages at its beginning each sequence has in common with the one before it."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0)
     before = tl.maximum(row - 1, 0)
-    pages = tl.minimum(_whole_pages(cache_seqlens, row, max_blocks, seqlen_q, PAGE),
-                       _whole_pages(cache_seqlens, before, max_blocks, seqlen_q, PAGE))
+    pages = tl.minimum(whole_pages(cache_seqlens, row, max_blocks, seqlen_q, PAGE),
+                       whole_pages(cache_seqlens, before, max_blocks, seqlen_q, PAGE))
     pages = tl.where(row == 0, 0, pages)
     table = block_table + tl.cast(row, tl.int64) * stride_table
     table_before = block_table + tl.cast(before, tl.int64) * stride_table
@@ -54,7 +60,7 @@ def common_pages_kernel(block_table, cache_seqlens, common, stride_table, max_bl
 
 
 @triton.jit
-def _joins(common, row, batch):
+def joins_before(common, row, batch):
     """Whether a sequence is in a group with the one before it: neither has more than twice as much in common with its other neighbour."""
     pages = tl.load(common + row, mask=(row > 0) & (row < batch), other=0)
     before = tl.load(common + row - 1, mask=(row > 1) & (row <= batch), other=0)
@@ -63,7 +69,7 @@ def _joins(common, row, batch):
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
     return tl.maximum(a, b)
 
 
@@ -71,10 +77,10 @@ def _larger(a, b):
 def groups_kernel(common, first, group, lengths, batch, groups, MEMBERS: tl.constexpr, BLOCK: tl.constexpr):
     """Each sequence's group; the groups' lengths are set to zero."""
     row = tl.arange(0, BLOCK)
-    joins = _joins(common, row, batch)
-    run = tl.associative_scan(tl.where(joins, 0, row), 0, _larger)  # where a row of sequences that join begins
+    joins = joins_before(common, row, batch)
+    run = tl.associative_scan(tl.where(joins, 0, row), 0, larger)  # where a row of sequences that join begins
     place = (row - run) % MEMBERS
-    leads = (place == 0) & _joins(common, row + 1, batch)
+    leads = (place == 0) & joins_before(common, row + 1, batch)
     number = tl.cumsum(leads.to(tl.int32), 0) - 1
     tl.store(first + row, row - place, mask=row < batch)
     tl.store(group + row, tl.where((place > 0) | leads, number, -1), mask=row < batch)
@@ -180,6 +186,10 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block
     if q.numel() == 0 or batch < 2 or at_most < 2:
         return forward.launch_forward(q, k, v, cache_seqlens, block_table, None, sinks, softmax_scale, -1, window_right, softcap, k_scale,
                                       v_scale)
+    if GO_ON:
+        from attnzoo_kernels.decode import following
+
+        return following.launch_forward(q, k, v, cache_seqlens, block_table, sinks, softmax_scale, window_right, softcap, k_scale, v_scale)
     max_blocks = block_table.shape[1]
     with on_device_of(q):
         groups, common, group_lengths = find_groups(block_table, cache_seqlens, seqlen_q, page, at_most)

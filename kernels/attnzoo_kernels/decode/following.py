@@ -1,0 +1,94 @@
+"""Prefixes that neighbouring sequences have in common, with two kernels before those of `forward`; not run on a GPU yet.
+
+As `prefixes`, but that each sequence goes on from what its group found, as from a sink that has a value, where `prefixes` merges two
+results. Nothing is copied: queries and tables are read where they are. `prefixes.GO_ON` takes it.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnzoo_kernels._triton.launch import architecture, next_power_of_2, on_device_of
+from attnzoo_kernels.decode import forward
+from attnzoo_kernels.decode.prefixes import common_pages_kernel, joins_before, larger, members
+
+
+class Groups(NamedTuple):
+    """All int32. leaders, counts and lengths (of the common pages, in tokens) are by group, zero where there is none; skips (the common
+    pages) and own_lengths (what is left, in tokens) by sequence."""
+
+    leaders: Tensor
+    counts: Tensor
+    lengths: Tensor
+    skips: Tensor
+    own_lengths: Tensor
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit(do_not_specialize=["batch", "groups", "max_blocks"], do_not_specialize_on_alignment=["cache_seqlens"])
+def following_groups_kernel(common, cache_seqlens, leaders, counts, lengths, skips, own_lengths, batch, groups, max_blocks,
+                            MEMBERS: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """The groups, and what is left to each sequence."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.arange(0, BLOCK)
+    joins = joins_before(common, row, batch)
+    run = tl.associative_scan(tl.where(joins, 0, row), 0, larger)  # where a row of sequences that join begins
+    place = (row - run) % MEMBERS
+    leads = (place == 0) & joins_before(common, row + 1, batch)
+    member = (place > 0) | leads
+    number = tl.cumsum(leads.to(tl.int32), 0) - 1
+    # the least and the most of a group by scans of pairs, of which the group is the first number
+    leader = (row - place).to(tl.int64)
+    step = tl.cast(max_blocks, tl.int64) + 1
+    pages = tl.where(place > 0, tl.load(common + row, mask=row < batch, other=0), max_blocks)
+    before = tl.associative_scan((BLOCK - leader) * step + pages, 0, _smaller) % step
+    behind = tl.associative_scan(leader * step + pages, 0, _smaller, reverse=True) % step
+    shared = tl.where(member, tl.minimum(before, behind), 0).to(tl.int32)
+    last = (tl.associative_scan((BLOCK - leader) * BLOCK + place, 0, larger, reverse=True) % BLOCK).to(tl.int32)
+    tl.store(leaders + number, row, mask=leads)
+    tl.store(counts + number, last + 1, mask=leads)
+    tl.store(lengths + number, shared * PAGE, mask=leads)
+    none = (row >= tl.sum(leads.to(tl.int32), 0)) & (row < groups)
+    for by_group in tl.static_range(3):
+        tl.store((leaders, counts, lengths)[by_group] + row, 0, mask=none)
+    length = tl.minimum(tl.maximum(tl.load(cache_seqlens + row, mask=row < batch, other=0), 0), max_blocks * PAGE)
+    tl.store(skips + row, shared, mask=row < batch)
+    tl.store(own_lengths + row, length - shared * PAGE, mask=row < batch)
+
+
+def find_groups(block_table: Tensor, cache_seqlens: Tensor, seqlen_q: int, page: int, at_most: int) -> tuple[Groups, Tensor]:
+    """The groups, and how many pages each sequence has in common with the one before it."""
+    batch, max_blocks = block_table.shape
+    common, skips, own_lengths = torch.empty(3, batch, dtype=torch.int32, device=block_table.device)
+    leaders, counts, lengths = torch.empty(3, forward.most_groups(batch), dtype=torch.int32, device=block_table.device)
+    groups = Groups(leaders, counts, lengths, skips, own_lengths)
+    overlap = forward.overlaps(architecture(block_table))
+    options = {"PAGE": page, "OVERLAP": overlap, "num_warps": 4} | ({"launch_pdl": True} if overlap else {})
+    common_pages_kernel[(batch,)](block_table, cache_seqlens, common, block_table.stride(0), max_blocks, seqlen_q, BLOCK=1024, **options)
+    following_groups_kernel[(1,)](common, cache_seqlens, *groups, batch, leaders.shape[0], max_blocks, MEMBERS=at_most,
+                                  BLOCK=next_power_of_2(batch), **options)
+    return groups, common
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor, sinks: Tensor | None,
+                   softmax_scale: float, window_right: int, softcap: float, k_scale: Tensor | None = None,
+                   v_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As `prefixes.launch_forward`, where at least two sequences fit one tile."""
+    page, kv_heads = k.shape[1:3]
+    at_most = members(q.shape[1], q.shape[2] // kv_heads)
+    with on_device_of(q):
+        groups, _ = find_groups(block_table, cache_seqlens, q.shape[1], page, at_most)
+        found = forward.launch_forward(q, k, v, groups.lengths, block_table, None, sinks, softmax_scale, -1, -1, softcap, k_scale, None,
+                                       torch.float32, group=forward.Group(at_most, groups.leaders, groups.counts))
+        return forward.launch_forward(q, k, v, groups.own_lengths, block_table, None, sinks, softmax_scale, -1, window_right, softcap,
+                                      k_scale, v_scale, prefix=forward.Prefix(groups.skips, *found))
