@@ -7,7 +7,7 @@ A model reads one cache after the other. So the main table replays a CUDA graph 
 what the launches cost counts, what the host costs does not, and nothing is left of a cache when it is read again. The other tables time one
 call at a time behind do_bench's flush, which leaves the L2 cache full of its own zeros: the call's reads push out 50 MB of them.
 
-    python -m benchmarks.decode tiles                 # candidates for the table in attnzoo_kernels/decode/tiles.py
+    python -m benchmarks.decode tiles group_tiles fp8_tiles   # candidates for the table in attnzoo_kernels/decode/tiles.py
 """
 
 import functools
@@ -205,7 +205,8 @@ def pages(session: Session) -> Iterator[list[Row]]:
 
 
 def shared(session: Session) -> Iterator[list[Row]]:
-    """Sequences that begin with the same pages, read for each or once: one call in a CUDA graph. Bytes are those of all sequences."""
+    """Sequences that begin with the same pages, read for each or once, and so that each goes on from what its group found: one call in a
+    CUDA graph. Bytes are those of all sequences."""
     for batch, prefix, own in ((64, 8192, 512), (16, 8192, 512), (64, 0, 4096), (1, 0, 65536)):
         batch, prefix, own = (min(batch, 3), prefix // 128, own // 128) if session.options.dry_run else (batch, prefix, own)
         case = benchmark_case(batch, prefix + own, page=16, dtype=session.dtype)
@@ -213,8 +214,9 @@ def shared(session: Session) -> Iterator[list[Row]]:
         table = x.options["block_table"]
         table[:, : prefix // 16] = table[:1, : prefix // 16]
         checked = check(case, x)
-        columns = [Entry(name, Backend(name, captured(attnzoo("triton", share_prefixes=share), [x])), case, x, {"forward": case.bytes()},
-                         checked) for name, share in (("read for each", False), ("read once", True))]
+        columns = [Entry(name, Backend(name, make), case, x, {"forward": case.bytes()}, checked) for name, make in (
+            ("read for each", captured(attnzoo("triton"), [x])), ("read once", functools.partial(read_once, None, False)),
+            ("going on", functools.partial(read_once, None, True)))]
         line = Line("decode", "shared", f"batch {batch}, {prefix} shared", prefix + own)
         yield harness.compare(line, columns, ["forward"], session.timing, unit="TB/s")
 
@@ -280,15 +282,16 @@ def tile_name(tile: Tile | None) -> str:
     return f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages} p{tile.programs}" + " pairs" * tile.pairs
 
 
-def with_group_tile(tile: Tile | None, case: Case, x: Inputs) -> Pass:
+def read_once(tile: Tile | None, goes_on: bool, case: Case, x: Inputs) -> Pass:
+    """A call that shares prefixes, captured; tile: of a group's queries. goes_on: as `prefixes.GO_ON`."""
     from attnzoo_kernels.decode import prefixes
 
-    with patch.object(prefixes, "ROWS", prefixes.ROWS if tile is None else tile.block_m):
+    with patch.object(prefixes, "ROWS", prefixes.ROWS if tile is None else tile.block_m), patch.object(prefixes, "GO_ON", goes_on):
         return captured(with_tile(tile, rows=33, share_prefixes=True), [x])(case, x)
 
 
 def group_tiles(session: Session) -> Iterator[list[Row]]:
-    """Candidates for the tile of a group's queries; the first column is without sharing, the second the table's."""
+    """Candidates for the tile of a group's queries in both forms; the first column is without sharing, the second what is taken."""
     for batch, prefix, own in ((64, 8192, 512), (16, 8192, 512)):
         batch, prefix, own = (min(batch, 3), prefix // 128, own // 128) if session.options.dry_run else (batch, prefix, own)
         case = benchmark_case(batch, prefix + own, page=16, dtype=session.dtype)
@@ -299,8 +302,8 @@ def group_tiles(session: Session) -> Iterator[list[Row]]:
 
         columns = [Entry(name, Backend(name, make), case, x, {"forward": case.bytes()}, checked) for name, make in (
             ("read for each", captured(attnzoo("triton"), [x])),
-            *((tile_name(tile), functools.partial(with_group_tile, tile)) for tile in (
-                None, *GROUP_TILES[: 2 if session.options.dry_run else None])))]
+            *((tile_name(tile) + " going on" * goes_on, functools.partial(read_once, tile, goes_on)) for goes_on in (False, True)
+              for tile in (None, *GROUP_TILES[: 2 if session.options.dry_run else None])))]
         yield harness.compare(Line("decode", "group_tiles", f"batch {batch}, {prefix} shared", prefix + own), columns, ["forward"],
                               session.timing, unit="TB/s")
 

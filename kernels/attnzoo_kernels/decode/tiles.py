@@ -15,7 +15,7 @@ class Tile:
     num_stages: int
     programs: int  # programs a multiprocessor, among which the keys are shared out
     tma: bool = False
-    pairs: bool = False  # values of 8 bits are read as pairs of columns
+    pairs: bool = False  # values of 8 bits are read as pairs of columns, where strides allow it; not run on a GPU yet
 
 
 INTERPRETER_PROGRAMS = 5  # shares of every kind: several pieces in one, one piece in several
