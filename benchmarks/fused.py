@@ -70,7 +70,7 @@ def states_error(encode: Callable[[dict], Tensor], ours: bool, case: Case, data:
 def speed(session: Session) -> Iterator[list[Row]]:
     """Real tokens a second, encoding and training, of rows that are all full and of rows that are full to three fifths in the mean."""
     shapes = ["2x64"] if session.options.dry_run else session.options.shapes
-    sizes = (500, 2, 128) if session.options.dry_run else (30522, 12, 768)
+    sizes = (500, 2, 128) if session.options.dry_run else (30522, session.options.layers, 768)
     for shape, padded in itertools.product(shapes, (False, True)):
         rows, seqlen = map(int, shape.split("x"))
         case = Case(rows, seqlen, seqlen // 5 if padded else seqlen, *sizes)
@@ -86,6 +86,7 @@ TABLES = {"speed": speed}
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("fused", list(TABLES), list(BACKENDS))
     command.add_argument("--shapes", nargs="+", default=["1x32", "8x128", "64x512"], metavar="ROWSxLENGTH")
+    command.add_argument("--layers", type=harness.positive, default=12, help="of a model (default: 12, BERT-base's); few compile sooner")
     return harness.main(command, TABLES, BACKENDS, ["attnzoo-eager"], {}, arguments)
 
 

@@ -7,6 +7,7 @@ reference, and one function per table that yields the rows of `compare`; `main` 
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from benchmarks.timing import Candidate, Timing, host_bench
 
 RESULTS = Path(__file__).parent / "results"
 DIRECTIONS = ("forward", "backward")
+SLOW = 5.0
 T = TypeVar("T")
 
 
@@ -81,13 +83,15 @@ def replayed(call: Callable[[], T], stream: torch.cuda.Stream | None = None) -> 
 class Backend:
     """`make` raises Unsupported where it cannot do a case; `missing` says why it is not on this machine at all.
 
-    `limit` is the share of the allowed error (accuracy.error_ratio) up to which it gets a figure.
+    `limit` is the share of the allowed error (accuracy.error_ratio) up to which it gets a figure. One that is `on_request` is taken only
+    where --backends names it.
     """
 
     name: str
     make: Callable[[Any, Any], Pass]
     missing: Callable[[], str | None] = lambda: None
     limit: float = 1.0
+    on_request: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,10 +145,14 @@ class Prepared:
 
 
 def prepare(entries: list[Entry]) -> Prepared:
-    """Build every entry's pass and check its result: what is wrong or cannot run gets no figure. Notes say which of our kernels ran."""
+    """Build every entry's pass and check its result: what is wrong or cannot run gets no figure. Notes say which of our kernels ran.
+
+    Entries that take longer than SLOW seconds, mostly those that compile, are named on stderr as they come.
+    """
     ready = Prepared({}, {}, {})
     for entry in entries:
         dispatch.forget()
+        start = time.perf_counter()
         try:
             run = entry.backend.make(entry.case, entry.inputs)
             with run.scope():
@@ -164,6 +172,8 @@ def prepare(entries: list[Entry]) -> Prepared:
                 ready.notes[entry.label] = "; ".join(notes)
             if error <= entry.backend.limit:
                 ready.passes[entry.label] = run
+        if (seconds := time.perf_counter() - start) > SLOW:
+            print(f"  {entry.label}: built and checked in {seconds:.0f} s", file=sys.stderr, flush=True)
     return ready
 
 
@@ -237,8 +247,8 @@ def main(
 ) -> int:
     """Run the tables asked for, print each, and keep its CSV file up to date after every line.
 
-    Without --backends all are taken that are not in `dry_run_backends`; None: a dry run has all, too. `plots` names the tables to plot and
-    their x axis.
+    Without --backends all are taken that are neither on request nor in `dry_run_backends`; None: a dry run has all, too. `plots` names the
+    tables to plot and their x axis.
     Returns 1 if the baseline has a wrong or missing figure.
     """
     options = command.parse_args(arguments)
@@ -247,8 +257,10 @@ def main(
             command.error(f"table: must be one of {', '.join(tables)}, got {name!r}")
     if not options.dry_run and not torch.cuda.is_available():
         command.error("needs an NVIDIA GPU; --dry-run runs everything on the CPU, tiny and without meaning")
-    only_dry = list(backends) if dry_run_backends is None and options.dry_run else dry_run_backends or []
-    names = options.backends or (only_dry if options.dry_run else [name for name in backends if name not in only_dry])
+    only_dry = dry_run_backends or []
+    usual = [name for name, backend in backends.items() if not backend.on_request]
+    dry = usual if dry_run_backends is None else only_dry
+    names = options.backends or (dry if options.dry_run else [name for name in usual if name not in only_dry])
     chosen = []
     for name in names:
         reason = backends[name].missing()

@@ -16,9 +16,21 @@ class Candidate(NamedTuple):
 
 
 def device_bench(call: Callable[[], object], warmup: float, rep: float) -> float:
-    """Median milliseconds on the device, its L2 cache cleared before each run."""
+    """Median milliseconds on the device, its L2 cache cleared before each run. A call longer than `warmup` and `rep` together is run twice,
+    and its second run is the reading."""
+    import torch
     from triton.testing import do_bench
 
+    for _ in range(2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        milliseconds = (time.perf_counter() - start) * 1e3
+        if milliseconds <= warmup + rep:
+            break
+    else:
+        return milliseconds
     return do_bench(call, warmup=warmup, rep=rep, return_mode="median")
 
 

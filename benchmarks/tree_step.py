@@ -2,10 +2,11 @@
 
     python -m benchmarks.tree_step
 
-A step is forward, backward and fused AdamW under bfloat16 autocast, no dropout, on batches that lie on the device. The loss is the same:
-the mean over the continuations' tokens. Tokens are counted in both as those of the sequences by themselves. Before a figure is printed the
-loss of each target and the gradients of all matrices are held against those of the sequences in float32, from the same weights: within
-twice the error that the sequences have under autocast.
+A step is forward, backward and fused AdamW under bfloat16 autocast, no dropout, on batches that lie on the device. It has one prompt, or
+several (`--prompts`), with which the host has more time for its launches. The loss is the same: the mean over the continuations' tokens.
+Tokens are counted in both as those of the sequences by themselves. Before a figure is printed the loss of each target and the gradients of
+all matrices are held against those of the sequences in float32, from the same weights: within twice the error that the sequences have under
+autocast. Steps of more than two prompts are checked with two.
 """
 
 import itertools
@@ -35,7 +36,7 @@ BATCHES = 2  # taken in turn
 
 @dataclass(frozen=True)
 class Case:
-    """A batch is one prompt of so many tokens, with `answers` continuations of `answer` tokens each; a GPT of `layers` x `dim`."""
+    """A batch is `prompts` prompts of so many tokens, each with `answers` continuations of `answer` tokens; a GPT of `layers` x `dim`."""
 
     prompt: int = 4096
     answer: int = 1024
@@ -43,9 +44,10 @@ class Case:
     vocab: int = 50257
     layers: int = 12
     dim: int = 768
+    prompts: int = 1
 
     def __str__(self) -> str:
-        return f"{self.prompt}+{self.answers}x{self.answer}"
+        return f"{f'{self.prompts}x' if self.prompts > 1 else ''}{self.prompt}+{self.answers}x{self.answer}"
 
     @property
     def seqlen(self) -> int:
@@ -53,22 +55,24 @@ class Case:
 
 
 class RandomPrompts:
-    """What PromptRows needs of a TokenStore: prompts of random tokens, whose continuations differ from the first token on. They are sorted,
+    """What PromptRows needs of a TokenStore: prompts of random tokens, whose continuations differ from the first token on. Both are sorted,
     so that a tree has the same order."""
 
     def __init__(self, case: Case):
         rng = np.random.default_rng(0)
-        self.lengths = np.tile([case.prompt + 1, *[case.answer] * case.answers], BATCHES)
-        self.labels = np.tile([0, *[1] * case.answers], BATCHES)
+        n_prompts = BATCHES * case.prompts
+        self.lengths = np.tile([case.prompt + 1, *[case.answer] * case.answers], n_prompts)
+        self.labels = np.tile([0, *[1] * case.answers], n_prompts)
         self.offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         self.tokens = rng.integers(case.vocab, size=self.offsets[-1])
-        begins = self.offsets[:-1][self.labels == 1].reshape(BATCHES, -1)
-        self.tokens[begins] = np.sort([rng.permutation(case.vocab)[: case.answers] for _ in range(BATCHES)])
+        begins = self.offsets[:-1][self.labels == 1].reshape(n_prompts, -1)
+        self.tokens[self.offsets[:-1][self.labels == 0]] = np.sort(rng.permutation(case.vocab)[:n_prompts])
+        self.tokens[begins] = np.sort([rng.permutation(case.vocab)[: case.answers] for _ in range(n_prompts)])
 
 
 def batches(case: Case, trees: bool) -> list[dict]:
     rows = PromptRows(RandomPrompts(case), case.seqlen, pad_id=0, seed=0, shuffle=False, trees=trees, predict_prompts=False)
-    made = (rows.batch(0, np.array([row])) for row in range(BATCHES))
+    made = (rows.batch(0, mine) for mine in np.arange(BATCHES * case.prompts).reshape(BATCHES, -1))
     return [{name: to_device(value, DEVICE) if isinstance(value, Tensor) else value for name, value in batch.items() if name in READ}
             for batch in made]
 
@@ -104,7 +108,7 @@ def errors(case: Case, trees: bool, impl: str | None) -> Tensor:
 
 def backend(name: str, trees: bool, impl: str | None = None) -> Backend:
     def make(case: Case, _) -> Pass:
-        error = errors(case, trees, impl)
+        error = errors(replace(case, prompts=min(case.prompts, 2)), trees, impl)
         trained = Training(model(case, impl), True, loss, DEVICE)
         turn = itertools.cycle(batches(case, trees))
         run = Pass(lambda: trained.step(next(turn)), lambda: (), [error])
@@ -129,15 +133,17 @@ BACKENDS = {
 def step(session: Session) -> Iterator[list[Row]]:
     """Tokens a second, those of the sequences by themselves."""
     timing = replace(session.timing, bench=wall_clock)
-    for case in [Case(24, 8, 3, 500, 2, 128)] if session.options.dry_run else [Case()]:
-        n_tokens = case.answers * case.seqlen
+    for prompts in session.options.prompts:
+        case = Case(24, 8, 3, 500, 2, 128, prompts) if session.options.dry_run else Case(prompts=prompts)
+        n_tokens = prompts * case.answers * case.seqlen
         columns = [Entry(b.name, b, case, None, {}, lambda run: run.saved[0].item()) for b in session.backends]
         ready = harness.prepare(columns)
         readings = timing.measure({label: Candidate(run.forward, run.scope) for label, run in ready.passes.items()})
         ms = {label: statistics.median(times) for label, times in readings.items()}
         spread = {label: (max(times) - min(times)) / ms[label] for label, times in readings.items()}
         values = {label: n_tokens / time * 1e3 for label, time in ms.items()}
-        yield Line("tree", "step", f"{case.answers} answers of {case.answer}", case.prompt).rows(
+        panel = f"{case.answers} answers of {case.answer}" + (f", {prompts} prompts" if prompts > 1 else "")
+        yield Line("tree", "step", panel, case.prompt).rows(
             columns, ready, "step", "tokens/s", values, ms=ms, spread=spread)
 
 
@@ -146,6 +152,7 @@ TABLES = {"step": step}
 
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("tree_step", list(TABLES), list(BACKENDS))
+    command.add_argument("--prompts", nargs="+", type=harness.positive, default=[1, 2], help="prompts of a step (default: 1 2)")
     return harness.main(command, TABLES, BACKENDS, ["trees-reference", "sequences-reference"], {}, arguments)
 
 

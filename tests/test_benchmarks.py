@@ -49,6 +49,35 @@ def test_measure_pauses_and_changes_the_order(monkeypatch):
     assert len(set(rounds)) > 1
 
 
+@pytest.mark.parametrize(("asked", "taken"), [([], ["usual"]), (["--backends", "asked for"], ["asked for"])])
+def test_a_backend_on_request_is_taken_by_name_only(asked, taken):
+    backends = {name: Backend(name, unsupported, on_request=name != "usual") for name in ("usual", "asked for")}
+    seen = []
+
+    def table(session):
+        seen.extend(backend.name for backend in session.backends)
+        return iter(())
+
+    harness.main(harness.parser("op", ["speed"], list(backends)), {"speed": table}, backends, None, {}, ["--dry-run", *asked])
+    assert seen == taken
+
+
+@pytest.mark.parametrize(("milliseconds", "calls", "reading"), [(57, 1, 0.25), (59, 2, 59)])
+def test_a_call_longer_than_a_reading_runs_twice(monkeypatch, milliseconds, calls, reading):
+    clock = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("triton.testing.do_bench", lambda call, **_: 0.25)
+    ran = []
+
+    def call():
+        ran.append(clock[0])
+        clock[0] += milliseconds / 1e3
+
+    assert timing.device_bench(call, warmup=8, rep=50) == pytest.approx(reading)
+    assert len(ran) == calls
+
+
 def test_error_ratio_is_the_share_of_the_rule():
     torch.manual_seed(0)
     exact = torch.randn(64, 64, dtype=torch.float64)
