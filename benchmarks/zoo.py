@@ -38,6 +38,8 @@ def variant(record: dict) -> str:
     name = attention["_target_"].split(".")[-2]
     if name == "differential":
         name += f" V{attention['version']}" + ("" if attention["norm"] else " without norm")
+    if kind := attention.get("kind"):
+        name += f" {kind}"
     if pattern := attention.get("pattern"):
         by_layer = pattern if isinstance(pattern, list) else [pattern]
         name += " " + " and ".join(one if isinstance(one, str) else one["name"] for one in by_layer)

@@ -80,6 +80,7 @@ def test_the_table_has_means_and_spreads_of_seeds_and_the_figure_is_drawn(result
         ({"_target_": "attnzoo.attention.differential.DifferentialAttention", "version": 1, "norm": False}, "rotary",
          "differential V1 without norm"),
         ({"_target_": "attnzoo.attention.differential.DifferentialAttention", "version": 2, "norm": True}, "rotary", "differential V2"),
+        ({"_target_": "attnzoo.attention.distance_bias.DistanceBiasAttention", "kind": "t5"}, "none", "distance_bias t5"),
     ],
 )  # fmt: skip
 def test_variants_are_named_by_what_is_not_the_default(attention, positions, name):
