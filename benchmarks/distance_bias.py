@@ -76,7 +76,7 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("attnzoo-triton", attnzoo("triton")),
-        Backend("flex", flex, limit=peers.PEER_LIMIT),
+        Backend("flex", flex, limit=peers.PEER_LIMIT, late=True),
         *(replace(backend, name=name) for name, backend in SOFTMAX.items()),
         Backend("attnzoo-reference", attnzoo("reference")),
     )
@@ -99,7 +99,7 @@ def entries(session: Session, case: flash.Case, kind: str) -> list[Entry]:
 def _compared(session: Session, table: str, panel: str, length: int, case: flash.Case) -> Iterator[list[Row]]:
     for kind in session.options.tables_of:
         line = Line("distance_bias", table, f"{panel} {kind}", length)
-        yield harness.compare(line, entries(session, case, kind), session.options.directions, session.timing)
+        yield from harness.compare_late_ones_last(line, entries(session, case, kind), session.options.directions, session.timing)
 
 
 def speed(session: Session) -> Iterator[list[Row]]:

@@ -76,8 +76,8 @@ BACKENDS: dict[str, Backend] = {
         Backend("attnzoo-gluon", attnzoo("gluon")),
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("attnzoo-triton-pruned", attnzoo("triton", True)),
-        Backend("forgetting_transformer", upstream, lambda: missing("forgetting_transformer"), limit=peers.PEER_LIMIT),
-        Backend("fla", fla, lambda: missing("fla.ops.forgetting_attn"), limit=peers.PEER_LIMIT),
+        Backend("forgetting_transformer", upstream, lambda: missing("forgetting_transformer"), peers.PEER_LIMIT, late=True),
+        Backend("fla", fla, lambda: missing("fla.ops.forgetting_attn"), peers.PEER_LIMIT, late=True),
         Backend("softmax-attnzoo-gluon", softmax("gluon")),
         Backend("softmax-attnzoo-triton", softmax("triton")),
         Backend("attnzoo-reference", attnzoo("reference")),
@@ -136,7 +136,7 @@ def speed(session: Session) -> Iterator[list[Row]]:
     """Forward and backward by length and head dim."""
     for length, case in cases(session):
         line = Line("forgetting", "speed", panel(session, case), length)
-        yield harness.compare(line, entries(session, case), session.options.directions, session.timing)
+        yield from harness.compare_late_ones_last(line, entries(session, case), session.options.directions, session.timing)
 
 
 def packed(session: Session) -> Iterator[list[Row]]:
@@ -144,7 +144,7 @@ def packed(session: Session) -> Iterator[list[Row]]:
     for length, case in cases(session):
         case = replace(case, lengths_q=mixed_lengths(length, max(3, round(session.options.tokens / (0.6 * length)))))
         line = Line("forgetting", "packed", panel(session, case), length)
-        yield harness.compare(line, entries(session, case), session.options.directions, session.timing)
+        yield from harness.compare_late_ones_last(line, entries(session, case), session.options.directions, session.timing)
 
 
 TABLES = {f.__name__: f for f in (speed, packed)}

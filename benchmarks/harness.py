@@ -84,7 +84,7 @@ class Backend:
     """`make` raises Unsupported where it cannot do a case; `missing` says why it is not on this machine at all.
 
     `limit` is the share of the allowed error (accuracy.error_ratio) up to which it gets a figure. One that is `on_request` is taken only
-    where --backends names it.
+    where --backends names it. One that is `late` takes long to compile on a fresh machine, and `compare_late_ones_last` has it last.
     """
 
     name: str
@@ -92,6 +92,7 @@ class Backend:
     missing: Callable[[], str | None] = lambda: None
     limit: float = 1.0
     on_request: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,14 @@ def compare(line: Line, entries: list[Entry], directions: Iterable[str], timing:
         values = {e.label: e.work[direction] / ms[e.label] / 1e9 for e in entries if e.label in ms}
         rows += line.rows(entries, ready, direction, unit, values, ms=ms, spread=spread)
     return rows
+
+
+def compare_late_ones_last(line: Line, entries: list[Entry], directions: Iterable[str], timing: Timing) -> Iterator[list[Row]]:
+    """The rows of all that are not late, then those of each late one, from a comparison of its own with the baseline beside it."""
+    late = [entry for entry in entries[1:] if entry.backend.late]
+    yield compare(line, [entry for entry in entries if entry not in late], directions, timing)
+    for entry in late:
+        yield [row for row in compare(line, [entries[0], entry], directions, timing) if row.label == entry.label]
 
 
 def positive(text: str) -> int:

@@ -95,8 +95,8 @@ def backends(attnzoo: Callable[..., Callable], mask_mod: Callable, packed: str) 
         Backend("attnzoo-gluon", attnzoo("gluon")),
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("attnzoo-gluon" + WITH, attnzoo("gluon", lists=True)),
-        Backend("flex", flex(mask_mod, False), limit=peers.PEER_LIMIT),
-        Backend("flex" + WITH, flex(mask_mod, True), limit=peers.PEER_LIMIT),
+        Backend("flex", flex(mask_mod, False), limit=peers.PEER_LIMIT, late=True),
+        Backend("flex" + WITH, flex(mask_mod, True), limit=peers.PEER_LIMIT, late=True),
         *(Backend(packed + name, peers.BACKENDS[name].make) for name in ("attnzoo-gluon", "attnzoo-triton")),
         Backend("attnzoo-reference", attnzoo("reference")),
         Backend(packed + "attnzoo-reference", peers.BACKENDS["attnzoo-reference"].make),
@@ -149,8 +149,8 @@ def entries(session: Session, case: RangeCase, packed: Case | None) -> Iterator[
 def speed(session: Session) -> Iterator[list[Row]]:
     """Forward and backward by number of tokens and kind of list."""
     for panel, total, case, packed in cases(session):
-        yield harness.compare(Line("ranges", "speed", panel, total), [*entries(session, case, packed)], session.options.directions,
-                              session.timing)
+        yield from harness.compare_late_ones_last(Line("ranges", "speed", panel, total), [*entries(session, case, packed)],
+                                                  session.options.directions, session.timing)
 
 
 def lists(session: Session) -> Iterator[list[Row]]:

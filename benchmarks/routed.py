@@ -39,7 +39,6 @@ from benchmarks.harness import Backend, Entry, Line, Pass, Prepared, Session, Un
 from benchmarks.report import Row
 from benchmarks.timing import Candidate
 
-SLOW_TO_COMPILE = ("flex", "fla")
 TILE = 128  # of FlexAttention
 
 
@@ -239,8 +238,8 @@ BACKENDS: dict[str, Backend] = {
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("attnzoo with its choice", choosing),
         Backend("attnzoo with its choice, by kernels", by_kernels),
-        Backend("flex", flex, limit=peers.PEER_LIMIT),
-        Backend("fla", fla, fla_missing, limit=peers.PEER_LIMIT),
+        Backend("flex", flex, limit=peers.PEER_LIMIT, late=True),
+        Backend("fla", fla, fla_missing, limit=peers.PEER_LIMIT, late=True),
         *(Backend(DENSE + name, Dense(name), peers.BACKENDS[name].missing, peers.BACKENDS[name].limit)
           for name in ("attnzoo-gluon", "attnzoo-triton", "sdpa-cudnn")),
         Backend("attnzoo-reference", attnzoo("reference")),
@@ -260,11 +259,7 @@ def compare(session: Session, line: Line, case: Any, x: Problem) -> Iterator[lis
     check, dense_check = Check(case, x, o.directions), Check(dense, whole, o.directions)
     columns = [Entry(b.name, b, dense, y, work, dense_check) if b.name.startswith(DENSE) else Entry(b.name, b, case, x, work, check)
                for b in session.backends]
-    late = [entry for entry in columns[1:] if entry.label in SLOW_TO_COMPILE]
-    yield harness.compare(line, [entry for entry in columns if entry not in late], o.directions, session.timing)
-    for entry in late:
-        rows = harness.compare(line, [columns[0], entry], o.directions, session.timing)
-        yield [row for row in rows if row.label == entry.label]
+    yield from harness.compare_late_ones_last(line, columns, o.directions, session.timing)
 
 
 def by_blocks(session: Session, table: str, case: cases.Case, seqlen: int,

@@ -179,6 +179,15 @@ def test_compare_gives_rates_ratios_and_reasons(compared):
     assert all(rows[label, "forward"].value is None for label in ("wrong", "unsupported", "failing"))
 
 
+def test_late_ones_are_compared_after_the_others_with_the_baseline():
+    late = entry("late", None, 2.0)
+    late = dataclasses.replace(late, backend=dataclasses.replace(late.backend, late=True))
+    columns = [entry("ours", None, 1.0), late, entry("slower", None, 4.0)]
+    believing = Timing(rounds=1, pause=0, bench=lambda call, warmup, rep: call())
+    parts = list(harness.compare_late_ones_last(Line("op", "speed", "d16", 24), columns, ["forward"], believing))
+    assert [[(row.label, row.ratio) for row in part] for part in parts] == [[("ours", 1.0), ("slower", 4.0)], [("late", 2.0)]]
+
+
 def test_ratio_of_a_cost_is_turned_round():
     ready = harness.Prepared({}, {}, {})
     columns = [entry("ours", None, 1.0), entry("peer", None, 1.0)]
