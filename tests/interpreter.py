@@ -23,13 +23,15 @@ def make_faster() -> None:
 
 
 def round_as_gpus_do() -> None:
-    """float32 to e5m2 and to bfloat16. The interpreter loses what is carried into e5m2's exponent, and a bit of the smallest numbers; for
-    bfloat16 it cuts off."""
+    """float32 to e5m2, e4m3 and bfloat16. The interpreter loses what is carried into the exponent of 8 bits, and a bit of the smallest
+    numbers; for bfloat16 it cuts off."""
     convert = interpreter._convert_float
 
     def rounded(data, source, target, mode):
         if (source, target) == (tl.float32, tl.float8e5):
             return torch.from_numpy(data).to(torch.float8_e5m2).view(torch.uint8).numpy()
+        if (source, target) == (tl.float32, tl.float8e4nv):
+            return torch.from_numpy(data).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         if (source, target) == (tl.float32, tl.bfloat16):
             return torch.from_numpy(data).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
         return convert(data, source, target, mode)
