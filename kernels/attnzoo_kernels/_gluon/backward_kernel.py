@@ -79,15 +79,18 @@ def pair_bwd_kernel(own_a, own_b, own_c, own_d, q_desc, k_desc, v_desc, do_desc,
                OPTIONS=OPTIONS, OF_TILE=OF_TILE, TILE=TILE, BOUNDS=BOUNDS, LOAD_STEPS=LOAD_STEPS, LOAD_NEXT=LOAD_NEXT, ROW_TILE=ROW_TILE,
                LOAD_Q=LOAD_Q, MAINLOOP=MAINLOOP, STEP=STEP, DQ_STEPS=DQ_STEPS)
     own = ()
-    columns = None
-    if OWN is not None:
+    if COLUMNS is None:
+        smem = pair_tiles(q_desc.dtype, c)
+        bars = pair_barriers(c)
+        if OWN is not None:
+            own = OWN((own_a, own_b, own_c, own_d), (own_1, own_2, own_3, own_4), problem, q_desc.dtype, c)
+    else:
         own = OWN((own_a, own_b, own_c, own_d), (own_1, own_2, own_3, own_4), problem, q_desc.dtype, c)
-    if COLUMNS is not None:
-        columns = COLUMNS(own)
-    run_pair_tiles(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc),
-                          stats_desc),
-                   Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to), dq_desc,
-                   dq_semaphore, problem, own, scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c, columns)
+        smem = pair_tiles(q_desc.dtype, c, COLUMNS(own))
+        bars = pair_barriers(c)
+    run_pair(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc), stats_desc),
+             Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM, dv_from, dv_to), smem, bars, dq_desc,
+             dq_semaphore, problem, own, scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c)
 
 
 @gluon.jit
