@@ -204,16 +204,21 @@ def pages(session: Session) -> Iterator[list[Row]]:
     yield from compared(ours, "pages", cases, layers)
 
 
+def sharing(session: Session, batch: int, prefix: int, own: int) -> tuple[Case, Inputs, Callable[[Pass], float]]:
+    """A case whose sequences begin with the same pages, and its check."""
+    batch, prefix, own = (min(batch, 3), prefix // 128, own // 128) if session.options.dry_run else (batch, prefix, own)
+    case = benchmark_case(batch, prefix + own, page=16, dtype=session.dtype)
+    x = case.inputs(session.device)
+    table = x.options["block_table"]
+    table[:, : prefix // 16] = table[:1, : prefix // 16]
+    return case, x, check(case, x)
+
+
 def shared(session: Session) -> Iterator[list[Row]]:
     """Sequences that begin with the same pages, read for each or once, and so that each goes on from what its group found: one call in a
     CUDA graph. Bytes are those of all sequences."""
     for batch, prefix, own in ((64, 8192, 512), (16, 8192, 512), (64, 0, 4096), (1, 0, 65536)):
-        batch, prefix, own = (min(batch, 3), prefix // 128, own // 128) if session.options.dry_run else (batch, prefix, own)
-        case = benchmark_case(batch, prefix + own, page=16, dtype=session.dtype)
-        x = case.inputs(session.device)
-        table = x.options["block_table"]
-        table[:, : prefix // 16] = table[:1, : prefix // 16]
-        checked = check(case, x)
+        case, x, checked = sharing(session, batch, prefix, own)
         columns = [Entry(name, Backend(name, make), case, x, {"forward": case.bytes()}, checked) for name, make in (
             ("read for each", captured(attnzoo("triton"), [x])), ("read once", functools.partial(read_once, None, False)),
             ("going on", functools.partial(read_once, None, True)))]
@@ -293,12 +298,7 @@ def read_once(tile: Tile | None, goes_on: bool, case: Case, x: Inputs) -> Pass:
 def group_tiles(session: Session) -> Iterator[list[Row]]:
     """Candidates for the tile of a group's queries in both forms; the first column is without sharing, the second what is taken."""
     for batch, prefix, own in ((64, 8192, 512), (16, 8192, 512)):
-        batch, prefix, own = (min(batch, 3), prefix // 128, own // 128) if session.options.dry_run else (batch, prefix, own)
-        case = benchmark_case(batch, prefix + own, page=16, dtype=session.dtype)
-        x = case.inputs(session.device)
-        table = x.options["block_table"]
-        table[:, : prefix // 16] = table[:1, : prefix // 16]
-        checked = check(case, x)
+        case, x, checked = sharing(session, batch, prefix, own)
 
         columns = [Entry(name, Backend(name, make), case, x, {"forward": case.bytes()}, checked) for name, make in (
             ("read for each", captured(attnzoo("triton"), [x])),
