@@ -19,7 +19,7 @@ class MoBAAttention(Attention):
 
     block_size: tokens of a block, any number from 1 on. top_k: blocks that a query reads, its own included. Warns where they are all blocks
         of the model's context, which then is dense attention.
-    impl: the operator's path, None for plain Triton on a GPU and the path for CPUs elsewhere ("gluon", "triton", "cpu", "reference").
+    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     """
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)

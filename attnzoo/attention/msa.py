@@ -33,7 +33,7 @@ class MSAttention(Attention):
         of the model's context, which then is dense attention.
     index_dim: width of index queries and keys, None for head_dim. index_weight: the loss's factor.
     warmup: all tokens are read, as in the first part of the paper's training, and the indexer learns from that.
-    impl: the operator's path, None for plain Triton on a GPU and the path for CPUs elsewhere ("gluon", "triton", "cpu", "reference").
+    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     """
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)

@@ -56,8 +56,7 @@ class NSAttention(Attention):
         `attnzoo_kernels.nsa_attention`; compress_stride divides the other two sizes.
     pooling: "mlp" as in the paper, or "mean". independent_kv: whether each branch has keys and values of its own, as in the paper; without,
         a checkpoint of attention=flash gives the projections of all.
-    impl: the operator's path, None for plain Triton for the chosen blocks and the fastest that runs for the rest ("gluon",
-        "triton", "cpu", "reference").
+    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     """
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)
