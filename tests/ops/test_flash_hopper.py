@@ -59,7 +59,8 @@ WITH_SINKS = [
     (Case(seqlen_q=500, lengths_q=lengths, heads=32, kv_heads=8, head_dim=64, causal=True, window_size=(127, 0), sinks=True), above)
     for above in (-200.0, 0.0, 200.0) for lengths in (None, (700, 0, 130))] + [
     (replace(case, sinks=True), 0.0) for d in (64, 128) for case in (
-        Case(batch=2, seqlen_q=1500, heads=32, head_dim=d, causal=True), Case(seqlen_q=700, seqlen_k=1100, heads=32, kv_heads=8, head_dim=d),
+        Case(batch=2, seqlen_q=1500, heads=32, head_dim=d, causal=True),
+        Case(seqlen_q=700, seqlen_k=1100, heads=32, kv_heads=8, head_dim=d),
         Case(seqlen_q=777, seqlen_k=333, heads=32, head_dim=d, causal=True),  # many queries see the sink only
         Case(lengths_q=(300, 0, 64, 129, 1000, 7), lengths_k=(200, 5, 128, 700, 900, 0), heads=32, kv_heads=16, head_dim=d, causal=True),
         Case(lengths_q=(400, 700, 130), heads=32, head_dim=d, window_size=(300, 0), causal=True))]
