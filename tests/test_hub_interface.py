@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from attnzoo.hub import engine
+from attnzoo.hub import engine, interface
 from attnzoo.hub.engine import use_pages
 from attnzoo.hub.interface import attention_mask, flash, register, use_block_sparse
 from attnzoo_kernels import decode_attention
@@ -136,6 +137,17 @@ def test_a_static_cache_is_read_up_to_what_it_holds(kind):
         assert_close(torch.cat(steps, dim=1), model(tokens).logits)
 
 
+class NoCopiesFromTheHost(TorchDispatchMode):
+    """Raises where a tensor of a CPU is copied to another device."""
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        out = function(*arguments, **(options or {}))
+        copies = function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+        if copies and not out.is_cpu and arguments[function is torch.ops.aten.copy_.default].is_cpu:
+            raise RuntimeError("a copy from the host")
+        return out
+
+
 WRITTEN = transformers.GenerationConfig(max_new_tokens=9, do_sample=False, eos_token_id=VOCAB, pad_token_id=VOCAB)
 
 
@@ -144,6 +156,8 @@ def written(model, prompts, samples=1, **engine):
     how = copy.deepcopy(WRITTEN)
     if samples > 1:
         how.update(do_sample=True, top_k=1, num_return_sequences=samples)
+    if model.device.type == "cpu":  # where there is a GPU too, the engine asks for graphs on it
+        engine |= {"use_cuda_graph": False, "use_async_batching": False}
     engine = transformers.ContinuousBatchingConfig(num_blocks=24, auto_switch_to_flash=False, **engine)
     found = model.generate_batch(inputs=prompts, generation_config=how, continuous_batching_config=engine, progress_bar=False)
     return [one.generated_tokens for one in found.values()]
@@ -201,6 +215,24 @@ def test_samples_in_the_engine_read_the_pages_of_their_prompt(share, monkeypatch
     alone = [text for text in written(build("llama", "sdpa", torch.float32), prompts, page_size=4, max_batch_tokens=32) for _ in range(3)]
     assert found == alone
     assert (6, True, share) in calls
+
+
+@pytest.mark.parametrize("kind", ("llama", "mistral", "gemma2"))
+def test_a_cuda_graph_of_packed_rows_waits_for_nothing(kind, monkeypatch):
+    """Tensors without values: whatever a shape or the host would read from them raises."""
+    monkeypatch.setattr(interface, "_capturing", lambda: True)
+    monkeypatch.setattr(transformers.masking_utils, "is_tracing", lambda *_: True)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # which knows no device without values
+    monkeypatch.setattr(interface, "flash_attention", lambda q, k, v, *, cu_seqlens_q, **_: torch.empty_like(q))
+    with torch.device("meta"):
+        model = MODELS[kind]().eval()
+        tokens, cu_seqlens = torch.zeros(1, LENGTH, dtype=torch.int64), torch.zeros(5, dtype=torch.int32)
+    model.set_attn_implementation("attnzoo_flash")
+    told = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": LENGTH, "max_length_k": LENGTH}
+    with torch.no_grad(), NoCopiesFromTheHost():
+        assert model(tokens, position_ids=tokens, use_cache=False, **told).logits.shape == (1, LENGTH, VOCAB)
+        with pytest.raises(ValueError, match="cu_seq_lens_q: must be given"):
+            model(tokens, position_ids=tokens, use_cache=False)
 
 
 @in_pages

@@ -102,4 +102,4 @@ def _places(newest: Tensor, lengths: Tensor, table: Tensor, page: int, nowhere: 
     """Where in all pages, one behind the other, the place `newest` of each text stands; that of an empty text is `nowhere`."""
     newest = newest.long()
     places = table.gather(1, (newest // page)[:, None])[:, 0].long() * page + newest % page
-    return torch.where(lengths > 0, places, nowhere)
+    return places.masked_fill(lengths <= 0, nowhere)

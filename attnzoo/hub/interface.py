@@ -110,13 +110,16 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
 
     None: every key is real. bool (batch, keys): which keys are; keys beyond its width are not.
     int32 (sequences + 1,): cu_seqlens of sequences packed into the flattened rows.
+    int64 (batch, tokens): the number of each token's sequence, while a CUDA graph is captured, when the host cannot count the sequences.
+        The attention functions then need cu_seq_lens_q, which transformers' engine gives them.
     """
     parts = _parts(mask_function) if mask_function is not None else {}
     for kind in parts.keys() - MASKS:
         raise ValueError(f"attn_implementation: attnzoo's know causal, bidirectional, sliding-window, padding and packed masks, this model "
                          f"asks for {kind}; load it with attn_implementation=\"sdpa\"")
     if "packed_sequence_mask_function" in parts:
-        return _boundaries(parts["packed_sequence_mask_function"]["packed_sequence_mask"])
+        sequence = parts["packed_sequence_mask_function"]["packed_sequence_mask"]
+        return sequence if _capturing() else _boundaries(sequence)
     if attention_mask is None:
         known = not isinstance(q_offset, Tensor)
         if "causal_mask_function" not in parts or known and q_offset + q_length == kv_offset + kv_length:
@@ -125,16 +128,21 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
         keys = torch.arange(kv_length, device=kwargs.get("device", None if known else q_offset.device)) + kv_offset
         return (keys < q_offset + q_length).expand(batch_size, -1)
     attention_mask = attention_mask[:, -kv_length:]
-    if attention_mask.shape[1] == kv_length and attention_mask.all():
+    if attention_mask.shape[1] == kv_length and not _capturing() and attention_mask.all():
         return None
     return attention_mask
+
+
+def _capturing() -> bool:
+    """Whether a CUDA graph is captured, in which nothing may wait for the device."""
+    return not torch.compiler.is_compiling() and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _boundaries(sequence: Tensor) -> Tensor:
     """cu_seqlens of the flattened rows from the number (batch, seqlen) of the sequence that each token belongs to."""
     starts = torch.ones_like(sequence, dtype=torch.bool)
     starts[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
-    end = torch.tensor([sequence.numel()], device=sequence.device)
+    end = torch.full((1,), sequence.numel(), device=sequence.device)
     return torch.cat([starts.flatten().nonzero().flatten(), end]).to(torch.int32)
 
 
@@ -179,6 +187,9 @@ def _attend(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask
                    "max_seqlen_q": int(kwargs["max_length_q"]), "max_seqlen_k": int(kwargs["max_length_k"])}
     elif mask is not None and mask.dim() == 1:
         packing = {"cu_seqlens_q": mask, "cu_seqlens_k": mask, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
+    elif mask is not None and mask.dim() == 2 and mask.dtype == torch.int64:
+        raise ValueError("cu_seq_lens_q: must be given with packed sequences while a CUDA graph is captured, got None; how many sequences "
+                         "position_ids begin is not known to the host then")
     else:
         return attend(q, k, v) if mask is None else _attend_padded(attend, q, k, v, mask)
     return attend(*(x.flatten(0, 1) for x in (q, k, v)), **packing).unflatten(0, (batch, seqlen))
