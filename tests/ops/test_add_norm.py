@@ -94,7 +94,7 @@ def test_operators_are_sound_and_compile():
 
 
 def test_wrong_arguments_are_refused():
-    x, weight = torch.zeros(2, 3), torch.ones(3)
+    x, weight = torch.zeros(2, 3, device=DEVICE), torch.ones(3, device=DEVICE)
     halves = Stream(x.to(torch.bfloat16), x.to(torch.int16))
     for error, words, call in (
         (TypeError, "stream.high: must be torch.float32 .* without stream.low", lambda: add_norm(Stream(halves.high), None, weight)),
@@ -104,8 +104,8 @@ def test_wrong_arguments_are_refused():
         (ValueError, "bias: must be None for kind='rmsnorm'", lambda: add_norm(halves, None, weight, weight, kind="rmsnorm")),
         (ValueError, "kind: must be", lambda: add_norm(halves, None, weight, kind="batchnorm")),
         (ValueError, "impl: must be", lambda: add_norm(halves, None, weight, impl="gluon")),
-        (NotImplementedError, "width of at most 16384", lambda: add_norm(Stream(torch.zeros(1, 16385)), None, torch.ones(16385),
-                                                                         impl="triton")),
+        (NotImplementedError, "width of at most 16384",
+         lambda: add_norm(Stream(torch.zeros(1, 16385, device=DEVICE)), None, torch.ones(16385, device=DEVICE), impl="triton")),
     ):
         with pytest.raises(error, match=words):
             call()

@@ -46,7 +46,7 @@ def test_no_rows():
 
 
 def test_wrong_arguments_are_refused():
-    x, up, down = torch.zeros(2, 8).half(), torch.zeros(16, 8).half(), torch.zeros(8, 16).half()
+    x, up, down = (torch.zeros(shape, dtype=torch.float16, device=DEVICE) for shape in ((2, 8), (16, 8), (8, 16)))
     for error, words, call in (
         (TypeError, "up: must be .* x's dtype torch.float16, got torch.float32", lambda: gelu_mlp(x, up.float(), down)),
         (ValueError, r"up, down: must be \(hidden, 8\) and .* got \(8, 16\)", lambda: gelu_mlp(x, down, up)),
