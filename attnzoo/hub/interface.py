@@ -135,7 +135,7 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
 
 def _capturing() -> bool:
     """Whether a CUDA graph is captured, in which nothing may wait for the device."""
-    return not torch.compiler.is_compiling() and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return not torch.compiler.is_compiling() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _boundaries(sequence: Tensor) -> Tensor:
