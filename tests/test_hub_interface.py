@@ -138,13 +138,13 @@ def test_a_static_cache_is_read_up_to_what_it_holds(kind):
 
 
 class NoCopiesFromTheHost(TorchDispatchMode):
-    """Raises where a tensor of a CPU is copied to another device."""
+    """Raises where a tensor of a CPU, or a Python value by `torch.tensor`, is copied to another device."""
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         out = function(*arguments, **(options or {}))
-        copies = function in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
-        if copies and not out.is_cpu and arguments[function is torch.ops.aten.copy_.default].is_cpu:
-            raise RuntimeError("a copy from the host")
+        sources = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
+        if function is torch.ops.aten.lift_fresh.default or function in sources and arguments[sources[function]].is_cpu:
+            assert out.is_cpu, f"{function}: a copy from the host"
         return out
 
 
