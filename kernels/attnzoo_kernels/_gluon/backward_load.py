@@ -46,7 +46,8 @@ def load_gradients(do_desc, smem, bars, stage, batch, head, row):
 
 
 @gluon.jit
-def _load_halves(desc, tiles, full, batch, kv_head, key, FIRST: gl.constexpr):
+def halves_in_flight(desc, tiles, full, batch, kv_head, key, FIRST: gl.constexpr):
+    """KEYS rows from `key` on into two tiles, for a barrier that expects their bytes already."""
     for half in gl.static_range(2):
         async_load(desc, [batch, kv_head, key + half * HALF, 0], full, box(tiles.index(FIRST + half), desc))
 
@@ -55,9 +56,9 @@ def _load_halves(desc, tiles, full, batch, kv_head, key, FIRST: gl.constexpr):
 def load_halves(desc, tiles, full, batch, kv_head, key, second=None):
     """KEYS rows from `key` on into two tiles of a barrier, and those of a `second` descriptor into the next two."""
     mbarrier.expect(full, (2 if second is None else 4) * desc.block_type.nbytes)
-    _load_halves(desc, tiles, full, batch, kv_head, key, 0)
+    halves_in_flight(desc, tiles, full, batch, kv_head, key, 0)
     if second is not None:
-        _load_halves(second, tiles, full, batch, kv_head, key, 2)
+        halves_in_flight(second, tiles, full, batch, kv_head, key, 2)
 
 
 @gluon.jit

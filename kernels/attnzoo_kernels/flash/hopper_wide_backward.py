@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.backward_consume import Gradients, pair_start, pair_store, store_dk
 from attnzoo_kernels._gluon.backward_dq import dq_half, hand_on_dq
 from attnzoo_kernels._gluon.backward_kernel import Config, run_pair
-from attnzoo_kernels._gluon.backward_load import Source, load_gradients, load_halves
+from attnzoo_kernels._gluon.backward_load import Source, halves_in_flight, load_gradients, load_halves
 from attnzoo_kernels._gluon.backward_plan import Tile, copy_tails, frame, tails
 from attnzoo_kernels._gluon.backward_step import (
     Shared,
@@ -81,9 +81,8 @@ def _load_queries(operands, stats_desc, smem, bars, of_tile, stage, batch, head,
 def _load_keys(operands, smem, bars, batch, kv_head, key):
     """LOAD_K of both parts."""
     mbarrier.expect(bars.k_full, 2 * (operands.k.block_type.nbytes + operands.k_rest.block_type.nbytes))
-    load_halves(operands.k, smem.k[0], bars.k_full, batch, kv_head, key)
-    load_halves(operands.k_rest, smem.k[1], bars.k_full, batch, kv_head, key)
-    mbarrier.expect(bars.v_full, 2 * operands.v.block_type.nbytes)
+    halves_in_flight(operands.k, smem.k[0], bars.k_full, batch, kv_head, key, 0)
+    halves_in_flight(operands.k_rest, smem.k[1], bars.k_full, batch, kv_head, key, 0)
     load_halves(operands.v, smem.v, bars.v_full, batch, kv_head, key)
 
 
