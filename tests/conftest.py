@@ -58,3 +58,13 @@ def poisoned():
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list[str]:
+    """Names of the kernels that Triton compiles or reads from its files during the test."""
+    from triton import knobs
+
+    names = []
+    monkeypatch.setattr(knobs.compilation, "listener", lambda *, src, **event: names.append(src.name))
+    return names

@@ -107,22 +107,15 @@ def test_a_graph_replays_it_and_the_making_of_a_layout(new_layout):
 
 
 @pytest.mark.gpu
-def test_no_compiling_for_a_new_length_batch_packing_or_layout():
-    from triton import knobs
-
-    compiled = []
-    knobs.runtime.jit_post_compile_hook = lambda **event: compiled.append(event["fn"].name)
-    try:
-        for packed in (False, True):
-            for index, (batch, seqlen) in enumerate([(1, 64), (1, 65), (2, 999), (3, 1024), (7, 128), (1, 1)]):
-                lengths = {"lengths_q": (seqlen,) * batch + (0,) * index} if packed else {"batch": batch, "seqlen_q": seqlen}
-                for masks in ("one", "head", "sequence"):
-                    call(*Case(heads=4, head_dim=64, causal=True, masks=masks, **lengths).inputs("cuda"))
-                    if index == 0 and masks == "one":
-                        before = len(compiled)
-            assert len(compiled) == before, compiled[before:]
-    finally:
-        knobs.runtime.jit_post_compile_hook = None
+def test_no_compiling_for_a_new_length_batch_packing_or_layout(compiled):
+    for packed in (False, True):
+        for index, (batch, seqlen) in enumerate([(1, 64), (1, 65), (2, 999), (3, 1024), (7, 128), (1, 1)]):
+            lengths = {"lengths_q": (seqlen,) * batch + (0,) * index} if packed else {"batch": batch, "seqlen_q": seqlen}
+            for masks in ("one", "head", "sequence"):
+                call(*Case(heads=4, head_dim=64, causal=True, masks=masks, **lengths).inputs("cuda"))
+                if index == 0 and masks == "one":
+                    before = len(compiled)
+        assert len(compiled) == before, compiled[before:]
 
 
 @pytest.mark.gpu

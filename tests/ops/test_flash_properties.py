@@ -97,23 +97,16 @@ def test_a_graph_replays_it(dropout_p):
 
 
 @pytest.mark.gpu
-def test_no_compiling_for_a_new_length_batch_or_packing():
-    from triton import knobs
-
-    compiled = []
-    knobs.runtime.jit_post_compile_hook = lambda **event: compiled.append(event["fn"].name)
-    try:
-        for packed in (False, True):
-            shapes = [(1, 64), (1, 65), (2, 999), (3, 1024), (7, 128), (1, 1)]
-            for index, (batch, seqlen) in enumerate(shapes):
-                lengths = {"lengths_q": (seqlen,) * batch + (0,) * index} if packed else {"batch": batch, "seqlen_q": seqlen}
-                inputs = Case(heads=4, head_dim=64, causal=True, **lengths).inputs("cuda")
-                call(*inputs[:4], **inputs.options)
-                if index == 0:
-                    before = len(compiled)
-            assert len(compiled) == before, compiled[before:]
-    finally:
-        knobs.runtime.jit_post_compile_hook = None
+def test_no_compiling_for_a_new_length_batch_or_packing(compiled):
+    for packed in (False, True):
+        shapes = [(1, 64), (1, 65), (2, 999), (3, 1024), (7, 128), (1, 1)]
+        for index, (batch, seqlen) in enumerate(shapes):
+            lengths = {"lengths_q": (seqlen,) * batch + (0,) * index} if packed else {"batch": batch, "seqlen_q": seqlen}
+            inputs = Case(heads=4, head_dim=64, causal=True, **lengths).inputs("cuda")
+            call(*inputs[:4], **inputs.options)
+            if index == 0:
+                before = len(compiled)
+        assert len(compiled) == before, compiled[before:]
 
 
 @pytest.mark.gpu
