@@ -215,13 +215,11 @@ def sharing(session: Session, batch: int, prefix: int, own: int) -> tuple[Case, 
 
 
 def shared(session: Session) -> Iterator[list[Row]]:
-    """Sequences that begin with the same pages, read for each or once, and so that each goes on from what its group found: one call in a
-    CUDA graph. Bytes are those of all sequences."""
+    """Sequences that begin with the same pages, read for each or once: one call in a CUDA graph. Bytes are those of all sequences."""
     for batch, prefix, own in ((64, 8192, 512), (16, 8192, 512), (64, 0, 4096), (1, 0, 65536)):
         case, x, checked = sharing(session, batch, prefix, own)
         columns = [Entry(name, Backend(name, make), case, x, {"forward": case.bytes()}, checked) for name, make in (
-            ("read for each", captured(attnzoo("triton"), [x])), ("read once", functools.partial(read_once, None, False)),
-            ("going on", functools.partial(read_once, None, True)))]
+            ("read for each", captured(attnzoo("triton"), [x])), ("read once", functools.partial(read_once, None)))]
         line = Line("decode", "shared", f"batch {batch}, {prefix} shared", prefix + own)
         yield harness.compare(line, columns, ["forward"], session.timing, unit="TB/s")
 
@@ -287,22 +285,22 @@ def tile_name(tile: Tile | None) -> str:
     return f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages} p{tile.programs}" + " pairs" * tile.pairs
 
 
-def read_once(tile: Tile | None, goes_on: bool, case: Case, x: Inputs) -> Pass:
-    """A call that shares prefixes, captured; tile: of a group's queries. goes_on: as `prefixes.GO_ON`."""
+def read_once(tile: Tile | None, case: Case, x: Inputs) -> Pass:
+    """A call that shares prefixes, captured; tile: of a group's queries."""
     from attnzoo_kernels.decode import prefixes
 
-    with patch.object(prefixes, "ROWS", prefixes.ROWS if tile is None else tile.block_m), patch.object(prefixes, "GO_ON", goes_on):
+    with patch.object(prefixes, "ROWS", prefixes.ROWS if tile is None else tile.block_m):
         return captured(with_tile(tile, rows=33, share_prefixes=True), [x])(case, x)
 
 
 def group_tiles(session: Session) -> Iterator[list[Row]]:
-    """Candidates for the tile of a group's queries in both forms; the first column is without sharing, the second what is taken."""
+    """Candidates for the tile of a group's queries; the first column is without sharing, the second what is taken."""
     for batch, prefix, own in ((64, 8192, 512), (16, 8192, 512)):
         case, x, checked = sharing(session, batch, prefix, own)
 
         columns = [Entry(name, Backend(name, make), case, x, {"forward": case.bytes()}, checked) for name, make in (
             ("read for each", captured(attnzoo("triton"), [x])),
-            *((tile_name(tile) + " going on" * goes_on, functools.partial(read_once, tile, goes_on)) for goes_on in (False, True)
+            *((tile_name(tile), functools.partial(read_once, tile))
               for tile in (None, *GROUP_TILES[: 2 if session.options.dry_run else None])))]
         yield harness.compare(Line("decode", "group_tiles", f"batch {batch}, {prefix} shared", prefix + own), columns, ["forward"],
                               session.timing, unit="TB/s")
@@ -335,8 +333,8 @@ def with_tile(tile: Tile | None, rows: int = 0, **options) -> Callable[[Case, In
         plans = functools.cache(kernels._plan.__wrapped__)
         chosen = kernels.decode_tile
 
-        def table(*arguments) -> Tile:
-            return chosen(*arguments) if tile is None or arguments[3] < rows else tile
+        def table(*arguments, **more) -> Tile:
+            return chosen(*arguments, **more) if tile is None or arguments[3] < rows else tile
 
         def forward() -> Tensor:
             with patch.object(kernels, "_plan", plans), patch.object(kernels, "decode_tile", table):

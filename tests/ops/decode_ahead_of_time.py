@@ -1,6 +1,5 @@
 """Compile decoding's kernels for a GPU that is not here: `python decode_ahead_of_time.py 90` prints a JSON line per kernel."""
 
-import dataclasses
 import itertools
 import json
 
@@ -28,15 +27,11 @@ def main() -> None:
     shapes = [(2, *shape) for shape in itertools.product((torch.bfloat16,), WIDTHS, QUERIES)]
     shapes += [(2, torch.float32, width, 1) for width in WIDTHS]
     shapes.append((108, torch.bfloat16, 128, 1))  # two key heads a multiprocessor: another tile
-    shapes = [(*shape, False, False, False) for shape in shapes]
-    shapes += [(batch, torch.bfloat16, 128, 1, True, False, False) for batch in (2, 108)]
+    shapes = [(*shape, False, False) for shape in shapes]
+    shapes += [(batch, torch.bfloat16, 128, 1, True, False) for batch in (2, 108)]
     if ARCH >= 89:
-        shapes += [(batch, torch.bfloat16, 128, 1, paged, True, False) for batch in (2, 108) for paged in (False, True)]
-        shapes.append((2, torch.bfloat16, 128, 1, True, True, True))
-    table = forward.decode_tile
-    for batch, dtype, width, queries, paged, fp8, pairs in shapes:
-        forward.decode_tile = lambda *shape, pairs=pairs: dataclasses.replace(table(*shape), pairs=pairs)
-        forward._plan.cache_clear()
+        shapes += [(batch, torch.bfloat16, 128, 1, paged, True) for batch in (2, 108) for paged in (False, True)]
+    for batch, dtype, width, queries, paged, fp8 in shapes:
         q, cache = torch.zeros(batch, queries, 8, width, dtype=dtype), torch.zeros(batch, 16, 2, width, dtype=dtype)
         scales = (torch.ones(2), torch.ones(2)) if fp8 else (None, None)
         cache = cache.to(torch.float8_e4m3fn) if fp8 else cache

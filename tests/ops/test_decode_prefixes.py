@@ -7,7 +7,7 @@ import torch
 from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels import decode_attention
-from attnzoo_kernels.decode import following, prefixes
+from attnzoo_kernels.decode import prefixes
 from benchmarks.accuracy import assert_accurate
 
 GPU = torch.cuda.is_available()
@@ -42,12 +42,6 @@ def inputs(shared, page=8, seqlen_q=1, kv_heads=2, group=2, head_dim=32, value_d
                         "causal": True}
 
 
-@pytest.fixture(params=(False, True), ids=("merged", "going on"))
-def form(request, monkeypatch):
-    """Both ways to put a group's result and a sequence's own together."""
-    monkeypatch.setattr(prefixes, "GO_ON", request.param)
-
-
 CASES = {
     "plain": (SHARED, {}, {}),
     "several queries": (SHARED, {"seqlen_q": 3}, {}),
@@ -70,7 +64,7 @@ def run(q, k, v, options, impl, dtype=None, **more):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_error_is_at_most_twice_that_of_eager(name, dtype, form, device, poisoned):
+def test_error_is_at_most_twice_that_of_eager(name, dtype, device, poisoned):
     shared, sizes, options = CASES[name]
     *tensors, lengths = inputs(shared, dtype=dtype, device=device, **sizes)
     options = lengths | {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
@@ -79,7 +73,7 @@ def test_error_is_at_most_twice_that_of_eager(name, dtype, form, device, poisone
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_groups(seed, form, device, poisoned):
+def test_random_groups(seed, device, poisoned):
     draw = random.Random(seed)
     shared = [(draw.randint(1, 5), draw.randint(0, 9)) for _ in range(draw.randint(3, 5))]
     sizes = {"page": draw.choice((4, 8, 16)), "seqlen_q": draw.choice((1, 2, 5)), "group": draw.choice((1, 2, 4)), "seed": seed}
@@ -91,7 +85,7 @@ def test_random_groups(seed, form, device, poisoned):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlen_q", (1, 4))
-def test_long_prefixes(seqlen_q, form, device):
+def test_long_prefixes(seqlen_q, device):
     *tensors, options = inputs(((16, 500), (1, 3), (40, 130), (9, 1)), page=16, seqlen_q=seqlen_q, kv_heads=4, group=4, head_dim=128,
                                dtype=torch.bfloat16, device=device)
     run(*tensors, options, "triton")  # whose kernels are others: their output is in bfloat16
@@ -111,12 +105,9 @@ def test_groups_are_those_of_neighbours_with_about_as_much_in_common(at_most, co
     for row, pages in enumerate(common):
         table[row, :pages] = table[row - 1, :pages]
     lengths = torch.full((len(common),), 40, dtype=torch.int32, device=device)
-    table, arguments = table.to(device), (lengths, 1, 4, at_most)
-    groups, found, _ = prefixes.find_groups(table, *arguments)
+    table = table.to(device)
     common = [min(pages, 9) for pages in common]  # the last page holds the new token
-    assert found.tolist() == common
-    assert groups.first.tolist() == first and groups.group.tolist() == group
-    groups, found = following.find_groups(table, *arguments)
+    groups, found = prefixes.find_groups(table, lengths, 1, 4, at_most)
     assert found.tolist() == common
     numbers = range(max(group) + 1)
     leaders, more = [group.index(n) for n in numbers], [0] * (len(common) // 2 - len(numbers))
@@ -127,7 +118,7 @@ def test_groups_are_those_of_neighbours_with_about_as_much_in_common(at_most, co
 
 
 @pytest.mark.gpu
-def test_a_graph_follows_tables_and_nothing_waits(form, device):
+def test_a_graph_follows_tables_and_nothing_waits(device):
     *tensors, options = inputs(SHARED, dtype=torch.bfloat16, device=device)
     tensors = [x.nan_to_num(0.5) for x in tensors]
     decode_attention(*tensors, **options, share_prefixes=True)
@@ -158,6 +149,6 @@ def test_what_does_not_go_with_it_is_refused(device):
 @pytest.mark.parametrize("arch", (80, 90))
 def test_kernels_compile_without_spills(arch):
     kernels = compiled_kernels("decode_prefixes_ahead_of_time.py", arch)
-    own = {"common_pages_kernel", "groups_kernel", "divide_kernel", "join_kernel", "following_groups_kernel"}
+    own = {"common_pages_kernel", "groups_kernel"}
     assert {k["kernel"] for k in kernels} == own | {"decode_split_kernel", "decode_merge_kernel"}
     assert not [k for k in kernels if k["kernel"] in own and k["stack"]]
