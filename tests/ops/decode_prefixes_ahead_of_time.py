@@ -20,8 +20,9 @@ def main() -> None:
     from attnzoo_kernels.decode import forward, prefixes
 
     forward.architecture, forward._multiprocessors = lambda device: ARCH, lambda index: 108
-    q, cache = torch.zeros(4, 1, 8, 128, dtype=torch.bfloat16), torch.zeros(9, 16, 2, 128, dtype=torch.bfloat16)
-    prefixes.launch_forward(q, cache, cache, torch.zeros(4, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32), None, 0.1, 0, 0.0)
+    for width in (64, 128):
+        q, cache = torch.zeros(4, 1, 8, width, dtype=torch.bfloat16), torch.zeros(9, 16, 2, width, dtype=torch.bfloat16)
+        prefixes.launch_forward(q, cache, cache, torch.zeros(4, dtype=torch.int32), torch.zeros(4, 4, dtype=torch.int32), None, 0.1, 0, 0.0)
     for name, kernel in compiled:
         registers, stack = resources(kernel.asm["cubin"])
         print(json.dumps({"kernel": name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared}))

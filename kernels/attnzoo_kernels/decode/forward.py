@@ -443,7 +443,7 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
     block_d, block_dv = block_width(head_dim), block_width(value_dim)
     arch = architecture(device)
     multiprocessors = _multiprocessors(device.index) if arch else 1
-    pairs = cache_dtype.itemsize == 1 and aligned and value_dim % 2 == 0 and all(x % 2 == 0 for x in v[1][:3])
+    pairs = None if cache_dtype.itemsize > 1 else aligned and value_dim % 2 == 0 and all(x % 2 == 0 for x in v[1][:3])
     tile = decode_tile(arch, block_d, block_dv, seqlen_q * group, dtype.itemsize, batch * kv_heads / multiprocessors, pairs=pairs,
                        paged=table is not None, shared=at_most > 0)
     programs = tile.programs * multiprocessors
@@ -454,7 +454,7 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
         raise NotImplementedError(f"k_cache: float8_e4m3fn needs compute capability 8.9, got {arch / 10}; widen it, or take the reference")
     tma = (tile.tma and table is None and precision == "tf32" and cache_dtype == dtype and aligned
            and all(tma_takes_layout(*x, dtype.itemsize) for x in (k, v)))
-    pairs = pairs and tile.pairs
+    pairs = bool(pairs) and tile.pairs
     v_strides = tuple(x // 2 for x in v[1][:3]) if pairs else v[1][:3]
     overlap = overlaps(arch)
     split = Launch(
