@@ -1,13 +1,15 @@
 """decode_attention over pages that sequences share, under the 2x rule; in the interpreter where there is no GPU."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels import decode_attention
-from attnzoo_kernels.decode import prefixes
+from attnzoo_kernels.decode import forward, prefixes
+from attnzoo_kernels.decode.tiles import decode_tile
 from benchmarks.accuracy import assert_accurate
 
 GPU = torch.cuda.is_available()
@@ -69,6 +71,23 @@ def test_error_is_at_most_twice_that_of_eager(name, dtype, device, poisoned):
     *tensors, lengths = inputs(shared, dtype=dtype, device=device, **sizes)
     options = lengths | {key: x.to(device) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
     ours = run(*tensors, options, "triton", share_prefixes=True)
+    assert_accurate(ours, run(*tensors, options, "reference"), run(*tensors, options, "reference", torch.float64))
+
+
+@pytest.mark.parametrize("pairs", (True, False))
+@pytest.mark.parametrize("head_dim, seqlen_q", ((32, 1), (128, 3)))
+def test_caches_of_8_bits(head_dim, seqlen_q, pairs, device, poisoned, monkeypatch):
+    if pairs:  # which the interpreter's tile does not read
+        monkeypatch.setattr(forward, "decode_tile", lambda *shape, **more: replace(decode_tile(*shape, **more), pairs=True))
+    q, k, v, options = inputs(SHARED, head_dim=head_dim, seqlen_q=seqlen_q, dtype=DTYPES[-1], device=device)
+    k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+    if not pairs:  # values that begin at an odd address are read as bytes
+        v = torch.cat([v.view(torch.uint8), v.view(torch.uint8)], -1)[..., 1 : head_dim + 1].view(torch.float8_e4m3fn)
+    tensors = q, k, v
+    options |= {"k_scale": torch.tensor([0.5, 2.0], device=device), "v_scale": torch.tensor([3.0, 0.1], device=device)}
+    forward._plan.cache_clear()
+    ours = run(*tensors, options, "triton", share_prefixes=True)
+    forward._plan.cache_clear()
     assert_accurate(ours, run(*tensors, options, "reference"), run(*tensors, options, "reference", torch.float64))
 
 
