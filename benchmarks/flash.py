@@ -1,9 +1,10 @@
 """`flash_attention` against its peers, its features against plain attention, memory, host time and first call.
 
     python -m benchmarks.flash                              # the main table
-    python -m benchmarks.flash speed sustained graph deterministic features packed latent memory host first_call
+    python -m benchmarks.flash speed sustained graph deterministic features sinks packed latent memory host first_call
 """
 
+import functools
 import json
 import os
 import subprocess
@@ -168,6 +169,29 @@ def features(session: Session) -> Iterator[list[Row]]:
             yield harness.compare(line, columns, o.directions, session.timing)
 
 
+def sinks(session: Session) -> Iterator[list[Row]]:
+    """The backward with a gradient of sinks and without it, by path and window."""
+    o = session.options
+    for head_dim in o.head_dims:
+        plain = benchmark_case(o.feature_length, head_dim, True, o.tokens, o.hidden, dtype=session.dtype)
+        for left in (-1, o.feature_length // 8, o.feature_length // 64):
+            case = replace(plain, causal=left < 0, window_size=(left, -1 if left < 0 else 0), sinks=True)
+            columns = []
+            for entry in entries(replace(session, backends=ours(session)), case):
+                impl = entry.backend.name.removeprefix("attnzoo-")
+                learned = replace(entry.backend, make=functools.partial(with_learned_sinks, impl))
+                columns += [replace(entry, label=f"{entry.label} with it", backend=learned), entry]
+            line = Line("flash", "sinks", f"d{head_dim} " + ("causal" if left < 0 else f"window {left}"), o.feature_length)
+            yield harness.compare(line, columns, ["backward"], session.timing)
+
+
+def with_learned_sinks(impl: str, case: Case, x: Inputs) -> Pass:
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        return flash_attention(q, k, v, impl=impl, **x.options | {"sinks": sinks})
+
+    return harness.differentiable(attend, (x.q, x.k, x.v, x.options["sinks"]), x.dout)
+
+
 def packed(session: Session) -> Iterator[list[Row]]:
     """Sequences of mixed lengths, their mean 0.6 of the longest, per real pair, and the dense rate at the longest length."""
     o = session.options
@@ -256,7 +280,7 @@ def first_call(session: Session) -> Iterator[list[Row]]:
             yield [Row(direction=step, value=value, **common) for step, value in seconds.items()]
 
 
-TABLES = {f.__name__: f for f in (speed, sustained, graph, deterministic, features, packed, latent, memory, host, first_call)}
+TABLES = {f.__name__: f for f in (speed, sustained, graph, deterministic, features, sinks, packed, latent, memory, host, first_call)}
 
 
 def main(arguments: list[str] | None = None) -> int:

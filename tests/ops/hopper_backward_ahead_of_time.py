@@ -59,7 +59,9 @@ def two_passes() -> None:
         v, out, grad_out = torch.zeros(3, *rows, 5, 128, dtype=torch.bfloat16)
         bounds = torch.zeros(2, dtype=torch.int32) if packed else None
         options = Options(sequences=1 if packed else None, softmax_scale=192**-0.5, window_right=right)
-        hopper_wide_backward.launch_backward(grad_out, None, q, k, v, out, torch.zeros(2, 5, 4096), bounds, bounds, options)
+        stats = torch.zeros(2, 5, 4096)
+        dq, dk, dv = hopper_wide_backward.launch_backward(grad_out, None, q, k, v, out, stats, bounds, bounds, options)
+        assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
         for number, launch in enumerate(plans[-1].passes):
             report(launch.compiled, head_dim=192, packed=packed, window=(-1, right), number=number)
 

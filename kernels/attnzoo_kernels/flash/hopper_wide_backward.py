@@ -243,8 +243,8 @@ def _parts(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
                     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Call,
-                    into: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK, dV and an empty delta, as hopper_backward.launch_backward gives them; dQ is added up in any order."""
+                    into: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK and dV, as hopper_backward.launch_backward gives them; dQ is added up in any order."""
     grad_out = tma_gradient(grad_out)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
@@ -274,4 +274,4 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
                    descriptor(dv, HALF.value, 128) if n == 0 else None, dks[n], dv if n == 0 else None,
                    descriptor(sums[n], rows * width // 64, 32), counters[n], cu_seqlens_q, cu_seqlens_k)
             plan.postprocesses[n](sums[n], None, dqs[n], cu_seqlens_q)
-    return dq, dk, dv, floats(0)
+    return dq, dk, dv
