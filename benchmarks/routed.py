@@ -112,14 +112,6 @@ def switched(module: Any, name: str) -> Iterator[None]:
         setattr(module, name, before)
 
 
-def by_kernels(case: Any, x: Problem) -> Pass:
-    """The choice in every call, with kernels in place of PyTorch's operations around the products of NSA."""
-    if not isinstance(case, nsa_cases.Case):
-        raise Unsupported("written for all branches of NSA")
-    return differentiable(functools.partial(x.call, blocks=None, impl=None), tuple(x.leaves), x.dout,
-                          scope=lambda: switched(attnzoo_kernels.nsa, "FOLD_BY_KERNELS"))
-
-
 def choosing(case: Any, x: Problem) -> Pass:
     """The choice in every call."""
     if isinstance(case, nsa_cases.Case):
@@ -237,7 +229,6 @@ BACKENDS: dict[str, Backend] = {
         Backend("attnzoo", attnzoo(None)),
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("attnzoo with its choice", choosing),
-        Backend("attnzoo with its choice, by kernels", by_kernels),
         Backend("flex", flex, limit=peers.PEER_LIMIT, late=True),
         Backend("fla", fla, fla_missing, limit=peers.PEER_LIMIT, late=True),
         *(Backend(DENSE + name, Dense(name), peers.BACKENDS[name].missing, peers.BACKENDS[name].limit)

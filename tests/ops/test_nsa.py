@@ -11,11 +11,10 @@ from paths import GPU, PATHS
 from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
-import attnzoo_kernels.nsa
 from attnzoo_kernels import moba_attention, nsa_attention
-from attnzoo_kernels.nsa import ops
+from attnzoo_kernels.nsa import compressed_bounds, ops
 from attnzoo_kernels.nsa.cases import CORRECTNESS, LONG, SMALL, Case
-from attnzoo_kernels.nsa.fold import Fold, KernelFold
+from attnzoo_kernels.nsa.fold import Fold
 from benchmarks.accuracy import assert_accurate
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -49,15 +48,9 @@ def check(case, impl="triton"):
                     run(case, "reference", torch.float64, blocks=blocks))
 
 
-@pytest.fixture(params=(False, True), ids=("operations", "kernels"))
-def fold_by_kernels(request, monkeypatch):
-    monkeypatch.setattr(attnzoo_kernels.nsa, "FOLD_BY_KERNELS", request.param)
-
-
 @needs_triton
-@pytest.mark.parametrize("case, fold_by_kernels", [(case, by) for n, case in enumerate(CASES) for by in (False, True)
-                                                   if GPU or by == n % 2], indirect=["fold_by_kernels"], ids=str)
-def test_error_is_at_most_twice_that_of_eager(case, fold_by_kernels, poisoned):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_error_is_at_most_twice_that_of_eager(case, poisoned):
     check(case)
 
 
@@ -65,7 +58,7 @@ def test_error_is_at_most_twice_that_of_eager(case, fold_by_kernels, poisoned):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", LONG, ids=str)
 @pytest.mark.parametrize("impl", ("triton", pytest.param("gluon", marks=pytest.mark.hopper)))
-def test_error_is_at_most_twice_that_of_eager_at_length(case, dtype, impl, fold_by_kernels):
+def test_error_is_at_most_twice_that_of_eager_at_length(case, dtype, impl):
     if impl == "gluon" and dtype == torch.float32:
         pytest.skip("the Hopper path takes 16 bits")
     check(replace(case, dtype=dtype), impl)
@@ -137,7 +130,7 @@ def test_the_reference_is_the_paper_s_formula():
 
 @pytest.mark.slow
 @needs_triton
-def test_it_compiles_to_what_eager_mode_computes(fold_by_kernels):
+def test_it_compiles_to_what_eager_mode_computes():
     x = Case(lengths_q=(9, 0, 24), head_dim=16, kv_heads=1, dtype=torch.float16, **SMALL).inputs(DEVICE)
     leaves = [t.detach().requires_grad_() for t in x[:6]]
 
@@ -151,9 +144,8 @@ def test_it_compiles_to_what_eager_mode_computes(fold_by_kernels):
 
 
 @needs_triton
-def test_a_call_by_kernels_is_few_operations(monkeypatch):
+def test_a_call_is_few_operations():
     """Of PyTorch or of ours, views left out: each is a launch at least, and bounds the time of short inputs."""
-    monkeypatch.setattr(attnzoo_kernels.nsa, "FOLD_BY_KERNELS", True)
     x = Case(lengths_q=(9, 0, 24), head_dim=16, kv_heads=1, dtype=torch.float16, **SMALL).inputs(DEVICE)
     leaves = [t.detach().requires_grad_() for t in x[:6]]
     graphs = []
@@ -177,8 +169,7 @@ def test_a_call_by_kernels_is_few_operations(monkeypatch):
 def test_queries_with_the_same_keys_are_heads_of_one(lengths_q, lengths_k, size, stride):
     bounds_q, bounds_k = (torch.tensor((0, *accumulate(lengths)), dtype=torch.int32, device=DEVICE) for lengths in (lengths_q, lengths_k))
     total_q = sum(lengths_q) + 3  # of which the last three are behind all sequences
-    by_operations = Fold.of(bounds_q, bounds_k, total_q, size, stride)
-    _, bounds, units, place, source = by_kernels = KernelFold.of(bounds_q, bounds_k, total_q, size, stride)
+    fold = Fold.of(bounds_q, bounds_k, total_q, size, stride)
     expected, first_unit = [], 0
     for m, n in zip(lengths_q, lengths_k, strict=True):
         tokens = range(n - m + 1, n + 1)  # of which each query has seen as many
@@ -186,17 +177,20 @@ def test_queries_with_the_same_keys_are_heads_of_one(lengths_q, lengths_k, size,
         expected += [(first_unit + t // stride - lowest) * stride + t % stride for t in tokens]
         first_unit += n // stride - lowest + 1
     expected += [first_unit * stride + i for i in range(3)]
-    assert place.tolist() == expected and units[-1] == first_unit
-    assert all(map(torch.equal, by_kernels[1:4], (x.int() for x in by_operations[2:])))
+    place, source = fold.place.long(), fold.source
+    assert place.tolist() == expected and fold.cu_seqlens_q[-1] == first_unit
+    assert torch.equal(fold.bounds, compressed_bounds(bounds_k, size, stride))
     from_place = torch.full_like(source, -1)
-    from_place[place.long()] = torch.arange(total_q, device=DEVICE).int()
-    assert torch.equal(source, from_place) and len(source) == by_operations.count * stride
+    from_place[place] = torch.arange(total_q, device=DEVICE).int()
+    assert torch.equal(source, from_place)
 
     x = torch.randn(6, total_q, 16, device=DEVICE).transpose(0, 1)
-    folded = by_kernels.fold(x, 2)
-    assert torch.equal(folded, by_operations.fold(x, 2)) and torch.equal(ops._unfold(folded, place, 2, stride), x)
+    rows = x.new_zeros(len(source), 6, 16).index_copy(0, place, x).view(-1, stride, 2, 3, 16)
+    folded = fold.fold(x, 2)
+    assert torch.equal(folded, rows.transpose(1, 2).flatten(1, 3)) and torch.equal(ops._unfold(folded, fold.place, 2, stride), x)
     lse = torch.randn(len(source) // stride, 6 * stride, device=DEVICE).mT
-    assert torch.equal(*(fold.unfold_lse(lse, 2) for fold in (by_operations, by_kernels)))
+    rows = lse.mT.unflatten(1, (2, stride, 3)).transpose(1, 2).flatten(0, 1)
+    assert torch.equal(fold.unfold_lse(lse, 2), rows[place].flatten(1).mT)
 
 
 @pytest.mark.parametrize("change, error, message", [
@@ -219,7 +213,7 @@ def test_a_wrong_argument_is_named(change, error, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", (None, (1, 0, 300)), ids=("dense", "packed"))
 @pytest.mark.parametrize("operator", ("nsa", "moba"))
-def test_no_launch_waits_for_the_host_and_a_graph_replays_it(operator, lengths, fold_by_kernels):
+def test_no_launch_waits_for_the_host_and_a_graph_replays_it(operator, lengths):
     x = Case(batch=2, seqlen_q=300, kv_heads=1, lengths_q=lengths, **SMALL).inputs(DEVICE)
     leaves = [t.detach().requires_grad_() for t in (x[:6] if operator == "nsa" else x[:3])]
     packing = {name: value for name, value in x.options.items() if "seqlen" in name}

@@ -9,14 +9,12 @@ from attnzoo_kernels.flash import flash_attention
 from attnzoo_kernels.nsa import ops
 from attnzoo_kernels.nsa.bounds import compressed_bounds
 from attnzoo_kernels.nsa.cpu import attend_compressed_on_cpu, choose_on_cpu
-from attnzoo_kernels.nsa.fold import Fold, KernelFold
+from attnzoo_kernels.nsa.fold import Fold
 from attnzoo_kernels.nsa.reference import nsa_attention_reference
 from attnzoo_kernels.routed import check_blocks, routed_attention
 from attnzoo_kernels.routed.routes import even_bounds
 
 __all__ = ["compressed_bounds", "nsa_attention", "why_not_gluon"]
-
-FOLD_BY_KERNELS = False  # whether kernels in place of operations of PyTorch stand around the products; they have not run on a GPU yet
 
 
 def nsa_attention(
@@ -107,7 +105,7 @@ def nsa_attention(
         compressed = attend_compressed_on_cpu(q_rows, k_cmp, v_cmp, cu_seqlens_q, cu_seqlens_k, bounds, compress_size, compress_stride,
                                               softmax_scale)
     else:
-        fold = (KernelFold if FOLD_BY_KERNELS else Fold).of(cu_seqlens_q, cu_seqlens_k, q_rows.shape[0], compress_size, compress_stride)
+        fold = Fold.of(cu_seqlens_q, cu_seqlens_k, q_rows.shape[0], compress_size, compress_stride)
         bounds = fold.bounds
         compressed, lse = flash_attention(fold.fold(q_rows, kv_heads), k_cmp, v_cmp, causal=True, cu_seqlens_q=fold.cu_seqlens_q,
                                           cu_seqlens_k=bounds, return_lse=True, **options)
