@@ -33,10 +33,9 @@ from attnzoo.attention.flash import FlashAttention
 from attnzoo.models import GPT
 from attnzoo.training.loggers import read_metrics
 from attnzoo.training.module import summed_loss
-from attnzoo.training.one_launch import Copies
 from benchmarks import harness
 from benchmarks.accuracy import error_ratio
-from benchmarks.bert import DEVICE, RECIPE, Training, profile_rows, rates, shares_of_peak
+from benchmarks.bert import DEVICE, Training, profile_rows, rates, shares_of_peak
 from benchmarks.harness import Backend, Entry, Line, Pass, Session
 from benchmarks.report import Row
 
@@ -69,14 +68,6 @@ def attnzoo(case: Case, **options: Any) -> GPT:
     torch.manual_seed(0)
     return GPT(vocab_size=case.vocab, dim=case.dim, n_layers=case.layers, n_heads=case.dim // 64, attention=FlashAttention,
                train_context=case.seqlen, mlp="gelu_tanh", positions="learned", bias=False, **options)
-
-
-def attnzoo_joined(case: Case, **options: Any) -> GPT:
-    """The same with GELU at the end of the products around it."""
-    model = attnzoo(case, **options)
-    for block in model.blocks:
-        block.mlp.joined = True
-    return model
 
 
 def attnzoo_fp8(case: Case, **options: Any) -> GPT:
@@ -128,27 +119,11 @@ def logits_loss(model: nn.Module, batch: dict) -> Tensor:
     return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
 
 
-class OneLaunch(Training):
-    """With `attnzoo.training.one_launch`."""
-
-    def __post_init__(self):
-        self.copies = Copies(self.model)
-        matrices = {name for name, parameter in self.model.named_parameters() if parameter.ndim >= 2}
-        self.optimizer, self.schedule = RECIPE.build(
-            self.model.named_parameters(), matrices=matrices, total_steps=lambda: 1, scaled_gradients=False, copies=self.copies)
-
-    def step(self, batch: dict) -> Tensor:
-        with self.copies.standing_in():
-            return super().step(batch)
-
-
 # the model, its loss, the mode of torch.compile
 TRAININGS: dict[str, tuple[Callable[[Case], nn.Module], Callable[[nn.Module, dict], Tensor], str | None]] = {
     "attnzoo-graphs": (attnzoo, attnzoo_loss, "reduce-overhead"),
     "attnzoo-residual": (partial(attnzoo, autocast_residual=True), attnzoo_loss, "reduce-overhead"),
     "attnzoo-split": (partial(attnzoo, split_residual=True), attnzoo_loss, "reduce-overhead"),
-    "attnzoo-joined": (attnzoo_joined, attnzoo_loss, "reduce-overhead"),
-    "attnzoo-split-joined": (partial(attnzoo_joined, split_residual=True), attnzoo_loss, "reduce-overhead"),
     "attnzoo-fp8": (attnzoo_fp8, attnzoo_loss, "reduce-overhead"),
     "attnzoo-fp8-residual": (partial(attnzoo_fp8, autocast_residual=True), attnzoo_loss, "reduce-overhead"),
     "attnzoo-fp8-split": (partial(attnzoo_fp8, split_residual=True), attnzoo_loss, "reduce-overhead"),
@@ -159,8 +134,6 @@ TRAININGS: dict[str, tuple[Callable[[Case], nn.Module], Callable[[nn.Module, dic
     "attnzoo-eager": (attnzoo, attnzoo_loss, None),
     "nanogpt-eager": (NanoGPT, logits_loss, None),
 }
-TRAININGS |= {f"{name}-copies": TRAININGS[name] for name in ("attnzoo-graphs", "attnzoo-split", "attnzoo-split-joined", "attnzoo-eager")}
-ONE_LAUNCH = [name for name in TRAININGS if name.endswith("-copies")]
 USUAL = ("attnzoo-graphs", "attnzoo-split", "nanogpt")  # the others when they are named
 EAGER = ("attnzoo-eager", "nanogpt-eager")
 
@@ -173,8 +146,7 @@ def backend(name: str) -> Backend:
         error = logits_error(model, case, batches[0]["input_ids"][:1])
         # what one case compiles must not make the next one's shapes dynamic
         of_loss = loss if mode is None else torch.compile(loss, mode=None if mode == "default" else mode, dynamic=False)
-        kind = OneLaunch if name in ONE_LAUNCH else Training
-        trained, turn = kind(model, True, of_loss, DEVICE), itertools.cycle(batches)
+        trained, turn = Training(model, True, of_loss, DEVICE), itertools.cycle(batches)
         run = Pass(lambda: trained.step(next(turn)), lambda: (), [error])
         for _ in range(4 if mode else 1):  # compiles, and captures graphs
             run.forward()
@@ -238,8 +210,6 @@ TRAINERS: dict[str, list[str]] = {
     "usual": [],
     "residual": ["model.autocast_residual=true"],
     "split": ["model.split_residual=true"],
-    "copies": ["optimizer.copies=true"],
-    "split copies": ["model.split_residual=true", "optimizer.copies=true"],
     "all logits": ["fused_loss=false"],
     "fp8": ["trainer.precision=fp8"],
     "fp8 split": ["trainer.precision=fp8", "model.split_residual=true"],

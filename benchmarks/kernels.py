@@ -8,7 +8,6 @@ KINDS = (  # the first that a kernel's name contains
     ("attention", ("flash_", "fmha", "flash::", "softmax_bwd", "bwd_preprocess", "bwd_postprocess", "bwd_all_tails")),
     ("optimizer", ("multi_tensor", "FusedOptimizer")),
     ("matrix products", ("nvjet", "gemm", "cublas", "splitKreduce", "cutlass")), ("norms and residuals", ("layer_norm", "add_norm")),
-    ("products with GELU", ("gelu_product",)),
     ("GELU", ("gelu",)), ("loss", ("log_softmax", "nll_loss", "cross_entropy")), ("embedding", ("embedding", "index_put", "index_add")),
     ("rounding to 8 bits", ("amax", "_scaled_mm", "transpose_kernel")), ("copies", ("Memcpy", "Memset", "cat")),
     ("reductions of gradients", ("reduce_kernel", "triton_red", "sum")), ("casts", ("_to_copy",)),

@@ -2,7 +2,6 @@
 
 import math
 from copy import deepcopy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from torch.testing import assert_close
 
 from attnzoo import checkpoint, runner
 from attnzoo.errors import UserError
-from attnzoo.training import one_launch
-from attnzoo.training.one_launch import OneLaunchAdamW
 from attnzoo.training.optimizer import AdamWRecipe, MuonRecipe
 from attnzoo.training.schedule import Schedule
 
@@ -168,63 +165,3 @@ def test_a_checkpoint_of_the_schedule_that_was_is_resumed():
     optimizer.step()
     schedule.step()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(AdamWRecipe(**RECIPE).factor(8, lambda: 10))
-
-
-def test_adamw_in_one_launch_and_pytorchs_go_on_from_each_others_state():
-    torch.manual_seed(0)
-    first, second = Blocks(), Blocks()
-    second.load_state_dict(first.state_dict())
-    kinds = [lambda model: OneLaunchAdamW([{"params": [*model.parameters()]}], lr=0.1),
-             lambda model: torch.optim.AdamW([{"params": [*model.parameters()]}], lr=0.1, fused=True)]
-    schedule = SimpleNamespace(step=lambda: None)
-    states = []
-    for order in (kinds, kinds[::-1], kinds):
-        optimizers = []
-        for model, make in zip((first, second), order, strict=True):
-            optimizer = make(model)
-            if states:
-                optimizer.load_state_dict(deepcopy(states.pop(0)))
-            steps(model, optimizer, schedule, 3)
-            optimizers.append(optimizer)
-        states = [optimizer.state_dict() for optimizer in optimizers]
-        assert states[0]["param_groups"] == states[1]["param_groups"]
-        assert_close(states[0]["state"], states[1]["state"])
-        assert_close(first.state_dict(), second.state_dict())
-
-
-def test_a_run_with_copies_has_the_losses_and_the_checkpoint_of_one_without(tmp_path, monkeypatch):
-    logged, kept, steps_with, own = [], [], [], one_launch.Copies.standing_in
-    monkeypatch.setattr(one_launch.Copies, "standing_in", lambda self: steps_with.append(1) or own(self))
-    for copies in (False, True):
-        options = f"optimizer.copies={copies}", "trainer.precision=bf16-mixed", "callbacks.sample=null"
-        runner.train(compose_tiny(tmp_path / str(copies), *options))
-        assert len(steps_with) == 12 * copies
-        both = [column(tmp_path / str(copies), name) for name in ("train/loss", "train/grad_norm")]
-        logged.append(torch.tensor([[float(value) for value in values] for values in both]))
-        kept.append(checkpoint.read(tmp_path / str(copies) / "run" / "checkpoints" / "last.ckpt"))
-    assert_close(logged[1], logged[0])
-    assert kept[0]["state_dict"].keys() == kept[1]["state_dict"].keys()
-    assert {value.dtype for value in kept[1]["state_dict"].values()} == {torch.float32}
-    mine, theirs = (state["optimizer_states"][0] for state in kept[::-1])
-    assert mine["param_groups"] == theirs["param_groups"] and mine["state"].keys() == theirs["state"].keys()
-
-
-def test_copies_follow_weights_that_others_change():
-    model = Blocks()
-    copies, weight = one_launch.Copies(model), model.blocks[0].weight
-    with copies.standing_in():
-        assert model.blocks[0].weight is copies.of(weight)
-    assert model.blocks[0].weight is weight
-    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
-    assert not torch.equal(copies.of(weight), weight.to(torch.bfloat16))
-    copies.refresh()
-    assert torch.equal(copies.of(weight), weight.to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("override, name", [("trainer.precision=32", "trainer.precision"), ("batch_tokens=256", "batch_tokens"),
-                                            ("activation_checkpointing=1", "activation_checkpointing")])
-def test_copies_are_refused_where_they_do_not_hold(tmp_path, override, name):
-    with pytest.raises(UserError, match=f"optimizer.copies=true needs .*change {name}"):
-        runner.train(compose_tiny(tmp_path, "optimizer.copies=true", "trainer.precision=bf16-mixed", override))
-    with pytest.raises(UserError, match="optimizer.copies=true: is for optimizer=adamw"):
-        MuonRecipe(**RECIPE, copies=True)

@@ -11,7 +11,6 @@ from attnzoo.attention.base import Attention, KVCache, SequenceInfo
 from attnzoo.attention.norm import RMSNorm
 from attnzoo_kernels.add_norm import Stream, add_norm
 from attnzoo_kernels.gelu import bias_gelu
-from attnzoo_kernels.gelu_mlp import MULTIPLE, gelu_mlp
 
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "gelu_tanh", "swiglu")
@@ -64,8 +63,6 @@ def default_mlp_dim(kind: str, dim: int) -> int:
 class MLP(nn.Module):
     """down(gelu(up x)) with the exact or the tanh GELU, or down(silu(gate x) * up x) (SwiGLU, Shazeer 2020, arXiv:2002.05202)."""
 
-    joined = False  # whether GELU is computed with the products (`attnzoo_kernels.gelu_mlp`) where that can be
-
     def __init__(self, kind: str, dim: int, hidden: int, bias: bool):
         super().__init__()
         if kind not in MLPS:
@@ -80,20 +77,11 @@ class MLP(nn.Module):
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         approximate = "tanh" if self.kind == "gelu_tanh" else "none"
         product = fp8.product_of(self.up_proj)
-        if self.joined and self._can_be_joined(cast := in_compute_dtype(x)):
-            return gelu_mlp(cast, *(layer.weight.to(cast.dtype) for layer in (self.up_proj, self.down_proj)), approximate=approximate)
         # torch.compile puts the rounding of GELU's result to 8 bits into one kernel with GELU, but not with an operator
         if x.is_cuda and x.dtype != torch.float64 and not (product is fp8.linear and torch.compiler.is_compiling()):
             # bias and GELU in one pass, and backward the bias's sum with them
             return self.down_proj(bias_gelu(product(x, self.up_proj.weight), self.up_proj.bias, approximate=approximate))
         return self.down_proj(F.gelu(self.up_proj(x), approximate=approximate))
-
-
-    def _can_be_joined(self, x: Tensor) -> bool:
-        layers = self.up_proj, self.down_proj
-        plain = all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
-        fits = all(size % MULTIPLE == 0 for layer in layers for size in layer.weight.shape)
-        return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and plain and fits
 
 
 class Block(nn.Module):

@@ -1,6 +1,5 @@
 """What language modelling and masked language modelling share: the loss over target tokens, the step, the metrics."""
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,6 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from attnzoo.batch import IGNORED, Batch, Inputs, sharing
 from attnzoo.checkpoint import check_same_model
-from attnzoo.errors import UserError
 from attnzoo.run.steps import is_log_step
 
 INPUTS = tuple(Inputs.__annotations__)
@@ -108,7 +106,6 @@ class TokenPrediction(lightning.LightningModule):
         self._accuracy = MulticlassAccuracy(self.n_classes, average="micro", ignore_index=IGNORED, validate_args=False)
         self._totals: Tensor | None = None
         self.context: Any = None  # the ContextGroup of this rank, where several read one sequence
-        self.copies: Any = None  # what stands in for matrices in training steps, if optimizer.copies
         self.step_loss: Tensor | None = None  # (), of the last optimizer step, summed over its targets
 
     predicts_tokens = True  # the model's outputs are its output layer's, one for each target
@@ -141,8 +138,7 @@ class TokenPrediction(lightning.LightningModule):
     # known before the backward pass; with it only at the last micro-batch, so that the gradients are scaled then.
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        with contextlib.nullcontext() if self.copies is None else self.copies.standing_in():
-            loss, count = self._training_loss(self.model, self._read(batch), self._fuses(batch))
+        loss, count = self._training_loss(self.model, self._read(batch), self._fuses(batch))
         totals = torch.stack([loss.detach(), count])
         self._totals = totals if self._totals is None else self._totals + totals
         if self.trainer.accumulate_grad_batches > 1:
@@ -190,8 +186,6 @@ class TokenPrediction(lightning.LightningModule):
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)
-        if self.copies is not None:
-            self.copies.refresh()
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if is_log_step(self.trainer):
@@ -204,35 +198,18 @@ class TokenPrediction(lightning.LightningModule):
             return
         if hasattr(self.trainer.model, "clip_grad_norm_"):  # FSDP: no rank has the whole gradient
             norm = self.trainer.model.clip_grad_norm_(gradient_clip_val)
-        elif self.copies is not None:  # the step multiplies by the factor
-            norm = self.copies.gradient_norm()
-            optimizer.scale = (gradient_clip_val / (norm + 1e-6)).clamp(max=1.0)
         else:
             norm = nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
         self.log("train/grad_norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
     def configure_optimizers(self) -> dict[str, Any]:
-        if getattr(self.optimizer, "copies", False):
-            self._make_copies()
         optimizer, schedule = self.optimizer.build(
             self.named_parameters(),
             matrices=self.matrices,
             total_steps=lambda: self.trainer.estimated_stepping_batches,
             scaled_gradients=getattr(self.trainer.precision_plugin, "scaler", None) is not None,
-            **({} if self.copies is None else {"copies": self.copies}),
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    def _make_copies(self) -> None:
-        from attnzoo.training.one_launch import Copies
-
-        wrong = {"trainer.devices": self.trainer.world_size > 1, "trainer.precision": self.trainer.precision != "bf16-mixed",
-                 "batch_tokens": self.trainer.accumulate_grad_batches > 1, "activation_checkpointing": bool(self.model.recompute_every)}
-        if any(wrong.values()):
-            raise UserError("optimizer.copies=true needs one device, trainer.precision=bf16-mixed, steps of one micro-batch, and no "
-                            f"activation_checkpointing: change {', '.join(name for name, is_wrong in wrong.items() if is_wrong)}, or set "
-                            "optimizer.copies=false")
-        self.copies = Copies(self.model)
 
     def on_validation_epoch_start(self) -> None:
         for metric in (self._validation_loss, self._validation_count):

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LambdaLR
 
-    from attnzoo.training.one_launch import Copies
-
 FSDP_PREFIX = "_fsdp_wrapped_module."
 
 
@@ -27,7 +25,6 @@ class AdamWRecipe:
 
     The learning rate grows to lr in warmup_steps optimizer steps (below 1: a share of all) and then moves as schedule says; it ends at
     final_lr after total_steps optimizer steps (null: where training ends).
-    copies: matrices of blocks have copies in bfloat16, which products read and the step writes, see `attnzoo.training.one_launch`.
     """
 
     lr: Positive
@@ -38,7 +35,6 @@ class AdamWRecipe:
     warmup_steps: Natural | ShareBelowOne
     final_lr: NonNegative
     total_steps: Count | None = None
-    copies: bool = False
 
     def __post_init__(self):
         if isinstance(self.schedule, str):
@@ -52,22 +48,16 @@ class AdamWRecipe:
         matrices: set[str],
         total_steps: Callable[[], float],
         scaled_gradients: bool,
-        copies: Copies | None = None,
     ) -> tuple[Optimizer, LambdaLR]:
         """parameters: by name. matrices: names to decay, given because FSDP's shards have lost their shape.
 
         total_steps: asked when it is needed, because the length of an epoch is not known before training begins. scaled_gradients: fp16;
-        the fused step would unscale them after the clipping. copies: that the step writes, of some of the parameters.
+        the fused step would unscale them after the clipping.
         """
         from torch.optim.lr_scheduler import LambdaLR
 
         trained = [(name.replace(FSDP_PREFIX, ""), parameter) for name, parameter in parameters if parameter.requires_grad]
-        if copies is None:
-            optimizer = self._optimizer(trained, matrices, fused=not scaled_gradients)
-        else:
-            from attnzoo.training.one_launch import OneLaunchAdamW
-
-            optimizer = OneLaunchAdamW(self._groups(trained, matrices), copies=copies, **self._adamw())
+        optimizer = self._optimizer(trained, matrices, fused=not scaled_gradients)
         return optimizer, LambdaLR(optimizer, lambda step: self.factor(step, total_steps))
 
     def _optimizer(self, parameters: Sequence[tuple[str, nn.Parameter]], matrices: set[str], *, fused: bool) -> Optimizer:
@@ -113,11 +103,6 @@ class MuonRecipe(AdamWRecipe):
     momentum: ShareBelowOne = 0.95
     nesterov: bool = True
     ns_steps: Count = 5
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.copies:
-            raise UserError("optimizer.copies=true: is for optimizer=adamw; set optimizer.copies=false")
 
     def _optimizer(self, parameters: Sequence[tuple[str, nn.Parameter]], matrices: set[str], *, fused: bool) -> Optimizer:
         from attnzoo.training.muon import MuonWithAdamW

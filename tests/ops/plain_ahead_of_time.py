@@ -200,10 +200,8 @@ def routed():
 
 
 def training():
-    """What is beside attention in a step: norms of a split stream, products with GELU, AdamW."""
-    from attnzoo_kernels.adamw import AdamWTensors, kernel
+    """What is beside attention in a step: norms of a split stream."""
     from attnzoo_kernels.add_norm import backward, forward
-    from attnzoo_kernels.gelu_mlp import products
 
     x, weight = torch.zeros(256, 768, dtype=BF16), torch.zeros(768)
     low = x.to(torch.int16)
@@ -211,12 +209,6 @@ def training():
         given = (x.float(), None, None) if begins else (x, low, x)
         high, _, _, means, scales = forward.launch_forward(*given, weight, bias, 1e-5, rms, last)
         backward.launch_backward(high, x, None if last else x, weight, means, scales, bias is not None)
-    matrix = torch.zeros(3072, 768, dtype=BF16)
-    for tanh in (True, False):
-        between, _ = products.launch_forward(x, matrix, tanh)
-        products.launch_backward(x, matrix.t(), between, tanh)
-    for gradient, copies in ((weight, None), (weight.to(BF16), [weight.to(BF16)])):
-        kernel.launch(AdamWTensors([weight], [gradient], [weight], [weight], copies), 1e-3, (0.9, 0.95), 1e-8, 0.1, 1, None)
 
 
 def main() -> None:
