@@ -1,8 +1,8 @@
 """Decoding's tile table: a pure function of widths, rows, element size and architecture.
 
 What 16 rows take at width 128, of caches of 16 and of 8 bits, and what the queries of a group that shares pages take there were measured on
-an H200 (docs/performance/decode.md). Other widths and rows take the like on Hopper as far as it compiles without spills for sm_90. What is
-left are the largest that compile without spills and fit the 99 KB of shared memory that every card since sm_86 has.
+an H200 (docs/performance/decode.md). The others are the largest that compile without spills and fit the 99 KB of shared memory that every
+card since sm_86 has.
 """
 
 from dataclasses import dataclass
@@ -36,12 +36,9 @@ def decode_tile(arch: int, block_d: int, block_dv: int, rows: int, itemsize: int
     if itemsize == 4:
         return Tile(16, 16, 4, 1, 2)
     warps = 8 if block_m == 64 else 4
-    if arch // 10 == 9 and pairs:
-        if width <= 128 and block_m == 16:  # measured at 128
-            return Tile(16, 128, 4, 3, 2, pairs=True) if paged else Tile(16, 64, 2, 4, 4, pairs=True)
-        if width <= 128 or block_m < 64:
-            return Tile(block_m, 64 if width <= 128 else 32, warps, 3, 2, pairs=True)
-    if arch // 10 == 9 and width <= 128 and block_m == 64 and shared and pairs is None:  # measured at 128
+    if arch // 10 == 9 and width == 128 and block_m == 16 and pairs:
+        return Tile(16, 128, 4, 3, 2, pairs=True) if paged else Tile(16, 64, 2, 4, 4, pairs=True)
+    if arch // 10 == 9 and width == 128 and block_m == 64 and shared and pairs is None:
         return Tile(64, 128, 8, 2, 1)
     if width == 128 and block_m == 16 and arch // 10 in (9, 10) and pieces < 2:
         # one program with more keys is faster where it has few pieces; among many, one of two programs begins a piece while the other
