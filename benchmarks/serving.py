@@ -7,10 +7,10 @@
     python -m benchmarks.serving --dry-run           # on the CPU, tiny
 
 The engine is the same for all: continuous batching, a cache in pages, samples that share their prompt's pages. A backend is an
-attn_implementation, which was called "paged|..." before; "in pages" is attnzoo_flash with `hub.use_pages`. A reading goes from new random
-prompts on the host, so that no page is found again, to all tokens on the host. What the engine prepares once is not in it, nor that
-generate_batch waits for its thread to end. Each backend has one engine, as large as the largest batch needs, and prints its rows before the
-next one begins.
+attn_implementation, which was called "paged|..." before; "prefixes once" and "gathered" are attnzoo_flash with options of `hub.use_pages`.
+A reading goes from new random prompts on the host, so that no page is found again, to all tokens on the host. What the engine prepares once
+is not in it, nor that generate_batch waits for its thread to end. Each backend has one engine, as large as the largest batch needs, and
+prints its rows before the next one begins.
 
 Before a figure is printed the backend writes the likeliest tokens in float32, which must be those that transformers' eager attention writes
 for each prompt alone. The figures are of `--dtype`, with drawn tokens.
@@ -160,8 +160,8 @@ def backend(name: str, package: str | None = None, implementation: str | None = 
 
 
 BACKENDS = {one.name: one for one in (
-    backend("attnzoo_flash"), backend("in pages", implementation="attnzoo_flash", pages={}),
-    backend("in pages, prefixes once", implementation="attnzoo_flash", pages={"share_prefixes": True}), backend("sdpa"),
+    backend("attnzoo_flash"), backend("prefixes once", implementation="attnzoo_flash", pages={"share_prefixes": True}),
+    backend("gathered", implementation="attnzoo_flash", pages={"gather": True}), backend("sdpa"),
     backend("flash_attention_2", "flash_attn"), backend("flash_attention_3", "flash_attn_interface"))}
 
 

@@ -192,8 +192,8 @@ def test_continuous_batching_writes_what_each_prompt_gives_alone(kind, mode, mon
         monkeypatch.setattr(ModelRunner, "__init__", fill_up)
     calls = spied(monkeypatch)
     model = build(kind, "attnzoo_flash", torch.float32)
-    if mode != "gathered":
-        use_pages(model)
+    if mode == "gathered":
+        use_pages(model, gather=True)
     prompts = [ids(1, length)[0].tolist() for length in (5, 30, 2)]
     how = {"page_size": 4 if padded else 16, "max_batch_tokens": 16}
     found = written(model, prompts, **how, max_requests_per_batch=4)

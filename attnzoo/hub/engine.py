@@ -1,4 +1,4 @@
-"""transformers' engine, `generate_batch`, with attnzoo_flash: with `use_pages` new tokens read keys and values where the engine keeps them.
+"""transformers' engine, `generate_batch`, with attnzoo_flash: new tokens read keys and values where the engine keeps them, in pages.
 
 The engine hands its block table to flash-attn alone, and not for layers with a window. Their pages are a ring that holds exactly the keys
 that the newest query sees. Attention does not look at their order, so that they are read as they lie.
@@ -16,30 +16,35 @@ from attnzoo_kernels import decode_attention
 NAME = "attnzoo_flash"
 
 
-def use_pages(model: torch.nn.Module, *, share_prefixes: bool = False) -> torch.nn.Module:
-    """Have `generate_batch` with attnzoo_flash read the engine's pages where they lie, in place; returns the model.
+def use_pages(model: torch.nn.Module, *, share_prefixes: bool = False, gather: bool = False) -> torch.nn.Module:
+    """Choose how `generate_batch` with attnzoo_flash reads the engine's pages, in place; returns the model.
 
-    Without it, and in batches with prompts in them, keys and values are gathered from their pages for each call. It needs transformers 5.20
-    and has not run on a GPU yet, only on CPUs, so that it is for those who ask for it.
+    By default, and from transformers 5.20 on, batches of one new token of each text read pages where they lie. Batches with prompts in them
+    gather keys and values.
 
     share_prefixes: pages that several texts begin with are read once (`decode_attention(share_prefixes=True)`), which is for many samples
-    of long prompts and costs time where nothing is shared.
+        of long prompts and costs time where little is shared.
+    gather: all batches gather, as with other attention.
     The choice is written to the model's config, of which it gets a copy of its own, as `attnzoo_pages`. An engine that the model keeps was
     made before: `model.destroy_cached_continuous_batching_manager()` gives it up.
     """
     own_configs(model)
     for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
-        config.attnzoo_pages = {"share_prefixes": share_prefixes}
+        config.attnzoo_pages = {"share_prefixes": share_prefixes, "gather": gather}
     return model
 
 
+def _chosen(config: Any, option: str) -> bool:
+    return (getattr(config, "attnzoo_pages", None) or {}).get(option, False)
+
+
 def _in_pages(config: Any) -> bool:
-    return config._attn_implementation == NAME and getattr(config, "attnzoo_pages", None) is not None
+    return config._attn_implementation == NAME and not _chosen(config, "gather")
 
 
 def register() -> None:
-    """Have the engine hand over its block table for `use_pages`, where a batch has one new token of each text. Before transformers 5.20 its
-    pages are others."""
+    """Have the engine hand over its block table, where a batch has one new token of each text. Before transformers 5.20 its pages are
+    others."""
     from transformers.generation.continuous_batching import initialization
 
     asked = initialization.ensure_decode_fast_path_is_available
@@ -92,7 +97,7 @@ def decode(module: torch.nn.Module, cache: Any, q: Tensor, k: Tensor, v: Tensor,
     else:
         for page, new in zip(pages, (k, v), strict=True):
             page.flatten(0, 1).index_copy_(0, places, new[:, 0])
-    share = ring is None and options["window_size"][0] < 0 and module.config.attnzoo_pages["share_prefixes"]
+    share = ring is None and options["window_size"][0] < 0 and _chosen(module.config, "share_prefixes")
     if ring is not None:
         options = options | {"window_size": (-1, -1)}
     return decode_attention(q, *pages, cache_seqlens=lengths, block_table=table, share_prefixes=share, **options).transpose(0, 1)
