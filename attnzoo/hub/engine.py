@@ -54,7 +54,8 @@ def register() -> None:
 
     @functools.wraps(asked)
     def ensure_decode_fast_path_is_available(config: Any, *arguments: Any, **options: Any) -> None:
-        if not _in_pages(config):
+        known = {"full_attention", "sliding_attention"}.issuperset(initialization.group_layers_by_attn_type(config))
+        if not (known and _in_pages(config)):
             asked(config, *arguments, **options)
 
     initialization.ensure_decode_fast_path_is_available = ensure_decode_fast_path_is_available
