@@ -76,8 +76,8 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
             return hopper_wide_backward.backward_reason(q, k, v, options, exact_delta, deterministic)
         if exact_delta and (options.ranges or deterministic or q.dtype == torch.float16):
             return "it has a gradient of sinks in bfloat16 only, without an order, and not over key ranges"
-        if exact_delta and impl is None and (max(q.shape[-1], v.shape[-1]) > 64 or options.window_left >= 0):
-            return "its gradient of sinks was timed up to widths of 64 without a window only, and must be named elsewhere"
+        if exact_delta and impl is None:
+            return "its gradient of sinks sums up rounded numbers, where plain Triton's is exact, and must be named"
         return hopper_backward.backward_reason(q, k, v, options)
 
     if dispatch.choose_backward("flash backward", impl, why_not_gluon) == "gluon":
