@@ -36,7 +36,7 @@ def add_norm(stream: Stream, branch: Tensor | None, weight: Tensor, bias: Tensor
 
     Returns the stream and its norm in bfloat16. Sums and norms are exact in float32, and so is the stream. Gradients of the stream are
     rounded to bfloat16 between one call and the next, as those of branches are. The backward normalises `high`, not x. The derivative can
-    be taken once; repeated runs give the same bits. Not run on a GPU yet.
+    be taken once; repeated runs give the same bits.
     impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
