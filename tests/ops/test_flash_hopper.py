@@ -106,11 +106,14 @@ def test_250_repeats_are_bitwise_equal(case):
 @pytest.mark.parametrize("below", (30, 100, 4000))
 @pytest.mark.parametrize("rows", (slice(None), slice(None, None, 3)), ids=("all", "a third"))
 @pytest.mark.parametrize("case", (
-    Case(seqlen_q=2432, heads=2, head_dim=128, causal=True), Case(seqlen_q=1500, seqlen_k=2000, heads=2, head_dim=128, dtype=torch.float16),
-    Case(lengths_q=(2100, 4000), heads=2, head_dim=128, causal=True),
-    Case(seqlen_q=2432, heads=2, head_dim=192, value_dim=128, causal=True)), ids=str)
+    Case(seqlen_q=2432, heads=16, head_dim=128, causal=True), Case(seqlen_q=1500, seqlen_k=2000, heads=16, head_dim=128, dtype=torch.float16),
+    Case(lengths_q=(2100, 4000), heads=16, head_dim=128, causal=True),
+    Case(seqlen_q=2432, heads=16, head_dim=192, value_dim=128, causal=True)), ids=str)
 def test_scores_below_zero(case, rows, below):
-    """Maxima below zero compare as integers do only once they were raised to zero, which those far below are not."""
+    """Maxima below zero compare as integers do only once they were raised to zero, which those far below are not.
+
+    16 heads: keys whose mean is not zero let the rounding of the output count in dQ, most in the first rows, and of two heads' first rows
+    chance decides on the largest error, in eager attention as well."""
     x = case.inputs("cuda")
     x.q[..., rows, :, 0] += below**0.5
     x.k[..., 0] -= below**0.5
@@ -231,8 +234,8 @@ def test_the_path_is_taken_by_itself_where_it_holds():
     assert torch.equal(flash_attention(x.q, x.k, x.v), flash_attention(x.q, x.k, x.v, impl="gluon"))
     assert "softcap" in why_not_gluon(x.q, x.k, x.v, softcap=5.0)
     x = Case(seqlen_q=300, head_dim=192, value_dim=128).inputs("cuda")
-    assert why_not_gluon(x.q, x.k, x.v, causal=True) is None  # but only where it is named
-    assert torch.equal(flash_attention(x.q, x.k, x.v), flash_attention(x.q, x.k, x.v, impl="triton"))
+    assert why_not_gluon(x.q, x.k, x.v, causal=True) is None
+    assert torch.equal(flash_attention(x.q, x.k, x.v), flash_attention(x.q, x.k, x.v, impl="gluon"))
     assert "33 to 128 with a window" in why_not_gluon(x.q, x.k, x.v, window_size=(64, 0))
     assert "float32" in why_not_gluon(x.q.float(), x.k.float(), x.v.float())
 

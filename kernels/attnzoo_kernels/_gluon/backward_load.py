@@ -18,10 +18,27 @@ class Source(NamedTuple):
 
 
 class Operands(NamedTuple):
-    q: Any
+    q: Any  # of queries and keys in parts, whose columns follow each other, tuples
     k: Any
     v: Any
     do: Any
+
+
+@gluon.constexpr_function
+def box_bytes(desc):
+    """Of a descriptor's box, or of the boxes of parts."""
+    return sum(map(box_bytes, desc)) if isinstance(desc, tuple | gl.tuple) else desc.block_type.nbytes
+
+
+@gluon.jit
+def queries_in_flight(desc, tiles, stage, at, full):
+    """A step's queries, for a barrier that expects their bytes already."""
+    if isinstance(desc, gl.tuple):
+        PARTS: gl.constexpr = len(desc)
+        for n in gl.static_range(PARTS):
+            async_load(desc[n], at, full, box(tiles[n].index(stage), desc[n]))
+    else:
+        async_load(desc, at, full, box(tiles.index(stage), desc))
 
 
 @gluon.jit
@@ -29,10 +46,10 @@ def load_step(operands, stats_desc, smem, bars, stage, q_batch, batch, head, row
     """Queries from `row` on, their row statistics, if there are any, and their gradients of the output."""
     bar = bars.q_full.index(stage)
     if stats_desc is None:
-        mbarrier.expect(bar, operands.q.block_type.nbytes)
+        mbarrier.expect(bar, box_bytes(operands.q))
     else:
-        mbarrier.expect(bar, operands.q.block_type.nbytes + stats_desc.block_type.nbytes)
-    async_load(operands.q, [q_batch, head, row, 0], bar, box(smem.q.index(stage), operands.q))
+        mbarrier.expect(bar, box_bytes(operands.q) + stats_desc.block_type.nbytes)
+    queries_in_flight(operands.q, smem.q, stage, [q_batch, head, row, 0], bar)
     if stats_desc is not None:
         async_load(stats_desc, [0, 0, stats_tile, 0], bar, box(smem.stats.index(stage), stats_desc))
     load_gradients(operands.do, smem, bars, stage, batch, head, row)
@@ -48,14 +65,19 @@ def load_gradients(do_desc, smem, bars, stage, batch, head, row):
 @gluon.jit
 def halves_in_flight(desc, tiles, full, batch, kv_head, key, FIRST: gl.constexpr):
     """KEYS rows from `key` on into two tiles, for a barrier that expects their bytes already."""
-    for half in gl.static_range(2):
-        async_load(desc, [batch, kv_head, key + half * HALF, 0], full, box(tiles.index(FIRST + half), desc))
+    if isinstance(desc, gl.tuple):
+        PARTS: gl.constexpr = len(desc)
+        for n in gl.static_range(PARTS):
+            halves_in_flight(desc[n], tiles[n], full, batch, kv_head, key, FIRST)
+    else:
+        for half in gl.static_range(2):
+            async_load(desc, [batch, kv_head, key + half * HALF, 0], full, box(tiles.index(FIRST + half), desc))
 
 
 @gluon.jit
 def load_halves(desc, tiles, full, batch, kv_head, key, second=None):
     """KEYS rows from `key` on into two tiles of a barrier, and those of a `second` descriptor into the next two."""
-    mbarrier.expect(full, (2 if second is None else 4) * desc.block_type.nbytes)
+    mbarrier.expect(full, (2 if second is None else 4) * box_bytes(desc))
     halves_in_flight(desc, tiles, full, batch, kv_head, key, 0)
     if second is not None:
         halves_in_flight(second, tiles, full, batch, kv_head, key, 2)

@@ -145,12 +145,20 @@ def base_2_scores(scores, smem, stage, scale, low, high, c, MASKED: gl.constexpr
 
 @gluon.jit
 def scores_in_flight(q_tiles, smem, bars, step, c, ME: gl.constexpr):
-    """(stage of a step, its scores still in flight)."""
-    ROWS: gl.constexpr = q_tiles.shape[1]
+    """(stage of a step, its scores still in flight). Of queries and keys in parts, which are tuples, all products add up in one sum."""
     stage = await_full(bars.q_full, step, c.STAGES)
-    # [HALF, WIDTH] x [WIDTH, ROWS]
-    return stage, warpgroup_mma(smem.k.index(ME), q_tiles.index(stage).permute((1, 0)),
+    if isinstance(q_tiles, gl.tuple):
+        PARTS: gl.constexpr = len(q_tiles)
+        pending = gl.zeros([HALF, c.ROWS], gl.float32, product_layout(c.ROWS))
+        for n in gl.static_range(PARTS):
+            # [HALF, width of a part] x [width of a part, ROWS]
+            pending = warpgroup_mma(smem.k[n].index(ME), q_tiles[n].index(stage).permute((1, 0)), pending, use_acc=n > 0, is_async=True)
+    else:
+        ROWS: gl.constexpr = q_tiles.shape[1]
+        # [HALF, WIDTH] x [WIDTH, ROWS]
+        pending = warpgroup_mma(smem.k.index(ME), q_tiles.index(stage).permute((1, 0)),
                                 gl.zeros([HALF, ROWS], gl.float32, product_layout(ROWS)), use_acc=False, is_async=True)
+    return stage, pending
 
 
 @gluon.jit
@@ -166,8 +174,8 @@ def products(q_tiles, smem, bars, step, c, ME: gl.constexpr):
 
 @gluon.jit
 def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME: gl.constexpr, DV_PENDING: gl.constexpr):
-    """The sums with a step's dS and weights `p`, whose dV may be in flight already; hands on this consumer's half of dQ: under DQ_LAGS that
-    of the step before, if there was `some`, so that the consumers need not keep step with each other.
+    """The sums with a step's dS and weights `p`, whose dV may be in flight already, or is None; hands on this consumer's half of dQ: under
+    DQ_LAGS that of the step before, if there was `some`, so that the consumers need not keep step with each other.
 
     dQ comes before dK: it goes its way while the tensor cores are busy with dK.
     """
@@ -176,7 +184,7 @@ def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, st
         mbarrier.wait(bars.ds_empty[ME].index(ds_slot), ds_phase ^ 1)
     smem.ds.index(ds_slot * 2 + ME).store(dscores)
     dv_pending = dv
-    if not DV_PENDING:
+    if dv is not None and not DV_PENDING:
         # [HALF, c.ROWS] x [c.ROWS, VALUE_WIDTH]
         dv_pending = warpgroup_mma(p, smem.do.index(stage), dv, is_async=True)
     fence_async_shared()
@@ -190,7 +198,10 @@ def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, st
         dq_pending = dq_half(smem, ds_slot, c, ME)
     # [HALF, ROWS] x [ROWS, WIDTH]
     dk_pending = warpgroup_mma(ds, q_tiles.index(stage), dk, is_async=True)
-    dv, dq, p = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p))
+    if dv is None:
+        dq = warpgroup_mma_wait(1, deps=(dq_pending,))
+    else:
+        dv, dq, p = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p))
     if c.DQ_LAGS:
         if some:
             hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME)
@@ -198,7 +209,10 @@ def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, st
         hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME)
     dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
     release(bars.step_empty.index(stage))
-    return dk, dv
+    sums = (dk,)
+    if dv is not None:
+        sums = (dk, dv)
+    return sums
 
 
 @gluon.jit
@@ -211,16 +225,24 @@ def softmax_gradient(weights, dweights, smem, stage, c):
 @gluon.jit
 def add_weights(dk, dv, weights, dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME: gl.constexpr,
                 GRADIENT: gl.constexpr = softmax_gradient):
-    """add_step with a step's weights, and with what GRADIENT makes of their gradients, which are in flight."""
-    p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
+    """add_step with a step's weights, and with what GRADIENT makes of their gradients, which are in flight. dv: None if it is not made."""
+    p = None
+    if dv is not None:
+        p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
     dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
     dscores = GRADIENT(weights, dweights, smem, stage, c).to(smem.q.dtype)
     return add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, False)
 
 
 @gluon.jit
+def step_weights(smem, bars, step, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
+    """(stage of a step, its weights, dO Vᵀ still in flight)."""
+    stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
+    return stage, gl.exp2(base_2_scores(scores, smem, stage, scale, low, high, c, MASKED)), dweights_pending
+
+
+@gluon.jit
 def pair_step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
     """STEP: adds what a step gives to dK and dV."""
-    stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
-    weights = gl.exp2(base_2_scores(scores, smem, stage, scale, low, high, c, MASKED))
+    stage, weights, dweights_pending = step_weights(smem, bars, step, scale, low, high, c, ME, MASKED)
     return add_weights(dk, dv, weights, dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME)

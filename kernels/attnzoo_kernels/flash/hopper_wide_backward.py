@@ -7,7 +7,7 @@ products' columns instead of 832 for 192 and 128.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,36 +15,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_consume import Gradients, pair_start, pair_store, store_dk
-from attnzoo_kernels._gluon.backward_dq import dq_half, hand_on_dq
 from attnzoo_kernels._gluon.backward_kernel import Config, run_pair
-from attnzoo_kernels._gluon.backward_load import Source, halves_in_flight, load_gradients, load_halves
+from attnzoo_kernels._gluon.backward_load import Operands, Source
 from attnzoo_kernels._gluon.backward_plan import Tile, copy_tails, frame, tails
-from attnzoo_kernels._gluon.backward_step import (
-    Shared,
-    add_weights,
-    base_2_scores,
-    column_numbers,
-    pair_barriers,
-    softmax_gradient,
-    tile_words,
-)
+from attnzoo_kernels._gluon.backward_step import Shared, add_weights, column_numbers, pair_barriers, step_weights, tile_words
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, Problem
-from attnzoo_kernels._gluon.hopper import (
-    async_load,
-    await_full,
-    barrier,
-    box,
-    descriptor,
-    fence_async_shared,
-    mbarrier,
-    product_layout,
-    release,
-    ring,
-    shared_tiles,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-    why_not_tma,
-)
+from attnzoo_kernels._gluon.hopper import descriptor, product_layout, shared_tiles, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
 from attnzoo_kernels._triton.call import Call, Layout, layout, strides
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, tma_gradient
@@ -55,41 +31,10 @@ WIDTHS = FIRST, 64  # of tiles
 TILES = Tile(), Tile(registers=232, load_registers=40)  # of the passes; both have the same rows and stages
 
 
-class Operands(NamedTuple):
-    """Queries and keys in two parts, whose columns follow each other."""
-
-    q: Any
-    q_rest: Any
-    k: Any
-    k_rest: Any
-    v: Any
-    do: Any
-
-
-@gluon.jit
-def _load_queries(operands, stats_desc, smem, bars, of_tile, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
-    """LOAD_Q of both parts."""
-    bar = bars.q_full.index(stage)
-    mbarrier.expect(bar, operands.q.block_type.nbytes + operands.q_rest.block_type.nbytes + stats_desc.block_type.nbytes)
-    async_load(operands.q, [batch, head, row, 0], bar, box(smem.q[0].index(stage), operands.q))
-    async_load(operands.q_rest, [batch, head, row, 0], bar, box(smem.q[1].index(stage), operands.q_rest))
-    async_load(stats_desc, [0, 0, stats_tile, 0], bar, box(smem.stats.index(stage), stats_desc))
-    load_gradients(operands.do, smem, bars, stage, batch, head, row)
-
-
-@gluon.jit
-def _load_keys(operands, smem, bars, batch, kv_head, key):
-    """LOAD_K of both parts."""
-    mbarrier.expect(bars.k_full, 2 * (operands.k.block_type.nbytes + operands.k_rest.block_type.nbytes))
-    halves_in_flight(operands.k, smem.k[0], bars.k_full, batch, kv_head, key, 0)
-    halves_in_flight(operands.k_rest, smem.k[1], bars.k_full, batch, kv_head, key, 0)
-    load_halves(operands.v, smem.v, bars.v_full, batch, kv_head, key)
-
-
 @gluon.jit
 def _tiles(source, c):
     """Shared, whose q and k are of two parts; dK and dV go out through the place of dQ."""
-    dtype: gl.constexpr = source.tensors.q.dtype
+    dtype: gl.constexpr = source.tensors.do.dtype
     ROWS: gl.constexpr = c.ROWS
     dq = shared_tiles(gl.float32, 2, ROWS * c.WIDTH // 64, 32)
     OUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HALF, c.WIDTH], dtype)
@@ -108,26 +53,9 @@ def _one_part(smem, PART: gl.constexpr):
 
 
 @gluon.jit
-def _weights(smem, bars, step, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
-    """(stage of a step, its weights, dO Vᵀ still in flight)."""
-    stage = await_full(bars.q_full, step, c.STAGES)
-    pending = gl.zeros([HALF, c.ROWS], gl.float32, product_layout(c.ROWS))
-    for part in gl.static_range(2):
-        # [HALF, 128 or 64] x [128 or 64, ROWS]
-        pending = warpgroup_mma(smem.k[part].index(ME), smem.q[part].index(stage).permute((1, 0)), pending, use_acc=part > 0,
-                                is_async=True)
-    await_full(bars.do_full, step, c.STAGES)
-    # [HALF, VALUE_WIDTH] x [VALUE_WIDTH, ROWS]
-    dweights_pending = warpgroup_mma(smem.v.index(ME), smem.do.index(stage).permute((1, 0)),
-                                     gl.zeros([HALF, c.ROWS], gl.float32, product_layout(c.ROWS)), use_acc=False, is_async=True)
-    scores = warpgroup_mma_wait(1, deps=(pending,))
-    return stage, gl.exp2(base_2_scores(scores, smem, stage, scale, low, high, c, MASKED)), dweights_pending
-
-
-@gluon.jit
 def _first_step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
     """STEP of the first pass."""
-    stage, weights, dweights_pending = _weights(smem, bars, step, scale, low, high, c, ME, MASKED)
+    stage, weights, dweights_pending = step_weights(smem, bars, step, scale, low, high, c, ME, MASKED)
     return add_weights(dk, dv, weights, dweights_pending, _one_part(smem, 0), bars, dq_desc, dq_tile, step, stage, some, c, ME)
 
 
@@ -139,26 +67,9 @@ def _start_rest(own, smem, slot, c):
 
 @gluon.jit
 def _rest_step(dk, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
-    """STEP of the second pass: as add_step of backward_step, without dV and DQ_LAGS."""
-    stage, weights, dweights_pending = _weights(smem, bars, step, scale, low, high, c, ME, MASKED)
-    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
-    rest = _one_part(smem, 1)
-    dscores = softmax_gradient(weights, dweights, smem, stage, c).to(rest.q.dtype)
-    ds_slot, ds_phase = ring(step, 2)
-    smem.ds.index(ds_slot * 2 + ME).store(dscores)
-    fence_async_shared()
-    barrier()
-    release(bars.ds_full[ME].index(ds_slot))
-    ds = gl.convert_layout(dscores, gl.DotOperandLayout(0, dk.type.layout, 2))
-    mbarrier.wait(bars.ds_full[1 - ME].index(ds_slot), ds_phase)
-    dq_pending = dq_half(rest, ds_slot, c, ME)
-    # [HALF, ROWS] x [ROWS, WIDTH]
-    dk_pending = warpgroup_mma(ds, rest.q.index(stage), dk, is_async=True)
-    dq = warpgroup_mma_wait(1, deps=(dq_pending,))
-    hand_on_dq(dq, dq_desc, rest, dq_tile, bars, step, c, ME)
-    dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
-    release(bars.step_empty.index(stage))
-    return (dk,)
+    """STEP of the second pass."""
+    stage, weights, dweights_pending = step_weights(smem, bars, step, scale, low, high, c, ME, MASKED)
+    return add_weights(dk, None, weights, dweights_pending, _one_part(smem, 1), bars, dq_desc, dq_tile, step, stage, some, c, ME)
 
 
 @gluon.jit
@@ -179,11 +90,11 @@ def wide_bwd_kernel(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, do_desc, s
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, -1,
                       window_right)
     c = Config(HEAD_DIM=DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=128, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES, PACKED=PACKED,
-               HAS_LEFT=False, HAS_RIGHT=HAS_RIGHT, ORDERED=False, DQ_WARP=False, DQ_LAGS=False, LISTED=False, LOAD_Q=_load_queries,
-               LOAD_K=_load_keys, START=_start_rest if WIDTH == 64 else pair_start, STEP=_rest_step if WIDTH == 64 else _first_step,
+               HAS_LEFT=False, HAS_RIGHT=HAS_RIGHT, ORDERED=False, DQ_WARP=False, DQ_LAGS=False, LISTED=False,
+               START=_start_rest if WIDTH == 64 else pair_start, STEP=_rest_step if WIDTH == 64 else _first_step,
                STORE=_store_rest if WIDTH == 64 else pair_store)
-    source = Source(Operands(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, do_desc),
-                    Operands(q_tail_desc, q_rest_tail_desc, k_tail_desc, k_rest_tail_desc, v_tail_desc, do_tail_desc), stats_desc)
+    source = Source(Operands((q_desc, q_rest_desc), (k_desc, k_rest_desc), v_desc, do_desc),
+                    Operands((q_tail_desc, q_rest_tail_desc), (k_tail_desc, k_rest_tail_desc), v_tail_desc, do_tail_desc), stats_desc)
     run_pair(source, Gradients(dk_desc, dv_desc, dk_ptr, dv_ptr, stride_dk, stride_dv, HEAD_DIM, VALUE_DIM), _tiles(source, c),
              pair_barriers(c), dq_desc, None, problem, (), scale, softmax_scale, REGISTERS, LOAD_REGISTERS, c)
 

@@ -7,8 +7,6 @@ from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
 
-TRIED = 128  # head dims up to which Gluon's kernels were timed
-NOT_TRIED = f"above head_dim {TRIED} it was not timed yet and must be named"
 NARROW = 256  # keys to the left, below which plain Triton is faster with sinks (docs/performance/flash.md)
 
 
@@ -37,8 +35,6 @@ def _forward(
 
         if impl is None and sinks is not None and 0 <= window_left < NARROW:
             return "plain Triton is faster with sinks and a narrow window"
-        if impl is None and q.shape[-1] > TRIED:
-            return NOT_TRIED
         return hopper.forward_reason(q, k, v, options)
 
     if dispatch.choose("flash forward", impl, why_not_gluon) == "gluon":
@@ -70,8 +66,6 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
 
         if options.ranges and deterministic:
             return "it adds up dQ over key ranges in no order"
-        if impl is None and q.shape[-1] > TRIED:
-            return NOT_TRIED
         if q.shape[-1] > hopper_wide_backward.FIRST:
             return hopper_wide_backward.backward_reason(q, k, v, options, exact_delta, deterministic)
         if exact_delta and (options.ranges or deterministic or q.dtype == torch.float16):
