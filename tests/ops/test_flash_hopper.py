@@ -106,7 +106,8 @@ def test_250_repeats_are_bitwise_equal(case):
 @pytest.mark.parametrize("below", (30, 100, 4000))
 @pytest.mark.parametrize("rows", (slice(None), slice(None, None, 3)), ids=("all", "a third"))
 @pytest.mark.parametrize("case", (
-    Case(seqlen_q=2432, heads=16, head_dim=128, causal=True), Case(seqlen_q=1500, seqlen_k=2000, heads=16, head_dim=128, dtype=torch.float16),
+    Case(seqlen_q=2432, heads=16, head_dim=128, causal=True),
+    Case(seqlen_q=1500, seqlen_k=2000, heads=16, head_dim=128, dtype=torch.float16),
     Case(lengths_q=(2100, 4000), heads=16, head_dim=128, causal=True),
     Case(seqlen_q=2432, heads=16, head_dim=192, value_dim=128, causal=True)), ids=str)
 def test_scores_below_zero(case, rows, below):
