@@ -21,13 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import attnzoo_kernels.msa
 from attnzoo_kernels import flash_attention, moba_attention, moba_blocks, msa_attention, msa_blocks, nsa_attention, routed_attention
 from attnzoo_kernels.flash import cases as dense_cases
 from attnzoo_kernels.nsa import cases as nsa_cases
@@ -346,7 +344,6 @@ def indexer(session: Session) -> Iterator[list[Row]]:
 
         calls = {"choice": functools.partial(msa_blocks, *index, **sizes), "forward and backward": attend, "with the loss": learn}
         candidates = {name: Candidate(call, nullcontext) for name, call in calls.items()}
-        candidates["with the loss, by a kernel"] = Candidate(learn, lambda: patch.object(attnzoo_kernels.msa, "LOSS_BY_KERNEL", True))
         readings = session.timing.measure(candidates)
         ms = {name: statistics.median(times) for name, times in readings.items()}
         columns = [Entry(name, session.backends[0], case, x, {}, float) for name in candidates]

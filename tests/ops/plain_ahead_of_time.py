@@ -164,7 +164,6 @@ def routed():
     """With the kernels that choose blocks and order pairs by them."""
     from attnzoo_kernels.moba import choose as moba
     from attnzoo_kernels.msa import choose as msa
-    from attnzoo_kernels.msa import loss
     from attnzoo_kernels.nsa import choose as nsa
     from attnzoo_kernels.nsa import units
     from attnzoo_kernels.routed import lists, parts
@@ -178,9 +177,6 @@ def routed():
         lse, place = torch.zeros(4, 256), torch.zeros(256 * 4, 3, dtype=torch.int32)
         moba.launch_blocks(q, k, bounds, bounds, bounds, torch.arange(20, dtype=torch.int32), 16, 3)
         msa.launch_blocks(q[:, :2], k[:, :1], bounds, bounds, 16, 3)
-        index_lse = torch.zeros(1, 2, 256)
-        dloss = loss.launch_loss(k, q, index_lse, 0.1)
-        loss.launch_loss_backward(dloss, k, q, index_lse, 0.1)
         _, _, token_place, source = units.launch_layout(bounds, bounds, 256, 32, 16)
         folded = units.launch_fold(q, None, source, 2, 16)
         units.launch_unfold(folded, token_place, 2, 16)

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from paths import GPU, PATHS
 from torch.testing import assert_close
 
-import attnzoo_kernels.msa
 from attnzoo_kernels import flash_attention, msa_attention, msa_blocks, routed_attention
 from benchmarks.accuracy import assert_accurate
 
@@ -150,33 +149,9 @@ def test_error_of_the_loss_is_at_most_twice_that_of_eager(name, dtype, impl):
     assert_accurate(run(impl), run("reference"), run("reference", torch.float64))
 
 
-@needs_triton
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", ((2, 11), (22,)), ids=("dense", "packed"))
-def test_one_kernel_makes_the_loss_of_two_attentions(rows, dtype, monkeypatch):
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    index_q, expected = (torch.randn(*rows, heads, 20, device=DEVICE, generator=generator).to(dtype) for heads in (2, 6))
-    lse = torch.randn(2, 22, device=DEVICE, generator=generator)
-    lse[:, 7] = -torch.inf
-    lse = lse.unflatten(1, rows).transpose(0, 1) if len(rows) == 2 else lse
-    weight = torch.rand(*rows[:-1], rows[-1] - 1, 1, device=DEVICE, generator=generator)  # all heads' at one place
-
-    def run(by_kernel, dtype=dtype):
-        monkeypatch.setattr(attnzoo_kernels.msa, "LOSS_BY_KERNEL", by_kernel)
-        leaves = [x.to(dtype).detach().requires_grad_() for x in (index_q, expected)]
-        leaves.append(lse.to(torch.promote_types(dtype, torch.float32)).detach().requires_grad_())
-        loss = attnzoo_kernels.msa.surprise(*leaves, on_cpu=False)
-        grads = torch.autograd.grad((loss[..., 1:, :] * weight).sum(), leaves)
-        return dict(zip(("loss", "dindex_q", "dexpected", "dlse"), (loss.detach(), *grads), strict=True))
-
-    assert_accurate(run(True), run(False), run(False, torch.float64))
-
-
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.parametrize("by_kernel", (False, True))
-def test_it_compiles_to_what_eager_mode_computes(by_kernel, monkeypatch):
-    monkeypatch.setattr(attnzoo_kernels.msa, "LOSS_BY_KERNEL", by_kernel)
+def test_it_compiles_to_what_eager_mode_computes():
     leaves = [x.requires_grad_() for x in tensors(12, 12, heads=2, kv_heads=1, width=16, dtype=torch.float16)]
 
     def attend(*leaves):

@@ -14,8 +14,6 @@ from attnzoo_kernels.msa.reference import msa_blocks_reference, msa_loss_referen
 from attnzoo_kernels.routed import attend, choose_blocks
 from attnzoo_kernels.routed.routes import Blocks, Routes
 
-LOSS_BY_KERNEL = False  # whether a kernel in place of operations of PyTorch makes the loss of two attentions; it has not run on a GPU yet
-
 
 def msa_attention(
     q: Tensor,
@@ -76,7 +74,7 @@ def msa_attention(
     if return_loss:
         results.append(msa_loss_reference(q, k, index_q, index_k, None if top_k is None else blocks, block_size=block_size,
                                           softmax_scale=softmax_scale, **lengths) if by_reference or q.numel() == 0 else
-                       _loss(q, k, index_q, index_k, softmax_scale, read, dispatch.takes_cpu(impl, "q", q)))
+                       _loss(q, k, index_q, index_k, softmax_scale, read))
     return tuple(results) if len(results) > 1 else out
 
 
@@ -131,25 +129,14 @@ def _choose(q: Tensor, k: Tensor, block_size: int, top_k: int, impl: str | None,
                          names=("index_q", "index_k"), **lengths)
 
 
-def _loss(q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, softmax_scale: float, read: Any,
-          on_cpu: bool) -> Tensor:
+def _loss(q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, softmax_scale: float, read: Any) -> Tensor:
     """The cross-entropy by two attentions over the same keys: the indexer's, of which only the log-sum-exp is asked, and the main one, held
     fixed, of the indexer's keys as values. -sum_j P_j log S_j is the one less what the indexer's query gives times the other."""
     kv_heads, width = index_q.shape[-2:]
     _, lse = read(index_q, index_k, index_k[..., :1].detach(), width**-0.5)
     values = index_k.expand(*index_k.shape[:-2], kv_heads, width).contiguous()
     expected, _ = read(q.detach(), k.detach(), values, softmax_scale)
-    return surprise(index_q, expected, lse, on_cpu)
-
-
-def surprise(index_q: Tensor, expected: Tensor, lse: Tensor, on_cpu: bool) -> Tensor:
-    """lse less the scaled product of index_q (..., kv_heads, width) and the mean of expected (..., heads, width); 0 where lse is -inf.
-    lse: float32 (batch, kv_heads, seqlen) or (kv_heads, total)."""
-    kv_heads, width = index_q.shape[-2:]
-    if on_cpu or not LOSS_BY_KERNEL:
-        wide = torch.promote_types(index_q.dtype, torch.float32)
-        expected = expected.to(wide).unflatten(-2, (kv_heads, -1)).mean(-2)
-        lse = lse.mT
-        return torch.where(lse > -torch.inf, lse - width**-0.5 * (index_q.to(wide) * expected).sum(-1), 0.0)
-    loss = ops.loss(index_q.flatten(0, -3), expected.flatten(0, -3), lse if lse.dim() == 3 else lse.unsqueeze(0), width**-0.5)
-    return loss.unflatten(0, index_q.shape[:-2])
+    wide = torch.promote_types(index_q.dtype, torch.float32)
+    expected = expected.to(wide).unflatten(-2, (kv_heads, -1)).mean(-2)
+    lse = lse.mT
+    return torch.where(lse > -torch.inf, lse - width**-0.5 * (index_q.to(wide) * expected).sum(-1), 0.0)
