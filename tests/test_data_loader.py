@@ -1,5 +1,7 @@
 """Positions: the same rows on any number of devices, and exact resumption, alone and inside Lightning."""
 
+import multiprocessing
+
 import lightning
 import numpy as np
 import pytest
@@ -61,6 +63,18 @@ class CountedRows(NumberedRows):
 def test_only_tensors_go_to_the_device(num_workers):
     for batch in BatchLoader(CountedRows(), 4, num_workers=num_workers, pin_memory=torch.cuda.is_available()):
         assert {name: type(value) for name, value in batch.items()} == {"input_ids": torch.Tensor, "lengths": np.ndarray, "n_tokens": int}
+
+
+def test_workers_go_on_when_all_processes_of_a_run_are_asked_to_stop():
+    loader = BatchLoader(NumberedRows(), 1, num_workers=1)
+    batches = iter(loader)
+    rows = [next(batches)["rows"]]
+    (worker,) = multiprocessing.active_children()
+    worker.terminate()  # SIGTERM
+    rows += [batch["rows"] for batch in batches]
+    assert rows == rows_of(BatchLoader(NumberedRows(), 1))
+    worker.join(10)
+    assert worker.exitcode == 0
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -11,6 +11,7 @@ The rows of a data set are an object with
 """
 
 import itertools
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,6 +51,11 @@ def _as_it_is(batch: Batch) -> Batch:
     return batch
 
 
+def _outlive_sigterm(worker: int) -> None:
+    """`timeout` and schedulers send SIGTERM to all processes of a run: the training process ends its step first, and then its workers."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 class BatchLoader:
     """All rows once, in a fixed order; the last batches are filled with padding, so that all devices take the same number of steps.
 
@@ -79,8 +85,8 @@ class BatchLoader:
         self.batches.begin(epoch)  # once, here: forked workers share it
         positions = ((epoch, i) for i in range(step, len(self)))
         return DataLoader(
-            self.batches, batch_size=None, sampler=positions, collate_fn=_as_it_is, num_workers=self.num_workers, pin_memory=self.pin_memory
-        )
+            self.batches, batch_size=None, sampler=positions, collate_fn=_as_it_is, num_workers=self.num_workers,
+            pin_memory=self.pin_memory, worker_init_fn=_outlive_sigterm)
 
 
 class ResumableLoader(BatchLoader):
