@@ -6,9 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import next_power_of_2, on_device_of
-from attnzoo_kernels.routed.lists import BLOCK, SEQUENCES, last_up_to, launches
+from attnzoo_kernels.routed.lists import BLOCK, SEQUENCES, bounds_of, last_up_to, launches, length_of
+from attnzoo_kernels.routed.parts import BLOCK_ROWS, load_tile, store_tile
 
-BLOCK_ROWS = 16
 HEADS = ["total_q", "kv_heads", "group", "stride"]
 
 
@@ -25,8 +25,7 @@ def nsa_bounds_kernel(cu_seqlens_q, cu_seqlens_k, bounds_ptr, units_ptr, sequenc
     for at in range(0, sequences, SEQUENCES):
         sequence = at + tl.arange(0, SEQUENCES)
         inside = sequence < sequences
-        len_q = tl.load(cu_seqlens_q + sequence + 1, mask=inside, other=0) - tl.load(cu_seqlens_q + sequence, mask=inside, other=0)
-        len_k = tl.load(cu_seqlens_k + sequence + 1, mask=inside, other=0) - tl.load(cu_seqlens_k + sequence, mask=inside, other=0)
+        len_q, len_k = length_of(cu_seqlens_q, sequence, inside), length_of(cu_seqlens_k, sequence, inside)
         of_keys = tl.where(inside, tl.maximum(len_k - size + stride, 0) // stride, 0)
         of_units = tl.where(inside, len_k // stride - _floor(len_k - len_q + 1, stride) + 1, 0)
         tl.store(bounds_ptr + sequence, keys + tl.cumsum(of_keys, 0) - of_keys, mask=inside)
@@ -40,8 +39,7 @@ def nsa_bounds_kernel(cu_seqlens_q, cu_seqlens_k, bounds_ptr, units_ptr, sequenc
 @triton.jit
 def _begin(cu_seqlens_q, cu_seqlens_k, units_ptr, of, stride, inside):
     """Of each sequence the first query, the one behind the last, and what to add to a query for its place."""
-    start_q, stop_q = tl.load(cu_seqlens_q + of, mask=inside, other=0), tl.load(cu_seqlens_q + of + 1, mask=inside, other=0)
-    start_k, stop_k = tl.load(cu_seqlens_k + of, mask=inside, other=0), tl.load(cu_seqlens_k + of + 1, mask=inside, other=0)
+    start_q, stop_q, start_k, stop_k = bounds_of(cu_seqlens_q, cu_seqlens_k, of, inside)
     position = (stop_k - start_k) - (stop_q - start_q) + 1
     place = position - _floor(position, stride) * stride + tl.load(units_ptr + of, mask=inside, other=0) * stride
     return start_q, stop_q, place - start_q
@@ -68,24 +66,6 @@ def nsa_places_kernel(cu_seqlens_q, cu_seqlens_k, units_ptr, place_ptr, source_p
     query = at - tl.where(last, behind, shift)
     there = tl.where(last, query < total_q, (query >= start) & (query < stop))
     tl.store(source_ptr + at, tl.where(there, query, -1), mask=inside)
-
-
-@triton.jit
-def _tile(ptr, row, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    column = tl.arange(0, BLOCK_WIDTH)
-    return ptr + row[:, None] * WIDTH + column[None, :], inside[:, None] & (column < WIDTH)[None, :]
-
-
-@triton.jit
-def _load(ptr, row, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    pointers, mask = _tile(ptr, row, inside, WIDTH, BLOCK_WIDTH)
-    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store(ptr, row, inside, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    pointers, mask = _tile(ptr, row, inside, WIDTH, BLOCK_WIDTH)
-    tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -119,7 +99,7 @@ def nsa_fold_kernel(x_ptr, gates_ptr, source_ptr, out_ptr, stride_row, stride_he
     if GATED:
         gate = tl.load(gates_ptr + query * stride_gate + head * stride_gate_head, mask=there, other=0.0).to(tl.float32)
         tile = tile.to(tl.float32) * gate[:, None]
-    _store(out_ptr, row, inside, tile, WIDTH, BLOCK_WIDTH)
+    store_tile(out_ptr, row, inside, tile, WIDTH, BLOCK_WIDTH)
 
 
 @triton.jit(do_not_specialize=HEADS)
@@ -127,7 +107,7 @@ def nsa_unfold_kernel(x_ptr, place_ptr, out_ptr, total_q, kv_heads, group, strid
                       BLOCK_ROWS: tl.constexpr):
     row, inside, query, head = _rows(total_q, kv_heads, group, BLOCK_ROWS)
     folded = _folded_row(place_ptr, query, head, inside, kv_heads, group, stride)
-    _store(out_ptr, row, inside, _load(x_ptr, folded, inside, WIDTH, BLOCK_WIDTH), WIDTH, BLOCK_WIDTH)
+    store_tile(out_ptr, row, inside, load_tile(x_ptr, folded, inside, WIDTH, BLOCK_WIDTH), WIDTH, BLOCK_WIDTH)
 
 
 @triton.jit(do_not_specialize=["total_q", "kv_heads", "group", "stride", "units"])
@@ -159,10 +139,10 @@ def nsa_combine_kernel(compressed_ptr, selected_ptr, near_ptr, gates_ptr, place_
     row, inside, query, head = _rows(total_q, kv_heads, group, BLOCK_ROWS)
     folded = _folded_row(place_ptr, query, head, inside, kv_heads, group, stride)
     compressed, selected, near = _gates(gates_ptr, query, head, inside, stride_gate, stride_gate_head, stride_branch)
-    out = compressed * _load(compressed_ptr, folded, inside, WIDTH, BLOCK_WIDTH)
-    out += selected * _load(selected_ptr, row, inside, WIDTH, BLOCK_WIDTH)
-    out += near * _load(near_ptr, row, inside, WIDTH, BLOCK_WIDTH)
-    _store(out_ptr, row, inside, out, WIDTH, BLOCK_WIDTH)
+    out = compressed * load_tile(compressed_ptr, folded, inside, WIDTH, BLOCK_WIDTH)
+    out += selected * load_tile(selected_ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    out += near * load_tile(near_ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    store_tile(out_ptr, row, inside, out, WIDTH, BLOCK_WIDTH)
 
 
 @triton.jit(do_not_specialize=[*HEADS, "stride_gate", "stride_gate_head", "stride_branch"],
@@ -174,12 +154,12 @@ def nsa_combine_bwd_kernel(dout_ptr, compressed_ptr, selected_ptr, near_ptr, gat
     row, inside, query, head = _rows(total_q, kv_heads, group, BLOCK_ROWS)
     folded = _folded_row(place_ptr, query, head, inside, kv_heads, group, stride)
     _, selected, near = _gates(gates_ptr, query, head, inside, stride_gate, stride_gate_head, stride_branch)
-    dout = _load(dout_ptr, row, inside, WIDTH, BLOCK_WIDTH)
-    _store(dselected_ptr, row, inside, selected * dout, WIDTH, BLOCK_WIDTH)
-    _store(dnear_ptr, row, inside, near * dout, WIDTH, BLOCK_WIDTH)
-    of_compressed = tl.sum(dout * _load(compressed_ptr, folded, inside, WIDTH, BLOCK_WIDTH), 1)
-    of_selected = tl.sum(dout * _load(selected_ptr, row, inside, WIDTH, BLOCK_WIDTH), 1)
-    of_near = tl.sum(dout * _load(near_ptr, row, inside, WIDTH, BLOCK_WIDTH), 1)
+    dout = load_tile(dout_ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    store_tile(dselected_ptr, row, inside, selected * dout, WIDTH, BLOCK_WIDTH)
+    store_tile(dnear_ptr, row, inside, near * dout, WIDTH, BLOCK_WIDTH)
+    of_compressed = tl.sum(dout * load_tile(compressed_ptr, folded, inside, WIDTH, BLOCK_WIDTH), 1)
+    of_selected = tl.sum(dout * load_tile(selected_ptr, row, inside, WIDTH, BLOCK_WIDTH), 1)
+    of_near = tl.sum(dout * load_tile(near_ptr, row, inside, WIDTH, BLOCK_WIDTH), 1)
     tl.store(dgates_ptr + row * 3, of_compressed.to(dgates_ptr.dtype.element_ty), mask=inside)
     tl.store(dgates_ptr + row * 3 + 1, of_selected.to(dgates_ptr.dtype.element_ty), mask=inside)
     tl.store(dgates_ptr + row * 3 + 2, of_near.to(dgates_ptr.dtype.element_ty), mask=inside)

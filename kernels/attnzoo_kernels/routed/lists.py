@@ -27,6 +27,19 @@ def last_up_to(bounds_ptr, x, entries, steps, inside):
     return low
 
 
+@triton.jit
+def bounds_of(cu_seqlens_q, cu_seqlens_k, sequence, inside):
+    """Of each sequence the first query, the one behind the last, the first key and the one behind the last."""
+    start_q, stop_q = tl.load(cu_seqlens_q + sequence, mask=inside, other=0), tl.load(cu_seqlens_q + sequence + 1, mask=inside, other=0)
+    start_k, stop_k = tl.load(cu_seqlens_k + sequence, mask=inside, other=0), tl.load(cu_seqlens_k + sequence + 1, mask=inside, other=0)
+    return start_q, stop_q, start_k, stop_k
+
+
+@triton.jit
+def length_of(cu_seqlens, sequence, inside):
+    return tl.load(cu_seqlens + sequence + 1, mask=inside, other=0) - tl.load(cu_seqlens + sequence, mask=inside, other=0)
+
+
 @triton.jit(do_not_specialize=["sequences", "size"], do_not_specialize_on_alignment=["cu_seqlens_k"])
 def routed_first_kernel(cu_seqlens_k, first_ptr, sequences, size, SEQUENCES: tl.constexpr):
     """One program: each sequence's first block. One without keys has a block, too, for its queries."""
@@ -34,8 +47,7 @@ def routed_first_kernel(cu_seqlens_k, first_ptr, sequences, size, SEQUENCES: tl.
     for at in range(0, sequences, SEQUENCES):
         sequence = at + tl.arange(0, SEQUENCES)
         inside = sequence < sequences
-        length = tl.load(cu_seqlens_k + sequence + 1, mask=inside, other=0) - tl.load(cu_seqlens_k + sequence, mask=inside, other=0)
-        blocks = tl.where(inside, tl.maximum((length + size - 1) // size, 1), 0)
+        blocks = tl.where(inside, tl.maximum((length_of(cu_seqlens_k, sequence, inside) + size - 1) // size, 1), 0)
         tl.store(first_ptr + sequence, before + tl.cumsum(blocks, 0) - blocks, mask=inside)
         before += tl.sum(blocks, 0)
 
@@ -51,8 +63,7 @@ def routed_layout_kernel(cu_seqlens_q, cu_seqlens_k, first_ptr, bounds_q_ptr, bo
     inside = at < count
     of = last_up_to(first_ptr, at, sequences, steps, inside)
     offset = (at - tl.load(first_ptr + of, mask=inside, other=0)) * size
-    start_q, stop_q = tl.load(cu_seqlens_q + of, mask=inside, other=0), tl.load(cu_seqlens_q + of + 1, mask=inside, other=0)
-    start_k, stop_k = tl.load(cu_seqlens_k + of, mask=inside, other=0), tl.load(cu_seqlens_k + of + 1, mask=inside, other=0)
+    start_q, stop_q, start_k, stop_k = bounds_of(cu_seqlens_q, cu_seqlens_k, of, inside)
     shift = (stop_k - start_k) - (stop_q - start_q)
     bound_q = tl.minimum(tl.maximum(start_q + offset - shift, start_q), stop_q)
     bound_q = tl.where(offset == 0, start_q, bound_q)  # queries before the first key are in no other block
@@ -61,8 +72,7 @@ def routed_layout_kernel(cu_seqlens_q, cu_seqlens_k, first_ptr, bounds_q_ptr, bo
 
     inside = at < total_q
     of = last_up_to(cu_seqlens_q, at, sequences, steps, inside)
-    start_q, stop_q = tl.load(cu_seqlens_q + of, mask=inside, other=0), tl.load(cu_seqlens_q + of + 1, mask=inside, other=0)
-    start_k, stop_k = tl.load(cu_seqlens_k + of, mask=inside, other=0), tl.load(cu_seqlens_k + of + 1, mask=inside, other=0)
+    start_q, stop_q, start_k, stop_k = bounds_of(cu_seqlens_q, cu_seqlens_k, of, inside)
     position = at - start_q + (stop_k - start_k) - (stop_q - start_q)
     tl.store(sequence_ptr + at, of, mask=inside)
     tl.store(own_ptr + at, tl.where((position >= 0) & (at < end_q), tl.maximum(position, 0) // size, -1), mask=inside)

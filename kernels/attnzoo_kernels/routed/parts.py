@@ -26,14 +26,14 @@ def _part_row(place_ptr, row, inside, slot, rows, slots):
 
 
 @triton.jit
-def _load(ptr, row, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+def load_tile(ptr, row, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """[BLOCK_ROWS, BLOCK_WIDTH] in float32."""
     column = tl.arange(0, BLOCK_WIDTH)
     return tl.load(ptr + row[:, None] * WIDTH + column[None, :], mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _store(ptr, row, inside, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+def store_tile(ptr, row, inside, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     column = tl.arange(0, BLOCK_WIDTH)
     tl.store(ptr + row[:, None] * WIDTH + column[None, :], tile.to(ptr.dtype.element_ty), mask=inside[:, None] & (column < WIDTH)[None, :])
 
@@ -50,7 +50,7 @@ def routed_spread_kernel(own_ptr, own_numbers_ptr, place_ptr, part_ptr, part_num
     tile = tl.load(pointers, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
     for slot in range(slots):
         at = _part_row(place_ptr, row, inside, slot, rows, slots)
-        _store(part_ptr, at, inside, tile, WIDTH, BLOCK_WIDTH)
+        store_tile(part_ptr, at, inside, tile, WIDTH, BLOCK_WIDTH)
         for n in tl.static_range(PER_ROW):
             number = tl.load(own_numbers_ptr + n * stride_own + lse_at, mask=inside, other=0.0)
             tl.store(part_numbers_ptr + n * stride_part + at, number, mask=inside)
@@ -60,10 +60,10 @@ def routed_spread_kernel(own_ptr, own_numbers_ptr, place_ptr, part_ptr, part_num
 def routed_sum_kernel(own_ptr, part_ptr, place_ptr, out_ptr, tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
                       BLOCK_ROWS: tl.constexpr):
     row, inside, _ = _rows_of_program(tokens, heads, BLOCK_ROWS)
-    acc = _load(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    acc = load_tile(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
     for slot in range(slots):
-        acc += _load(part_ptr, _part_row(place_ptr, row, inside, slot, rows, slots), inside, WIDTH, BLOCK_WIDTH)
-    _store(out_ptr, row, inside, acc, WIDTH, BLOCK_WIDTH)
+        acc += load_tile(part_ptr, _part_row(place_ptr, row, inside, slot, rows, slots), inside, WIDTH, BLOCK_WIDTH)
+    store_tile(out_ptr, row, inside, acc, WIDTH, BLOCK_WIDTH)
 
 
 @triton.jit
@@ -93,15 +93,15 @@ def routed_merge_kernel(own_ptr, own_lse_ptr, own_stats_ptr, part_ptr, part_lse_
     empty = base == -float("inf")
     base = tl.where(empty, 0.0, base)  # a row that sees no key must not make inf - inf
     total = own_sum * exp_in_units(own_top - base, True)
-    acc = total[:, None] * _load(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    acc = total[:, None] * load_tile(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
     for slot in range(slots):
         part_row = _part_row(place_ptr, row, inside, slot, rows, slots)
         top, part_sum = _load_top(part_lse_ptr, part_stats_ptr, stride_part, part_row, inside, EXACT)
         weight = part_sum * exp_in_units(top - base, True)
-        acc += weight[:, None] * _load(part_ptr, part_row, inside, WIDTH, BLOCK_WIDTH)
+        acc += weight[:, None] * load_tile(part_ptr, part_row, inside, WIDTH, BLOCK_WIDTH)
         total += weight
     total = tl.where(total > 0, total, 1.0)
-    _store(out_ptr, row, inside, acc / total[:, None], WIDTH, BLOCK_WIDTH)
+    store_tile(out_ptr, row, inside, acc / total[:, None], WIDTH, BLOCK_WIDTH)
     tl.store(lse_ptr + lse_at, tl.where(empty, -float("inf"), base + tl.log(total)), mask=inside)
     # as softmax_stats
     tl.store(stats_ptr + lse_at, tl.where(empty, float("inf"), base if EXACT else base * LOG2E), mask=inside)
@@ -110,8 +110,8 @@ def routed_merge_kernel(own_ptr, own_lse_ptr, own_stats_ptr, part_ptr, part_lse_
 
 @triton.jit
 def _derive_part(ptr, dpart_ptr, dlse_ptr, at, lse_at, weight, dlse, out, dout, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    part = _load(ptr, at, inside, WIDTH, BLOCK_WIDTH)
-    _store(dpart_ptr, at, inside, weight[:, None] * dout, WIDTH, BLOCK_WIDTH)
+    part = load_tile(ptr, at, inside, WIDTH, BLOCK_WIDTH)
+    store_tile(dpart_ptr, at, inside, weight[:, None] * dout, WIDTH, BLOCK_WIDTH)
     tl.store(dlse_ptr + lse_at, weight * (tl.sum(dout * (part - out), 1) + dlse), mask=inside)
 
 
@@ -126,8 +126,8 @@ def routed_merge_bwd_kernel(dout_ptr, grad_lse_ptr, own_ptr, own_stats_ptr, part
     dlse = tl.zeros([BLOCK_ROWS], tl.float32)
     if HAS_GRAD_LSE:
         dlse = tl.load(grad_lse_ptr + lse_at, mask=inside, other=0.0)
-    out = _load(out_ptr, row, inside, WIDTH, BLOCK_WIDTH)
-    dout = _load(dout_ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    out = load_tile(out_ptr, row, inside, WIDTH, BLOCK_WIDTH)
+    dout = load_tile(dout_ptr, row, inside, WIDTH, BLOCK_WIDTH)
     top, part_sum = _load_top(None, own_stats_ptr, stride_own, lse_at, inside, True)
     _derive_part(own_ptr, down_ptr, down_lse_ptr, row, lse_at, part_sum * exp_in_units(top - base, True) / total, dlse, out, dout, inside,
                  WIDTH, BLOCK_WIDTH)
