@@ -12,6 +12,7 @@ from attnzoo.attention.base import POSITIONS
 from attnzoo.attention.block_sparse import BlockSparseAttention
 from attnzoo.attention.cache import KVCache, Newest
 from attnzoo.attention.differential import DifferentialAttention
+from attnzoo.attention.distance_bias import DistanceBiasAttention
 from attnzoo.attention.dual_chunk import DualChunkAttention
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.forgetting import ForgettingAttention
@@ -36,6 +37,7 @@ OPTIONS = {
         spec, compress_size=4, compress_stride=2, block_size=4, block_count=3, window=5),
     "forgetting, shifted": lambda spec: ForgettingAttention(spec, shift_keys=True, shift_values=True, output_norm=True),
     "dual chunk, yarn": lambda spec: DualChunkAttention(spec, chunk_size=12, temperature="yarn"),
+    "a bias by distance and position": lambda spec: DistanceBiasAttention(spec, kind="fire", threshold=9),
     "latents, wide": lambda spec: MLAttention(spec, q_lora_rank=24, kv_lora_rank=256),  # wider than decode_attention's caches
 }
 OWN_MODEL = ("dual chunk, yarn", "latents, wide")  # without a norm of queries and keys
@@ -147,9 +149,11 @@ def test_rows_repeat_the_token_that_stops_them_until_all_have_one(lengths):
         assert (stopped[row, end:] == stopped[row, end]).all()
 
 
-def test_the_weights_of_decoding_are_the_model_s_own():
+@pytest.mark.parametrize("attention", (DifferentialAttention, OPTIONS["a bias by distance and position"]), ids=("differential", "fire"))
+def test_the_weights_of_decoding_are_the_model_s_own(attention):
     """Cast and joined ahead, they give what autocast gives, bit by bit."""
-    model = build("differential", "rotary", "cpu").float()
+    torch.manual_seed(0)
+    model = GPT(**SIZES, attention=attention).eval()
     ids, _ = prompts("cpu")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         fast = _prepared(model)

@@ -225,6 +225,11 @@ class Attention(nn.Module):
         found = (*self.projections, self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.g_proj)
         return [*dict.fromkeys(filter(None, found))]
 
+    @property
+    def in_float32(self) -> tuple[nn.Module, ...]:
+        """What computes in float32 under autocast, too, so that decoding leaves its weights as they are."""
+        return ()
+
     def init_weights(self, std: float, residual_std: float) -> None:
         """Normal weights, zero biases; `residual_std` is for the projection that writes to the residual stream."""
         for projection in self.matrices:

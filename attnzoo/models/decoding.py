@@ -235,13 +235,14 @@ def _prepared(model: nn.Module) -> nn.Module:
     if fast.head is None:
         fast.head = nn.Linear(*reversed(model.head_matrix.shape), bias=False, device="meta")
         fast.head.weight = model.head_matrix
+    exact = {layer for block in fast.blocks for part in block.attention.in_float32 for layer in part.modules()}
     for module in fast.modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module not in exact:
             module.weight = _compute(module.weight)
     for block in fast.blocks:
         for module in block.modules():
             kept = module is block.mlp.up_proj and block.mlp.kind != "swiglu"  # bias_gelu adds its bias in float32
-            if isinstance(module, nn.Linear) and module.bias is not None and not kept:
+            if isinstance(module, nn.Linear) and module.bias is not None and not kept and module not in exact:
                 module.bias = _compute(module.bias)
         attention = block.attention
         projections = attention.projections
