@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from commands import Command
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -224,12 +225,9 @@ def test_a_prompt_is_taken_as_it_is_typed(text):
 @pytest.mark.slow
 def test_the_command(source, tmp_path):
     """It writes text and no files, and refuses in one line; an empty folder that it was called in stays."""
-    def run(*arguments):
-        command = [sys.executable, str(ROOT / "generate.py"), f"ckpt_path={source[0]}", *arguments]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=200)
-
-    done = run("prompt=def f(x):", "max_new_tokens=5", "temperature=0")
+    command = [sys.executable, str(ROOT / "generate.py"), f"ckpt_path={source[0]}", "prompt=def f(x):", "max_new_tokens=5", "temperature=0"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=200)
     assert done.returncode == 0 and done.stdout.startswith(b"def f(x):") and done.stderr == b""
-    done = run("prompt=a", "top_k=0")
-    assert done.returncode == 1 and done.stderr.strip() == b"error: top_k=0: must be a whole number of at least 1 or null"
     assert tmp_path.is_dir() and not any(tmp_path.iterdir())
+    refused = Command("generate.py", f"ckpt_path={source[0]}", "prompt=a", "top_k=0").wait()
+    assert refused.returncode == 1 and refused.stderr.strip() == "error: top_k=0: must be a whole number of at least 1 or null"

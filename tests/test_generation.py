@@ -40,9 +40,10 @@ def read_again(model, tokens, count, generator, options):
     return tokens
 
 
-# past the training context and a dual chunk's end, and a prompt of several blocks of a sparse pattern
-@pytest.mark.parametrize("seqlen, count, mode", [*((5, 43, mode) for mode in MODES), (400, 5, "greedy")])
-@pytest.mark.parametrize("positions", POSITIONS)
+# past the training context and the end of a dual chunk; a prompt of several blocks of a pattern; drawing has no part in positions
+@pytest.mark.parametrize("positions, seqlen, count, mode", [
+    *((positions, *case) for positions in POSITIONS for case in ((5, 43, "greedy"), (5, 43, "all"), (400, 5, "greedy"))),
+    *(("rotary", 5, 43, mode) for mode in ("temperature", "top_k", "top_p"))])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_generation_equals_reading_the_whole_prefix_again(variant, positions, seqlen, count, mode, device):
     model = build(variant, positions, device)
