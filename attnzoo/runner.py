@@ -24,6 +24,7 @@ from attnzoo.run.config import choices, plain
 from attnzoo.run.files import write_whole
 from attnzoo.run.folder import RunFolder, rank
 from attnzoo.run.loggers import build_loggers, close_loggers
+from attnzoo.run.ranks import check_alike
 from attnzoo.run.resuming import checkpoint_to_resume
 from attnzoo.run.trainer import fit, make_trainer, set_accumulation
 from attnzoo.training import report
@@ -82,6 +83,8 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
             module.record["init"] = {"from": origin.where, "kind": origin.kind, "changed": initial.changes(origin, cfg), **begun}
         elif origin:
             module.record["init"] = origin.record.get("init")
+        if trainer.world_size > 1:
+            trainer.callbacks.append(LambdaCallback(setup=lambda *_, stage: check_alike(plain(cfg), module.record)))
         if trainer.is_global_zero:
             if ckpt_path is None:
                 _keep_config(cfg, folder, loggers)

@@ -1,16 +1,26 @@
 """`trainer.context_parallel`: devices that share sequences train as one, and what does not go with it is refused."""
 
+import os
+import re
+import signal
 import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
 
 import context_runs
+import lightning
 import pytest
 import torch
-from tiny_run import column, compose_tiny
+from commands import Command, as_torchrun
+from lightning.fabric.plugins.environments import LightningEnvironment
+from tiny_run import ROOT, TINY, column, compose_tiny
 
 from attnzoo import runner
 from attnzoo.errors import UserError
 from attnzoo.models import from_config
-from attnzoo.run import checks
+from attnzoo.run import checks, ranks
 
 FLASH = "attnzoo.attention.flash.FlashAttention"
 
@@ -43,6 +53,58 @@ def test_four_ranks_train_as_one(tmp_path):
 def test_what_does_not_go_with_it_is_refused(tmp_path, options, reason):
     with pytest.raises((UserError, ValueError), match=reason):
         checks.check_training(compose_tiny(tmp_path, "trainer.context_parallel=2", *options))
+
+
+class Die(lightning.Callback):
+    """Kills a rank behind the first step, while the other one waits for nothing that would tell it so."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_rank == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100)
+
+
+def arguments(folder, *overrides: str) -> list[str]:
+    """Of train.py, for a run of two processes in folder/run."""
+    compose_tiny(folder)  # writes the corpus
+    return [*TINY, "trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "callbacks.sample=null", "callbacks.plot=null",
+            f"data.paths=[{folder / 'corpus'}]", f"data.cache_dir={folder / 'cache'}", f"hydra.run.dir={folder / 'run'}", *overrides]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank, says", ((1, r"\[rank: 1\] Child process .* terminated with code -9"),
+                                        (0, "error: the first process of the run has ended")))
+def test_a_rank_that_dies_ends_all(tmp_path, rank, says):
+    """Whatever the other one waits for. The pipes are closed when both have ended."""
+    die = f"+callbacks.die={{_target_: test_several_gpus.Die, rank: {rank}}}"
+    places = os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "train.py", *arguments(tmp_path, "trainer.context_parallel=2", die)], cwd=ROOT, timeout=90,
+                          capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": places})
+    assert done.returncode == -signal.SIGKILL and re.search(says, done.stderr), done.stderr
+
+
+def test_a_broken_connection_names_the_rank_that_failed():
+    with subprocess.Popen(["sleep", "100"]) as process:
+        connector = SimpleNamespace(cluster_environment=LightningEnvironment())
+        strategy = SimpleNamespace(launcher=SimpleNamespace(procs=[process]))
+        trainer = SimpleNamespace(world_size=2, local_rank=0, _accelerator_connector=connector, strategy=strategy)
+        with pytest.raises(UserError, match="rank 1 was ended by SIGKILL, so that the run ends here"), ranks.end_together(trainer):
+            process.kill()
+            raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.slow
+def test_ranks_that_were_told_different_things_are_refused(tmp_path):
+    """Of a group and of plain data parallelism, where they would wait for one another without end."""
+    for name, one, other in (("trainer.context_parallel", "1", "2"), ("data.batch_size", "4", "8")):
+        started = [Command("train.py", *arguments(tmp_path / name, f"{name}={value}"), environment=environment)
+                   for value, environment in zip((one, other), as_torchrun(2), strict=True)]
+        for done in [rank.wait(60) for rank in started]:
+            assert done.returncode == 1
+            assert f"error: {name}: must be the same on all ranks, got {one} on rank 0, {other} on rank 1" in done.stderr
 
 
 def test_devices_must_be_groups(tmp_path):

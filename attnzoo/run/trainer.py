@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from attnzoo import fp8
 from attnzoo.batch import sharing
 from attnzoo.errors import UserError
-from attnzoo.run.ranks import ranks_of_this_job
+from attnzoo.run.ranks import end_together, ranks_of_this_job
 from attnzoo.run.resuming import BestScore
 from attnzoo.run.steps import StepLoop
 from attnzoo.run.stopping import StopSignals
@@ -108,7 +108,7 @@ def set_accumulation(trainer: lightning.Trainer, batch_tokens: int | None, data:
 
 def fit(trainer: lightning.Trainer, module: Any, data: Any, ckpt_path: Path | None, run_dir: Path, *, requeue: bool) -> None:
     """trainer.fit, which a signal stops at the end of an optimizer step. Raises SystemExit with 128 + the signal's number then."""
-    with StopSignals(requeue=requeue) as signals, ranks_of_this_job(run_dir):
+    with StopSignals(requeue=requeue) as signals, ranks_of_this_job(run_dir), end_together(trainer):
         trainer.fit_loop.epoch_loop = StepLoop(trainer, signals)
         try:
             trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)

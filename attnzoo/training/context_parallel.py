@@ -1,26 +1,18 @@
 """The ranks of a run that read the same sequences together (`trainer.context_parallel`): who they are, and what each has of a batch."""
 
-import json
-from typing import Any
-
 import lightning
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from attnzoo.batch import IGNORED, Batch
-from attnzoo_kernels.context_parallel import ContextParallel, check_alike
+from attnzoo_kernels.context_parallel import ContextParallel
 
 
 class ContextGroup:
-    """`trainer.context_parallel` neighbouring ranks. Gradients are averaged over all ranks as ever: each rank has its share of the loss.
+    """`trainer.context_parallel` neighbouring ranks. Gradients are averaged over all ranks as ever: each rank has its share of the loss."""
 
-    Raises ValueError on all ranks where they were told different things. record: plain JSON, what a checkpoint knows.
-    """
-
-    def __init__(self, trainer: lightning.Trainer, record: dict[str, Any]):
+    def __init__(self, trainer: lightning.Trainer):
         ranks = trainer.context_parallel
-        told = {f"{group}.{key}": json.dumps(value) for group in ("model", "attention", "versions") for key, value in record[group].items()}
-        check_alike(**told, context=record["context"], precision=str(trainer.precision), **{"trainer.context_parallel": ranks})
         mesh = init_device_mesh(trainer.strategy.root_device.type, (trainer.world_size // ranks, ranks), mesh_dim_names=("data", "context"))
         self.group = mesh["context"].get_group()
 

@@ -127,7 +127,7 @@ class TokenPrediction(lightning.LightningModule):
 
         for block in self.model.blocks:
             block.attention.check_context_parallel(packed=getattr(self.trainer.datamodule, "packs", False))
-        self.context = ContextGroup(self.trainer, self.record)
+        self.context = ContextGroup(self.trainer)
 
     def _read(self, batch: Batch) -> Batch:
         # what else a batch holds (counts, lengths) changes from step to step and would make torch.compile start again

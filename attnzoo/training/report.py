@@ -32,7 +32,9 @@ def quiet() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("lightning.pytorch.trainer.connectors.signal_connector").setLevel(logging.INFO)  # SLURM's requeueing
+    # SLURM's requeueing, and a process that failed
+    for name in ("lightning.pytorch.trainer.connectors.signal_connector", "lightning.fabric.strategies.launchers.subprocess_script"):
+        logging.getLogger(name).setLevel(logging.INFO)
     for message in HARMLESS:
         warnings.filterwarnings("ignore", message=message)
 

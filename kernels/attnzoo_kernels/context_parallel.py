@@ -303,7 +303,7 @@ def check_alike(group: dist.ProcessGroup | DeviceMesh | None = None, **values: A
     group = group.get_group() if isinstance(group, DeviceMesh) else group
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, values, group=group)
-    for name in values:
+    for name in dict.fromkeys(name for other in found for name in other):
         if any(other.get(name) != found[0].get(name) for other in found):
             listed = ", ".join(f"{other.get(name)!r} on rank {rank}" for rank, other in enumerate(found))
             raise ValueError(f"{name}: must be the same on all ranks, got {listed}")
