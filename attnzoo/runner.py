@@ -118,7 +118,8 @@ def evaluate(cfg: DictConfig) -> None:
     report.quiet()
     loggers: list[Any] = []
     try:
-        together.begin(cfg.accelerator)
+        of_a_machine = ("run_dir", "ckpt_path", "runs", "store", "logger")
+        together.begin(cfg.accelerator, {name: value for name, value in plain(cfg).items() if name not in of_a_machine})
         loggers = build_loggers(cfg, run_dir, "eval") if together.is_first() else []
         compare.run(
             cfg,

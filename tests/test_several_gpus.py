@@ -15,7 +15,7 @@ import pytest
 import torch
 from commands import Command, as_torchrun
 from lightning.fabric.plugins.environments import LightningEnvironment
-from tiny_run import ROOT, TINY, column, compose_tiny
+from tiny_run import ROOT, TINY, column, compose_tiny, write_checkpoint
 
 from attnzoo import runner
 from attnzoo.errors import UserError
@@ -105,6 +105,17 @@ def test_ranks_that_were_told_different_things_are_refused(tmp_path):
         for done in [rank.wait(60) for rank in started]:
             assert done.returncode == 1
             assert f"error: {name}: must be the same on all ranks, got {one} on rank 0, {other} on rank 1" in done.stderr
+
+
+@pytest.mark.slow
+def test_processes_that_evaluate_other_things_are_refused(tmp_path):
+    write_checkpoint(tmp_path / "some.ckpt")
+    started = [Command("eval.py", f"ckpt_path={tmp_path}/some.ckpt", f"evaluation.lengths=[{length}]", "accelerator=cpu",
+                       f"hydra.run.dir={tmp_path}/eval", environment=environment)
+               for length, environment in zip((600, 700), as_torchrun(2), strict=True)]
+    for done in [rank.wait(60) for rank in started]:
+        assert done.returncode == 1
+        assert "error: evaluation.lengths: must be the same on all ranks, got [600] on rank 0, [700] on rank 1" in done.stderr
 
 
 def test_devices_must_be_groups(tmp_path):

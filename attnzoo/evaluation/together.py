@@ -7,19 +7,22 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.logger import _flatten_dict
 from torch import Tensor, nn
 
 from attnzoo.batch import IGNORED
+from attnzoo.training.record import versions
 
 T = TypeVar("T")
 
 
-def begin(accelerator: str) -> None:
-    """Joins the processes that torchrun started; nothing where there is one."""
+def begin(accelerator: str, told: dict[str, Any]) -> None:
+    """Joins the processes that torchrun started; nothing where there is one. Raises ValueError on all of them where they were told
+    different things or have other versions. told: the command, without what is a machine's own."""
     if not dist.is_available() or not dist.is_torchelastic_launched() or os.environ.get("WORLD_SIZE") == "1":
         return
     on_gpus = device_number(accelerator) is not None
@@ -28,6 +31,9 @@ def begin(accelerator: str) -> None:
     dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(minutes=30))  # kernels are compiled meanwhile
     if not is_first():
         logging.disable(logging.INFO)
+    from attnzoo_kernels.context_parallel import check_alike
+
+    check_alike(**_flatten_dict({**told, "versions": versions()}, delimiter="."))
 
 
 def end() -> None:
