@@ -161,7 +161,8 @@ def _n_blocks(model: Mapping) -> int:
 
 
 def check_same_model(content: dict, shapes: Mapping[str, torch.Size], record: dict) -> None:
-    """UserError unless the checkpoint's weights are those of a run's module of these shapes; says which settings differ."""
+    """UserError unless the checkpoint's weights are those of a run's module of these shapes, and its optimizer's state of the same
+    optimizer; says which settings differ."""
     mismatch = _first_mismatch(content.get("state_dict", {}), shapes)
     theirs, differences = content["attnzoo"], []
     for group in ("model", "attention", "task"):
@@ -169,6 +170,9 @@ def check_same_model(content: dict, shapes: Mapping[str, torch.Size], record: di
         # where the shapes are the same a key that only one has may be an option that came later
         keys = old | new if mismatch else [key for key in old if key in new and key not in CHANGEABLE]
         differences += [f"{group}.{key}={old.get(key)}, not {new.get(key)}" for key in keys if old.get(key) != new.get(key)]
+    old, new = theirs.get("optimizer"), record.get("optimizer")
+    if old and new and old != new:  # earlier checkpoints do not say
+        differences.append(f"optimizer._target_={old}, not {new}")
     if mismatch:
         raise UserError(f"the checkpoint does not fit this run: {mismatch}. It was trained with {'; '.join(differences) or 'other code'}")
     if differences:

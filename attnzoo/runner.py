@@ -180,6 +180,7 @@ def _build_module(cfg: DictConfig, data: Any) -> lightning.LightningModule:
         "attention": told["attention"],
         "tokenizer": data.tokenizer.record(),
         "task": cfg.task.objective,
+        "optimizer": cfg.optimizer._target_,
         "context": data.seq_len,
         "data": data.record(),
         "versions": versions(),

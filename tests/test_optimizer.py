@@ -138,7 +138,7 @@ def test_muon_goes_on_from_its_state():
 
 
 def test_muon_refuses_shards():
-    with pytest.raises(UserError, match="trainer=fsdp splits them"):
+    with pytest.raises(UserError, match="trainer=fsdp and trainer=fsdp2 split them; take trainer=ddp or optimizer=adamw"):
         MuonRecipe(**RECIPE).build([("blocks.0.weight", nn.Parameter(torch.zeros(12)))], matrices={"blocks.0.weight"},
                                    total_steps=lambda: 10, scaled_gradients=False)
 

@@ -135,6 +135,8 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, capsys):
     assert "does not fit this run" in line and "model.dim=32, not 64" in line
     with pytest.raises(UserError, match=r"_target_=.*FlashAttention, not .*SigmoidAttention\. Set .*init_from"):
         runner.train(config(tmp_path, "resume=auto", "model.attention_dropout=0", "attention=sigmoid", "trainer.max_steps=2"))
+    with pytest.raises(UserError, match=r"optimizer\._target_=.*AdamWRecipe, not .*MuonRecipe\. Set .*init_from"):
+        runner.train(config(tmp_path, "resume=auto", "optimizer=muon", "trainer.max_steps=2"))
     with pytest.raises(ValueError, match="rows is .*; seq_len is 32, it must be 16 as in the checkpoint"):
         runner.train(config(tmp_path, "resume=auto", "data.seq_len=32", "trainer.max_steps=2"))
     assert (tmp_path / "run" / "config.yaml").read_text() == kept  # which evaluations read

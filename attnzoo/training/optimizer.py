@@ -110,8 +110,8 @@ class MuonRecipe(AdamWRecipe):
         names = {name for name in matrices if ".blocks." in f".{name}"}
         hidden = [parameter for name, parameter in parameters if name in names]
         if not hidden or any(parameter.ndim != 2 or hasattr(parameter, "full_tensor") for parameter in hidden):
-            raise UserError("optimizer=muon needs whole matrices below the model's `blocks`: trainer=fsdp splits them, take trainer=ddp; "
-                            "or take optimizer=adamw")
+            raise UserError("optimizer=muon needs whole matrices below the model's `blocks`: trainer=fsdp and trainer=fsdp2 split them; "
+                            "take trainer=ddp or optimizer=adamw")
         muon = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps, "weight_decay": self.weight_decay}
         rest = self._groups([(name, parameter) for name, parameter in parameters if name not in names], matrices)
         return MuonWithAdamW(hidden, rest, muon={"lr": self.lr, **muon}, adamw={"fused": fused, **self._adamw()})
