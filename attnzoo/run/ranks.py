@@ -3,22 +3,16 @@
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import lightning
-import torch
-from hydra.core.hydra_config import HydraConfig
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities.logger import _flatten_dict
-from omegaconf import open_dict, read_write
 
 from attnzoo.errors import UserError
-from attnzoo.run.command_line import is_sweep
 
 ALIKE = ("model", "attention", "layers", "task", "optimizer", "data", "trainer", "seed", "batch_tokens", "compile",
          "activation_checkpointing", "fused_loss")
@@ -76,24 +70,3 @@ def _failed(trainer: lightning.Trainer) -> str | None:
                 return f"rank {rank} " + (f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}")
         time.sleep(0.1)
     return None
-
-
-@contextlib.contextmanager
-def ranks_of_this_job(run_dir: Path) -> Iterator[None]:
-    """Lightning starts the other ranks of a machine by running the command again. In a sweep that must be this job alone, and its process
-    group and environment must not reach the next one."""
-    if not is_sweep():
-        yield
-        return
-    job = HydraConfig.get()
-    sys.argv = [sys.argv[0], *job.overrides.task]
-    with read_write(job), open_dict(job):
-        job.run.dir = str(run_dir)
-    environment = dict(os.environ)
-    try:
-        yield
-    finally:
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-        os.environ.clear()
-        os.environ.update(environment)

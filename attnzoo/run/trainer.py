@@ -14,10 +14,11 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from attnzoo import fp8
 from attnzoo.batch import sharing
 from attnzoo.errors import UserError
-from attnzoo.run.ranks import end_together, ranks_of_this_job
+from attnzoo.run.ranks import end_together
 from attnzoo.run.resuming import BestScore
 from attnzoo.run.steps import StepLoop
 from attnzoo.run.stopping import StopSignals
+from attnzoo.run.sweeps import ranks_of_this_job
 from attnzoo.training.checkpointing import AtomicCheckpointIO, FiniteLoss
 
 
