@@ -68,7 +68,7 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
         if getattr(data, "packs", False):
             for attention in attentions:
                 get_class(attention["_target_"]).check_packed(causal=data.objective == "lm", trees=trees)
-        _check_layers(cfg, trainer, data, trees)
+        _check_model(cfg, trainer, data, trees, origin if ckpt_path is None else None)
         if origin:
             initial.check_tokenizer(cfg, origin, data.tokenizer)
         data.prepare_data()
@@ -154,8 +154,9 @@ def _keep_config(cfg: DictConfig, folder: RunFolder, loggers: list[Any]) -> None
         logger.log_hyperparams(plain(cfg))
 
 
-def _check_layers(cfg: DictConfig, trainer: lightning.Trainer, data: Any, trees: bool) -> None:
-    """Lets each layer refuse what it does not take, in a model without memory: to prepare data may take hours."""
+def _check_model(cfg: DictConfig, trainer: lightning.Trainer, data: Any, trees: bool, origin: trained.Trained | None) -> None:
+    """Refuses what a layer does not take, and weights to begin with that do not fit, in a model without memory: to prepare data may take
+    hours."""
     # a layer of one's own may not know the device, and what layers warn of they say when they are built
     with contextlib.suppress(RuntimeError), warnings.catch_warnings(action="ignore"), torch.device("meta"):
         model = instantiate(cfg.model, _partial_=True, _convert_="all")(vocab_size=cfg.model.vocab_size or 1)
@@ -164,6 +165,8 @@ def _check_layers(cfg: DictConfig, trainer: lightning.Trainer, data: Any, trees:
                 block.attention.check_trees()
             if sharing(trainer) > 1:
                 block.attention.check_context_parallel(packed=getattr(data, "packs", False))
+        if origin:
+            initial.check_shapes(model, origin, new=cfg.init_new, positions=cfg.init_positions)
 
 
 def _build_module(cfg: DictConfig, data: Any) -> lightning.LightningModule:

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from tiny_run import FLASH, RANDOM, ROOT, TINY, column, compose_tiny, write_checkpoint
 
 from attnzoo import checkpoint, hub, runner, trained
+from attnzoo.data.datamodule import TextDataModule
 from attnzoo.errors import UserError
 from attnzoo.models import from_config
 from attnzoo.run import initial
@@ -176,8 +177,10 @@ def test_a_strangers_description_is_not_taken(tmp_path, attention, message):
     (["model.dim=32"], r"has shape \(.*leave the model's sizes to the weights.*init_new=\["),
     (["model.positions=rotary", "model.vocab_size=200"], "model.vocab_size=200 is smaller"),
 ])
-def test_weights_that_do_not_fit_are_refused(tmp_path, overrides, message):
+def test_weights_that_do_not_fit_are_refused(tmp_path, overrides, message, monkeypatch):
     write_checkpoint(tmp_path / "a.ckpt", positions="learned")
+    if "vocab_size" not in message:  # the others are told before the data are prepared
+        monkeypatch.setattr(TextDataModule, "prepare_data", lambda self: pytest.fail("the data were prepared"))
     sizes = [f"model.{key}={size}" for key, size in SIZES.items()]
     options = [*sizes, "model.positions=learned", "model.pad_vocab_multiple=1", f"init_from={tmp_path / 'a.ckpt'}"]
     with pytest.raises(UserError, match=message):

@@ -136,9 +136,27 @@ def load(model: nn.Module, trained: Trained, *, new: Sequence[str] = (), positio
     new: parts ("vocabulary", "positions") and names of parameters, with wildcards, that keep their initial values. positions: how a table
     of learned positions of another length is made ("interpolate" between its rows, or "repeat" them). UserError for other shapes.
     """
-    weights, state, loaded = trained.weights, model.state_dict(), {}
+    state = model.state_dict()
     if idle := [part for part in new if not any(_begins_anew(name, [part]) for name in state)]:
         raise UserError(f"init_new={idle}: no parameter of the model has such a name; they are {', '.join(_gathered(state))}")
+    loaded = _fitting(state, model.vocab_size, trained, new, positions)
+    if not loaded:
+        raise UserError(f"init_from={trained.where}: none of its weights belong to this run's model, {type(model).__name__}")
+    model.load_state_dict(loaded, strict=False)
+    left_out = [name for name in trained.weights if name not in loaded]
+    return {"loaded": len(loaded), "new": [name for name in state if name not in loaded], "left_out": left_out}
+
+
+def check_shapes(model: nn.Module, trained: Trained, *, new: Sequence[str] = (), positions: str | None = None) -> None:
+    """What `load` refuses for its shapes, told from a model without memory, whose vocabulary may not be known yet."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if not _begins_anew(name, VOCABULARY)}
+    _fitting(state, model.vocab_size, trained, new, positions)
+
+
+def _fitting(state: Mapping[str, Tensor], vocab_size: int, trained: Trained, new: Sequence[str],
+             positions: str | None) -> dict[str, Tensor]:
+    """The trained tensors that go into a model with this state dict; UserError for other shapes."""
+    weights, fitting = trained.weights, {}
     for name, ours in state.items():
         theirs = weights.get(name)
         if theirs is None or _begins_anew(name, new):
@@ -146,17 +164,15 @@ def load(model: nn.Module, trained: Trained, *, new: Sequence[str] = (), positio
         if theirs.shape[1:] == ours.shape[1:] and len(theirs) != len(ours):
             if name == POSITIONS and positions is not None:
                 theirs = _resized(theirs, len(ours), positions)
-            elif _begins_anew(name, VOCABULARY) and trained.record["model"]["vocab_size"] == model.vocab_size:  # padded otherwise
-                theirs = torch.cat([theirs[: model.vocab_size], ours[model.vocab_size :]])
+            elif _begins_anew(name, VOCABULARY) and trained.record["model"]["vocab_size"] == vocab_size:  # padded otherwise
+                theirs = torch.cat([theirs[:vocab_size], ours[vocab_size:]])
         if theirs.shape != ours.shape:
-            way = "init_positions=interpolate makes a longer one of it" if name == POSITIONS else f"init_new=[{name}] begins it anew"
+            longer = name == POSITIONS and theirs.shape[1:] == ours.shape[1:]
+            way = "init_positions=interpolate makes a longer one of it" if longer else f"init_new=[{name}] begins it anew"
             raise UserError(f"init_from={trained.where}: {name} has shape {tuple(theirs.shape)}, the run's model {tuple(ours.shape)}; "
                             f"leave the model's sizes to the weights, without model=..., model.* and attention=..., or {way}")
-        loaded[name] = theirs
-    if not loaded:
-        raise UserError(f"init_from={trained.where}: none of its weights belong to this run's model, {type(model).__name__}")
-    model.load_state_dict(loaded, strict=False)
-    return {"loaded": len(loaded), "new": [n for n in state if n not in loaded], "left_out": [n for n in weights if n not in loaded]}
+        fitting[name] = theirs
+    return fitting
 
 
 def _begins_anew(name: str, new: Iterable[str]) -> bool:
