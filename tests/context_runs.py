@@ -20,7 +20,7 @@ MODELS: dict[str, dict[str, Any]] = {  # with positions and kinds of model that 
     "two_frame": {"method": "leaky_rerope", "window": 20},
     "mla": {"q_lora_rank": 6},
     "sdpa": {"positions": "alibi", "packed": False},
-    "block_sparse": {"block": 16, "pattern": {"name": "longformer", "window": 1, "n_global": 1}, "packed": False},
+    "block_sparse": {"block": 16, "pattern": {"name": "longformer", "window": 1, "n_global": 1}},
 }
 OF_MODEL = ("kind", "positions", "attention_temperature", "attention_gate")
 RUNS = {  # by the ranks that share a sequence

@@ -125,7 +125,7 @@ def test_devices_must_be_groups(tmp_path):
 
 @pytest.mark.parametrize("kind, model, attention, packed, reason", (
     ("BERT", {}, {"_target_": "attnzoo.attention.sdpa.SDPAttention"}, True, "cannot read packed sequences by attention=sdpa; set trainer."),
-    ("GPT", {}, {"_target_": "attnzoo.attention.block_sparse.BlockSparseAttention"}, True, "set data.cross_documents=true"),
+    ("GPT", {}, {"_target_": "attnzoo.attention.sdpa.SDPAttention"}, True, "set data.cross_documents=true"),
     ("GPT", {"attention_dropout": 0.1}, {"_target_": FLASH}, True, "needs model.attention_dropout=0, got 0.1"),
     ("GPT", {"rope_scaling": "dynamic", "rope_factor": 2.0}, {"_target_": FLASH}, True, "rope_scaling=dynamic looks at the longest"),
     ("BERT", {"positions": "alibi"}, {"_target_": FLASH}, True, "does not go with model.positions=alibi in a bidirectional model"),

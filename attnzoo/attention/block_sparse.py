@@ -28,7 +28,7 @@ class BlockSparseAttention(Attention):
     impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
     """
 
-    supports = Supports(positions=("learned", "rotary"), dropout=False, context_parallel=("dense",))
+    supports = Supports(positions=("learned", "rotary"), dropout=False, context_parallel=("dense", "packed"))
     decodes_on_device = True
 
     def __init__(self, spec: AttentionSpec, *, pattern: str | Mapping[str, Any] | Sequence = "longformer", block: int = 64,

@@ -84,7 +84,7 @@ CASES = {
     "distance_bias": Case(_distance_bias),
     "sigmoid": Case(lambda queries, keys, lengths, weight: sigmoid_attention(*queries, *keys, causal=True, sigmoid_bias=-3.0, **lengths)),
     "dual_chunk": Case(_dual_chunk),
-    "block_sparse": Case(_block_sparse, packed=False),
+    "block_sparse": Case(_block_sparse),
 }
 
 

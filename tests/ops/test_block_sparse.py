@@ -292,7 +292,7 @@ def test_wrong_layouts_are_refused(make, error, message):
 
 
 def test_wrong_calls_are_refused():
-    q, k, cu = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16), torch.tensor([0, 40], dtype=torch.int32)
+    q, k = torch.randn(1, 40, 4, 16), torch.randn(1, 40, 2, 16)
 
     def call(layout, q=q, k=k, **options):
         return block_sparse_attention(q, k, k, layout, **options)
@@ -318,8 +318,10 @@ def test_wrong_calls_are_refused():
         call(good, impl="cuda")
     with pytest.raises(ValueError, match="the last of the 40 keys' tokens, got 41"):
         call(Pattern("dense", block=16), q=torch.randn(1, 41, 4, 16))
-    with pytest.raises(NotImplementedError, match="cu_seqlens_k: a Pattern places"):
-        call(Pattern("dense", block=16), q[0], k[0], cu_seqlens_q=cu, cu_seqlens_k=cu.clone(), max_seqlen_q=40, max_seqlen_k=40)
+    fewer = torch.tensor([0, 9, 29], dtype=torch.int32)
+    with pytest.raises(ValueError, match="the first one .* and no other; sequence 1 has 11 queries and 20 keys"):
+        call(Pattern("dense", block=16), q[0, :20], k[0], cu_seqlens_q=torch.tensor([0, 9, 20]).int(), cu_seqlens_k=fewer,
+             max_seqlen_q=40, max_seqlen_k=40)
 
 
 # patterns
@@ -420,6 +422,27 @@ def test_a_pattern_stands_for_its_layout_and_for_the_last_queries_of_a_cache(dev
         assert lse.shape == (1, 2, end - first)
     assert repr(pattern) == "Pattern('bigbird', block=16, window=1, n_random=1, heads=2, seed=3)"
     assert pattern.layout(97) == pattern.layout(100) and pattern.prefix_stable
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", PATHS)
+def test_a_pattern_takes_the_last_queries_of_a_part_of_a_packed_stream(device, impl):
+    pattern = Pattern("longformer", block=16, window=1, n_global=1, causal=True)
+    bounds = torch.tensor([0, 37, 37, 60, 61, 100, 100], dtype=torch.int32, device=device)
+    q, k, v = (torch.randn(103, heads, 16, device=device, requires_grad=True) for heads in (4, 2, 2))  # three tokens belong to none
+    dout = torch.randn(103, 4, 16, device=device)
+
+    def gradients(first, end, *lengths):
+        out, lse = block_sparse_attention(q[first:end], k[:end], v[:end], pattern, causal=True, cu_seqlens_q=lengths[0],
+                                          cu_seqlens_k=lengths[1], max_seqlen_q=39, max_seqlen_k=39, return_lse=True, impl=impl)
+        return out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout[first:end])
+
+    whole = gradients(0, 103, bounds, bounds)
+    parts = [gradients(first, end, (bounds - first).clamp(0, end - first), bounds.clamp(0, end))
+             for first, end in ((0, 20), (20, 58), (58, 60), (60, 103))]
+    parts.append(gradients(103, 103, bounds * 0, bounds))
+    for n, found in enumerate(zip(*parts, strict=True)):
+        torch.testing.assert_close(torch.cat(found, n) if n < 2 else sum(found), whole[n])
 
 
 def test_every_tile_s_blocks_have_their_bits():

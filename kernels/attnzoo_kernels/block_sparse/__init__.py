@@ -1,12 +1,13 @@
 """Block-sparse FlashAttention: exact attention over the kept blocks of a layout (Dao et al. 2022, arXiv:2205.14135, section 3.3)."""
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
-from attnzoo_kernels.block_sparse import ops
+from attnzoo_kernels.block_sparse import last_queries, ops
 from attnzoo_kernels.block_sparse.cpu import block_sparse_attention_cpu
 from attnzoo_kernels.block_sparse.layout import BlockLayout
 from attnzoo_kernels.block_sparse.patterns import Pattern
@@ -42,7 +43,8 @@ def block_sparse_attention(
     layout: a BlockLayout of ceil(seqlen / block) blocks on each side, for all sequences and heads or for each of them (heads are the query
         heads). Where packed it covers max_seqlen, and counts from each sequence's first token. It is on q's device and can be used again
         and again; what the kernels need of it is made at the first call. A Pattern stands for its layout of seqlen_k; queries that are
-        fewer than keys are the last ones, as with a cache.
+        fewer than keys are the last ones, as with a cache. Packed, only the first sequence that has queries may have fewer of them than
+        keys, as `context_parallel` gives them; on a GPU nothing checks this, because the host would wait.
     Query i sees key j if the layout keeps block (i // block_q, j // block_k) and the element masks do not forbid it:
       causal         j <= i + seqlen_k - seqlen_q (bottom right). Blocks above this diagonal may be kept or not: they change nothing.
       window_size    (left, right), inclusive around i + seqlen_k - seqlen_q, -1 is unlimited; causal sets right to 0.
@@ -77,42 +79,52 @@ def block_sparse_attention(
         if value is None:
             raise ValueError(f"{name}: must be an int of at least the longest sequence, which tells the layout's size, got None")
 
+    call = functools.partial(_call, impl=impl, on_cpu=on_cpu, by_reference=by_reference, deterministic=deterministic,
+                             softmax_scale=softmax_scale, window=window)
     ahead = 0
-    if isinstance(layout, Pattern):
-        ahead = _queries_before(q, k, layout, cu_seqlens_q, cu_seqlens_k)
+    if not isinstance(layout, Pattern):
+        batch, len_q, len_k = (cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k) if packed else (q.shape[0], q.shape[1], k.shape[1])
+        _check_layout(layout, q, batch, len_q, len_k, packed)
+    elif layout.heads not in (1, q.shape[-2]):
+        raise ValueError(f"layout: its heads must be 1 or q's {q.shape[-2]}, got {layout.heads}")
+    elif packed and cu_seqlens_q is not cu_seqlens_k and cu_seqlens_q.shape[0] > 1:
+        call = functools.partial(last_queries.attend, call)
+    elif not packed:
+        ahead = _queries_before(q, k, layout)
         if ahead:
             # queries are counted from a block's beginning
             q = torch.nn.functional.pad(q, (0, 0, 0, 0, ahead, 0))
-    len_q, len_k = (max_seqlen_q, max_seqlen_k) if packed else (q.shape[1], k.shape[1])
+    out, lse = call(q, k, v, layout, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if ahead:
+        out, lse = out[:, ahead:], lse[..., ahead:]
+    return (out, lse) if return_lse else out
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | Pattern, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
+          max_seqlen_q: int | None, max_seqlen_k: int | None, *, impl: str | None, on_cpu: bool, by_reference: bool, deterministic: bool,
+          softmax_scale: float, window: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Output and LSE of checked arguments."""
+    len_q, len_k = (q.shape[1], k.shape[1]) if cu_seqlens_q is None else (max_seqlen_q, max_seqlen_k)
     if isinstance(layout, Pattern):
         block_q = block_k = layout.block
         q_blocks, k_blocks = -(-len_q // block_q), -(-len_k // block_k)
         mask, pattern = None, layout.key
-        if layout.heads not in (1, q.shape[-2]):
-            raise ValueError(f"layout: its heads must be 1 or q's {q.shape[-2]}, got {layout.heads}")
     else:
-        batch = cu_seqlens_q.shape[0] - 1 if packed else q.shape[0]
-        _check_layout(layout, q, batch, len_q, len_k, packed)
         mask, pattern, block_q, block_k = layout.mask, "", layout.block_q, layout.block_k
         q_blocks, k_blocks = layout.blocks
-
     if mask is None and (on_cpu or by_reference):
         mask = ops.pattern_mask(pattern, layout.heads, q_blocks, k_blocks, q.device)
     if on_cpu:
-        out, lse = block_sparse_attention_cpu(
+        return block_sparse_attention_cpu(
             q, k, v, mask, block_q=block_q, block_k=block_k, window_size=window, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k)
-    elif by_reference:
-        out, lse = block_sparse_attention_reference(
+    if by_reference:
+        return block_sparse_attention_reference(
             q, k, v, mask, block_q=block_q, block_k=block_k, window_size=window, softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q,
             cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    else:
-        softmax_scale, q = checks.positive_scale(softmax_scale, q)
-        out, lse, _ = ops.forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks, k_blocks, block_q,
-                                  block_k, softmax_scale, *window)
-    if ahead:
-        out, lse = out[:, ahead:], lse[..., ahead:]
-    return (out, lse) if return_lse else out
+    softmax_scale, q = checks.positive_scale(softmax_scale, q)
+    return ops.forward(q, k, v, mask, cu_seqlens_q, cu_seqlens_k, pattern, impl, deterministic, q_blocks, k_blocks, block_q, block_k,
+                       softmax_scale, *window)[:2]
 
 
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | Pattern, **options: Any) -> str | None:
@@ -120,12 +132,8 @@ def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | Pattern
     return dispatch.why_not_gluon(block_sparse_attention, q, k, v, layout, **options)
 
 
-def _queries_before(q: Tensor, k: Tensor, pattern: Pattern, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> int:
+def _queries_before(q: Tensor, k: Tensor, pattern: Pattern) -> int:
     """How many tokens the first query's block begins before it."""
-    if cu_seqlens_q is not None:
-        if cu_seqlens_q is not cu_seqlens_k:
-            raise NotImplementedError("cu_seqlens_k: a Pattern places packed queries and keys alike; it must be cu_seqlens_q itself")
-        return 0
     if q.shape[1] > k.shape[1]:
         raise ValueError(f"q: a Pattern's queries are the last of the {k.shape[1]} keys' tokens, got {q.shape[1]}")
     return (k.shape[1] - q.shape[1]) % pattern.block
