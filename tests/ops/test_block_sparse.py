@@ -426,6 +426,18 @@ def test_a_pattern_stands_for_its_layout_and_for_the_last_queries_of_a_cache(dev
 
 @pytest.mark.slow
 @pytest.mark.parametrize("impl", PATHS)
+def test_a_packed_pattern_does_not_depend_on_how_far_the_bounds_of_lengths_lie(device, impl):
+    q, k, v = (torch.randn(60, 2, 16, device=device) for _ in range(3))
+    bounds = torch.tensor([0, 20, 60], dtype=torch.int32, device=device)
+    first, *others = (
+        block_sparse_attention(q, k, v, Pattern("sliding_window", block=16, window=1), cu_seqlens_q=bounds, cu_seqlens_k=bounds,
+                               max_seqlen_q=longest_q, max_seqlen_k=longest_k, impl=impl)
+        for longest_q, longest_k in ((40, 40), (40, 90), (90, 40)))
+    assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", PATHS)
 def test_a_pattern_takes_the_last_queries_of_a_part_of_a_packed_stream(device, impl):
     pattern = Pattern("longformer", block=16, window=1, n_global=1, causal=True)
     bounds = torch.tensor([0, 37, 37, 60, 61, 100, 100], dtype=torch.int32, device=device)
@@ -441,6 +453,9 @@ def test_a_pattern_takes_the_last_queries_of_a_part_of_a_packed_stream(device, i
     parts = [gradients(first, end, (bounds - first).clamp(0, end - first), bounds.clamp(0, end))
              for first, end in ((0, 20), (20, 58), (58, 60), (60, 103))]
     parts.append(gradients(103, 103, bounds * 0, bounds))
+    empty = block_sparse_attention(q[:2], k[:0], v[:0], pattern, cu_seqlens_q=bounds * 0, cu_seqlens_k=bounds * 0, max_seqlen_q=5,
+                                   max_seqlen_k=0, impl=impl)
+    assert not empty.any()
     for n, found in enumerate(zip(*parts, strict=True)):
         torch.testing.assert_close(torch.cat(found, n) if n < 2 else sum(found), whole[n])
 

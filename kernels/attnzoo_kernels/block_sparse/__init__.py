@@ -106,6 +106,8 @@ def _call(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | Pattern, cu_seq
     """Output and LSE of checked arguments."""
     len_q, len_k = (q.shape[1], k.shape[1]) if cu_seqlens_q is None else (max_seqlen_q, max_seqlen_k)
     if isinstance(layout, Pattern):
+        if cu_seqlens_q is not None:
+            len_q = len_k = max(len_q, len_k)  # two bounds of the same sequences
         block_q = block_k = layout.block
         q_blocks, k_blocks = -(-len_q // block_q), -(-len_k // block_k)
         mask, pattern = None, layout.key

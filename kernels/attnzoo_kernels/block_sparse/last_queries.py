@@ -28,7 +28,7 @@ def attend(call: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: 
 
     # its queries are counted from a block's beginning, and those in front of them see nothing
     block, zero = pattern.block, cu_seqlens_q.new_zeros(1)
-    len_q, blocks = min(max_seqlen_q, q.shape[0]) + block, -(-max_seqlen_k // block)
+    len_q, blocks = min(max_seqlen_q, q.shape[0]) + block, max(1, -(-max_seqlen_k // block))
     mask = ops.pattern_mask(pattern.key, pattern.heads, blocks, blocks, q.device)
     rows = (before // block + torch.arange(-(-len_q // block), device=q.device)).clamp(max=blocks - 1)
     of_first = call(
