@@ -14,6 +14,7 @@ from attnzoo_kernels import (
     dual_chunk_attention,
     flash_attention,
     forgetting_attention,
+    latent_decode_attention,
     moba_attention,
     msa_attention,
     nsa_attention,
@@ -50,6 +51,9 @@ def call(operator: str, queries: int, device: str, impl: str | None):
     if operator == "decode":
         lengths = torch.full((2,), KEYS - 9, dtype=torch.int32, device=device)
         return decode_attention(*(x.detach() for x in (q, k, v)), cache_seqlens=lengths, impl=impl)
+    if operator == "latent_decode":
+        lengths = torch.full((2,), KEYS - 9, dtype=torch.int32, device=device)
+        return latent_decode_attention(q.detach(), k.detach()[:, :, 0], value_dim=WIDTH - 8, cache_seqlens=lengths, impl=impl)
     out = {
         "flash": lambda: flash_attention(q, k, v, causal=True, impl=impl),
         "block_sparse": lambda: block_sparse_attention(q, k, v, layout, causal=True, impl=impl),
@@ -71,11 +75,11 @@ def call(operator: str, queries: int, device: str, impl: str | None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting",
-                                      "distance_bias", "moba", "msa", "nsa", "two_frame", "decode"))
+                                      "distance_bias", "moba", "msa", "nsa", "two_frame", "decode", "latent_decode"))
 @pytest.mark.parametrize("queries", (KEYS, KEYS - 9))
 @pytest.mark.parametrize("impl", (None, "triton") if GPU else ("triton", "cpu"))
 def test_fakes_tell_what_operators_give(operator, queries, impl, device, monkeypatch):
-    if operator == "decode" and impl == "cpu":
+    if "decode" in operator and impl == "cpu":
         pytest.skip("it has no path for CPUs")
     monkeypatch.setattr(autograd, "compiling", lambda: True)
     with Calls() as calls:
@@ -84,7 +88,7 @@ def test_fakes_tell_what_operators_give(operator, queries, impl, device, monkeyp
     # flash has another backward where queries are as many as keys
     lists = 2 * (impl != "cpu" and operator in ("moba", "msa", "nsa"))  # operators that order the chosen blocks
     of_nsa = (8,) if impl == "cpu" else (11, 12)
-    assert len(calls.first) - lists in {"decode": (1,), "moba": (3,), "msa": (3,), "nsa": of_nsa}.get(operator, (2,))
+    assert len(calls.first) - lists in {"decode": (1,), "latent_decode": (1,), "moba": (3,), "msa": (3,), "nsa": of_nsa}.get(operator, (2,))
     for custom, args in calls.first.items():
         args = tuple(x.detach() if isinstance(x, torch.Tensor) else x for x in args)
         torch.library.opcheck(custom, args, test_utils=("test_schema", "test_faketensor"))

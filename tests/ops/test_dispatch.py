@@ -12,6 +12,7 @@ from attnzoo_kernels import (
     dual_chunk_attention,
     flash_attention,
     forgetting_attention,
+    latent_decode_attention,
     moba_attention,
     msa_attention,
     nsa_attention,
@@ -53,6 +54,8 @@ def function(operator: str, device: str, impl: str | None):
         "two_frame": lambda q: two_frame_attention(*(torch.stack((x, x), -2) for x in (q, k)), v, near_keys=2, impl=impl),
         "decode": lambda q: decode_attention(q[:, :1], k, v, cache_seqlens=torch.full((1,), 4, dtype=torch.int32, device=device),
                                              impl=impl),
+        "latent_decode": lambda q: latent_decode_attention(
+            q[:, :1], k[:, :, 0], value_dim=9, cache_seqlens=torch.full((1,), 4, dtype=torch.int32, device=device), impl=impl),
         "quantize_fp8": lambda q: quantize_fp8(q, k, v, impl=impl)[0],
         "bias_gelu": lambda q: bias_gelu(q, torch.zeros(16, device=device), impl=impl),
         "padding": lambda q: padding.remove_padding(q.flatten(2), indices, impl=impl),
@@ -61,19 +64,19 @@ def function(operator: str, device: str, impl: str | None):
 
 def call(operator: str, device: str, impl: str | None) -> torch.Tensor:
     run, q = function(operator, device, impl)
-    gradient = operator not in ("decode", "quantize_fp8")
+    gradient = operator not in ("decode", "latent_decode", "quantize_fp8")
     return run(q.requires_grad_(gradient))
 
 
 OPERATORS = ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "forgetting", "distance_bias", "two_frame", "decode",
-             "quantize_fp8", "bias_gelu", "padding")
+             "latent_decode", "quantize_fp8", "bias_gelu", "padding")
 
 
 @pytest.mark.parametrize("impl", ("triton", "reference"))
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_every_operator_writes_down_what_it_took(operator, impl, device):
     out = call(operator, device, impl)
-    backward = impl == "triton" and operator not in ("decode", "quantize_fp8", "padding")
+    backward = impl == "triton" and operator not in ("decode", "latent_decode", "quantize_fp8", "padding")
     if backward:
         out.sum().backward()
     assert dispatch.implementations_taken() == {f"{operator} {d}": [impl] for d in (("backward",) if backward else ()) + ("forward",)}

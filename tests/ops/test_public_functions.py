@@ -25,6 +25,7 @@ from attnzoo_kernels import (
     flash_attention_fp8,
     flash_fp8,
     forgetting,
+    latent_decode_attention,
     moba,
     msa,
     nsa,
@@ -40,7 +41,7 @@ from attnzoo_kernels.compat import flash_attn
 from benchmarks.accuracy import assert_accurate
 
 ATTENTION = (flash_attention, block_sparse_attention, differential_attention, dual_chunk_attention, decode_attention, flash_attention_fp8,
-             sigmoid_attention, distance_bias_attention)
+             sigmoid_attention, distance_bias_attention, latent_decode_attention)
 DEFAULTS = {
     "causal": False, "softmax_scale": None, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "sinks": None, "dropout_p": 0.0,
     "cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None, "max_seqlen_k": None, "return_lse": False, "deterministic": None,

@@ -8,6 +8,7 @@ from attnzoo_kernels.decode import ops
 from attnzoo_kernels.decode.reference import decode_attention_reference
 
 IMPLEMENTATIONS = ("triton", "reference")
+LATENT_WIDTHS = 512, 64  # of a latent and of what lies behind it in a row, at most
 
 
 def decode_attention(
@@ -111,6 +112,97 @@ def decode_attention(
         out, lse = ops.forward(q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, sinks, softmax_scale, left, right, softcap,
                                k_scale, v_scale, share_prefixes)
     return (out, lse) if return_lse else out
+
+
+def latent_decode_attention(
+    q: Tensor,
+    cache: Tensor,
+    *,
+    value_dim: int,
+    cache_seqlens: Tensor,
+    block_table: Tensor | None = None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    check: bool = False,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`decode_attention` over one cache that all heads read, whose first columns are the values: multi-head latent attention in its
+    absorbed form (DeepSeek-V2, 2024, arXiv:2405.04434). Without gradients.
+
+    softmax(softmax_scale * q cacheᵀ) cache[..., :value_dim] of each head, where a row of the cache is read once for both products.
+
+    q: (batch, seqlen_q, heads, head_dim): one new token of each sequence, or a few. Of DeepSeek-V2 a query is multiplied by the head's
+        matrix of keys, 512 columns, and has its rotated part of 64 columns behind that.
+    cache: (batch, max_len, head_dim): a token's latent, normalised, and its rotated key behind that. The new tokens are in it.
+    value_dim: columns of a latent, 1 to 512. head_dim is at least as much, and at most 64 more.
+    Both of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free. The
+        kernel reads a copy of queries that are not contiguous.
+    cache_seqlens: int32 (batch,), on q's device: how many tokens of each row are there, the new ones included; what lies behind is never
+        used, whatever it is. On a GPU values are not checked, and one above max_len counts as max_len. Zero makes an empty row.
+    block_table: int32 (batch, max_blocks), contiguous, for a cache in pages, as `decode_attention` has it: cache is then (num_blocks,
+        block_size, head_dim).
+
+    Query i is the token cache_seqlens - seqlen_q + i of its sequence; causal, it sees no later one. With 2 queries and 5 tokens:
+        1 1 1 1 0
+        1 1 1 1 1
+    A query that sees no key gives zeros and LSE -inf.
+
+    softmax_scale: any finite number; default head_dim ** -0.5. DeepSeek-V2's is that of its heads before absorption, 192 ** -0.5.
+    return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q).
+    check: look at the values of cache_seqlens and block_table, which waits for the device; on a CPU they are always looked at.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+
+    Returns (batch, seqlen_q, heads, value_dim) in q's dtype, which each head's matrix of values then multiplies.
+
+    The Triton path shares out the keys of all sequences evenly, whatever the lengths, and adds the parts in a fixed order: repeated calls
+    give the same bits. Nothing waits, nothing is compiled again, and a CUDA graph follows lengths that are changed in place.
+
+    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
+    """
+    _check_latents(q, cache, value_dim, block_table is not None)
+    if block_table is not None:
+        rows = cache.unsqueeze(2)
+        check_pages(q, rows, rows, block_table, q.shape[0], ("cache", "cache"))
+    elif cache.shape[0] != q.shape[0]:
+        raise ValueError(f"cache: batch must be q's {q.shape[0]}, got {cache.shape[0]}")
+    checks.flag("causal", causal)
+    checks.flag("check", check)
+    checks.flag("return_lse", return_lse)
+    _check_lengths(cache_seqlens, q, cache.shape[1] * (1 if block_table is None else block_table.shape[1]), check)
+    if block_table is not None:
+        _check_pages(cache_seqlens, block_table, *cache.shape[:2], check)
+    softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
+
+    if dispatch.takes_reference("latent_decode", impl, "q", q, IMPLEMENTATIONS):
+        keys = cache.unsqueeze(2)
+        out, lse = decode_attention_reference(
+            q, keys, keys[..., :value_dim], cache_seqlens=cache_seqlens, block_table=block_table, window_size=(-1, 0 if causal else -1),
+            softmax_scale=softmax_scale, softcap=0.0, alibi_slopes=None, sinks=None)
+    else:
+        autograd.refuse_derivatives('impl="triton"', "use flash_attention", q=q, cache=cache)
+        softmax_scale, q = checks.positive_scale(softmax_scale, q)
+        out, lse = ops.latent_forward(q, cache, cache_seqlens, block_table, value_dim, softmax_scale, causal)
+    return (out, lse) if return_lse else out
+
+
+def _check_latents(q: Tensor, cache: Tensor, value_dim: int, paged: bool) -> None:
+    wanted = "(num_blocks, block_size, head_dim)" if paged else "(batch, max_len, head_dim)"
+    for name, x, layout in (("q", q, "(batch, seqlen_q, heads, head_dim)"), ("cache", cache, wanted)):
+        checks.tensor(name, x)
+        if x.dim() != layout.count(",") + 1:
+            raise ValueError(f"{name}: must be {layout}, got shape {tuple(x.shape)}")
+    if q.dtype not in checks.DTYPES:
+        raise TypeError(f"q: must be float16, bfloat16, float32 or (by the reference) float64, got {q.dtype}")
+    if q.shape[2] == 0:
+        raise ValueError(f"q: must have a head, got shape {tuple(q.shape)}")
+    if q.shape[-1] > 1 and q.stride(-1) != 1:
+        raise ValueError(f"q: last dimension must be contiguous, got stride {q.stride(-1)}; call .contiguous()")
+    checks.alike("cache", cache, "q", q, (*cache.shape[:2], q.shape[-1]))
+    checks.integer("value_dim", value_dim, 1)
+    widest, rest = LATENT_WIDTHS
+    if value_dim > widest or not value_dim <= q.shape[-1] <= value_dim + rest:
+        raise ValueError(f"value_dim: must be at most {widest}, and at most {rest} less than q's width {q.shape[-1]}, got {value_dim}")
 
 
 def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int, names: tuple[str, str] = ("k_cache", "v_cache")) -> None:

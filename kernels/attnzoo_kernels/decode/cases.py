@@ -1,8 +1,8 @@
-"""Shapes of `decode_attention`: inputs, counted work and identifiers, shared by the tests and the benchmarks."""
+"""Shapes of `decode_attention` and `latent_decode_attention`: inputs, counted work and identifiers, for tests and benchmarks."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -157,3 +157,49 @@ CORRECTNESS: tuple[Case, ...] = (
 def benchmark_case(batch: int, length: int, **changes: Any) -> Case:
     """Llama 3's 8 billion: 32 heads over 8 key heads of width 128."""
     return Case(**{"lengths": (length,) * batch, "heads": 32, "kv_heads": 8, "head_dim": 128} | changes)
+
+
+class LatentInputs(NamedTuple):
+    """What one call takes: `latent_decode_attention(q, cache, **options)`."""
+
+    q: torch.Tensor
+    cache: torch.Tensor
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LatentCase(Case):
+    """One problem over latents of `value_dim` columns, `head_dim` with what lies behind them; no windows, biases, sinks and 8 bits."""
+
+    heads: int = 16
+    kv_heads: int = 1
+    head_dim: int = 576
+    value_dim: int = 512
+
+    def bytes(self) -> int:
+        """Of the cache, each row counted once."""
+        return sum(self.lengths) * self.head_dim * self.dtype.itemsize
+
+    def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> LatentInputs:
+        q, cache, _, options = Case.inputs(replace(self, value_dim=1), device, seed)
+        del options["window_size"], options["softcap"]
+        return LatentInputs(q, cache.squeeze(2), options | {"value_dim": self.value_dim})
+
+
+LATENT_CORRECTNESS: tuple[LatentCase, ...] = (
+    *(LatentCase(lengths=(n,) * 2) for n in (1, 97, 1023)),
+    *(LatentCase(lengths=(97, 40, 31, 64), heads=h, head_dim=80, value_dim=64) for h in (1, 8, 17, 33, 128)),
+    *(LatentCase(lengths=(97, 40, 31), head_dim=d, value_dim=v) for d, v in ((16, 16), (40, 37), (72, 8), (128, 128), (364, 300))),
+    *(LatentCase(lengths=(113, 70), seqlen_q=m, causal=causal, heads=6, head_dim=80, value_dim=64) for m, causal in ((2, True), (5, False),
+                                                                                                                  (16, True))),
+    LatentCase(lengths=(3, 0, 250, 1), seqlen_q=7, heads=4, head_dim=48, value_dim=32),  # queries before the sequence's first token
+    LatentCase(lengths=(0, 0, 31, 0, 64, 65, 0), max_len=100, head_dim=48, value_dim=32),
+    LatentCase(lengths=(0,), max_len=16, head_dim=48, value_dim=32),
+    LatentCase(lengths=(), max_len=16, head_dim=48, value_dim=32),
+    LatentCase(lengths=mixed_lengths(60, 131), heads=2, head_dim=24, value_dim=16),  # more sequences than one pass over them takes
+    LatentCase(lengths=(257, 31, 80, 113, 64, 200, 150, 97), seqlen_q=4, heads=8, head_dim=80, value_dim=64, q_scale=50.0),
+    LatentCase(lengths=(257, 31, 80), strided=True, max_len=300, head_dim=80, value_dim=64),
+    LatentCase(lengths=(257, 31, 0, 80), head_dim=80, value_dim=64, page=16),
+    LatentCase(lengths=(257, 31, 80), seqlen_q=5, head_dim=80, value_dim=64, page=64),
+    LatentCase(lengths=(100, 31), seqlen_q=3, heads=2, head_dim=40, value_dim=40, page=24),
+)

@@ -65,7 +65,7 @@ def _widened(own, tile):
 
 
 @triton.jit
-def _load_pages(own, pages, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, GUARD: tl.constexpr,
+def load_pages(own, pages, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, GUARD: tl.constexpr,
                 TMA: tl.constexpr):
     """LOAD: zeros behind the sequence, and where its table names no page of the cache."""
     lanes = tl.arange(0, BLOCK)
@@ -108,7 +108,7 @@ def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.con
 
 @triton.jit
 def _paged_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    return forward_step(state, x, own, at, position, edge, MASKED, GUARD, window_seen, _modified, LAGS=False, LOAD=_load_pages)
+    return forward_step(state, x, own, at, position, edge, MASKED, GUARD, window_seen, _modified, LAGS=False, LOAD=load_pages)
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def _pairs_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: 
     An instruction that reads a tile from shared memory and transposes it takes numbers of 16 bits.
     """
     even, odd, row_max, row_sum = state
-    LOAD: tl.constexpr = _load_pages if own.PAGE else _load_rows
+    LOAD: tl.constexpr = load_pages if own.PAGE else _load_rows
     k = LOAD(own, x.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, False)
     scores, _ = scored(x.q, k, x, own, at, position, edge, MASKED, window_seen, _modified)
     weights, new_max, rescale = softmax_weights(scores, row_max, x.unit, MASKED != "none", x.shape.PRECISION == "ieee", False, None)
@@ -408,7 +408,7 @@ class Prefix(NamedTuple):
     lse: Tensor  # with the sinks
 
 
-class _Overlapping:
+class Overlapping:
     """A kernel that is launched while the one before it still runs (programmatic dependent launch); it waits for that one itself."""
 
     def __init__(self, kernel: Any):
@@ -458,7 +458,7 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
     v_strides = tuple(x // 2 for x in v[1][:3]) if pairs else v[1][:3]
     overlap = overlaps(arch)
     split = Launch(
-        _Overlapping(decode_split_kernel) if overlap else decode_split_kernel, programs,
+        Overlapping(decode_split_kernel) if overlap else decode_split_kernel, programs,
         (*q[1][:3], *k[1][:3], *v_strides, slopes_stride or 0, 0 if table is None else table[1][0], softmax_scale, softcap, window_left,
          window_right, batch, max_len, n_pages, seqlen_q, heads, group, kv_heads * parts, parts, programs),
         {
@@ -477,7 +477,7 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
         {1: (tile.block_n, block_d), 2: (tile.block_n, block_dv)} if tma else {})
     rows = min(next_power_of_2(seqlen_q * group), max(1024 // block_dv, 1), 8)
     merge = Launch(
-        _Overlapping(decode_merge_kernel) if overlap else decode_merge_kernel, programs, (seqlen_q, heads, group, parts),
+        Overlapping(decode_merge_kernel) if overlap else decode_merge_kernel, programs, (seqlen_q, heads, group, parts),
         {"VALUE_DIM": value_dim, "BLOCK_DV": block_dv, "PRECISION": precision, "BLOCK_M": tile.block_m, "BLOCK_R": rows,
          "BLOCK_S": min(MERGED // (rows * block_dv), 32), "OVERLAP": overlap,
          "QUERIES": queries if at_most else 0},

@@ -1,4 +1,4 @@
-"""Decoding's launch. Triton is imported in it."""
+"""Decoding's launches. Triton is imported in them."""
 
 import torch
 from torch import Tensor
@@ -28,3 +28,18 @@ def _fake_forward(q, k_cache, v_cache, *_):
 
 
 forward = autograd.forward_only("decode_forward", _forward, _fake_forward)
+
+
+def _latent_forward(q: Tensor, cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, value_dim: int, softmax_scale: float,
+                    causal: bool) -> tuple[Tensor, Tensor]:
+    from attnzoo_kernels.decode.latent import launch_forward
+
+    dispatch.choose("latent_decode forward", "triton")
+    return launch_forward(q, cache, cache_seqlens, block_table, value_dim, softmax_scale, causal)
+
+
+def _fake_latent_forward(q, cache, cache_seqlens, block_table, value_dim, *_):
+    return q.new_empty(*q.shape[:-1], value_dim), q.new_empty(q.shape[:3], dtype=torch.float32).mT
+
+
+latent_forward = autograd.forward_only("latent_decode_forward", _latent_forward, _fake_latent_forward)
