@@ -24,6 +24,7 @@ from attnzoo.attention.positions import rotate
 from attnzoo.attention.sdpa import SDPAttention
 from attnzoo.models import GPT, decoding
 from attnzoo.models.decoding import GRAPHED, _prepared, why_no_graph
+from attnzoo_kernels import dispatch
 from attnzoo_kernels.decode.append import append_rotated
 
 LENGTHS = (40, 1, 17)
@@ -73,6 +74,16 @@ def test_options_too(name, device):
     for parameter in model.parameters():
         parameter.data.mul_(4 if parameter.dim() > 1 else 1)
     check_rows_of_unlike_lengths(model.to(device).float() if device == "cuda" else model, device)
+
+
+@pytest.mark.gpu
+def test_latents_by_their_kernel():
+    torch.manual_seed(0)
+    model = GPT(**SIZES, attention=lambda spec: MLAttention(spec, kv_lora_rank=256, impl="triton")).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4 if parameter.dim() > 1 else 1)
+    check_rows_of_unlike_lengths(model.to("cuda"), "cuda")
+    assert dispatch.implementations_taken()["latent_decode forward"] == ["triton"]
 
 
 def test_draws_are_those_of_caches_whose_lengths_the_host_knows(device):

@@ -13,7 +13,8 @@ from attnzoo.errors import UserError
 from attnzoo.hub import attention_from_huggingface, config_from_huggingface, from_huggingface
 from attnzoo.models import from_config
 from attnzoo.pictures import distances
-from attnzoo_kernels import decode_attention
+from attnzoo_kernels import decode_attention, dispatch, latent_decode_attention
+from benchmarks.accuracy import assert_accurate
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,12 +50,31 @@ def test_absorbed_and_expanded_decoding_are_equal(options, spec, new):
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_decode_attention_reads_the_cache_as_the_layer_does(impl):
+def test_kernels_read_the_cache_as_the_layer_does(impl):
     """What a GPU is asked for: one key head of 20 channels, whose first 16 are the values."""
     dtype = torch.float64 if impl == "reference" else torch.float32
     q, cache, lengths = torch.randn(2, 2, 3, 20, dtype=dtype), torch.randn(2, 40, 1, 20, dtype=dtype), torch.tensor([33, 2]).int()
-    found = decode_attention(q, cache, cache[..., :16], cache_seqlens=lengths, causal=True, softmax_scale=0.3, impl=impl)
-    assert_close(found, attend_latents(q, cache.squeeze(2), 16, lengths, 0.3))
+    options = {"cache_seqlens": lengths, "causal": True, "softmax_scale": 0.3, "impl": impl}
+    expected = attend_latents(q, cache.squeeze(2), 16, lengths, 0.3)
+    assert_close(decode_attention(q, cache, cache[..., :16], **options), expected)
+    assert_close(latent_decode_attention(q, cache.squeeze(2), value_dim=16, **options), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("rank", [512, 48])
+def test_the_kernel_for_latents_decodes_as_plain_pytorch_does(rank, new):
+    """At the paper's width, where the other path is plain PyTorch, and at one that `decode_attention` takes."""
+    x, found = torch.randn(2, 200, 32, device="cuda"), []
+    for impl, dtype in (("triton", torch.float32), ("reference", torch.float32), ("reference", torch.float64)):
+        layer = build({"kv_lora_rank": rank, "qk_rope_head_dim": 64 if rank == 512 else 4, "impl": impl}).to("cuda", dtype)
+        cache, at = layer.new_cache(2, 256), torch.arange(200, device="cuda")[None]
+        with torch.no_grad():
+            layer(x[:, :-new].to(dtype), SequenceInfo(at[:, :-new]), cache)
+            dispatch.forget()
+            found.append(layer(x[:, -new:].to(dtype), SequenceInfo(at[:, -new:]), cache))
+        assert dispatch.implementations_taken() == ({"latent_decode forward": ["triton"]} if impl == "triton" else {})
+    assert_accurate(*found)
 
 
 def test_the_forms_are_the_papers():
