@@ -7,13 +7,15 @@ A model reads one cache after the other. So the main table replays a CUDA graph 
 what the launches cost counts, what the host costs does not, and nothing is left of a cache when it is read again. The other tables time one
 call at a time behind do_bench's flush, which leaves the L2 cache full of its own zeros: the call's reads push out 50 MB of them.
 
-    python -m benchmarks.decode tiles group_tiles fp8_tiles   # candidates for the table in attnzoo_kernels/decode/tiles.py
+    python -m benchmarks.decode latents               # latent_decode_attention at DeepSeek-V2's widths, beside plain PyTorch and a copy
+    python -m benchmarks.decode tiles group_tiles fp8_tiles latent_tiles   # candidates for the table in attnzoo_kernels/decode/tiles.py
 """
 
 import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -21,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attnzoo_kernels import decode_attention
-from attnzoo_kernels.decode.cases import Case, Inputs, benchmark_case
+from attnzoo.attention.mla import attend_latents
+from attnzoo_kernels import decode_attention, latent_decode_attention
+from attnzoo_kernels.decode.cases import Case, Inputs, LatentCase, LatentInputs, benchmark_case
 from attnzoo_kernels.decode.tiles import Tile
 from attnzoo_kernels.flash.cases import mixed_lengths
 from benchmarks import harness
@@ -326,6 +329,88 @@ def fp8_tiles(session: Session) -> Iterator[list[Row]]:
             del first, inputs, checked, columns
 
 
+def latent_kernel(case: LatentCase, x: LatentInputs, tile: Tile | None = None) -> Pass:
+    from attnzoo_kernels.decode import latent as kernels
+
+    plans = kernels._plan if tile is None else functools.cache(kernels._plan.__wrapped__)
+
+    def forward() -> Tensor:
+        with patch.object(kernels, "_plan", plans), patch.object(kernels, "latent_tile", lambda *_: tile) if tile else nullcontext():
+            return latent_decode_attention(*x[:2], **x.options, impl="triton")
+
+    return only_forward(forward)
+
+
+def latent_torch(case: LatentCase, x: LatentInputs) -> Pass:
+    """What attention=mla takes without a kernel."""
+    return only_forward(lambda: attend_latents(*x[:2], case.value_dim, x.options["cache_seqlens"], case.head_dim**-0.5))
+
+
+def latent_copy(case: LatentCase, x: LatentInputs) -> Pass:
+    """A copy of half the cache, which reads and writes as many bytes as the cache has."""
+    source = x.cache.flatten()[: x.cache.numel() // 2]
+    target = torch.empty_like(source)
+    return only_forward(lambda: target.copy_(source))
+
+
+def latent_check(case: LatentCase, x: LatentInputs) -> Callable[[Pass], float]:
+    """The first head of the first sequence and the last one of the last against the reference."""
+    def reference(b: int, h: int, dtype: torch.dtype) -> Tensor:
+        lengths = x.options["cache_seqlens"][b : b + 1]
+        tensors = x.q[b : b + 1, :, h : h + 1].to(dtype), x.cache[b : b + 1].to(dtype)
+        return latent_decode_attention(*tensors, **x.options | {"cache_seqlens": lengths}, impl="reference")
+
+    @functools.cache
+    def expected() -> list[tuple[int, int, Tensor, Tensor]]:
+        corners = (0, 0), (case.batch - 1, case.heads - 1)
+        return [(b, h, reference(b, h, x.q.dtype), reference(b, h, torch.float64)) for b, h in corners]
+
+    def share(run: Pass) -> float:
+        out = run.forward()
+        if out.dim() == 1:  # the copy
+            return 0.0
+        return max(error_ratio(out[b : b + 1, :, h : h + 1], *both) for b, h, *both in expected())
+
+    return share
+
+
+def compared_latents(session: Session, table: str, sizes: list[tuple[int, int, int]], columns: dict[str, Callable]) -> Iterator[list[Row]]:
+    """A call on each of as many caches as 2 GB hold, in one CUDA graph: TB/s of the caches' bytes, and microseconds of a call."""
+    for heads, batch, length in sizes:
+        case = LatentCase(lengths=(length,) * batch, heads=heads, dtype=session.dtype)
+        count = 2 if session.options.dry_run else max(2, TRAFFIC // case.bytes())
+        inputs = [case.inputs(session.device, seed) for seed in range(count)]
+        checked = latent_check(case, inputs[0])
+        entries = [Entry(name, Backend(name, captured(make, inputs), limit=PEER_LIMIT if name == "pytorch" else 1.0), case, inputs[0],
+                         {"forward": count * case.bytes()}, checked) for name, make in columns.items()]
+        line = Line("decode", table, f"{heads} heads, batch {batch}, {case.bytes() / 1e6:.4g} MB", length)
+        rows = harness.compare(line, entries, ["forward"], session.timing, unit="TB/s")
+        yield rows
+        yield [replace(row, unit="us", value=row.ms and row.ms / count * 1e3) for row in rows]
+        del inputs, checked, entries
+
+
+def latents(session: Session) -> Iterator[list[Row]]:
+    """One query a sequence over a cache of latents; the copy's ratio is the share of its bandwidth."""
+    sizes = list(itertools.product((16, 128), (1, 16, 128), (4096, 32768)))
+    if session.options.dry_run:
+        sizes = [(16, 2, 64)]
+    columns = {"attnzoo-triton": latent_kernel, "copy": latent_copy, "pytorch": latent_torch}
+    yield from compared_latents(session, "latents", sizes, columns)
+
+
+LATENT_TILES = (*(Tile(*shape, 1, tma=True, swap=True) for shape in ((16, 64, 4, 2), (16, 64, 8, 2), (32, 64, 4, 2), (32, 64, 8, 2))),
+                Tile(16, 64, 8, 3, 1), Tile(16, 32, 8, 4, 1), Tile(16, 32, 8, 3, 2), Tile(16, 32, 4, 3, 2))
+
+
+def latent_tiles(session: Session) -> Iterator[list[Row]]:
+    """Candidates by tile; the first column is the table's."""
+    sizes = [(2, 2, 64)] if session.options.dry_run else [(16, 1, 32768), (16, 64, 4096), (128, 1, 32768), (128, 64, 4096)]
+    names = {f"{tile_name(tile)}{' swap' * tile.swap}{' tma' * tile.tma}": functools.partial(latent_kernel, tile=tile)
+             for tile in LATENT_TILES[: 2 if session.options.dry_run else None]}
+    yield from compared_latents(session, "latent_tiles", sizes, {"table": latent_kernel} | names)
+
+
 def with_tile(tile: Tile | None, rows: int = 0, **options) -> Callable[[Case, Inputs], Pass]:
     def make(case: Case, x: Inputs) -> Pass:
         from attnzoo_kernels.decode import forward as kernels
@@ -345,7 +430,8 @@ def with_tile(tile: Tile | None, rows: int = 0, **options) -> Callable[[Case, In
     return make
 
 
-TABLES = {f.__name__: f for f in (speed, call, layouts, pages, shared, fp8, lengths, queries, tiles, group_tiles, fp8_tiles)}
+TABLES = {f.__name__: f for f in (speed, call, layouts, pages, shared, fp8, lengths, queries, latents, tiles, group_tiles, fp8_tiles,
+                                  latent_tiles)}
 
 
 def main(arguments: list[str] | None = None) -> int:

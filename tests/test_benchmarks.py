@@ -17,7 +17,7 @@ from attnzoo_kernels import flash_attention
 from attnzoo_kernels.flash import cases
 from attnzoo_kernels.flash.cases import Case
 from attnzoo_kernels.flash.reference import visible
-from benchmarks import cpu, flash, harness, peers, report, routed, timing
+from benchmarks import cpu, decode, flash, harness, peers, report, routed, timing
 from benchmarks.accuracy import error_ratio
 from benchmarks.harness import Backend, Entry, Line, Pass, Unsupported
 from benchmarks.timing import Candidate, Timing
@@ -295,6 +295,17 @@ def test_flex_reads_the_tiles_of_chosen_blocks(size):
     for n, places in enumerate((partial_at, full_at)):
         some[n].scatter_(-1, places.long(), torch.arange(places.shape[-1]) < counts[n][..., None])
     assert torch.equal(some[0] ^ some[1], seen.any(-1)) and torch.equal(some[1], seen.all(-1))
+
+
+@pytest.mark.slow
+def test_dry_run_of_latents(tmp_path):
+    assert decode.main(["--dry-run", "latents", "latent_tiles", "--dtype", "float16", "--output", str(tmp_path)]) == 0
+    with (tmp_path / "decode-latents.csv").open() as file:
+        rows = {(row["label"], row["unit"]): float(row["value"]) for row in csv.DictReader(file)}
+    assert {label for label, _ in rows} == {"attnzoo-triton", "copy", "pytorch"}
+    case = decode.LatentCase(lengths=(64, 64), dtype=torch.float16)
+    for label in ("attnzoo-triton", "copy", "pytorch"):
+        assert rows[label, "TB/s"] * rows[label, "us"] == pytest.approx(case.bytes() / 1e6, rel=1e-4)
 
 
 def test_dry_run_fails_when_ours_is_wrong(monkeypatch, capsys):

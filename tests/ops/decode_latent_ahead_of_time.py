@@ -23,7 +23,6 @@ def main() -> None:
 
     latent.architecture, latent.multiprocessors = lambda device: ARCH, lambda device: 108
     shapes = [(torch.bfloat16, 16, 1, False), (torch.bfloat16, 128, 4, False), (torch.bfloat16, 16, 2, True), (torch.float32, 16, 1, False)]
-    shapes += [(torch.float16, 16, 1, False)] + [(torch.bfloat16, 16, 2, False)] * (ARCH == 90)
     for dtype, heads, queries, paged in shapes:
         q, cache = torch.zeros(2, queries, heads, 576, dtype=dtype), torch.zeros(2, 64, 576, dtype=dtype)
         latent.launch_forward(q, cache, torch.zeros(2, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32) if paged else None, 512,
