@@ -399,7 +399,7 @@ def latents(session: Session) -> Iterator[list[Row]]:
     yield from compared_latents(session, "latents", sizes, columns)
 
 
-LATENT_TILES = (*(Tile(*shape, 1, tma=True, swap=True) for shape in ((16, 64, 4, 2), (16, 64, 8, 2), (32, 64, 4, 2), (32, 64, 8, 2))),
+LATENT_TILES = (*(Tile(*shape, 2, 1, tma=True, swap=True) for shape in ((16, 64, 4), (16, 64, 8), (32, 64, 4), (32, 64, 8))),
                 Tile(16, 64, 8, 3, 1), Tile(16, 32, 8, 4, 1), Tile(16, 32, 8, 3, 2), Tile(16, 32, 4, 3, 2))
 
 

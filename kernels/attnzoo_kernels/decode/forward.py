@@ -412,7 +412,7 @@ class Overlapping:
     """A kernel that is launched while the one before it still runs (programmatic dependent launch); it waits for that one itself."""
 
     def __init__(self, kernel: Any):
-        self.kernel = kernel
+        self.kernel, self.arg_names = kernel, kernel.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return functools.partial(self.kernel[grid], launch_pdl=True)

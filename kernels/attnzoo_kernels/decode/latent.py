@@ -220,8 +220,8 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: torch.Size
     max_len = page if table is None else table[0][1] * page
     arch = architecture(device)
     evenly = table is None and (batch == 1 or cache[1][0] == page * cache[1][1]) and batch * page < SEQUENCE_END
-    tile = latent_tile(arch, rows, dtype.itemsize,
-                       evenly and aligned and dtype.itemsize == 2 and value_dim % 8 == 0 and tma_takes_layout(*cache, 2))
+    tma = evenly and aligned and dtype.itemsize == 2 and value_dim % 8 == 0 and tma_takes_layout(*cache, 2) and not 0 < arch < 90
+    tile = latent_tile(arch, rows, dtype.itemsize, tma)
     block_dv, block_rest = (max(block_width(width), 64 if tile.tma else 16) for width in (value_dim, head_dim - value_dim))
     parts = math.ceil(rows / tile.block_m)
     shares = max(tile.programs * multiprocessors(device) // parts, 1) if arch else tile.programs
