@@ -1,6 +1,7 @@
 """The two commands as a user types them: what `--help` lists, and what refused commands say and leave behind."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -163,3 +164,12 @@ runpy.run_path({str(ROOT / "train.py")!r}, run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, done.stderr, left(tmp_path)) == (130, "", [])
+
+
+@pytest.mark.parametrize("given, spins", (({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)))
+def test_threads_are_told_when_to_sleep_before_torch_is_there(given, spins):
+    code = "import os, sys; from attnzoo.run import command_line; command_line.let_threads_sleep(); " \
+           "print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+    environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment | given, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(spins), "False"]
