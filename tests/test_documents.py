@@ -1,5 +1,6 @@
 """What README and docs say: links lead somewhere, and every command line of ours composes."""
 
+import ast
 import importlib.util
 import inspect
 import re
@@ -114,6 +115,19 @@ def test_messages_of_the_troubleshooting_page_are_in_the_sources():
     rows = re.findall(r"^\| (`.*?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), flags=re.M)
     quoted = [piece for row in rows for text in re.findall(r"`([^`]+)`", row) for piece in text.split("...")]
     assert len(quoted) > 40 and [piece for piece in quoted if piece not in sources] == []
+
+
+def test_the_page_that_adds_a_variant_has_every_hook_of_the_plain_steps():
+    hooks = {"LOOPS", "MASK"}  # without a default
+    for name in ("forward", "backward"):
+        tree = ast.parse((ROOT / "kernels" / "attnzoo_kernels" / "_triton" / f"{name}.py").read_text())
+        for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
+            given = function.args.args[-len(function.args.defaults):]
+            hooks |= {one.arg for one, default in zip(given, function.args.defaults, strict=False)
+                      if one.arg.isupper() and isinstance(default, ast.Name)}
+    page = (ROOT / "docs" / "add-a-variant.md").read_text()
+    told = [name for row in re.findall(r"^\| (`[A-Z_`, ]+)", page, flags=re.M) for name in re.findall(r"`([A-Z_]+)`", row)]
+    assert set(told) == hooks
 
 
 def test_the_variant_of_the_page_that_adds_one_works_as_it_stands(tmp_path, monkeypatch):
