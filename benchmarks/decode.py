@@ -275,8 +275,8 @@ def tiles(session: Session) -> Iterator[list[Row]]:
 
 
 GROUP_TILES = tuple(Tile(*shape) for shape in (
-    (64, 64, 4, 3, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 3), (64, 128, 8, 2, 1), (64, 32, 4, 4, 2), (64, 32, 4, 3, 2), (128, 64, 8, 3, 1),
-    (128, 64, 8, 4, 1), (128, 128, 8, 2, 1)))
+    (64, 64, 4, 3, 2), (64, 64, 4, 2, 2), (64, 64, 4, 2, 3), (64, 128, 8, 2, 1), (64, 128, 8, 3, 1), (64, 64, 8, 4, 1), (128, 64, 8, 3, 1),
+    (128, 128, 8, 2, 1)))
 BYTE_TILES = (Tile(16, 64, 4, 5, 2), Tile(16, 128, 8, 5, 1), *(Tile(16, *shape, pairs=True) for shape in (
     (64, 4, 3, 2), (64, 4, 4, 3), (64, 4, 5, 2), (64, 2, 4, 4), (128, 4, 3, 2), (128, 8, 3, 1), (128, 8, 5, 1), (128, 4, 5, 1),
     (256, 8, 3, 1))))
@@ -399,8 +399,9 @@ def latents(session: Session) -> Iterator[list[Row]]:
     yield from compared_latents(session, "latents", sizes, columns)
 
 
-LATENT_TILES = (*(Tile(*shape, 2, 1, tma=True, swap=True) for shape in ((16, 64, 4), (16, 64, 8), (32, 64, 4), (32, 64, 8))),
-                Tile(16, 64, 8, 3, 1), Tile(16, 32, 8, 4, 1), Tile(16, 32, 8, 3, 2), Tile(16, 32, 4, 3, 2))
+LATENT_TILES = (*(Tile(*shape, 2, 1, tma=True, swap=True) for shape in ((16, 64, 4), (32, 64, 4))), Tile(16, 64, 8, 3, 1),
+                *(Tile(*shape, tma=True) for shape in ((16, 64, 8, 3, 1), (16, 64, 4, 3, 1), (16, 32, 8, 6, 1), (16, 32, 4, 6, 1),
+                                                       (16, 32, 4, 3, 2), (32, 64, 8, 3, 1), (64, 64, 8, 2, 1))))
 
 
 def latent_tiles(session: Session) -> Iterator[list[Row]]:

@@ -221,21 +221,23 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         gdc_wait()
     program = tl.program_id(0)
     unit_scale = in_units(softmax_scale, PRECISION == "ieee")
-    total = total_tiles(cache_seqlens, batch, max_len, seqlen_q, window_left, BLOCK_N, HAS_LEFT) * pieces
+    LEAST: tl.constexpr = 0 if QUERIES else 1  # nothing is written of groups that are not there
+    total = total_tiles(cache_seqlens, batch, max_len, seqlen_q, window_left, BLOCK_N, HAS_LEFT, LEAST) * pieces
     share = tl.cdiv(total, programs)
     unit = program * share
     end_unit = tl.minimum(unit + share, total)
     tl.store(closes_ptr + 4 * program, -1)
     if unit >= total:
         return
-    seq, before = find_sequence(cache_seqlens, unit // pieces, batch, max_len, seqlen_q, window_left, BLOCK_N, HAS_LEFT)
+    seq, before = find_sequence(cache_seqlens, unit // pieces, batch, max_len, seqlen_q, window_left, BLOCK_N, HAS_LEFT,
+                                LEAST)
     slot = 2 * program
     lanes = tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     value_columns = tl.arange(0, BLOCK_DV)
 
     while unit < end_unit:
-        len_k, first, tiles = sequence_tiles(cache_seqlens, seq, batch, max_len, seqlen_q, window_left, BLOCK_N, HAS_LEFT)
+        len_k, first, tiles = sequence_tiles(cache_seqlens, seq, batch, max_len, seqlen_q, window_left, BLOCK_N, HAS_LEFT, LEAST)
         inside = unit - before * pieces
         piece = inside // tiles
         begin = inside - piece * tiles
@@ -336,15 +338,15 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
             before += tiles
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "parts"], do_not_specialize_on_alignment=["leaders", "counts"])
-def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, leaders, counts, seqlen_q, heads, group, parts,
+@triton.jit(do_not_specialize=["seqlen_q", "parts", "blocks"], do_not_specialize_on_alignment=["leaders", "counts"])
+def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, leaders, counts, seqlen_q, heads, group, parts, blocks,
                         VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                         BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr, QUERIES: tl.constexpr):
-    """The piece that a program closes, from its parts in the order of the keys."""
+    """One of `blocks` blocks of rows of the piece that a program closes, from its parts in the order of the keys."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    last = tl.program_id(0)
+    last = tl.program_id(0) // blocks
     first = tl.load(closes_ptr + 4 * last)
     if first < 0:
         return
@@ -352,29 +354,28 @@ def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, leader
     seq = tl.load(closes_ptr + 4 * last + 2)
     piece = tl.load(closes_ptr + 4 * last + 3)
     columns = tl.arange(0, BLOCK_DV)
-    for first_lane in range(0, tl.minimum(seqlen_q * group - piece % parts * BLOCK_M, BLOCK_M), BLOCK_R):
-        lanes = first_lane + tl.arange(0, BLOCK_R)
-        row, real = _tile_rows(piece, lanes, seq, counts, parts, seqlen_q, group, BLOCK_M, QUERIES)
-        row_max = tl.full([BLOCK_R], -float("inf"), tl.float32)
-        row_sum = tl.zeros([BLOCK_R], tl.float32)
-        acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
-        for start in range(first, last + 1, BLOCK_S):
-            program = start + tl.arange(0, BLOCK_S)
-            slot = 2 * program + tl.where(program == first, inside, 0)
-            # [BLOCK_R, BLOCK_S]
-            there = real[:, None] & (program <= last)[None, :]
-            index = tl.cast(slot, tl.int64)[None, :] * BLOCK_M + lanes[:, None]
-            maxima = tl.load(stats_ptr + 2 * index, mask=there, other=-float("inf"))
-            sums = tl.load(stats_ptr + 2 * index + 1, mask=there, other=0.0)
-            # [BLOCK_R, BLOCK_S, BLOCK_DV]
-            values = tl.load(acc_ptr + index[:, :, None] * BLOCK_DV + columns[None, None, :], mask=there[:, :, None], other=0.0)
-            weights, row_max, _weights_sum, rescale = softmax_step(maxima, row_max, row_sum, 1.0, True, PRECISION == "ieee")
-            row_sum = row_sum * rescale + tl.sum(weights * sums, 1)
-            acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 1)
-        head = piece // parts * group + row % group
-        sequence, i = _row_owner(row, seq, leaders, group, QUERIES)
-        _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, sequence, head, i, real, QUERIES or seqlen_q, heads, VALUE_DIM, BLOCK_DV,
-                      PRECISION)
+    lanes = tl.program_id(0) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
+    row, real = _tile_rows(piece, lanes, seq, counts, parts, seqlen_q, group, BLOCK_M, QUERIES)
+    row_max = tl.full([BLOCK_R], -float("inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_R], tl.float32)
+    acc = tl.zeros([BLOCK_R, BLOCK_DV], tl.float32)
+    for start in range(first, last + 1, BLOCK_S):
+        program = start + tl.arange(0, BLOCK_S)
+        slot = 2 * program + tl.where(program == first, inside, 0)
+        # [BLOCK_R, BLOCK_S]
+        there = real[:, None] & (program <= last)[None, :]
+        index = tl.cast(slot, tl.int64)[None, :] * BLOCK_M + lanes[:, None]
+        maxima = tl.load(stats_ptr + 2 * index, mask=there, other=-float("inf"))
+        sums = tl.load(stats_ptr + 2 * index + 1, mask=there, other=0.0)
+        # [BLOCK_R, BLOCK_S, BLOCK_DV]
+        values = tl.load(acc_ptr + index[:, :, None] * BLOCK_DV + columns[None, None, :], mask=there[:, :, None], other=0.0)
+        weights, row_max, _weights_sum, rescale = softmax_step(maxima, row_max, row_sum, 1.0, True, PRECISION == "ieee")
+        row_sum = row_sum * rescale + tl.sum(weights * sums, 1)
+        acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 1)
+    head = piece // parts * group + row % group
+    sequence, i = _row_owner(row, seq, leaders, group, QUERIES)
+    _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, sequence, head, i, real, QUERIES or seqlen_q, heads, VALUE_DIM, BLOCK_DV,
+                  PRECISION)
 
 
 def overlaps(arch: int) -> bool:
@@ -476,8 +477,9 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
         tile.num_warps, tile.num_stages if table is None else 2 * tile.num_stages - 1,
         {1: (tile.block_n, block_d), 2: (tile.block_n, block_dv)} if tma else {})
     rows = min(next_power_of_2(seqlen_q * group), max(1024 // block_dv, 1), 8)
+    blocks = math.ceil(min(seqlen_q * group, tile.block_m) / rows)
     merge = Launch(
-        Overlapping(decode_merge_kernel) if overlap else decode_merge_kernel, programs, (seqlen_q, heads, group, parts),
+        Overlapping(decode_merge_kernel) if overlap else decode_merge_kernel, programs * blocks, (seqlen_q, heads, group, parts, blocks),
         {"VALUE_DIM": value_dim, "BLOCK_DV": block_dv, "PRECISION": precision, "BLOCK_M": tile.block_m, "BLOCK_R": rows,
          "BLOCK_S": min(MERGED // (rows * block_dv), 32), "OVERLAP": overlap,
          "QUERIES": queries if at_most else 0},

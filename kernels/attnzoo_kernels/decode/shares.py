@@ -1,10 +1,11 @@
 """How the tiles of all sequences are shared out: evenly, in order, from lengths that only the device knows.
 
 The work is a line of units: sequence by sequence, in it piece by piece (a key head, and where the rows of a group do not fit one tile a
-part of them), in it tile by tile of the keys that a sequence's queries see; one tile where they see none. Each program takes as many units
-as another, but for the last one: fewer programs that end together are faster than all of them, of which some have one unit more. A piece
-that lies inside one program is finished there. Of any other the programs leave parts, at most two each: of the piece that began in an
-earlier program in slot 2 p, of the piece that ends in a later one in slot 2 p + 1 (in slot 2 p, if it is the program's first).
+part of them), in it tile by tile of the keys that a sequence's queries see. Where they see none there are LEAST tiles: one, so that
+somebody writes zeros, or none. Each program takes as many units as another, but for the last one: fewer programs that end together are
+faster than all of them, of which some have one unit more. A piece that lies inside one program is finished there. Of any other the programs
+leave parts, at most two each: of the piece that began in an earlier program in slot 2 p, of the piece that ends in a later one in slot
+2 p + 1 (in slot 2 p, if it is the program's first).
 """
 
 import triton
@@ -14,37 +15,40 @@ LANES = tl.constexpr(32)  # sequences at a time: a sum over one warp's lanes nee
 
 
 @triton.jit
-def sequence_tiles(cache_seqlens, b, batch, max_len, seqlen_q, window_left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr):
+def sequence_tiles(cache_seqlens, b, batch, max_len, seqlen_q, window_left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
+                   LEAST: tl.constexpr = 1):
     """(length, first tile, number of tiles) of the sequences b; no tile beyond the batch."""
     length = tl.load(cache_seqlens + b, mask=b < batch, other=0)
     length = tl.minimum(tl.maximum(length, 0), max_len)
     first = length * 0
     if HAS_LEFT:
         first = tl.maximum(length - seqlen_q - window_left, 0) // BLOCK_N
-    tiles = tl.maximum(tl.cdiv(length, BLOCK_N) - first, 1)
+    tiles = tl.maximum(tl.cdiv(length, BLOCK_N) - first, LEAST)
     return length, first, tl.where(b < batch, tiles, 0)
 
 
 @triton.jit
-def total_tiles(cache_seqlens, batch, max_len, seqlen_q, window_left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr):
+def total_tiles(cache_seqlens, batch, max_len, seqlen_q, window_left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
+                LEAST: tl.constexpr = 1):
     """Tiles of all sequences, counting one piece of each."""
     total = 0
     for start in range(0, batch, LANES):
         length, first, tiles = sequence_tiles(cache_seqlens, start + tl.arange(0, LANES), batch, max_len, seqlen_q, window_left, BLOCK_N,
-                                              HAS_LEFT)
+                                              HAS_LEFT, LEAST)
         total += tl.sum(tiles, 0)
     return total
 
 
 @triton.jit
-def find_sequence(cache_seqlens, tile, batch, max_len, seqlen_q, window_left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr):
+def find_sequence(cache_seqlens, tile, batch, max_len, seqlen_q, window_left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
+                  LEAST: tl.constexpr = 1):
     """The sequence that holds the tile of this number, counting one piece of each, and the number of its first tile."""
     sequence = 0
     before = 0
     passed = 0
     for start in range(0, batch, LANES):
         b = start + tl.arange(0, LANES)
-        length, first, tiles = sequence_tiles(cache_seqlens, b, batch, max_len, seqlen_q, window_left, BLOCK_N, HAS_LEFT)
+        length, first, tiles = sequence_tiles(cache_seqlens, b, batch, max_len, seqlen_q, window_left, BLOCK_N, HAS_LEFT, LEAST)
         ends = passed + tl.cumsum(tiles, 0)
         passed += tl.sum(tiles, 0)
         lies_before = (ends <= tile) & (b < batch)
