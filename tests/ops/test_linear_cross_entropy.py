@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels import linear_cross_entropy
 from attnzoo_kernels.fp8 import rounded
 from attnzoo_kernels.linear_cross_entropy.cases import CORRECTNESS, Case
+from attnzoo_kernels.linear_cross_entropy.chunks import KEPT
 from benchmarks.accuracy import assert_accurate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,15 +51,26 @@ def test_many_chunks_give_what_one_gives(monkeypatch):
     torch.testing.assert_close(run(case, "triton"), whole)
 
 
-@pytest.mark.parametrize("options", ({}, {"vocab_size": 37, "softcap": 3.0}))
-def test_columns_that_are_loaded_ahead_are_the_same(monkeypatch, options):
+@pytest.mark.parametrize("kept", (4, 0))
+@pytest.mark.parametrize(
+    "options", ({}, {"vocab_size": 37, "softcap": 3.0}, {"vocab_size": 32, "label_smoothing": 0.1}, {"z_loss": 0.1}), ids=str)
+def test_rows_of_several_tiles_that_stay_in_registers_or_are_read_twice(kept, options, monkeypatch, poisoned):
     from attnzoo_kernels.linear_cross_entropy import chunks
 
-    monkeypatch.setattr(chunks, "BLOCK", 16)
-    case = Case(30, 16, 40, torch.float32, options=options)
-    in_turn = run(case, "triton")
-    monkeypatch.setattr(chunks, "AHEAD", True)
-    assert all(torch.equal(a, b) for a, b in zip(run(case, "triton"), in_turn, strict=True))
+    monkeypatch.setattr(chunks, "BLOCK", 32)
+    monkeypatch.setattr(chunks, "KEPT", kept)
+    case = Case(30, 16, 45, torch.float16, options=options)
+    x = case.inputs(DEVICE)[0]
+    assert (chunks._tiles(x, options.get("vocab_size", 45))[1] > 0) == (kept > 0)
+    ours, eager, exact = run(case, "triton"), run(case, "reference"), run(case, "reference", torch.float64)
+    assert_accurate(ours, eager, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", (80, 90))
+def test_longest_row_that_stays_in_registers_does_not_spill(arch):
+    kernels = compiled_kernels("linear_cross_entropy_ahead_of_time.py", arch)
+    assert [k["tiles"] for k in kernels] == [KEPT, KEPT // 4, 0] and not any(k["stack"] for k in kernels), kernels
 
 
 @pytest.mark.parametrize("impl", ("triton", "reference"))

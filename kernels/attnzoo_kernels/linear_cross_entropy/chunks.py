@@ -6,65 +6,113 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import on_device_of
-from attnzoo_kernels._triton.softmax import tanh
+from attnzoo_kernels._triton.softmax import LOG2E, tanh
 from attnzoo_kernels.linear_cross_entropy.eight_bits import EightBits
 
 LOGITS = 2**28  # of a chunk, about, at most: half a gigabyte in 16 bits, which keeps the products large
 BLOCK = 4096  # columns that a program has in registers
-WARPS = 8
-AHEAD = False  # whether the next columns are loaded before those in registers are done
+KEPT = 26  # tiles of BLOCK // 2 columns in 16 bits that stay in registers, at most
+
+
+@triton.jit
+def _logits(ptr, column, vocab, CUT: tl.constexpr):
+    """CUT: the vocabulary may end in the tile; what lies behind it is -inf. Without a mask loads are wide."""
+    if CUT:
+        logits = tl.load(ptr + column, mask=column < vocab, other=-float("inf"))
+    else:
+        logits = tl.load(ptr + column)
+    return logits
+
+
+@triton.jit
+def _store(ptr, column, values, vocab, CUT: tl.constexpr):
+    """As `_logits` loads."""
+    values = values.to(ptr.dtype.element_ty)
+    if CUT:
+        tl.store(ptr + column, values, mask=column < vocab)
+    else:
+        tl.store(ptr + column, values)
 
 
 @triton.jit
 def _capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Logits in float32, by tanh within softcap."""
+    """Logits in float32, by tanh within softcap, where -inf stays what it is."""
     z = logits.to(tl.float32)
     if HAS_SOFTCAP:
-        z = softcap * tanh(z / softcap, True, False)
+        z = tl.where(z == -float("inf"), z, softcap * tanh(z / softcap, True, False))
     return z
+
+
+@triton.jit
+def _exp_of_difference(a, b, EXACT: tl.constexpr):
+    """exp(a - b), under EXACT by the difference, else with one multiplication and addition."""
+    if EXACT:
+        y = tl.exp(a - b)
+    else:
+        y = tl.exp2(a * LOG2E - b * LOG2E)
+    return y
+
+
+@triton.jit
+def _gradient(z, lse, factor, less, softcap, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
+    """factor times the weight of z, less `less`: of a row's loss for its logits."""
+    gradient = _exp_of_difference(z, lse, EXACT) * factor - less
+    if HAS_SOFTCAP:
+        gradient *= 1.0 - (z / softcap) * (z / softcap)
+    return gradient
 
 
 @triton.jit(do_not_specialize=["ignore_index"])
 def cross_entropy_kernel(logits_ptr, gradients_ptr, unit_ptr, targets_ptr, scales_ptr, losses_ptr, rows, vocab, ignore_index, smoothing,
-                         z_loss, softcap, HAS_UNIT: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-                         GRADIENT: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
+                         z_loss, softcap, HAS_UNIT: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+                         HAS_SOFTCAP: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
     """A program has a row. Under GRADIENT the gradients of its loss times its scale, counted in units, go to gradients_ptr, which may be
-    logits_ptr."""
+    logits_ptr. TILES: the tiles of BLOCK columns that the vocabulary has, all of which stay in registers; 0: a row is read twice."""
+    EXACT: tl.constexpr = logits_ptr.dtype.element_ty == tl.float32
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * rows
     gradients_ptr += row * rows
     columns = tl.arange(0, BLOCK)
+    zeros = tl.zeros([BLOCK], tl.float32)
     target = tl.load(targets_ptr + row)
     if target == ignore_index:
         tl.store(losses_ptr + row, 0.0)
         if GRADIENT:
             for at in tl.range(0, rows, BLOCK):
-                zeros = tl.zeros([BLOCK], tl.float32).to(gradients_ptr.dtype.element_ty)
-                tl.store(gradients_ptr + at + columns, zeros, mask=at + columns < rows)
+                tl.store(gradients_ptr + at + columns, zeros.to(gradients_ptr.dtype.element_ty), mask=at + columns < rows)
         return
     known = (target >= 0) & (target < vocab)
     # before any of the row is written over: sums below keep the program's warps together
     score = _capped(tl.load(logits_ptr + target, mask=known, other=float("nan")), softcap, HAS_SOFTCAP)
     row_max = -float("inf")
     # [BLOCK]
-    sums = tl.zeros([BLOCK], tl.float32)
-    totals = tl.zeros([BLOCK], tl.float32)
-    if AHEAD:
-        following = tl.load(logits_ptr + columns, mask=columns < vocab, other=0.0)
-    for at in tl.range(0, vocab, BLOCK):
-        inside = at + columns < vocab
-        if AHEAD:
-            logits = following
-            following = tl.load(logits_ptr + at + BLOCK + columns, mask=at + BLOCK + columns < vocab, other=0.0)
-        else:
-            logits = tl.load(logits_ptr + at + columns, mask=inside, other=0.0)
-        z = _capped(logits, softcap, HAS_SOFTCAP)
-        totals += tl.where(inside, z, 0.0)
-        z = tl.where(inside, z, -float("inf"))
-        new_max = tl.maximum(row_max, tl.max(z, 0))
-        base = tl.where(new_max == -float("inf"), 0.0, new_max)
-        sums = sums * tl.exp(row_max - base) + tl.exp(z - base)
-        row_max = new_max
+    sums = zeros
+    totals = zeros
+    kept = ()
+    whole = vocab // BLOCK * BLOCK  # columns of tiles that the vocabulary fills
+    if TILES:
+        for tile in tl.static_range(TILES):
+            kept += (_logits(logits_ptr, tile * BLOCK + columns, vocab, tile == TILES - 1),)
+        maxima = kept[0].to(tl.float32)
+        for tile in tl.static_range(1, TILES):
+            maxima = tl.maximum(maxima, kept[tile].to(tl.float32))
+        row_max = _capped(tl.max(maxima, 0), softcap, HAS_SOFTCAP)
+        base = tl.where(row_max == -float("inf"), 0.0, row_max)
+        for tile in tl.static_range(TILES):
+            z = _capped(kept[tile], softcap, HAS_SOFTCAP)
+            sums += _exp_of_difference(z, base, EXACT)
+            if HAS_SMOOTHING:
+                totals += tl.where(tile * BLOCK + columns < vocab, z, 0.0)
+    else:
+        for cut in tl.static_range(2):
+            for at in tl.range(whole if cut else 0, vocab if cut else whole, BLOCK):
+                z = _capped(_logits(logits_ptr, at + columns, vocab, cut == 1), softcap, HAS_SOFTCAP)
+                new_max = tl.maximum(row_max, tl.max(z, 0))
+                base = tl.where(new_max == -float("inf"), 0.0, new_max)
+                sums = sums * _exp_of_difference(row_max, base, EXACT) + _exp_of_difference(z, base, EXACT)
+                row_max = new_max
+                if HAS_SMOOTHING:
+                    totals += tl.where(at + columns < vocab, z, 0.0)
     lse = row_max + tl.log(tl.sum(sums, 0))
     loss = lse - (1.0 - smoothing) * score - smoothing * (tl.sum(totals, 0) / vocab) + z_loss * lse * lse
     scale = 1.0
@@ -75,21 +123,23 @@ def cross_entropy_kernel(logits_ptr, gradients_ptr, unit_ptr, targets_ptr, scale
         scale = tl.where(known, scale, float("nan"))
         if HAS_UNIT:
             scale /= tl.load(unit_ptr)
-        if AHEAD:
-            following = tl.load(logits_ptr + columns, mask=columns < vocab, other=0.0)
-        for at in tl.range(0, rows, BLOCK):
-            column = at + columns
-            if AHEAD:
-                logits = following
-                following = tl.load(logits_ptr + BLOCK + column, mask=BLOCK + column < vocab, other=0.0)
-            else:
-                logits = tl.load(logits_ptr + column, mask=column < vocab, other=0.0)
-            z = _capped(logits, softcap, HAS_SOFTCAP)
-            gradient = tl.exp(z - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / vocab - tl.where(column == target, 1.0 - smoothing, 0.0)
-            if HAS_SOFTCAP:
-                gradient *= 1.0 - (z / softcap) * (z / softcap)
-            gradient = tl.where(column < vocab, gradient * scale, 0.0)
-            tl.store(gradients_ptr + column, gradient.to(gradients_ptr.dtype.element_ty), mask=column < rows)
+        factor = (1.0 + 2.0 * z_loss * lse) * scale
+        less = smoothing / vocab * scale
+        if TILES:
+            for tile in tl.static_range(TILES):
+                gradient = _gradient(_capped(kept[tile], softcap, HAS_SOFTCAP), lse, factor, less, softcap, HAS_SOFTCAP, EXACT)
+                _store(gradients_ptr, tile * BLOCK + columns, gradient, vocab, tile == TILES - 1)
+        else:
+            for cut in tl.static_range(2):
+                for at in tl.range(whole if cut else 0, vocab if cut else whole, BLOCK):
+                    z = _capped(_logits(logits_ptr, at + columns, vocab, cut == 1), softcap, HAS_SOFTCAP)
+                    gradient = _gradient(z, lse, factor, less, softcap, HAS_SOFTCAP, EXACT)
+                    _store(gradients_ptr, at + columns, gradient, vocab, cut == 1)
+        for at in tl.range(vocab, rows, BLOCK):
+            tl.store(gradients_ptr + at + columns, zeros.to(gradients_ptr.dtype.element_ty), mask=at + columns < rows)
+        tl.debug_barrier()  # the target's gradient is written over what stands there
+        gradient = _gradient(score, lse, factor, less + (1.0 - smoothing) * scale, softcap, HAS_SOFTCAP, EXACT)
+        tl.store(gradients_ptr + target, gradient.to(gradients_ptr.dtype.element_ty), mask=known)
 
 
 class Plain:
@@ -125,6 +175,13 @@ class Plain:
         return gradients.sum(0, dtype=torch.float32)
 
 
+def _tiles(x: Tensor, vocab_size: int) -> tuple[int, int]:
+    """BLOCK and TILES of the kernel."""
+    block = min(BLOCK // 2, triton.next_power_of_2(vocab_size))
+    tiles = -(-vocab_size // block)
+    return (block, tiles) if x.element_size() == 2 and tiles <= KEPT else (min(BLOCK, triton.next_power_of_2(vocab_size)), 0)
+
+
 def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scales: Tensor | None, ignore_index: int,
                 label_smoothing: float, z_loss: float, softcap: float, vocab_size: int, fp8: bool,
                 gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -138,6 +195,7 @@ def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
         dw.zero_()
     db = torch.zeros(rows if gradient and bias is not None else 0, dtype=torch.float32, device=x.device)
     products = None if tokens == 0 else EightBits(x, weight, scales, gradient) if fp8 else Plain(x, weight)
+    block, tiles = _tiles(x, vocab_size)
     n_chunks = max(1, -(-tokens * rows // LOGITS))  # alike, because a small last one leaves a part of the GPU idle
     for begin in range(0, tokens, step := 256 * max(1, -(-tokens // (256 * n_chunks)))):
         chunk = slice(begin, begin + step)
@@ -147,8 +205,8 @@ def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
             cross_entropy_kernel[(logits.shape[0],)](
                 logits, gradients, products.unit, targets[chunk], None if scales is None else scales[chunk], losses[chunk], rows,
                 vocab_size, ignore_index, label_smoothing, z_loss, softcap, HAS_UNIT=products.unit is not None,
-                HAS_SCALES=scales is not None, HAS_SOFTCAP=softcap > 0, GRADIENT=gradient,
-                BLOCK=min(BLOCK, triton.next_power_of_2(rows)), AHEAD=AHEAD, num_warps=WARPS)
+                HAS_SCALES=scales is not None, HAS_SMOOTHING=label_smoothing != 0, HAS_SOFTCAP=softcap > 0,
+                GRADIENT=gradient, BLOCK=block, TILES=tiles, num_warps=16 if tiles > 6 else 8)
         if gradient:
             products.dx(chunk, gradients, dx[chunk])
             products.add_dw(chunk, gradients, dw, begin == 0)
