@@ -82,6 +82,7 @@ def test_latents_by_their_kernel():
     model = GPT(**SIZES, attention=lambda spec: MLAttention(spec, kv_lora_rank=256, impl="triton")).eval()
     for parameter in model.parameters():
         parameter.data.mul_(4 if parameter.dim() > 1 else 1)
+    dispatch.forget()
     check_rows_of_unlike_lengths(model.to("cuda"), "cuda")
     assert dispatch.implementations_taken()["latent_decode forward"] == ["triton"]
 

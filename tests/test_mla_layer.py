@@ -50,10 +50,11 @@ def test_absorbed_and_expanded_decoding_are_equal(options, spec, new):
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_kernels_read_the_cache_as_the_layer_does(impl):
+def test_kernels_read_the_cache_as_the_layer_does(impl, device):
     """What a GPU is asked for: one key head of 20 channels, whose first 16 are the values."""
     dtype = torch.float64 if impl == "reference" else torch.float32
-    q, cache, lengths = torch.randn(2, 2, 3, 20, dtype=dtype), torch.randn(2, 40, 1, 20, dtype=dtype), torch.tensor([33, 2]).int()
+    q, cache = (torch.randn(shape, dtype=dtype, device=device) for shape in ((2, 2, 3, 20), (2, 40, 1, 20)))
+    lengths = torch.tensor([33, 2], dtype=torch.int32, device=device)
     options = {"cache_seqlens": lengths, "causal": True, "softmax_scale": 0.3, "impl": impl}
     expected = attend_latents(q, cache.squeeze(2), 16, lengths, 0.3)
     assert_close(decode_attention(q, cache, cache[..., :16], **options), expected)

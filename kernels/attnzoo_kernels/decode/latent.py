@@ -222,6 +222,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: torch.Size
     evenly = table is None and (batch == 1 or cache[1][0] == page * cache[1][1]) and batch * page < SEQUENCE_END
     tma = evenly and aligned and dtype.itemsize == 2 and value_dim % 8 == 0 and tma_takes_layout(*cache, 2) and not 0 < arch < 90
     tile = latent_tile(arch, rows, dtype.itemsize, tma)
+    # keys that pointers read are no first operand: at widths of 364 and 300 that was wrong in float16 on an H200, with Triton 3.6
     block_dv, block_rest = (max(block_width(width), 64 if tile.tma else 16) for width in (value_dim, head_dim - value_dim))
     parts = math.ceil(rows / tile.block_m)
     shares = max(tile.programs * multiprocessors(device) // parts, 1) if arch else tile.programs
@@ -237,7 +238,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: torch.Size
             (*cache[1][:2], 0 if table is None else table[1][0], softmax_scale, batch, max_len, cache[0][0], seqlen_q, heads, parts,
              shares),
             constants | {"HEAD_DIM": head_dim, "BLOCK_REST": block_rest, "CAUSAL": causal and seqlen_q > 1, "BLOCK_N": tile.block_n,
-                         "SWAP": tile.swap, "TMA": BY_SEQUENCE.value if tile.tma else 0, "PAGE": 0 if table is None else page},
+                         "SWAP": tile.swap and tile.tma, "TMA": BY_SEQUENCE.value if tile.tma else 0, "PAGE": 0 if table is None else page},
             # a page's number is read as many stages ahead of its rows as those are of their product
             tile.num_warps, tile.num_stages if table is None else 2 * tile.num_stages - 1,
             {1: (tile.block_n, block_dv, True), 2: (tile.block_n, block_rest, True)} if tile.tma else {}),
