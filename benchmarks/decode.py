@@ -292,7 +292,8 @@ def read_once(tile: Tile | None, case: Case, x: Inputs) -> Pass:
     """A call that shares prefixes, captured; tile: of a group's queries."""
     from attnzoo_kernels.decode import prefixes
 
-    with patch.object(prefixes, "ROWS", prefixes.ROWS if tile is None else tile.block_m):
+    rows = prefixes.shared_rows if tile is None else lambda *_: tile.block_m
+    with patch.object(prefixes, "shared_rows", rows):
         return captured(with_tile(tile, rows=33, share_prefixes=True), [x])(case, x)
 
 
@@ -399,7 +400,7 @@ def latents(session: Session) -> Iterator[list[Row]]:
     yield from compared_latents(session, "latents", sizes, columns)
 
 
-LATENT_TILES = (*(Tile(*shape, 2, 1, tma=True, swap=True) for shape in ((16, 64, 4), (32, 64, 4))), Tile(16, 64, 8, 3, 1),
+LATENT_TILES = (Tile(16, 64, 8, 3, 1),
                 *(Tile(*shape, tma=True) for shape in ((16, 64, 8, 3, 1), (16, 64, 4, 3, 1), (16, 32, 8, 6, 1), (16, 32, 4, 6, 1),
                                                        (16, 32, 4, 3, 2), (32, 64, 8, 3, 1), (64, 64, 8, 2, 1))))
 
@@ -407,7 +408,7 @@ LATENT_TILES = (*(Tile(*shape, 2, 1, tma=True, swap=True) for shape in ((16, 64,
 def latent_tiles(session: Session) -> Iterator[list[Row]]:
     """Candidates by tile; the first column is the table's."""
     sizes = [(2, 2, 64)] if session.options.dry_run else [(16, 1, 32768), (16, 64, 4096), (128, 1, 32768), (128, 64, 4096)]
-    names = {f"{tile_name(tile)}{' swap' * tile.swap}{' tma' * tile.tma}": functools.partial(latent_kernel, tile=tile)
+    names = {f"{tile_name(tile)}{' tma' * tile.tma}": functools.partial(latent_kernel, tile=tile)
              for tile in LATENT_TILES[: 2 if session.options.dry_run else None]}
     yield from compared_latents(session, "latent_tiles", sizes, {"table": latent_kernel} | names)
 

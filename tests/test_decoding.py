@@ -79,7 +79,7 @@ def test_options_too(name, device):
 @pytest.mark.gpu
 def test_latents_by_their_kernel():
     torch.manual_seed(0)
-    model = GPT(**SIZES, attention=lambda spec: MLAttention(spec, kv_lora_rank=256, impl="triton")).eval()
+    model = GPT(**SIZES, attention=lambda spec: MLAttention(spec, kv_lora_rank=256)).eval()
     for parameter in model.parameters():
         parameter.data.mul_(4 if parameter.dim() > 1 else 1)
     dispatch.forget()

@@ -14,8 +14,7 @@ from attnzoo.attention.base import Attention, AttentionSpec, Impl, KVCache, Sequ
 from attnzoo.attention.norm import RMSNorm
 from attnzoo.attention.positions import rotate
 from attnzoo.signatures import Count
-from attnzoo_kernels import decode_attention, flash_attention, latent_decode_attention
-from attnzoo_kernels.checks import MAX_HEAD_DIM
+from attnzoo_kernels import flash_attention, latent_decode_attention
 from attnzoo_kernels.decode import LATENT_WIDTHS
 
 ABSORBED_TOKENS = 16  # new tokens of a sequence that are read in the latent's space, at most; more are read as a prompt is
@@ -34,9 +33,8 @@ class MLAttention(Attention):
     qk_nope_head_dim: a head's channels without positions, None for head_dim. qk_rope_head_dim: rotated ones, even, None for head_dim / 2.
         With model.positions=learned or none they are not rotated.
     v_head_dim: channels of a head's values, None for head_dim.
-    impl: `flash_attention`'s path, None for the fastest that runs ("gluon", "triton", "cpu", "reference"). "reference" also keeps
-        `decode_attention` out of decoding. With "triton", decoding on a GPU takes `latent_decode_attention` for latents of up to 512
-        channels with up to 64 rotated ones.
+    impl: `flash_attention`'s path, None for the fastest that runs ("gluon", "triton", "cpu", "reference"). "reference" also keeps kernels
+        out of decoding, which takes `latent_decode_attention` on a GPU for latents of up to 512 channels with up to 64 rotated ones.
 
     The defaults are DeepSeek-V2's for head_dim=128. Scores are scaled by (qk_nope_head_dim + qk_rope_head_dim) ** -0.5, and with
     rope_scaling=yarn and its mscale_all_dim by (0.1 mscale_all_dim log(rope_factor) + 1) ** 2 besides.
@@ -139,12 +137,9 @@ class MLAttention(Attention):
         q_latent = torch.einsum("bikgd,kdc->bikgc", q_nope.unflatten(-2, (kv_heads, -1)), w_k).flatten(2, 3)
         q = torch.cat((q_latent, q_rope), -1)
         kernels = q.is_cuda and self.impl != "reference" and not (torch.is_grad_enabled() and q.requires_grad)
-        if kernels and self.impl == "triton" and self.kv_lora_rank <= LATENT_WIDTHS[0] and self.qk_rope_head_dim <= LATENT_WIDTHS[1]:
+        if kernels and self.kv_lora_rank <= LATENT_WIDTHS[0] and self.qk_rope_head_dim <= LATENT_WIDTHS[1]:
             out = latent_decode_attention(q, cache.keys.squeeze(2), value_dim=self.kv_lora_rank, cache_seqlens=lengths, causal=True,
-                                          softmax_scale=self.softmax_scale, impl=self.impl)
-        elif kernels and q.shape[-1] <= MAX_HEAD_DIM:
-            out = decode_attention(q, cache.keys, cache.keys[..., : self.kv_lora_rank], cache_seqlens=lengths, causal=True,
-                                   softmax_scale=self.softmax_scale)
+                                          softmax_scale=self.softmax_scale)
         else:
             keys = cache.keys if cache.newest is not None else cache.read()[0]
             out = attend_latents(q, keys.squeeze(2), self.kv_lora_rank, lengths, self.softmax_scale)

@@ -35,7 +35,7 @@ def check(inputs):
 def tiles(monkeypatch):
     """Launches take the tile that the test appends."""
     chosen = []
-    monkeypatch.setattr(latent, "latent_tile", lambda arch, rows, itemsize, tma: replace(chosen[-1], tma=chosen[-1].tma and tma))
+    monkeypatch.setattr(latent, "latent_tile", lambda arch, block_dv, rows, itemsize, tma: replace(chosen[-1], tma=chosen[-1].tma and tma))
     if GPU:
         monkeypatch.setattr(latent, "multiprocessors", lambda device: 1)
     latent._plan.cache_clear()
@@ -49,9 +49,10 @@ def test_error_is_at_most_twice_that_of_eager(case, device, poisoned):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype == torch.float16 and not case.page], ids=str)
-def test_keys_as_the_first_operand_have_at_most_twice_the_error_of_eager(case, tiles, device, poisoned):
-    """What a Hopper GPU takes: products of 64 keys by rows of queries, from tiles that TMA reads."""
-    tiles.append(Tile(32, 64 if GPU else 32, 4, 2 if GPU else 1, 5, tma=True, swap=True))
+@pytest.mark.parametrize("tile", ((16, 64, 4, 3, 5), (32, 64, 8, 3, 5), (64, 64, 8, 2, 5)) if GPU else ((32, 32, 4, 1, 5),), ids=str)
+def test_tiles_that_tma_reads_have_at_most_twice_the_error_of_eager(case, tile, tiles, device, poisoned):
+    """A Hopper GPU takes them for values of more than 256 columns."""
+    tiles.append(Tile(*tile, tma=True))
     check(case.inputs(device))
 
 
@@ -165,11 +166,12 @@ def test_beyond_two_to_the_31_elements():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch, shared_memory", ((80, 166912), (90, 232448)))
-def test_tiles_fit_and_do_not_spill(arch, shared_memory):
+def test_tiles_fit_and_hardly_spill(arch, shared_memory):
+    """Triton 3.6 spills 16 bytes of tiles that were the fastest nevertheless."""
     kernels = compiled_kernels("decode_latent_ahead_of_time.py", arch)
     splits = [k for k in kernels if k["kernel"] == "latent_split_kernel"]
-    assert sorted((k["BLOCK_M"], k["TMA"]) for k in splits) == [(16, 0), (16, 0), (16, 2), (32, 2)] if arch == 90 else len(splits) == 4
-    wrong = [k for k in kernels if k["shared"] > shared_memory or k["clash"] or k["stale"] or k["stack"]]
+    assert sorted((k["BLOCK_M"], k["TMA"]) for k in splits) == [(16, 0), (16, 0), (16, 2), (64, 2)] if arch == 90 else len(splits) == 4
+    wrong = [k for k in kernels if k["shared"] > shared_memory or k["clash"] or k["stale"] or k["stack"] > (16 if k["TMA"] else 0)]
     assert not wrong, "\n".join(map(str, wrong))
 
 

@@ -195,7 +195,8 @@ def test_wrong_arguments_are_refused():
          lambda: linear_cross_entropy(x, weight, targets, fp8=True)),
         (ValueError, "fp8: needs z_loss=0",
          lambda: linear_cross_entropy(torch.zeros(2, 16), torch.zeros(16, 16), targets, z_loss=0.1, fp8=True)),
-        (NotImplementedError, "x: .* takes float16", lambda: linear_cross_entropy(x.double(), weight, targets, impl="triton")),
+        (NotImplementedError, "x: .* takes float16",
+         lambda: linear_cross_entropy(*(t.to(DEVICE) for t in (x.double(), weight, targets)), impl="triton")),
     ):
         with pytest.raises(error, match=words):
             call()

@@ -64,23 +64,13 @@ def _load(rows, at, q, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl
     return tile
 
 
-@triton.jit
-def _scores(q, keys, SWAP: tl.constexpr, PRECISION: tl.constexpr):
-    """q keysᵀ, [BLOCK_M, BLOCK_N]. SWAP: as the transpose of keys qᵀ."""
-    if SWAP:
-        scores = tl.trans(tl.dot(keys, tl.trans(q)))
-    else:
-        scores = score_dot(q, keys, PRECISION)
-    return scores
-
-
 @triton.jit(do_not_specialize=["batch", "max_len", "n_pages", "seqlen_q", "heads", "parts", "shares", "stride_table"],
             do_not_specialize_on_alignment=["cache_seqlens", "block_table"])
 def latent_split_kernel(q_ptr, latents_source, rest_source, acc_ptr, stats_ptr, programs_ptr, cache_seqlens, block_table, stride_cb,
                         stride_cs, stride_table, softmax_scale, batch, max_len, n_pages, seqlen_q, heads, parts, shares,
                         HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_REST: tl.constexpr,
-                        CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAP: tl.constexpr,
-                        TMA: tl.constexpr, PAGE: tl.constexpr, OVERLAP: tl.constexpr):
+                        CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+                        PAGE: tl.constexpr, OVERLAP: tl.constexpr):
     """A share of the tiles for one part of the queries' rows. What it finds in a sequence goes to a slot of `acc` and `stats`.
 
     From program to program and sequence to sequence the sum of both numbers grows by one, so that it is the number of the slot.
@@ -125,27 +115,19 @@ def latent_split_kernel(q_ptr, latents_source, rest_source, acc_ptr, stats_ptr, 
             seen += tl.minimum(row // heads - seqlen_q + 1, 0)
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
         row_sum = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_DV, BLOCK_M] if SWAP else [BLOCK_M, BLOCK_DV], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
         for at in tl.range(begin * BLOCK_N, end * BLOCK_N, BLOCK_N):
             # [BLOCK_N, BLOCK_DV]
             latents = _load(latent_rows, at, q, VALUE_DIM, BLOCK_N, BLOCK_DV, PAGE, TMA)
             # [BLOCK_M, BLOCK_N]
-            scores = _scores(q, latents, SWAP, PRECISION)
+            scores = score_dot(q, latents, PRECISION)
             if REST:
                 rest = _load(rest_rows, at, q_rest, REST, BLOCK_N, BLOCK_REST, PAGE, TMA)
-                scores += _scores(q_rest, rest, SWAP, PRECISION)
+                scores += score_dot(q_rest, rest, PRECISION)
             scores = tl.where((at + tl.arange(0, BLOCK_N))[None, :] < seen[:, None], scores, -float("inf"))
             weights, row_max, row_sum, rescale = softmax_step(scores, row_max, row_sum, scale, True, EXACT)
-            weights = weights.to(latents.dtype)
-            if SWAP:
-                # [BLOCK_DV, BLOCK_M]
-                acc = tl.dot(tl.trans(latents), tl.trans(weights), acc * rescale[None, :])
-            else:
-                # [BLOCK_M, BLOCK_DV]
-                acc = add_dot(weights, latents, acc * rescale[:, None], PRECISION)
-        if SWAP:
-            acc = tl.trans(acc)
+            acc = add_dot(weights.to(latents.dtype), latents, acc * rescale[:, None], PRECISION)
 
         slot = tl.cast(part * (shares + batch) + program + seq, tl.int64) * BLOCK_M
         tl.store(acc_ptr + slot * BLOCK_DV + lanes[:, None] * BLOCK_DV + columns[None, :], acc)
@@ -221,8 +203,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: torch.Size
     arch = architecture(device)
     evenly = table is None and (batch == 1 or cache[1][0] == page * cache[1][1]) and batch * page < SEQUENCE_END
     tma = evenly and aligned and dtype.itemsize == 2 and value_dim % 8 == 0 and tma_takes_layout(*cache, 2) and not 0 < arch < 90
-    tile = latent_tile(arch, rows, dtype.itemsize, tma)
-    # keys that pointers read are no first operand: at widths of 364 and 300 that was wrong in float16 on an H200, with Triton 3.6
+    tile = latent_tile(arch, block_width(value_dim), rows, dtype.itemsize, tma)
     block_dv, block_rest = (max(block_width(width), 64 if tile.tma else 16) for width in (value_dim, head_dim - value_dim))
     parts = math.ceil(rows / tile.block_m)
     shares = max(tile.programs * multiprocessors(device) // parts, 1) if arch else tile.programs
@@ -238,7 +219,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: torch.Size
             (*cache[1][:2], 0 if table is None else table[1][0], softmax_scale, batch, max_len, cache[0][0], seqlen_q, heads, parts,
              shares),
             constants | {"HEAD_DIM": head_dim, "BLOCK_REST": block_rest, "CAUSAL": causal and seqlen_q > 1, "BLOCK_N": tile.block_n,
-                         "SWAP": tile.swap and tile.tma, "TMA": BY_SEQUENCE.value if tile.tma else 0, "PAGE": 0 if table is None else page},
+                         "TMA": BY_SEQUENCE.value if tile.tma else 0, "PAGE": 0 if table is None else page},
             # a page's number is read as many stages ahead of its rows as those are of their product
             tile.num_warps, tile.num_stages if table is None else 2 * tile.num_stages - 1,
             {1: (tile.block_n, block_dv, True), 2: (tile.block_n, block_rest, True)} if tile.tma else {}),

@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnzoo_kernels._triton.launch import architecture, next_power_of_2, on_device_of
+from attnzoo_kernels._triton.launch import architecture, block_width, next_power_of_2, on_device_of
 from attnzoo_kernels.decode import forward
-
-ROWS = 64  # rows of a tile, at most: the queries of one key head's group, of all members
+from attnzoo_kernels.decode.tiles import shared_rows
 
 
 class Groups(NamedTuple):
@@ -115,11 +114,6 @@ def groups_kernel(common, cache_seqlens, leaders, counts, lengths, skips, own_le
     tl.store(own_lengths + row, length - shared * PAGE, mask=row < batch)
 
 
-def members(seqlen_q: int, group: int) -> int:
-    """Sequences whose queries of a key head fit one tile."""
-    return ROWS // (seqlen_q * group)
-
-
 def find_groups(block_table: Tensor, cache_seqlens: Tensor, seqlen_q: int, page: int, at_most: int) -> tuple[Groups, Tensor]:
     """The groups, and how many pages each sequence has in common with the one before it."""
     batch, max_blocks = block_table.shape
@@ -138,10 +132,14 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block
                    softmax_scale: float, window_right: int, softcap: float, k_scale: Tensor | None = None,
                    v_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """As `forward.launch_forward`, of pages, without ALiBi and without a left window."""
-    batch, seqlen_q, heads, _ = q.shape
+    batch, seqlen_q, heads, head_dim = q.shape
     page, kv_heads = k.shape[1:3]
-    at_most = members(seqlen_q, heads // kv_heads)
-    if q.numel() == 0 or batch < 2 or at_most < 2:
+    at_most = 0  # sequences whose queries of a key head fit one tile
+    if q.numel() > 0 and batch > 1:
+        queries = seqlen_q * heads // kv_heads
+        width = max(block_width(head_dim), block_width(v.shape[-1]))
+        at_most = shared_rows(architecture(q), width, k.element_size(), batch * queries) // queries
+    if at_most < 2:
         return forward.launch_forward(q, k, v, cache_seqlens, block_table, None, sinks, softmax_scale, -1, window_right, softcap, k_scale,
                                       v_scale)
     with on_device_of(q):

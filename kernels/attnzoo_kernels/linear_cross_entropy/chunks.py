@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import on_device_of
-from attnzoo_kernels._triton.softmax import LOG2E, tanh
+from attnzoo_kernels._triton.softmax import LOG2E, exp_in_units, tanh
 from attnzoo_kernels.linear_cross_entropy.eight_bits import EightBits
 
 LOGITS = 2**28  # of a chunk, about, at most: half a gigabyte in 16 bits, which keeps the products large
@@ -45,18 +45,18 @@ def _capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _exp_of_difference(a, b, EXACT: tl.constexpr):
-    """exp(a - b), under EXACT by the difference, else with one multiplication and addition."""
+    """exp(a - b) for a <= b, under EXACT to a float32's last bit, else by one multiplication and addition."""
     if EXACT:
-        y = tl.exp(a - b)
+        y = exp_in_units(a - b, True)
     else:
         y = tl.exp2(a * LOG2E - b * LOG2E)
     return y
 
 
 @triton.jit
-def _gradient(z, lse, factor, less, softcap, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """factor times the weight of z, less `less`: of a row's loss for its logits."""
-    gradient = _exp_of_difference(z, lse, EXACT) * factor - less
+def _gradient(z, base, factor, less, softcap, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
+    """exp(z - base) factor - less: of a row's loss for its logits."""
+    gradient = _exp_of_difference(z, base, EXACT) * factor - less
     if HAS_SOFTCAP:
         gradient *= 1.0 - (z / softcap) * (z / softcap)
     return gradient
@@ -85,6 +85,7 @@ def cross_entropy_kernel(logits_ptr, gradients_ptr, unit_ptr, targets_ptr, scale
     # before any of the row is written over: sums below keep the program's warps together
     score = _capped(tl.load(logits_ptr + target, mask=known, other=float("nan")), softcap, HAS_SOFTCAP)
     row_max = -float("inf")
+    base = 0.0  # the same, but for a row of -inf
     # [BLOCK]
     sums = zeros
     totals = zeros
@@ -113,7 +114,8 @@ def cross_entropy_kernel(logits_ptr, gradients_ptr, unit_ptr, targets_ptr, scale
                 row_max = new_max
                 if HAS_SMOOTHING:
                     totals += tl.where(at + columns < vocab, z, 0.0)
-    lse = row_max + tl.log(tl.sum(sums, 0))
+    total = tl.sum(sums, 0)
+    lse = row_max + tl.log(total)
     loss = lse - (1.0 - smoothing) * score - smoothing * (tl.sum(totals, 0) / vocab) + z_loss * lse * lse
     scale = 1.0
     if HAS_SCALES:
@@ -123,22 +125,22 @@ def cross_entropy_kernel(logits_ptr, gradients_ptr, unit_ptr, targets_ptr, scale
         scale = tl.where(known, scale, float("nan"))
         if HAS_UNIT:
             scale /= tl.load(unit_ptr)
-        factor = (1.0 + 2.0 * z_loss * lse) * scale
+        factor = (1.0 + 2.0 * z_loss * lse) * scale / total
         less = smoothing / vocab * scale
         if TILES:
             for tile in tl.static_range(TILES):
-                gradient = _gradient(_capped(kept[tile], softcap, HAS_SOFTCAP), lse, factor, less, softcap, HAS_SOFTCAP, EXACT)
+                gradient = _gradient(_capped(kept[tile], softcap, HAS_SOFTCAP), base, factor, less, softcap, HAS_SOFTCAP, EXACT)
                 _store(gradients_ptr, tile * BLOCK + columns, gradient, vocab, tile == TILES - 1)
         else:
             for cut in tl.static_range(2):
                 for at in tl.range(whole if cut else 0, vocab if cut else whole, BLOCK):
                     z = _capped(_logits(logits_ptr, at + columns, vocab, cut == 1), softcap, HAS_SOFTCAP)
-                    gradient = _gradient(z, lse, factor, less, softcap, HAS_SOFTCAP, EXACT)
+                    gradient = _gradient(z, base, factor, less, softcap, HAS_SOFTCAP, EXACT)
                     _store(gradients_ptr, at + columns, gradient, vocab, cut == 1)
         for at in tl.range(vocab, rows, BLOCK):
             tl.store(gradients_ptr + at + columns, zeros.to(gradients_ptr.dtype.element_ty), mask=at + columns < rows)
         tl.debug_barrier()  # the target's gradient is written over what stands there
-        gradient = _gradient(score, lse, factor, less + (1.0 - smoothing) * scale, softcap, HAS_SOFTCAP, EXACT)
+        gradient = _gradient(score, base, factor, less + (1.0 - smoothing) * scale, softcap, HAS_SOFTCAP, EXACT)
         tl.store(gradients_ptr + target, gradient.to(gradients_ptr.dtype.element_ty), mask=known)
 
 
