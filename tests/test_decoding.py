@@ -136,6 +136,18 @@ def test_beginnings_that_are_alike_are_read_in_the_pages_of_one_text(attention, 
     assert torch.equal(torch.cat(drawn, 1), expected[:, ids.shape[1] :])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant, samples, pages", [("flash", 2, False), ("flash", 4, True), ("sigmoid", 4, False)])
+def test_many_long_copies_take_pages_of_themselves(variant, samples, pages, monkeypatch):
+    monkeypatch.setattr(decoding, "PAGES_FROM", 160)
+    assert build(variant, "rotary", "cuda").decoding(prompts("cuda")[0], 8, samples=samples, graph=True).pages == pages
+
+
+def test_a_cpu_takes_no_pages_of_itself(monkeypatch):
+    monkeypatch.setattr(decoding, "PAGES_FROM", 1)
+    assert not build("flash", "rotary", "cpu").decoding(prompts("cpu")[0], 8, samples=4).pages
+
+
 def test_pages_need_a_variant_that_reads_them():
     with pytest.raises(ValueError, match="pages=True: no layer of this model reads pages"):
         build("sdpa", "rotary", "cpu").generate(prompts("cpu")[0], 1, pages=True)

@@ -14,6 +14,7 @@ from attnzoo.models.blocks import in_compute_dtype
 AHEAD = 8  # tokens that a GPU is told to make before the host looks at the first of them
 WARM_UP = 2  # tokens that are made behind the prompts' own before a graph is captured: kernels are compiled and libraries take memory
 GRAPHED = WARM_UP + 2  # tokens from which on a graph makes them
+PAGES_FROM = 2**17  # tokens that copies of one beginning would have: what was measured, from there on its pages are faster on a GPU
 
 
 class Decoding:
@@ -25,23 +26,25 @@ class Decoding:
 
     def __init__(self, model: nn.Module, input_ids: Tensor, max_new_tokens: int, *, lengths: Tensor | None = None, temperature: float = 1.0,
                  top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None,
-                 graph: bool | None = False, samples: int = 1, shared: int = 0, pages: bool = False):
+                 graph: bool | None = False, samples: int = 1, shared: int = 0, pages: bool | None = False):
         _check(model, input_ids, max_new_tokens, lengths, temperature, top_k, top_p, samples, shared, pages)
         self.model, self.input_ids, self.max_new_tokens, self.lengths, self.samples = model, input_ids, max_new_tokens, lengths, samples
-        self.shared, self.pages = shared, pages
+        self.shared = shared
         self.how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "generator": generator}
         reason = why_no_graph(model, input_ids.device)
         if graph and reason:
             raise ValueError(f"graph=true: {reason}; null takes a graph where there can be one")
         self.graphed = reason is None if graph is None else graph
+        self.on_device = self.graphed or lengths is not None
+        copies = input_ids.shape[0] * samples * shared if shared else samples * input_ids.shape[1] if samples > 1 else 0
+        self.pages = self.on_device and input_ids.is_cuda and _reads_pages(model) and copies >= PAGES_FROM if pages is None else pages
         max_len = input_ids.shape[1] + max_new_tokens
-        max_len += -max_len % PAGE if pages else 0
+        max_len += -max_len % PAGE if self.pages else 0
         self.caches = model.new_cache(input_ids.shape[0], max_len) if model.supports.cache else None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.drawn: Tensor | None = None  # (batch * samples, 1), the tokens drawn last
         self.n_drawn = 0
         device = input_ids.device.type
-        self.on_device = self.graphed or lengths is not None
         # a weight that was cast outside of a graph would be freed before the graph is
         self._autocast = {"device_type": device, "dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device),
                           "cache_enabled": not self.on_device}
@@ -197,7 +200,7 @@ def draw(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top
 
 
 def _check(model: nn.Module, input_ids: Tensor, max_new_tokens: int, lengths: Tensor | None, temperature: float, top_k: int | None,
-           top_p: float | None, samples: int, shared: int, pages: bool) -> None:
+           top_p: float | None, samples: int, shared: int, pages: bool | None) -> None:
     if input_ids.dim() != 2 or input_ids.shape[1] < 1:
         raise ValueError(f"input_ids: must be (batch, seqlen) with at least one token, got shape {tuple(input_ids.shape)}")
     if max_new_tokens < 0 or temperature < 0 or (top_k is not None and top_k < 1):
@@ -221,10 +224,14 @@ def _check(model: nn.Module, input_ids: Tensor, max_new_tokens: int, lengths: Te
             raise ValueError(f"shared={shared}: must be less than the shortest row's {shortest} tokens, and all rows begin alike so far")
         if not model.reads_in_parts:
             raise ValueError(f"shared={shared}: this model reads a text otherwise in parts than at once, or has no cache; leave it out")
-    if pages and not (model.supports.cache and any(block.attention.reads_pages for block in model.blocks)):
+    if pages and not _reads_pages(model):
         raise ValueError("pages=True: no layer of this model reads pages, as those of attention=flash do; leave it out")
     # the last token drawn is never read
     model._check_length(input_ids.shape[1] + max_new_tokens - 1)
+
+
+def _reads_pages(model: nn.Module) -> bool:
+    return model.supports.cache and any(block.attention.reads_pages for block in model.blocks)
 
 
 def _prepared(model: nn.Module) -> nn.Module:

@@ -37,7 +37,7 @@ class GPT(Transformer):
         samples: texts that go on with each row, which is read once; they are neighbours, and the draws those of as many equal rows.
         shared: the first tokens of all rows, which are equal, and are then read once; of a model with `reads_in_parts`.
         pages: texts that begin alike, by `samples` or `shared`, read their beginnings in the pages of one of them, once. Of a model with
-        attention=flash, and not run on a GPU yet.
+        attention=flash. None takes pages where copies would have 2^17 tokens or more on a GPU, and `graph` or `lengths` let it.
         stop: tokens that end a row, which repeats its own until all rows have one.
         graph: each token is the replay of a CUDA graph, or ValueError says why it cannot be; None takes one where it can.
 
