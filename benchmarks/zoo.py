@@ -45,6 +45,8 @@ def variant(record: dict) -> str:
         name += " " + " and ".join(one if isinstance(one, str) else one["name"] for one in by_layer)
     if record["model"].get("positions") == "alibi":
         name += " ALiBi"
+    if record["model"].get("qk_norm"):
+        name += " with QK-norm"
     if pattern := (record["model"].get("layers") or {}).get("pattern"):
         name += f" in layers {', '.join(dict.fromkeys(pattern))}"
     return name
@@ -81,6 +83,7 @@ def collect(folders: Sequence[str], into: Path) -> None:
                 rows.setdefault((folder, *kept[:8]), kept)
     for name in sorted(lost):
         print(f"left out, no run of that name is below these folders: {name}", file=sys.stderr)
+    into.mkdir(parents=True, exist_ok=True)
     _write(into / "zoo-training.csv", TRAINING, training)
     _write(into / "zoo-curves.csv", CURVES, curves)
     _write(into / "zoo-evaluations.csv", EVALUATION, rows.values())
