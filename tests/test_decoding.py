@@ -8,7 +8,7 @@ from test_generation import CONFIGS, SIZES, VARIANTS, build
 from torch import nn
 
 from attnzoo.attention import cache as cache_module
-from attnzoo.attention.base import POSITIONS
+from attnzoo.attention.base import POSITIONS, Attention, AttentionSpec, SequenceInfo
 from attnzoo.attention.block_sparse import BlockSparseAttention
 from attnzoo.attention.cache import KVCache, Newest
 from attnzoo.attention.differential import DifferentialAttention
@@ -21,7 +21,7 @@ from attnzoo.attention.moba import MoBAAttention
 from attnzoo.attention.msa import MSAttention
 from attnzoo.attention.nsa import NSAttention
 from attnzoo.attention.positions import rotate
-from attnzoo.attention.sdpa import SDPAttention
+from attnzoo.attention.sdpa import SDPAttention, masked_attention
 from attnzoo.models import GPT, decoding
 from attnzoo.models.decoding import GRAPHED, _prepared, why_no_graph
 from attnzoo_kernels import dispatch
@@ -38,10 +38,14 @@ OPTIONS = {
         spec, compress_size=4, compress_stride=2, block_size=4, block_count=3, window=5),
     "forgetting, shifted": lambda spec: ForgettingAttention(spec, shift_keys=True, shift_values=True, output_norm=True),
     "dual chunk, yarn": lambda spec: DualChunkAttention(spec, chunk_size=12, temperature="yarn"),
+    "dual chunk, yarn, in pages": lambda spec: DualChunkAttention(spec, chunk_size=24, local_size=8, temperature="yarn"),
+    "dual chunk, two stages": lambda spec: DualChunkAttention(spec, chunk_size=24, local_size=8, stages=["intra", "inter"]),
+    "blocks in pages": lambda spec: BlockSparseAttention(spec, pattern={"name": "longformer", "window": 1}, block=16),
     "a bias by distance and position": lambda spec: DistanceBiasAttention(spec, kind="fire", threshold=9),
+    "differential": lambda spec: DifferentialAttention(spec),
     "latents, wide": lambda spec: MLAttention(spec, q_lora_rank=24, kv_lora_rank=256),  # wider than decode_attention's caches
 }
-OWN_MODEL = ("dual chunk, yarn", "latents, wide")  # without a norm of queries and keys
+OWN_MODEL = ("dual chunk, yarn", "dual chunk, yarn, in pages", "latents, wide")  # without a norm of queries and keys
 MODEL = {"qk_norm": True, "attention_temperature": "ssmax", "attention_gate": "head"}
 
 
@@ -74,6 +78,32 @@ def test_options_too(name, device):
     for parameter in model.parameters():
         parameter.data.mul_(4 if parameter.dim() > 1 else 1)
     check_rows_of_unlike_lengths(model.to(device).float() if device == "cuda" else model, device)
+
+
+@pytest.mark.parametrize("name", ("differential", "differential V2", "dual chunk, yarn, in pages", "dual chunk, two stages",
+                                  "blocks in pages"))
+def test_decode_attention_gives_what_the_variants_own_kernels_give(name):
+    """Of the first token, of tokens beside borders of blocks and chunks, and of the last one there is room for."""
+    torch.manual_seed(0)
+    spec = AttentionSpec(dim=32, n_heads=4, n_kv_heads=2, head_dim=8, layer=1, n_layers=2, causal=True, positions="rotary",
+                         train_context=24)
+    layer = OPTIONS[name](spec).double().eval()
+    at = torch.tensor([0, 15, 16, 17, 31, 32, 40, 48, 63])
+    x, results = torch.randn(len(at), 64, 32, dtype=torch.float64), []
+    usual = Attention.attend_newest
+    if name == "blocks in pages":
+        usual = lambda layer, q, cache, seq: masked_attention(q, *cache.buffers, layer._newest_mask(cache))  # noqa: E731
+    for attend_newest in (usual, type(layer).attend_newest):
+        cache = layer.new_cache(len(at), 64)
+        with torch.no_grad():
+            layer(x, SequenceInfo(torch.arange(64)[None]), cache)
+            for step in (at, (at + 1).clamp(max=63)):  # the first changes the cache
+                cache.newest, seq = Newest(step, 64), SequenceInfo(step[:, None])
+                q, k, v, *rest = layer.project(x[torch.arange(len(at)), step][:, None])
+                q = layer._append_newest(q, k, v, cache, seq, *rest)
+                results.append(attend_newest(layer, q, cache, seq, *rest))
+    for expected, found in zip(results[:2], results[2:], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.attention import joint
-from attnzoo.attention.cache import KVCache
+from attnzoo.attention.cache import DECODED_TOKENS, KVCache
 from attnzoo.attention.norm import RMSNorm
 from attnzoo.attention.positions import ROPE_OPTIONS, ROPE_SCALINGS, Rope, alibi_slopes, make_rope, rotate
 from attnzoo.attention.sequence import SequenceInfo
@@ -146,6 +146,7 @@ class Attention(nn.Module):
     drawn_with = ""  # the options with which alone `attend` gives weights times values, which a picture needs
     decodes_on_device = False  # whether `attend_newest` holds, so that decoding can be a CUDA graph; `attend` must look at seq.cu_seqlens_k
     reads_pages = False  # whether `attend_newest` looks at the cache's block_table
+    page = 1  # tokens of a page in which `attend_newest` reads a cache, of whose rows' room a page is then a divisor
     joined: tuple[Tensor, Tensor | None] | None = None  # weight and bias of `project`'s product; decoding joins them once
 
     def __init__(self, spec: AttentionSpec):
@@ -360,6 +361,16 @@ class Attention(nn.Module):
         rows = seq.once("newest rows", lambda: SequenceInfo(cache.newest.positions, queries, 1, keys=(keys, cache.max_len)))
         q, k, v, *rest = (x.flatten(0, 1) for x in (q, *cache.buffers, *rest))
         return self.attend(q, k, v, rows, *rest)[:, None]
+
+    def decodes_by_kernel(self, q: Tensor) -> bool:
+        """Whether a variant with an `impl` reads a cache, whose length the host knows, by `decode_attention`."""
+        differentiable = torch.is_grad_enabled() and q.requires_grad
+        return q.is_cuda and self.impl != "reference" and not differentiable and self.dropout_p == 0 and q.shape[1] <= DECODED_TOKENS
+
+    @staticmethod
+    def cache_lengths(cache: KVCache, seq: SequenceInfo) -> Tensor:
+        """Tokens of each row that the cache holds, int32 (batch,), where the shapes of the buffers do not tell."""
+        return seq.once("cache lengths", lambda: torch.full((cache.batch,), cache.length, dtype=torch.int32, device=cache.keys.device))
 
     def finish(self, out: Tensor) -> Tensor:
         """What is done to attend's output (..., heads, width) of each token, such as a norm."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnzoo.attention.base import Attention, AttentionSpec, Impl, KVCache, SequenceInfo, Supports
 from attnzoo.attention.sdpa import masked_attention
-from attnzoo_kernels import block_sparse_attention
+from attnzoo_kernels import block_sparse_attention, decode_attention
 from attnzoo_kernels.block_sparse.layout import BLOCKS
 from attnzoo_kernels.block_sparse.patterns import PATTERNS, Pattern
 
@@ -67,10 +67,29 @@ class BlockSparseAttention(Attention):
             raise ValueError(f"trainer.context_parallel: attention.pattern={self.pattern} must be causal and without last_global, because "
                              "each device places it on the keys up to its own queries")
 
+    @property
+    def page(self) -> int:
+        return self.pattern.block if self.pattern.heads == 1 else 1
+
     def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
-        """By PyTorch's attention over the whole cache: the blocks that a token keeps are a mask."""
+        """The blocks that a token keeps are the pages of its row. Where they differ by head they are a mask over the whole cache."""
+        if self.pattern.heads == 1 and cache.max_len % self.page == 0:
+            table, lengths = seq.once(("block_sparse pages", self.pattern.key), lambda: self._newest_pages(cache))
+            return decode_attention(q, *cache.pages(self.page), cache_seqlens=lengths, block_table=table,
+                                    impl="reference" if self.impl == "reference" else None)
         mask = seq.once(("block_sparse newest", self.pattern.key), lambda: self._newest_mask(cache))
         return masked_attention(q, cache.keys, cache.values, mask)
+
+    def _newest_pages(self, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """The kept blocks up to a token's own, which is the last one, as `decode_attention` has a block_table and cache_seqlens."""
+        block, positions = self.pattern.block, cache.newest.positions
+        layout = self.pattern.layout(cache.max_len, positions.device).mask[0, 0]
+        own, blocks = positions // block, torch.arange(layout.shape[-1], device=positions.device)
+        kept = layout[own] & (blocks <= own[:, None])
+        # those that are kept first, in their order
+        order = torch.where(kept, blocks, len(blocks)).sort(-1).values.clamp(max=len(blocks) - 1)
+        table = cache.newest.row_starts[:, None] // block + order
+        return table.int(), ((kept.sum(-1) - 1) * block + positions % block + 1).int()
 
     def _newest_mask(self, cache: KVCache) -> Tensor:
         """(batch, 1 or heads, 1, max_len)"""

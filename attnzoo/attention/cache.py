@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 PAGE = 64  # tokens
+DECODED_TOKENS = 16  # of one sequence at once, at most; a longer piece of a prompt keeps the GPU busy without splitting its keys
 
 
 class Newest:
@@ -35,6 +36,7 @@ class Newest:
 class KVCache:
     """What `Attention.kept` gives of the tokens read so far, each (batch, max_len, ...). Takes its memory at the first append.
 
+    rotated: whether a variant that keeps keys as they were projected has rotated them by now, in place.
     newest: set, the cache takes one token of each row at the place that it says, and `length` is not looked at.
     block_table: set, rows that begin alike read their beginnings in the pages of one of them: int32 (batch, max_len / PAGE), numbers of
     pages of all rows, one behind the other. A variant with `reads_pages` reads `pages()` by it; what each row has of its own is the same.
@@ -45,6 +47,7 @@ class KVCache:
         self.buffers: tuple[Tensor, ...] = ()
         self.newest: Newest | None = None
         self.block_table: Tensor | None = None
+        self.rotated = False
 
     @property
     def keys(self) -> Tensor:
@@ -85,9 +88,9 @@ class KVCache:
         """What was appended so far, as views."""
         return tuple(buffer[:, : self.length] for buffer in self.buffers)
 
-    def pages(self) -> tuple[Tensor, ...]:
-        """The buffers as (pages, PAGE, ...), views."""
-        return tuple(buffer.view(-1, PAGE, *buffer.shape[2:]) for buffer in self.buffers)
+    def pages(self, size: int | None = None) -> tuple[Tensor, ...]:
+        """The buffers as (pages, size, ...), views. size: a divisor of max_len, None for PAGE."""
+        return tuple(buffer.view(-1, size or PAGE, *buffer.shape[2:]) for buffer in self.buffers)
 
 
 def block_table(batch: int, max_len: int, alike: list[tuple[Tensor, Tensor | int]], device: torch.device) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
-from attnzoo_kernels import differential_attention
+from attnzoo.attention.base import Attention, AttentionSpec, Impl, KVCache, SequenceInfo, Supports
+from attnzoo_kernels import decode_attention, differential_attention
 
 LAMBDA_STD = 0.1
 LAMBDA_VECTORS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -95,6 +95,27 @@ class DifferentialAttention(Attention):
             q[..., 0::2, :], q[..., 1::2, :], k1, k2, v, self.lambda_of_layer() if self.version == 1 else lam[0], causal=self.spec.causal,
             cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens_k, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen_k,
             impl=self.impl)
+
+    def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *lam: Tensor) -> Tensor:
+        if not self.decodes_by_kernel(q):
+            return super().attend_cached(q, cache, seq, *lam)
+        return self._decode(q, cache, self.cache_lengths(cache, seq), *lam)
+
+    def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *lam: Tensor) -> Tensor:
+        return self._decode(q, cache, cache.newest.lengths, *lam)
+
+    def _decode(self, q: Tensor, cache: KVCache, lengths: Tensor, *lam: Tensor) -> Tensor:
+        """Both maps as heads of one `decode_attention`, which reads the cache once. lengths: int32 (batch,), tokens of each row."""
+        keys, factor, width = cache.keys, self.lambda_of_layer() if self.version == 1 else lam[0][..., None], q.shape[-1]
+        if self.version == 1:
+            # a pair's keys as one key of twice the width, of which each query has zeros in the other's half
+            keys = keys.unflatten(2, (-1, 2)).flatten(3)
+            q = torch.stack((F.pad(q[..., 0::2, :], (0, width)), F.pad(q[..., 1::2, :], (width, 0))), dim=3).flatten(2, 3)
+        out = decode_attention(
+            q, keys, cache.values, cache_seqlens=lengths, causal=True, softmax_scale=width**-0.5,
+            out_dtype=None if q.dtype == torch.float64 else torch.float32, impl="reference" if self.impl == "reference" else None)
+        first, second = out.unflatten(2, (-1, 2)).unbind(3)
+        return (first - factor * second).to(q.dtype)
 
     def finish(self, out: Tensor) -> Tensor:
         if self.version == 2:

@@ -1,14 +1,16 @@
 """Dual Chunk attention (An et al. 2024, arXiv:2402.17463): long contexts at trained rotary distances, by `dual_chunk_attention`."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
+from attnzoo.attention.base import Attention, AttentionSpec, Impl, KVCache, SequenceInfo, Supports
+from attnzoo.attention.positions import rotate
 from attnzoo.attention.temperature import make_temperature
-from attnzoo_kernels import dual_chunk_attention, padding
-from attnzoo_kernels.dual_chunk.geometry import STAGES, geometry, stage_bits
+from attnzoo_kernels import decode_attention, dual_chunk_attention, padding
+from attnzoo_kernels.dual_chunk.geometry import STAGES, geometry, stage_bits, stage_positions
 
 TEMPERATURES = ("none", "yarn")
 
@@ -60,9 +62,70 @@ class DualChunkAttention(Attention):
         cos, sin = self._tables(seq, q)
         return dual_chunk_attention(
             q, k, v, cos=cos, sin=sin, chunk_size=self.chunk_size, local_size=self.local_size, variant=self.variant,
-            softmax_scale=q.shape[-1] ** -0.5 * self.rope.magnitude**2, causal=self.spec.causal, stages=self.stages,
+            softmax_scale=self._softmax_scale(q), causal=self.spec.causal, stages=self.stages,
             logit_multiplier=self._multiplier(q, k, seq), cu_seqlens_q=seq.cu_seqlens,
             cu_seqlens_k=seq.cu_seqlens_k, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen_k, impl=self.impl)
+
+    def _softmax_scale(self, q: Tensor) -> float:
+        return q.shape[-1] ** -0.5 * self.rope.magnitude**2
+
+    @property
+    def page(self) -> int:
+        """The largest power of two that divides a chunk, up to 256; chunks of fewer than 16 have none."""
+        page = math.gcd(self.geometry.chunk, 256)
+        return page if page >= 16 else 1
+
+    def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
+        if cache.rotated:
+            raise ValueError("cache: its keys were rotated for decoding on a device, which goes on with one token of each row at a time")
+        return super().attend_cached(q, cache, seq)
+
+    def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
+        """Each stage is a sequence of its own, whose pages are those of its chunks, with the query as it is rotated for the stage.
+
+        Keys are rotated in the cache, by their place in their chunk, at the first token; the kernels for prompts do that themselves.
+        """
+        if self.page == 1 or cache.max_len % self.page:
+            return super().attend_newest(q, cache, seq)
+        cos, sin = self._tables(seq, q)
+        places, keys = cache.newest.places, cache.keys.flatten(0, 1)
+        if cache.rotated:
+            inside = cache.newest.positions % self.geometry.chunk
+            keys.index_copy_(0, places, rotate(keys.index_select(0, places), cos[inside], sin[inside]))
+        else:
+            inside = torch.arange(cache.max_len, device=q.device) % self.geometry.chunk
+            cache.keys.copy_(rotate(cache.keys, cos[inside], sin[inside]))
+            cache.rotated = True
+        table, lengths, positions = seq.once(("dual_chunk pages", self.geometry, self.stages), lambda: self._newest_pages(cache))
+        if (multiplier := self._newest_multiplier(cache, seq)) is not None:
+            q = (q * multiplier[:, None, None, None]).to(q.dtype)
+        # (stages batch, 1, heads, width)
+        q = torch.cat([rotate(q, cos[at][:, None], sin[at][:, None]) for at in positions])
+        out, lse = decode_attention(
+            q, *cache.pages(self.page), cache_seqlens=lengths, block_table=table, softmax_scale=self._softmax_scale(q),
+            out_dtype=None if q.dtype == torch.float64 else torch.float32, return_lse=True,
+            impl="reference" if self.impl == "reference" else None)
+        out, lse = out.unflatten(0, (len(self.stages), -1)), lse.unflatten(0, (len(self.stages), -1)).transpose(2, 3)
+        shares = lse.softmax(0).nan_to_num(0)  # of tokens that no stage shows anything
+        return (out * shares[..., None]).sum(0).to(q.dtype)
+
+    def _newest_pages(self, cache: KVCache) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Of each stage and row, as `decode_attention` has a block_table and cache_seqlens, and the rotary positions of the queries."""
+        at, chunk = cache.newest.positions, self.geometry.chunk
+        own = at - at % chunk
+        before = (own - chunk).clamp(min=0)
+        ranges = {"intra": (own, at + 1), "successive": (before, own), "inter": (torch.zeros_like(own), before)}
+        turned = dict(zip(STAGES, stage_positions(at, self.geometry), strict=True))
+        begins, ends = (torch.stack([ranges[stage][n] for stage in self.stages]) for n in (0, 1))
+        n_pages = cache.max_len // self.page
+        pages = (begins[..., None] // self.page + torch.arange(n_pages, device=at.device)).clamp(max=n_pages - 1)
+        table = cache.newest.row_starts[:, None] // self.page + pages
+        return table.flatten(0, 1).int(), (ends - begins).flatten().int(), [turned[stage] for stage in self.stages]
+
+    def _newest_multiplier(self, cache: KVCache, seq: SequenceInfo) -> Tensor | None:
+        if (temperature := self.chunk_temperature) is None:
+            return None
+        return seq.once(("dual_chunk newest", *temperature.key), lambda: temperature.factor(cache.newest.positions + 1))
 
     def _tables(self, seq: SequenceInfo, q: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of every position that the chunks have, float32 (positions, rotated channels / 2)."""

@@ -12,8 +12,6 @@ from attnzoo.attention.base import AttentionSpec, Impl, KVCache, SequenceInfo, S
 from attnzoo.attention.window import WindowedAttention
 from attnzoo_kernels import decode_attention, flash_attention
 
-DECODED_TOKENS = 16  # of one sequence at once, at most; a longer piece of a prompt keeps the GPU busy without splitting its keys
-
 
 class FlashAttention(WindowedAttention):
     """Softmax attention, optionally in a sliding window, with capped scores or with a learned sink per head.
@@ -66,12 +64,9 @@ class FlashAttention(WindowedAttention):
             max_seqlen_k=seq.max_seqlen_k, impl=self.impl)
 
     def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
-        differentiable = torch.is_grad_enabled() and q.requires_grad
-        if not q.is_cuda or self.impl == "reference" or differentiable or self.dropout_p > 0 or q.shape[1] > DECODED_TOKENS:
+        if not self.decodes_by_kernel(q):
             return super().attend_cached(q, cache, seq)
-        # the whole buffers, whose shapes stay the same from token to token, and the length as a number on the device
-        lengths = seq.once("cache lengths", lambda: torch.full((cache.batch,), cache.length, dtype=torch.int32, device=q.device))
-        return self._decode(q, cache, seq, lengths)
+        return self._decode(q, cache, seq, self.cache_lengths(cache, seq))
 
     def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
         return self._decode(q, cache, seq, cache.newest.lengths)

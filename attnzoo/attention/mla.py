@@ -121,8 +121,7 @@ class MLAttention(Attention):
         new = q.shape[1]
         if new == cache.length or new > ABSORBED_TOKENS or self.dropout_p > 0:
             return super().attend_cached(q, cache, seq)
-        lengths = seq.once("cache lengths", lambda: torch.full((cache.batch,), cache.length, dtype=torch.int32, device=q.device))
-        return self._attend_absorbed(q, cache, lengths)
+        return self._attend_absorbed(q, cache, self.cache_lengths(cache, seq))
 
     def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
         return self._attend_absorbed(q, cache, cache.newest.lengths)

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnzoo.attention.cache import DECODED_TOKENS
 from attnzoo.hub import engine
 from attnzoo.hub.own_configs import own_configs
 from attnzoo_kernels import block_sparse_attention, decode_attention, flash_attention, padding
 from attnzoo_kernels.block_sparse.patterns import PATTERNS, Pattern
 
-DECODED_TOKENS = 16  # of one sequence, at most, that decode_attention reads over a cache
 DEFAULT_PATTERN = {"name": "longformer"}
 MASKS = {
     "causal_mask_function", "bidirectional_mask_function", "sliding_window_overlay", "sliding_window_bidirectional_overlay",

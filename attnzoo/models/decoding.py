@@ -39,7 +39,8 @@ class Decoding:
         copies = input_ids.shape[0] * samples * shared if shared else samples * input_ids.shape[1] if samples > 1 else 0
         self.pages = self.on_device and input_ids.is_cuda and _reads_pages(model) and copies >= PAGES_FROM if pages is None else pages
         max_len = input_ids.shape[1] + max_new_tokens
-        max_len += -max_len % PAGE if self.pages else 0
+        pages = [block.attention.page for block in model.blocks if self.on_device] + [PAGE] * self.pages
+        max_len += -max_len % max(pages, default=1)  # all are powers of two
         self.caches = model.new_cache(input_ids.shape[0], max_len) if model.supports.cache else None
         self.graph: torch.cuda.CUDAGraph | None = None
         self.drawn: Tensor | None = None  # (batch * samples, 1), the tokens drawn last

@@ -27,6 +27,7 @@ def decode_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     share_prefixes: bool = False,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     check: bool = False,
     impl: str | None = None,
@@ -58,6 +59,7 @@ def decode_attention(
     A query that sees no key gives zeros and LSE -inf (the sink with sinks).
 
     softmax_scale: any finite number; default head_dim ** -0.5.
+    out_dtype: of the output, None for q's, or torch.float32, so that results which are put together are rounded once.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q).
     check: look at the values of cache_seqlens, block_table and scales, which waits for the device; on a CPU they are always looked at.
     impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
@@ -83,6 +85,8 @@ def decode_attention(
     checks.flag("check", check)
     checks.flag("return_lse", return_lse)
     checks.flag("share_prefixes", share_prefixes)
+    if out_dtype not in (None, torch.float32) or (out_dtype is not None and q.dtype == torch.float64):
+        raise ValueError(f"out_dtype: must be None or torch.float32, and None for queries of torch.float64, got {out_dtype} for {q.dtype}")
     _check_lengths(cache_seqlens, q, k_cache.shape[1] * (1 if block_table is None else block_table.shape[1]), check)
     if block_table is not None:
         _check_pages(cache_seqlens, block_table, *k_cache.shape[:2], check)
@@ -105,12 +109,13 @@ def decode_attention(
         out, lse = decode_attention_reference(
             q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, window_size=(left, right),
             softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
+        out = out.to(out_dtype or q.dtype)
     else:
         checks.no_gradient(alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale)
         autograd.refuse_derivatives('impl="triton"', "use flash_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
         out, lse = ops.forward(q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, sinks, softmax_scale, left, right, softcap,
-                               k_scale, v_scale, share_prefixes)
+                               k_scale, v_scale, share_prefixes, out_dtype)
     return (out, lse) if return_lse else out
 
 

@@ -130,7 +130,7 @@ def find_groups(block_table: Tensor, cache_seqlens: Tensor, seqlen_q: int, page:
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block_table: Tensor, sinks: Tensor | None,
                    softmax_scale: float, window_right: int, softcap: float, k_scale: Tensor | None = None,
-                   v_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+                   v_scale: Tensor | None = None, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """As `forward.launch_forward`, of pages, without ALiBi and without a left window."""
     batch, seqlen_q, heads, head_dim = q.shape
     page, kv_heads = k.shape[1:3]
@@ -141,10 +141,10 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block
         at_most = shared_rows(architecture(q), width, k.element_size(), batch * queries) // queries
     if at_most < 2:
         return forward.launch_forward(q, k, v, cache_seqlens, block_table, None, sinks, softmax_scale, -1, window_right, softcap, k_scale,
-                                      v_scale)
+                                      v_scale, out_dtype)
     with on_device_of(q):
         groups, _ = find_groups(block_table, cache_seqlens, seqlen_q, page, at_most)
         found = forward.launch_forward(q, k, v, groups.lengths, block_table, None, sinks, softmax_scale, -1, -1, softcap, k_scale, None,
                                        torch.float32, group=forward.Group(at_most, groups.leaders, groups.counts))
         return forward.launch_forward(q, k, v, groups.own_lengths, block_table, None, sinks, softmax_scale, -1, window_right, softcap,
-                                      k_scale, v_scale, prefix=forward.Prefix(groups.skips, *found))
+                                      k_scale, v_scale, out_dtype, prefix=forward.Prefix(groups.skips, *found))

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 VARIANTS = ("paper", "chunkllama")
 STAGES = ("intra", "successive", "inter")
 
@@ -31,6 +34,12 @@ def geometry(chunk_size: int, local_size: int, variant: str) -> Geometry:
     if variant == "paper":
         return Geometry(chunk, chunk_size - 1, chunk_size - 1)
     return Geometry(chunk, chunk_size, min(2 * chunk - 1, chunk_size))
+
+
+def stage_positions(position: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotary positions in the intra, successive and inter stage of tokens at `position`."""
+    inside = position % geometry.chunk
+    return inside, (inside + geometry.chunk).clamp(max=geometry.top), torch.full_like(inside, geometry.far)
 
 
 def stage_bits(stages: tuple[str, ...]) -> int:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels.dispatch import without_autocast
-from attnzoo_kernels.dual_chunk.geometry import Geometry
+from attnzoo_kernels.dual_chunk.geometry import stage_positions
 from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
 
 
@@ -21,12 +21,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     parts = first * cos - second * sin, second * cos + first * sin
     turned = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
     return torch.cat((turned.to(x.dtype), rest), -1)
-
-
-def stage_positions(position: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
-    """Rotary positions in the intra, successive and inter stage of tokens at `position`."""
-    inside = position % geometry.chunk
-    return inside, (inside + geometry.chunk).clamp(max=geometry.top), torch.full_like(inside, geometry.far)
 
 
 @without_autocast
