@@ -26,7 +26,7 @@ class Decoding:
 
     def __init__(self, model: nn.Module, input_ids: Tensor, max_new_tokens: int, *, lengths: Tensor | None = None, temperature: float = 1.0,
                  top_k: int | None = None, top_p: float | None = None, generator: torch.Generator | None = None,
-                 graph: bool | None = False, samples: int = 1, shared: int = 0, pages: bool | None = False):
+                 graph: bool | None = False, samples: int = 1, shared: int = 0, pages: bool | None = None):
         _check(model, input_ids, max_new_tokens, lengths, temperature, top_k, top_p, samples, shared, pages)
         self.model, self.input_ids, self.max_new_tokens, self.lengths, self.samples = model, input_ids, max_new_tokens, lengths, samples
         self.shared = shared
