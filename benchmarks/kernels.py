@@ -5,11 +5,12 @@ from collections.abc import Callable
 import torch
 
 KINDS = (  # the first that a kernel's name contains
-    ("attention", ("flash_", "fmha", "flash::", "softmax_bwd", "bwd_preprocess", "bwd_postprocess", "bwd_all_tails")),
-    ("optimizer", ("multi_tensor", "FusedOptimizer")),
-    ("matrix products", ("nvjet", "gemm", "cublas", "splitKreduce", "cutlass")), ("norms and residuals", ("layer_norm", "add_norm")),
-    ("GELU", ("gelu",)), ("loss", ("log_softmax", "nll_loss", "cross_entropy")), ("embedding", ("embedding", "index_put", "index_add")),
-    ("rounding to 8 bits", ("amax", "_scaled_mm", "transpose_kernel")), ("copies", ("Memcpy", "Memset", "cat")),
+    ("optimizer", ("multi_tensor", "FusedOptimizer")), ("norms and residuals", ("layer_norm", "add_norm")), ("GELU", ("gelu",)),
+    ("attention", ("flash_", "fmha", "flash::", "softmax_bwd", "fwd_kernel", "fwd_hopper_kernel", "bwd_kernel", "bwd_hopper_kernel",
+                   "bwd_dkdv_kernel", "bwd_dq_kernel", "bwd_preprocess", "bwd_postprocess", "tails_kernel", "key_range")),
+    ("matrix products", ("nvjet", "gemm", "cublas", "splitKreduce", "cutlass")), ("loss", ("log_softmax", "nll_loss", "cross_entropy")),
+    ("embedding", ("embedding", "index_put", "index_add")), ("rounding to 8 bits", ("amax", "_scaled_mm", "rounding_kernel")),
+    ("copies", ("Memcpy", "Memset", "cat")),
     ("reductions of gradients", ("reduce_kernel", "triton_red", "sum")), ("casts", ("_to_copy",)),
 )
 

@@ -1,11 +1,15 @@
 """The BERT benchmark runs, checks its models against each other, and trains them to the same loss."""
 
 import csv
+import re
+from itertools import chain
+from pathlib import Path
 
 import pytest
 
 from benchmarks import batching, bert, fused, kernels
 
+ROOT = Path(__file__).parent.parent
 TINY = ["--dry-run", "--backends", "attnzoo-eager", "huggingface-eager"]
 
 
@@ -38,6 +42,13 @@ def test_packed_and_padded_batches_hold_the_same_tokens():
                                           ("triton_poi_fused__to_copy_3", "casts"), ("cross_entropy_kernel", "loss")])
 def test_kernels_have_kinds(kernel, kind):
     assert kernels.kind_of(kernel) == kind
+
+
+def test_kernels_of_flash_are_attention():
+    folders = [ROOT / "kernels" / "attnzoo_kernels" / name for name in ("_triton", "_gluon", "flash")]
+    sources = chain.from_iterable(folder.rglob("*.py") for folder in folders)
+    names = {name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(), flags=re.M)}
+    assert len(names) > 8 and {kernels.kind_of(name) for name in names} == {"attention"}, names
 
 
 def test_batching_is_counted(tmp_path, capsys):
