@@ -44,6 +44,33 @@ def test_four_ranks_train_as_one(tmp_path):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-9)
 
 
+GPUS = torch.cuda.device_count()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("options", (["trainer=ddp"], ["trainer=fsdp"], ["trainer=fsdp2"], ["trainer=ddp", "trainer.context_parallel={}"],
+                                     ["trainer=fsdp2", "trainer.context_parallel={}"]), ids=" ".join)
+def test_gpus_train_as_one(tmp_path, options):
+    """40 steps in float32, on two GPUs and on all."""
+    sharing = "trainer.context_parallel={}" in options
+    common = ["data.seq_len=600", "trainer.max_steps=40", "trainer.val_check_interval=40", "optimizer.lr=1e-3", "model.dim=64",
+              "batch_tokens=2400"]
+
+    def losses(devices: int, *options: str) -> torch.Tensor:
+        folder = tmp_path / str(devices)
+        run = arguments(folder, "trainer.accelerator=gpu", f"trainer.devices={devices}", *options, *common,
+                        f"hydra.run.dir={folder / 'run'}")
+        done = subprocess.run([sys.executable, "train.py", *run], cwd=ROOT, timeout=300, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return torch.tensor([[float(value) for value in column(folder, metric)] for metric in ("train/loss", "train/grad_norm")])
+
+    wanted = losses(1, "trainer=gpu", "data.batch_size=4")
+    for devices in dict.fromkeys((2, GPUS)):
+        found = losses(devices, *(option.format(devices) for option in options), f"data.batch_size={4 if sharing else 4 // devices}")
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0, msg=lambda text: f"{devices} GPUs: {text}")
+
+
 @pytest.mark.parametrize("options, reason", (
     (["compile=true"], "does not go with compile; set compile=false"),
     (["model=bert_tiny", "data.packed=false"], "does not go with data.packed=false; set data.packed=true"),

@@ -67,9 +67,11 @@ def test_ranks_compute_what_one_process_computes(ranks, sizes):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_compute_what_one_computes():
-    context_ranks.run(2, target=context_ranks.main_gpu)
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_gpus_compute_what_one_computes(ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    context_ranks.run(ranks, target=context_ranks.main_gpu)
 
 
 def test_what_does_not_fit_is_refused():
