@@ -2,21 +2,27 @@
 
     python -m benchmarks.forgetting                         # the main table
     python -m benchmarks.forgetting speed packed --gate 6
+    python -m benchmarks.forgetting trained --checkpoint runs/a --lengths 16384    # the gates of a trained model, layer by layer
 
 The softmax is a peer in time only: its results are checked against its own reference. `forgetting_transformer` is built from
 github.com/zhixuan-lin/forgetting-transformer, without its pruning; `fla` is flash-linear-attention. Ours run with pruning and without.
-A panel's name has the share of tiles that pruning leaves out.
+A panel's name has the share of tiles that pruning leaves out. `trained` takes queries, keys, values and gates from a checkpoint of
+experiment=extrapolation_forgetting that reads the Python sources of attnzoo.
 """
 
 import functools
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from attnzoo import checkpoint, trained
+from attnzoo.attention import forgetting as layers
 from attnzoo_kernels import flash_attention, forgetting_attention
 from attnzoo_kernels.flash.cases import mixed_lengths
 from attnzoo_kernels.forgetting.cases import Case, Inputs, benchmark_case
@@ -115,14 +121,18 @@ def entries(session: Session, case: Case) -> list[Entry]:
 
 
 def panel(session: Session, case: Case) -> str:
-    name = f"d{case.head_dim} gate {case.gate:g}"
-    if torch.device(session.device).type != "cuda":
-        return name
+    return f"d{case.head_dim} gate {case.gate:g}, {left_out(case, session.device)}"
+
+
+def left_out(case: Case, device: str) -> str:
+    """The share of tiles."""
+    if torch.device(device).type != "cuda":
+        return "share not counted"
     from attnzoo_kernels.forgetting.blocks import passed_over
 
-    x = case.inputs(session.device)
+    x = case.inputs(device)
     bounds = {name: value for name, value in x.options.items() if name.startswith("cu_seqlens")}
-    return f"{name}, {passed_over(x.q, x.k, x.log_f, softmax_scale=case.head_dim**-0.5, **bounds):.0%} left out"
+    return f"{passed_over(x.q, x.k, x.log_f, softmax_scale=case.head_dim**-0.5, **bounds):.0%} left out"
 
 
 def cases(session: Session) -> Iterator[tuple[int, Case]]:
@@ -147,13 +157,58 @@ def packed(session: Session) -> Iterator[list[Row]]:
         yield from harness.compare_late_ones_last(line, entries(session, case), session.options.directions, session.timing)
 
 
-TABLES = {f.__name__: f for f in (speed, packed)}
+@dataclass(frozen=True)
+class Seen(Case):
+    """What one layer of a trained model gives the operator."""
+
+    tensors: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
+
+    def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
+        q, k, v, log_f = (x.to(device) for x in self.tensors)
+        leaves = tuple(x.to(dtype).requires_grad_() for x, dtype in zip((q, k, v, log_f), (*[self.dtype] * 3, torch.float32), strict=True))
+        generator = torch.Generator(device).manual_seed(seed)
+        return Inputs(*leaves, torch.randn(v.shape, generator=generator, device=device, dtype=self.dtype), {})
+
+
+@torch.no_grad()
+def layers_of(where: str, length: int, device: str, dtype: torch.dtype) -> list[Seen]:
+    """The cases of all layers, in their order."""
+    given = trained.read(where, key="--checkpoint")
+    loaded = checkpoint.rebuild(given.content, given.where)
+    text = "".join(path.read_text() for path in sorted(Path(layers.__file__).parent.parent.rglob("*.py")))
+    ids = torch.tensor([loaded.tokenizer.encode(text)[:length]], device=device)
+    if ids.shape[1] < length:
+        raise ValueError(f"--lengths {length}: the sources of attnzoo have {ids.shape[1]} tokens")
+    found: list[Seen] = []
+
+    def keep(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, **options) -> Tensor:
+        found.append(Seen(batch=1, seqlen_q=length, heads=q.shape[-2], kv_heads=k.shape[-2], head_dim=q.shape[-1], dtype=dtype,
+                          tensors=(q, k, v, log_f)))
+        return forgetting_attention(q, k, v, log_f, **options)
+
+    with mock.patch.object(layers, "forgetting_attention", keep), torch.autocast(torch.device(device).type, dtype):
+        loaded.model.to(device).eval()(ids, logits_at=torch.zeros(1, dtype=torch.int64, device=device))
+    return found
+
+
+def of_checkpoint(session: Session) -> Iterator[list[Row]]:
+    """Forward and backward over what the layers of a trained model give the operator."""
+    if session.options.checkpoint is None:
+        raise SystemExit("the table trained needs --checkpoint, a run of attention=forgetting")
+    for length in session.options.lengths:
+        for index, case in enumerate(layers_of(session.options.checkpoint, length, session.device, session.dtype)):
+            line = Line("forgetting", "trained", f"layer {index}, {left_out(case, session.device)}", length)
+            yield from harness.compare_late_ones_last(line, entries(session, case), session.options.directions, session.timing)
+
+
+TABLES = {"speed": speed, "packed": packed, "trained": of_checkpoint}
 
 
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("forgetting", list(TABLES), list(BACKENDS))
     harness.add_sizes(command, [2048, 8192, 16384])
     command.add_argument("--gate", type=float, default=4.0, help="the mean of the gates' logits")
+    command.add_argument("--checkpoint", help="of the table trained: a run of attention=forgetting")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
         command.set_defaults(lengths=[32, 64], head_dims=[16], tokens=128, hidden=64)
     plots = {"speed": "sequence length", "packed": "longest sequence"}

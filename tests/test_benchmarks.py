@@ -11,13 +11,13 @@ import pytest
 import torch
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from tiny_run import ROOT
+from tiny_run import ROOT, write_checkpoint
 
 from attnzoo_kernels import flash_attention
 from attnzoo_kernels.flash import cases
 from attnzoo_kernels.flash.cases import Case
 from attnzoo_kernels.flash.reference import visible
-from benchmarks import cpu, decode, flash, harness, peers, report, routed, timing
+from benchmarks import cpu, decode, flash, forgetting, harness, peers, report, routed, timing
 from benchmarks.accuracy import error_ratio
 from benchmarks.harness import Backend, Entry, Line, Pass, Unsupported
 from benchmarks.timing import Candidate, Timing
@@ -279,6 +279,16 @@ def test_dry_run_of_routed_covers_every_table(tmp_path, capsys):
     assert routed.main(["--dry-run", *routed.TABLES, "--output", str(tmp_path)]) == 0
     for name in routed.TABLES:
         assert all(row["value"] for row in csv.DictReader((tmp_path / f"routed-{name}.csv").read_text().splitlines()))
+
+
+def test_the_gates_of_a_checkpoint_are_measured(tmp_path, capsys):
+    layer = {"_target_": "attnzoo.attention.forgetting.ForgettingAttention"}
+    model = write_checkpoint(tmp_path / "some.ckpt", attention=layer, positions="none")
+    assert forgetting.main(["--dry-run", "trained", "--checkpoint", str(tmp_path / "some.ckpt"), "--output", str(tmp_path)]) == 0
+    rows = list(csv.DictReader((tmp_path / "forgetting-trained.csv").read_text().splitlines()))
+    assert {row["panel"].split(",")[0] for row in rows} == {"layer 0", "layer 1"} and all(row["value"] for row in rows)
+    first = forgetting.layers_of(str(tmp_path / "some.ckpt"), 32, "cpu", torch.float32)[0]
+    assert first.heads == model.blocks[0].attention.spec.n_heads and first.inputs().log_f.shape == (1, 32, first.heads)
 
 
 @pytest.mark.parametrize("size", (32, 64, 128, 512))
