@@ -186,7 +186,8 @@ def layers_of(where: str, length: int, device: str, dtype: torch.dtype) -> list[
                           tensors=(q, k, v, log_f)))
         return forgetting_attention(q, k, v, log_f, **options)
 
-    with mock.patch.object(layers, "forgetting_attention", keep), torch.autocast(torch.device(device).type, dtype):
+    autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype.itemsize == 2)
+    with mock.patch.object(layers, "forgetting_attention", keep), autocast:
         loaded.model.to(device).eval()(ids, logits_at=torch.zeros(1, dtype=torch.int64, device=device))
     return found
 
