@@ -103,6 +103,13 @@ def stale_descriptor(lines: list[str]) -> bool:
     return False
 
 
+def pairs_used_twice(ptx: str) -> list[str]:
+    """Pairs of 8-bit floats that are joined to a word and also used alone, which ptxas 12.8 gets wrong: COMPILER_FAULTS.md, fault 20."""
+    pairs = re.findall(r"cvt\.rn\.satfinite\.e\dm\dx2\.f\d+(?:x2)?\s+(%rs\d+),", ptx)
+    uses = {pair: [line for line in ptx.splitlines() if re.search(rf"{pair}\b", line) and "cvt.rn.satfinite" not in line] for pair in pairs}
+    return [pair for pair in pairs if len({"mov.b32" in line for line in uses[pair]}) > 1]
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     compiled = []

@@ -146,16 +146,6 @@ def test_8_bit_products_are_those_of_the_rounded_factors(case, monkeypatch, pois
         assert (found.double() - wanted).norm() < 0.1 * wanted.norm()
 
 
-@pytest.mark.parametrize("shape", ((33, 50), (16, 16), (200, 300), (5, 128)), ids=str)
-def test_bytes_are_transposed_and_filled_up_with_zeros(shape, poisoned):
-    from attnzoo_kernels.linear_cross_entropy.eight_bits import transposed
-
-    x = torch.randn(shape, device=DEVICE).to(torch.float8_e5m2)
-    found = transposed(x)
-    assert found.shape == (shape[1], -(-shape[0] // 16) * 16) and found.is_contiguous()
-    assert torch.equal(found[:, : shape[0]].float(), x.t().float()) and not found[:, shape[0] :].float().any()
-
-
 def test_8_bit_targets_that_do_not_count_and_those_that_do_not_exist():
     x, weight = (torch.randn(n, 16, device=DEVICE).requires_grad_() for n in (16, 32))
     none = torch.full((16,), -100, device=DEVICE)

@@ -1,49 +1,23 @@
-"""The products of a chunk by 8-bit floats, and the kernel that transposes them: a product reads both factors along what it sums over."""
+"""The products of a chunk by 8-bit floats: a product reads both its factors along what it sums over."""
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import on_device_of
-from attnzoo_kernels.fp8 import BACKWARD, FORWARD, MULTIPLE, SMALLEST, rounded
+from attnzoo_kernels.fp8 import BACKWARD, FORWARD, MULTIPLE, SMALLEST, rounded_both_ways
+from attnzoo_kernels.fp8.rounding import transposed
 
 LARGEST = 2.0**15  # what a gradient that is its row's scale is rounded as: of e5m2's numbers one that leaves room above it
-TILE = 128
-
-
-@triton.jit(do_not_specialize=["rows"])
-def transpose_kernel(x_ptr, out_ptr, rows, columns, out_columns, TILE: tl.constexpr):
-    """A program has a tile of bytes. out (columns, out_columns) has zeros behind the rows of x (rows, columns)."""
-    column = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    row = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    tile = tl.load(x_ptr + row[:, None] * columns + column[None, :], mask=inside, other=0)
-    inside = (column < columns)[:, None] & (row < out_columns)[None, :]
-    tl.store(out_ptr + column[:, None] * out_columns + row[None, :], tl.trans(tile), mask=inside)
-
-
-def transposed(x: Tensor) -> Tensor:
-    """Of 8-bit x (rows, columns), contiguous; the result's rows are filled up with zeros to a multiple of 16."""
-    rows, columns = x.shape
-    length = -(-rows // MULTIPLE) * MULTIPLE
-    out = x.new_empty(columns, length)
-    with on_device_of(x):
-        transpose_kernel[(triton.cdiv(columns, TILE), triton.cdiv(length, TILE))](
-            x.view(torch.uint8), out.view(torch.uint8), rows, columns, length, TILE=TILE, num_warps=8)
-    return out
 
 
 class EightBits:
     """x, weight and the gradients of logits in 8 bits. The gradients have one unit, which is that of the largest of `scales`."""
 
-    def __init__(self, x: Tensor, weight: Tensor, scales: Tensor | None, gradient: bool):
+    def __init__(self, x: Tensor, weight: Tensor, scales: Tensor | None):
         self.dtype = x.dtype
-        (self.x, self.x_unit), (self.weight, self.w_unit) = rounded(x, FORWARD), rounded(weight.contiguous(), FORWARD)
+        self.x, self.x_by_columns, self.x_unit = rounded_both_ways(x, FORWARD)
+        self.weight, self.by_columns, self.w_unit = rounded_both_ways(weight, FORWARD)
         largest = x.new_ones((), dtype=torch.float32) if scales is None else scales.float().abs().amax().clamp(min=SMALLEST)
         self.unit = largest / LARGEST
-        if gradient:
-            self.by_columns = transposed(self.weight)
         self.of_gradients: Tensor | None = None
 
     def logits(self, chunk: slice, bias: Tensor | None) -> Tensor:
@@ -60,7 +34,8 @@ class EightBits:
 
     def add_dw(self, chunk: slice, gradients: Tensor, total: Tensor, first: bool) -> None:
         self.gradients_by_columns = transposed(gradients)
-        part = transposed(self.x[chunk]).t()
+        # chunks begin at multiples of 256: behind the last one are zeros, and the others have no columns behind them
+        part = self.x_by_columns[:, chunk.start : chunk.start + self.gradients_by_columns.shape[1]].t()
         dw = total if first else torch.empty_like(total)
         torch._scaled_mm(self.gradients_by_columns, part, self.unit, self.x_unit, out_dtype=torch.float32, out=dw)
         if not first:

@@ -1,0 +1,47 @@
+"""Matrices rounded to 8 bits, as they stand and transposed: by kernels, which are imported then, from compute capability 9.0 on, and by
+PyTorch elsewhere."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnzoo_kernels import autograd
+
+MULTIPLE = 16  # of all sizes of a product
+SMALLEST = 2.0**-64  # a tensor whose elements are all smaller is rounded as if this were its largest one, so that the scale is a number
+
+
+def filled(rows: int) -> int:
+    """The next multiple."""
+    return -(-rows // MULTIPLE) * MULTIPLE
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Below 9.0 Triton rounds by way of float16, which it cuts off, so that not all numbers go to the nearest."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x in 8 bits, and the float32 unit () in which it is counted: x is nearly the one times the other."""
+    largest = x.abs().amax().float().clamp(min=SMALLEST)
+    unit = largest / torch.full_like(largest, torch.finfo(dtype).max)  # a GPU divides by a number by way of its reciprocal
+    return (x.float() * (1 / unit)).to(dtype), unit
+
+
+def _round_both_ways(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    if has_kernels(x.device):
+        from attnzoo_kernels.fp8.rounding import launch_rounding
+
+        return launch_rounding(x, dtype)
+    values, unit = rounded(x, dtype)
+    missing = filled(x.shape[0]) - x.shape[0]
+    return values, F.pad(values.t().view(torch.uint8), (0, missing)).contiguous().view(dtype), unit
+
+
+def _fake_round_both_ways(x, dtype):
+    by_columns = x.new_empty(x.shape[1], filled(x.shape[0]), dtype=dtype)
+    return torch.empty_like(x, dtype=dtype), by_columns, x.new_empty((), dtype=torch.float32)
+
+
+# x (rows, columns), contiguous, in 8 bits; the same as (columns, rows filled up with zeros to a multiple); their unit
+round_both_ways = autograd.forward_only("round_both_ways", _round_both_ways, _fake_round_both_ways)
