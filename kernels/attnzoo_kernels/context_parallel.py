@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnzoo_kernels import checks
+from attnzoo_kernels.context_gather import Gather, GatherAgain, Gathered, JoinPieces, ReduceGradients, SplitPieces
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
 Range = tuple[int, int]  # the first token, and the end
@@ -38,6 +38,7 @@ class Part(NamedTuple):
     lengths: of packed sequences, the arguments cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of the operators; else empty.
         Every sequence of the stream is in them, in its place. Those before the chunk have keys and no queries, those behind it neither.
     of_ranks: `keys` of both parts of every rank.
+    head_group, head_groups: which group of heads these are, and of how many equal ones (`ContextParallel.attend`).
     """
 
     index: int
@@ -46,6 +47,15 @@ class Part(NamedTuple):
     keys: "Range"
     lengths: dict[str, Any]
     of_ranks: list[tuple["Range", ...]]
+    head_group: int = 0
+    head_groups: int = 1
+
+    def own_heads(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Of something that all heads have along a dimension, such as sinks or slopes, what belongs to this group's heads: a view."""
+        if x.shape[dim] % self.head_groups:
+            raise ValueError(f"x: dimension {dim} must be divisible by the {self.head_groups} groups of heads, got shape {tuple(x.shape)}")
+        heads = x.shape[dim] // self.head_groups
+        return x.narrow(dim, self.head_group * heads, heads)
 
 
 class Zigzag:
@@ -146,67 +156,110 @@ class ContextParallel(Zigzag):
         super().__init__(total, dist.get_world_size(self.group), dist.get_rank(self.group), chunk)
 
     def attend(self, attention: Callable[..., Tensor], queries: Sequence[Tensor], keys: Sequence[Tensor],
-               parts: Sequence[Part]) -> Tensor:
+               parts: Sequence[Part], groups: int = 1) -> Tensor:
         """attention(part, *queries, *keys) of both parts, one behind the other like the rank's own tokens.
 
         queries, keys: of the rank's own tokens, (batch, 2 chunks, ...), or (2 chunks, ...) where the parts are packed. Attention is given a
             part's queries, and of all ranks' keys `part.keys`. Everything that belongs to a query goes with the queries.
         parts: from `parts`. Gradients of `keys` are sums over the ranks, so all ranks must run the backward. Those of anything else that
             `attention` reads, such as weights, are this rank's share.
+        groups: so many groups of heads are attended one after the other, while the keys of later ones and the gradients of earlier ones
+            travel. Each of the queries, the keys and the output then has its heads behind the tokens, and `groups` must divide them all.
+            Attention is given one group's, and takes from what else it has by head `part.own_heads`. All ranks need the same number.
         """
+        checks.integer("groups", groups, 1)
         dim = 0 if parts[0].lengths else 1
         for name, tensors in (("queries", queries), ("keys", keys)):
             for x in tensors:
                 if x.dim() <= dim or x.shape[dim] != self.local:
                     raise ValueError(f"{name}: dimension {dim} must be the rank's {self.local} tokens, got shape {tuple(x.shape)}")
-        gathered = _Gathered(self, dim, parts[0].of_ranks, keys)
+                if groups > 1 and (x.dim() <= dim + 1 or x.shape[dim + 1] % groups):
+                    raise ValueError(f"groups: must divide the heads, which are dimension {dim + 1} of the {name}, got {groups} and shape "
+                                     f"{tuple(x.shape)}")
+        gathered = Gathered(self, dim, parts[0].of_ranks, keys, groups)
         n = len(keys)
-        seen = _Gather.apply(gathered, *keys)
-        out = torch.cat([
-            attention(part, *(x.narrow(dim, part.index * self.chunk, self.chunk) for x in queries), *seen[i * n : (i + 1) * n])
-            for i, part in enumerate(parts)], dim)
-        if self.keep_keys or not (torch.is_grad_enabled() and out.requires_grad):
-            return out
-        gathered.release()
-        return _Again.apply(gathered, out)
+        links = ReduceGradients.apply(gathered, *keys)
+        chunks = self.local // self.chunk
+        pieces = [SplitPieces.apply(gathered, x) for x in queries]
+        give_back = not self.keep_keys and torch.is_grad_enabled()
+        outs: list[Tensor] = []
+        for group, link in enumerate(links):
+            seen = Gather.apply(gathered, group, link)
+            own = [
+                attention(part._replace(head_group=group, head_groups=groups), *(of_x[group * chunks + part.index] for of_x in pieces),
+                          *seen[i * n : (i + 1) * n])
+                for i, part in enumerate(parts)]
+            if give_back and any(out.requires_grad for out in own):
+                gathered.release(group)
+                own = GatherAgain.apply(gathered, group, *own)
+            outs += own
+        return JoinPieces.apply(gathered, *outs)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The whole of x along its dimension `dim`, 0 or 1, whose own part each rank has. Its gradient is the sum over the ranks."""
-        return _Gather.apply(_Gathered(self, dim, [((0, self.total),)] * self.ranks, (x,)), x)[0]
+        gathered = Gathered(self, dim, [((0, self.total),)] * self.ranks, (x,))
+        return Gather.apply(gathered, 0, *ReduceGradients.apply(gathered, x))[0]
 
-    def gather_into(self, whole: Tensor, x: Tensor, dim: int) -> None:
-        """The chunks of all ranks in the global order, with padding."""
-        received = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
-        all_gather(received, x.contiguous(), group=self.group)
-        # (ranks, ..., 2 chunks, ...) to (..., chunks in the ranks' order, chunk, ...)
-        chunks = received.unflatten(0, (self.ranks, -1)).unflatten(dim + 1, (2, self.chunk)).movedim(0, dim).flatten(dim, dim + 1)
-        torch.index_select(chunks, dim, self._by_place(x.device), out=whole.view(chunks.shape))
+    def gather_into(self, own: Sequence[Tensor], dim: int, later: bool) -> Callable[[Sequence[Sequence[Tensor]]], None]:
+        """Begins to fetch the chunks of all ranks. What is returned waits for them and puts them into a whole of each tensor, in the global
+        order, with padding. later: the device may compute meanwhile. The tensors have one dtype."""
+        # (2 chunks, ..., chunk, ...), so that chunks of all ranks are rows, whatever else they hold
+        own = [x.unflatten(dim, (2, self.chunk)).movedim(dim, 0) for x in own]
+        sizes = [x[0].numel() for x in own]
+        sent = own[0].contiguous().view(2, -1) if len(own) == 1 else own[0].new_empty(2, sum(sizes))
+        if len(own) > 1:
+            for rows, x in zip(sent.split(sizes, 1), own, strict=True):
+                rows.unflatten(1, x.shape[1:]).copy_(x)
+        received = sent.new_empty(2 * self.ranks, sum(sizes))
+        work = all_gather(received, sent, group=self.group, async_op=later)
 
-    def exchange_into(self, seen: Sequence[Tensor], x: Tensor, ranges: Sequence[Sequence[Range]], dim: int) -> None:
-        """Of the ranks' x what this rank's ranges are. ranges: by rank."""
+        def finish(into: Sequence[Sequence[Tensor]]) -> None:
+            _wait(work, sent)
+            order = self._by_place(received.device)
+            for (whole,), rows, x in zip(into, received.split(sizes, 1), own, strict=True):
+                chunks = whole.unflatten(dim, (2 * self.ranks, self.chunk)).movedim(dim, 0)
+                torch.index_select(rows.unflatten(1, x.shape[1:]), 0, order, out=chunks)
+
+        return finish
+
+    def exchange_into(self, own: Sequence[Tensor], ranges: Sequence[Sequence[Range]], dim: int,
+                      later: bool) -> Callable[[Sequence[Sequence[Tensor]]], None]:
+        """The same of what this rank's ranges are; each has a place of its own. ranges: by rank."""
         given = [self._pieces(ranges[rank], self.rank) for rank in range(self.ranks)]
         mine = [self._pieces(ranges[self.rank], owner) for owner in range(self.ranks)]
-        sent = [x.narrow(dim, own, size) for pieces in given for _, _, own, size in pieces]
-        targets = [seen[index].narrow(dim, place, size) for pieces in mine for index, place, _, size in pieces]
-        for target, received in zip(targets, self._exchange(sent, given, mine, x), strict=True):
-            target.copy_(received.view(target.shape))
+        sent = [x.narrow(dim, place, size) for pieces in given for x in own for _, _, place, size in pieces]
+        received = self._exchange(sent, given, mine, [x.numel() // self.local for x in own], later)
 
-    def reduce(self, gradients: Sequence[Tensor], ranges: Sequence[Sequence[Range]], dim: int) -> Tensor:
-        """The rank's own tokens' sum of what all ranks have for their ranges. ranges: by rank, one for each of its gradients.
+        def finish(into: Sequence[Sequence[Tensor]]) -> None:
+            targets = [seen[index].narrow(dim, place, size) for pieces in mine for seen in into for index, place, _, size in pieces]
+            for target, piece in zip(targets, received(), strict=True):
+                target.copy_(piece.view(target.shape))
+
+        return finish
+
+    def reduce(self, gradients: Sequence[Sequence[Tensor]], ranges: Sequence[Sequence[Range]], dim: int,
+               later: bool) -> Callable[[], list[Tensor]]:
+        """Begins to fetch what all ranks have for the rank's own tokens of each tensor. What is returned waits for it and gives the sums.
+        gradients: of each tensor, one for each range. ranges: by rank. later: the device may compute meanwhile.
 
         Gradients travel in their own dtype and are summed up in float32, or float64, in the order of the ranks, so that the sums repeat bit
         by bit.
         """
         given = [self._pieces(ranges[self.rank], owner) for owner in range(self.ranks)]
         mine = [self._pieces(ranges[rank], self.rank) for rank in range(self.ranks)]
-        shape, dtype = list(gradients[0].shape), gradients[0].dtype
-        shape[dim] = self.local
-        sums = gradients[0].new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
-        sent = [gradients[index].narrow(dim, place, size) for pieces in given for index, place, _, size in pieces]
-        targets = [sums.narrow(dim, own, size) for pieces in mine for _, _, own, size in pieces]
-        for target, received in zip(targets, self._exchange(sent, given, mine, sums), strict=True):
-            target.add_(received.view(target.shape))
-        return sums.to(dtype)
+        sent = [of_x[index].narrow(dim, place, size) for pieces in given for of_x in gradients for index, place, _, size in pieces]
+        received = self._exchange(sent, given, mine, [of_x[0].numel() // of_x[0].shape[dim] for of_x in gradients], later)
+        shapes = [(*x.shape[:dim], self.local, *x.shape[dim + 1 :]) for x, *_ in gradients]
+        wide, device = torch.promote_types(sent[0].dtype, torch.float32), sent[0].device
+
+        def finish() -> list[Tensor]:
+            sums = [torch.zeros(shape, dtype=wide, device=device) for shape in shapes]
+            targets = [x.narrow(dim, place, size) for pieces in mine for x in sums for _, _, place, size in pieces]
+            for target, piece in zip(targets, received(), strict=True):
+                target.add_(piece.view(target.shape))
+            return sums
+
+        return finish
 
     def _pieces(self, ranges: Sequence[Range], owner: int) -> list[tuple[int, int, int, int]]:
         """What of these ranges a rank owns: a range's index, places in the range and in the owner's own tokens, and the length."""
@@ -218,84 +271,29 @@ class ContextParallel(Zigzag):
                     pieces.append((index, begin - first, begin + (half - chunk) * self.chunk, stop - begin))
         return pieces
 
-    def _exchange(self, sent: Sequence[Tensor], given: Sequence, mine: Sequence, like: Tensor) -> Sequence[Tensor]:
-        """The pieces that the other ranks send, flat. given, mine: by rank, what goes there and what comes. like: (..., tokens, ...)."""
-        width = like.numel() // self.local
-        lengths = [[[width * size for *_, size in pieces] for pieces in ranks] for ranks in (mine, given)]
+    def _exchange(self, sent: Sequence[Tensor], given: Sequence, mine: Sequence, widths: Sequence[int],
+                  later: bool) -> Callable[[], Sequence[Tensor]]:
+        """Begins to exchange pieces; what is returned waits for those of the other ranks, flat.
+
+        given, mine: by rank, what goes there and what comes, of each tensor. widths: of each tensor, numbers of a token in all rows.
+        """
+        lengths = [[[width * size for width in widths for *_, size in pieces] for pieces in ranks] for ranks in (mine, given)]
         flat = torch.cat([x.flatten() for x in sent])  # never empty: a rank sees its own tokens
         received = flat.new_empty(sum(map(sum, lengths[0])))
-        dist.all_to_all_single(received, flat, *([sum(pieces) for pieces in ranks] for ranks in lengths), group=self.group)
-        return received.split([n for pieces in lengths[0] for n in pieces])
+        counts = ([sum(pieces) for pieces in ranks] for ranks in lengths)
+        work = dist.all_to_all_single(received, flat, *counts, group=self.group, async_op=later)
+
+        def finish() -> Sequence[Tensor]:
+            _wait(work, flat)
+            return received.split([n for pieces in lengths[0] for n in pieces])
+
+        return finish
 
 
-class _Gathered:
-    """Ranges of the tokens of all ranks, by rank, of each of some tensors. Their memory is given back until the backward wants it."""
-
-    def __init__(self, plan: ContextParallel, dim: int, ranges: Sequence[Sequence[Range]], own: Sequence[Tensor]):
-        self.plan, self.dim, self.ranges, self.own = plan, dim, ranges, tuple(x.detach() for x in own)
-        most = max(sum(end - first for first, end in of_rank) for of_rank in ranges)
-        # else each range comes by itself, where that is less
-        self.all = most >= plan.ranks * plan.local or not any(first for of_rank in ranges for first, _ in of_rank)
-        self.buffers: list[list[Tensor]] = []  # of each tensor, the whole or its ranges
-
-    def gather(self) -> None:
-        for i, x in enumerate(self.own):
-            if len(self.buffers) == i:
-                lengths = [self.plan.ranks * self.plan.local] if self.all else [end - first for first, end in self.ranges[self.plan.rank]]
-                self.buffers.append([x.new_empty(*x.shape[: self.dim], length, *x.shape[self.dim + 1 :]) for length in lengths])
-            for buffer in self.buffers[i]:
-                if buffer.untyped_storage().nbytes() == 0:
-                    buffer.untyped_storage().resize_(buffer.nbytes)
-            # .data, because what autograd saved of them is the same again
-            into = [buffer.data for buffer in self.buffers[i]]
-            if self.all:
-                self.plan.gather_into(into[0], x, self.dim)
-            else:
-                self.plan.exchange_into(into, x, self.ranges, self.dim)
-
-    def seen(self) -> tuple[Tensor, ...]:
-        """This rank's ranges, of all tensors one after the other."""
-        return tuple(buffers[0].narrow(self.dim, first, end - first) if self.all else buffers[index]
-                     for index, (first, end) in enumerate(self.ranges[self.plan.rank]) for buffers in self.buffers)
-
-    def release(self) -> None:
-        for buffer in (buffer for buffers in self.buffers for buffer in buffers):
-            buffer.untyped_storage().resize_(0)
-
-
-class _Gather(torch.autograd.Function):
-    """A rank's ranges of each tensor; each has a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx, gathered: _Gathered, *own: Tensor) -> tuple[Tensor, ...]:
-        gathered.gather()
-        ctx.gathered = gathered
-        return gathered.seen()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gathered, n = ctx.gathered, len(ctx.gathered.own)
-        if not gathered.plan.keep_keys:
-            gathered.release()
-        own = (gathered.plan.reduce(gradients[i::n], gathered.ranges, gathered.dim) if ctx.needs_input_grad[1 + i] else None
-               for i in range(n))
-        return None, *own
-
-
-class _Again(torch.autograd.Function):
-    """The identity, whose backward gathers again what the attention before it has saved."""
-
-    @staticmethod
-    def forward(ctx, gathered: _Gathered, out: Tensor) -> Tensor:
-        ctx.gathered = gathered
-        return out.view_as(out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[None, Tensor]:
-        ctx.gathered.gather()
-        return None, gradient
+def _wait(work: dist.Work | None, sent: Tensor) -> None:
+    """The device's current stream, or a CPU's host, waits for a collective. sent: what it reads, and must be kept as long."""
+    if work is not None:
+        work.wait()
 
 
 def check_alike(group: dist.ProcessGroup | DeviceMesh | None = None, **values: Any) -> None:

@@ -1,6 +1,7 @@
 """What each rank of tests/ops/test_context_parallel.py does: output and every gradient of its own tokens against one process."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -79,7 +80,7 @@ CASES = {
     "causal": Case(_flash),
     "both directions": Case(partial(_flash, causal=False), causal=False),
     "window, sinks": Case(_sinks, window=21),
-    "differential": Case(_differential, queries=((2, 8), (2, 8), (2, 0)), keys=((1, 8), (1, 8), (1, 6))),
+    "differential": Case(_differential, queries=((4, 8), (4, 8), (4, 0)), keys=((2, 8), (2, 8), (2, 6))),
     "forgetting": Case(_forgetting, keys=((2, 8), (2, 6), (4, 0))),
     "distance_bias": Case(_distance_bias),
     "sigmoid": Case(lambda queries, keys, lengths, weight: sigmoid_attention(*queries, *keys, causal=True, sigmoid_bias=-3.0, **lengths)),
@@ -106,40 +107,43 @@ def inputs(case: Case, packed: bool, dtype: torch.dtype = torch.float64, scale: 
     return [normal(*shape) for shape in case.queries], [normal(*shape) for shape in case.keys], weight, lengths
 
 
-def shares(plan: ContextParallel, case: Case, queries, keys, weight, lengths, dout) -> tuple[torch.Tensor, list]:
+def shares(plan: ContextParallel, case: Case, queries, keys, weight, lengths, dout, groups: int = 1) -> tuple[torch.Tensor, list]:
     """The rank's own output and gradients."""
     dim = 0 if lengths else 1
     own_queries, own_keys = ([plan.shard(x.detach(), dim).requires_grad_() for x in tensors] for tensors in (queries, keys))
     bounds = {"cu_seqlens": lengths["cu_seqlens_q"], "max_seqlen": lengths["max_seqlen_q"]} if lengths else {}
     parts = plan.parts(causal=case.causal, window=case.window, **bounds)
     n = len(queries)
-    out = plan.attend(lambda part, *tensors: case.attention(tensors[:n], tensors[n:], part.lengths, weight), own_queries, own_keys, parts)
+    out = plan.attend(lambda part, *tensors: case.attention(tensors[:n], tensors[n:], part.lengths, part.own_heads(weight)),
+                      own_queries, own_keys, parts, groups)
     return out, torch.autograd.grad(out, (*own_queries, *own_keys, weight), plan.shard(dout, dim), allow_unused=True)
 
 
-def check(name: str, packed: bool, group: dist.ProcessGroup | None, keep_keys: bool) -> None:
+def check(name: str, packed: bool, group: dist.ProcessGroup | None, options: tuple[tuple[bool, int], ...]) -> None:
+    """options: whether keys are kept, and the groups of heads."""
     case = CASES[name]
     queries, keys, weight, lengths = inputs(case, packed)
     expected = case.attention(queries, keys, lengths, weight)
     dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=expected.dtype)
     gradients = torch.autograd.grad(expected, (*queries, *keys, weight), dout, allow_unused=True)
     dim = 0 if packed else 1
-    plan = ContextParallel(expected.shape[dim], group, chunk=CHUNK, keep_keys=keep_keys)
-    out, own = shares(plan, case, queries, keys, weight, lengths, dout)
+    for keep_keys, groups in options:
+        plan = ContextParallel(expected.shape[dim], group, chunk=CHUNK, keep_keys=keep_keys)
+        out, own = shares(plan, case, queries, keys, weight, lengths, dout, groups)
 
-    exact = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
-    real = plan.shard(torch.ones(plan.total), 0).bool()
-    for found, wanted in zip((out, *own[:-1]), (expected, *gradients[:-1]), strict=True):
-        exact(found.movedim(dim, 0)[real], plan.shard(wanted, dim).movedim(dim, 0)[real], msg=lambda text: f"{name}: {text}")
-    if own[-1] is not None:  # the weight's is a share
-        dist.all_reduce(own[-1], group=group)
-        exact(own[-1], gradients[-1])
-    exact(plan.gather(out.detach(), dim), expected.detach())
+        exact = partial(torch.testing.assert_close, rtol=0, atol=1e-12, msg=lambda text, groups=groups: f"{name}, {groups} groups: {text}")
+        real = plan.shard(torch.ones(plan.total), 0).bool()
+        for found, wanted in zip((out, *own[:-1]), (expected, *gradients[:-1]), strict=True):
+            exact(found.movedim(dim, 0)[real], plan.shard(wanted, dim).movedim(dim, 0)[real])
+        if own[-1] is not None:  # the weight's is a share
+            dist.all_reduce(own[-1], group=group)
+            exact(own[-1], gradients[-1])
+        exact(plan.gather(out.detach(), dim), expected.detach())
 
 
 def check_memory() -> None:
-    """Of what was gathered nothing stays between forward and backward, unless it was asked for."""
-    for keep_keys in (False, True):
+    """Of what was gathered nothing stays between forward and backward, unless it was asked for. Two backwards of one graph agree."""
+    for keep_keys, groups in itertools.product((False, True), (1, 2)):
         plan = ContextParallel(4 * 19, chunk=CHUNK, keep_keys=keep_keys)
         q, k, v = torch.randn(3, 1, plan.local, 2, 8, dtype=torch.float64).unbind()
         held = []
@@ -148,10 +152,25 @@ def check_memory() -> None:
             held.append(k)
             return flash_attention(q, k, v, causal=True)
 
-        out = plan.attend(attention, (q.requires_grad_(),), (k.requires_grad_(), v.requires_grad_()), plan.parts(causal=True))
-        assert [bool(x.untyped_storage().nbytes()) for x in held] == [keep_keys] * 2
+        out = plan.attend(attention, (q.requires_grad_(),), (k.requires_grad_(), v.requires_grad_()), plan.parts(causal=True), groups)
+        assert [bool(x.untyped_storage().nbytes()) for x in held] == [keep_keys] * 2 * groups
         first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+        assert [bool(x.untyped_storage().nbytes()) for x in held] == [keep_keys] * 2 * groups
         torch.testing.assert_close(torch.autograd.grad(out.sum(), (q, k, v)), first, rtol=0, atol=0)
+
+
+def check_refused() -> None:
+    plan = ContextParallel(4 * 19, chunk=CHUNK)
+    q, k = torch.randn(1, plan.local, 6, 8), torch.randn(1, plan.local, 2, 8)
+    for tensors, message in (((q, k), "dimension 2 of the keys, got 3 and shape (1, 38, 2, 8)"),
+                             ((k, q), "dimension 2 of the queries, got 3 and shape (1, 38, 2, 8)"),
+                             ((q[..., 0, 0], q), "dimension 2 of the queries, got 3 and shape (1, 38)")):
+        try:
+            plan.attend(lambda part, q, k: q, *([x] for x in tensors), plan.parts(causal=True), groups=3)
+        except ValueError as error:
+            assert str(error) == f"groups: must divide the heads, which are {message}"
+        else:
+            raise AssertionError("heads that cannot be divided were not refused")
 
 
 def check_benchmark() -> None:
@@ -170,8 +189,9 @@ def main(rank: int, ranks: int, sizes: tuple[int, ...], store: str) -> None:
             group = dist.new_group(range(size))
             for name, case in CASES.items() if rank < size else ():
                 for packed in (True, False)[not case.packed :]:
-                    check(name, packed, group, keep_keys=name == "causal")
+                    check(name, packed, group, ((name == "causal", 1), (False, 2), (True, 2)))
         check_memory()
+        check_refused()
         check_benchmark()
         check_alike(dtype="float32", total=3)
         try:
@@ -229,10 +249,12 @@ def check_gpu(name: str, packed: bool, scale: int, accurate: bool) -> None:
 
     with deterministic():
         repeated = []
-        for _ in range(2):
-            out, found = shares(plan, case, *in_dtype(torch.bfloat16), lengths, dout.to(torch.bfloat16))
+        for groups in (1, 1, 2, 2):
+            out, found = shares(plan, case, *in_dtype(torch.bfloat16), lengths, dout.to(torch.bfloat16), groups)
             repeated.append([x.movedim(dim, 0)[real] for x in (out.detach(), *found[: n + len(k)])])
-        assert all(map(torch.equal, *repeated)), f"{name}: does not repeat"
+        one, again, two, two_again = repeated
+        assert all(map(torch.equal, one, again)) and all(map(torch.equal, two, two_again)), f"{name}: does not repeat"
+        assert all(map(torch.equal, one, two)), f"{name}: groups of heads differ from all heads together"
         if accurate:
             exact, eager = (own(gradients(dtype, "reference")) for dtype in (torch.float64, torch.bfloat16))
             assert_accurate(repeated[0], eager, exact)
