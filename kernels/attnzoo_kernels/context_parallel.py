@@ -181,7 +181,8 @@ class ContextParallel(Zigzag):
         links = ReduceGradients.apply(gathered, *keys)
         chunks = self.local // self.chunk
         pieces = [SplitPieces.apply(gathered, x) for x in queries]
-        give_back = not self.keep_keys and torch.is_grad_enabled()
+        # what is computed again inside of a backward is read by that one
+        give_back = not self.keep_keys and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         outs: list[Tensor] = []
         for group, link in enumerate(links):
             seen = Gather.apply(gathered, group, link)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from attnzoo_kernels import (
     block_sparse_attention,
@@ -159,6 +160,20 @@ def check_memory() -> None:
         torch.testing.assert_close(torch.autograd.grad(out.sum(), (q, k, v)), first, rtol=0, atol=0)
 
 
+def check_recomputed() -> None:
+    """What activation checkpointing computes again is read before it is given back."""
+    def block(plan: ContextParallel, groups: int, x: torch.Tensor) -> torch.Tensor:
+        # products keep the gathered memory itself for the backward
+        return plan.attend(lambda part, q, k: q * k[:, : part.queries], (x,), (x * 2,), plan.parts(causal=True), groups).tanh()
+
+    for keep_keys, groups, use_reentrant in itertools.product((False, True), (1, 2), (False, True)):
+        plan = ContextParallel(4 * 19, chunk=CHUNK, keep_keys=keep_keys)
+        x, again = (torch.linspace(-1, 1, 16 * plan.local, dtype=torch.float64).view(1, -1, 2, 8).requires_grad_() for _ in range(2))
+        block(plan, groups, x).sum().backward()
+        checkpoint(block, plan, groups, again, use_reentrant=use_reentrant).sum().backward()
+        torch.testing.assert_close(again.grad, x.grad, rtol=0, atol=0)
+
+
 def check_refused() -> None:
     plan = ContextParallel(4 * 19, chunk=CHUNK)
     q, k = torch.randn(1, plan.local, 6, 8), torch.randn(1, plan.local, 2, 8)
@@ -191,6 +206,7 @@ def main(rank: int, ranks: int, sizes: tuple[int, ...], store: str) -> None:
                 for packed in (True, False)[not case.packed :]:
                     check(name, packed, group, ((name == "causal", 1), (False, 2), (True, 2)))
         check_memory()
+        check_recomputed()
         check_refused()
         check_benchmark()
         check_alike(dtype="float32", total=3)
