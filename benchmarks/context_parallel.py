@@ -76,13 +76,13 @@ def ulysses(case: Case, options: dict) -> Candidate:
     return Candidate(attend, lambda x: x.chunk(ranks, 0 if packed else 1)[rank], ranks=ranks)
 
 
-def attnzoo(case: Case, options: dict, **plan_options: bool) -> Candidate:
+def attnzoo(case: Case, options: dict, groups: int = 1, **plan_options: bool) -> Candidate:
     dim = 0 if case.packed else 1
     plan = ContextParallel(_total(case), **plan_options)
     parts = plan.parts(causal=True, cu_seqlens=options.get("cu_seqlens_q"), max_seqlen=options.get("max_seqlen_q"))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return plan.attend(lambda part, q, k, v: flash_attention(q, k, v, causal=True, **part.lengths), (q,), (k, v), parts)
+        return plan.attend(lambda part, q, k, v: flash_attention(q, k, v, causal=True, **part.lengths), (q,), (k, v), parts, groups)
 
     return Candidate(attend, lambda x: plan.shard(x, dim), ranks=plan.ranks)
 
@@ -114,6 +114,8 @@ def candidates(case: Case, options: dict, device: str) -> dict[str, Callable[[],
         "one GPU": lambda: Candidate(partial(flash_attention, **options), lambda x: x),
         "attnzoo": lambda: attnzoo(case, options),
         "attnzoo, keys kept": lambda: attnzoo(case, options, keep_keys=True),
+        **{f"attnzoo, {groups} groups of heads": partial(attnzoo, case, options, groups)
+           for groups in (2, 4) if (case.kv_heads or case.heads) % groups == 0},
         "Ulysses over attnzoo": lambda: ulysses(case, options),
     }
     if device == "cuda" and not case.packed:

@@ -6,7 +6,7 @@ import torch
 from context_ranks import CASES, inputs
 from paths import GPU
 
-from attnzoo_kernels.context_parallel import Zigzag
+from attnzoo_kernels.context_parallel import Part, Zigzag
 
 
 @pytest.mark.parametrize("total, ranks, chunk", ((40, 2, 16), (5, 3, 2), (300, 4, None), (3, 2, None)))
@@ -81,3 +81,6 @@ def test_what_does_not_fit_is_refused():
         Zigzag(13, 2, 0).shard(torch.zeros(13, 2), 1)
     with pytest.raises(ValueError, match="window: must be -1 without causal, got 3"):
         Zigzag(13, 2, 0).parts(causal=False, window=3)
+    with pytest.raises(ValueError, match="x: dimension 0 must be divisible by the 2 groups of heads, got shape \\(3,\\)"):
+        Part(0, 0, 1, (0, 1), {}, [], 1, 2).own_heads(torch.zeros(3))
+    assert Part(0, 0, 1, (0, 1), {}, [], 1, 2).own_heads(torch.arange(4)).tolist() == [2, 3]
