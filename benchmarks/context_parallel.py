@@ -1,11 +1,12 @@
-"""One sequence on several GPUs: `attnzoo_kernels.context_parallel` against one GPU of ours, PyTorch's context_parallel, and Ulysses.
+"""One sequence on several GPUs: `attnzoo_kernels.context_parallel` against one GPU of ours, Ulysses, and the rings of PyTorch and of Zhu.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.context_parallel
     torchrun --standalone --nproc-per-node 2 -m benchmarks.context_parallel packed --lengths 65536
 
 Figures are TFLOP/s a GPU, from the slowest rank's median of the rounds. The baseline is one GPU with the whole of the work, so that the
 ratio to it is the share of a perfect division. Each candidate's output and gradients are checked against the baseline's first. Ulysses
-(Jacobs et al. 2023, arXiv:2309.14509) exchanges tokens for heads and calls our kernel. PyTorch's ring takes no packed sequences.
+(Jacobs et al. 2023, arXiv:2309.14509) exchanges tokens for heads and calls our kernel. PyTorch's ring takes no packed sequences, and
+ring-flash-attention's zigzag wants every document to be divisible, so both are in the table of dense sequences only.
 """
 
 import argparse
@@ -27,8 +28,8 @@ from torch import Tensor
 from attnzoo_kernels import flash_attention
 from attnzoo_kernels.context_parallel import ContextParallel
 from attnzoo_kernels.flash.cases import Case
-from benchmarks import machine, report
-from benchmarks.harness import RESULTS
+from benchmarks import machine, report, ring
+from benchmarks.harness import RESULTS, Unsupported
 from benchmarks.report import Row
 
 DIRECTIONS = ("forward", "forward and backward")
@@ -87,6 +88,12 @@ def attnzoo(case: Case, options: dict, groups: int = 1, **plan_options: bool) ->
     return Candidate(attend, lambda x: plan.shard(x, dim), ranks=plan.ranks)
 
 
+def ring_flash_attn(case: Case) -> Candidate:
+    attend = ring.zigzag()
+    plan = ContextParallel(_total(case), chunk=_total(case) // (2 * dist.get_world_size()))  # its two blocks of a rank are our chunks
+    return Candidate(partial(attend, causal=True), lambda x: plan.shard(x, 1), ranks=plan.ranks)
+
+
 def torch_ring(case: Case, backend: str, group: int) -> Candidate:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
@@ -97,12 +104,13 @@ def torch_ring(case: Case, backend: str, group: int) -> Candidate:
 
     @contextlib.contextmanager
     def scope() -> Iterator[None]:
+        # it wants a buffer to cut, and learns the length and the head and tail chunks by it
         shape = torch.empty(1, 1, plan.total, 1, device="cuda")
         with context_parallel(mesh, buffers=[shape], buffer_seq_dims=[2]), sdpa_kernel(getattr(SDPBackend, backend)):
             yield
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # its ring takes as many key heads as heads
+        # its ring takes as many key heads as heads, (batch, heads, the rank's tokens, width), which it takes for shards of longer ones
         k, v = (x.repeat_interleave(group, 2) for x in (k, v))
         return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
 
@@ -122,6 +130,7 @@ def candidates(case: Case, options: dict, device: str) -> dict[str, Callable[[],
         group = case.heads // (case.kv_heads or case.heads)
         makers["torch, cuDNN"] = lambda: torch_ring(case, "CUDNN_ATTENTION", group)
         makers["torch, FlashAttention-2"] = lambda: torch_ring(case, "FLASH_ATTENTION", group)
+        makers["ring-flash-attn, zigzag, over PyTorch's FlashAttention-2"] = lambda: ring_flash_attn(case)
     return makers
 
 
@@ -186,8 +195,8 @@ def measure(case: Case, device: str, rounds: int, repeats: int) -> Iterator[Row]
                     out = candidate.attend(*leaves)
                     expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
                 errors[name] = wrong(candidate, leaves, dout, expected) / ALLOWED
-        except (RuntimeError, ValueError, NotImplementedError, AssertionError, TypeError) as error:
-            notes[name] = f"could not run: {str(error).splitlines()[0][:120]}"
+        except (RuntimeError, ValueError, AssertionError, TypeError, AttributeError, ImportError, Unsupported) as error:
+            notes[name] = f"could not run: {(str(error) or type(error).__name__).splitlines()[0][:120]}"
             continue
         if errors[name] <= 1:
             ready[name] = candidate, leaves, dout

@@ -1,5 +1,8 @@
 """Several ranks attend to one sequence: which tokens each has, and that they compute what one process computes."""
 
+import importlib.util
+import sys
+
 import context_ranks
 import pytest
 import torch
@@ -7,6 +10,8 @@ from context_ranks import CASES, inputs
 from paths import GPU
 
 from attnzoo_kernels.context_parallel import Part, Zigzag
+from benchmarks import ring
+from benchmarks.harness import Unsupported
 
 
 @pytest.mark.parametrize("total, ranks, chunk", ((40, 2, 16), (5, 3, 2), (300, 4, None), (3, 2, None)))
@@ -70,6 +75,28 @@ def test_ranks_compute_what_one_process_computes(ranks, sizes):
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_compute_what_one_computes():
     context_ranks.run(2, target=context_ranks.main_gpu)
+
+
+def test_pytorch_stands_in_for_flash_attn():
+    """Its signatures and shapes, on no device; whether it computes the same is checked where it is measured."""
+    q, out = torch.empty(2, 2, 32, 4, 16, dtype=torch.bfloat16, device="meta")
+    k, v = torch.empty(2, 2, 16, 4, 16, dtype=torch.bfloat16, device="meta")
+    options = {"dropout_p": 0, "softmax_scale": 0.25, "causal": False, "window_size_left": -1, "window_size_right": -1, "softcap": 0.0,
+               "alibi_slopes": None}
+    found, lse, _, _ = ring._flash_attn_forward(q=q, k=k, v=v, return_softmax=False, **options)
+    assert found.shape == q.shape and lse.shape == (2, 4, 32) and lse.dtype == torch.float32
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    ring._flash_attn_backward(dout=out, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=gradients[0], dk=gradients[1], dv=gradients[2],
+                              deterministic=False, **options)
+    with pytest.raises(Unsupported, match="cannot do: dropout, window"):
+        ring._flash_attn_forward(q, k, v, return_softmax=False, **options | {"window_size_left": 3})
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ring_flash_attn") is None, reason="needs ring-flash-attn")
+def test_ring_flash_attn_takes_the_stand_in():
+    assert ring.zigzag().__name__ == "zigzag_ring_flash_attn_func"
+    assert ring.zigzag.__wrapped__().__globals__["_flash_attn_forward"] is ring._flash_attn_forward
+    assert "flash_attn" not in sys.modules and "ring_flash_attn" not in sys.modules
 
 
 def test_what_does_not_fit_is_refused():
