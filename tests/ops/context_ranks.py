@@ -160,6 +160,49 @@ def check_memory() -> None:
         torch.testing.assert_close(torch.autograd.grad(out.sum(), (q, k, v)), first, rtol=0, atol=0)
 
 
+class Recorded(ContextParallel):
+    """Notes when collectives begin and when they are waited for."""
+
+    def gather_into(self, *arguments: Any) -> Callable:
+        return self._noted("gather", super().gather_into(*arguments))
+
+    def reduce(self, *arguments: Any) -> Callable:
+        return self._noted("reduce", super().reduce(*arguments))
+
+    def _noted(self, name: str, finish: Callable) -> Callable:
+        self.events.append(name)
+
+        def noted(*arguments: Any) -> Any:
+            self.events.append(f"wait {name}")
+            return finish(*arguments)
+
+        return noted
+
+
+def check_order() -> None:
+    """Collectives of a group begin before another group is attended to, and are waited for behind it; also all ranks alike."""
+    plan = Recorded(4 * CHUNK, chunk=CHUNK)
+    events = plan.events = []
+    x, y = (torch.randn(1, plan.local, 3, 8, dtype=torch.float64).requires_grad_() for _ in range(2))
+
+    def attention(part, q, k):
+        events.append(f"{part.head_group} of {part.head_groups}")
+        out = q * k[:, : part.queries]
+        out.register_hook(lambda gradient: events.append(f"back {part.head_group}"))
+        return out
+
+    out = plan.attend(attention, (x,), (y,), plan.parts(causal=True), 3)
+    forward = [event for group in range(3) for event in ("wait gather", *[f"{group} of 3"] * 2)]
+    assert events == ["gather"] * 3 + forward, events
+    events.clear()
+    out.sum().backward()
+    assert events == ["gather"] * 3 + [
+        "wait gather", "back 2", "back 2", "reduce",
+        "wait gather", "back 1", "back 1", "wait reduce", "reduce",
+        "wait gather", "back 0", "back 0", "wait reduce", "reduce", "wait reduce"], events
+    check_alike(events=events)
+
+
 def check_recomputed() -> None:
     """What activation checkpointing computes again is read before it is given back."""
     def block(plan: ContextParallel, groups: int, x: torch.Tensor) -> torch.Tensor:
@@ -206,6 +249,7 @@ def main(rank: int, ranks: int, sizes: tuple[int, ...], store: str) -> None:
                 for packed in (True, False)[not case.packed :]:
                     check(name, packed, group, ((name == "causal", 1), (False, 2), (True, 2)))
         check_memory()
+        check_order()
         check_recomputed()
         check_refused()
         check_benchmark()
