@@ -216,10 +216,15 @@ class ContextParallel(Zigzag):
 
         def finish(into: Sequence[Sequence[Tensor]]) -> None:
             _wait(work, sent)
-            order = self._by_place(received.device)
+            order = self._by_place(torch.device("cpu")).tolist()
+            targets, chunks = [], []
             for (whole,), rows, x in zip(into, received.split(sizes, 1), own, strict=True):
-                chunks = whole.unflatten(dim, (2 * self.ranks, self.chunk)).movedim(dim, 0)
-                torch.index_select(rows.unflatten(1, x.shape[1:]), 0, order, out=chunks)
+                batch = math.prod(x.shape[1 : dim + 1])
+                for place, target in zip(order, whole.view(batch, 2 * self.ranks, -1).unbind(1), strict=True):
+                    targets += target.unbind()
+                    chunks += rows[place].view(batch, -1).unbind()
+            # in few launches, and by vectors, where index_select moves one number at a time
+            torch._foreach_copy_(targets, chunks)
 
         return finish
 
