@@ -5,7 +5,8 @@
 
 Figures are TFLOP/s a GPU, from the slowest rank's median of the rounds. The baseline is one GPU with the whole of the work, so that the
 ratio to it is the share of a perfect division. Each candidate's output and gradients are checked against the baseline's first. Ulysses
-(Jacobs et al. 2023, arXiv:2309.14509) exchanges tokens for heads and calls our kernel. PyTorch's ring takes no packed sequences.
+(Jacobs et al. 2023, arXiv:2309.14509) exchanges tokens for heads and calls our kernel. PyTorch's ring takes no packed sequences. "chunks
+dealt" gives each GPU chunks of packed documents by the pairs of queries and keys that they have, and fetches only these documents' keys.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from torch import Tensor
 
 from attnzoo_kernels import flash_attention
 from attnzoo_kernels.context_parallel import ContextParallel
+from attnzoo_kernels.context_placement import deal
 from attnzoo_kernels.flash.cases import Case
 from benchmarks import machine, report
 from benchmarks.harness import RESULTS
@@ -76,7 +79,7 @@ def ulysses(case: Case, options: dict) -> Candidate:
     return Candidate(attend, lambda x: x.chunk(ranks, 0 if packed else 1)[rank], ranks=ranks)
 
 
-def attnzoo(case: Case, options: dict, **plan_options: bool) -> Candidate:
+def attnzoo(case: Case, options: dict, **plan_options: Any) -> Candidate:
     dim = 0 if case.packed else 1
     plan = ContextParallel(_total(case), **plan_options)
     parts = plan.parts(causal=True, cu_seqlens=options.get("cu_seqlens_q"), max_seqlen=options.get("max_seqlen_q"))
@@ -110,9 +113,14 @@ def torch_ring(case: Case, backend: str, group: int) -> Candidate:
 
 
 def candidates(case: Case, options: dict, device: str) -> dict[str, Callable[[], Candidate]]:
+    def dealt() -> Candidate:
+        owned = deal(_total(case), case.lengths_q, dist.get_world_size())
+        return attnzoo(case, options, owned=owned, documents=case.lengths_q)
+
     makers: dict[str, Callable[[], Candidate]] = {
         "one GPU": lambda: Candidate(partial(flash_attention, **options), lambda x: x),
         "attnzoo": lambda: attnzoo(case, options),
+        **({"attnzoo, chunks dealt": dealt} if case.packed else {}),
         "attnzoo, keys kept": lambda: attnzoo(case, options, keep_keys=True),
         "Ulysses over attnzoo": lambda: ulysses(case, options),
     }
