@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ RUNS = {  # by the ranks that share a sequence
     "packed": (2, ["data.seq_len=300", "data.batch_size=1", "trainer.max_steps=40", "optimizer.lr=1e-2"]),
     "accumulated": (4, ["data.seq_len=600", "data.batch_size=1", "batch_tokens=1200", "data.cross_documents=true",
                         "activation_checkpointing=1", "trainer.max_steps=4"]),
+    "dealt": (2, ["data.seq_len=1000", "data.batch_size=1", "trainer.max_steps=3"]),  # four chunks a rank
     "bert": (2, ["model=bert_tiny", "data.seq_len=300", "data.batch_size=1", "trainer.max_steps=4"]),
 }
 COMMON = ["trainer.precision=64-true", "callbacks.sample=null", "callbacks.plot=null", "model.dim=16", "trainer.val_check_interval=40"]
@@ -55,6 +57,7 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
     from attnzoo.attention.base import Attention
     from attnzoo.models import from_config
     from attnzoo_kernels.context_parallel import ContextParallel
+    from attnzoo_kernels.context_placement import deal
 
     of_model = {key: value for key, value in options.items() if key in OF_MODEL}
     kind = of_model.pop("kind", "GPT")
@@ -72,7 +75,8 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
     inputs: dict[str, Any] = {}
     if packed:
         ids, targets = ids.flatten(), targets.flatten()
-        inputs = {"cu_seqlens": torch.tensor([0, 1, 41, 55, 200], dtype=torch.int32), "max_seqlen": 145}
+        lengths = (1, 40, 14, 145)  # and tokens behind them
+        inputs = {"cu_seqlens": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), "max_seqlen": 145}
     targets[..., -1] = -100
 
     def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -82,16 +86,23 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
         return torch.nn.functional.cross_entropy(model(ids, **inputs).flatten(0, -2), targets.flatten(), reduction="sum")
 
     expected = loss(ids, targets, **inputs)
-    plan = ContextParallel(ids.shape[-1], chunk=26 if packed else 13)
-    own = loss(plan.shard(ids, -1), plan.shard(targets, -1, -100), context=plan, **inputs)
-    total = own.detach().clone()
-    dist.all_reduce(total)
-    torch.testing.assert_close(total, expected.detach(), rtol=0, atol=1e-9)
-    for found, wanted in zip(gradients(own), gradients(expected), strict=True):
-        assert (found is None) == (wanted is None)
-        if wanted is not None:
-            dist.all_reduce(found)
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=lambda text: f"{name}: {text}")
+    all_wanted = gradients(expected)
+    placements: list[dict[str, Any]] = [{"chunk": 26 if packed else 13}]
+    if packed:
+        owned = deal(len(ids), lengths, dist.get_world_size(), causal=kind == "GPT", chunks=4, chunk=13)
+        placements.append({"chunk": 13, "owned": owned, "documents": lengths})
+    for placed in placements:
+        plan = ContextParallel(ids.shape[-1], **placed)
+        own = loss(plan.shard(ids, -1), plan.shard(targets, -1, -100), context=plan, **inputs)
+        total = own.detach().clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total, expected.detach(), rtol=0, atol=1e-9)
+        for found, wanted in zip(gradients(own), all_wanted, strict=True):
+            assert (found is None) == (wanted is None)
+            if wanted is not None:
+                dist.all_reduce(found)
+                where = partial("{}, {}: {}".format, name, placed)
+                torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=where)
 
 
 def check_evaluation(ranks: int) -> None:
