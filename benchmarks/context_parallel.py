@@ -6,7 +6,8 @@
 Figures are TFLOP/s a GPU, from the slowest rank's median of the rounds. The baseline is one GPU with the whole of the work, so that the
 ratio to it is the share of a perfect division. Each candidate's output and gradients are checked against the baseline's first. Ulysses
 (Jacobs et al. 2023, arXiv:2309.14509) exchanges tokens for heads and calls our kernel. PyTorch's ring takes no packed sequences, and
-ring-flash-attention's zigzag wants every document to be divisible, so both are in the table of dense sequences only.
+ring-flash-attention's zigzag wants every document to be divisible, so both are in the table of dense sequences only. "chunks dealt" gives
+each GPU chunks of packed documents by the pairs of queries and keys that they have, and fetches only these documents' keys.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from torch import Tensor
 
 from attnzoo_kernels import flash_attention
 from attnzoo_kernels.context_parallel import ContextParallel
+from attnzoo_kernels.context_placement import deal
 from attnzoo_kernels.flash.cases import Case
 from benchmarks import machine, report, ring
 from benchmarks.harness import RESULTS, Unsupported
@@ -77,7 +80,7 @@ def ulysses(case: Case, options: dict) -> Candidate:
     return Candidate(attend, lambda x: x.chunk(ranks, 0 if packed else 1)[rank], ranks=ranks)
 
 
-def attnzoo(case: Case, options: dict, groups: int = 1, **plan_options: bool) -> Candidate:
+def attnzoo(case: Case, options: dict, groups: int = 1, **plan_options: Any) -> Candidate:
     dim = 0 if case.packed else 1
     plan = ContextParallel(_total(case), **plan_options)
     parts = plan.parts(causal=True, cu_seqlens=options.get("cu_seqlens_q"), max_seqlen=options.get("max_seqlen_q"))
@@ -118,12 +121,18 @@ def torch_ring(case: Case, backend: str, group: int) -> Candidate:
 
 
 def candidates(case: Case, options: dict, device: str) -> dict[str, Callable[[], Candidate]]:
+    def dealt(groups: int) -> Candidate:
+        owned = deal(_total(case), case.lengths_q, dist.get_world_size())
+        return attnzoo(case, options, groups, owned=owned, documents=case.lengths_q)
+
+    divided = [groups for groups in (2, 4) if (case.kv_heads or case.heads) % groups == 0]
     makers: dict[str, Callable[[], Candidate]] = {
         "one GPU": lambda: Candidate(partial(flash_attention, **options), lambda x: x),
         "attnzoo": lambda: attnzoo(case, options),
+        **({"attnzoo, chunks dealt": partial(dealt, 1)} if case.packed else {}),
         "attnzoo, keys kept": lambda: attnzoo(case, options, keep_keys=True),
-        **{f"attnzoo, {groups} groups of heads": partial(attnzoo, case, options, groups)
-           for groups in (2, 4) if (case.kv_heads or case.heads) % groups == 0},
+        **{f"attnzoo, {groups} groups of heads": partial(attnzoo, case, options, groups) for groups in divided},
+        **{f"attnzoo, chunks dealt, {groups} groups of heads": partial(dealt, groups) for groups in divided if case.packed},
         "Ulysses over attnzoo": lambda: ulysses(case, options),
     }
     if device == "cuda" and not case.packed:
@@ -255,10 +264,10 @@ def main(arguments: list[str] | None = None) -> int:
                 case = Case(heads=o.heads, kv_heads=o.kv_heads, head_dim=o.head_dim, causal=True,
                             dtype=torch.float32 if device == "cpu" else torch.bfloat16, **shape)
                 rows += measure(case, device, o.rounds, o.repeats)
-            if dist.get_rank() == 0:
-                print(report.table(rows), flush=True)
-                if not o.dry_run:
-                    report.write_csv(rows, machine.describe(device), RESULTS / f"context_parallel-{table}.csv")
+                if dist.get_rank() == 0:
+                    print(report.table([row for row in rows if row.x == length]), flush=True)
+                    if not o.dry_run:
+                        report.write_csv(rows, machine.describe(device), RESULTS / f"context_parallel-{table}.csv")
     finally:
         dist.destroy_process_group()
     return 0

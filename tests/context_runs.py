@@ -1,7 +1,9 @@
 """What each rank of tests/test_several_gpus.py does: models and runs by ranks that share sequences."""
 
+import itertools
 import multiprocessing
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,6 +30,7 @@ RUNS = {  # by the ranks that share a sequence
     "packed": (2, ["data.seq_len=300", "data.batch_size=1", "trainer.max_steps=40", "optimizer.lr=1e-2"]),
     "accumulated": (4, ["data.seq_len=600", "data.batch_size=1", "batch_tokens=1200", "data.cross_documents=true",
                         "activation_checkpointing=1", "trainer.max_steps=4"]),
+    "dealt": (2, ["data.seq_len=1000", "data.batch_size=1", "trainer.max_steps=3"]),  # four chunks a rank
     "bert": (2, ["model=bert_tiny", "data.seq_len=300", "data.batch_size=1", "trainer.max_steps=4"]),
 }
 COMMON = ["trainer.precision=64-true", "callbacks.sample=null", "callbacks.plot=null", "model.dim=16", "trainer.val_check_interval=40"]
@@ -57,6 +60,7 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
     from attnzoo.attention.base import Attention
     from attnzoo.models import from_config
     from attnzoo_kernels.context_parallel import ContextParallel
+    from attnzoo_kernels.context_placement import deal
 
     of_model = {key: value for key, value in options.items() if key in OF_MODEL}
     kind = of_model.pop("kind", "GPT")
@@ -74,7 +78,8 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
     inputs: dict[str, Any] = {}
     if packed:
         ids, targets = ids.flatten(), targets.flatten()
-        inputs = {"cu_seqlens": torch.tensor([0, 1, 41, 55, 200], dtype=torch.int32), "max_seqlen": 145}
+        lengths = (1, 40, 14, 145)  # and tokens behind them
+        inputs = {"cu_seqlens": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), "max_seqlen": 145}
     targets[..., -1] = -100
 
     def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -85,8 +90,12 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
 
     expected = loss(ids, targets, **inputs)
     wanted_gradients = gradients(expected)
-    plan = ContextParallel(ids.shape[-1], chunk=26 if packed else 13)
-    for groups in (1, 2):
+    placements: list[dict[str, Any]] = [{"chunk": 26 if packed else 13}]
+    if packed:
+        owned = deal(len(ids), lengths, dist.get_world_size(), causal=kind == "GPT", chunks=4, chunk=13)
+        placements.append({"chunk": 13, "owned": owned, "documents": lengths})
+    for groups, placed in itertools.product((1, 2), placements):
+        plan = ContextParallel(ids.shape[-1], **placed)
         with mock.patch.object(context, "GROUPS", groups):
             own = loss(plan.shard(ids, -1), plan.shard(targets, -1, -100), context=plan, **inputs)
         total = own.detach().clone()
@@ -96,7 +105,8 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
             assert (found is None) == (wanted is None)
             if wanted is not None:
                 dist.all_reduce(found)
-                torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=lambda text: f"{name}: {text}")
+                where = partial("{}, {}, {} groups: {}".format, name, placed, groups)
+                torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=where)
 
 
 def check_evaluation(ranks: int) -> None:

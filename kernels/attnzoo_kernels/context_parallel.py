@@ -3,20 +3,23 @@
 Keys and values are gathered, each device calls an operator for its own queries over them, and their gradients are summed up in float32 in
 the order of the ranks. So the forward sees the same keys in the same order as on one device, and no partial outputs are merged.
 
-The tokens of one global order (a packed stream, or the rows of a dense batch) are cut into 2R equal chunks for R ranks. Rank r holds
-chunks r and 2R - 1 - r, one behind the other, so that all ranks have equally many causal pairs ("zigzag", Zhu 2024,
-github.com/zhuzilin/ring-flash-attention; the gather is that of Llama 3, arXiv:2407.21783, section 3.3.2). Documents need no divisibility:
-what is missing in the last chunks is padding, which is not seen by any token and whose outputs mean nothing.
+The tokens of one global order (a packed stream, or the rows of a dense batch) are cut into equal chunks. Each rank holds equally many of
+them, one behind the other (`context_placement`): by default two, so that all ranks have equally many causal pairs of one sequence. The
+chunks of packed documents can be dealt by their pairs. The gather is that of Llama 3 (arXiv:2407.21783, section 3.3.2).
 
     plan = ContextParallel(total, group)
     q, k, v = (plan.shard(x, dim=0) for x in whole)  # or made from the rank's own tokens
     parts = plan.parts(causal=True, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
     out = plan.attend(lambda part, q, k, v: flash_attention(q, k, v, causal=True, **part.lengths), (q,), (k, v), parts)
+
+Where the documents' lengths are known on the host:
+
+    plan = ContextParallel(total, group, owned=deal(total, documents, ranks), documents=documents)
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,141 +28,30 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from attnzoo_kernels import checks
 from attnzoo_kernels.context_gather import Gather, GatherAgain, Gathered, JoinPieces, ReduceGradients, SplitPieces
+from attnzoo_kernels.context_placement import Part, Placement, Range
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
-Range = tuple[int, int]  # the first token, and the end
-MULTIPLE = 128  # tiles of queries begin in a chunk where they begin on one device
 
 
-class Part(NamedTuple):
-    """One of a rank's two chunks, as queries, and the keys that they may see.
-
-    index: 0 or 1. begin: its first token in the global order. queries: tokens of it. keys: the first of them and their end, in that order.
-    lengths: of packed sequences, the arguments cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of the operators; else empty.
-        Every sequence of the stream is in them, in its place. Those before the chunk have keys and no queries, those behind it neither.
-    of_ranks: `keys` of both parts of every rank.
-    head_group, head_groups: which group of heads these are, and of how many equal ones (`ContextParallel.attend`).
-    """
-
-    index: int
-    begin: int
-    queries: int
-    keys: "Range"
-    lengths: dict[str, Any]
-    of_ranks: list[tuple["Range", ...]]
-    head_group: int = 0
-    head_groups: int = 1
-
-    def own_heads(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Of something that all heads have along a dimension, such as sinks or slopes, what belongs to this group's heads: a view."""
-        if x.shape[dim] % self.head_groups:
-            raise ValueError(f"x: dimension {dim} must be divisible by the {self.head_groups} groups of heads, got shape {tuple(x.shape)}")
-        heads = x.shape[dim] // self.head_groups
-        return x.narrow(dim, self.head_group * heads, heads)
-
-
-class Zigzag:
-    """Which rank holds which tokens.
-
-    total: tokens of the global order. ranks, rank: how many there are, and which one this is.
-    chunk: tokens of a chunk, by default total / 2R rounded up to a multiple of 128.
-    """
-
-    def __init__(self, total: int, ranks: int, rank: int, chunk: int | None = None):
-        checks.integer("total", total, 1)
-        checks.integer("ranks", ranks, 1)
-        checks.integer("rank", rank, 0)
-        if rank >= ranks:
-            raise ValueError(f"rank: must be below the {ranks} ranks, got {rank}")
-        if chunk is None:
-            chunk = -(-total // (2 * ranks * MULTIPLE)) * MULTIPLE
-        checks.integer("chunk", chunk, 1)
-        if 2 * ranks * chunk < total:
-            raise ValueError(f"chunk: 2 x {ranks} ranks of {chunk} tokens must hold the {total} tokens")
-        self.total, self.ranks, self.rank, self.chunk = total, ranks, rank, chunk
-        self.chunks = (rank, 2 * ranks - 1 - rank)
-
-    @property
-    def local(self) -> int:
-        """Tokens of a rank, with padding."""
-        return 2 * self.chunk
-
-    def shard(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
-        """The rank's own part of x along its dimension `dim`, `total` long: 2 chunks, with `fill` behind the last token."""
-        if x.shape[dim] != self.total:
-            raise ValueError(f"x: dimension {dim} must be the {self.total} tokens of the global order, got shape {tuple(x.shape)}")
-        pieces = []
-        for chunk in self.chunks:
-            begin = min(chunk * self.chunk, self.total)
-            piece = x.narrow(dim, begin, min(self.chunk, self.total - begin))
-            if missing := self.chunk - piece.shape[dim]:
-                shape = list(x.shape)
-                shape[dim] = missing
-                piece = torch.cat([piece, x.new_full(shape, fill)], dim)
-            pieces.append(piece)
-        return torch.cat(pieces, dim)
-
-    def parts(self, *, causal: bool, window: int = -1, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> tuple[Part, ...]:
-        """The rank's two chunks.
-
-        causal: queries of a chunk are the last ones of the keys up to the chunk's end, so that masks aligned to the bottom right are the
-            whole sequence's. Otherwise all keys are seen, and no mask may depend on positions.
-        window: so many keys before its own does a causal query see at most; -1 is unlimited. What lies before is not gathered.
-        cu_seqlens, max_seqlen: of the whole packed stream, as the operators take them; None if dense. The host waits for nothing.
-        """
-        checks.integer("window", window, -1)
-        if window >= 0 and not causal:
-            raise ValueError(f"window: must be -1 without causal, got {window}")
-        of_ranks = [tuple(self._keys(chunk, causal, window) for chunk in (rank, 2 * self.ranks - 1 - rank)) for rank in range(self.ranks)]
-        parts = []
-        for index, keys in enumerate(of_ranks[self.rank]):
-            begin = self.chunks[index] * self.chunk
-            lengths = {} if cu_seqlens is None else self._lengths(begin, keys, cu_seqlens, max_seqlen)
-            parts.append(Part(index, begin, self.chunk, keys, lengths, of_ranks))
-        return tuple(parts)
-
-    def _keys(self, chunk: int, causal: bool, window: int) -> Range:
-        """The keys that a chunk's queries see."""
-        if not causal:
-            return 0, self.total
-        # tiles of keys begin where they begin without a window
-        step = math.gcd(self.chunk, MULTIPLE)
-        return max(0, (chunk * self.chunk - window) // step * step) if window >= 0 else 0, (chunk + 1) * self.chunk
-
-    def _lengths(self, begin: int, keys: Range, cu_seqlens: Tensor, max_seqlen: int | None) -> dict[str, Any]:
-        first, end = keys
-        return {
-            "cu_seqlens_q": (cu_seqlens - begin).clamp(0, self.chunk),
-            "cu_seqlens_k": (cu_seqlens - first).clamp(0, end - first),
-            "max_seqlen_q": None if max_seqlen is None else min(max_seqlen, self.chunk),
-            "max_seqlen_k": None if max_seqlen is None else min(max_seqlen, end - first)}
-
-    def _by_place(self, device: torch.device) -> Tensor:
-        """Where in the order of the ranks each chunk stands, int64 (2R,)."""
-        chunk = torch.arange(2 * self.ranks, device=device)
-        high = chunk >= self.ranks
-        return 2 * torch.where(high, 2 * self.ranks - 1 - chunk, chunk) + high
-
-
-class ContextParallel(Zigzag):
+class ContextParallel(Placement):
     """Attention over the tokens that the ranks of a process group hold, see the module's docstring.
 
-    total, chunk: as in `Zigzag`; the same on all ranks.
+    total, chunk, owned, documents: as in `Placement`; the same on all ranks.
     group: a process group, or a DeviceMesh of one dimension; None for all processes.
     keep_keys: keep the gathered keys and values for the backward. Else only the rank's own ones are kept, and the backward gathers again.
     """
 
     def __init__(self, total: int, group: dist.ProcessGroup | DeviceMesh | None = None, *, chunk: int | None = None,
-                 keep_keys: bool = False):
+                 owned: Sequence[Sequence[int]] | None = None, documents: Sequence[int] | None = None, keep_keys: bool = False):
         self.group = group.get_group() if isinstance(group, DeviceMesh) else group
         self.keep_keys = keep_keys
-        super().__init__(total, dist.get_world_size(self.group), dist.get_rank(self.group), chunk)
+        super().__init__(total, dist.get_world_size(self.group), dist.get_rank(self.group), chunk, owned, documents)
 
     def attend(self, attention: Callable[..., Tensor], queries: Sequence[Tensor], keys: Sequence[Tensor],
                parts: Sequence[Part], groups: int = 1) -> Tensor:
-        """attention(part, *queries, *keys) of both parts, one behind the other like the rank's own tokens.
+        """attention(part, *queries, *keys) of all parts, one behind the other like the rank's own tokens.
 
-        queries, keys: of the rank's own tokens, (batch, 2 chunks, ...), or (2 chunks, ...) where the parts are packed. Attention is given a
+        queries, keys: of the rank's own tokens, (batch, tokens, ...), or (tokens, ...) where the parts are packed. Attention is given a
             part's queries, and of all ranks' keys `part.keys`. Everything that belongs to a query goes with the queries.
         parts: from `parts`. Gradients of `keys` are sums over the ranks, so all ranks must run the backward. Those of anything else that
             `attention` reads, such as weights, are this rank's share.
@@ -204,23 +96,22 @@ class ContextParallel(Zigzag):
     def gather_into(self, own: Sequence[Tensor], dim: int, later: bool) -> Callable[[Sequence[Sequence[Tensor]]], None]:
         """Begins to fetch the chunks of all ranks. What is returned waits for them and puts them into a whole of each tensor, in the global
         order, with padding. later: the device may compute meanwhile. The tensors have one dtype."""
-        # (2 chunks, ..., chunk, ...), so that chunks of all ranks are rows, whatever else they hold
-        own = [x.unflatten(dim, (2, self.chunk)).movedim(dim, 0) for x in own]
+        # (a rank's chunks, ..., chunk, ...), so that chunks of all ranks are rows, whatever else they hold
+        own = [x.unflatten(dim, (len(self.chunks), self.chunk)).movedim(dim, 0) for x in own]
         sizes = [x[0].numel() for x in own]
-        sent = own[0].contiguous().view(2, -1) if len(own) == 1 else own[0].new_empty(2, sum(sizes))
+        sent = own[0].contiguous().view(len(self.chunks), -1) if len(own) == 1 else own[0].new_empty(len(self.chunks), sum(sizes))
         if len(own) > 1:
             for rows, x in zip(sent.split(sizes, 1), own, strict=True):
                 rows.unflatten(1, x.shape[1:]).copy_(x)
-        received = sent.new_empty(2 * self.ranks, sum(sizes))
+        received = sent.new_empty(self.ranks * len(self.chunks), sum(sizes))
         work = all_gather(received, sent, group=self.group, async_op=later)
 
         def finish(into: Sequence[Sequence[Tensor]]) -> None:
             _wait(work, sent)
-            order = self._by_place(torch.device("cpu")).tolist()
             targets, chunks = [], []
             for (whole,), rows, x in zip(into, received.split(sizes, 1), own, strict=True):
                 batch = math.prod(x.shape[1 : dim + 1])
-                for place, target in zip(order, whole.view(batch, 2 * self.ranks, -1).unbind(1), strict=True):
+                for place, target in zip(self.places, whole.view(batch, len(self.places), -1).unbind(1), strict=True):
                     targets += target.unbind()
                     chunks += rows[place].view(batch, -1).unbind()
             # in few launches, and by vectors, where index_select moves one number at a time
@@ -271,10 +162,10 @@ class ContextParallel(Zigzag):
         """What of these ranges a rank owns: a range's index, places in the range and in the owner's own tokens, and the length."""
         pieces = []
         for index, (first, end) in enumerate(ranges):
-            for half, chunk in enumerate((owner, 2 * self.ranks - 1 - owner)):
+            for place, chunk in enumerate(self.owned[owner]):
                 begin, stop = max(first, chunk * self.chunk), min(end, (chunk + 1) * self.chunk)
                 if begin < stop:
-                    pieces.append((index, begin - first, begin + (half - chunk) * self.chunk, stop - begin))
+                    pieces.append((index, begin - first, begin + (place - chunk) * self.chunk, stop - begin))
         return pieces
 
     def _exchange(self, sent: Sequence[Tensor], given: Sequence, mine: Sequence, widths: Sequence[int],

@@ -24,6 +24,7 @@ from attnzoo_kernels import (
 )
 from attnzoo_kernels.block_sparse.patterns import Pattern
 from attnzoo_kernels.context_parallel import ContextParallel, check_alike
+from attnzoo_kernels.context_placement import deal
 from attnzoo_kernels.flash.cases import Case as FlashCase
 from benchmarks import context_parallel
 from benchmarks.accuracy import assert_accurate
@@ -108,6 +109,14 @@ def inputs(case: Case, packed: bool, dtype: torch.dtype = torch.float64, scale: 
     return [normal(*shape) for shape in case.queries], [normal(*shape) for shape in case.keys], weight, lengths
 
 
+def dealt(packed: bool, total: int, scale: int, ranks: int, chunks: int, case: Case, chunk: int | None = None) -> dict[str, Any]:
+    """A placement by the pairs of the documents, or of the one dense sequence, with padding behind them."""
+    documents = [length * scale for length in DOCUMENTS] if packed else [total]
+    windows = (case.window,)
+    owned = deal(total, documents, ranks, causal=case.causal, windows=windows, chunks=chunks, chunk=chunk)
+    return {"owned": owned, "chunk": chunk, "documents": documents if packed else None}
+
+
 def shares(plan: ContextParallel, case: Case, queries, keys, weight, lengths, dout, groups: int = 1) -> tuple[torch.Tensor, list]:
     """The rank's own output and gradients."""
     dim = 0 if lengths else 1
@@ -127,12 +136,14 @@ def check(name: str, packed: bool, group: dist.ProcessGroup | None, options: tup
     expected = case.attention(queries, keys, lengths, weight)
     dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=expected.dtype)
     gradients = torch.autograd.grad(expected, (*queries, *keys, weight), dout, allow_unused=True)
-    dim = 0 if packed else 1
-    for keep_keys, groups in options:
-        plan = ContextParallel(expected.shape[dim], group, chunk=CHUNK, keep_keys=keep_keys)
+    dim, ranks = (0 if packed else 1), dist.get_world_size(group)
+    total = expected.shape[dim]
+    chunks = {n: total // (n * ranks) + 1 for n in (2, 4)}
+    placements = ({"chunk": CHUNK}, *(dealt(packed, total, 1, ranks, n, case, chunk) for n, chunk in chunks.items()))
+    for placed, (keep_keys, groups) in itertools.product(placements, options):
+        plan = ContextParallel(total, group, keep_keys=keep_keys, **placed)
         out, own = shares(plan, case, queries, keys, weight, lengths, dout, groups)
-
-        exact = partial(torch.testing.assert_close, rtol=0, atol=1e-12, msg=lambda text, groups=groups: f"{name}, {groups} groups: {text}")
+        exact = partial(torch.testing.assert_close, rtol=0, atol=1e-12, msg=partial("{}, {}, {} groups: {}".format, name, placed, groups))
         real = plan.shard(torch.ones(plan.total), 0).bool()
         for found, wanted in zip((out, *own[:-1]), (expected, *gradients[:-1]), strict=True):
             exact(found.movedim(dim, 0)[real], plan.shard(wanted, dim).movedim(dim, 0)[real])
@@ -236,7 +247,7 @@ def check_benchmark() -> None:
     for shape in ({"lengths_q": context_parallel.documents(256)}, {"seqlen_q": 256}):
         case = FlashCase(heads=4, kv_heads=4, head_dim=16, causal=True, dtype=torch.float32, **shape)
         rows = list(context_parallel.measure(case, "cpu", rounds=1, repeats=1))
-        assert len(rows) == 12 and all(row.value and row.error < 1e-3 for row in rows), rows
+        assert len(rows) == (18 if "lengths_q" in shape else 12) and all(row.value and row.error < 1e-3 for row in rows), rows
 
 
 def main(rank: int, ranks: int, sizes: tuple[int, ...], store: str) -> None:
@@ -301,25 +312,28 @@ def check_gpu(name: str, packed: bool, scale: int, accurate: bool) -> None:
         shape = case.attention(q, k, lengths, w).shape
     dout = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda", dtype=torch.float64)
     dim = 0 if packed else 1
-    plan = ContextParallel(shape[dim])
-    real = plan.shard(torch.ones(plan.total, device="cuda"), 0).bool()
-
-    def own(whole: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [plan.shard(x, dim).movedim(dim, 0)[real] for x in whole]
-
     with deterministic():
-        repeated = []
-        for groups in (1, 1, 2, 2):
-            out, found = shares(plan, case, *in_dtype(torch.bfloat16), lengths, dout.to(torch.bfloat16), groups)
-            repeated.append([x.movedim(dim, 0)[real] for x in (out.detach(), *found[: n + len(k)])])
-        one, again, two, two_again = repeated
-        assert all(map(torch.equal, one, again)) and all(map(torch.equal, two, two_again)), f"{name}: does not repeat"
-        assert all(map(torch.equal, one, two)), f"{name}: groups of heads differ from all heads together"
-        if accurate:
-            exact, eager = (own(gradients(dtype, "reference")) for dtype in (torch.float64, torch.bfloat16))
-            assert_accurate(repeated[0], eager, exact)
-        elif case.window < 0 or not packed:  # else tiles of a document's keys begin elsewhere
-            assert torch.equal(repeated[0][0], own(gradients(torch.bfloat16, None))[0]), f"{name}: the forward is not one GPU's"
+        exact, eager = (gradients(dtype, "reference") for dtype in (torch.float64, torch.bfloat16)) if accurate else (None, None)
+        of_one = None if accurate else gradients(torch.bfloat16, None)[0]
+        for placed in ({}, dealt(packed, shape[dim], scale, dist.get_world_size(), 4, case))[: 1 + packed]:
+            plan = ContextParallel(shape[dim], **placed)
+            real = plan.shard(torch.ones(plan.total, device="cuda"), 0).bool()
+
+            def own(x: torch.Tensor, plan=plan, real=real) -> torch.Tensor:
+                return plan.shard(x, dim).movedim(dim, 0)[real]
+
+            repeated = []
+            for groups in (1, 1, 2, 2):
+                out, found = shares(plan, case, *in_dtype(torch.bfloat16), lengths, dout.to(torch.bfloat16), groups)
+                repeated.append([x.movedim(dim, 0)[real] for x in (out.detach(), *found[: n + len(k)])])
+            one, again, two, two_again = repeated
+            assert all(map(torch.equal, one, again)) and all(map(torch.equal, two, two_again)), f"{name}, {placed}: does not repeat"
+            assert torch.equal(one[0], two[0]), f"{name}, {placed}: the forward of groups of heads differs from that of all heads"
+            if accurate:
+                for results in (one, two):
+                    assert_accurate(results, [own(x) for x in eager], [own(x) for x in exact])
+            elif case.window < 0 or not packed:  # else tiles of a document's keys begin elsewhere
+                assert torch.equal(one[0], own(of_one)), f"{name}, {placed}: the forward is not one GPU's"
 
 
 @contextlib.contextmanager
