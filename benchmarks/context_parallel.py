@@ -1,11 +1,13 @@
-"""One sequence on several GPUs: `attnzoo_kernels.context_parallel` against one GPU of ours, PyTorch's context_parallel, and Ulysses.
+"""One sequence on several GPUs: `attnzoo_kernels.context_parallel` against one GPU of ours, Ulysses, and the rings of PyTorch and of Zhu.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.context_parallel
     torchrun --standalone --nproc-per-node 2 -m benchmarks.context_parallel packed --lengths 65536
 
 Figures are TFLOP/s a GPU, from the slowest rank's median of the rounds. The baseline is one GPU with the whole of the work, so that the
 ratio to it is the share of a perfect division. Each candidate's output and gradients are checked against the baseline's first. Ulysses
-(Jacobs et al. 2023, arXiv:2309.14509) exchanges tokens for heads and calls our kernel. PyTorch's ring takes no packed sequences.
+(Jacobs et al. 2023, arXiv:2309.14509) exchanges tokens for heads and calls our kernel. PyTorch's ring takes no packed sequences, and
+ring-flash-attention's zigzag wants every document to be divisible, so both are in the table of dense sequences only. "chunks dealt" gives
+each GPU chunks of packed documents by the pairs of queries and keys that they have, and fetches only these documents' keys.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,9 +29,10 @@ from torch import Tensor
 
 from attnzoo_kernels import flash_attention
 from attnzoo_kernels.context_parallel import ContextParallel
+from attnzoo_kernels.context_placement import deal
 from attnzoo_kernels.flash.cases import Case
-from benchmarks import machine, report
-from benchmarks.harness import RESULTS
+from benchmarks import machine, report, ring
+from benchmarks.harness import RESULTS, Unsupported
 from benchmarks.report import Row
 
 DIRECTIONS = ("forward", "forward and backward")
@@ -76,15 +80,21 @@ def ulysses(case: Case, options: dict) -> Candidate:
     return Candidate(attend, lambda x: x.chunk(ranks, 0 if packed else 1)[rank], ranks=ranks)
 
 
-def attnzoo(case: Case, options: dict, **plan_options: bool) -> Candidate:
+def attnzoo(case: Case, options: dict, groups: int = 1, **plan_options: Any) -> Candidate:
     dim = 0 if case.packed else 1
     plan = ContextParallel(_total(case), **plan_options)
     parts = plan.parts(causal=True, cu_seqlens=options.get("cu_seqlens_q"), max_seqlen=options.get("max_seqlen_q"))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return plan.attend(lambda part, q, k, v: flash_attention(q, k, v, causal=True, **part.lengths), (q,), (k, v), parts)
+        return plan.attend(lambda part, q, k, v: flash_attention(q, k, v, causal=True, **part.lengths), (q,), (k, v), parts, groups)
 
     return Candidate(attend, lambda x: plan.shard(x, dim), ranks=plan.ranks)
+
+
+def ring_flash_attn(case: Case) -> Candidate:
+    attend = ring.zigzag()
+    plan = ContextParallel(_total(case), chunk=_total(case) // (2 * dist.get_world_size()))  # its two blocks of a rank are our chunks
+    return Candidate(partial(attend, causal=True), lambda x: plan.shard(x, 1), ranks=plan.ranks)
 
 
 def torch_ring(case: Case, backend: str, group: int) -> Candidate:
@@ -97,12 +107,13 @@ def torch_ring(case: Case, backend: str, group: int) -> Candidate:
 
     @contextlib.contextmanager
     def scope() -> Iterator[None]:
+        # it wants a buffer to cut, and learns the length and the head and tail chunks by it
         shape = torch.empty(1, 1, plan.total, 1, device="cuda")
         with context_parallel(mesh, buffers=[shape], buffer_seq_dims=[2]), sdpa_kernel(getattr(SDPBackend, backend)):
             yield
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # its ring takes as many key heads as heads
+        # its ring takes as many key heads as heads, (batch, heads, the rank's tokens, width), which it takes for shards of longer ones
         k, v = (x.repeat_interleave(group, 2) for x in (k, v))
         return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
 
@@ -110,16 +121,25 @@ def torch_ring(case: Case, backend: str, group: int) -> Candidate:
 
 
 def candidates(case: Case, options: dict, device: str) -> dict[str, Callable[[], Candidate]]:
+    def dealt(groups: int) -> Candidate:
+        owned = deal(_total(case), case.lengths_q, dist.get_world_size())
+        return attnzoo(case, options, groups, owned=owned, documents=case.lengths_q)
+
+    divided = [groups for groups in (2, 4) if (case.kv_heads or case.heads) % groups == 0]
     makers: dict[str, Callable[[], Candidate]] = {
         "one GPU": lambda: Candidate(partial(flash_attention, **options), lambda x: x),
         "attnzoo": lambda: attnzoo(case, options),
+        **({"attnzoo, chunks dealt": partial(dealt, 1)} if case.packed else {}),
         "attnzoo, keys kept": lambda: attnzoo(case, options, keep_keys=True),
+        **{f"attnzoo, {groups} groups of heads": partial(attnzoo, case, options, groups) for groups in divided},
+        **{f"attnzoo, chunks dealt, {groups} groups of heads": partial(dealt, groups) for groups in divided if case.packed},
         "Ulysses over attnzoo": lambda: ulysses(case, options),
     }
     if device == "cuda" and not case.packed:
         group = case.heads // (case.kv_heads or case.heads)
         makers["torch, cuDNN"] = lambda: torch_ring(case, "CUDNN_ATTENTION", group)
         makers["torch, FlashAttention-2"] = lambda: torch_ring(case, "FLASH_ATTENTION", group)
+        makers["ring-flash-attn, zigzag, over PyTorch's FlashAttention-2"] = lambda: ring_flash_attn(case)
     return makers
 
 
@@ -184,8 +204,8 @@ def measure(case: Case, device: str, rounds: int, repeats: int) -> Iterator[Row]
                     out = candidate.attend(*leaves)
                     expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
                 errors[name] = wrong(candidate, leaves, dout, expected) / ALLOWED
-        except (RuntimeError, ValueError, NotImplementedError, AssertionError, TypeError) as error:
-            notes[name] = f"could not run: {str(error).splitlines()[0][:120]}"
+        except (RuntimeError, ValueError, AssertionError, TypeError, AttributeError, ImportError, Unsupported) as error:
+            notes[name] = f"could not run: {(str(error) or type(error).__name__).splitlines()[0][:120]}"
             continue
         if errors[name] <= 1:
             ready[name] = candidate, leaves, dout
@@ -244,10 +264,10 @@ def main(arguments: list[str] | None = None) -> int:
                 case = Case(heads=o.heads, kv_heads=o.kv_heads, head_dim=o.head_dim, causal=True,
                             dtype=torch.float32 if device == "cpu" else torch.bfloat16, **shape)
                 rows += measure(case, device, o.rounds, o.repeats)
-            if dist.get_rank() == 0:
-                print(report.table(rows), flush=True)
-                if not o.dry_run:
-                    report.write_csv(rows, machine.describe(device), RESULTS / f"context_parallel-{table}.csv")
+                if dist.get_rank() == 0:
+                    print(report.table([row for row in rows if row.x == length]), flush=True)
+                    if not o.dry_run:
+                        report.write_csv(rows, machine.describe(device), RESULTS / f"context_parallel-{table}.csv")
     finally:
         dist.destroy_process_group()
     return 0

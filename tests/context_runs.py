@@ -1,7 +1,9 @@
 """What each rank of tests/test_several_gpus.py does: models and runs by ranks that share sequences."""
 
+import itertools
 import multiprocessing
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,23 +12,25 @@ import torch
 import torch.distributed as dist
 from commands import PRELOAD
 
-MODELS: dict[str, dict[str, Any]] = {  # with positions and kinds of model that go with them
-    "flash": {"window_size": [40, 0], "positions": "alibi", "attention_temperature": "ssmax"},
-    "differential": {"version": 2},
-    "distance_bias": {"max_distance": 70},
-    "forgetting": {"attention_gate": "head"},
-    "sigmoid": {"sigmoid_bias": "length", "kind": "BERT", "positions": "learned"},
-    "dual_chunk": {"chunk_size": 16, "temperature": "yarn"},
-    "two_frame": {"method": "leaky_rerope", "window": 20},
-    "mla": {"q_lora_rank": 6},
-    "sdpa": {"positions": "alibi", "packed": False},
-    "block_sparse": {"block": 16, "pattern": {"name": "longformer", "window": 1, "n_global": 1}},
-}
+MODELS: tuple[tuple[str, dict[str, Any]], ...] = (  # with positions and kinds of model that go with them
+    ("flash", {"window_size": [40, 0], "positions": "alibi", "attention_temperature": "ssmax"}),
+    ("flash", {"softcap": 2.0}),
+    ("differential", {"version": 2}),
+    ("distance_bias", {"max_distance": 70}),
+    ("forgetting", {"attention_gate": "head"}),
+    ("sigmoid", {"sigmoid_bias": "length", "kind": "BERT", "positions": "learned"}),
+    ("dual_chunk", {"chunk_size": 16, "temperature": "yarn"}),
+    ("two_frame", {"method": "leaky_rerope", "window": 20}),
+    ("mla", {"q_lora_rank": 6}),
+    ("sdpa", {"positions": "alibi", "packed": False}),
+    ("block_sparse", {"block": 16, "pattern": {"name": "longformer", "window": 1, "n_global": 1}}),
+)
 OF_MODEL = ("kind", "positions", "attention_temperature", "attention_gate")
 RUNS = {  # by the ranks that share a sequence
     "packed": (2, ["data.seq_len=300", "data.batch_size=1", "trainer.max_steps=40", "optimizer.lr=1e-2"]),
     "accumulated": (4, ["data.seq_len=600", "data.batch_size=1", "batch_tokens=1200", "data.cross_documents=true",
                         "activation_checkpointing=1", "trainer.max_steps=4"]),
+    "dealt": (2, ["data.seq_len=1000", "data.batch_size=1", "trainer.max_steps=3"]),  # four chunks a rank
     "bert": (2, ["model=bert_tiny", "data.seq_len=300", "data.batch_size=1", "trainer.max_steps=4"]),
 }
 COMMON = ["trainer.precision=64-true", "callbacks.sample=null", "callbacks.plot=null", "model.dim=16", "trainer.val_check_interval=40"]
@@ -45,16 +49,18 @@ def main(rank: int, ranks: int, folder: str, port: int) -> None:
         several = ["trainer=ddp", "trainer.accelerator=cpu", f"trainer.devices={ranks}", f"trainer.context_parallel={sharing}"]
         runner.train(compose_tiny(Path(folder), *several, *COMMON, *options, f"run_dir={folder}/{name}/run"))
     check_evaluation(ranks)
-    for name, options in MODELS.items():
+    for name, options in MODELS:
         for packed in (True, False)[options.get("packed") is False :]:
             check_model(name, {key: value for key, value in options.items() if key != "packed"}, packed)
 
 
 def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
-    """Loss and gradients of all parameters against one process."""
+    """Loss and gradients of all parameters against one process, also by groups of heads where the layer takes them."""
+    from attnzoo.attention import context
     from attnzoo.attention.base import Attention
     from attnzoo.models import from_config
     from attnzoo_kernels.context_parallel import ContextParallel
+    from attnzoo_kernels.context_placement import deal
 
     of_model = {key: value for key, value in options.items() if key in OF_MODEL}
     kind = of_model.pop("kind", "GPT")
@@ -72,7 +78,8 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
     inputs: dict[str, Any] = {}
     if packed:
         ids, targets = ids.flatten(), targets.flatten()
-        inputs = {"cu_seqlens": torch.tensor([0, 1, 41, 55, 200], dtype=torch.int32), "max_seqlen": 145}
+        lengths = (1, 40, 14, 145)  # and tokens behind them
+        inputs = {"cu_seqlens": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), "max_seqlen": 145}
     targets[..., -1] = -100
 
     def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -82,16 +89,24 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
         return torch.nn.functional.cross_entropy(model(ids, **inputs).flatten(0, -2), targets.flatten(), reduction="sum")
 
     expected = loss(ids, targets, **inputs)
-    plan = ContextParallel(ids.shape[-1], chunk=26 if packed else 13)
-    own = loss(plan.shard(ids, -1), plan.shard(targets, -1, -100), context=plan, **inputs)
-    total = own.detach().clone()
-    dist.all_reduce(total)
-    torch.testing.assert_close(total, expected.detach(), rtol=0, atol=1e-9)
-    for found, wanted in zip(gradients(own), gradients(expected), strict=True):
-        assert (found is None) == (wanted is None)
-        if wanted is not None:
-            dist.all_reduce(found)
-            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=lambda text: f"{name}: {text}")
+    wanted_gradients = gradients(expected)
+    placements: list[dict[str, Any]] = [{"chunk": 26 if packed else 13}]
+    if packed:
+        owned = deal(len(ids), lengths, dist.get_world_size(), causal=kind == "GPT", chunks=4, chunk=13)
+        placements.append({"chunk": 13, "owned": owned, "documents": lengths})
+    for groups, placed in itertools.product((1, 2), placements):
+        plan = ContextParallel(ids.shape[-1], **placed)
+        with mock.patch.object(context, "GROUPS", groups):
+            own = loss(plan.shard(ids, -1), plan.shard(targets, -1, -100), context=plan, **inputs)
+        total = own.detach().clone()
+        dist.all_reduce(total)
+        torch.testing.assert_close(total, expected.detach(), rtol=0, atol=1e-9)
+        for found, wanted in zip(gradients(own), wanted_gradients, strict=True):
+            assert (found is None) == (wanted is None)
+            if wanted is not None:
+                dist.all_reduce(found)
+                where = partial("{}, {}, {} groups: {}".format, name, placed, groups)
+                torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10, msg=where)
 
 
 def check_evaluation(ranks: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from attnzoo.attention import joint
 from attnzoo.attention.cache import DECODED_TOKENS, KVCache
+from attnzoo.attention.context import attend_in_context
 from attnzoo.attention.norm import RMSNorm
 from attnzoo.attention.positions import ROPE_OPTIONS, ROPE_SCALINGS, Rope, alibi_slopes, make_rope, rotate
 from attnzoo.attention.sequence import SequenceInfo
@@ -147,6 +148,7 @@ class Attention(nn.Module):
     decodes_on_device = False  # whether `attend_newest` holds, so that decoding can be a CUDA graph; `attend` must look at seq.cu_seqlens_k
     reads_pages = False  # whether `attend_newest` looks at the cache's block_table
     page = 1  # tokens of a page in which `attend_newest` reads a cache, of whose rows' room a page is then a divisor
+    divides_heads = False  # whether `attend` of some heads needs nothing by head but its tensors, so that groups of heads can take turns
     joined: tuple[Tensor, Tensor | None] | None = None  # weight and bias of `project`'s product; decoding joins them once
 
     def __init__(self, spec: AttentionSpec):
@@ -258,7 +260,7 @@ class Attention(nn.Module):
             q = self.temper(q, seq)
             kept = self.kept(k, v, *rest)
             if seq.context is not None:
-                out = self._attend_in_context(q, kept, seq, *rest)
+                out = attend_in_context(self, q, kept, seq, *rest)
             elif cache is None:
                 out = self.attend_over(q, kept, seq, *rest)
             else:
@@ -346,14 +348,6 @@ class Attention(nn.Module):
     def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
         """`attend_over` of the newest tokens and the cache, which holds them already."""
         return self.attend_over(q, cache.read(), seq, *rest)
-
-    def _attend_in_context(self, q: Tensor, kept: Sequence[Tensor], seq: SequenceInfo, *rest: Tensor) -> Tensor:
-        """`attend` of this process's tokens over those of all processes."""
-        window = self.keys_before if self.spec.causal else -1
-        parts, passes = seq.once(("parts", window), lambda: seq.parts(self.spec.causal, window))
-        n = 1 + len(rest)
-        return seq.context.attend(
-            lambda part, *tensors: self.attend_over(tensors[0], tensors[n:], passes[part.index], *tensors[1:n]), (q, *rest), kept, parts)
 
     def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
         """The same of one token of each row, (batch, 1, ...), whose place only the device knows (`cache.newest`): by packed sequences."""

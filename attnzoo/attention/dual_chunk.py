@@ -31,6 +31,7 @@ class DualChunkAttention(Attention):
 
     supports = Supports(positions=("rotary",), dropout=False, context_parallel=("dense", "packed"))
     decodes_on_device = True
+    divides_heads = True
     extends_context = True
 
     def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None, variant: str = "paper", chunk_size: int | None = None,

@@ -40,6 +40,10 @@ class FlashAttention(WindowedAttention):
     def plain(self) -> bool:
         return self.window_size == (-1, -1) and self.softcap == 0 and self.sinks is None
 
+    @property
+    def divides_heads(self) -> bool:
+        return self.sinks is None and self.spec.positions != "alibi"
+
     def check_trees(self) -> None:
         super().check_trees()
         # distances are counted by places, where other branches lie between

@@ -34,6 +34,7 @@ class ForgettingAttention(Attention):
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False,
                         context_parallel=("dense", "packed"))
     decodes_on_device = True
+    divides_heads = True
 
     def __init__(self, spec: AttentionSpec, *, shift_keys: bool = False, shift_values: bool = False, output_norm: bool = False,
                  qk_norm_eps: Positive | None = None, impl: Impl | None = None):

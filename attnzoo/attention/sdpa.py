@@ -15,6 +15,10 @@ class SDPAttention(Attention):
     plain = True
     decodes_on_device = True
 
+    @property
+    def divides_heads(self) -> bool:
+        return self.spec.positions != "alibi"
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
         if seq.cu_seqlens is None:
             return self._dense(q, k, v, seq)

@@ -11,7 +11,8 @@ from attnzoo_kernels.ranges import KeyRanges
 from attnzoo_kernels.tree import tree_ranges
 
 if TYPE_CHECKING:
-    from attnzoo_kernels.context_parallel import ContextParallel, Part
+    from attnzoo_kernels.context_parallel import ContextParallel
+    from attnzoo_kernels.context_placement import Part
 
 
 class Losses:
@@ -84,7 +85,7 @@ class SequenceInfo:
         """Of `context`: this process's chunks of queries with the keys that they see, and each as a pass of its own."""
         parts = self.context.parts(causal=causal, window=window, cu_seqlens=self.cu_seqlens, max_seqlen=self.max_seqlen)
         passes = []
-        for part, position_ids in zip(parts, self.position_ids.chunk(2, -1), strict=True):
+        for part, position_ids in zip(parts, self.position_ids.chunk(len(parts), -1), strict=True):
             of = part.lengths
             keys = (of["cu_seqlens_k"], of["max_seqlen_k"]) if of else None
             passes.append(SequenceInfo(position_ids, of.get("cu_seqlens_q"), of.get("max_seqlen_q"), keys=keys))

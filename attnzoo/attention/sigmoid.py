@@ -36,6 +36,10 @@ class SigmoidAttention(WindowedAttention):
             sigmoid_bias = -math.log(spec.known_context)
         self.sigmoid_bias = None if sigmoid_bias == "length" else float(sigmoid_bias)
 
+    @property
+    def divides_heads(self) -> bool:
+        return self.spec.positions != "alibi"
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
         return sigmoid_attention(
             q, k, v, causal=self.spec.causal, window_size=self.window_size, sigmoid_bias=self.sigmoid_bias,

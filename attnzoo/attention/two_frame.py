@@ -92,6 +92,7 @@ class TwoFrameAttention(Attention):
 
     supports = Supports(bidirectional=False, positions=("rotary",), dropout=False, context_parallel=("dense", "packed"))
     decodes_on_device = True
+    divides_heads = True
     extends_context = True
 
     def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None, method: Method = "rerope", window: int | None = None,

@@ -79,7 +79,8 @@ def losses(model: nn.Module, input_ids: Tensor, labels: Tensor, own_losses: Call
     device = next(model.parameters()).device
     own_ids, own_labels = input_ids, labels
     if ranks() > 1:
-        from attnzoo_kernels.context_parallel import MULTIPLE, ContextParallel
+        from attnzoo_kernels.context_parallel import ContextParallel
+        from attnzoo_kernels.context_placement import MULTIPLE
 
         if labels.shape[1] > 2 * ranks() * MULTIPLE:
             plan = ContextParallel(labels.shape[1])

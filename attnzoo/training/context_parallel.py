@@ -1,24 +1,40 @@
 """The ranks of a run that read the same sequences together (`trainer.context_parallel`): who they are, and what each has of a batch."""
 
+from collections.abc import Sequence
+
 import lightning
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from attnzoo.attention.base import Attention
 from attnzoo.batch import IGNORED, Batch
 from attnzoo_kernels.context_parallel import ContextParallel
+from attnzoo_kernels.context_placement import deal
 
 
 class ContextGroup:
-    """`trainer.context_parallel` neighbouring ranks. Gradients are averaged over all ranks as ever: each rank has its share of the loss."""
+    """`trainer.context_parallel` neighbouring ranks. Gradients are averaged over all ranks as ever: each rank has its share of the loss.
 
-    def __init__(self, trainer: lightning.Trainer):
-        ranks = trainer.context_parallel
+    layers: the model's attention, whose pairs of queries and keys are divided.
+    """
+
+    def __init__(self, trainer: lightning.Trainer, layers: Sequence[Attention]):
+        self.ranks = ranks = trainer.context_parallel
         mesh = init_device_mesh(trainer.strategy.root_device.type, (trainer.world_size // ranks, ranks), mesh_dim_names=("data", "context"))
         self.group = mesh["context"].get_group()
+        self.causal = layers[0].spec.causal
+        self.windows = [layer.keys_before if self.causal else -1 for layer in layers]
 
-    def own(self, batch: Batch) -> Batch:
-        """This rank's tokens of a batch that all ranks of the group have. Labels stand with the tokens that predict them already."""
-        plan = ContextParallel(batch["input_ids"].shape[-1], self.group)
+    def own(self, batch: Batch, lengths: Sequence[int] | None) -> Batch:
+        """This rank's tokens of a batch that all ranks of the group have. Labels stand with the tokens that predict them already.
+
+        lengths: of the sequences, where the host knows them. Then the chunks of packed ones are dealt.
+        """
+        total, dealt = batch["input_ids"].shape[-1], {}
+        if "cu_seqlens" in batch and lengths is not None:
+            owned = deal(total, lengths, self.ranks, causal=self.causal, windows=self.windows)
+            dealt = {"owned": owned, "documents": lengths}
+        plan = ContextParallel(total, self.group, **dealt)
         # the labels say by themselves which logits count
         own: Batch = {name: value for name, value in batch.items() if name != "logits_at"} | {"context": plan}
         for name, fill in (("input_ids", 0), ("labels", IGNORED), ("position_ids", 0), ("token_type_ids", 0)):

@@ -125,14 +125,15 @@ class TokenPrediction(lightning.LightningModule):
             return
         from attnzoo.training.context_parallel import ContextGroup  # which builds of PyTorch without distributed lack
 
-        for block in self.model.blocks:
-            block.attention.check_context_parallel(packed=getattr(self.trainer.datamodule, "packs", False))
-        self.context = ContextGroup(self.trainer)
+        layers = [block.attention for block in self.model.blocks]
+        for layer in layers:
+            layer.check_context_parallel(packed=getattr(self.trainer.datamodule, "packs", False))
+        self.context = ContextGroup(self.trainer, layers)
 
     def _read(self, batch: Batch) -> Batch:
         # what else a batch holds (counts, lengths) changes from step to step and would make torch.compile start again
         read: Batch = {name: value for name, value in batch.items() if name in READ}
-        return read if self.context is None else self.context.own(read)
+        return read if self.context is None else self.context.own(read, batch.get("lengths"))
 
     # With S(x) the sum of x over micro-batches and ranks, the gradient must be that of S(loss) / S(count). Without accumulation S(count) is
     # known before the backward pass; with it only at the last micro-batch, so that the gradients are scaled then.

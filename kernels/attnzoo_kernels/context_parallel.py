@@ -3,299 +3,194 @@
 Keys and values are gathered, each device calls an operator for its own queries over them, and their gradients are summed up in float32 in
 the order of the ranks. So the forward sees the same keys in the same order as on one device, and no partial outputs are merged.
 
-The tokens of one global order (a packed stream, or the rows of a dense batch) are cut into 2R equal chunks for R ranks. Rank r holds
-chunks r and 2R - 1 - r, one behind the other, so that all ranks have equally many causal pairs ("zigzag", Zhu 2024,
-github.com/zhuzilin/ring-flash-attention; the gather is that of Llama 3, arXiv:2407.21783, section 3.3.2). Documents need no divisibility:
-what is missing in the last chunks is padding, which is not seen by any token and whose outputs mean nothing.
+The tokens of one global order (a packed stream, or the rows of a dense batch) are cut into equal chunks. Each rank holds equally many of
+them, one behind the other (`context_placement`): by default two, so that all ranks have equally many causal pairs of one sequence. The
+chunks of packed documents can be dealt by their pairs. The gather is that of Llama 3 (arXiv:2407.21783, section 3.3.2).
 
     plan = ContextParallel(total, group)
     q, k, v = (plan.shard(x, dim=0) for x in whole)  # or made from the rank's own tokens
     parts = plan.parts(causal=True, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
     out = plan.attend(lambda part, q, k, v: flash_attention(q, k, v, causal=True, **part.lengths), (q,), (k, v), parts)
+
+Where the documents' lengths are known on the host:
+
+    plan = ContextParallel(total, group, owned=deal(total, documents, ranks), documents=documents)
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from attnzoo_kernels import checks
+from attnzoo_kernels.context_gather import Gather, GatherAgain, Gathered, JoinPieces, ReduceGradients, SplitPieces
+from attnzoo_kernels.context_placement import Part, Placement, Range
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
-Range = tuple[int, int]  # the first token, and the end
-MULTIPLE = 128  # tiles of queries begin in a chunk where they begin on one device
 
 
-class Part(NamedTuple):
-    """One of a rank's two chunks, as queries, and the keys that they may see.
-
-    index: 0 or 1. begin: its first token in the global order. queries: tokens of it. keys: the first of them and their end, in that order.
-    lengths: of packed sequences, the arguments cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of the operators; else empty.
-        Every sequence of the stream is in them, in its place. Those before the chunk have keys and no queries, those behind it neither.
-    of_ranks: `keys` of both parts of every rank.
-    """
-
-    index: int
-    begin: int
-    queries: int
-    keys: "Range"
-    lengths: dict[str, Any]
-    of_ranks: list[tuple["Range", ...]]
-
-
-class Zigzag:
-    """Which rank holds which tokens.
-
-    total: tokens of the global order. ranks, rank: how many there are, and which one this is.
-    chunk: tokens of a chunk, by default total / 2R rounded up to a multiple of 128.
-    """
-
-    def __init__(self, total: int, ranks: int, rank: int, chunk: int | None = None):
-        checks.integer("total", total, 1)
-        checks.integer("ranks", ranks, 1)
-        checks.integer("rank", rank, 0)
-        if rank >= ranks:
-            raise ValueError(f"rank: must be below the {ranks} ranks, got {rank}")
-        if chunk is None:
-            chunk = -(-total // (2 * ranks * MULTIPLE)) * MULTIPLE
-        checks.integer("chunk", chunk, 1)
-        if 2 * ranks * chunk < total:
-            raise ValueError(f"chunk: 2 x {ranks} ranks of {chunk} tokens must hold the {total} tokens")
-        self.total, self.ranks, self.rank, self.chunk = total, ranks, rank, chunk
-        self.chunks = (rank, 2 * ranks - 1 - rank)
-
-    @property
-    def local(self) -> int:
-        """Tokens of a rank, with padding."""
-        return 2 * self.chunk
-
-    def shard(self, x: Tensor, dim: int, fill: float = 0) -> Tensor:
-        """The rank's own part of x along its dimension `dim`, `total` long: 2 chunks, with `fill` behind the last token."""
-        if x.shape[dim] != self.total:
-            raise ValueError(f"x: dimension {dim} must be the {self.total} tokens of the global order, got shape {tuple(x.shape)}")
-        pieces = []
-        for chunk in self.chunks:
-            begin = min(chunk * self.chunk, self.total)
-            piece = x.narrow(dim, begin, min(self.chunk, self.total - begin))
-            if missing := self.chunk - piece.shape[dim]:
-                shape = list(x.shape)
-                shape[dim] = missing
-                piece = torch.cat([piece, x.new_full(shape, fill)], dim)
-            pieces.append(piece)
-        return torch.cat(pieces, dim)
-
-    def parts(self, *, causal: bool, window: int = -1, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> tuple[Part, ...]:
-        """The rank's two chunks.
-
-        causal: queries of a chunk are the last ones of the keys up to the chunk's end, so that masks aligned to the bottom right are the
-            whole sequence's. Otherwise all keys are seen, and no mask may depend on positions.
-        window: so many keys before its own does a causal query see at most; -1 is unlimited. What lies before is not gathered.
-        cu_seqlens, max_seqlen: of the whole packed stream, as the operators take them; None if dense. The host waits for nothing.
-        """
-        checks.integer("window", window, -1)
-        if window >= 0 and not causal:
-            raise ValueError(f"window: must be -1 without causal, got {window}")
-        of_ranks = [tuple(self._keys(chunk, causal, window) for chunk in (rank, 2 * self.ranks - 1 - rank)) for rank in range(self.ranks)]
-        parts = []
-        for index, keys in enumerate(of_ranks[self.rank]):
-            begin = self.chunks[index] * self.chunk
-            lengths = {} if cu_seqlens is None else self._lengths(begin, keys, cu_seqlens, max_seqlen)
-            parts.append(Part(index, begin, self.chunk, keys, lengths, of_ranks))
-        return tuple(parts)
-
-    def _keys(self, chunk: int, causal: bool, window: int) -> Range:
-        """The keys that a chunk's queries see."""
-        if not causal:
-            return 0, self.total
-        # tiles of keys begin where they begin without a window
-        step = math.gcd(self.chunk, MULTIPLE)
-        return max(0, (chunk * self.chunk - window) // step * step) if window >= 0 else 0, (chunk + 1) * self.chunk
-
-    def _lengths(self, begin: int, keys: Range, cu_seqlens: Tensor, max_seqlen: int | None) -> dict[str, Any]:
-        first, end = keys
-        return {
-            "cu_seqlens_q": (cu_seqlens - begin).clamp(0, self.chunk),
-            "cu_seqlens_k": (cu_seqlens - first).clamp(0, end - first),
-            "max_seqlen_q": None if max_seqlen is None else min(max_seqlen, self.chunk),
-            "max_seqlen_k": None if max_seqlen is None else min(max_seqlen, end - first)}
-
-    def _by_place(self, device: torch.device) -> Tensor:
-        """Where in the order of the ranks each chunk stands, int64 (2R,)."""
-        chunk = torch.arange(2 * self.ranks, device=device)
-        high = chunk >= self.ranks
-        return 2 * torch.where(high, 2 * self.ranks - 1 - chunk, chunk) + high
-
-
-class ContextParallel(Zigzag):
+class ContextParallel(Placement):
     """Attention over the tokens that the ranks of a process group hold, see the module's docstring.
 
-    total, chunk: as in `Zigzag`; the same on all ranks.
+    total, chunk, owned, documents: as in `Placement`; the same on all ranks.
     group: a process group, or a DeviceMesh of one dimension; None for all processes.
     keep_keys: keep the gathered keys and values for the backward. Else only the rank's own ones are kept, and the backward gathers again.
     """
 
     def __init__(self, total: int, group: dist.ProcessGroup | DeviceMesh | None = None, *, chunk: int | None = None,
-                 keep_keys: bool = False):
+                 owned: Sequence[Sequence[int]] | None = None, documents: Sequence[int] | None = None, keep_keys: bool = False):
         self.group = group.get_group() if isinstance(group, DeviceMesh) else group
         self.keep_keys = keep_keys
-        super().__init__(total, dist.get_world_size(self.group), dist.get_rank(self.group), chunk)
+        super().__init__(total, dist.get_world_size(self.group), dist.get_rank(self.group), chunk, owned, documents)
 
     def attend(self, attention: Callable[..., Tensor], queries: Sequence[Tensor], keys: Sequence[Tensor],
-               parts: Sequence[Part]) -> Tensor:
-        """attention(part, *queries, *keys) of both parts, one behind the other like the rank's own tokens.
+               parts: Sequence[Part], groups: int = 1) -> Tensor:
+        """attention(part, *queries, *keys) of all parts, one behind the other like the rank's own tokens.
 
-        queries, keys: of the rank's own tokens, (batch, 2 chunks, ...), or (2 chunks, ...) where the parts are packed. Attention is given a
+        queries, keys: of the rank's own tokens, (batch, tokens, ...), or (tokens, ...) where the parts are packed. Attention is given a
             part's queries, and of all ranks' keys `part.keys`. Everything that belongs to a query goes with the queries.
         parts: from `parts`. Gradients of `keys` are sums over the ranks, so all ranks must run the backward. Those of anything else that
             `attention` reads, such as weights, are this rank's share.
+        groups: so many groups of heads are attended one after the other, while the keys of later ones and the gradients of earlier ones
+            travel. Each of the queries, the keys and the output then has its heads behind the tokens, and `groups` must divide them all.
+            Attention is given one group's, and takes from what else it has by head `part.own_heads`. All ranks need the same number.
         """
+        checks.integer("groups", groups, 1)
         dim = 0 if parts[0].lengths else 1
         for name, tensors in (("queries", queries), ("keys", keys)):
             for x in tensors:
                 if x.dim() <= dim or x.shape[dim] != self.local:
                     raise ValueError(f"{name}: dimension {dim} must be the rank's {self.local} tokens, got shape {tuple(x.shape)}")
-        gathered = _Gathered(self, dim, parts[0].of_ranks, keys)
+                if groups > 1 and (x.dim() <= dim + 1 or x.shape[dim + 1] % groups):
+                    raise ValueError(f"groups: must divide the heads, which are dimension {dim + 1} of the {name}, got {groups} and shape "
+                                     f"{tuple(x.shape)}")
+        gathered = Gathered(self, dim, parts[0].of_ranks, keys, groups)
         n = len(keys)
-        seen = _Gather.apply(gathered, *keys)
-        out = torch.cat([
-            attention(part, *(x.narrow(dim, part.index * self.chunk, self.chunk) for x in queries), *seen[i * n : (i + 1) * n])
-            for i, part in enumerate(parts)], dim)
-        if self.keep_keys or not (torch.is_grad_enabled() and out.requires_grad):
-            return out
-        gathered.release()
-        return _Again.apply(gathered, out)
+        links = ReduceGradients.apply(gathered, *keys)
+        chunks = self.local // self.chunk
+        pieces = [SplitPieces.apply(gathered, x) for x in queries]
+        # what is computed again inside of a backward is read by that one
+        give_back = not self.keep_keys and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        outs: list[Tensor] = []
+        for group, link in enumerate(links):
+            seen = Gather.apply(gathered, group, link)
+            own = [
+                attention(part._replace(head_group=group, head_groups=groups), *(of_x[group * chunks + part.index] for of_x in pieces),
+                          *seen[i * n : (i + 1) * n])
+                for i, part in enumerate(parts)]
+            if give_back and any(out.requires_grad for out in own):
+                gathered.release(group)
+                own = GatherAgain.apply(gathered, group, *own)
+            outs += own
+        return JoinPieces.apply(gathered, *outs)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The whole of x along its dimension `dim`, 0 or 1, whose own part each rank has. Its gradient is the sum over the ranks."""
-        return _Gather.apply(_Gathered(self, dim, [((0, self.total),)] * self.ranks, (x,)), x)[0]
+        gathered = Gathered(self, dim, [((0, self.total),)] * self.ranks, (x,))
+        return Gather.apply(gathered, 0, *ReduceGradients.apply(gathered, x))[0]
 
-    def gather_into(self, whole: Tensor, x: Tensor, dim: int) -> None:
-        """The chunks of all ranks in the global order, with padding."""
-        received = x.new_empty(self.ranks * x.shape[0], *x.shape[1:])
-        all_gather(received, x.contiguous(), group=self.group)
-        # (ranks, ..., 2 chunks, ...) to (..., chunks in the ranks' order, chunk, ...)
-        chunks = received.unflatten(0, (self.ranks, -1)).unflatten(dim + 1, (2, self.chunk)).movedim(0, dim).flatten(dim, dim + 1)
-        torch.index_select(chunks, dim, self._by_place(x.device), out=whole.view(chunks.shape))
+    def gather_into(self, own: Sequence[Tensor], dim: int, later: bool) -> Callable[[Sequence[Sequence[Tensor]]], None]:
+        """Begins to fetch the chunks of all ranks. What is returned waits for them and puts them into a whole of each tensor, in the global
+        order, with padding. later: the device may compute meanwhile. The tensors have one dtype."""
+        # (a rank's chunks, ..., chunk, ...), so that chunks of all ranks are rows, whatever else they hold
+        own = [x.unflatten(dim, (len(self.chunks), self.chunk)).movedim(dim, 0) for x in own]
+        sizes = [x[0].numel() for x in own]
+        sent = own[0].contiguous().view(len(self.chunks), -1) if len(own) == 1 else own[0].new_empty(len(self.chunks), sum(sizes))
+        if len(own) > 1:
+            for rows, x in zip(sent.split(sizes, 1), own, strict=True):
+                rows.unflatten(1, x.shape[1:]).copy_(x)
+        received = sent.new_empty(self.ranks * len(self.chunks), sum(sizes))
+        work = all_gather(received, sent, group=self.group, async_op=later)
 
-    def exchange_into(self, seen: Sequence[Tensor], x: Tensor, ranges: Sequence[Sequence[Range]], dim: int) -> None:
-        """Of the ranks' x what this rank's ranges are. ranges: by rank."""
+        def finish(into: Sequence[Sequence[Tensor]]) -> None:
+            _wait(work, sent)
+            targets, chunks = [], []
+            for (whole,), rows, x in zip(into, received.split(sizes, 1), own, strict=True):
+                batch = math.prod(x.shape[1 : dim + 1])
+                for place, target in zip(self.places, whole.view(batch, len(self.places), -1).unbind(1), strict=True):
+                    targets += target.unbind()
+                    chunks += rows[place].view(batch, -1).unbind()
+            # in few launches, and by vectors, where index_select moves one number at a time
+            torch._foreach_copy_(targets, chunks)
+
+        return finish
+
+    def exchange_into(self, own: Sequence[Tensor], ranges: Sequence[Sequence[Range]], dim: int,
+                      later: bool) -> Callable[[Sequence[Sequence[Tensor]]], None]:
+        """The same of what this rank's ranges are; each has a place of its own. ranges: by rank."""
         given = [self._pieces(ranges[rank], self.rank) for rank in range(self.ranks)]
         mine = [self._pieces(ranges[self.rank], owner) for owner in range(self.ranks)]
-        sent = [x.narrow(dim, own, size) for pieces in given for _, _, own, size in pieces]
-        targets = [seen[index].narrow(dim, place, size) for pieces in mine for index, place, _, size in pieces]
-        for target, received in zip(targets, self._exchange(sent, given, mine, x), strict=True):
-            target.copy_(received.view(target.shape))
+        sent = [x.narrow(dim, place, size) for pieces in given for x in own for _, _, place, size in pieces]
+        received = self._exchange(sent, given, mine, [x.numel() // self.local for x in own], later)
 
-    def reduce(self, gradients: Sequence[Tensor], ranges: Sequence[Sequence[Range]], dim: int) -> Tensor:
-        """The rank's own tokens' sum of what all ranks have for their ranges. ranges: by rank, one for each of its gradients.
+        def finish(into: Sequence[Sequence[Tensor]]) -> None:
+            targets = [seen[index].narrow(dim, place, size) for pieces in mine for seen in into for index, place, _, size in pieces]
+            for target, piece in zip(targets, received(), strict=True):
+                target.copy_(piece.view(target.shape))
+
+        return finish
+
+    def reduce(self, gradients: Sequence[Sequence[Tensor]], ranges: Sequence[Sequence[Range]], dim: int,
+               later: bool) -> Callable[[], list[Tensor]]:
+        """Begins to fetch what all ranks have for the rank's own tokens of each tensor. What is returned waits for it and gives the sums.
+        gradients: of each tensor, one for each range. ranges: by rank. later: the device may compute meanwhile.
 
         Gradients travel in their own dtype and are summed up in float32, or float64, in the order of the ranks, so that the sums repeat bit
         by bit.
         """
         given = [self._pieces(ranges[self.rank], owner) for owner in range(self.ranks)]
         mine = [self._pieces(ranges[rank], self.rank) for rank in range(self.ranks)]
-        shape, dtype = list(gradients[0].shape), gradients[0].dtype
-        shape[dim] = self.local
-        sums = gradients[0].new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
-        sent = [gradients[index].narrow(dim, place, size) for pieces in given for index, place, _, size in pieces]
-        targets = [sums.narrow(dim, own, size) for pieces in mine for _, _, own, size in pieces]
-        for target, received in zip(targets, self._exchange(sent, given, mine, sums), strict=True):
-            target.add_(received.view(target.shape))
-        return sums.to(dtype)
+        sent = [of_x[index].narrow(dim, place, size) for pieces in given for of_x in gradients for index, place, _, size in pieces]
+        received = self._exchange(sent, given, mine, [of_x[0].numel() // of_x[0].shape[dim] for of_x in gradients], later)
+        shapes = [(*x.shape[:dim], self.local, *x.shape[dim + 1 :]) for x, *_ in gradients]
+        wide, device = torch.promote_types(sent[0].dtype, torch.float32), sent[0].device
+
+        def finish() -> list[Tensor]:
+            sums = [torch.zeros(shape, dtype=wide, device=device) for shape in shapes]
+            targets = [x.narrow(dim, place, size) for pieces in mine for x in sums for _, _, place, size in pieces]
+            for target, piece in zip(targets, received(), strict=True):
+                target.add_(piece.view(target.shape))
+            return sums
+
+        return finish
 
     def _pieces(self, ranges: Sequence[Range], owner: int) -> list[tuple[int, int, int, int]]:
         """What of these ranges a rank owns: a range's index, places in the range and in the owner's own tokens, and the length."""
         pieces = []
         for index, (first, end) in enumerate(ranges):
-            for half, chunk in enumerate((owner, 2 * self.ranks - 1 - owner)):
+            for place, chunk in enumerate(self.owned[owner]):
                 begin, stop = max(first, chunk * self.chunk), min(end, (chunk + 1) * self.chunk)
                 if begin < stop:
-                    pieces.append((index, begin - first, begin + (half - chunk) * self.chunk, stop - begin))
+                    pieces.append((index, begin - first, begin + (place - chunk) * self.chunk, stop - begin))
         return pieces
 
-    def _exchange(self, sent: Sequence[Tensor], given: Sequence, mine: Sequence, like: Tensor) -> Sequence[Tensor]:
-        """The pieces that the other ranks send, flat. given, mine: by rank, what goes there and what comes. like: (..., tokens, ...)."""
-        width = like.numel() // self.local
-        lengths = [[[width * size for *_, size in pieces] for pieces in ranks] for ranks in (mine, given)]
+    def _exchange(self, sent: Sequence[Tensor], given: Sequence, mine: Sequence, widths: Sequence[int],
+                  later: bool) -> Callable[[], Sequence[Tensor]]:
+        """Begins to exchange pieces; what is returned waits for those of the other ranks, flat.
+
+        given, mine: by rank, what goes there and what comes, of each tensor. widths: of each tensor, numbers of a token in all rows.
+        """
+        lengths = [[[width * size for width in widths for *_, size in pieces] for pieces in ranks] for ranks in (mine, given)]
         flat = torch.cat([x.flatten() for x in sent])  # never empty: a rank sees its own tokens
         received = flat.new_empty(sum(map(sum, lengths[0])))
-        dist.all_to_all_single(received, flat, *([sum(pieces) for pieces in ranks] for ranks in lengths), group=self.group)
-        return received.split([n for pieces in lengths[0] for n in pieces])
+        counts = ([sum(pieces) for pieces in ranks] for ranks in lengths)
+        work = dist.all_to_all_single(received, flat, *counts, group=self.group, async_op=later)
+
+        def finish() -> Sequence[Tensor]:
+            _wait(work, flat)
+            return received.split([n for pieces in lengths[0] for n in pieces])
+
+        return finish
 
 
-class _Gathered:
-    """Ranges of the tokens of all ranks, by rank, of each of some tensors. Their memory is given back until the backward wants it."""
-
-    def __init__(self, plan: ContextParallel, dim: int, ranges: Sequence[Sequence[Range]], own: Sequence[Tensor]):
-        self.plan, self.dim, self.ranges, self.own = plan, dim, ranges, tuple(x.detach() for x in own)
-        most = max(sum(end - first for first, end in of_rank) for of_rank in ranges)
-        # else each range comes by itself, where that is less
-        self.all = most >= plan.ranks * plan.local or not any(first for of_rank in ranges for first, _ in of_rank)
-        self.buffers: list[list[Tensor]] = []  # of each tensor, the whole or its ranges
-
-    def gather(self) -> None:
-        for i, x in enumerate(self.own):
-            if len(self.buffers) == i:
-                lengths = [self.plan.ranks * self.plan.local] if self.all else [end - first for first, end in self.ranges[self.plan.rank]]
-                self.buffers.append([x.new_empty(*x.shape[: self.dim], length, *x.shape[self.dim + 1 :]) for length in lengths])
-            for buffer in self.buffers[i]:
-                if buffer.untyped_storage().nbytes() == 0:
-                    buffer.untyped_storage().resize_(buffer.nbytes)
-            # .data, because what autograd saved of them is the same again
-            into = [buffer.data for buffer in self.buffers[i]]
-            if self.all:
-                self.plan.gather_into(into[0], x, self.dim)
-            else:
-                self.plan.exchange_into(into, x, self.ranges, self.dim)
-
-    def seen(self) -> tuple[Tensor, ...]:
-        """This rank's ranges, of all tensors one after the other."""
-        return tuple(buffers[0].narrow(self.dim, first, end - first) if self.all else buffers[index]
-                     for index, (first, end) in enumerate(self.ranges[self.plan.rank]) for buffers in self.buffers)
-
-    def release(self) -> None:
-        for buffer in (buffer for buffers in self.buffers for buffer in buffers):
-            buffer.untyped_storage().resize_(0)
-
-
-class _Gather(torch.autograd.Function):
-    """A rank's ranges of each tensor; each has a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx, gathered: _Gathered, *own: Tensor) -> tuple[Tensor, ...]:
-        gathered.gather()
-        ctx.gathered = gathered
-        return gathered.seen()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        gathered, n = ctx.gathered, len(ctx.gathered.own)
-        if not gathered.plan.keep_keys:
-            gathered.release()
-        own = (gathered.plan.reduce(gradients[i::n], gathered.ranges, gathered.dim) if ctx.needs_input_grad[1 + i] else None
-               for i in range(n))
-        return None, *own
-
-
-class _Again(torch.autograd.Function):
-    """The identity, whose backward gathers again what the attention before it has saved."""
-
-    @staticmethod
-    def forward(ctx, gathered: _Gathered, out: Tensor) -> Tensor:
-        ctx.gathered = gathered
-        return out.view_as(out)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, gradient: Tensor) -> tuple[None, Tensor]:
-        ctx.gathered.gather()
-        return None, gradient
+def _wait(work: dist.Work | None, sent: Tensor) -> None:
+    """The device's current stream, or a CPU's host, waits for a collective. sent: what it reads, and must be kept as long."""
+    if work is not None:
+        work.wait()
 
 
 def check_alike(group: dist.ProcessGroup | DeviceMesh | None = None, **values: Any) -> None:

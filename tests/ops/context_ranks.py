@@ -1,6 +1,7 @@
 """What each rank of tests/ops/test_context_parallel.py does: output and every gradient of its own tokens against one process."""
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from attnzoo_kernels import (
     block_sparse_attention,
@@ -22,6 +24,7 @@ from attnzoo_kernels import (
 )
 from attnzoo_kernels.block_sparse.patterns import Pattern
 from attnzoo_kernels.context_parallel import ContextParallel, check_alike
+from attnzoo_kernels.context_placement import deal
 from attnzoo_kernels.flash.cases import Case as FlashCase
 from benchmarks import context_parallel
 from benchmarks.accuracy import assert_accurate
@@ -79,7 +82,7 @@ CASES = {
     "causal": Case(_flash),
     "both directions": Case(partial(_flash, causal=False), causal=False),
     "window, sinks": Case(_sinks, window=21),
-    "differential": Case(_differential, queries=((2, 8), (2, 8), (2, 0)), keys=((1, 8), (1, 8), (1, 6))),
+    "differential": Case(_differential, queries=((4, 8), (4, 8), (4, 0)), keys=((2, 8), (2, 8), (2, 6))),
     "forgetting": Case(_forgetting, keys=((2, 8), (2, 6), (4, 0))),
     "distance_bias": Case(_distance_bias),
     "sigmoid": Case(lambda queries, keys, lengths, weight: sigmoid_attention(*queries, *keys, causal=True, sigmoid_bias=-3.0, **lengths)),
@@ -106,40 +109,53 @@ def inputs(case: Case, packed: bool, dtype: torch.dtype = torch.float64, scale: 
     return [normal(*shape) for shape in case.queries], [normal(*shape) for shape in case.keys], weight, lengths
 
 
-def shares(plan: ContextParallel, case: Case, queries, keys, weight, lengths, dout) -> tuple[torch.Tensor, list]:
+def dealt(packed: bool, total: int, scale: int, ranks: int, chunks: int, case: Case, chunk: int | None = None) -> dict[str, Any]:
+    """A placement by the pairs of the documents, or of the one dense sequence, with padding behind them."""
+    documents = [length * scale for length in DOCUMENTS] if packed else [total]
+    windows = (case.window,)
+    owned = deal(total, documents, ranks, causal=case.causal, windows=windows, chunks=chunks, chunk=chunk)
+    return {"owned": owned, "chunk": chunk, "documents": documents if packed else None}
+
+
+def shares(plan: ContextParallel, case: Case, queries, keys, weight, lengths, dout, groups: int = 1) -> tuple[torch.Tensor, list]:
     """The rank's own output and gradients."""
     dim = 0 if lengths else 1
     own_queries, own_keys = ([plan.shard(x.detach(), dim).requires_grad_() for x in tensors] for tensors in (queries, keys))
     bounds = {"cu_seqlens": lengths["cu_seqlens_q"], "max_seqlen": lengths["max_seqlen_q"]} if lengths else {}
     parts = plan.parts(causal=case.causal, window=case.window, **bounds)
     n = len(queries)
-    out = plan.attend(lambda part, *tensors: case.attention(tensors[:n], tensors[n:], part.lengths, weight), own_queries, own_keys, parts)
+    out = plan.attend(lambda part, *tensors: case.attention(tensors[:n], tensors[n:], part.lengths, part.own_heads(weight)),
+                      own_queries, own_keys, parts, groups)
     return out, torch.autograd.grad(out, (*own_queries, *own_keys, weight), plan.shard(dout, dim), allow_unused=True)
 
 
-def check(name: str, packed: bool, group: dist.ProcessGroup | None, keep_keys: bool) -> None:
+def check(name: str, packed: bool, group: dist.ProcessGroup | None, options: tuple[tuple[bool, int], ...]) -> None:
+    """options: whether keys are kept, and the groups of heads."""
     case = CASES[name]
     queries, keys, weight, lengths = inputs(case, packed)
     expected = case.attention(queries, keys, lengths, weight)
     dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=expected.dtype)
     gradients = torch.autograd.grad(expected, (*queries, *keys, weight), dout, allow_unused=True)
-    dim = 0 if packed else 1
-    plan = ContextParallel(expected.shape[dim], group, chunk=CHUNK, keep_keys=keep_keys)
-    out, own = shares(plan, case, queries, keys, weight, lengths, dout)
-
-    exact = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
-    real = plan.shard(torch.ones(plan.total), 0).bool()
-    for found, wanted in zip((out, *own[:-1]), (expected, *gradients[:-1]), strict=True):
-        exact(found.movedim(dim, 0)[real], plan.shard(wanted, dim).movedim(dim, 0)[real], msg=lambda text: f"{name}: {text}")
-    if own[-1] is not None:  # the weight's is a share
-        dist.all_reduce(own[-1], group=group)
-        exact(own[-1], gradients[-1])
-    exact(plan.gather(out.detach(), dim), expected.detach())
+    dim, ranks = (0 if packed else 1), dist.get_world_size(group)
+    total = expected.shape[dim]
+    chunks = {n: total // (n * ranks) + 1 for n in (2, 4)}
+    placements = ({"chunk": CHUNK}, *(dealt(packed, total, 1, ranks, n, case, chunk) for n, chunk in chunks.items()))
+    for placed, (keep_keys, groups) in itertools.product(placements, options):
+        plan = ContextParallel(total, group, keep_keys=keep_keys, **placed)
+        out, own = shares(plan, case, queries, keys, weight, lengths, dout, groups)
+        exact = partial(torch.testing.assert_close, rtol=0, atol=1e-12, msg=partial("{}, {}, {} groups: {}".format, name, placed, groups))
+        real = plan.shard(torch.ones(plan.total), 0).bool()
+        for found, wanted in zip((out, *own[:-1]), (expected, *gradients[:-1]), strict=True):
+            exact(found.movedim(dim, 0)[real], plan.shard(wanted, dim).movedim(dim, 0)[real])
+        if own[-1] is not None:  # the weight's is a share
+            dist.all_reduce(own[-1], group=group)
+            exact(own[-1], gradients[-1])
+        exact(plan.gather(out.detach(), dim), expected.detach())
 
 
 def check_memory() -> None:
-    """Of what was gathered nothing stays between forward and backward, unless it was asked for."""
-    for keep_keys in (False, True):
+    """Of what was gathered nothing stays between forward and backward, unless it was asked for. Two backwards of one graph agree."""
+    for keep_keys, groups in itertools.product((False, True), (1, 2)):
         plan = ContextParallel(4 * 19, chunk=CHUNK, keep_keys=keep_keys)
         q, k, v = torch.randn(3, 1, plan.local, 2, 8, dtype=torch.float64).unbind()
         held = []
@@ -148,10 +164,82 @@ def check_memory() -> None:
             held.append(k)
             return flash_attention(q, k, v, causal=True)
 
-        out = plan.attend(attention, (q.requires_grad_(),), (k.requires_grad_(), v.requires_grad_()), plan.parts(causal=True))
-        assert [bool(x.untyped_storage().nbytes()) for x in held] == [keep_keys] * 2
+        out = plan.attend(attention, (q.requires_grad_(),), (k.requires_grad_(), v.requires_grad_()), plan.parts(causal=True), groups)
+        assert [bool(x.untyped_storage().nbytes()) for x in held] == [keep_keys] * 2 * groups
         first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+        assert [bool(x.untyped_storage().nbytes()) for x in held] == [keep_keys] * 2 * groups
         torch.testing.assert_close(torch.autograd.grad(out.sum(), (q, k, v)), first, rtol=0, atol=0)
+
+
+class Recorded(ContextParallel):
+    """Notes when collectives begin and when they are waited for."""
+
+    def gather_into(self, *arguments: Any) -> Callable:
+        return self._noted("gather", super().gather_into(*arguments))
+
+    def reduce(self, *arguments: Any) -> Callable:
+        return self._noted("reduce", super().reduce(*arguments))
+
+    def _noted(self, name: str, finish: Callable) -> Callable:
+        self.events.append(name)
+
+        def noted(*arguments: Any) -> Any:
+            self.events.append(f"wait {name}")
+            return finish(*arguments)
+
+        return noted
+
+
+def check_order() -> None:
+    """Collectives of a group begin before another group is attended to, and are waited for behind it; also all ranks alike."""
+    plan = Recorded(4 * CHUNK, chunk=CHUNK)
+    events = plan.events = []
+    x, y = (torch.randn(1, plan.local, 3, 8, dtype=torch.float64).requires_grad_() for _ in range(2))
+
+    def attention(part, q, k):
+        events.append(f"{part.head_group} of {part.head_groups}")
+        out = q * k[:, : part.queries]
+        out.register_hook(lambda gradient: events.append(f"back {part.head_group}"))
+        return out
+
+    out = plan.attend(attention, (x,), (y,), plan.parts(causal=True), 3)
+    forward = [event for group in range(3) for event in ("wait gather", *[f"{group} of 3"] * 2)]
+    assert events == ["gather"] * 3 + forward, events
+    events.clear()
+    out.sum().backward()
+    assert events == ["gather"] * 3 + [
+        "wait gather", "back 2", "back 2", "reduce",
+        "wait gather", "back 1", "back 1", "wait reduce", "reduce",
+        "wait gather", "back 0", "back 0", "wait reduce", "reduce", "wait reduce"], events
+    check_alike(events=events)
+
+
+def check_recomputed() -> None:
+    """What activation checkpointing computes again is read before it is given back."""
+    def block(plan: ContextParallel, groups: int, x: torch.Tensor) -> torch.Tensor:
+        # products keep the gathered memory itself for the backward
+        return plan.attend(lambda part, q, k: q * k[:, : part.queries], (x,), (x * 2,), plan.parts(causal=True), groups).tanh()
+
+    for keep_keys, groups, use_reentrant in itertools.product((False, True), (1, 2), (False, True)):
+        plan = ContextParallel(4 * 19, chunk=CHUNK, keep_keys=keep_keys)
+        x, again = (torch.linspace(-1, 1, 16 * plan.local, dtype=torch.float64).view(1, -1, 2, 8).requires_grad_() for _ in range(2))
+        block(plan, groups, x).sum().backward()
+        checkpoint(block, plan, groups, again, use_reentrant=use_reentrant).sum().backward()
+        torch.testing.assert_close(again.grad, x.grad, rtol=0, atol=0)
+
+
+def check_refused() -> None:
+    plan = ContextParallel(4 * 19, chunk=CHUNK)
+    q, k = torch.randn(1, plan.local, 6, 8), torch.randn(1, plan.local, 2, 8)
+    for tensors, message in (((q, k), "dimension 2 of the keys, got 3 and shape (1, 38, 2, 8)"),
+                             ((k, q), "dimension 2 of the queries, got 3 and shape (1, 38, 2, 8)"),
+                             ((q[..., 0, 0], q), "dimension 2 of the queries, got 3 and shape (1, 38)")):
+        try:
+            plan.attend(lambda part, q, k: q, *([x] for x in tensors), plan.parts(causal=True), groups=3)
+        except ValueError as error:
+            assert str(error) == f"groups: must divide the heads, which are {message}"
+        else:
+            raise AssertionError("heads that cannot be divided were not refused")
 
 
 def check_benchmark() -> None:
@@ -159,7 +247,7 @@ def check_benchmark() -> None:
     for shape in ({"lengths_q": context_parallel.documents(256)}, {"seqlen_q": 256}):
         case = FlashCase(heads=4, kv_heads=4, head_dim=16, causal=True, dtype=torch.float32, **shape)
         rows = list(context_parallel.measure(case, "cpu", rounds=1, repeats=1))
-        assert len(rows) == 8 and all(row.value and row.error < 1e-3 for row in rows), rows
+        assert len(rows) == (18 if "lengths_q" in shape else 12) and all(row.value and row.error < 1e-3 for row in rows), rows
 
 
 def main(rank: int, ranks: int, sizes: tuple[int, ...], store: str) -> None:
@@ -170,8 +258,11 @@ def main(rank: int, ranks: int, sizes: tuple[int, ...], store: str) -> None:
             group = dist.new_group(range(size))
             for name, case in CASES.items() if rank < size else ():
                 for packed in (True, False)[not case.packed :]:
-                    check(name, packed, group, keep_keys=name == "causal")
+                    check(name, packed, group, ((name == "causal", 1), (False, 2), (True, 2)))
         check_memory()
+        check_order()
+        check_recomputed()
+        check_refused()
         check_benchmark()
         check_alike(dtype="float32", total=3)
         try:
@@ -221,23 +312,28 @@ def check_gpu(name: str, packed: bool, scale: int, accurate: bool) -> None:
         shape = case.attention(q, k, lengths, w).shape
     dout = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda", dtype=torch.float64)
     dim = 0 if packed else 1
-    plan = ContextParallel(shape[dim])
-    real = plan.shard(torch.ones(plan.total, device="cuda"), 0).bool()
-
-    def own(whole: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [plan.shard(x, dim).movedim(dim, 0)[real] for x in whole]
-
     with deterministic():
-        repeated = []
-        for _ in range(2):
-            out, found = shares(plan, case, *in_dtype(torch.bfloat16), lengths, dout.to(torch.bfloat16))
-            repeated.append([x.movedim(dim, 0)[real] for x in (out.detach(), *found[: n + len(k)])])
-        assert all(map(torch.equal, *repeated)), f"{name}: does not repeat"
-        if accurate:
-            exact, eager = (own(gradients(dtype, "reference")) for dtype in (torch.float64, torch.bfloat16))
-            assert_accurate(repeated[0], eager, exact)
-        elif case.window < 0 or not packed:  # else tiles of a document's keys begin elsewhere
-            assert torch.equal(repeated[0][0], own(gradients(torch.bfloat16, None))[0]), f"{name}: the forward is not one GPU's"
+        exact, eager = (gradients(dtype, "reference") for dtype in (torch.float64, torch.bfloat16)) if accurate else (None, None)
+        of_one = None if accurate else gradients(torch.bfloat16, None)[0]
+        for placed in ({}, dealt(packed, shape[dim], scale, dist.get_world_size(), 4, case))[: 1 + packed]:
+            plan = ContextParallel(shape[dim], **placed)
+            real = plan.shard(torch.ones(plan.total, device="cuda"), 0).bool()
+
+            def own(x: torch.Tensor, plan=plan, real=real) -> torch.Tensor:
+                return plan.shard(x, dim).movedim(dim, 0)[real]
+
+            repeated = []
+            for groups in (1, 1, 2, 2):
+                out, found = shares(plan, case, *in_dtype(torch.bfloat16), lengths, dout.to(torch.bfloat16), groups)
+                repeated.append([x.movedim(dim, 0)[real] for x in (out.detach(), *found[: n + len(k)])])
+            one, again, two, two_again = repeated
+            assert all(map(torch.equal, one, again)) and all(map(torch.equal, two, two_again)), f"{name}, {placed}: does not repeat"
+            assert torch.equal(one[0], two[0]), f"{name}, {placed}: the forward of groups of heads differs from that of all heads"
+            if accurate:
+                for results in (one, two):
+                    assert_accurate(results, [own(x) for x in eager], [own(x) for x in exact])
+            elif case.window < 0 or not packed:  # else tiles of a document's keys begin elsewhere
+                assert torch.equal(one[0], own(of_one)), f"{name}, {placed}: the forward is not one GPU's"
 
 
 @contextlib.contextmanager

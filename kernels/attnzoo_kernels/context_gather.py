@@ -1,0 +1,212 @@
+"""What `context_parallel.attend` does with autograd: keys of all ranks in the forward and again in the backward, and sums of gradients.
+
+With groups of heads the collectives of one group run beside the attention of another. Autograd runs the nodes that are ready from the
+newest to the oldest one, so the backward has the groups in reverse order, on all ranks alike:
+
+    ReduceGradients   forward: begins to gather all groups            backward: the last sums, of all groups
+    Gather            forward: waits for its group                    backward: begins to exchange its group's gradients
+    attention
+    GatherAgain       forward: nothing                                backward: waits for its group
+    JoinPieces        forward: one tensor of all groups' outputs      backward: begins to gather all groups
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+if TYPE_CHECKING:
+    from attnzoo_kernels.context_parallel import ContextParallel, Range
+
+
+class Gathered:
+    """Ranges of the tokens of all ranks, by rank, of each of some tensors, by groups of heads.
+
+    The memory of a group that has been released is given back until the backward wants it.
+    """
+
+    def __init__(self, plan: "ContextParallel", dim: int, ranges: Sequence[Sequence["Range"]], own: Sequence[Tensor], groups: int = 1):
+        self.plan, self.dim, self.ranges, self.groups = plan, dim, ranges, groups
+        self.own, self.needs_gradient = tuple(x.detach() for x in own), tuple(x.requires_grad for x in own)
+        most = max(sum(end - first for first, end in of_rank) for of_rank in ranges)
+        # else each range comes by itself, where that is less
+        self.all = most >= plan.ranks * plan.local or not any(first for of_rank in ranges for first, _ in of_rank)
+        # of groups, tensors of a dtype travel together, because collectives are the faster the larger; all heads travel without a copy
+        self.bundles = [[i] for i in range(len(own))]
+        if groups > 1:
+            self.bundles = [[i for i, x in enumerate(own) if x.dtype == dtype] for dtype in dict.fromkeys(x.dtype for x in own)]
+        self.buffers: list[list[list[Tensor]]] = [[] for _ in range(groups)]  # of each group and tensor, the whole or its ranges
+        self.missing = set(range(groups))
+        self.begun: dict[int, list[Callable]] = {}  # what waits for a group's keys
+        self.exchanged: list[tuple[int, list[int], Callable[[], list[Tensor]]]] = []  # group, tensors, and what waits for their sums
+        self.gradients: list[Tensor | None] = [None] * len(own)
+
+    def heads(self, x: Tensor, group: int) -> Tensor:
+        """A group's heads, a view."""
+        if self.groups == 1:
+            return x
+        heads = x.shape[self.dim + 1] // self.groups
+        return x.narrow(self.dim + 1, group * heads, heads)
+
+    def begin(self, order: Sequence[int]) -> None:
+        """Begins to gather the groups that are not there, to be used in this order. One group has nothing to hide behind."""
+        if self.groups > 1:
+            for group in order:
+                if group in self.missing and group not in self.begun:
+                    self.begun[group] = [self._fetch(group, bundle) for bundle in self.bundles]
+
+    def _fetch(self, group: int, bundle: list[int]) -> Callable:
+        own = [self.heads(self.own[i], group) for i in bundle]
+        if self.all:
+            return self.plan.gather_into(own, self.dim, self.groups > 1)
+        return self.plan.exchange_into(own, self.ranges, self.dim, self.groups > 1)
+
+    def gather(self, group: int) -> None:
+        """The device waits until the group is there."""
+        begun = self.begun.pop(group, None)
+        into = [self._memory(group, i) for i in range(len(self.own))]
+        for number, bundle in enumerate(self.bundles):
+            finish = begun[number] if begun else self._fetch(group, bundle)
+            finish([into[i] for i in bundle])
+        self.missing.discard(group)
+
+    def _memory(self, group: int, i: int) -> list[Tensor]:
+        """Where a tensor's whole or ranges go."""
+        if len(self.buffers[group]) == i:
+            x = self.heads(self.own[i], group)
+            mine = self.ranges[self.plan.rank]
+            lengths = [self.plan.ranks * self.plan.local] if self.all else [end - first for first, end in mine]
+            self.buffers[group].append([x.new_empty(*x.shape[: self.dim], length, *x.shape[self.dim + 1 :]) for length in lengths])
+        for buffer in self.buffers[group][i]:
+            if buffer.untyped_storage().nbytes() == 0:
+                buffer.untyped_storage().resize_(buffer.nbytes)
+        # .data, because what autograd saved of them is the same again
+        return [buffer.data for buffer in self.buffers[group][i]]
+
+    def seen(self, group: int) -> tuple[Tensor, ...]:
+        """This rank's ranges, of all tensors one after the other."""
+        return tuple(buffers[0].narrow(self.dim, first, end - first) if self.all else buffers[index]
+                     for index, (first, end) in enumerate(self.ranges[self.plan.rank]) for buffers in self.buffers[group])
+
+    def release(self, group: int) -> None:
+        for buffer in (buffer for buffers in self.buffers[group] for buffer in buffers):
+            buffer.untyped_storage().resize_(0)
+        self.missing.add(group)
+
+    def reduce(self, group: int, gradients: Sequence[Tensor]) -> None:
+        """Begins to sum up a group's gradients, which are in the order of `seen`."""
+        self.collect()  # the group before had this one's attention to hide behind, and gives its memory back
+        for bundle in self.bundles:
+            if chosen := [i for i in bundle if self.needs_gradient[i]]:
+                of_each = [gradients[i :: len(self.own)] for i in chosen]
+                self.exchanged.append((group, chosen, self.plan.reduce(of_each, self.ranges, self.dim, self.groups > 1)))
+                if self.groups == 1:
+                    self.collect()
+
+    def collect(self) -> None:
+        """Waits for the sums that are under way."""
+        for group, chosen, finish in self.exchanged:
+            for i, sums in zip(chosen, finish(), strict=True):
+                if self.gradients[i] is None:
+                    self.gradients[i] = torch.empty_like(self.own[i], memory_format=torch.contiguous_format)
+                self.heads(self.gradients[i], group).copy_(sums)
+        self.exchanged.clear()
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The rank's chunks of each group, views."""
+        return tuple(chunk for group in range(self.groups) for chunk in self.heads(x, group).split(self.plan.chunk, self.dim))
+
+    def join(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The inverse of `split`."""
+        if self.groups == 1:
+            return torch.cat(pieces, self.dim)
+        shape = list(pieces[0].shape)
+        shape[self.dim] = self.plan.local
+        shape[self.dim + 1] *= self.groups
+        whole = pieces[0].new_empty(shape)
+        for place, piece in zip(self.split(whole), pieces, strict=True):
+            place.copy_(piece)
+        return whole
+
+
+class ReduceGradients(torch.autograd.Function):
+    """A link to each group's `Gather`, so that the gradients, which come by `Gathered`, are taken behind all groups."""
+
+    @staticmethod
+    def forward(ctx, gathered: Gathered, *own: Tensor) -> tuple[Tensor, ...]:
+        gathered.begin(range(gathered.groups))
+        ctx.gathered = gathered
+        return tuple(own[0].new_empty(0) for _ in range(gathered.groups))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *links: Tensor) -> tuple[Tensor | None, ...]:
+        gathered = ctx.gathered
+        gathered.collect()
+        gradients, gathered.gradients = gathered.gradients, [None] * len(gathered.own)
+        return None, *gradients
+
+
+class Gather(torch.autograd.Function):
+    """A rank's ranges of each tensor, of one group; each has a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, gathered: Gathered, group: int, link: Tensor) -> tuple[Tensor, ...]:
+        gathered.gather(group)
+        ctx.gathered, ctx.group = gathered, group
+        return gathered.seen(group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor) -> tuple[None, None, None]:
+        if not ctx.gathered.plan.keep_keys:
+            ctx.gathered.release(ctx.group)
+        ctx.gathered.reduce(ctx.group, gradients)
+        return None, None, None
+
+
+class GatherAgain(torch.autograd.Function):
+    """The identity, whose backward has again what the attention before it has saved."""
+
+    @staticmethod
+    def forward(ctx, gathered: Gathered, group: int, *outs: Tensor) -> tuple[Tensor, ...]:
+        ctx.gathered, ctx.group = gathered, group
+        return tuple(out.view_as(out) for out in outs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.gathered.gather(ctx.group)
+        return None, None, *gradients
+
+
+class SplitPieces(torch.autograd.Function):
+    """`Gathered.split`, whose backward writes the gradient once."""
+
+    @staticmethod
+    def forward(ctx, gathered: Gathered, x: Tensor) -> tuple[Tensor, ...]:
+        ctx.gathered = gathered
+        return gathered.split(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.gathered.join(gradients)
+
+
+class JoinPieces(torch.autograd.Function):
+    """`Gathered.join`."""
+
+    @staticmethod
+    def forward(ctx, gathered: Gathered, *pieces: Tensor) -> Tensor:
+        ctx.gathered = gathered
+        return gathered.join(pieces)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gathered = ctx.gathered
+        gathered.begin(range(gathered.groups - 1, -1, -1))
+        return None, *gathered.split(gradient)
