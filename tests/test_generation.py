@@ -70,7 +70,7 @@ def test_a_variant_without_a_cache_writes_the_same():
 @pytest.mark.parametrize("options", ({}, {"window_size": [5, 0]}, {"softcap": 5.0}, {"sinks": True}), ids=str)
 def test_decoding_reads_the_cache_as_flash_attention_does(options, monkeypatch):
     """Logits of token after token in bfloat16, with and without the decoding kernel, against float32."""
-    from attnzoo.attention import flash
+    from attnzoo.attention import base
     from benchmarks.accuracy import error_ratio
 
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ def test_decoding_reads_the_cache_as_flash_attention_does(options, monkeypatch):
 
     exact = read(torch.float32)
     ours = read(torch.bfloat16)
-    monkeypatch.setattr(flash, "DECODED_TOKENS", 0)
+    monkeypatch.setattr(base, "DECODED_TOKENS", 0)
     assert error_ratio(ours, read(torch.bfloat16), exact) <= 1
 
 
