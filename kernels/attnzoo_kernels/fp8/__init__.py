@@ -46,7 +46,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, weight, bias)
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    out = _Product.apply(x.reshape(-1, x.shape[-1]).to(dtype), weight).view(*x.shape[:-1], weight.shape[0])
+    flat = x.reshape(-1, x.shape[-1]).to(dtype)
+    with torch.autocast(device, enabled=False):  # where a CPU has no such product, PyTorch takes another, which autocast would round
+        out = _Product.apply(flat, weight).view(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias.to(dtype)
 
 
