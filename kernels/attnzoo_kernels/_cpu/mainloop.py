@@ -21,7 +21,7 @@ from attnzoo_kernels._cpu.part import Inputs, Rule
 from attnzoo_kernels._cpu.tiles import Call, Part, Tile
 from attnzoo_kernels.dropout import keep_mask
 
-FEW_KEYS = 64  # up to which float32 is computed in float64: there every rounding more than eager's shows
+FEW = 64  # keys, or queries of gradients, up to which float32 is computed in float64: there every rounding more than eager's shows
 
 Tiles = Callable[[Call], Iterator[Tile]]
 
@@ -64,7 +64,7 @@ def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None
         dq, dk, dv, dlog_f, dtable = (q.new_zeros(0) if x is None else x.new_zeros(x.shape) for x in (q, k, v, log_f, table))
         dtable = dtable.double()
         for problem in _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, table,
-                                 softmax_scale, softcap, score_bias, dropout_p, window_left, window_right, exact, numbers):
+                                 softmax_scale, softcap, score_bias, dropout_p, window_left, window_right, exact, numbers, backward=True):
             _add_gradients(problem, tiles, grad_out, grad_lse, q, k, v, out, lse, dq, dk, dv, dlog_f, dtable)
         return dq, dk, dv, dlog_f, dtable.to(q.dtype if table is None else table.dtype)
 
@@ -187,7 +187,7 @@ class _Problem:
 
 
 def _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, table, softmax_scale,
-              softcap, score_bias, dropout_p, window_left, window_right, exact, numbers) -> Iterator[_Problem]:
+              softcap, score_bias, dropout_p, window_left, window_right, exact, numbers, backward=False) -> Iterator[_Problem]:
     packed = cu_seqlens_q is not None
     if packed:
         bounds = (itertools.pairwise(x.tolist()) for x in (cu_seqlens_q, cu_seqlens_k))
@@ -212,7 +212,7 @@ def _problems(way, q, k, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alib
         chosen = None if blocks is None else blocks[tokens_q] if packed else blocks[number]
         call = Call(len_q, len_k, (window_left, window_right), own, chosen, q.shape[-2], is_fused, slopes is not None, gates, numbers)
         yield _Problem(call, rule, number, rows, tokens_q, tokens_k, packed, q.shape[-2], q.shape[-2] // k.shape[-2], slopes, rng_state,
-                       table, dropout_p, torch.float64 if exact and len_k <= FEW_KEYS else q.dtype,
+                       table, dropout_p, torch.float64 if exact and (len_k <= FEW or backward and len_q <= FEW) else q.dtype,
                        way or (fused if is_fused else by_hand))
 
 
