@@ -121,18 +121,18 @@ def entries(session: Session, case: Case) -> list[Entry]:
 
 
 def panel(session: Session, case: Case) -> str:
-    return f"d{case.head_dim} gate {case.gate:g}, {left_out(case, session.device)}"
+    return ", ".join([f"d{case.head_dim} gate {case.gate:g}", *left_out(case, session.device)])
 
 
-def left_out(case: Case, device: str) -> str:
-    """The share of tiles."""
+def left_out(case: Case, device: str) -> list[str]:
+    """The share of tiles, which kernels count."""
     if torch.device(device).type != "cuda":
-        return "share not counted"
+        return []
     from attnzoo_kernels.forgetting.blocks import passed_over
 
     x = case.inputs(device)
     bounds = {name: value for name, value in x.options.items() if name.startswith("cu_seqlens")}
-    return f"{passed_over(x.q, x.k, x.log_f, softmax_scale=case.head_dim**-0.5, **bounds):.0%} left out"
+    return [f"{passed_over(x.q, x.k, x.log_f, softmax_scale=case.head_dim**-0.5, **bounds):.0%} left out"]
 
 
 def cases(session: Session) -> Iterator[tuple[int, Case]]:
@@ -198,7 +198,7 @@ def of_checkpoint(session: Session) -> Iterator[list[Row]]:
         raise SystemExit("the table trained needs --checkpoint, a run of attention=forgetting")
     for length in session.options.lengths:
         for index, case in enumerate(layers_of(session.options.checkpoint, length, session.device, session.dtype)):
-            line = Line("forgetting", "trained", f"layer {index}, {left_out(case, session.device)}", length)
+            line = Line("forgetting", "trained", ", ".join([f"layer {index}", *left_out(case, session.device)]), length)
             yield from harness.compare_late_ones_last(line, entries(session, case), session.options.directions, session.timing)
 
 

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import LogLocator
 
 from attnzoo.evaluation.plots import TRAINING_CONTEXT, style_of
@@ -12,25 +12,35 @@ from benchmarks.zoo_tables import OMITTED, Table, label
 
 
 def draw(table: Table, path: Path) -> None:
-    """Loss and passkeys by length, loss against the speed of training and (where measured) of reading."""
+    """Loss and passkeys by length, of trained models and of checkpoints read otherwise, and loss against the speed of training and (where
+    measured) of reading."""
     lines = _drawn(table)
-    has_cost = bool(table.lines("cost"))
-    figure = Figure(figsize=(12, 9.5) if has_cost else (14, 5.5), layout="constrained")
-    panels = figure.subplots(2, 2).flatten() if has_cost else figure.subplots(1, 3)
-    for panel, task in zip(panels, ("perplexity_windows", "passkey"), strict=False):
-        _curves(panel, table, lines, task)
+    trained = [line for line in lines if not line[1]]
+    names = dict.fromkeys(name for name, reading in lines if reading)
+    rows = [("trained models", trained)]
+    if names:  # with these models as they were trained
+        rows.append((f"the checkpoints of {' and '.join(names)}, read otherwise", [line for line in lines if line[0] in names]))
+    figure = Figure(figsize=(12, 5 * len(rows) + 4), layout="constrained")
+    *by_length, below = figure.subfigures(len(rows) + 1, 1, height_ratios=[5] * len(rows) + [4])
     counted = max((int(row["count"]) for row in table.rows if row["task"] == "perplexity_windows" and row["count"]), default=0)
-    panels[0].set(yscale="log", ylabel=f"loss (nats per byte), the same {counted / 1e3:.0f} k bytes", title="loss by length")
-    panels[1].set(ylim=(-0.05, 1.05), ylabel="exact match", title="passkey")
-    trained = {line: rate / 1e6 for line in lines if not line[1] and (rate := table.rate(line[0]))}
-    _points(panels[2], table, lines, trained, 1024)
-    panels[2].set(xlabel="training, million tokens a second (H200)", ylabel="loss at 1024 (nats per byte)", title="quality and training")
-    if has_cost:
-        read = {line: 1e3 * statistics.mean(found) for line in lines if (found := table.values(line, "cost", 32768, "prefill_seconds"))}
-        panels[3].set(yscale="log", xlabel="milliseconds to read 32768 bytes (H200)", ylabel="loss at 32768 (nats per byte)")
-        _points(panels[3], table, lines, read, 32768)
-        panels[3].set_title("quality and reading")
-    _finish(figure, panels, path)
+    for part, (title, own) in zip(by_length, rows, strict=True):
+        loss, keys = part.subplots(1, 2)
+        for panel, task in ((loss, "perplexity_windows"), (keys, "passkey")):
+            _curves(panel, table, own, task)
+        loss.set(yscale="log", ylabel=f"loss (nats per byte), the same {counted / 1e3:.0f} k bytes", title="loss by length")
+        keys.set(ylim=(-0.05, 1.05), ylabel="passkeys found", title="passkeys by length")
+        part.suptitle(title, fontweight="bold")
+        _finish(part, (loss, keys))
+    training, reading = below.subplots(1, 2)
+    below.suptitle("speed on an H200", fontweight="bold")
+    looks = {line: style_of(own.index(line), len(own)) for _, own in reversed(rows) for line in own}  # as above
+    _points(training, table, looks, {line: rate / 1e6 for line in trained if (rate := table.rate(line[0]))}, 1024)
+    training.set(xlabel="training, million tokens a second", ylabel="loss at 1024 (nats per byte)")
+    read = {line: 1e3 * statistics.mean(found) for line in lines if (found := table.values(line, "cost", 32768, "prefill_seconds"))}
+    reading.set(yscale="log", xlabel="milliseconds to read 32768 bytes", ylabel="loss at 32768 (nats per byte)")
+    _points(reading, table, looks, read, 32768)
+    _finish(below, (training, reading))
+    figure.savefig(path, dpi=130)
 
 
 def draw_costs(table: Table, path: Path) -> None:
@@ -43,22 +53,25 @@ def draw_costs(table: Table, path: Path) -> None:
     for panel, (metric, title) in zip(panels, titles.items(), strict=True):
         _curves(panel, table, _drawn(table), "cost", metric)
         panel.set(yscale="log", title=title)
-    _finish(figure, panels, path)
+    _finish(figure, panels)
+    figure.savefig(path, dpi=130)
 
 
-def _finish(figure: Figure, panels, path: Path) -> None:
+def _finish(figure: FigureBase, panels: Sequence) -> None:
+    """Grids, numbers at the axes, and a legend of the first panel's lines."""
     for panel in panels:
         panel.grid(alpha=0.3)
         if panel.get_yscale() == "log":
             panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
             panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:g}")
             panel.yaxis.set_minor_formatter("")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
-    figure.savefig(path, dpi=130)
+    handles, labels = panels[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8)
 
 
 def _drawn(table: Table) -> list[tuple[str, str]]:
-    """In this order in every figure, so that a line looks the same in all."""
+    """In this order in every figure."""
     return [line for line in dict.fromkeys(table.lines() + table.lines("cost")) if not line[1].endswith(OMITTED)]
 
 
@@ -73,11 +86,11 @@ def _curves(panel, table: Table, lines: Sequence[tuple[str, str]], task: str, me
     panel.set_xlabel("context length (bytes); trained at 1024")
 
 
-def _points(panel, table: Table, lines: Sequence[tuple[str, str]], places: Mapping[tuple[str, str], float], length: int) -> None:
+def _points(panel, table: Table, looks: Mapping[tuple[str, str], dict], places: Mapping[tuple[str, str], float], length: int) -> None:
     """Losses at a length, each seed's, over these places on the x axis. Names stand above, or below where a neighbour is close above."""
     points = [(line, place, losses) for line, place in places.items() if (losses := table.values(line, "perplexity_windows", length))]
     for line, place, losses in points:
-        panel.plot([place] * len(losses), losses, markersize=8, **{**style_of(lines.index(line), len(lines)), "linestyle": ""})
+        panel.plot([place] * len(losses), losses, markersize=8, **{**looks[line], "linestyle": ""})
     panel.margins(0.2, 0.15)
     panel.autoscale_view()
     to_axes = panel.transData + panel.transAxes.inverted()
