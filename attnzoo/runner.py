@@ -107,10 +107,11 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
 
 def evaluate(cfg: DictConfig) -> None:
     """Evaluate checkpoints as configs/eval.yaml describes it; tables and plots go into the run folder."""
-    from attnzoo.evaluation import compare, together
+    from attnzoo.evaluation import compare, parts, together
     from attnzoo.evaluation.readings import compose_readings
 
     checks.check_evaluation(cfg)
+    parts.check(cfg)
     readings = compose_readings(cfg)
     run_dir = Path(cfg.run_dir if rank() == 0 else own_folder()).absolute()
     folder = RunFolder(run_dir)
@@ -121,6 +122,9 @@ def evaluate(cfg: DictConfig) -> None:
         of_a_machine = ("run_dir", "ckpt_path", "runs", "store", "logger")
         together.begin(cfg.accelerator, {name: value for name, value in plain(cfg).items() if name not in of_a_machine})
         loggers = build_loggers(cfg, run_dir, "eval") if together.is_first() else []
+        if cfg.devices > 1:
+            parts.measure(cfg)
+            cfg = OmegaConf.merge(cfg, {"remeasure": False})  # it was
         compare.run(
             cfg,
             tasks=instantiate(cfg.evaluation.tasks or {}, _convert_="all"),

@@ -3,6 +3,7 @@
 import csv
 
 import pytest
+from commands import Command
 from hydra import compose, initialize_config_dir
 from tiny_run import ROOT, compose_tiny, write_checkpoint
 
@@ -85,3 +86,53 @@ def test_a_reading_that_a_checkpoint_cannot_take_is_a_row_that_says_why(hydra, t
     assert notes.keys() == {"model.rope_scaling=yarn model.rope_factor=8", "attention=dual_chunk"}
     assert all(note.startswith("failed: ") and "learned" in note for note in notes.values())
     assert {row["reading"] for row in rows if row["task"]} == {""}
+
+
+TASK = "evaluation.tasks.perplexity"
+QUICK = ["accelerator=cpu", "precision=32", "evaluation=by_length", "evaluation.lengths=[64,256]", f"{TASK}.longppl=null",
+         f"{TASK}.min_tokens=1", f"{TASK}.max_tokens=256", f"{TASK}.protocols=[windows]",
+         'readings=["","model.rope_scaling=ntk model.rope_factor=4","attention=dual_chunk"]']
+
+
+@pytest.mark.slow
+def test_processes_measure_a_part_each_and_one_reports(trained, tmp_path):
+    def told(name: str, *more: str) -> list[str]:
+        return ["eval.py", f"ckpt_path={trained / 'rotary'}", f"store={tmp_path / name}", f"hydra.run.dir={tmp_path / name}", *QUICK, *more]
+
+    done = Command(*told("one")).wait()
+    assert done.returncode == 0, done.stderr
+    done = Command(*told("two", "devices=2", "logger=csv")).wait()
+    assert done.returncode == 0 and "0 are at work" in done.stdout + done.stderr, done.stderr
+    results = [csv_rows(tmp_path / name / "results.csv") for name in ("one", "two")]
+    assert results[0] == results[1] and len(results[0]) > 10
+    kept = [(tmp_path / name / "evaluations.jsonl").read_text().splitlines() for name in ("one", "two")]
+    assert sorted(kept[0]) == sorted(kept[1])  # the first process has measured nothing again
+
+
+def csv_rows(path) -> list[dict]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.slow
+def test_what_a_process_leaves_is_measured_by_the_first(trained, tmp_path):
+    """A process that has no memory, no disk or no library."""
+    fails = tmp_path / "sitecustomize.py"
+    text = "import os, sys\nif any('part=[1,' in argument for argument in sys.orig_argv):\n    os.write(1, b'no room')\n    os._exit(3)"
+    fails.write_text(text)
+    done = Command("eval.py", f"ckpt_path={trained / 'rotary'}", f"store={tmp_path}", f"hydra.run.dir={tmp_path / 'run'}", *QUICK,
+                   "devices=2", environment={"PYTHONPATH": str(tmp_path)}).wait()
+    assert done.returncode == 0, done.stderr
+    assert "process 1 ended with exit status 3; what it has not measured is measured here: no room" in done.stdout + done.stderr
+    assert {row["reading"] for row in csv_rows(tmp_path / "run" / "results.csv") if row["value"]} == {
+        "", "model.rope_scaling=ntk model.rope_factor=4", "attention=dual_chunk"}
+
+
+@pytest.mark.parametrize("options, reason", (
+    (["devices=0"], "devices=0: must be a whole number of at least 1"),
+    (["part=[2,2]"], r"part=\[2, 2\]: must be \[i, n\] with i from 0 to 1"),
+    (["devices=2", "part=[0,2]"], "devices=2, part=.*set one of them"),
+))
+def test_parts_that_do_not_exist_are_refused(hydra, trained, tmp_path, options, reason):
+    with pytest.raises((UserError, ValueError), match=reason):
+        runner.evaluate(config(f"ckpt_path={trained / 'rotary'}", f"run_dir={tmp_path / 'run'}", "accelerator=cpu", *options))

@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from attnzoo.errors import NoRoom, UserError
-from attnzoo.evaluation import together
+from attnzoo.evaluation import parts, together
 from attnzoo.evaluation.cost import TASK as COST
 from attnzoo.evaluation.logits import mark_nan, watched
 from attnzoo.evaluation.measurement import FILE, Measurement, Store, key
@@ -57,7 +57,7 @@ def run(
     if not chosen:
         raise UserError("evaluation.tasks is empty: nothing would be measured; choose an evaluation=..., or leave one of its tasks in")
     lengths, of_run = _lengths(cfg.evaluation.lengths, found), _columns(found)
-    pairs = [(one, reading) for one in found for reading in readings]
+    pairs = parts.own([(one, reading) for one in found for reading in readings], cfg.part)
     table, devices = Table(folder / "results.csv"), set()
     log.info(f"{len(pairs)} to evaluate; results go to {folder}")
     try:

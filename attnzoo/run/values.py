@@ -114,6 +114,8 @@ EVALUATION = {
     "checkpoint": Literal["best", "last"],
     "accelerator": Literal["auto", "cpu", "gpu", "cuda", "mps"],
     "precision": str | int | None,
+    "devices": Count,
+    "part": tuple[Natural, Count] | None,
     "store": str | None,
     "remeasure": bool,
     "trust": list[str],
@@ -221,6 +223,8 @@ def check_evaluation(cfg: DictConfig) -> None:
     lengths = plain["evaluation"]["lengths"]
     if lengths is not None and not fits(lengths, Annotated[list[Count], Field(min_length=1)]):
         raise UserError(f"evaluation.lengths={lengths} must be a list of positive whole numbers, such as [512,2048], or null")
+    if (part := plain["part"]) is not None and part[0] >= part[1]:
+        raise UserError(f"part={part}: must be [i, n] with i from 0 to {part[1] - 1}, as in part=[0,{part[1]}]")
     for name, task in (plain["evaluation"]["tasks"] or {}).items():
         if task:
             _check_group(plain, f"evaluation.tasks.{name}", TASKS)
