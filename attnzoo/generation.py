@@ -99,7 +99,7 @@ class Writer:
         from transformers import LogitsProcessorList
 
         from attnzoo.hub.configs import GPTConfig
-        from attnzoo.hub.pretrained import BuiltGPT, LayerCaches
+        from attnzoo.hub.pretrained import CACHE, BuiltGPT, LayerCaches
 
         self.model._check_length(len(prompt) + self.cfg.max_new_tokens - 1)
         end, ids = self.tokenizer.eos_id, torch.tensor([prompt], device=self.device)
@@ -108,7 +108,7 @@ class Writer:
             cache = {}
             if self.model.reads_in_parts and len(prompt) > 1:  # else transformers reads the prompt for each beam
                 read = read_once(self.model, ids[0, :-1], self.cfg.beams, len(prompt) + self.cfg.max_new_tokens)
-                cache["past_key_values"] = LayerCaches(read)
+                cache[CACHE] = LayerCaches(read)
             found = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=self.cfg.max_new_tokens, do_sample=False, num_beams=self.cfg.beams,
                 num_return_sequences=self.cfg.num_samples, use_cache=self.model.supports.cache, eos_token_id=end, pad_token_id=end,

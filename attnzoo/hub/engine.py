@@ -45,7 +45,7 @@ def _in_pages(config: Any) -> bool:
 def register() -> None:
     """Have the engine hand over its block table, where a batch has one new token of each text. Before transformers 5.20 its pages are
     others."""
-    from transformers.generation.continuous_batching import initialization
+    from transformers.generation.continuous_batching import PagedAttentionCache, initialization
 
     asked = initialization.ensure_decode_fast_path_is_available
     allocators = getattr(initialization, "ATTN_TYPE_TO_ALLOCATOR", None)
@@ -72,6 +72,18 @@ def register() -> None:
         get_cache_for_block_table = pages.get_cache_for_block_table
 
     allocators["sliding_attention"] = SlidingAttentionCacheAllocator
+    update = PagedAttentionCache.update
+
+    @functools.wraps(update)
+    @torch.compiler.disable  # as what it wraps
+    def leave_pages(self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """From transformers 5.24 on layers call it, and not attention: where attention reads pages, it puts new keys there by itself."""
+        if kwargs.get("block_table") is None or not _in_pages(self.config):
+            return update(self, key_states, value_states, layer_idx, kwargs)
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    PagedAttentionCache.update = leave_pages
 
 
 @torch.compiler.disable  # as PagedAttentionCache.update: layers have views of one tensor, which a compiled step would copy to write to

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from attnzoo.attention.base import KVCache
 from attnzoo.hub.configs import TOKENIZER_RECORD, BERTConfig, GPTConfig
 from attnzoo.models import from_config
 
+CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"  # its name before 5.24
+
 
 class LayerCaches:
     """The KV caches of all layers as transformers' generation uses them; room doubles when it runs out."""
@@ -22,6 +25,11 @@ class LayerCaches:
 
     def __init__(self, layers: list[KVCache]):
         self.layers = layers
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Which layers hold a state in place of keys."""
+        return [False] * len(self.layers)
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.layers[layer].length
@@ -78,30 +86,32 @@ class GPTForCausalLM(_Pretrained, GenerationMixin):
     config_class = GPTConfig
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-                labels: Tensor | None = None, past_key_values: LayerCaches | None = None, use_cache: bool | None = None,
-                **kwargs: Any) -> CausalLMOutputWithPast:
-        """With use_cache all rows must be whole; padded rows are read from their first token again (use_cache=False)."""
+                labels: Tensor | None = None, past_key_values: LayerCaches | None = None, cache: LayerCaches | None = None,
+                use_cache: bool | None = None, **kwargs: Any) -> CausalLMOutputWithPast:
+        """With use_cache all rows must be whole; padded rows are read from their first token again (use_cache=False). past_key_values,
+        cache: two names of one thing."""
         batch, seqlen = input_ids.shape
-        if use_cache and past_key_values is None:
-            past_key_values = LayerCaches(self.model.new_cache(batch, seqlen + 64))
-        if past_key_values is not None:
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = LayerCaches(self.model.new_cache(batch, seqlen + 64))
+        if cache is not None:
             if attention_mask is not None and not attention_mask.all():
                 raise ValueError("attention_mask: padded rows have no cache here; set use_cache=False, or generate from rows of one length")
             attention_mask = None
-            past_key_values.make_room(seqlen)
-        logits = self.read(input_ids, attention_mask, position_ids=position_ids, cache=past_key_values and past_key_values.layers)
+            cache.make_room(seqlen)
+        logits = self.read(input_ids, attention_mask, position_ids=position_ids, cache=cache and cache.layers)
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
 
-    def prepare_inputs_for_generation(self, input_ids: Tensor, past_key_values: LayerCaches | None = None,
-                                      attention_mask: Tensor | None = None, use_cache: bool | None = None, **kwargs: Any) -> dict[str, Any]:
-        if past_key_values is not None:
-            input_ids = input_ids[:, past_key_values.get_seq_length() :]
-        return {"input_ids": input_ids, "past_key_values": past_key_values, "attention_mask": attention_mask, "use_cache": use_cache}
+    def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Tensor | None = None, use_cache: bool | None = None,
+                                      **kwargs: Any) -> dict[str, Any]:
+        if (cache := kwargs.get(CACHE)) is not None:
+            input_ids = input_ids[:, cache.get_seq_length() :]
+        return {"input_ids": input_ids, CACHE: cache, "attention_mask": attention_mask, "use_cache": use_cache}
 
 
 class BuiltGPT(GPTForCausalLM):
