@@ -130,6 +130,28 @@ def test_a_later_token_changes_no_earlier_output_of_a_causal_model(variant, kind
     assert not torch.equal(before[:, 11:], after[:, 11:])
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_query_heads_read_the_key_head_of_their_group(variant):
+    """Query head h reads key head h // (heads // key heads)."""
+    model = build(variant, positions=supports(variant).positions[0])
+    layer = model.blocks[0].attention
+    if layer.head_shapes()["v"][0] != SIZES["n_kv_heads"]:
+        pytest.skip("its values are no heads of their own")
+    outputs = []
+    layer.o_proj.register_forward_pre_hook(lambda module, inputs: outputs.append(inputs[0].detach().unflatten(-1, (SIZES["n_heads"], -1))))
+    model(torch.arange(16)[None])
+    with torch.no_grad():
+        layer.v_proj.weight[len(layer.v_proj.weight) // 2 :] *= 2  # of the second key head
+    model(torch.arange(16)[None])
+    assert [not torch.equal(*(x[..., head, :] for x in outputs)) for head in range(SIZES["n_heads"])] == [False, False, True, True]
+
+
+@pytest.mark.parametrize("variant, kind", [pair[:2] for pair in SUPPORTED if pair[2] == "alibi"])
+def test_alibi_acts_where_it_is_supported(variant, kind):
+    biased, plain = (build(variant, kind, positions)(torch.arange(16)[None]) for positions in ("alibi", "none"))
+    assert not torch.allclose(biased, plain, atol=1e-3)
+
+
 @each_pair
 def test_gradients_reach_every_parameter(variant, kind, positions, tokens):
     model = build(variant, kind, positions).train()

@@ -138,9 +138,11 @@ def test_the_variant_of_the_page_that_adds_one_works_as_it_stands(tmp_path, monk
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
+    (scale,) = map(ast.literal_eval, re.findall(r"attention=cosine attention\.scale=(\S+)", page))  # of the page's command
+    options, sizes = OmegaConf.to_container(OmegaConf.create(config)), {"vocab_size": 11, "dim": 16, "n_layers": 2, "n_heads": 2}
+    assert from_config({"_target_": "attnzoo.models.GPT", **sizes, "train_context": 8}, options | {"scale": scale}).blocks
     torch.manual_seed(0)
-    model = from_config({"_target_": "attnzoo.models.GPT", "vocab_size": 11, "dim": 16, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1,
-                         "train_context": 8}, OmegaConf.to_container(OmegaConf.create(config))).double()
+    model = from_config({"_target_": "attnzoo.models.GPT", **sizes, "n_kv_heads": 1, "train_context": 8}, options).double()
     tokens = torch.randint(11, (1, 8))
     whole = model(tokens)
     cache = model.new_cache(1, 8)

@@ -95,7 +95,7 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
                           distance_unit=distance_unit, n_distances=n_distances, origin=origin, HAS_DISTANCES=HAS_DISTANCES), n_seqs,
                 seqlen_q, heads, group, Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _dq_loops,
                 HAS_GRAD_LSE, EXACT_DELTA, STATS_BLOCK, REFINED=EXACT_DELTA == "residual",
-                TWICE=HAS_DISTANCES and EXACT_DELTA == "residual")
+                TWICE=EXACT_DELTA == "residual")
 
 
 @triton.jit

@@ -24,7 +24,8 @@ class Case:
     """One problem. `seqlen_k`, `kv_heads` and `value_dim` follow `seqlen_q`, `heads` and `head_dim` where they are None.
 
     With `lengths_q` (and `lengths_k`, else the same) the batch is packed and `batch`, `seqlen_q`, `seqlen_k` are not used.
-    `strided` makes q, k, v views of head-major storage with NaN behind every row; `q_scale` multiplies q, for large logits.
+    `strided` makes q, k, v views of head-major storage with NaN behind every row; `q_scale` multiplies q, for large logits. `mean` is the
+    length, by coordinate, of a random direction that all keys of a head share, and all values another one, as in trained models.
     """
 
     batch: int = 1
@@ -45,6 +46,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     strided: bool = False
     q_scale: float = 1.0
+    mean: float = 0.0
 
     @property
     def packed(self) -> bool:
@@ -83,6 +85,8 @@ class Case:
         k = normal(rows_k, kv_heads, self.head_dim)
         v = normal(rows_k, kv_heads, value_dim)
         dout = normal(rows_q, self.heads, value_dim)
+        for x in (k, v) if self.mean else ():
+            x.add_(self.mean * normal((1,) * len(rows_k), kv_heads, x.shape[-1]))
         options: dict[str, Any] = {
             "causal": self.causal, "window_size": self.window_size, "softcap": self.softcap, "dropout_p": self.dropout_p,
         }
@@ -115,6 +119,7 @@ class Case:
         parts += [name for name in ("alibi", "sinks", "strided") if getattr(self, name)]
         parts += [f"dropout{self.dropout_p:g}"] if self.dropout_p else []
         parts += [f"scale{self.q_scale:g}"] if self.q_scale != 1 else []
+        parts += [f"mean{self.mean:g}"] if self.mean else []
         parts.append(str(self.dtype).removeprefix("torch."))
         return "-".join(parts)
 

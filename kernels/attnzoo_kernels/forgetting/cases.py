@@ -56,6 +56,7 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(batch=2, seqlen_q=40, heads=4, kv_heads=2, head_dim=32, strided=True),
     Case(seqlen_q=97, heads=4, head_dim=32, q_scale=50.0),  # near-ties of one head would decide the largest error
     Case(seqlen_q=161, heads=1, head_dim=32, gate=6.0, resets=0.1),
+    Case(seqlen_q=161, heads=4, head_dim=32, gate=6.0, mean=3.0),
     Case(lengths_q=(1, 0, 70, 17, 33, 0), kv_heads=1, head_dim=32, gate=4.0),
     Case(lengths_q=(17, 0, 70, 5), lengths_k=(97, 33, 17, 0), head_dim=32, window_size=(16, 0)),
 )
