@@ -174,7 +174,7 @@ def variants() -> str:
         decodes = "by `decode_attention`" if hasattr(inspect.getmodule(layer), "decode_attention") else "yes"
         rows.append((
             f"[`{name}`]({'flash' if name == 'sdpa' else name}.md)",
-            *("yes" if able else "-" for able in (can.causal, can.bidirectional, can.packed, can.trees)),
+            *("yes" if able else "-" for able in (can.causal, can.bidirectional and can.packed, can.packed, can.trees)),
             "all" if can.positions == POSITIONS else ", ".join(can.positions),
             "yes" if "window_size" in options else "by pattern" if "pattern" in options else "-",
             "yes" if can.dropout else "-", decodes if can.cache else "-",
