@@ -51,6 +51,15 @@ def test_kernels_of_flash_are_attention():
     assert len(names) > 8 and {kernels.kind_of(name) for name in names} == {"attention"}, names
 
 
+@pytest.mark.slow
+def test_batching_is_timed(tmp_path, capsys):
+    tiny = ["--sequences", "80", "--layers", "1", "--width", "64", "--rounds", "1", "--output", str(tmp_path)]
+    assert batching.main(["time", *tiny]) == 0
+    with (tmp_path / "batching-time.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["way"] for row in rows} == set(batching.WAYS) and all(int(row["tokens_a_second"]) > 0 for row in rows)
+
+
 def test_batching_is_counted(tmp_path, capsys):
     assert batching.main(["--sequences", "700", "--output", str(tmp_path)]) == 0
     with (tmp_path / "batching.csv").open(newline="") as file:
