@@ -17,9 +17,11 @@ def summary(rows: Sequence[Row], averages: Sequence[Row] = ()) -> str:
     averages: of attnzoo.evaluation.seeds; where there are any, their tables stand first.
     """
     parts = ["# Evaluation"]
+    if any(row.stderr for row in rows):
+        parts.append("± is a standard error. Lines on the same data read the same documents, so their differences are surer than it says.")
     if averages:
         n = len({row.seed for row in rows if row.seed is not None})
-        parts.append(f"# Averages over seeds\n\n± is the standard deviation between up to {n} seeds; the runs themselves follow below.")
+        parts.append(f"# Averages over seeds\n\n± is here the standard deviation between up to {n} seeds; the runs follow below.")
         parts += [*_sections(averages), _list(notes(averages))]
         parts.append("# Runs")
     if any(row.reading for row in rows):
