@@ -124,7 +124,7 @@ def evaluate(cfg: DictConfig) -> None:
         loggers = build_loggers(cfg, run_dir, "eval") if together.is_first() else []
         if cfg.devices > 1:
             parts.measure(cfg)
-            cfg = OmegaConf.merge(cfg, {"remeasure": False})  # it was
+            cfg = OmegaConf.merge(cfg, {"remeasure": False})  # the processes did
         compare.run(
             cfg,
             tasks=instantiate(cfg.evaluation.tasks or {}, _convert_="all"),

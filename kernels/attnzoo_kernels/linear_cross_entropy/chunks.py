@@ -196,7 +196,7 @@ def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
     if tokens == 0:
         dw.zero_()
     db = torch.zeros(rows if gradient and bias is not None else 0, dtype=torch.float32, device=x.device)
-    products = None if tokens == 0 else EightBits(x, weight, scales) if fp8 else Plain(x, weight)
+    products = None if tokens == 0 else EightBits(x, weight, scales, gradient) if fp8 else Plain(x, weight)
     block, tiles = _tiles(x, vocab_size)
     n_chunks = max(1, -(-tokens * rows // LOGITS))  # alike, because a small last one leaves a part of the GPU idle
     for begin in range(0, tokens, step := 256 * max(1, -(-tokens // (256 * n_chunks)))):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attnzoo_kernels.fp8 import BACKWARD, FORWARD, MULTIPLE, SMALLEST, rounded_both_ways
+from attnzoo_kernels.fp8 import BACKWARD, FORWARD, MULTIPLE, SMALLEST, rounded, rounded_both_ways
 from attnzoo_kernels.fp8.rounding import transposed
 
 LARGEST = 2.0**15  # what a gradient that is its row's scale is rounded as: of e5m2's numbers one that leaves room above it
@@ -12,10 +12,13 @@ LARGEST = 2.0**15  # what a gradient that is its row's scale is rounded as: of e
 class EightBits:
     """x, weight and the gradients of logits in 8 bits. The gradients have one unit, which is that of the largest of `scales`."""
 
-    def __init__(self, x: Tensor, weight: Tensor, scales: Tensor | None):
+    def __init__(self, x: Tensor, weight: Tensor, scales: Tensor | None, gradient: bool):
         self.dtype = x.dtype
-        self.x, self.x_by_columns, self.x_unit = rounded_both_ways(x, FORWARD)
-        self.weight, self.by_columns, self.w_unit = rounded_both_ways(weight, FORWARD)
+        if gradient:
+            self.x, self.x_by_columns, self.x_unit = rounded_both_ways(x, FORWARD)
+            self.weight, self.by_columns, self.w_unit = rounded_both_ways(weight, FORWARD)
+        else:
+            (self.x, self.x_unit), (self.weight, self.w_unit) = rounded(x.contiguous(), FORWARD), rounded(weight.contiguous(), FORWARD)
         largest = x.new_ones((), dtype=torch.float32) if scales is None else scales.float().abs().amax().clamp(min=SMALLEST)
         self.unit = largest / LARGEST
         self.of_gradients: Tensor | None = None
