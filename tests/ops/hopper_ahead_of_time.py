@@ -65,16 +65,19 @@ def main() -> None:
              for (i, shape), (j, bounds) in itertools.product(enumerate(shapes), enumerate(BOUNDS))]
     calls += [(192, 128, seqlen, -1, right, packed, None) for seqlen, right, packed in (
         (512, -1, True), (4096, 0, False), (4096, 3, True), (4096, -1, False))]
-    calls += [(64, 64, 4096, 127, 0, True, torch.zeros(2)), (128, 128, 4096, -1, 0, False, torch.zeros(2))]
+    calls += [(64, 64, 4096, 127, 0, True, torch.zeros(2)), (128, 128, 4096, -1, 0, False, torch.zeros(2)),
+              (128, 128, 4096, -1, -1, True, torch.zeros(2)), (64, 64, 512, -1, 0, False, torch.zeros(2))]
     for head_dim, value_dim, seqlen, left, right, packed, sinks in calls:
         rows = (seqlen,) if packed else (1, seqlen)
         q, k = torch.zeros(2, *rows, 2, head_dim, dtype=torch.bfloat16)
         v = torch.zeros(*rows, 2, value_dim, dtype=torch.bfloat16)
         bounds = torch.zeros(2, dtype=torch.int32) if packed else None
         options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
-        launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, sinks is not None, layout(q), layout(k), layout(v), options, None)
+        residual = None if sinks is None else torch.zeros(*rows, 2, value_dim, dtype=torch.bfloat16)
+        launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, sinks is not None, residual is not None, layout(q), layout(k), layout(v),
+                                        options, None)
         launch.kernel, launch.other = WarmUp(launch.kernel), None
-        hopper.launch_forward(q, k, v, bounds, bounds, sinks, options)
+        hopper.launch_forward(q, k, v, bounds, bounds, sinks, options, residual=residual)
         report(launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, window=(left, right), consumers=tile.consumers,
                sinks=sinks is not None)
 

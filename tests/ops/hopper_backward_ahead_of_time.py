@@ -10,7 +10,7 @@ from hopper_ahead_of_time import WarmUp, compile_only, compiled_plans, report
 def main() -> None:
     compile_only()
     from attnzoo_kernels._triton.call import layout
-    from attnzoo_kernels.flash import hopper_backward, hopper_sinks
+    from attnzoo_kernels.flash import hopper_backward
     from attnzoo_kernels.flash.options import Options
 
     hopper_backward.multiprocessors = lambda device: 132
@@ -24,7 +24,7 @@ def main() -> None:
             bounds = torch.zeros(2, dtype=torch.int32) if packed else None
             options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
             layouts = map(layout, (q, k, v, out, grad_out, q, k, v))
-            plan = hopper_backward._plan(q.device, q.dtype, False, deterministic, *layouts, options, None, hopper_backward.SOFTMAX)
+            plan = hopper_backward._plan(q.device, q.dtype, False, deterministic, *layouts, False, options, None, hopper_backward.SOFTMAX)
             launches = [x for x in (plan.preprocess, plan.tails, plan.mainloop, plan.postprocess) if x is not None]
             for launch in launches:
                 launch.kernel = WarmUp(launch.kernel)
@@ -41,7 +41,8 @@ def main() -> None:
         out, stats = torch.zeros(*rows, 8, widths[1], dtype=torch.bfloat16), torch.zeros(2, *rows[:-1], 8, length)
         bounds = torch.zeros(2, dtype=torch.int32) if packed else None
         options = Options(sequences=1 if packed else None, softmax_scale=1.0, window_left=left, window_right=0)
-        hopper_sinks.launch_backward(out, None, q, k, v, out, stats, bounds, bounds, options)
+        residual = torch.zeros_like(out)
+        hopper_backward.launch_backward(out, None, q, k, v, out, stats, bounds, bounds, options, False, residual=residual)
         report(plans[-1].mainloop.compiled, head_dim=widths[0], value_dim=widths[1], length=length, packed=packed, window=(left, 0),
                sinks=True)
     two_passes()

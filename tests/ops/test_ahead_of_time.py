@@ -41,5 +41,5 @@ def test_only_hopper_s_forward_rescales_by_warp(arch, monkeypatch):
         monkeypatch.setattr(module, "architecture", lambda device: arch)
     x, tile = layout(torch.zeros(1, 256, 2, 64)), forward.forward_tile(arch, 64, 64, 2, causal=True, window=False)
     choice = options.Options(sequences=None, softmax_scale=0.125, window_right=0)
-    launch = forward._launch(torch.device("cpu"), torch.bfloat16, True, False, x, x, x, choice, tile)
+    launch = forward._launch(torch.device("cpu"), torch.bfloat16, True, False, False, x, x, x, choice, tile)
     assert launch.constants["BY_WARP"] == (arch == 90)

@@ -9,6 +9,7 @@ from paths import PATHS
 
 from attnzoo_kernels import flash_attention
 from attnzoo_kernels.dropout import keep_mask
+from attnzoo_kernels.flash import ops as flash_ops
 from attnzoo_kernels.flash import why_not_gluon
 from attnzoo_kernels.flash.cases import CORRECTNESS, DROPOUT, Case
 from benchmarks.accuracy import assert_accurate
@@ -44,6 +45,23 @@ def test_error_is_at_most_twice_that_of_eager(case, device, poisoned):
     inputs = case.inputs(device)
     ours, eager, exact = run(case, inputs, "triton"), run(case, inputs, "reference"), run(case, inputs, "reference", torch.float64)
     assert_accurate(ours, eager, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", (Case(batch=2, seqlen_q=70, heads=4, kv_heads=2, head_dim=40, value_dim=56, causal=True, sinks=True),
+                                  Case(lengths_q=(50, 0, 33), heads=2, head_dim=64, sinks=True)), ids=str)
+def test_the_residual_is_what_rounding_takes_from_the_output(case, device):
+    """Weights are rounded, too, so that an error is left."""
+    x = replace(case, dtype=torch.float16).inputs(device)
+    options = dict(x.options)
+    bounds = [options.get(f"cu_seqlens_{side}") for side in "qk"]
+    arguments = (None, options["sinks"], None, True, "triton", False, case.head_dim**-0.5, -1, 0 if case.causal else -1, 0.0, 0.0)
+    out, _, _, residual = flash_ops.forward(x.q, x.k, x.v, *bounds, *arguments)
+    exact = flash_attention(*(t.double() for t in x[:3]), **options | {"sinks": options["sinks"].double()}, impl="reference")
+    wide = out.double() + residual
+    assert (residual.abs() <= out.abs() * 2.0**-11 + 1e-7).all() and (residual != 0).double().mean() > 0.5
+    assert torch.linalg.vector_norm(wide - exact) < 0.9 * torch.linalg.vector_norm(out - exact)
+    assert not flash_ops.forward(x.q, x.k, x.v, *bounds, *arguments[:3], False, *arguments[4:])[3].numel()
 
 
 @pytest.mark.gpu

@@ -158,7 +158,7 @@ def test_custom_operators_and_the_eager_path_agree_and_compile():
 
     expected = attend(*inputs)
     wanted = torch.autograd.grad(expected, inputs, x.dout)
-    arguments = (*inputs, *make_tables(ranges), None, None, None, "triton", True, 0.25, -1, -1, 0.0, 0.0)
+    arguments = (*inputs, *make_tables(ranges), None, None, None, False, "triton", True, 0.25, -1, -1, 0.0, 0.0)
     for result in (torch.ops.attnzoo.flash_forward(*arguments)[0], ops.forward(*arguments)[0],
                    attend(*inputs, ranges=KeyRanges(ranges, make_tables(ranges))),
                    torch.compile(attend, fullgraph=True, backend="aot_eager")(*inputs)):

@@ -81,10 +81,16 @@ def reset(counter_ptr, semaphore_ptr, tile, SEMAPHORES: tl.constexpr):
 
 
 @triton.jit
-def write_statistics(out, grads, stats_ptr, grad_lse_ptr, row_stats_ptr, tile, stride_stats, seqlen, heads, VALUE_DIM: tl.constexpr,
-                     WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr):
-    """[2, BLOCK] of a RowTile: the LSE in base 2 (+inf where a row sees no key, or is none), delta = rowsum(dO * O) - dLSE."""
-    delta = tl.sum(load_tile(out, tile, VALUE_DIM, BLOCK, WIDTH) * load_tile(grads, tile, VALUE_DIM, BLOCK, WIDTH), 1)
+def write_statistics(out, residual_ptr, grads, stats_ptr, grad_lse_ptr, row_stats_ptr, tile, stride_stats, seqlen, heads,
+                     VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr,
+                     RESIDUAL: tl.constexpr):
+    """[2, BLOCK] of a RowTile: the LSE in base 2 (+inf where a row sees no key, or is none), delta = rowsum(dO * O) - dLSE. RESIDUAL: what
+    O lost by rounding lies at residual_ptr as O does."""
+    out_tile = load_tile(out, tile, VALUE_DIM, BLOCK, WIDTH)
+    if RESIDUAL:
+        residual = Operand(residual_ptr, out.stride_batch, out.stride_row, out.stride_head)
+        out_tile += load_tile(residual, tile, VALUE_DIM, BLOCK, WIDTH)
+    delta = tl.sum(out_tile * load_tile(grads, tile, VALUE_DIM, BLOCK, WIDTH), 1)
     at, inside = statistics_of(tile, seqlen, heads, BLOCK)
     if HAS_GRAD_LSE:
         delta -= tl.load(grad_lse_ptr + at, mask=inside, other=0.0)
@@ -101,17 +107,18 @@ def clear_tile(dq_ptr, tile, own, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "own_1", "own_2", "own_3", "own_4"],
             do_not_specialize_on_alignment=["stats_ptr", "grad_lse_ptr", "semaphore_ptr", "cu_seqlens"])
-def bwd_preprocess_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr, cu_seqlens,
-                          stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen, heads, own_1,
-                          own_2, own_3, own_4, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
+def bwd_preprocess_kernel(out_ptr, residual_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr,
+                          cu_seqlens, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen,
+                          heads, own_1, own_2, own_3, own_4, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
                           SEMAPHORES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr, STATISTICS: tl.constexpr = True,
-                          CLEAR: tl.constexpr = clear_tile):
+                          CLEAR: tl.constexpr = clear_tile, RESIDUAL: tl.constexpr = False):
     """A tile's statistics, if there are any. CLEAR(dq_ptr, tile, own, size of a tile) clears dQ; it is None where the first key tile in
     turn writes. What begins with own_ is for it."""
     tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     if STATISTICS:
-        write_statistics(Operand(out_ptr, stride_ob, stride_os, stride_oh), Operand(do_ptr, stride_dob, stride_dos, stride_doh), stats_ptr,
-                         grad_lse_ptr, row_stats_ptr, tile, stride_stats, seqlen, heads, VALUE_DIM, WIDTH, HAS_GRAD_LSE, BLOCK)
+        write_statistics(Operand(out_ptr, stride_ob, stride_os, stride_oh), residual_ptr,
+                         Operand(do_ptr, stride_dob, stride_dos, stride_doh), stats_ptr, grad_lse_ptr, row_stats_ptr, tile, stride_stats,
+                         seqlen, heads, VALUE_DIM, WIDTH, HAS_GRAD_LSE, BLOCK, RESIDUAL)
     if CLEAR is not None:
         CLEAR(dq_ptr, tile, (own_1, own_2, own_3, own_4), BLOCK * WIDTH)
     reset(counter_ptr, semaphore_ptr, tile.number, SEMAPHORES)

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from attnzoo_kernels._triton.mainloop import QueryTile, masked
 from attnzoo_kernels._triton.softmax import add_dot, log_sum_exp, rescaled, score_dot, softmax_stats, softmax_weights
-from attnzoo_kernels._triton.tiles import in_registers, key_rows, load_rows, own_rows, row_places, store_own
+from attnzoo_kernels._triton.tiles import Operand, in_registers, key_rows, load_rows, own_rows, row_places, store_own
 
 
 @triton.jit
@@ -85,12 +85,13 @@ def normalised(acc, row_sum, keep_prob, PRECISION: tl.constexpr):
 @triton.jit
 def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats, unit, keep_prob, own, seqlen_q, heads, group, shape,
             LOOPS: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, STATISTICS: tl.constexpr = True,
-            MORE: tl.constexpr = None, CHECKED: tl.constexpr = True):
+            MORE: tl.constexpr = None, CHECKED: tl.constexpr = True, RESIDUAL: tl.constexpr = False, residual_ptr=None):
     """A whole program: LOOPS(x, own) gives forward_step's last state, and this stores O, the LSE and what the backward needs of it.
 
     Q_REGISTERS: queries are an operand in registers, not in shared memory; Q_SELECT: they pass a select on their way there. STATISTICS:
     rows are divided by their sums; a rule that looks at each score alone has none, and stores O only. MORE(place, own, rows): what
-    the LSE of rows [BLOCK_M] is more by, in base 2, because all of a row's scores are. CHECKED: there may be no tile.
+    the LSE of rows [BLOCK_M] is more by, in base 2, because all of a row's scores are. CHECKED: there may be no tile. RESIDUAL: what
+    rounding takes from O goes to residual_ptr, and lies there as O does.
     """
     if CHECKED:
         if place.row >= place.length:
@@ -112,6 +113,9 @@ def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats,
         i, at, inside = row_places(place, place.head, seqlen_q, heads, shape.BLOCK_M, shape.PACKED)
         store_softmax(lse_ptr, stats_ptr, stride_stats, at, inside, row_max, row_sum, PRECISION,
                       more=None if MORE is None else MORE(place, own, i))
+    if RESIDUAL:
+        residual = Operand(residual_ptr, out.stride_batch, out.stride_row, out.stride_head)
+        store_own(residual, acc - acc.to(out.source.dtype.element_ty).to(tl.float32), place, shape.VALUE_DIM, shape.BLOCK_M, shape.BLOCK_DV)
 
 
 @triton.jit

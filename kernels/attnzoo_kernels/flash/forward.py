@@ -75,16 +75,16 @@ def _loops(x, modifiers):
                                 "n_distances", "origin", "stride_stats"],
             do_not_specialize_on_alignment=["sinks", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "rng_state", "key_bias",
                                             "block_starts", "block_ends", "distance_bias"])
-def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
-                     key_bias, block_starts, block_ends, distance_bias, q_strides, k_strides, v_strides, o_strides, stride_stats, stride_ab,
-                     softmax_scale, scale, softcap, keep_prob, window_left, window_right, drop_below, n_seqs, seqlen_q, seqlen_k, heads,
-                     group, n_distances, origin, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-                     BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr,
-                     HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
-                     HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, DROP_PAIRS: tl.constexpr, BY_WARP: tl.constexpr,
-                     HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, Q_REGISTERS: tl.constexpr,
-                     Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr, HAS_KEY_BIAS: tl.constexpr, PRUNED: tl.constexpr, RANGES: tl.constexpr,
-                     HAS_DISTANCES: tl.constexpr):
+def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, sinks, residual, cu_seqlens_q, cu_seqlens_k, alibi_slopes,
+                     rng_state, key_bias, block_starts, block_ends, distance_bias, q_strides, k_strides, v_strides, o_strides,
+                     stride_stats, stride_ab, softmax_scale, scale, softcap, keep_prob, window_left, window_right, drop_below, n_seqs,
+                     seqlen_q, seqlen_k, heads, group, n_distances, origin, together, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+                     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+                     PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, ONE_SIDED: tl.constexpr,
+                     HARDWARE_TANH: tl.constexpr, HAS_DROPOUT: tl.constexpr, PRECISION: tl.constexpr, DROP_PAIRS: tl.constexpr,
+                     BY_WARP: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
+                     Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, ONE_LOOP: tl.constexpr, HAS_KEY_BIAS: tl.constexpr,
+                     PRUNED: tl.constexpr, RANGES: tl.constexpr, HAS_DISTANCES: tl.constexpr, RESIDUAL: tl.constexpr):
     """Under RANGES the queries are one dense sequence, n_seqs counts ranges, and cu_seqlens_q is their table."""
     if PRECISION == "ieee":
         scale = softmax_scale
@@ -101,7 +101,7 @@ def flash_fwd_kernel(q_source, k_source, v_source, out_ptr, lse_ptr, stats_ptr, 
                       table=cu_seqlens_q if RANGES else None, RANGES=RANGES, distance_bias=distance_bias, n_distances=n_distances,
                       origin=origin, HAS_DISTANCES=HAS_DISTANCES), seqlen_q, heads, group,
             Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, PACKED, PRECISION, TMA), _loops, Q_REGISTERS, Q_SELECT,
-            MORE=rows_more if HAS_KEY_BIAS and PRECISION != "ieee" else None, CHECKED=PACKED)
+            MORE=rows_more if HAS_KEY_BIAS and PRECISION != "ieee" else None, CHECKED=PACKED, RESIDUAL=RESIDUAL, residual_ptr=residual)
 
 
 def drop_pairs_hold(dropout_p: float, dtype: torch.dtype, device: torch.device) -> bool:
@@ -111,7 +111,7 @@ def drop_pairs_hold(dropout_p: float, dtype: torch.dtype, device: torch.device) 
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bool, q: Layout, k: Layout, v: Layout,
+def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bool, residual: bool, q: Layout, k: Layout, v: Layout,
           options: Options) -> Launch:
     constants = options.constants(q[0], v[0], dtype, device)
     arch, width, value_width = architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"]
@@ -119,14 +119,14 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
                                 packed=options.sequences is not None, heavy=options.softcap > 0 or options.dropout_p > 0, long=long)
                    for long in (False, options.sequences is None))
     tile, other = (long, short) if options.sequences is None and k[0][1] > 4096 else (short, long)
-    launch = _launch(device, dtype, aligned, has_sinks, q, k, v, options, tile)
+    launch = _launch(device, dtype, aligned, has_sinks, residual, q, k, v, options, tile)
     if other != tile:
-        launch.other = _launch(device, dtype, aligned, has_sinks, q, k, v, options, other)
+        launch.other = _launch(device, dtype, aligned, has_sinks, residual, q, k, v, options, other)
     return launch
 
 
-def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bool, q: Layout, k: Layout, v: Layout, options: Options,
-            tile: Tile) -> Launch:
+def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bool, residual: bool, q: Layout, k: Layout, v: Layout,
+            options: Options, tile: Tile) -> Launch:
     sequences, seqlen_q, _ = options.sizes(q[0], k[0])
     constants = options.constants(q[0], v[0], dtype, device)
     tma = tma_kind(tile.tma and aligned, (q, k, v), dtype.itemsize, options.sequences is not None)
@@ -138,7 +138,7 @@ def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: 
                and not options.key_bias and not options.distances)
     # beside a bias by distance ptxas would give weights the registers of the queries
     constants |= {"DROP_PAIRS": drop_pairs_hold(options.dropout_p, dtype, device), "BY_WARP": by_warp, "HAS_SINKS": has_sinks,
-                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma,
+                  "RESIDUAL": residual, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma,
                   "Q_REGISTERS": tile.q_registers and not options.distances, "Q_SELECT": tile.q_select, "ONE_LOOP": tile.one_loop}
     scalars = (*operand_strides(q, k, v), stride_out, rows, *options.scalars(q[0], k[0]),
                options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))
@@ -148,16 +148,19 @@ def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
                    alibi_slopes: Tensor | None, sinks: Tensor | None, rng_state: Tensor | None,
-                   options: Options, key_bias: KeyBias = NO_KEY_BIAS,
-                   distance_bias: DistanceBias = NO_DISTANCE_BIAS) -> tuple[Tensor, Tensor, Tensor]:
+                   options: Options, key_bias: KeyBias = NO_KEY_BIAS, distance_bias: DistanceBias = NO_DISTANCE_BIAS,
+                   residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Output (layout of q, value width), LSE and, for the backward, the statistics (2, *lse.shape) of the softmax.
 
-    key_bias, distance_bias: the options say whether they are there.
+    key_bias, distance_bias: the options say whether they are there. residual: where what rounding took from the output goes, like
+    the output.
     """
     out, lse, stats = outputs(q, v.shape[-1])
     if lse.numel() == 0:
         return out, lse, stats
-    launch = _plan(q.device, q.dtype, are_aligned(q, k, v), sinks is not None, layout(q), layout(k), layout(v), options)
+    launch = _plan(q.device, q.dtype, are_aligned(q, k, v), sinks is not None, residual is not None, layout(q), layout(k), layout(v),
+                   options)
     with on_device_of(out):
-        launch(q, k, v, out, lse, stats, sinks, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *key_bias, distance_bias.table)
+        launch(q, k, v, out, lse, stats, sinks, residual, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, *key_bias,
+               distance_bias.table)
     return out, lse, stats

@@ -4,6 +4,7 @@ While the tensor cores add up P V of one tile of keys, they multiply Q K^T of th
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS
+from attnzoo_kernels._gluon.forward_consumer import finish_with_residual
 from attnzoo_kernels._gluon.forward_entry import hopper_fwd_kernel
 from attnzoo_kernels._gluon.forward_launch import ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_producer import load_one_segment, produce_segments
@@ -26,17 +28,22 @@ from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
+class Own(NamedTuple):
+    sinks: Any
+    residual: Any  # a descriptor like the output's: what rounding takes from it
+
+
 @gluon.jit
-def own_sinks(tensors, numbers, scale):
+def own(tensors, numbers, scale):
     """OWN."""
-    return tensors[0]
+    return Own(tensors[0], tensors[1])
 
 
 @gluon.jit
 def load_sink(tile, span, program, config):
     """BEGIN: the head's sink in base 2, a key of that score without a value. There is none behind the last sequence."""
     there = tile.sequence < program.problem.n_seqs
-    return gl.load(program.own + tile.head, mask=there, other=-float("inf")) * LOG2E
+    return gl.load(program.own.sinks + tile.head, mask=there, other=-float("inf")) * LOG2E
 
 
 @gluon.jit
@@ -48,21 +55,23 @@ def join_sink(row_max, row_sum, sink, program, config):
     return new_max, row_sum * factor + gl.exp2(sink - base), factor
 
 
-SINKS = {"OWN": own_sinks, "BEGIN": load_sink, "JOIN": join_sink}
+SINKS = {"OWN": own, "BEGIN": load_sink, "JOIN": join_sink}
+RESIDUAL = {"OWN": own, "FINISH": finish_with_residual}
 IN_PARTS = {"PRODUCE": produce_segments, "LOAD_TILE": load_one_segment}  # of a tile with parts
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, has_sinks: bool, q: Layout, k: Layout, v: Layout, options: Options,
-          tile: ForwardTile | None = None) -> ForwardPlan:
+def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, has_sinks: bool, has_residual: bool, q: Layout, k: Layout,
+          v: Layout, options: Options, tile: ForwardTile | None = None) -> ForwardPlan:
     """Of a call's mean length; the kernels of all other lengths are compiled with it."""
     sequences, seqlen_q, _ = options.sizes(q[0], k[0])
     lengths = (seqlen_q // max(sequences, 1) if options.packed else seqlen_q, *(FORWARD_LENGTHS if tile is None else ()))
-    return compiled_together(_plan_of_length(length, device, same_lengths, has_sinks, q, k, v, options, tile) for length in lengths)
+    return compiled_together(_plan_of_length(length, device, same_lengths, has_sinks, has_residual, q, k, v, options, tile)
+                             for length in lengths)
 
 
-def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_sinks: bool, q: Layout, k: Layout, v: Layout,
-                    options: Options, tile: ForwardTile | None) -> ForwardPlan:
+def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_sinks: bool, has_residual: bool, q: Layout, k: Layout,
+                    v: Layout, options: Options, tile: ForwardTile | None) -> ForwardPlan:
     _, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
     tile = tile or hopper_forward_tile(width, value_width, length, causal=options.causal, window=options.window_left >= 0,
@@ -72,7 +81,8 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_s
     # half of the first tile is left out where that gains, at width 128 in short calls only; three consumers whose loop masks would spill
     half_tile = options.causal and (width == value_width == 64 or length <= 512) and not (tile.consumers == 3 and mask_in_loop)
     constants = {"MASK_IN_LOOP": mask_in_loop, "EMPTY_ROWS": mask_in_loop, "HALF_TILE": half_tile and tile.part is None,
-                 "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop} | (SINKS if has_sinks else {})
+                 "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop}
+    constants |= (SINKS if has_sinks else {}) | (RESIDUAL if has_residual else {})
     columns = width + value_width
     if tile.part is not None:
         columns = q[0][-1] + value_width
@@ -93,12 +103,15 @@ def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | N
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, sinks: Tensor | None,
-                   options: Options, tile: ForwardTile | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through."""
+                   options: Options, tile: ForwardTile | None = None, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through; residual, too."""
     out, lse, stats = outputs(q, v.shape[-1])
     same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
-    plan = _plan(q.device, q.dtype, same_lengths, sinks is not None, layout(q), layout(k), layout(v), options, tile)
+    plan = _plan(q.device, q.dtype, same_lengths, sinks is not None, residual is not None, layout(q), layout(k), layout(v), options, tile)
+    own_tensors: tuple = sinks, residual if residual is None else plan.output(residual)
+    if any(x is not None for x in own_tensors):  # Triton 3.6 makes no tuple of None
+        own_tensors = tuple(lse if x is None else x for x in own_tensors)
     with on_device_of(q):
-        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, sinks, None, cu_seqlens_q,
-                    cu_seqlens_k, tile_counter(q.device))
+        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, *own_tensors, cu_seqlens_q, cu_seqlens_k,
+                    tile_counter(q.device))
     return out, lse, stats

@@ -16,19 +16,33 @@ def _options(cu_seqlens_q, alibi_slopes, *numbers):
     return Options.of(cu_seqlens_q, alibi_slopes, *numbers)
 
 
+def _residual(q: Tensor, v: Tensor, exact_delta: bool, ranges: bool) -> Tensor:
+    """For what rounding takes from the output, like the output. It is empty where no backward would look at it: only Hopper's for head
+    dims up to 128 does."""
+    from attnzoo_kernels._triton.launch import architecture
+
+    wanted = exact_delta and not ranges and q.dtype != torch.float32 and 32 < max(q.shape[-1], v.shape[-1]) <= 128
+    if not wanted or q.is_cuda and architecture(q.device) != 90:
+        return q.new_empty(0)
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None,
-    sinks: Tensor | None, rng_state: Tensor | None, impl: str | None, deterministic: bool, softmax_scale: float, window_left: int,
-    window_right: int, softcap: float, dropout_p: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sinks: Tensor | None, rng_state: Tensor | None, exact_delta: bool, impl: str | None, deterministic: bool, softmax_scale: float,
+    window_left: int, window_right: int, softcap: float, dropout_p: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from attnzoo_kernels._triton import launch
 
     numbers = softmax_scale, window_left, window_right, softcap, dropout_p
     readable = launch.readable(q, k, v)
     if readable is not None:
-        out, lse, stats = _forward(*readable, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, impl, deterministic, *numbers)
-        return launch.narrowed(out, v), lse, stats
+        out, lse, stats, residual = _forward(*readable, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, exact_delta, impl,
+                                             deterministic, *numbers)
+        return launch.narrowed(out, v), lse, stats, launch.narrowed(residual, v) if residual.numel() else residual
     options = _options(cu_seqlens_q, alibi_slopes, *numbers)
+    residual = _residual(q, v, exact_delta, options.ranges)
+    kept = residual if residual.numel() else None
 
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.flash import hopper
@@ -43,21 +57,25 @@ def _forward(
         from attnzoo_kernels.flash import hopper, hopper_ranges
 
         if options.ranges:
-            return hopper_ranges.launch_forward(q, k, v, cu_seqlens_q, sinks, options)
-        return hopper.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, options)
+            return *hopper_ranges.launch_forward(q, k, v, cu_seqlens_q, sinks, options), residual
+        return *hopper.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, options, residual=kept), residual
     from attnzoo_kernels.flash import forward
 
-    return forward.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, options)
+    return *forward.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, options, residual=kept), residual
 
 
-def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl,
+def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, exact_delta, *_):
+    return *autograd.fake_softmax(q, k, v), _residual(q, v, exact_delta, cu_seqlens_q is not None and cu_seqlens_q.dim() > 1)
+
+
+def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl,
                deterministic, *numbers, into=None):
     from attnzoo_kernels._triton import launch
 
-    readable = launch.readable(q, k, v, out, grad_out)
+    readable = launch.readable(q, k, v, grad_out, out, *((residual,) if residual.numel() else ()))
     if readable is not None:
-        *wide, delta = _gradients(readable[4], grad_lse, *readable[:4], stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
-                                  exact_delta, impl, deterministic, *numbers)
+        *wide, delta = _gradients(readable[3], grad_lse, *readable[:3], readable[4], readable[5] if residual.numel() else residual, stats,
+                                  cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl, deterministic, *numbers)
         narrow = tuple(map(launch.narrowed, wide, (q, k, v)))
         return *(narrow if into is None else (to.copy_(x) for to, x in zip(into, narrow, strict=True))), delta
     options = _options(cu_seqlens_q, alibi_slopes, *numbers)
@@ -70,60 +88,62 @@ def _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens
             return "it adds up dQ over key ranges in no order"
         if q.shape[-1] > hopper_wide_backward.FIRST:
             return hopper_wide_backward.backward_reason(q, k, v, options, exact_delta, deterministic)
-        if exact_delta and (options.ranges or deterministic or q.dtype == torch.float16):
-            return "it has a gradient of sinks in bfloat16 only, without an order, and not over key ranges"
-        if exact_delta and impl is None:
-            return "its gradient of sinks sums up rounded numbers, where plain Triton's is exact, and must be named"
+        if exact_delta and not residual.numel():
+            return "it has no gradient of sinks over key ranges, nor without queries"
         return hopper_backward.backward_reason(q, k, v, options)
 
     if dispatch.choose_backward("flash backward", impl, why_not_gluon) == "gluon":
-        from attnzoo_kernels.flash import hopper_backward, hopper_ranges_backward, hopper_sinks, hopper_wide_backward
+        from attnzoo_kernels._gluon.backward_sums import by_row
+        from attnzoo_kernels.flash import hopper_backward, hopper_ranges_backward, hopper_wide_backward
 
-        if exact_delta:
-            return hopper_sinks.launch_backward(*arguments[:9], options, into)
         if options.ranges:
             grads = hopper_ranges_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_k, options, into)
         elif q.shape[-1] > hopper_wide_backward.FIRST:
             grads = hopper_wide_backward.launch_backward(*arguments[:9], options, into)
         else:
             ordered = deterministic or hopper_backward.in_order_anyway(q, k, v, options)
-            grads = hopper_backward.launch_backward(*arguments[:9], options, ordered, into=into)[:3]
+            *grads, row_stats = hopper_backward.launch_backward(*arguments[:9], options, ordered, into=into,
+                                                                residual=residual if residual.numel() else None)
+            if exact_delta:
+                rows = row_stats.shape[-1] // 2
+                return *grads, by_row(row_stats[:, 0, rows:], stats.shape[1:], cu_seqlens_q, rows).contiguous()
         return *grads, stats.new_empty(0)
     from attnzoo_kernels.flash import backward
 
     *grads, delta = backward.launch_backward(*arguments, into)
-    return *grads, torch.stack((delta, torch.zeros_like(delta))) if exact_delta else delta
+    return *grads, delta
 
 
 def _backward_op(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool, impl: str | None,
-    deterministic: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, residual: Tensor, stats: Tensor,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool,
+    impl: str | None, deterministic: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     apart = tuple(x.new_empty(x.shape) for x in (q, k, v))  # as the fake says, by either implementation
-    return _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl,
-                      deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=apart)
+    return _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta,
+                      impl, deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=apart)
 
 
-def _fake_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *_):
-    delta = stats.new_empty(stats.shape if exact_delta else 0)
+def _fake_backward(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *_):
+    delta = stats.new_empty(stats.shape[1:] if exact_delta else 0)
     return *(x.new_empty(x.shape) for x in (q, k, v)), delta
 
 
 def _backward_joint_op(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool, impl: str | None,
-    deterministic: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, residual: Tensor, stats: Tensor,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool,
+    impl: str | None, deterministic: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """dQ, dK and dV side by side, (..., sum of heads x width), and delta."""
     joint = q.new_empty(*q.shape[:-2], sum(_widths(q, k, v)))
-    delta = _gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl,
-                       deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=_apart(joint, q, k, v))[3]
+    delta = _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta,
+                       impl, deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=_apart(joint, q, k, v))[3]
     return joint, delta
 
 
-def _fake_backward_joint(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *_):
-    delta = stats.new_empty(stats.shape if exact_delta else 0)
+def _fake_backward_joint(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
+                         exact_delta, *_):
+    delta = stats.new_empty(stats.shape[1:] if exact_delta else 0)
     return q.new_empty(*q.shape[:-2], sum(_widths(q, k, v))), delta
 
 
@@ -148,32 +168,30 @@ def _joint_gradients(grad_out, grad_lse, q, k, v, *rest):
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, *ctx.options = inputs
-    out, _, stats = output
-    ctx.save_for_backward(q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state)
+    q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, _, *ctx.options = inputs
+    out, _, stats, residual = output
+    ctx.save_for_backward(q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state)
     ctx.set_materialize_grads(False)
 
 
-def _backward(gradients, ctx, grad_out, grad_lse, _):
-    q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state = ctx.saved_tensors
+def _backward(gradients, ctx, grad_out, grad_lse, *_):
+    q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     needs_dsinks = sinks is not None and ctx.needs_input_grad[6]
-    dq, dk, dv, delta = gradients(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
+    dq, dk, dv, delta = gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
                                   needs_dsinks, *ctx.options)
     dsinks = None
     if needs_dsinks:
-        # the sink's weight in each row times minus the row's delta, summed in a fixed order and in float64: the rows cancel. Of delta's two
-        # parts, which `hopper_sinks` tells of, plain Triton's second one is zero.
+        # the sink's weight in each row times minus the row's delta, summed in a fixed order and in float64: the rows cancel
         top, norm_stat = stats
         sink = sinks.float().view(-1, 1)
         if q.dtype == torch.float32:  # the statistics of `_triton.softmax` are in natural units there
             weight = torch.exp(sink.double() - top.double()) / norm_stat
         else:
             weight = torch.exp2(sink * math.log2(math.e) - top - norm_stat)
-        weight = weight.double()
-        dsinks = -(weight * (delta[0] - weight * delta[1])).sum(1 if cu_seqlens_q is not None else (0, 2)).to(sinks.dtype)
-    return dq, dk, dv, None, None, None, dsinks, *(None,) * (1 + len(ctx.options))
+        dsinks = -(weight.double() * delta).sum(1 if cu_seqlens_q is not None else (0, 2)).to(sinks.dtype)
+    return dq, dk, dv, None, None, None, dsinks, *(None,) * (2 + len(ctx.options))
 
 
-forward = autograd.differentiable("flash_forward", "flash_attention", _forward, autograd.fake_softmax, _setup_context, _backward,
+forward = autograd.differentiable("flash_forward", "flash_attention", _forward, _fake_forward, _setup_context, _backward,
                                   _gradients, _joint_gradients)
