@@ -33,9 +33,9 @@ class Gathered:
         most = max(sum(end - first for first, end in of_rank) for of_rank in ranges)
         # else each range comes by itself, where that is less
         self.all = most >= plan.ranks * plan.local or not any(first for of_rank in ranges for first, _ in of_rank)
-        # of groups, tensors of a dtype travel together, because collectives are the faster the larger; all heads travel without a copy
+        # tensors of a dtype travel together, because collectives are the faster the larger; but all heads of all tokens need no copy
         self.bundles = [[i] for i in range(len(own))]
-        if groups > 1:
+        if groups > 1 or not self.all:
             self.bundles = [[i for i, x in enumerate(own) if x.dtype == dtype] for dtype in dict.fromkeys(x.dtype for x in own)]
         self.buffers: list[list[list[Tensor]]] = [[] for _ in range(groups)]  # of each group and tensor, the whole or its ranges
         self.missing = set(range(groups))
@@ -61,6 +61,7 @@ class Gathered:
         own = [self.heads(self.own[i], group) for i in bundle]
         if self.all:
             return self.plan.gather_into(own, self.dim, self.groups > 1)
+        own = [x.contiguous() for x in own]  # so that pieces of it are
         return self.plan.exchange_into(own, self.ranges, self.dim, self.groups > 1)
 
     def gather(self, group: int) -> None:

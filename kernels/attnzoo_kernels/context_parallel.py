@@ -129,8 +129,7 @@ class ContextParallel(Placement):
 
         def finish(into: Sequence[Sequence[Tensor]]) -> None:
             targets = [seen[index].narrow(dim, place, size) for pieces in mine for seen in into for index, place, _, size in pieces]
-            for target, piece in zip(targets, received(), strict=True):
-                target.copy_(piece.view(target.shape))
+            torch._foreach_copy_(targets, [piece.view(target.shape) for target, piece in zip(targets, received(), strict=True)])
 
         return finish
 
@@ -151,9 +150,15 @@ class ContextParallel(Placement):
 
         def finish() -> list[Tensor]:
             sums = [torch.zeros(shape, dtype=wide, device=device) for shape in shapes]
-            targets = [x.narrow(dim, place, size) for pieces in mine for x in sums for _, _, place, size in pieces]
-            for target, piece in zip(targets, received(), strict=True):
-                target.add_(piece.view(target.shape))
+            # what is added at once: a range of a rank has each token once
+            together: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
+            places = ((x, rank, piece) for rank, pieces in enumerate(mine) for x in sums for piece in pieces)
+            for (x, rank, (index, _, place, size)), piece in zip(places, received(wide), strict=True):
+                targets, addends = together.setdefault((rank, index), ([], []))
+                targets.append(x.narrow(dim, place, size))
+                addends.append(piece.view(targets[-1].shape))
+            for targets, addends in together.values():
+                torch._foreach_add_(targets, addends)
             return sums
 
         return finish
@@ -169,20 +174,23 @@ class ContextParallel(Placement):
         return pieces
 
     def _exchange(self, sent: Sequence[Tensor], given: Sequence, mine: Sequence, widths: Sequence[int],
-                  later: bool) -> Callable[[], Sequence[Tensor]]:
-        """Begins to exchange pieces; what is returned waits for those of the other ranks, flat.
+                  later: bool) -> Callable[..., Sequence[Tensor]]:
+        """Begins to exchange pieces; what is returned waits for those of the other ranks, flat, and gives them in a dtype or as they are.
 
         given, mine: by rank, what goes there and what comes, of each tensor. widths: of each tensor, numbers of a token in all rows.
         """
         lengths = [[[width * size for width in widths for *_, size in pieces] for pieces in ranks] for ranks in (mine, given)]
-        flat = torch.cat([x.flatten() for x in sent])  # never empty: a rank sees its own tokens
+        flat = sent[0].new_empty(sum(map(sum, lengths[1])))  # never empty: a rank sees its own tokens
+        # in few launches, where the pieces are contiguous
+        targets = flat.split([n for pieces in lengths[1] for n in pieces])
+        torch._foreach_copy_([target.view(x.shape) for target, x in zip(targets, sent, strict=True)], sent)
         received = flat.new_empty(sum(map(sum, lengths[0])))
         counts = ([sum(pieces) for pieces in ranks] for ranks in lengths)
         work = dist.all_to_all_single(received, flat, *counts, group=self.group, async_op=later)
 
-        def finish() -> Sequence[Tensor]:
+        def finish(dtype: torch.dtype | None = None) -> Sequence[Tensor]:
             _wait(work, flat)
-            return received.split([n for pieces in lengths[0] for n in pieces])
+            return received.to(dtype or flat.dtype).split([n for pieces in lengths[0] for n in pieces])
 
         return finish
 
