@@ -3,11 +3,16 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.context_parallel
     torchrun --standalone --nproc-per-node 2 -m benchmarks.context_parallel packed --lengths 65536
 
-Figures are TFLOP/s a GPU, from the slowest rank's median of the rounds. The baseline is one GPU with the whole of the work, so that the
-ratio to it is the share of a perfect division. Each candidate's output and gradients are checked against the baseline's first. Ulysses
-(Jacobs et al. 2023, arXiv:2309.14509) exchanges tokens for heads and calls our kernel. PyTorch's ring takes no packed sequences, and
-ring-flash-attention's zigzag wants every document to be divisible, so both are in the table of dense sequences only. "chunks dealt" gives
-each GPU chunks of packed documents by the pairs of queries and keys that they have, and fetches only these documents' keys.
+Figures are TFLOP/s a GPU, of the slowest rank, the median of the rounds. A round times calls that follow each other, behind as many that
+are not timed, because the host runs ahead of the device and asks for more memory the farther it is ahead. The baseline is one GPU with the
+whole of the work, so that the ratio to it is the share of a perfect division. Each candidate's results are checked against the baseline's
+first. Ulysses (Jacobs et al. 2023, arXiv:2309.14509) exchanges tokens for heads and calls our kernel. PyTorch's ring takes no packed
+sequences, and ring-flash-attention's zigzag wants every document to be divisible, so both are in the table of dense sequences only. "chunks
+dealt" gives each GPU chunks of packed documents by the pairs of queries and keys that they have, and fetches only these documents' keys.
+
+    torchrun --standalone --nproc-per-node 4 -m benchmarks.context_parallel dual_chunk --lengths 1048576 --rounds 1 --repeats 1
+
+reads one sequence by Dual Chunk attention with chunks of 32768, forward only.
 """
 
 import argparse
@@ -27,15 +32,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo_kernels import flash_attention
+from attnzoo_kernels import dual_chunk_attention, flash_attention
 from attnzoo_kernels.context_parallel import ContextParallel
 from attnzoo_kernels.context_placement import deal
+from attnzoo_kernels.dual_chunk.cases import Case as DualChunkCase
 from attnzoo_kernels.flash.cases import Case
 from benchmarks import machine, report, ring
 from benchmarks.harness import RESULTS, Unsupported
 from benchmarks.report import Row
 
-DIRECTIONS = ("forward", "forward and backward")
+TABLES = {"causal": ("forward", "forward and backward"), "packed": ("forward", "forward and backward"), "dual_chunk": ("forward",)}
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 ALLOWED = 2e-2  # of the norm: bfloat16 sums in another order
 
 
@@ -67,13 +74,17 @@ class ExchangeHeads(torch.autograd.Function):
         return ExchangeHeads.apply(gradient, not ctx.back), None
 
 
+def operator_of(case: Case) -> Callable[..., Tensor]:
+    return dual_chunk_attention if isinstance(case, DualChunkCase) else flash_attention
+
+
 def ulysses(case: Case, options: dict) -> Candidate:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     packed = case.packed
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (ExchangeHeads.apply(x if packed else x[0], False) for x in (q, k, v))
-        out = flash_attention(*((q, k, v) if packed else (q[None], k[None], v[None])), **options)
+        out = operator_of(case)(*((q, k, v) if packed else (q[None], k[None], v[None])), **options)
         out = ExchangeHeads.apply(out if packed else out[0], True)
         return out if packed else out[None]
 
@@ -84,9 +95,10 @@ def attnzoo(case: Case, options: dict, groups: int = 1, **plan_options: Any) -> 
     dim = 0 if case.packed else 1
     plan = ContextParallel(_total(case), **plan_options)
     parts = plan.parts(causal=True, cu_seqlens=options.get("cu_seqlens_q"), max_seqlen=options.get("max_seqlen_q"))
+    operator, plain = operator_of(case), {name: value for name, value in options.items() if name not in LENGTHS}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return plan.attend(lambda part, q, k, v: flash_attention(q, k, v, causal=True, **part.lengths), (q,), (k, v), parts, groups)
+        return plan.attend(lambda part, q, k, v: operator(q, k, v, **plain, **part.lengths), (q,), (k, v), parts, groups)
 
     return Candidate(attend, lambda x: plan.shard(x, dim), ranks=plan.ranks)
 
@@ -127,7 +139,7 @@ def candidates(case: Case, options: dict, device: str) -> dict[str, Callable[[],
 
     divided = [groups for groups in (2, 4) if (case.kv_heads or case.heads) % groups == 0]
     makers: dict[str, Callable[[], Candidate]] = {
-        "one GPU": lambda: Candidate(partial(flash_attention, **options), lambda x: x),
+        "one GPU": lambda: Candidate(partial(operator_of(case), **options), lambda x: x),
         "attnzoo": lambda: attnzoo(case, options),
         **({"attnzoo, chunks dealt": partial(dealt, 1)} if case.packed else {}),
         "attnzoo, keys kept": lambda: attnzoo(case, options, keep_keys=True),
@@ -135,7 +147,7 @@ def candidates(case: Case, options: dict, device: str) -> dict[str, Callable[[],
         **{f"attnzoo, chunks dealt, {groups} groups of heads": partial(dealt, groups) for groups in divided if case.packed},
         "Ulysses over attnzoo": lambda: ulysses(case, options),
     }
-    if device == "cuda" and not case.packed:
+    if device == "cuda" and not case.packed and operator_of(case) is flash_attention:
         group = case.heads // (case.kv_heads or case.heads)
         makers["torch, cuDNN"] = lambda: torch_ring(case, "CUDNN_ATTENTION", group)
         makers["torch, FlashAttention-2"] = lambda: torch_ring(case, "FLASH_ATTENTION", group)
@@ -155,10 +167,17 @@ def documents(total: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def wrong(candidate: Candidate, leaves: tuple, dout: Tensor, expected: list[Tensor]) -> float:
-    """The largest error of output and gradients on any rank, as a share of their norm."""
+def results(candidate: Candidate, leaves: tuple, dout: Tensor, directions: tuple[str, ...]) -> list[Tensor]:
+    """The output, and the gradients if a direction has them."""
+    if directions == ("forward",):
+        with torch.no_grad():
+            return [candidate.attend(*leaves)]
     out = candidate.attend(*leaves)
-    found = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def wrong(candidate: Candidate, found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest error of what `results` gives on any rank, as a share of its norm."""
     real = candidate.own(torch.ones_like(expected[0][..., :1, :1]))  # and not padding
     pairs = zip(found, map(candidate.own, expected), strict=True)
     worst = torch.stack([(real * (x - y)).float().norm() / y.float().norm().clamp(min=1e-20) for x, y in pairs]).max()
@@ -167,30 +186,31 @@ def wrong(candidate: Candidate, leaves: tuple, dout: Tensor, expected: list[Tens
 
 
 def milliseconds(call: Callable[[], object], device: str, repeats: int) -> float:
-    """Of one call, the median, of the slowest rank; all ranks begin together."""
-    readings = []
-    for _ in range(repeats):
-        dist.barrier()
-        if device == "cpu":
-            begin = time.perf_counter()
+    """Of one of `repeats` calls that follow each other, as the layers of a step do, so that the host is ahead of the device where it can
+    be. It is the slowest rank's; all ranks begin together."""
+    dist.barrier()
+    if device == "cpu":
+        start = time.perf_counter()
+        for _ in range(repeats):
             call()
-            readings.append((time.perf_counter() - begin) * 1e3)
-            continue
+        mean = (time.perf_counter() - start) * 1e3 / repeats
+    else:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         begin.record()
-        call()
+        for _ in range(repeats):
+            call()
         end.record()
         torch.cuda.synchronize()
-        readings.append(begin.elapsed_time(end))
-    slowest = torch.tensor(statistics.median(readings), device=device)
+        mean = begin.elapsed_time(end) / repeats
+    slowest = torch.tensor(mean, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return slowest.item()
 
 
-def measure(case: Case, device: str, rounds: int, repeats: int) -> Iterator[Row]:
-    x = case.inputs(device)
-    options = {name: value for name, value in x.options.items() if name == "causal" or name.startswith(("cu_seqlens", "max_seqlen"))}
+def measure(table: str, case: Case, device: str, rounds: int, repeats: int) -> Iterator[Row]:
+    x, directions = case.inputs(device), TABLES[table]
+    options = x.options if table == "dual_chunk" else {name: value for name, value in x.options.items() if name in ("causal", *LENGTHS)}
     whole = (x.q, x.k, x.v)
     ready: dict[str, tuple[Candidate, tuple, Tensor]] = {}
     errors, notes, expected = {}, {}, None
@@ -200,10 +220,10 @@ def measure(case: Case, device: str, rounds: int, repeats: int) -> Iterator[Row]
             leaves = tuple(candidate.own(y).detach().clone().requires_grad_() for y in whole)
             dout = candidate.own(x.dout).clone()
             with candidate.scope():
-                if expected is None:
-                    out = candidate.attend(*leaves)
-                    expected = [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-                errors[name] = wrong(candidate, leaves, dout, expected) / ALLOWED
+                found = results(candidate, leaves, dout, directions)
+                expected = expected or found
+                errors[name] = wrong(candidate, found, expected) / ALLOWED
+                del found
         except (RuntimeError, ValueError, AssertionError, TypeError, AttributeError, ImportError, Unsupported) as error:
             notes[name] = f"could not run: {(str(error) or type(error).__name__).splitlines()[0][:120]}"
             continue
@@ -212,33 +232,35 @@ def measure(case: Case, device: str, rounds: int, repeats: int) -> Iterator[Row]
         else:
             notes[name] = f"its error is {errors[name]:.1f} times what is allowed"
     del expected
-    order, times = random.Random(0), {(name, direction): [] for name in ready for direction in DIRECTIONS}
+    order, times = random.Random(0), {(name, direction): [] for name in ready for direction in directions}
     for _ in range(rounds):
         for name, direction in order.sample(list(times), len(times)):
             candidate, leaves, dout = ready[name]
 
             def call(candidate=candidate, leaves=leaves, dout=dout, direction=direction) -> None:
-                out = candidate.attend(*leaves)
+                with torch.set_grad_enabled(directions != ("forward",)):
+                    out = candidate.attend(*leaves)
                 if direction != "forward":
                     torch.autograd.grad(out, leaves, dout)
 
             time.sleep(0.1)
             with candidate.scope():
-                call()
+                for _ in range(repeats):
+                    call()
                 times[name, direction].append(milliseconds(call, device, repeats))
-    for direction in DIRECTIONS:
+    for direction in directions:
         flops = case.flops() + case.flops(backward=True) * (direction != "forward")
         rates = {name: flops / ready[name][0].ranks / statistics.median(times[name, direction]) / 1e9 for name in ready}
         for name in errors | notes:
             ms = statistics.median(times[name, direction]) if name in ready else None
-            yield Row("context_parallel", "packed" if case.packed else "causal", f"{dist.get_world_size()} ranks", _total(case), name,
+            yield Row("context_parallel", table, f"{dist.get_world_size()} ranks", _total(case), name,
                       str(case), direction, "TFLOP/s a GPU", rates.get(name), ms=ms, baseline="one GPU",
                       ratio=rates["one GPU"] / rates[name] if name in rates else None, error=errors.get(name), note=notes.get(name, ""))
 
 
 def main(arguments: list[str] | None = None) -> int:
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_argument("tables", nargs="*", default=["causal", "packed"])
+    command.add_argument("tables", nargs="*", default=["causal", "packed"], help=f"{', '.join(TABLES)}; causal and packed")
     command.add_argument("--lengths", nargs="+", type=int, default=[16384, 65536])
     command.add_argument("--heads", type=int, default=32)
     command.add_argument("--kv-heads", type=int, default=8)
@@ -247,8 +269,8 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--repeats", type=int, default=5)
     command.add_argument("--dry-run", action="store_true", help="on CPUs, a few tokens, no file")
     o = command.parse_args(arguments)
-    if unknown := set(o.tables) - {"causal", "packed"}:
-        command.error(f"there is no table {', '.join(unknown)}; causal and packed are")
+    if unknown := set(o.tables) - set(TABLES):
+        command.error(f"there is no table {', '.join(unknown)}; {', '.join(TABLES)} are")
     device = "cpu" if o.dry_run else "cuda"
     if o.dry_run:
         o.lengths, o.heads, o.kv_heads, o.head_dim, o.rounds, o.repeats = [1024], 4, 2, 16, 1, 1
@@ -261,9 +283,12 @@ def main(arguments: list[str] | None = None) -> int:
             rows: list[Row] = []
             for length in o.lengths:
                 shape = {"lengths_q": documents(length)} if table == "packed" else {"seqlen_q": length}
-                case = Case(heads=o.heads, kv_heads=o.kv_heads, head_dim=o.head_dim, causal=True,
-                            dtype=torch.float32 if device == "cpu" else torch.bfloat16, **shape)
-                rows += measure(case, device, o.rounds, o.repeats)
+                if table == "dual_chunk":  # logits that are large enough for a million values not to average to nothing
+                    shape |= {"chunk_size": min(32768, length // 4), "local_size": min(8192, length // 16), "q_scale": 3.0}
+                case = (DualChunkCase if table == "dual_chunk" else Case)(
+                    heads=o.heads, kv_heads=o.kv_heads, head_dim=o.head_dim, causal=True,
+                    dtype=torch.float32 if device == "cpu" else torch.bfloat16, **shape)
+                rows += measure(table, case, device, o.rounds, o.repeats)
                 if dist.get_rank() == 0:
                     print(report.table([row for row in rows if row.x == length]), flush=True)
                     if not o.dry_run:

@@ -185,6 +185,12 @@ def test_a_note_of_several_tasks_stands_once():
                            "1; ruler_vt; length 64: other"]
 
 
+def test_a_note_of_some_depths_names_them():
+    rows = [Row(**RUN, task="passkey", length=64, depth=depth, metric="exact_match", value=0.0, note="zero") for depth in (0.25, 0.5)]
+    assert notes(rows) == ["passkey; length 64 (depth 0.25, 0.5): zero"]
+    assert notes([*rows, replace(rows[0], depth=None)]) == ["passkey; length 64: zero"]
+
+
 def test_a_note_of_nearly_all_runs_names_the_others():
     many = [Row(**RUN | {"run": f"{i}"}, task="passkey", metric="loss", value=1.0, note="" if i == 2 else "differs") for i in range(6)]
     assert notes(many) == ["all but 2; passkey: differs"]

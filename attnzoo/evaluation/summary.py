@@ -84,7 +84,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
     for task, note in dict.fromkeys((row.task, row.note) for row in rows if row.note):
         here = [row for row in rows if (row.task, row.note) == (task, note)]
         runs = tuple(dict.fromkeys(" ".join(filter(None, row.line)) for row in here))
-        lengths = tuple(dict.fromkeys(row.length for row in here))
+        lengths = tuple(_place(length, [row for row in here if row.length == length])
+                        for length in dict.fromkeys(row.length for row in here))
         tasks.setdefault((note, runs, lengths), []).append(task)
     every, lines = list(dict.fromkeys(" ".join(filter(None, row.line)) for row in rows)), []
     for (note, runs, lengths), names in tasks.items():
@@ -92,10 +93,16 @@ def notes(rows: Sequence[Row]) -> list[str]:
         parts = [
             "" if not others else f"all but {', '.join(others)}" if len(others) < len(runs) - 2 else ", ".join(runs),
             ", ".join(filter(None, names)),
-            "" if lengths == (None,) else f"length {', '.join(map(str, lengths))}",
+            "" if lengths == ("",) else f"length {', '.join(lengths)}",
         ]
         lines.append(f"{'; '.join(filter(None, parts)) or 'all runs'}: {note}")
     return lines
+
+
+def _place(length: int | None, rows: Sequence[Row]) -> str:
+    """A length, with the depths where a note is of some of them only."""
+    depths = [] if length is None or any(row.depth is None for row in rows) else sorted({row.depth for row in rows})
+    return " ".join(filter(None, ["" if length is None else str(length), depths and f"(depth {', '.join(f'{d:g}' for d in depths)})"]))
 
 
 def _markdown(table: pd.DataFrame) -> str:

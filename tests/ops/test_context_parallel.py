@@ -156,11 +156,13 @@ def test_ranks_compute_what_one_process_computes(ranks, sizes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("packed", (True, False), ids=("packed", "dense"))
+@pytest.mark.parametrize("name", ("causal", "both directions", "window, sinks", "differential", "sigmoid"))
 @pytest.mark.parametrize("ranks", (2, 4))
-def test_gpus_compute_what_one_computes(ranks):
+def test_gpus_compute_what_one_computes(ranks, name, packed):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    context_ranks.run(ranks, target=context_ranks.main_gpu)
+    context_ranks.run(ranks, name, packed, target=context_ranks.main_gpu, start_method="spawn")
 
 
 def test_pytorch_stands_in_for_flash_attn():
