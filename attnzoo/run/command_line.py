@@ -133,7 +133,9 @@ def composition_message(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         extra = f"; pip install -e '.[{EXTRAS[option]}]' brings it" if option in EXTRAS else ""
-        return f"{group}={option}: there is no such option; it must be one of {', '.join(error.options)}{extra}"
+        near = difflib.get_close_matches(option, error.options)
+        like = f"like it: {', '.join(near)}; " if near else ""
+        return f"{group}={option}: there is no such option; {like}it must be one of {', '.join(error.options)}{extra}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
         if (name := RENAMED.get(str(cause.key), "")) in cause.parent_node:
             return f"{cause.full_key}: there is no such key; it is called {name} now"
