@@ -138,6 +138,15 @@ def test_bad_options(texts, options, message):
     assert "\n" not in str(raised.value)
 
 
+def test_documents_are_there_where_a_split_is_shorter_than_a_row(texts):
+    made = data.text(**{"seq_len": 2500, "batch_size": 4, **texts})
+    made.setup("validate")
+    assert len(made.documents("validation"))
+    with pytest.raises(ValueError, match="data.seq_len=2500 must be below the [0-9]+ tokens of the validation split"):
+        made.val_dataloader()
+
+
+
 @pytest.mark.parametrize(("objective", "missing"), [("lm", "end of text"), ("mlm", "end of text"), ("mlm", "mask")])
 def test_tokenizer_without_a_needed_token(texts, tmp_path, objective, missing):
     words = {"[UNK]": 0} | ({"</s>": 1} if missing == "mask" else {"[MASK]": 1})

@@ -128,21 +128,25 @@ class TextDataModule(RowsDataModule):
         """Opens the tokens; repeated calls do nothing.
 
         Raises:
-            ValueError: a split is shorter than one row.
+            ValueError: a split is shorter than one row, unless it is for validation. Then making rows of that split raises it.
         """
         if self._folder is not None:
             return
         folder = prepare(self.source, self.tokenizer, self.cache_dir)
         self.stores = {split: TokenStore(folder, split) for split in SPLITS}
-        for split, store in self.stores.items():
-            if self.objective == "lm" and len(store.tokens) <= self.seq_len:
-                raise ValueError(
-                    f"data.seq_len={self.seq_len} must be below the {len(store.tokens)} tokens of the {split} split: "
-                    "lower it, give more text, or change data.val_fraction"
-                )
+        if stage != "validate":  # which may read documents, and no rows
+            for split in SPLITS:
+                self._check_length(split)
         self._folder = folder
 
+    def _check_length(self, split: str) -> None:
+        tokens = len(self.stores[split].tokens)
+        if self.objective == "lm" and tokens <= self.seq_len:
+            raise ValueError(f"data.seq_len={self.seq_len} must be below the {tokens} tokens of the {split} split: "
+                             "lower it, give more text, or change data.val_fraction")
+
     def _rows(self, split: str, shuffle: bool = False):
+        self._check_length(split)
         store, train = self.stores[split], split == "train"
         if self.objective == "lm":
             return CausalRows(
