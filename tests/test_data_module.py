@@ -146,6 +146,14 @@ def test_documents_are_there_where_a_split_is_shorter_than_a_row(texts):
         made.val_dataloader()
 
 
+def test_passkeys_want_a_row_of_text_at_every_stage(texts):
+    made = data.passkey(text=data.text(**{"seq_len": 32, "batch_size": 4, **texts}), seq_len=2500, batch_size=4, n_train=8, n_validation=8)
+    made.prepare_data()
+    with pytest.raises(ValueError, match="data.seq_len=2500 must be below the [0-9]+ tokens of the validation split"):
+        made.setup("validate")
+
+
+
 
 @pytest.mark.parametrize(("objective", "missing"), [("lm", "end of text"), ("mlm", "end of text"), ("mlm", "mask")])
 def test_tokenizer_without_a_needed_token(texts, tmp_path, objective, missing):

@@ -66,7 +66,7 @@ class PasskeyDataModule(ExampleDataModule):
             ValueError: a split of the text is shorter than a row, or a row has no room for the question.
         """
         self.text.seq_len = self.seq_len
-        self.text.setup(stage)
+        self.text.setup()  # whatever the stage: examples are cut from it as rows are
         try:
             passkey_task.example(
                 self.seq_len, depth=0.0, encode=self.tokenizer.encode, seed=0, filler=[0], keys=(self.keys[1], self.keys[1]),
