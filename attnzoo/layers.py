@@ -10,6 +10,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attnzoo.errors import like_it
+
 ROTARY = {"rope_base": 10000.0, "rope_scaling": "none", "rope_factor": 1.0, "rope_options": None, "partial_rotary_factor": 1.0,
           "rope_proportion": 1.0}
 BY_LAYER = ("attention", "positions", *ROTARY, "original_context", "qk_norm", "attention_temperature", "attention_gate")
@@ -54,9 +56,8 @@ def _described(layers: Any) -> dict[str, Mapping]:
                              "{attention: {window_size: [127, 0]}}")
         for key in own:
             if key not in BY_LAYER:
-                near = difflib.get_close_matches(str(key), BY_LAYER)
-                raise ValueError(f"layers.{name}.{key}: cannot differ by layer; " + (f"like it: {', '.join(near)}; " if near else "")
-                                 + f"what can are {', '.join(BY_LAYER)}")
+                like = like_it(difflib.get_close_matches(str(key), BY_LAYER))
+                raise ValueError(f"layers.{name}.{key}: cannot differ by layer; {like}what can are {', '.join(BY_LAYER)}")
     return described
 
 

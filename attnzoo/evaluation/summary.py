@@ -101,8 +101,11 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 def _place(length: int | None, rows: Sequence[Row]) -> str:
     """A length, with the depths where a note is of some of them only."""
-    depths = [] if length is None or any(row.depth is None for row in rows) else sorted({row.depth for row in rows})
-    return " ".join(filter(None, ["" if length is None else str(length), depths and f"(depth {', '.join(f'{d:g}' for d in depths)})"]))
+    if length is None:
+        return ""
+    if any(row.depth is None for row in rows):
+        return str(length)
+    return f"{length} (depth {', '.join(f'{depth:g}' for depth in sorted({row.depth for row in rows}))})"
 
 
 def _markdown(table: pd.DataFrame) -> str:

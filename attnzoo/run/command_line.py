@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from attnzoo.errors import UserError
+from attnzoo.errors import UserError, like_it
 from attnzoo.run.folder import RunFolder
 
 # keys of earlier versions
@@ -133,8 +133,7 @@ def composition_message(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, option = error.missing_cfg_file.rpartition("/")
         extra = f"; pip install -e '.[{EXTRAS[option]}]' brings it" if option in EXTRAS else ""
-        near = difflib.get_close_matches(option, error.options)
-        like = f"like it: {', '.join(near)}; " if near else ""
+        like = like_it(difflib.get_close_matches(option, error.options))
         return f"{group}={option}: there is no such option; {like}it must be one of {', '.join(error.options)}{extra}"
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.parent_node is not None:
         if (name := RENAMED.get(str(cause.key), "")) in cause.parent_node:
@@ -142,7 +141,7 @@ def composition_message(error: Exception) -> str:
         near = difflib.get_close_matches(str(cause.key), map(str, cause.parent_node))
         if not near and cause.parent_node._get_parent() is None:
             near = [path for path in _paths(OmegaConf.to_container(cause.parent_node)) if path.endswith(f".{cause.key}")]
-        return f"{cause.full_key}: there is no such key; " + (f"like it: {', '.join(near)}; " if near else "") + "--help lists all"
+        return f"{cause.full_key}: there is no such key; {like_it(near)}--help lists all"
     said = getattr(error, "override", None)  # of what cannot be parsed
     return (f"{said}: " if said else "") + " ".join(str(error).split())
 
