@@ -41,7 +41,8 @@ from benchmarks import machine, report, ring
 from benchmarks.harness import RESULTS, Unsupported
 from benchmarks.report import Row
 
-TABLES = {"causal": ("forward", "forward and backward"), "packed": ("forward", "forward and backward"), "dual_chunk": ("forward",)}
+DIRECTIONS = ("forward", "forward and backward")
+TABLES = {"causal": DIRECTIONS, "packed": DIRECTIONS, "dual_chunk": DIRECTIONS[:1]}
 LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
 ALLOWED = 2e-2  # of the norm: bfloat16 sums in another order
 
@@ -167,13 +168,10 @@ def documents(total: int, seed: int = 0) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def results(candidate: Candidate, leaves: tuple, dout: Tensor, directions: tuple[str, ...]) -> list[Tensor]:
-    """The output, and the gradients if a direction has them."""
-    if directions == ("forward",):
-        with torch.no_grad():
-            return [candidate.attend(*leaves)]
+def results(candidate: Candidate, leaves: tuple, dout: Tensor) -> list[Tensor]:
+    """The output, and the gradients if the leaves have them."""
     out = candidate.attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    return [out.detach(), *(torch.autograd.grad(out, leaves, dout) if out.requires_grad else ())]
 
 
 def wrong(candidate: Candidate, found: list[Tensor], expected: list[Tensor]) -> float:
@@ -217,10 +215,10 @@ def measure(table: str, case: Case, device: str, rounds: int, repeats: int) -> I
     for name, make in candidates(case, options, device).items():
         try:
             candidate = make()
-            leaves = tuple(candidate.own(y).detach().clone().requires_grad_() for y in whole)
+            leaves = tuple(candidate.own(y).detach().clone().requires_grad_(directions == DIRECTIONS) for y in whole)
             dout = candidate.own(x.dout).clone()
             with candidate.scope():
-                found = results(candidate, leaves, dout, directions)
+                found = results(candidate, leaves, dout)
                 expected = expected or found
                 errors[name] = wrong(candidate, found, expected) / ALLOWED
                 del found
@@ -238,8 +236,7 @@ def measure(table: str, case: Case, device: str, rounds: int, repeats: int) -> I
             candidate, leaves, dout = ready[name]
 
             def call(candidate=candidate, leaves=leaves, dout=dout, direction=direction) -> None:
-                with torch.set_grad_enabled(directions != ("forward",)):
-                    out = candidate.attend(*leaves)
+                out = candidate.attend(*leaves)
                 if direction != "forward":
                     torch.autograd.grad(out, leaves, dout)
 
