@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_kernel import pair_bwd_kernel
 from attnzoo_kernels._gluon.backward_plan import Tile, all_tails, copy_all_tails, frame, mainloop_width, own_arguments, pair_tile, sources
+from attnzoo_kernels._gluon.backward_sums import by_row
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
@@ -105,6 +106,12 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
         {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
          "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered, **tile.constants(), **dict(rule.constants)}, 4, 1)
     return Plan(tile, width, preprocess, copies, mainloop, postprocess)
+
+
+def delta_by_row(row_stats: Tensor, shape: tuple[int, ...], cu_seqlens_q: Tensor | None) -> Tensor:
+    """Of what launch_backward gives, the delta less dLSE as it lies in the LSE of that shape."""
+    rows = row_stats.shape[-1] // 2
+    return by_row(row_stats[:, 0, rows:], shape, cu_seqlens_q, rows).contiguous()
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, stats: Tensor | None,

@@ -16,20 +16,27 @@ def _options(cu_seqlens_q, alibi_slopes, *numbers):
     return Options.of(cu_seqlens_q, alibi_slopes, *numbers)
 
 
-def _residual(q: Tensor, v: Tensor, exact_delta: bool, ranges: bool) -> Tensor:
-    """For what rounding takes from the output, like the output. It is empty where no backward would look at it: only Hopper's for head
-    dims up to 128 does."""
+def keeps_residual(q: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, ranges: bool, impl: str | None, softcap: float,
+                   dropout_p: float) -> bool:
+    """Whether a forward keeps what rounding takes from its output: for the gradient of sinks in Hopper's backward up to head dim 128. Plain
+    Triton's does not look at it."""
+    if not torch.is_grad_enabled() or sinks is None or not sinks.requires_grad or impl == "triton":
+        return False
+    if alibi_slopes is not None or ranges or softcap > 0 or dropout_p > 0 or q.dtype == torch.float32:
+        return False
     from attnzoo_kernels._triton.launch import architecture
 
-    wanted = exact_delta and not ranges and q.dtype != torch.float32 and 32 < max(q.shape[-1], v.shape[-1]) <= 128
-    if not wanted or q.is_cuda and architecture(q.device) != 90:
-        return q.new_empty(0)
-    return q.new_empty(*q.shape[:-1], v.shape[-1])
+    return 32 < max(q.shape[-1], v.shape[-1]) <= 128 and architecture(q.device) == 90
+
+
+def _residual(q: Tensor, v: Tensor, has_residual: bool) -> Tensor:
+    """Where it goes, like the output; empty if it is not kept."""
+    return q.new_empty((*q.shape[:-1], v.shape[-1]) if has_residual else 0)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None,
-    sinks: Tensor | None, rng_state: Tensor | None, exact_delta: bool, impl: str | None, deterministic: bool, softmax_scale: float,
+    sinks: Tensor | None, rng_state: Tensor | None, has_residual: bool, impl: str | None, deterministic: bool, softmax_scale: float,
     window_left: int, window_right: int, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from attnzoo_kernels._triton import launch
@@ -37,12 +44,12 @@ def _forward(
     numbers = softmax_scale, window_left, window_right, softcap, dropout_p
     readable = launch.readable(q, k, v)
     if readable is not None:
-        out, lse, stats, residual = _forward(*readable, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, exact_delta, impl,
+        out, lse, stats, residual = _forward(*readable, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, has_residual, impl,
                                              deterministic, *numbers)
-        return launch.narrowed(out, v), lse, stats, launch.narrowed(residual, v) if residual.numel() else residual
+        return launch.narrowed(out, v), lse, stats, launch.narrowed(residual, v) if has_residual else residual
     options = _options(cu_seqlens_q, alibi_slopes, *numbers)
-    residual = _residual(q, v, exact_delta, options.ranges)
-    kept = residual if residual.numel() else None
+    residual = _residual(q, v, has_residual)
+    kept = residual if has_residual else None
 
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.flash import hopper
@@ -64,18 +71,19 @@ def _forward(
     return *forward.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, options, residual=kept), residual
 
 
-def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, exact_delta, *_):
-    return *autograd.fake_softmax(q, k, v), _residual(q, v, exact_delta, cu_seqlens_q is not None and cu_seqlens_q.dim() > 1)
+def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, has_residual, *_):
+    return *autograd.fake_softmax(q, k, v), _residual(q, v, has_residual)
 
 
 def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl,
                deterministic, *numbers, into=None):
     from attnzoo_kernels._triton import launch
 
-    readable = launch.readable(q, k, v, grad_out, out, *((residual,) if residual.numel() else ()))
+    kept = residual if residual.numel() else None
+    readable = launch.readable(q, k, v, out, grad_out, *(() if kept is None else (kept,)))
     if readable is not None:
-        *wide, delta = _gradients(readable[3], grad_lse, *readable[:3], readable[4], readable[5] if residual.numel() else residual, stats,
-                                  cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl, deterministic, *numbers)
+        *wide, delta = _gradients(readable[4], grad_lse, *readable[:4], *(readable[5:] or (residual,)), stats, cu_seqlens_q, cu_seqlens_k,
+                                  alibi_slopes, rng_state, exact_delta, impl, deterministic, *numbers)
         narrow = tuple(map(launch.narrowed, wide, (q, k, v)))
         return *(narrow if into is None else (to.copy_(x) for to, x in zip(into, narrow, strict=True))), delta
     options = _options(cu_seqlens_q, alibi_slopes, *numbers)
@@ -88,12 +96,11 @@ def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, 
             return "it adds up dQ over key ranges in no order"
         if q.shape[-1] > hopper_wide_backward.FIRST:
             return hopper_wide_backward.backward_reason(q, k, v, options, exact_delta, deterministic)
-        if exact_delta and not residual.numel():
+        if exact_delta and kept is None:
             return "it has no gradient of sinks over key ranges, nor without queries"
         return hopper_backward.backward_reason(q, k, v, options)
 
     if dispatch.choose_backward("flash backward", impl, why_not_gluon) == "gluon":
-        from attnzoo_kernels._gluon.backward_sums import by_row
         from attnzoo_kernels.flash import hopper_backward, hopper_ranges_backward, hopper_wide_backward
 
         if options.ranges:
@@ -102,16 +109,13 @@ def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, 
             grads = hopper_wide_backward.launch_backward(*arguments[:9], options, into)
         else:
             ordered = deterministic or hopper_backward.in_order_anyway(q, k, v, options)
-            *grads, row_stats = hopper_backward.launch_backward(*arguments[:9], options, ordered, into=into,
-                                                                residual=residual if residual.numel() else None)
+            *grads, row_stats = hopper_backward.launch_backward(*arguments[:9], options, ordered, into=into, residual=kept)
             if exact_delta:
-                rows = row_stats.shape[-1] // 2
-                return *grads, by_row(row_stats[:, 0, rows:], stats.shape[1:], cu_seqlens_q, rows).contiguous()
+                return *grads, hopper_backward.delta_by_row(row_stats, stats.shape[1:], cu_seqlens_q)
         return *grads, stats.new_empty(0)
     from attnzoo_kernels.flash import backward
 
-    *grads, delta = backward.launch_backward(*arguments, into)
-    return *grads, delta
+    return backward.launch_backward(*arguments, into)
 
 
 def _backward_op(
