@@ -111,8 +111,8 @@ def flash_attention(
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
         if ranges is not None:
             cu_seqlens_q, cu_seqlens_k = make_tables(ranges.ranges) if ranges.tables is None else ranges.tables
-        has_residual = ops.keeps_residual(q, v, sinks, alibi_slopes, ranges is not None, impl, softcap, dropout_p)
-        out, lse, *_ = ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, has_residual, impl, deterministic,
+        wanted = ops.wants_residual(q, v, sinks, alibi_slopes, ranges is not None, impl, softcap, dropout_p)
+        out, lse, *_ = ops.forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, wanted, impl, deterministic,
                                    softmax_scale, left, right, softcap, dropout_p)
     return (out, lse) if return_lse else out
 

@@ -16,27 +16,28 @@ def _options(cu_seqlens_q, alibi_slopes, *numbers):
     return Options.of(cu_seqlens_q, alibi_slopes, *numbers)
 
 
-def keeps_residual(q: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, ranges: bool, impl: str | None, softcap: float,
+def wants_residual(q: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, ranges: bool, impl: str | None, softcap: float,
                    dropout_p: float) -> bool:
-    """Whether a forward keeps what rounding takes from its output: for the gradient of sinks in Hopper's backward up to head dim 128. Plain
-    Triton's does not look at it."""
+    """Whether what rounding takes from the output is wanted: for the gradient of sinks in Hopper's backward up to head dim 128. Plain
+    Triton's does not look at it. torch.compile reads this, so that the device is looked at in `_residual`."""
     if not torch.is_grad_enabled() or sinks is None or not sinks.requires_grad or impl == "triton":
         return False
     if alibi_slopes is not None or ranges or softcap > 0 or dropout_p > 0 or q.dtype == torch.float32:
         return False
+    return 32 < max(q.shape[-1], v.shape[-1]) <= 128
+
+
+def _residual(q: Tensor, v: Tensor, wanted: bool) -> Tensor:
+    """Where it goes, like the output; empty if it is not wanted, or the GPU is no Hopper."""
     from attnzoo_kernels._triton.launch import architecture
 
-    return 32 < max(q.shape[-1], v.shape[-1]) <= 128 and architecture(q.device) == 90
-
-
-def _residual(q: Tensor, v: Tensor, has_residual: bool) -> Tensor:
-    """Where it goes, like the output; empty if it is not kept."""
-    return q.new_empty((*q.shape[:-1], v.shape[-1]) if has_residual else 0)
+    kept = wanted and not (q.is_cuda and architecture(q.device) != 90)
+    return q.new_empty((*q.shape[:-1], v.shape[-1]) if kept else 0)
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None,
-    sinks: Tensor | None, rng_state: Tensor | None, has_residual: bool, impl: str | None, deterministic: bool, softmax_scale: float,
+    sinks: Tensor | None, rng_state: Tensor | None, residual_wanted: bool, impl: str | None, deterministic: bool, softmax_scale: float,
     window_left: int, window_right: int, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from attnzoo_kernels._triton import launch
@@ -44,12 +45,12 @@ def _forward(
     numbers = softmax_scale, window_left, window_right, softcap, dropout_p
     readable = launch.readable(q, k, v)
     if readable is not None:
-        out, lse, stats, residual = _forward(*readable, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, has_residual, impl,
+        out, lse, stats, residual = _forward(*readable, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, residual_wanted, impl,
                                              deterministic, *numbers)
-        return launch.narrowed(out, v), lse, stats, launch.narrowed(residual, v) if has_residual else residual
+        return launch.narrowed(out, v), lse, stats, launch.narrowed(residual, v) if residual.numel() else residual
     options = _options(cu_seqlens_q, alibi_slopes, *numbers)
-    residual = _residual(q, v, has_residual)
-    kept = residual if has_residual else None
+    residual = _residual(q, v, residual_wanted)
+    kept = residual if residual.numel() else None
 
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.flash import hopper
@@ -71,8 +72,8 @@ def _forward(
     return *forward.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, options, residual=kept), residual
 
 
-def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, has_residual, *_):
-    return *autograd.fake_softmax(q, k, v), _residual(q, v, has_residual)
+def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, residual_wanted, *_):
+    return *autograd.fake_softmax(q, k, v), _residual(q, v, residual_wanted)
 
 
 def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl,
@@ -96,9 +97,10 @@ def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, 
             return "it adds up dQ over key ranges in no order"
         if q.shape[-1] > hopper_wide_backward.FIRST:
             return hopper_wide_backward.backward_reason(q, k, v, options, exact_delta, deterministic)
-        if exact_delta and kept is None:
-            return "it has no gradient of sinks over key ranges, nor without queries"
-        return hopper_backward.backward_reason(q, k, v, options)
+        reason = hopper_backward.backward_reason(q, k, v, options)
+        if reason is None and exact_delta and kept is None:
+            reason = "it has no gradient of sinks over key ranges, nor without queries"
+        return reason
 
     if dispatch.choose_backward("flash backward", impl, why_not_gluon) == "gluon":
         from attnzoo_kernels.flash import hopper_backward, hopper_ranges_backward, hopper_wide_backward
