@@ -23,7 +23,7 @@ from attnzoo_kernels.flash.cases import Case, Inputs, benchmark_case, feature_ca
 from benchmarks import harness
 from benchmarks.accuracy import error_ratio
 from benchmarks.harness import Entry, Line, Pass, Session, replayed
-from benchmarks.peers import BACKENDS, DETERMINISTIC
+from benchmarks.peers import BACKENDS, DETERMINISTIC, attnzoo, fa4
 from benchmarks.report import Row
 
 SEED = 1
@@ -170,26 +170,28 @@ def features(session: Session) -> Iterator[list[Row]]:
 
 
 def sinks(session: Session) -> Iterator[list[Row]]:
-    """The backward with a gradient of sinks and without it, by path and window."""
+    """What sinks cost, and their gradient: causal by length, on the Hopper path. Then gpt-oss's layers, 64 heads of 64 over 8 with a window
+    of 128 and without one, with learned sinks, beside FlashAttention-4 if it is there."""
     o = session.options
+    path = "reference" if session.device == "cpu" else "gluon"
     for head_dim in o.head_dims:
-        plain = benchmark_case(o.feature_length, head_dim, True, o.tokens, o.hidden, dtype=session.dtype)
-        for left in (-1, o.feature_length // 8, o.feature_length // 64):
-            case = replace(plain, causal=left < 0, window_size=(left, -1 if left < 0 else 0), sinks=True)
-            columns = []
-            for entry in entries(replace(session, backends=ours(session)), case):
-                impl = entry.backend.name.removeprefix("attnzoo-")
-                learned = replace(entry.backend, make=functools.partial(with_learned_sinks, impl))
-                columns += [replace(entry, label=f"{entry.label} with it", backend=learned), entry]
-            line = Line("flash", "sinks", f"d{head_dim} " + ("causal" if left < 0 else f"window {left}"), o.feature_length)
-            yield harness.compare(line, columns, ["backward"], session.timing)
-
-
-def with_learned_sinks(impl: str, case: Case, x: Inputs) -> Pass:
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
-        return flash_attention(q, k, v, impl=impl, **x.options | {"sinks": sinks})
-
-    return harness.differentiable(attend, (x.q, x.k, x.v, x.options["sinks"]), x.dout)
+        for length in o.lengths:
+            case = benchmark_case(length, head_dim, True, o.tokens, o.hidden, dtype=session.dtype)
+            columns = [
+                replace(entry, label=label)
+                for label, with_sinks, learned in (("without", False, False), ("sinks", True, False), ("learned sinks", True, True))
+                for entry in entries(replace(session, backends=[harness.Backend(label, attnzoo(path, learned=learned))]),
+                                     replace(case, sinks=with_sinks))]
+            yield harness.compare(Line("flash", "sinks", f"d{head_dim} causal", length), columns, o.directions, session.timing)
+    layer = benchmark_case(o.feature_length, 64, True, o.tokens, 64 * 64 if o.hidden > 64 else 8 * 64, dtype=session.dtype, sinks=True)
+    layer = replace(layer, kv_heads=layer.heads // 8)
+    backends = [harness.Backend("attnzoo", attnzoo(None if path == "gluon" else path, learned=True))]
+    if session.device != "cpu":
+        backends += [harness.Backend(f"attnzoo-{impl}", attnzoo(impl, learned=True)) for impl in ("gluon", "triton")]
+        backends.append(replace(BACKENDS["fa4"], make=functools.partial(fa4, learned=True)))
+    for label, case in (("causal", layer), ("window 128", replace(layer, causal=False, window_size=(127, 0)))):
+        columns = entries(replace(session, backends=backends), case)
+        yield harness.compare(Line("flash", "sinks", f"gpt-oss {label}", o.feature_length), columns, o.directions, session.timing)
 
 
 def packed(session: Session) -> Iterator[list[Row]]:

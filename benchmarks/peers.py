@@ -40,10 +40,20 @@ def heads_first(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous()
 
 
-def attnzoo(impl: str, deterministic: bool = False) -> Callable[[Case, Inputs], Pass]:
+def leaves(x: Inputs, learned: bool) -> tuple[Tensor, ...]:
+    """What is differentiated: with the sinks, if they are learned."""
+    return x.q, x.k, x.v, *((x.options["sinks"],) if learned else ())
+
+
+def attnzoo(impl: str | None, deterministic: bool = False, learned: bool = False) -> Callable[[Case, Inputs], Pass]:
+    """learned: the sinks have a gradient, too."""
+
     def make(case: Case, x: Inputs) -> Pass:
-        return differentiable(
-            lambda q, k, v: flash_attention(q, k, v, impl=impl, deterministic=deterministic, **x.options), (x.q, x.k, x.v), x.dout)
+        def attend(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+            options = x.options | {"sinks": sinks[0]} if sinks else x.options
+            return flash_attention(q, k, v, impl=impl, deterministic=deterministic, **options)
+
+        return differentiable(attend, leaves(x, learned), x.dout)
 
     return make
 
@@ -185,21 +195,21 @@ def fa4_missing() -> str | None:
     return None
 
 
-def fa4(case: Case, x: Inputs, deterministic: bool = False) -> Pass:
+def fa4(case: Case, x: Inputs, deterministic: bool = False, learned: bool = False) -> Pass:
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
-    refuse(case, "alibi", "sinks", "dropout")
+    refuse(case, "alibi", "dropout")
     left, right = (None if side < 0 else side for side in case.window_size)
     options = packing(x) | {"causal": case.causal, "window_size": (left, right), "softcap": case.softcap}
     if deterministic:
         options["deterministic"] = True
     function = flash_attn_varlen_func if case.packed else flash_attn_func
 
-    def attend(q, k, v):
-        result = function(q, k, v, **options)
+    def attend(q, k, v, *sinks):
+        result = function(q, k, v, learnable_sink=sinks[0] if sinks else x.options.get("sinks"), **options)
         return result[0] if isinstance(result, tuple) else result
 
-    return differentiable(attend, (x.q, x.k, x.v), x.dout)
+    return differentiable(attend, leaves(x, learned), x.dout)
 
 
 def offered(impl: str) -> str | None:

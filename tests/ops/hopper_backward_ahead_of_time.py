@@ -24,7 +24,8 @@ def main() -> None:
             bounds = torch.zeros(2, dtype=torch.int32) if packed else None
             options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
             layouts = map(layout, (q, k, v, out, grad_out, q, k, v))
-            plan = hopper_backward._plan(q.device, q.dtype, False, deterministic, *layouts, False, options, None, hopper_backward.SOFTMAX)
+            plan = hopper_backward._plan(q.device, q.dtype, False, deterministic, *layouts, False, False, options, None,
+                                         hopper_backward.SOFTMAX)
             launches = [x for x in (plan.preprocess, plan.tails, plan.mainloop, plan.postprocess) if x is not None]
             for launch in launches:
                 launch.kernel = WarmUp(launch.kernel)
@@ -42,7 +43,8 @@ def main() -> None:
         bounds = torch.zeros(2, dtype=torch.int32) if packed else None
         options = Options(sequences=1 if packed else None, softmax_scale=1.0, window_left=left, window_right=0)
         residual = torch.zeros_like(out)
-        hopper_backward.launch_backward(out, None, q, k, v, out, stats, bounds, bounds, options, False, residual=residual)
+        hopper_backward.launch_backward(out, None, q, k, v, out, stats, bounds, bounds, options, False, residual=residual,
+                                        sinks=torch.zeros(8))
         report(plans[-1].mainloop.compiled, head_dim=widths[0], value_dim=widths[1], length=length, packed=packed, window=(left, 0),
                sinks=True)
     two_passes()

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from attnzoo_kernels._triton.softmax import LOG2E
 from attnzoo_kernels._triton.tiles import Operand, find_tile, sequence_rows
 
 
@@ -64,11 +65,24 @@ def clear(sums_ptr, number, SIZE: tl.constexpr):
 
 
 @triton.jit
-def lse_log2(stats_ptr, stride_stats, index, inside):
-    """The LSE in base 2 from the forward's maxima and logarithms of sums; +inf where a row sees no key, or is none."""
+def load_softmax(stats_ptr, stride_stats, index, inside):
+    """The forward's maxima (+inf where a row sees no key, or is none) and logarithms of sums, in base 2."""
     row_max = tl.load(stats_ptr + index, mask=inside, other=float("inf"))
-    log_sum = tl.load(stats_ptr + stride_stats + index, mask=inside, other=0.0)
+    return row_max, tl.load(stats_ptr + stride_stats + index, mask=inside, other=0.0)
+
+
+@triton.jit
+def lse_log2(stats_ptr, stride_stats, index, inside):
+    """The LSE in base 2; +inf where a row sees no key, or is none."""
+    row_max, log_sum = load_softmax(stats_ptr, stride_stats, index, inside)
     return tl.where(row_max == float("inf"), row_max, row_max + log_sum)
+
+
+@triton.jit
+def store_dsinks(sinks_ptr, dsinks_ptr, tile, delta, row_max, log_sum):
+    """Minus the sum over a RowTile of the sink's weight times delta, in float64, because the rows of a head cancel."""
+    weight = tl.exp2(tl.load(sinks_ptr + tile.head).to(tl.float32) * LOG2E - row_max - log_sum)
+    tl.store(dsinks_ptr + tile.number, -tl.sum(weight.to(tl.float64) * delta.to(tl.float64)))
 
 
 @triton.jit
@@ -81,11 +95,11 @@ def reset(counter_ptr, semaphore_ptr, tile, SEMAPHORES: tl.constexpr):
 
 
 @triton.jit
-def write_statistics(out, residual_ptr, grads, stats_ptr, grad_lse_ptr, row_stats_ptr, tile, stride_stats, seqlen, heads,
-                     VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr,
-                     RESIDUAL: tl.constexpr):
+def write_statistics(out, residual_ptr, grads, stats_ptr, grad_lse_ptr, row_stats_ptr, sinks_ptr, dsinks_ptr, tile, stride_stats, seqlen,
+                     heads, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr,
+                     RESIDUAL: tl.constexpr, DSINKS: tl.constexpr):
     """[2, BLOCK] of a RowTile: the LSE in base 2 (+inf where a row sees no key, or is none), delta = rowsum(dO * O) - dLSE. RESIDUAL: what
-    O lost by rounding lies at residual_ptr as O does."""
+    O lost by rounding lies at residual_ptr as O does. DSINKS: its part of the gradient of its head's sink is written, too."""
     out_tile = load_tile(out, tile, VALUE_DIM, BLOCK, WIDTH)
     if RESIDUAL:
         residual = Operand(residual_ptr, out.stride_batch, out.stride_row, out.stride_head)
@@ -97,6 +111,9 @@ def write_statistics(out, residual_ptr, grads, stats_ptr, grad_lse_ptr, row_stat
     place = row_stats_ptr + tile.number * (2 * BLOCK) + tl.arange(0, BLOCK)
     tl.store(place, lse_log2(stats_ptr, stride_stats, at, inside))
     tl.store(place + BLOCK, delta)
+    if DSINKS:
+        row_max, log_sum = load_softmax(stats_ptr, stride_stats, at, inside)
+        store_dsinks(sinks_ptr, dsinks_ptr, tile, delta, row_max, log_sum)
 
 
 @triton.jit
@@ -106,19 +123,20 @@ def clear_tile(dq_ptr, tile, own, SIZE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["stride_stats", "n_seqs", "seqlen", "heads", "own_1", "own_2", "own_3", "own_4"],
-            do_not_specialize_on_alignment=["stats_ptr", "grad_lse_ptr", "semaphore_ptr", "cu_seqlens"])
-def bwd_preprocess_kernel(out_ptr, residual_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, dq_ptr, counter_ptr, semaphore_ptr,
-                          cu_seqlens, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh, stride_stats, n_seqs, seqlen,
-                          heads, own_1, own_2, own_3, own_4, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr,
-                          SEMAPHORES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr, STATISTICS: tl.constexpr = True,
-                          CLEAR: tl.constexpr = clear_tile, RESIDUAL: tl.constexpr = False):
+            do_not_specialize_on_alignment=["stats_ptr", "grad_lse_ptr", "sinks_ptr", "semaphore_ptr", "cu_seqlens"])
+def bwd_preprocess_kernel(out_ptr, residual_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, sinks_ptr, dsinks_ptr, dq_ptr,
+                          counter_ptr, semaphore_ptr, cu_seqlens, stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
+                          stride_stats, n_seqs, seqlen, heads, own_1, own_2, own_3, own_4, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+                          PACKED: tl.constexpr, SEMAPHORES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr,
+                          STATISTICS: tl.constexpr = True, CLEAR: tl.constexpr = clear_tile, RESIDUAL: tl.constexpr = False,
+                          DSINKS: tl.constexpr = False):
     """A tile's statistics, if there are any. CLEAR(dq_ptr, tile, own, size of a tile) clears dQ; it is None where the first key tile in
     turn writes. What begins with own_ is for it."""
     tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     if STATISTICS:
         write_statistics(Operand(out_ptr, stride_ob, stride_os, stride_oh), residual_ptr,
-                         Operand(do_ptr, stride_dob, stride_dos, stride_doh), stats_ptr, grad_lse_ptr, row_stats_ptr, tile, stride_stats,
-                         seqlen, heads, VALUE_DIM, WIDTH, HAS_GRAD_LSE, BLOCK, RESIDUAL)
+                         Operand(do_ptr, stride_dob, stride_dos, stride_doh), stats_ptr, grad_lse_ptr, row_stats_ptr, sinks_ptr, dsinks_ptr,
+                         tile, stride_stats, seqlen, heads, VALUE_DIM, WIDTH, HAS_GRAD_LSE, BLOCK, RESIDUAL, DSINKS)
     if CLEAR is not None:
         CLEAR(dq_ptr, tile, (own_1, own_2, own_3, own_4), BLOCK * WIDTH)
     reset(counter_ptr, semaphore_ptr, tile.number, SEMAPHORES)

@@ -105,8 +105,8 @@ def _launch(grad_out, q, k, v, out, dq, dk, dv, grad_lse, stats, extras, options
     shift = 0 if options.packed else seqlen_k - seqlen_q
     of_tiles = {"WIDTH": width, "PACKED": options.packed, "BLOCK": tile.rows}
     bwd_preprocess_kernel[(n_tiles,)](
-        out, None, grad_out, stats, grad_lse, row_stats, dq_sums, counter, semaphore, cu_seqlens, *strides(out), *strides(grad_out),
-        stats.stride(0), sequences, seqlen_q, heads, shift, options.chunk, options.near, n_tiles, VALUE_DIM=value_dim,
+        out, None, grad_out, stats, grad_lse, row_stats, None, None, dq_sums, counter, semaphore, cu_seqlens, *strides(out),
+        *strides(grad_out), stats.stride(0), sequences, seqlen_q, heads, shift, options.chunk, options.near, n_tiles, VALUE_DIM=value_dim,
         SEMAPHORES=1 if ordered else 0, HAS_GRAD_LSE=grad_lse is not None, CLEAR=clear_copies, **of_tiles)
     ends = (None,) * 4
     if options.packed:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_kernel import pair_bwd_kernel
 from attnzoo_kernels._gluon.backward_plan import Tile, all_tails, copy_all_tails, frame, mainloop_width, own_arguments, pair_tile, sources
-from attnzoo_kernels._gluon.backward_sums import by_row
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
@@ -83,7 +82,8 @@ class Plan:
 
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered: bool, q: Layout, k: Layout, v: Layout, out: Layout | None,
-          grad_out: Layout, dq: Layout, dk: Layout, dv: Layout, residual: bool, options: Call, tile: Tile | None, rule: Rule) -> Plan:
+          grad_out: Layout, dq: Layout, dk: Layout, dv: Layout, residual: bool, dsinks: bool, options: Call, tile: Tile | None,
+          rule: Rule) -> Plan:
     sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     (heads, head_dim), (kv_heads, value_dim) = q[0][-2:], v[0][-2:]
     width, packed, group = mainloop_width(head_dim, value_dim), options.packed, heads // kv_heads
@@ -93,7 +93,7 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     query_tiles = options.programs(heads, seqlen_q, sequences, tile.rows)
     key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
     preprocess, postprocess = frame(options, q, out, grad_out, dq, tile.rows, width, value_dim=value_dim, has_grad_lse=has_grad_lse,
-                                    ordered=ordered, residual=residual)
+                                    ordered=ordered, residual=residual, dsinks=dsinks)
     copies = all_tails(q, k, v, grad_out, sequences, tile.rows, KEYS.value, width) if packed else None
     programs = multiprocessors(device)
     head_group = heads_together(sequences * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs, ordered)
@@ -108,19 +108,13 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     return Plan(tile, width, preprocess, copies, mainloop, postprocess)
 
 
-def delta_by_row(row_stats: Tensor, shape: tuple[int, ...], cu_seqlens_q: Tensor | None) -> Tensor:
-    """Of what launch_backward gives, the delta less dLSE as it lies in the LSE of that shape."""
-    rows = row_stats.shape[-1] // 2
-    return by_row(row_stats[:, 0, rows:], shape, cu_seqlens_q, rows).contiguous()
-
-
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, stats: Tensor | None,
                     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Call, deterministic: bool,
                     tile: Tile | None = None, into: tuple[Tensor, Tensor, Tensor] | None = None, rule: Rule = SOFTMAX,
                     dv_sums: tuple[Tensor | None, Tensor | None] = (None, None), own: tuple[Tensor, ...] = (),
-                    residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dQ, dK and dV, as the plain path's launch_backward gives them, for what backward_reason lets through, and the rows' statistics,
-    (tiles of queries, 1, 2 * rows of a tile): their LSE in base 2 and delta less dLSE.
+                    residual: Tensor | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dQ, dK and dV, as the plain path's launch_backward gives them, for what backward_reason lets through, and the gradient of `sinks`,
+    (heads,) in float64; they are given where it is wanted.
 
     into: where the first three go, 16-byte aligned, the heads of a row side by side. rule: another operator's, whose rows may have no
     statistics: then out and stats are None. residual: what rounding took from O, laid out as O is; then delta is without that rounding.
@@ -132,15 +126,16 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         grad_lse = grad_lse.contiguous()
     dq, dk, dv = into or (x.new_empty(x.shape) for x in (q, k, v))
     plan = _plan(q.device, q.dtype, grad_lse is not None, deterministic, *map(layout, (q, k, v)), None if out is None else layout(out),
-                 *map(layout, (grad_out, dq, dk, dv)), residual is not None, options, tile, rule)
+                 *map(layout, (grad_out, dq, dk, dv)), residual is not None, sinks is not None, options, tile, rule)
     query_tiles, width, rows = plan.preprocess.programs, plan.width, plan.tile.rows
     floats = functools.partial(torch.empty, dtype=torch.float32, device=q.device)
     row_stats = None if out is None else floats(query_tiles, 1, 2 * rows)
+    dsinks = None if sinks is None else torch.empty(query_tiles, dtype=torch.float64, device=q.device)
     dq_sum = floats(1, query_tiles * rows * width // 32, 1, 32)
     counter, semaphore = (torch.empty(n, dtype=torch.int32, device=q.device) for n in (1, query_tiles if deterministic else 0))
     tensors, ends = (q, k, v, grad_out), (None,) * 4
     with on_device_of(q):
-        plan.preprocess(out, residual, grad_out, stats, grad_lse, row_stats, dq_sum, counter, semaphore, cu_seqlens_q)
+        plan.preprocess(out, residual, grad_out, stats, grad_lse, row_stats, sinks, dsinks, dq_sum, counter, semaphore, cu_seqlens_q)
         if plan.tails is not None:
             ends = copy_all_tails(plan.tails, *tensors, cu_seqlens_q, cu_seqlens_k)
         plan.mainloop(*own_arguments(*own), *sources(tensors, rows, width),
@@ -148,4 +143,6 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
                       descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width), dk, dv,
                       descriptor(dq_sum, rows * width // 64, 32), *dv_sums, counter, semaphore, cu_seqlens_q, cu_seqlens_k)
         plan.postprocess(dq_sum, semaphore, dq, cu_seqlens_q)
-    return dq, dk, dv, row_stats
+    if dsinks is not None:
+        dsinks = dsinks.view(1 if options.packed else q.shape[0], q.shape[-2], -1).sum((0, 2))
+    return dq, dk, dv, dsinks

@@ -173,7 +173,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     boxes = rows, rows, HALF.value, HALF.value, HALF.value, rows
     ends: tuple[Tensor | None, ...] = (None,) * 6
     with on_device_of(q):
-        plan.preprocess(out, None, grad_out, stats, grad_lse, row_stats, first_sum, counters[0], None, cu_seqlens_q)
+        plan.preprocess(out, None, grad_out, stats, grad_lse, row_stats, None, None, first_sum, counters[0], None, cu_seqlens_q)
         if plan.tails is not None:
             ends = tuple(copy_tails(launch, x, bounds) for launch, x, bounds in zip(
                 plan.tails, tensors, (cu_seqlens_q,) * 2 + (cu_seqlens_k,) * 3 + (cu_seqlens_q,), strict=True))

@@ -76,19 +76,21 @@ def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_
     return *autograd.fake_softmax(q, k, v), _residual(q, v, residual_wanted)
 
 
-def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, impl,
+def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, sinks, impl,
                deterministic, *numbers, into=None):
+    """dQ, dK, dV and the gradient of `sinks`, which are given only where it is wanted; else it is empty."""
     from attnzoo_kernels._triton import launch
 
     kept = residual if residual.numel() else None
     readable = launch.readable(q, k, v, out, grad_out, *(() if kept is None else (kept,)))
     if readable is not None:
-        *wide, delta = _gradients(readable[4], grad_lse, *readable[:4], *(readable[5:] or (residual,)), stats, cu_seqlens_q, cu_seqlens_k,
-                                  alibi_slopes, rng_state, exact_delta, impl, deterministic, *numbers)
+        *wide, dsinks = _gradients(readable[4], grad_lse, *readable[:4], *(readable[5:] or (residual,)), stats, cu_seqlens_q, cu_seqlens_k,
+                                   alibi_slopes, rng_state, sinks, impl, deterministic, *numbers)
         narrow = tuple(map(launch.narrowed, wide, (q, k, v)))
-        return *(narrow if into is None else (to.copy_(x) for to, x in zip(into, narrow, strict=True))), delta
+        return *(narrow if into is None else (to.copy_(x) for to, x in zip(into, narrow, strict=True))), dsinks
     options = _options(cu_seqlens_q, alibi_slopes, *numbers)
-    arguments = (grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, options)
+    arguments = (grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k)
+    exact_delta = sinks is not None
 
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.flash import hopper_backward, hopper_wide_backward
@@ -108,49 +110,63 @@ def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, 
         if options.ranges:
             grads = hopper_ranges_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_k, options, into)
         elif q.shape[-1] > hopper_wide_backward.FIRST:
-            grads = hopper_wide_backward.launch_backward(*arguments[:9], options, into)
+            grads = hopper_wide_backward.launch_backward(*arguments, options, into)
         else:
             ordered = deterministic or hopper_backward.in_order_anyway(q, k, v, options)
-            *grads, row_stats = hopper_backward.launch_backward(*arguments[:9], options, ordered, into=into, residual=kept)
+            *grads, dsinks = hopper_backward.launch_backward(*arguments, options, ordered, into=into, residual=kept, sinks=sinks)
             if exact_delta:
-                return *grads, hopper_backward.delta_by_row(row_stats, stats.shape[1:], cu_seqlens_q)
+                return *grads, dsinks.to(sinks.dtype)
         return *grads, stats.new_empty(0)
     from attnzoo_kernels.flash import backward
 
-    return backward.launch_backward(*arguments, into)
+    *grads, delta = backward.launch_backward(*arguments, alibi_slopes, rng_state, exact_delta, options, into)
+    return *grads, _gradient_of_sinks(sinks, stats, delta, q.dtype) if exact_delta else delta
+
+
+def _gradient_of_sinks(sinks: Tensor, stats: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sink's weight in each row times minus the row's delta, added up in a fixed order and in float64, because the rows cancel."""
+    top, norm_stat = stats
+    sink = sinks.float().view(-1, 1)
+    if dtype == torch.float32:  # the statistics of `_triton.softmax` are in natural units there
+        weight = torch.exp(sink.double() - top.double()) / norm_stat
+    else:
+        weight = torch.exp2(sink * math.log2(math.e) - top - norm_stat)
+    return -(weight.double() * delta).sum(1 if delta.dim() == 2 else (0, 2)).to(sinks.dtype)
 
 
 def _backward_op(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, residual: Tensor, stats: Tensor,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, sinks: Tensor | None,
     impl: str | None, deterministic: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     apart = tuple(x.new_empty(x.shape) for x in (q, k, v))  # as the fake says, by either implementation
-    return _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta,
+    return _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, sinks,
                       impl, deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=apart)
 
 
-def _fake_backward(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta, *_):
-    delta = stats.new_empty(stats.shape[1:] if exact_delta else 0)
-    return *(x.new_empty(x.shape) for x in (q, k, v)), delta
+def _fake_backward(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, sinks, *_):
+    return *(x.new_empty(x.shape) for x in (q, k, v)), _fake_dsinks(stats, sinks)
+
+
+def _fake_dsinks(stats: Tensor, sinks: Tensor | None) -> Tensor:
+    return stats.new_empty(0) if sinks is None else torch.empty_like(sinks)
 
 
 def _backward_joint_op(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, residual: Tensor, stats: Tensor,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, exact_delta: bool,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None, sinks: Tensor | None,
     impl: str | None, deterministic: bool, softmax_scale: float, window_left: int, window_right: int, softcap: float, dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
-    """dQ, dK and dV side by side, (..., sum of heads x width), and delta."""
+    """dQ, dK and dV side by side, (..., sum of heads x width), and the gradient of sinks."""
     joint = q.new_empty(*q.shape[:-2], sum(_widths(q, k, v)))
-    delta = _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, exact_delta,
-                       impl, deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=_apart(joint, q, k, v))[3]
-    return joint, delta
+    dsinks = _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, sinks,
+                        impl, deterministic, softmax_scale, window_left, window_right, softcap, dropout_p, into=_apart(joint, q, k, v))[3]
+    return joint, dsinks
 
 
 def _fake_backward_joint(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
-                         exact_delta, *_):
-    delta = stats.new_empty(stats.shape[1:] if exact_delta else 0)
-    return q.new_empty(*q.shape[:-2], sum(_widths(q, k, v))), delta
+                         sinks, *_):
+    return q.new_empty(*q.shape[:-2], sum(_widths(q, k, v))), _fake_dsinks(stats, sinks)
 
 
 backward_op = autograd.custom_op("flash_backward", _backward_op, _fake_backward)
@@ -169,8 +185,8 @@ def _joint_gradients(grad_out, grad_lse, q, k, v, *rest):
     """The gradients as parts of one tensor, so that what made q, k and v by one product is handed that tensor, and no copy."""
     if q.shape[:-2] != k.shape[:-2] or any(width * q.itemsize % 16 for width in _widths(q, k, v)):
         return backward_op(grad_out, grad_lse, q, k, v, *rest)
-    joint, delta = backward_joint_op(grad_out, grad_lse, q, k, v, *rest)
-    return *_apart(joint, q, k, v), delta
+    joint, dsinks = backward_joint_op(grad_out, grad_lse, q, k, v, *rest)
+    return *_apart(joint, q, k, v), dsinks
 
 
 def _setup_context(ctx, inputs, output):
@@ -183,19 +199,10 @@ def _setup_context(ctx, inputs, output):
 def _backward(gradients, ctx, grad_out, grad_lse, *_):
     q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    needs_dsinks = sinks is not None and ctx.needs_input_grad[6]
-    dq, dk, dv, delta = gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
-                                  needs_dsinks, *ctx.options)
-    dsinks = None
-    if needs_dsinks:
-        # the sink's weight in each row times minus the row's delta, summed in a fixed order and in float64: the rows cancel
-        top, norm_stat = stats
-        sink = sinks.float().view(-1, 1)
-        if q.dtype == torch.float32:  # the statistics of `_triton.softmax` are in natural units there
-            weight = torch.exp(sink.double() - top.double()) / norm_stat
-        else:
-            weight = torch.exp2(sink * math.log2(math.e) - top - norm_stat)
-        dsinks = -(weight.double() * delta).sum(1 if cu_seqlens_q is not None else (0, 2)).to(sinks.dtype)
+    wanted = sinks if ctx.needs_input_grad[6] else None
+    dq, dk, dv, dsinks = gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state,
+                                   wanted, *ctx.options)
+    dsinks = None if wanted is None else dsinks
     return dq, dk, dv, None, None, None, dsinks, *(None,) * (2 + len(ctx.options))
 
 

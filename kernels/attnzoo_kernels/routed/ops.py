@@ -31,7 +31,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, part: Part, impl: str | None, deter
 def _derive(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, part: Part,
             impl: str | None, deterministic: bool, softmax_scale: float) -> tuple[Tensor, Tensor, Tensor]:
     residual = out.new_empty(0)
-    return flash._gradients(grad_out, grad_lse, q, k, v, out, residual, stats, part.cu_seqlens_q, part.cu_seqlens_k, None, None, False,
+    return flash._gradients(grad_out, grad_lse, q, k, v, out, residual, stats, part.cu_seqlens_q, part.cu_seqlens_k, None, None, None,
                             impl, deterministic, softmax_scale, -1, part.window_right, 0.0, 0.0)[:3]
 
 
