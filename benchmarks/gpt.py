@@ -214,6 +214,8 @@ TRAINERS: dict[str, list[str]] = {
     "fp8": ["trainer.precision=fp8"],
     "fp8 split": ["trainer.precision=fp8", "model.split_residual=true"],
     "fp8 residual": ["trainer.precision=fp8", "model.autocast_residual=true"],
+    "gate by element": ["model.attention_gate=elementwise"],
+    "gate by head": ["model.attention_gate=head"],
 }
 
 

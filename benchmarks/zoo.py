@@ -29,7 +29,7 @@ TRAINING = ("experiment", "variant", "seed", "parameters", "steps", "tokens", "t
             "learning_rate", "context", "device", "torch", "triton", "commit")
 EVALUATION = ("variant", "reading", "impl", "seed", "task", "length", "depth", "metric", "value", "count", "stderr", "note")
 CURVES = ("experiment", "variant", "seed", "learning_rate", "length", "pairs", "step", "accuracy")
-METRICS = {"loss", "exact_match", "accuracy", *(metric for _, metric, _ in COSTS)}
+METRICS = {"loss", "longppl", "exact_match", "accuracy", *(metric for _, metric, _ in COSTS)}
 
 
 def variant(record: dict) -> str:

@@ -103,7 +103,9 @@ def tables(table: Table) -> dict[str, str]:
     """The tables of docs/results.md by their titles."""
     made = {
         **_by_length(table, "Loss by context length", "perplexity_windows", 3),
+        **_by_length(table, "LongPPL by context length", "longppl_windows", 3, "longppl"),
         **_by_length(table, "Passkeys found, by context length", "passkey"),
+        **_by_length(table, "One key of four found, by context length", "needle_4_keys"),
         **_by_position(table, "Loss by position, in windows of 32768"),
         "Losses and keys within the training context": _within(table),
         "ListOps": _listops(table),
@@ -148,7 +150,7 @@ def _within(table: Table) -> str:
     for line in table.lines("all_tokens"):
         losses = [float(row["train_loss"]) for row in table.runs(line[0])]
         cells = [_cell(table.values(line, task), 4) for task in tasks.values()]
-        cells += [table.answered(line, task) for task in keys.values()]
+        cells += [table.answered(line, task, 1024) for task in keys.values()]
         parts.append([label(line), *cells, _cell(losses, 4), str(len(losses))])
     return _grid(["", *tasks, *keys, "last train loss", "seeds"], parts)
 

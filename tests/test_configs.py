@@ -33,6 +33,7 @@ NEEDS = {
     "classification": ["model=bert_tiny"],
     "mlm": ["model=bert_tiny"],
     "drope": ["init_from=runs/a"],
+    "yarn": ["init_from=runs/a"],
     "gemma3": ["model.n_layers=6"],
 }
 

@@ -252,7 +252,7 @@ def test_a_run_is_read_in_several_ways(runs, evaluate):
     [
         ("[]", "readings="),
         ("attention=sdpa", "readings="),
-        ("al", "readings=al: there is no such list; it must be one of all, training_free, .*like it: all"),
+        ("al", "readings=al: there is no such list; it must be one of all, methods, training_free, .*like it: all"),
         ('["attention=flush"]', "attention=flush: there is no such option; like it: flash; it must be one of block_sparse, .*flash"),
         ('["model.rope_scalin=ntk"]', "model.rope_scalin: there is no such key; like it: rope_scaling"),
         ('["model.rope_scaling=nkt"]', "model.rope_scaling='nkt': must be none or linear or ntk"),
