@@ -209,3 +209,17 @@ def test_a_cache_keeps_the_frequencies_of_the_length_that_was_read():
         found = ours(ids[:, 20:], cache=cache)
         assert_close(found, expected, rtol=0, atol=1e-5)
         assert not torch.allclose(found, ours(ids)[:, 20:], atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_frequencies_from_a_list_train_as_cuda_graphs(tmp_path):
+    from tiny_run import column, compose_tiny
+
+    from attnzoo import runner
+
+    losses = []
+    for mode in ("false", "reduce-overhead"):
+        runner.train(compose_tiny(tmp_path / mode, "trainer=gpu", "attention=flash", "model.rope_scaling=yarn", "model.rope_factor=4",
+                                  "model.original_context=16", f"compile={mode}"))
+        losses.append(torch.tensor([float(loss) for loss in column(tmp_path / mode, "train/loss")]))
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-2, atol=0)

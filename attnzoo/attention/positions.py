@@ -93,9 +93,10 @@ def rotary_tables(position_ids: Tensor, rotary_dim: int, base: float, scaling: s
     # an operator of its own, so that torch.compile keeps the tables instead of taking a sine for every head in every layer
     device = position_ids.device
     if frequencies:
-        turns = _on_device(tuple(frequencies), device)
+        turns = _pinned(tuple(frequencies), device.type == "cuda").to(device, non_blocking=True)
         if long and position_ids.numel():
-            turns = torch.where(position_ids.max() < context, turns, _on_device(tuple(long), device))
+            of_long = _pinned(tuple(long), device.type == "cuda").to(device, non_blocking=True)
+            turns = torch.where(position_ids.max() < context, turns, of_long)
     else:
         pair = torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device)
         if scaling == "ntk":
@@ -113,10 +114,11 @@ def rotary_tables(position_ids: Tensor, rotary_dim: int, base: float, scaling: s
 
 
 @functools.lru_cache(maxsize=64)
-def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
-    """Once: a copy to the device makes the host wait."""
+def _pinned(numbers: tuple[float, ...], pin: bool) -> Tensor:
+    """On the host, where the device can read them without making the host wait. What is kept on the device from one pass to the next
+    would lie in the memory of a CUDA graph, if it was made while one is captured."""
     with torch.inference_mode(False):
-        return torch.tensor(numbers, dtype=torch.float64, device=device)
+        return torch.tensor(numbers, dtype=torch.float64, device="cpu", pin_memory=pin)
 
 
 @rotary_tables.register_fake

@@ -66,7 +66,8 @@ def main() -> None:
     calls += [(192, 128, seqlen, -1, right, packed, None) for seqlen, right, packed in (
         (512, -1, True), (4096, 0, False), (4096, 3, True), (4096, -1, False))]
     calls += [(64, 64, 4096, 127, 0, True, torch.zeros(2)), (128, 128, 4096, -1, 0, False, torch.zeros(2)),
-              (128, 128, 4096, -1, -1, True, torch.zeros(2)), (64, 64, 512, -1, 0, False, torch.zeros(2))]
+              (128, 128, 4096, -1, -1, True, torch.zeros(2)), (64, 64, 512, -1, 0, False, torch.zeros(2)),
+              (64, 64, 4096, -1, 0, False, torch.zeros(2))]
     for head_dim, value_dim, seqlen, left, right, packed, sinks in calls:
         rows = (seqlen,) if packed else (1, seqlen)
         q, k = torch.zeros(2, *rows, 2, head_dim, dtype=torch.bfloat16)

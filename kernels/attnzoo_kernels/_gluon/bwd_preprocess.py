@@ -81,7 +81,9 @@ def lse_log2(stats_ptr, stride_stats, index, inside):
 @triton.jit
 def store_dsinks(sinks_ptr, dsinks_ptr, tile, delta, row_max, log_sum):
     """Minus the sum over a RowTile of the sink's weight times delta, in float64, because the rows of a head cancel."""
-    weight = tl.exp2(tl.load(sinks_ptr + tile.head).to(tl.float32) * LOG2E - row_max - log_sum)
+    # rounded as in the forward, where it may be the maximum: the compiler would join the product and the difference
+    sink = tl.fma(tl.load(sinks_ptr + tile.head).to(tl.float32), LOG2E, 0.0)
+    weight = tl.exp2(sink - row_max - log_sum)
     tl.store(dsinks_ptr + tile.number, -tl.sum(weight.to(tl.float64) * delta.to(tl.float64)))
 
 

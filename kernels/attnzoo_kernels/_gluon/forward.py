@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
     """In shared memory."""
 
     q: Any  # [Q_SLOTS * CONSUMERS, 64, BLOCK_D]; under PARTS as many tiles in the place of each
-    out: Any  # [CONSUMERS, 64, BLOCK_DV, or a part of it]
+    out: Any  # [OUTS * CONSUMERS, 64, BLOCK_DV, or a part of it]
     k: Any  # [STAGES, BLOCK_N, BLOCK_D]; under PARTS as many tiles in the place of each
     v: Any  # [STAGES, BLOCK_N, BLOCK_DV]
     work: Any  # words of the next tiles
@@ -96,7 +96,8 @@ def allocate(descs, config, WORDS: gl.constexpr = 3):
     """(Tiles, Barriers). WORDS: of a tile, for the consumers."""
     PARTS: gl.constexpr = 1 if config.PARTS is None else config.PARTS
     q = tiles_like(descs.q, config.Q_SLOTS * config.CONSUMERS * PARTS)
-    out = tiles_like(descs.out, config.CONSUMERS)
+    OUTS: gl.constexpr = 1 if config.OUTS is None else config.OUTS
+    out = tiles_like(descs.out, OUTS * config.CONSUMERS)
     k = tiles_like(descs.k, config.STAGES * PARTS)
     v = tiles_like(descs.v, config.STAGES)
     work, bars = work_and_barriers(config, WORDS)

@@ -84,13 +84,12 @@ def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.con
 
 @gluon.jit
 def finish_with_residual(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """FINISH that also writes what rounding takes from the output to own.residual, a descriptor like the output's."""
+    """FINISH that also writes what rounding takes from the output to own.residual, a descriptor like the output's. It needs OUTS of 2."""
     if span.row < span.len_q:
         out = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None]
         write_tile(program.descs.out, out, at, ME, program)
         residual = out - out.to(program.tiles.out.dtype).to(gl.float32)
-        tma.store_wait(0)
-        write_tile(program.own.residual, residual, at, ME, program)
+        write_tile(program.own.residual, residual, at, config.CONSUMERS + ME, program)
 
 
 @gluon.jit

@@ -21,11 +21,11 @@ def hopper_fwd_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, own_
                       MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, K_BEFORE_PV: gl.constexpr,
                       PREFETCH_TILE: gl.constexpr, EMPTY_ROWS: gl.constexpr = False, HALF_TILE: gl.constexpr = False,
                       INDEX_EARLY: gl.constexpr = False, ROW_MAX_NOT_NEGATIVE: gl.constexpr = False, PARTS: gl.constexpr = None,
-                      OPTIONS: gl.constexpr = None, OWN: gl.constexpr = None, PRODUCE: gl.constexpr = produce_prefetched,
-                      LOAD_TILE: gl.constexpr = None, SPAN: gl.constexpr = span, BEGIN: gl.constexpr = None,
-                      MAINLOOP: gl.constexpr = mainloop, JOIN: gl.constexpr = None, KEY_BIAS: gl.constexpr = None,
-                      MASK: gl.constexpr = mask, STEP_MASK: gl.constexpr = step_mask, MORE: gl.constexpr = None,
-                      WEIGHTS: gl.constexpr = None, FINISH: gl.constexpr = finish):
+                      OUTS: gl.constexpr = None, OPTIONS: gl.constexpr = None, OWN: gl.constexpr = None,
+                      PRODUCE: gl.constexpr = produce_prefetched, LOAD_TILE: gl.constexpr = None, SPAN: gl.constexpr = span,
+                      BEGIN: gl.constexpr = None, MAINLOOP: gl.constexpr = mainloop, JOIN: gl.constexpr = None,
+                      KEY_BIAS: gl.constexpr = None, MASK: gl.constexpr = mask, STEP_MASK: gl.constexpr = step_mask,
+                      MORE: gl.constexpr = None, WEIGHTS: gl.constexpr = None, FINISH: gl.constexpr = finish):
     """OWN makes of what begins with own_ what a variant's other hooks find as the program's `own`."""
     own = ()
     if OWN is not None:
@@ -37,6 +37,6 @@ def hopper_fwd_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, own_
                      HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=EMPTY_ROWS,
                      Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1 and PARTS is None, JOINT_RELEASE=JOINT_RELEASE,
                      INDEX_EARLY=INDEX_EARLY, K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE,
-                     ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PARTS=PARTS, OPTIONS=OPTIONS, PRODUCE=PRODUCE, LOAD_TILE=LOAD_TILE,
-                     SPAN=SPAN, BEGIN=BEGIN, MAINLOOP=MAINLOOP, JOIN=JOIN, KEY_BIAS=KEY_BIAS, MASK=MASK, STEP_MASK=STEP_MASK, MORE=MORE,
-                     WEIGHTS=WEIGHTS, FINISH=FINISH))
+                     ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PARTS=PARTS, OUTS=OUTS, OPTIONS=OPTIONS, PRODUCE=PRODUCE,
+                     LOAD_TILE=LOAD_TILE, SPAN=SPAN, BEGIN=BEGIN, MAINLOOP=MAINLOOP, JOIN=JOIN, KEY_BIAS=KEY_BIAS, MASK=MASK,
+                     STEP_MASK=STEP_MASK, MORE=MORE, WEIGHTS=WEIGHTS, FINISH=FINISH))

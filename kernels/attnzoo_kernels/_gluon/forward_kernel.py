@@ -43,6 +43,7 @@ class Config:
     ROW_MAX_NOT_NEGATIVE: gl.constexpr  # row maxima by integer instructions once none is below zero; not with MASK_IN_LOOP
     PARTS: gl.constexpr  # queries and keys lie in so many tiles each, beside each other, of which a place is freed early; not with
     # Q_IN_REGISTERS or HALF_TILE; None: they lie in one
+    OUTS: gl.constexpr  # tiles of outputs that a consumer has a place for; None: one
     OPTIONS: gl.constexpr  # a variant's own constants, a struct like this one
 
     PRODUCE: gl.constexpr = produce_prefetched  # () the loading warp

@@ -56,7 +56,7 @@ def join_sink(row_max, row_sum, sink, program, config):
 
 
 SINKS = {"OWN": own, "BEGIN": load_sink, "JOIN": join_sink}
-RESIDUAL = {"OWN": own, "FINISH": finish_with_residual}
+RESIDUAL = {"OWN": own, "FINISH": finish_with_residual, "OUTS": 2}
 IN_PARTS = {"PRODUCE": produce_segments, "LOAD_TILE": load_one_segment}  # of a tile with parts
 
 
