@@ -3,6 +3,7 @@ CSV files, two figures and the tables of README.md and docs/results.md.
 
     python -m benchmarks.zoo collect runs/zoo outputs/zoo_eval    # folders of runs (train.py) and of evaluations (eval.py)
     python -m benchmarks.zoo show                                 # from the CSV files alone
+    python -m benchmarks.zoo show --name readings                 # one checkpoint in many ways: a table for each model, and a figure
 
 `collect` names each run after its attention, its positions and its tags behind the first one; folders of unlike names join the evaluations
 to the runs. Runs of ListOps with tags=[listops_speed] say how fast, those without how well.
@@ -21,8 +22,8 @@ from omegaconf import OmegaConf
 
 from attnzoo.errors import UserError
 from attnzoo.evaluation.results import with_new_names
-from benchmarks.zoo_figures import draw, draw_costs
-from benchmarks.zoo_tables import COSTS, SPEED, Table, markdown, read, tables
+from benchmarks.zoo_figures import draw, draw_costs, draw_readings
+from benchmarks.zoo_tables import COSTS, READINGS, SPEED, Table, markdown, read, readings, tables
 
 RESULTS = Path(__file__).parent / "results"
 TRAINING = ("experiment", "variant", "seed", "parameters", "steps", "tokens", "tokens_per_second", "train_loss", "val_accuracy", "val_loss",
@@ -52,8 +53,8 @@ def variant(record: dict) -> str:
     return name
 
 
-def collect(folders: Sequence[str], into: Path) -> None:
-    """Writes zoo-training.csv, zoo-curves.csv and zoo-evaluations.csv from everything below these folders."""
+def collect(folders: Sequence[str], into: Path, name: str = "zoo") -> None:
+    """Writes <name>-training.csv, -evaluations.csv and, but for readings, -curves.csv from everything below these folders."""
     runs = dict.fromkeys(path.parent.resolve() for folder in folders for path in sorted(Path(folder).rglob("record.json")))
     runs = {folder: json.loads((folder / "record.json").read_text()) for folder in runs}
     names, training, curves = {}, [], []
@@ -74,19 +75,20 @@ def collect(folders: Sequence[str], into: Path) -> None:
         found = [with_new_names(row) for row in read(path)]
         base = _base({row["run"] for row in found}, runs, path)
         for row in found:
-            if row["value"] and row["metric"] in METRICS and _wanted(row):
+            if row["value"] and row["metric"] in METRICS and _wanted(row, name):
                 if base is None or (folder := base / row["run"]) not in runs:
                     lost.add(f"{row['run']} in {path}")
                     continue
                 reading, impl = _reading(row["reading"], runs[folder]["attention"].get("impl"))
                 kept = (names[folder], reading, impl, *(row[key] for key in EVALUATION[3:]))
                 rows.setdefault((folder, *kept[:8]), kept)
-    for name in sorted(lost):
-        print(f"left out, no run of that name is below these folders: {name}", file=sys.stderr)
+    for missing in sorted(lost):
+        print(f"left out, no run of that name is below these folders: {missing}", file=sys.stderr)
     into.mkdir(parents=True, exist_ok=True)
-    _write(into / "zoo-training.csv", TRAINING, training)
-    _write(into / "zoo-curves.csv", CURVES, curves)
-    _write(into / "zoo-evaluations.csv", EVALUATION, rows.values())
+    _write(into / f"{name}-training.csv", TRAINING, training)
+    if name != READINGS:
+        _write(into / f"{name}-curves.csv", CURVES, curves)
+    _write(into / f"{name}-evaluations.csv", EVALUATION, rows.values())
 
 
 def _base(names: set[str], runs: Iterable[Path], path: Path) -> Path | None:
@@ -111,9 +113,9 @@ def _reading(line: str, trained: str | None) -> tuple[str, str]:
     return f"{before}{rest}".strip(), "" if impl == "None" else impl
 
 
-def _wanted(row: dict) -> bool:
-    """Depths of keys are averaged in rows of their own; of losses by position the longest windows' are kept."""
-    return not row["depth"] or (row["task"] == "loss_by_position" and row["length"] == "32768")
+def _wanted(row: dict, name: str) -> bool:
+    """Depths of keys are averaged in rows of their own; of losses by position the longest windows' are kept, but for many readings."""
+    return not row["depth"] or (row["task"] == "loss_by_position" and row["length"] == "32768" and name != READINGS)
 
 
 def _training(name: str, record: dict, config, metrics: list[dict]) -> tuple:
@@ -123,7 +125,7 @@ def _training(name: str, record: dict, config, metrics: list[dict]) -> tuple:
     rates = [float(row["perf/tokens_per_second"]) for row in metrics if row.get("perf/tokens_per_second")]
     losses = [float(row["train/loss"]) for row in metrics if row.get("train/loss")]
     steps = 1 + max((int(row["step"]) for row in metrics if row.get("step")), default=-1)
-    step_tokens = config.data.batch_size * config.data.seq_len
+    step_tokens = config.get("batch_tokens") or config.data.batch_size * config.data.seq_len
     if "classes" in record.get("data", {}):  # sequences of unlike length, without padding
         split = record["data"]["splits"]["train"]
         step_tokens = config.data.batch_size * split["tokens"] / split["documents"]
@@ -147,21 +149,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=("collect", "show"))
     parser.add_argument("folders", nargs="*", help="of runs and evaluations, for collect")
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--name", default="zoo", help="what the files begin with; readings: of checkpoints read in many ways (zoo)")
     given = parser.parse_args(arguments)
     if (given.what == "collect") != bool(given.folders):
         parser.error("collect needs the folders of runs and evaluations, show takes none")
     if given.what == "collect":
         try:
-            collect(given.folders, given.output)
+            collect(given.folders, given.output, given.name)
         except UserError as error:
             parser.error(str(error))
-    table = Table(given.output)
+    table = Table(given.output, given.name)
+    if given.name == READINGS:
+        for title, text in readings(table).items():
+            print(f"\n{title}\n\n{text}")
+        draw_readings(table, given.output / f"{given.name}.png")
+        return
     print(markdown(table))
     for title, text in tables(table).items():
         print(f"\n{title}\n\n{text or 'not measured'}")
-    draw(table, given.output / "zoo.png")
+    draw(table, given.output / f"{given.name}.png")
     if table.lines("cost"):
-        draw_costs(table, given.output / "zoo-cost.png")
+        draw_costs(table, given.output / f"{given.name}-cost.png")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,23 @@
 """The figures of what benchmarks.zoo collected. They read in grey, too."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import LogLocator
 
 from attnzoo.evaluation.plots import TRAINING_CONTEXT, style_of
-from benchmarks.zoo_tables import OMITTED, Table, label
+from benchmarks.zoo_tables import OMITTED, Table, label, reading_label
+
+TRAINED = "trained models"
+DRAWN = (  # of readings one of a kind
+    "model.rope_scaling=ntk model.rope_factor=8", "model.rope_scaling=dynamic model.rope_factor=8",
+    "model.rope_scaling=yarn model.rope_factor=8", "attention.window_size=[1023, 0]", "attention=two_frame",
+    "attention=two_frame attention.method=leaky_rerope attention.factor=64",
+    "attention=two_frame attention.method=self_extend attention.factor=64", "attention=two_frame attention.method=lm_infinite",
+    "attention=dual_chunk", "attention=dual_chunk attention.temperature=yarn",
+)
 
 
 def draw(table: Table, path: Path) -> None:
@@ -16,8 +25,8 @@ def draw(table: Table, path: Path) -> None:
     measured) of reading."""
     lines = _drawn(table)
     trained = [line for line in lines if not line[1]]
-    names = dict.fromkeys(name for name, reading in lines if reading)
-    rows = [("trained models", trained)]
+    names = dict.fromkeys(name for name, reading in table.lines() if reading)
+    rows = [(TRAINED, trained)]
     if names:  # with these models as they were trained
         rows.append((f"the checkpoints of {' and '.join(names)}, read otherwise", [line for line in lines if line[0] in names]))
     figure = Figure(figsize=(12, 5 * len(rows) + 4), layout="constrained")
@@ -41,6 +50,25 @@ def draw(table: Table, path: Path) -> None:
     _points(reading, table, looks, read, 32768)
     _finish(below, (training, reading))
     figure.savefig(path, dpi=130)
+
+
+def draw_readings(table: Table, path: Path) -> None:
+    """Loss, LongPPL and keys among others by length: of models as they were trained, and of each that was read otherwise."""
+    lines = table.lines()
+    rows = [(TRAINED, [line for line in lines if not line[1]])]
+    rows += [(f"{name}, read otherwise", [line for line in lines if line[0] == name and (not line[1] or line[1] in DRAWN)])
+             for name in dict.fromkeys(name for name, reading in lines if reading)]
+    figure = Figure(figsize=(15, 5.6 * len(rows)), layout="constrained")
+    panels = (("perplexity_windows", "", "loss (nats per byte)"), ("longppl_windows", "longppl", "LongPPL"),
+              ("needle_4_keys", "", "one key of four found"))
+    for part, (title, own) in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
+        axes = part.subplots(1, len(panels))
+        for panel, (task, metric, name) in zip(axes, panels, strict=True):
+            _curves(panel, table, own, task, metric, label if title == TRAINED else reading_label)
+            panel.set(title=name, yscale="linear" if task.startswith("needle") else "log")
+        part.suptitle(title, fontweight="bold")
+        _finish(part, axes)
+    figure.savefig(path, dpi=110)
 
 
 def draw_costs(table: Table, path: Path) -> None:
@@ -75,11 +103,16 @@ def _drawn(table: Table) -> list[tuple[str, str]]:
     return [line for line in dict.fromkeys(table.lines() + table.lines("cost")) if not line[1].endswith(OMITTED)]
 
 
-def _curves(panel, table: Table, lines: Sequence[tuple[str, str]], task: str, metric: str = "") -> None:
+def _curves(panel, table: Table, lines: Sequence[tuple[str, str]], task: str, metric: str = "",
+            name: Callable[[tuple[str, str]], str] = label) -> None:
+    """Means at those lengths that all seeds of a line have."""
     for line in lines:
-        if at := [n for n in table.lengths(line, task) if table.values(line, task, n, metric)]:
-            means = [statistics.mean(table.values(line, task, n, metric)) for n in at]
-            panel.plot(at, means, markersize=5, label=label(line), **style_of(lines.index(line), len(lines)))
+        found = {n: values for n in table.lengths(line, task) if (values := table.values(line, task, n, metric))}
+        seeds = max(map(len, found.values()), default=0)
+        at = [n for n, values in found.items() if len(values) == seeds]
+        if at:
+            means = [statistics.mean(found[n]) for n in at]
+            panel.plot(at, means, markersize=5, label=name(line), **style_of(lines.index(line), len(lines)))
     panel.axvline(1024, color="0.4", linestyle=":", linewidth=1, label=TRAINING_CONTEXT)
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:.0f}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 SPEED = "listops_speed"  # runs that were timed in turn
+READINGS = "readings"  # the name of the files of checkpoints that were read in many ways
 OMITTED = ("rope_factor=4", "rope_factor=32", "attention=sdpa", "local_size=128")  # in the figure and README.md, for room
 SHOWN = {"passkey": "exact_match", "perplexity_windows": "loss"}
 COSTS = (
@@ -21,11 +22,12 @@ def read(path: Path) -> list[dict]:
 
 
 class Table:
-    """The rows of zoo-evaluations.csv, zoo-training.csv and zoo-curves.csv."""
+    """The rows of <name>-evaluations.csv, -training.csv and -curves.csv."""
 
-    def __init__(self, folder: Path):
-        self.training, self.curves = read(folder / "zoo-training.csv"), read(folder / "zoo-curves.csv")
-        rows = read(folder / "zoo-evaluations.csv")
+    def __init__(self, folder: Path, name: str = "zoo"):
+        self.training = read(folder / f"{name}-training.csv")
+        self.curves = [] if name == READINGS else read(folder / f"{name}-curves.csv")
+        rows = read(folder / f"{name}-evaluations.csv")
         cell = ("variant", "reading", "impl", "seed", "task", "length")
         broken = {tuple(row[key] for key in cell) for row in rows if row["value"] == "nan"}  # then no other metric of it counts either
         # of two paths of an operator the named one is taken
@@ -74,6 +76,11 @@ def label(line: tuple[str, str]) -> str:
     return name + (f", read with {_short(reading)}" if reading else "")
 
 
+def reading_label(line: tuple[str, str]) -> str:
+    """Where the model is named elsewhere."""
+    return _short(line[1]) or "as trained"
+
+
 def _short(reading: str) -> str:
     return reading.replace("attention=", "").replace("attention.", "").replace("model.", "").replace("'", "")
 
@@ -116,12 +123,28 @@ def tables(table: Table) -> dict[str, str]:
     return made
 
 
+def readings(table: Table, lengths: Sequence[int] = (1024, 4096, 32768)) -> dict[str, str]:
+    """A line for each model or reading: losses, LongPPL, keys found in percent, milliseconds; means over seeds."""
+    head = ["seeds", *(f"loss at {n}" for n in lengths), *(f"LongPPL at {n}" for n in lengths[1:]),
+            *(f"{name}, {n}" for name in ("passkeys", "one key of four") for n in lengths), f"ms for {lengths[-1]}"]
+
+    def cells(line: tuple[str, str]) -> list[str]:
+        milliseconds = [1e3 * value for value in table.values(line, "cost", lengths[-1], "prefill_seconds")]
+        return [str(len(table.values(line, "perplexity_windows", lengths[-1]))),
+                *(_cell(table.values(line, "perplexity_windows", n), 3) for n in lengths),
+                *(_cell(table.values(line, "longppl_windows", n, "longppl"), 2) for n in lengths[1:]),
+                *(_share(table.values(line, task, n)) for task in ("passkey", "needle_4_keys") for n in lengths),
+                f"{statistics.mean(milliseconds):.0f}" if milliseconds else ""]
+
+    return _trained_and_read("Trained", head, table.lines(), cells)
+
+
 def _trained_and_read(title: str, head: Sequence[str], lines: Sequence[tuple[str, str]],
                       cells: Callable[[tuple[str, str]], list[str]]) -> dict[str, str]:
     """A table of the models as they were trained, and one of checkpoints that were read otherwise, below themselves as trained."""
     made = {title: _grid(["", *head], ([line[0], *cells(line)] for line in lines if not line[1]))}
     for name in dict.fromkeys(line[0] for line in lines if line[1]):
-        read_otherwise = ([_short(line[1]) or "as trained", *cells(line)] for line in lines if line[0] == name)
+        read_otherwise = ([reading_label(line), *cells(line)] for line in lines if line[0] == name)
         made[f"{title}; the checkpoints of {name}, read otherwise"] = _grid(["", *head], read_otherwise)
     return made
 
@@ -197,6 +220,14 @@ def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _percent(values: Sequence[float]) -> str:
     return _cell([100 * value for value in values], 1) + " %" if values else ""
+
+
+def _share(values: Sequence[float]) -> str:
+    """Mean in percent, and the least and the greatest of several seeds."""
+    if not values:
+        return ""
+    least, greatest = (round(100 * value) for value in (min(values), max(values)))
+    return f"{100 * statistics.mean(values):.0f} %" + (f" ({least} to {greatest})" if least < greatest else "")
 
 
 def _cell(values: Sequence[float], digits: int) -> str:

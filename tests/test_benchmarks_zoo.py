@@ -193,3 +193,20 @@ def test_cost_beside_quality_and_in_a_figure_of_its_own(results, capsys):
     assert head.endswith("| training tokens/s | s to read 32768 | GB |") and flash.endswith("| 16.00 | 224.00 |")
     assert zoo_tables.tables(zoo_tables.Table(results))["Training, tokens a second"].endswith("| flash | 300 | 9600 |")
     assert (results / "zoo-cost.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_checkpoints_read_in_many_ways_have_files_of_their_own(results, capsys):
+    (results.parent / "in/many").mkdir()
+    rows = [
+        Row(run=f"flash_{seed}", seed=seed, reading=reading, task=task, metric=metric, length=length, value=value, count=4)
+        for seed in (1, 2) for reading in ("", "attention=dual_chunk") for length in (1024, 4096, 32768) for task, metric, value in (
+            ("perplexity_windows", "loss", 0.5), ("longppl_windows", "longppl", 1.0 + seed), ("needle_4_keys", "exact_match", seed / 4),
+            ("cost", "prefill_seconds", 0.25))]
+    write_csv(rows, results.parent / "in/many/results.csv")
+    zoo.main(["collect", str(results.parent / "in"), "--name", zoo_tables.READINGS, "--output", str(results)])
+    made = zoo_tables.readings(zoo_tables.Table(results, zoo_tables.READINGS))
+    *_, trained, read_otherwise = made["Trained; the checkpoints of flash, read otherwise"].splitlines()
+    assert trained.startswith("| as trained |") and read_otherwise.startswith("| dual_chunk | 2 |")
+    assert "| 2.50 ± 0.50 | 2.50 ± 0.50 |" in read_otherwise and read_otherwise.endswith("| 38 % (25 to 50) | 250 |")
+    assert (results / "readings.png").read_bytes()[:4] == b"\x89PNG" and not (results / "readings-curves.csv").exists()
+    assert "dual_chunk" in capsys.readouterr().out

@@ -222,4 +222,4 @@ def test_frequencies_from_a_list_train_as_cuda_graphs(tmp_path):
         runner.train(compose_tiny(tmp_path / mode, "trainer=gpu", "attention=flash", "model.rope_scaling=yarn", "model.rope_factor=4",
                                   "model.original_context=16", f"compile={mode}"))
         losses.append(torch.tensor([float(loss) for loss in column(tmp_path / mode, "train/loss")]))
-    torch.testing.assert_close(losses[1], losses[0], rtol=2e-2, atol=0)
+    assert_close(losses[1], losses[0], rtol=2e-2, atol=0)
