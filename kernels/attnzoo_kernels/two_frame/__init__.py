@@ -59,7 +59,8 @@ def two_frame_attention(
     deterministic: as in flash_attention; plain Triton's results repeat bit by bit in any case.
     impl: "triton" | "gluon" | "cpu" | "reference". None takes gluon where it holds (Hopper, 16 bits, widths of 33 to 128), else triton, on
         CUDA tensors, and cpu on CPU ones: PyTorch's attention by tiles of queries, in linear memory, with first derivatives only. A path
-        named runs or raises; what gluon's backward does not take (packed sequences with far_keys) triton's does.
+        named runs or raises; what gluon's backward does not take (packed sequences with far_keys) triton's does, and by None that of
+        fewer than 128 far keys, which is faster there.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

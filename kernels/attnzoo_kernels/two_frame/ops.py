@@ -4,6 +4,8 @@ from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
 
+FEW = 128  # far keys, below which plain Triton's backward is faster (docs/performance/two_frame.md)
+
 
 @autograd.readable(0, 1, 2, like=(2,))
 def _forward(
@@ -44,6 +46,8 @@ def _gradients(
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.two_frame import hopper_backward
 
+        if impl is None and far_keys < FEW:
+            return "plain Triton is faster with few far keys"
         return hopper_backward.backward_reason(q, k, v, options)
 
     if dispatch.choose_backward("two_frame backward", impl, why_not_gluon) == "gluon":
