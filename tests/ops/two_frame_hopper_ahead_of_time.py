@@ -14,7 +14,7 @@ def main() -> None:
     compile_only()
     from attnzoo_kernels._gluon import forward_launch
     from attnzoo_kernels.flash import hopper_backward as flash
-    from attnzoo_kernels.two_frame import hopper, hopper_backward
+    from attnzoo_kernels.two_frame import hopper, hopper_backward, tiles
 
     forward_launch.multiprocessors = lambda device: 132
     hopper.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
@@ -39,11 +39,13 @@ def main() -> None:
         options = Options.of(of_q, 0.125, 1024, far_keys)
         launches.clear()
         plans.clear()
-        _, _, stats = hopper.launch_forward(q, k, v, of_q, of_k, options)
+        for tiles.IN_TWO_LOOPS in (True, False):
+            _, _, stats = hopper.launch_forward(q, k, v, of_q, of_k, options)
         hopper_backward.launch_backward(out, None, q, k, v, out, stats, of_q, of_k, options, keys == 4000)
         for launch in (*launches, *(plan.mainloop for plan in plans)):
             report(launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, keys=keys, left=launch.constants.get("HAS_LEFT"),
-                   ordered=launch.constants.get("ORDERED"))
+                   ordered=launch.constants.get("ORDERED"),
+                   in_two_loops=launch.constants.get("MAINLOOP") is hopper.mainloop_in_two_loops)
 
 
 if __name__ == "__main__":

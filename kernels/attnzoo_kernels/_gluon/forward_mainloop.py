@@ -155,9 +155,11 @@ def first_step(q, slot, masked, column, span, scale, program, config):
 
 
 @gluon.jit
-def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program, config, NOT_NEGATIVE: gl.constexpr = False):
+def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program, config, NOT_NEGATIVE: gl.constexpr = False,
+                MASKED: gl.constexpr = True):
     """Step s of a mainloop: the product of its keys runs beside that of the weights `p` and values of the step before, and its softmax
-    beside the latter. Returns (weights, acc, row_max, partial sums). where: what STEP_MASK needs. NOT_NEGATIVE: no row_max is."""
+    beside the latter. Returns (weights, acc, row_max, partial sums). where: what STEP_MASK needs, which no step asks for that is not
+    MASKED. NOT_NEGATIVE: no row_max is."""
     bars, tiles = program.bars, program.tiles
     dtype: gl.constexpr = tiles.k.dtype
     acc_layout: gl.constexpr = acc.type.layout
@@ -183,7 +185,7 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
         release(bars.k_empty.index(slot))
     if config.KEY_BIAS is not None:
         scores = scores - bias[None, :]
-    if config.MASK_IN_LOOP:
+    if config.MASK_IN_LOOP and MASKED:
         scores = config.STEP_MASK(scores, where, program, config)
     if config.WEIGHTS is None:
         weights, row_max, row_sum, rescale = softmax_step(scores, row_max, row_sum, scale, config.EMPTY_ROWS, NOT_NEGATIVE)
@@ -284,12 +286,13 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
 
 @gluon.jit
 def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: gl.constexpr, PLACE: gl.constexpr,
-                     ME: gl.constexpr, program, config):
+                     ME: gl.constexpr, program, config, FREE: gl.constexpr = None):
     """A MAINLOOP over segments of keys, of which each has queries of its own, which follow each other in the ring of queries.
 
     end: the tile behind those of the first one, which is not empty. FIRST(span): whether the tile before that, with which it begins, needs
     a mask. ENDS(end, step, span, program, config): the step behind each segment. PLACE(n, s, first, stop, span): what STEP_MASK needs of
-    the step s of the n-th segment, of first .. stop.
+    the step s of the n-th segment, of first .. stop. FREE(n, stop, span): the step from which on none up to stop needs a mask, in a loop of
+    its own; may be left out.
     """
     bars, tiles = program.bars, program.tiles
     at = await_queries(q_step, ME, program, config)
@@ -308,9 +311,16 @@ def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: 
             q_step += 1
             at = await_queries(q_step, ME, program, config)
         first = step
-        for s in range(first, stop):
+        masked_end = stop
+        if FREE is not None:
+            masked_end = gl.minimum(gl.maximum(FREE(n, stop, span), first), stop)
+        for s in range(first, masked_end):
             p, acc, row_max, row_sum = attend_step(tiles.q.index(at), p, acc, row_max, row_sum, s, last_step,
                                                    PLACE(n, s, first, stop, span), scale, program, config)
+        if FREE is not None:
+            for s in range(masked_end, stop):
+                p, acc, row_max, row_sum = attend_step(tiles.q.index(at), p, acc, row_max, row_sum, s, last_step, 0, scale, program,
+                                                       config, MASKED=False)
         step = gl.maximum(step, stop)
     mbarrier.arrive(bars.q_empty.index(at), count=1)
     acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, last_step, scale, program, config)
