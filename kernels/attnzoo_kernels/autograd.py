@@ -1,5 +1,5 @@
-"""Operators for autograd, all made alike: eager mode takes a plain `autograd.Function`, because the dispatcher and its binding of
-signatures take longer than a launch; torch.compile sees custom operators. Triton is imported behind both."""
+"""How all operators are made for autograd. Eager mode uses a plain `autograd.Function`, because the dispatcher and its binding of
+signatures take longer than a launch. torch.compile sees custom operators. Triton is imported only in the functions behind both."""
 
 import functools
 import inspect
@@ -29,8 +29,8 @@ def custom_op(name: str, function: Callable, fake: Callable) -> Any:
 
 
 def readable(*tensors: int, like: tuple[int, ...]) -> Callable:
-    """Gives a launch copies of those of its arguments, by position, that TMA cannot read: q, k, v and others as `launch.readable` has them.
-    Its first results become as wide as the arguments `like`."""
+    """Wraps a launch: copies are made of those of its arguments (q, k, v and others, by position) that TMA cannot read, as in
+    `launch.readable`. The launch's first results are cut to the widths of the arguments `like`."""
     def wrap(function: Callable) -> Callable:
         @functools.wraps(function)
         def call(*inputs):
@@ -66,7 +66,7 @@ def forward_only(name: str, function: Callable, fake: Callable) -> Callable:
 
 
 def refuse_wrapped(name: str, *inputs: Any) -> None:
-    """An operator whose parts have no derivative takes no tensors of torch.func's transforms."""
+    """Raises for tensors of torch.func's transforms, for an operator whose parts have no derivative."""
     if not compiling() and torch._C._are_functorch_transforms_active() and any(
             is_functorch_wrapped_tensor(x) for x in inputs if isinstance(x, Tensor)):
         raise NotImplementedError(f'{name}: the kernel takes no tensors of torch.func.grad, jvp or vmap; impl="reference" does')
@@ -74,10 +74,10 @@ def refuse_wrapped(name: str, *inputs: Any) -> None:
 
 def differentiable(name: str, operator: str, function: Callable, fake: Callable, setup_context: Callable, backward: Callable,
                    gradients: Callable, compiled_gradients: Callable, eager: Callable | None = None, once: bool = True) -> Callable:
-    """An operator with a derivative: a function of `function`'s arguments. eager: what eager mode takes in its place.
+    """An operator with a derivative: a function that takes `function`'s arguments. eager: the function that eager mode calls instead.
 
-    backward(gradients, ctx, *grads) gives the gradients of all arguments by `gradients` in eager mode and by `compiled_gradients`, custom
-    operators, under torch.compile. operator: its public name, for messages. once: the derivative has none itself.
+    backward(gradients, ctx, *grads) gives the gradients of all arguments. Its `gradients` is `gradients` in eager mode and the custom
+    operators `compiled_gradients` under torch.compile. operator: its public name, for messages. once: the derivative has no derivative.
     """
     op = custom_op(name, function, fake)
     op.register_autograd(functools.partial(backward, compiled_gradients), setup_context=setup_context)
@@ -96,24 +96,24 @@ def differentiable(name: str, operator: str, function: Callable, fake: Callable,
 
 
 def fake_softmax(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The fake of an operator whose results are output, LSE and statistics of a softmax, as `_triton.call.outputs` has them."""
+    """The fake of an operator that returns output, LSE and statistics of a softmax, shaped as in `_triton.call.outputs`."""
     lse = q.new_empty(lse_shape(q, q.dim() == 3), dtype=torch.float32)
     return q.new_empty(*q.shape[:-1], v.shape[-1]), lse, lse.new_empty(2, *lse.shape)
 
 
 def fake_gradients(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    """That of their gradients."""
+    """The fake of the gradients of q, k and v."""
     return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
 def differentiable_softmax(name: str, forward: Callable, gradients: Callable, tensors: int, *, learned: bool = False,
                            fake: Callable = fake_softmax, fake_backward: Callable = fake_gradients, forward_op: Callable | None = None,
                            backward_op: Callable | None = None) -> Callable:
-    """`differentiable` for forward(q, k, v, *tensors, *options) -> (output, LSE, statistics) with as many other tensors, and
-    gradients(grad_out, grad_lse, q, k, v, output, statistics, *tensors, *options) -> (dq, dk, dv).
+    """`differentiable` for forward(q, k, v, *tensors, *options) -> (output, LSE, statistics), where `tensors` is the number of other
+    tensors, and gradients(grad_out, grad_lse, q, k, v, output, statistics, *tensors, *options) -> (dq, dk, dv).
 
-    learned: the first of the tensors has a gradient, too, the fourth one; whether it is wanted stands before the options. The others have
-    none. forward_op, backward_op: what torch.compile sees in place of `forward` and `gradients`.
+    learned: the first of the other tensors has a gradient, too, which is the fourth one; a flag before the options says whether it is
+    wanted. The others have none. forward_op, backward_op: what torch.compile sees in place of `forward` and `gradients`.
     """
     def setup_context(ctx, inputs, output):
         ctx.options = inputs[3 + tensors:]
@@ -134,7 +134,7 @@ def eager_function(operator: str, function: Callable, prepare: Callable, derive:
     def launch(*inputs):
         return function(*inputs)
 
-    # autograd binds the arguments to it in every call: to that of `function`, made anew, it takes as long as a launch
+    # autograd binds the arguments to the signature in every call; without this it would compute it anew, which takes as long as a launch
     launch.__signature__ = inspect.signature(launch)
 
     class Eager(torch.autograd.Function):
@@ -154,14 +154,14 @@ def eager_function(operator: str, function: Callable, prepare: Callable, derive:
 
 
 def refuse_second_derivative(operator: str) -> None:
-    """In a backward: autograd enables gradients there where it is asked for a graph of them, which kernels do not give."""
+    """To be called in a backward. Gradients are enabled there only if a graph of the gradients was asked for, which kernels cannot give."""
     if torch.is_grad_enabled():
         raise NotImplementedError(f'{operator}: the kernels have no second derivative, which create_graph=True asks for (so does '
                                   'torch.func.grad); impl="reference" has')
 
 
 def refuse_derivatives(operator: str, way_out: str, **tensors: Tensor | None) -> None:
-    """For what has no derivative at all: tensors that require one, or carry a forward-mode tangent, are named."""
+    """For operators without a derivative: raises for tensors that require a gradient or have a forward-mode tangent, and names them."""
     for name, x in tensors.items() if torch.is_grad_enabled() else ():
         if x is not None and x.requires_grad:
             raise NotImplementedError(f"{name}: requires a gradient, which {operator} does not have; call it under torch.no_grad(), "
@@ -170,7 +170,7 @@ def refuse_derivatives(operator: str, way_out: str, **tensors: Tensor | None) ->
 
 
 def refuse_tangents(operator: str, way_out: str, **tensors: Tensor | None) -> None:
-    if getattr(forward_ad, "_current_level", 0) < 0 or compiling():  # a microsecond less for each tensor
+    if getattr(forward_ad, "_current_level", 0) < 0 or compiling():  # saves a microsecond for each tensor
         return
     for name, x in tensors.items():
         if x is not None and forward_ad.unpack_dual(x).tangent is not None:

@@ -10,7 +10,7 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 NUMBERS = (float, int, torch.SymFloat, torch.SymInt, numbers.Real)  # the common ones first
 INTEGERS = (int, torch.SymInt, numbers.Integral)
-UNLIMITED = 2**30  # a window from here on: kernels add positions to it in 32 bits
+UNLIMITED = 2**30  # larger windows are unlimited, because kernels add positions to them in 32 bits
 
 
 def choice(name: str, value, choices: tuple) -> None:
@@ -87,8 +87,8 @@ def softmax_scale(value: float | None, head_dim: int) -> float:
 
 
 def positive_scale(softmax_scale: float, *queries: Tensor) -> tuple:
-    """The scale and the queries as kernels take them: they scale a row's maximum, which a scale that is not positive would make its
-    minimum, so that its sign goes into the queries."""
+    """The scale and the queries as the kernels need them. Kernels scale a row's maximum, so the scale must be positive: else the maximum
+    would become the minimum. A negative sign is moved into the queries; 0 becomes 1, with queries of 0."""
     if softmax_scale > 0:
         return softmax_scale, *queries
     return abs(softmax_scale) or 1.0, *(q * -1.0 if softmax_scale < 0 else q * 0.0 for q in queries)
@@ -138,7 +138,7 @@ def whole_numbers(name: str, x: Tensor, other: Tensor, shape: tuple[int, ...], o
 
 
 def rising(name: str, cu_seqlens: Tensor, total: int | None = None) -> list[int] | None:
-    """What cu_seqlens holds, where looking costs no wait: on a CPU."""
+    """The values of cu_seqlens as a list, if reading them does not wait for a device, that is, on a CPU."""
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     bounds = cu_seqlens.tolist()
@@ -161,7 +161,7 @@ def attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seql
                      unpacked="; packed input needs cu_seqlens_q and cu_seqlens_k", by_ranges=False, narrow=None) -> bool:
     """Shapes, dtypes, devices and strides of q, k, v, which the operator calls `names`; returns whether they are packed.
 
-    unpacked: the way out for packed tensors without cu_seqlens. by_ranges: they are packed, and key ranges stand in cu_seqlens' place.
+    unpacked: what to advise for packed tensors without cu_seqlens. by_ranges: they are packed, with key ranges in place of cu_seqlens.
     narrow: a dtype that k and v may have in place of q's.
     """
     q_name, k_name, v_name = names
@@ -236,7 +236,7 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor, shape: tuple[int
 
 
 def no_gradient(**tensors: Tensor | None) -> None:
-    """Tensors for which only the reference has a gradient."""
+    """Refuses gradients for tensors for which only the reference has one."""
     for name, x in tensors.items():
         if x is not None and x.requires_grad:
             raise NotImplementedError(f'{name}: only impl="reference" has a gradient for it; detach it or use that')

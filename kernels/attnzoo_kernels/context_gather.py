@@ -1,7 +1,7 @@
-"""What `context_parallel.attend` does with autograd: keys of all ranks in the forward and again in the backward, and sums of gradients.
+"""How `context_parallel.attend` uses autograd: it gathers all ranks' keys in the forward and again in the backward, and sums gradients.
 
-With groups of heads the collectives of one group run beside the attention of another. Autograd runs the nodes that are ready from the
-newest to the oldest one, so the backward has the groups in reverse order, on all ranks alike:
+With groups of heads, the collectives of one group overlap with the attention of another. Autograd runs nodes that are ready from the
+newest to the oldest, so the backward has the groups in reverse order, on all ranks alike:
 
     ReduceGradients   forward: begins to gather all groups            backward: the last sums, of all groups
     Gather            forward: waits for its group                    backward: begins to exchange its group's gradients
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 
 class Gathered:
-    """Ranges of the tokens of all ranks, by rank, of each of some tensors, by groups of heads.
+    """The token ranges that each rank needs, gathered from all ranks, for some tensors (such as keys and values), by groups of heads.
 
-    The memory of a group that has been released is given back until the backward wants it.
+    The memory of a released group is freed until the backward needs it again.
     """
 
     def __init__(self, plan: "ContextParallel", dim: int, ranges: Sequence[Sequence["Range"]], own: Sequence[Tensor], groups: int = 1):
         self.plan, self.dim, self.ranges, self.groups = plan, dim, ranges, groups
         self.own, self.needs_gradient = tuple(x.detach() for x in own), tuple(x.requires_grad for x in own)
         most = max(sum(end - first for first, end in of_rank) for of_rank in ranges)
-        # else each range comes by itself, where that is less
+        # whether all tokens are gathered; else only the ranges are exchanged, where these are fewer tokens
         self.all = most >= plan.ranks * plan.local or not any(first for of_rank in ranges for first, _ in of_rank)
-        # tensors of a dtype travel together, because collectives are the faster the larger; but all heads of all tokens need no copy
+        # tensors of one dtype share a collective, because larger ones are faster; but all heads of all tokens are sent without a copy
         self.bundles = [[i] for i in range(len(own))]
         if groups > 1 or not self.all:
             self.bundles = [[i for i, x in enumerate(own) if x.dtype == dtype] for dtype in dict.fromkeys(x.dtype for x in own)]
-        self.buffers: list[list[list[Tensor]]] = [[] for _ in range(groups)]  # of each group and tensor, the whole or its ranges
+        self.buffers: list[list[list[Tensor]]] = [[] for _ in range(groups)]  # by group and tensor: the whole tensor, or its ranges
         self.missing = set(range(groups))
-        self.begun: dict[int, list[Callable]] = {}  # what waits for a group's keys
-        self.exchanged: list[tuple[int, list[int], Callable[[], list[Tensor]]]] = []  # group, tensors, and what waits for their sums
+        self.begun: dict[int, list[Callable]] = {}  # by group: functions that wait for its keys
+        self.exchanged: list[tuple[int, list[int], Callable[[], list[Tensor]]]] = []  # (group, tensors, function that waits for their sums)
         self.gradients: list[Tensor | None] = [None] * len(own)
 
     def heads(self, x: Tensor, group: int) -> Tensor:
@@ -51,7 +51,7 @@ class Gathered:
         return x.narrow(self.dim + 1, group * heads, heads)
 
     def begin(self, order: Sequence[int]) -> None:
-        """Begins to gather the groups that are not there, to be used in this order. One group has nothing to hide behind."""
+        """Begins to gather the missing groups, which will be used in this order. With one group there is nothing to overlap with."""
         if self.groups > 1:
             for group in order:
                 if group in self.missing and group not in self.begun:
@@ -61,11 +61,11 @@ class Gathered:
         own = [self.heads(self.own[i], group) for i in bundle]
         if self.all:
             return self.plan.gather_into(own, self.dim, self.groups > 1)
-        own = [x.contiguous() for x in own]  # so that pieces of it are
+        own = [x.contiguous() for x in own]  # so that slices of it are contiguous, too
         return self.plan.exchange_into(own, self.ranges, self.dim, self.groups > 1)
 
     def gather(self, group: int) -> None:
-        """The device waits until the group is there."""
+        """Makes the device wait until the group has been gathered."""
         begun = self.begun.pop(group, None)
         into = [self._memory(group, i) for i in range(len(self.own))]
         for number, bundle in enumerate(self.bundles):
@@ -74,7 +74,7 @@ class Gathered:
         self.missing.discard(group)
 
     def _memory(self, group: int, i: int) -> list[Tensor]:
-        """Where a tensor's whole or ranges go."""
+        """The buffers for a tensor: for the whole of it, or for its ranges."""
         if len(self.buffers[group]) == i:
             x = self.heads(self.own[i], group)
             mine = self.ranges[self.plan.rank]
@@ -83,11 +83,11 @@ class Gathered:
         for buffer in self.buffers[group][i]:
             if buffer.untyped_storage().nbytes() == 0:
                 buffer.untyped_storage().resize_(buffer.nbytes)
-        # .data, because what autograd saved of them is the same again
+        # .data hides the writes from autograd; the buffers get the values that autograd saved
         return [buffer.data for buffer in self.buffers[group][i]]
 
     def seen(self, group: int) -> tuple[Tensor, ...]:
-        """This rank's ranges, of all tensors one after the other."""
+        """This rank's ranges: of each range, all tensors."""
         return tuple(buffers[0].narrow(self.dim, first, end - first) if self.all else buffers[index]
                      for index, (first, end) in enumerate(self.ranges[self.plan.rank]) for buffers in self.buffers[group])
 
@@ -98,7 +98,7 @@ class Gathered:
 
     def reduce(self, group: int, gradients: Sequence[Tensor]) -> None:
         """Begins to sum up a group's gradients, which are in the order of `seen`."""
-        self.collect()  # the group before had this one's attention to hide behind, and gives its memory back
+        self.collect()  # the group before overlapped with this one's attention; now its memory is freed
         for bundle in self.bundles:
             if chosen := [i for i in bundle if self.needs_gradient[i]]:
                 of_each = [gradients[i :: len(self.own)] for i in chosen]
@@ -107,7 +107,7 @@ class Gathered:
                     self.collect()
 
     def collect(self) -> None:
-        """Waits for the sums that are under way."""
+        """Waits for the sums that were begun."""
         for group, chosen, finish in self.exchanged:
             for i, sums in zip(chosen, finish(), strict=True):
                 if self.gradients[i] is None:
@@ -133,7 +133,8 @@ class Gathered:
 
 
 class ReduceGradients(torch.autograd.Function):
-    """A link to each group's `Gather`, so that the gradients, which come by `Gathered`, are taken behind all groups."""
+    """Links each group's `Gather` to the rank's own tensors, so that their gradients, which are collected in `Gathered`, are taken after
+    those of all groups."""
 
     @staticmethod
     def forward(ctx, gathered: Gathered, *own: Tensor) -> tuple[Tensor, ...]:
@@ -151,7 +152,7 @@ class ReduceGradients(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """A rank's ranges of each tensor, of one group; each has a gradient of its own."""
+    """A rank's ranges of each tensor, for one group of heads. Each range has a gradient of its own."""
 
     @staticmethod
     def forward(ctx, gathered: Gathered, group: int, link: Tensor) -> tuple[Tensor, ...]:
@@ -169,7 +170,7 @@ class Gather(torch.autograd.Function):
 
 
 class GatherAgain(torch.autograd.Function):
-    """The identity, whose backward has again what the attention before it has saved."""
+    """The identity. Its backward gathers again what the attention before it has saved."""
 
     @staticmethod
     def forward(ctx, gathered: Gathered, group: int, *outs: Tensor) -> tuple[Tensor, ...]:
@@ -184,7 +185,7 @@ class GatherAgain(torch.autograd.Function):
 
 
 class SplitPieces(torch.autograd.Function):
-    """`Gathered.split`, whose backward writes the gradient once."""
+    """`Gathered.split`, with a backward that writes the gradient once."""
 
     @staticmethod
     def forward(ctx, gathered: Gathered, x: Tensor) -> tuple[Tensor, ...]:

@@ -1,11 +1,11 @@
 """Context parallelism: several devices attend to one sequence, each for a part of the queries, by the same operators as one device.
 
-Keys and values are gathered, each device calls an operator for its own queries over them, and their gradients are summed up in float32 in
-the order of the ranks. So the forward sees the same keys in the same order as on one device, and no partial outputs are merged.
+Keys and values are gathered, and each device calls an operator for its own queries over them. Their gradients are summed in float32 in the
+order of the ranks. So the forward reads the same keys in the same order as on one device, and no partial outputs are merged.
 
-The tokens of one global order (a packed stream, or the rows of a dense batch) are cut into equal chunks. Each rank holds equally many of
-them, one behind the other (`context_placement`): by default two, so that all ranks have equally many causal pairs of one sequence. The
-chunks of packed documents can be dealt by their pairs. The gather is that of Llama 3 (arXiv:2407.21783, section 3.3.2).
+The tokens of one global order (a packed stream, or the rows of a dense batch) are cut into equal chunks. Each rank holds the same number of
+chunks, one after the other (`context_placement`). By default it holds two, such that all ranks have equally many causal pairs of one
+sequence. The chunks of packed documents can be dealt by their pairs. The gather is that of Llama 3 (arXiv:2407.21783, section 3.3.2).
 
     plan = ContextParallel(total, group)
     q, k, v = (plan.shard(x, dim=0) for x in whole)  # or made from the rank's own tokens
@@ -38,7 +38,7 @@ class ContextParallel(Placement):
 
     total, chunk, owned, documents: as in `Placement`; the same on all ranks.
     group: a process group, or a DeviceMesh of one dimension; None for all processes.
-    keep_keys: keep the gathered keys and values for the backward. Else only the rank's own ones are kept, and the backward gathers again.
+    keep_keys: keep the gathered keys and values for the backward; else only the rank's own are kept, and the backward gathers them again.
     """
 
     def __init__(self, total: int, group: dist.ProcessGroup | DeviceMesh | None = None, *, chunk: int | None = None,
@@ -49,15 +49,15 @@ class ContextParallel(Placement):
 
     def attend(self, attention: Callable[..., Tensor], queries: Sequence[Tensor], keys: Sequence[Tensor],
                parts: Sequence[Part], groups: int = 1) -> Tensor:
-        """attention(part, *queries, *keys) of all parts, one behind the other like the rank's own tokens.
+        """The outputs of attention(part, *queries, *keys) for all parts, concatenated in the order of the rank's own tokens.
 
         queries, keys: of the rank's own tokens, (batch, tokens, ...), or (tokens, ...) where the parts are packed. Attention is given a
             part's queries, and of all ranks' keys `part.keys`. Everything that belongs to a query goes with the queries.
         parts: from `parts`. Gradients of `keys` are sums over the ranks, so all ranks must run the backward. Those of anything else that
             `attention` reads, such as weights, are this rank's share.
-        groups: so many groups of heads are attended one after the other, while the keys of later ones and the gradients of earlier ones
-            travel. Each of the queries, the keys and the output then has its heads behind the tokens, and `groups` must divide them all.
-            Attention is given one group's, and takes from what else it has by head `part.own_heads`. All ranks need the same number.
+        groups: heads are attended to in so many groups, one after the other, while the keys of later groups and the gradients of earlier
+            ones are in transit. Queries, keys and output must then have their heads after the tokens, and `groups` must divide the numbers
+            of heads. Attention gets one group's heads; for other tensors by head it uses `part.own_heads`. All ranks need the same number.
         """
         checks.integer("groups", groups, 1)
         dim = 0 if parts[0].lengths else 1
@@ -73,7 +73,7 @@ class ContextParallel(Placement):
         links = ReduceGradients.apply(gathered, *keys)
         chunks = self.local // self.chunk
         pieces = [SplitPieces.apply(gathered, x) for x in queries]
-        # what is computed again inside of a backward is read by that one
+        # keys that are gathered in a recomputation inside a backward are used by that backward
         give_back = not self.keep_keys and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
         outs: list[Tensor] = []
         for group, link in enumerate(links):
@@ -89,13 +89,13 @@ class ContextParallel(Placement):
         return JoinPieces.apply(gathered, *outs)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """The whole of x along its dimension `dim`, 0 or 1, whose own part each rank has. Its gradient is the sum over the ranks."""
+        """The whole of x along its dimension `dim`, 0 or 1, from the ranks' own parts. Its gradient is the sum over the ranks."""
         gathered = Gathered(self, dim, [((0, self.total),)] * self.ranks, (x,))
         return Gather.apply(gathered, 0, *ReduceGradients.apply(gathered, x))[0]
 
     def gather_into(self, own: Sequence[Tensor], dim: int, later: bool) -> Callable[[Sequence[Sequence[Tensor]]], None]:
-        """Begins to fetch the chunks of all ranks. What is returned waits for them and puts them into a whole of each tensor, in the global
-        order, with padding. later: the device may compute meanwhile. The tensors have one dtype."""
+        """Begins to fetch the chunks of all ranks. Returns a function that waits for them and writes whole tensors, in the global order,
+        with padding. later: the device may compute meanwhile. All tensors have the same dtype."""
         # (a rank's chunks, ..., chunk, ...), so that chunks of all ranks are rows, whatever else they hold
         own = [x.unflatten(dim, (len(self.chunks), self.chunk)).movedim(dim, 0) for x in own]
         sizes = [x[0].numel() for x in own]
@@ -121,7 +121,7 @@ class ContextParallel(Placement):
 
     def exchange_into(self, own: Sequence[Tensor], ranges: Sequence[Sequence[Range]], dim: int,
                       later: bool) -> Callable[[Sequence[Sequence[Tensor]]], None]:
-        """The same of what this rank's ranges are; each has a place of its own. ranges: by rank."""
+        """Like gather_into, for this rank's ranges only; each is written to a tensor of its own. ranges: by rank."""
         given = [self._pieces(ranges[rank], self.rank) for rank in range(self.ranks)]
         mine = [self._pieces(ranges[self.rank], owner) for owner in range(self.ranks)]
         sent = [x.narrow(dim, place, size) for pieces in given for x in own for _, _, place, size in pieces]
@@ -150,7 +150,7 @@ class ContextParallel(Placement):
 
         def finish() -> list[Tensor]:
             sums = [torch.zeros(shape, dtype=wide, device=device) for shape in shapes]
-            # what is added at once: a range of a rank has each token once
+            # one addition for each range of a rank, which has each token once
             together: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
             places = ((x, rank, piece) for rank, pieces in enumerate(mine) for x in sums for piece in pieces)
             for (x, rank, (index, _, place, size)), piece in zip(places, received(wide), strict=True):
@@ -180,7 +180,7 @@ class ContextParallel(Placement):
         given, mine: by rank, what goes there and what comes, of each tensor. widths: of each tensor, numbers of a token in all rows.
         """
         lengths = [[[width * size for width in widths for *_, size in pieces] for pieces in ranks] for ranks in (mine, given)]
-        flat = sent[0].new_empty(sum(map(sum, lengths[1])))  # never empty: a rank sees its own tokens
+        flat = sent[0].new_empty(sum(map(sum, lengths[1])))  # never empty, because a rank sees its own tokens
         # in few launches, where the pieces are contiguous
         targets = flat.split([n for pieces in lengths[1] for n in pieces])
         torch._foreach_copy_([target.view(x.shape) for target, x in zip(targets, sent, strict=True)], sent)

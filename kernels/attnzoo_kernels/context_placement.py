@@ -22,18 +22,19 @@ from attnzoo_kernels import checks
 
 Range = tuple[int, int]  # the first token, and the end
 Owned = tuple[tuple[int, ...], ...]  # by rank its chunks
-MULTIPLE = 128  # tiles of queries begin in a chunk where they begin on one device
+MULTIPLE = 128  # chunks begin at multiples of this, so that tiles of queries begin where they begin on one device
 
 
 class Part(NamedTuple):
     """One of a rank's chunks, as queries, and the keys that they may see.
 
-    index: its number among the rank's chunks. begin: its first token in the global order. queries: tokens of it. keys: the first of them
-        and their end, in that order.
-    lengths: of packed sequences, the arguments cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k of the operators; else empty.
-        Every sequence of the stream is in them, in its place. Those before the chunk have keys and no queries, those behind it neither.
+    index: the chunk's number among the rank's chunks. begin: its first token in the global order. queries: number of its tokens. keys:
+        (first, end) of the keys in the global order.
+    lengths: for packed sequences the operators' arguments cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k; else empty. They
+        contain every sequence of the stream, in its place. Sequences before the chunk have keys but no queries, those after it have
+        neither.
     of_ranks: `keys` of all parts of every rank.
-    head_group, head_groups: which group of heads these are, and of how many equal ones (`ContextParallel.attend`).
+    head_group, head_groups: the number of this group of heads, and how many equal groups there are (`ContextParallel.attend`).
     """
 
     index: int
@@ -46,7 +47,7 @@ class Part(NamedTuple):
     head_groups: int = 1
 
     def own_heads(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Of something that all heads have along a dimension, such as sinks or slopes, what belongs to this group's heads: a view."""
+        """The part of x, which has all heads along a dimension (such as sinks or slopes), that belongs to this group's heads; a view."""
         if x.shape[dim] % self.head_groups:
             raise ValueError(f"x: dimension {dim} must be divisible by the {self.head_groups} groups of heads, got shape {tuple(x.shape)}")
         heads = x.shape[dim] // self.head_groups
@@ -74,7 +75,7 @@ class Placement:
         self.total, self.ranks, self.rank = total, ranks, rank
         self.chunks = self.owned[rank]
         self.chunk = _chunk(total, ranks, len(self.chunks), chunk)
-        # where in the order of the ranks each chunk stands
+        # each chunk's position in the order of the ranks
         self.places = sorted(range(ranks * len(self.chunks)), key=list(itertools.chain(*self.owned)).__getitem__)
         self._bounds = None if documents is None else [0, *itertools.accumulate(_checked_documents(documents, total))]
 
@@ -103,7 +104,7 @@ class Placement:
 
         causal: queries of a chunk are the last ones of the keys up to the chunk's end, so that masks aligned to the bottom right are the
             whole sequence's. Otherwise all keys are seen, and no mask may depend on positions.
-        window: so many keys before its own does a causal query see at most; -1 is unlimited. What lies before is not gathered.
+        window: how many keys before its own a causal query sees at most; -1 is unlimited. Keys before these are not gathered.
         cu_seqlens, max_seqlen: of the whole packed stream, as the operators take them; None if dense. The host waits for nothing.
         """
         _check_window("window", window, causal)
@@ -121,7 +122,7 @@ class Placement:
         first, last = (0, self.total) if self._bounds is None else self._documents_of(begin, end)
         if causal:
             first, last = max(first, begin - window if window >= 0 else 0), end
-        # tiles of keys begin where they begin without a window, and as many addresses are multiples of 16 bytes
+        # rounded down, so that tiles of keys begin where they begin without a window, and addresses stay multiples of 16 bytes
         step = math.gcd(self.chunk, MULTIPLE)
         return first // step * step, last
 

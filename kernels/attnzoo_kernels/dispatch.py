@@ -1,4 +1,4 @@
-"""Which implementation takes a call, by predicates, and which ones took the calls of this process, for records of runs and benchmarks."""
+"""Which implementation takes a call. It also records which ones took the calls of this process, for logs of runs and for benchmarks."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ _asked = threading.local()
 
 
 class NotTaken(NotImplementedError):
-    """An implementation that was named does not take a call."""
+    """The implementation that impl names does not support the call."""
 
     def __init__(self, impl: str, reason: str, way_out: str = ""):
         super().__init__(f'impl="{impl}" does not take this call: {reason}{way_out}')
@@ -27,13 +27,13 @@ class NotTaken(NotImplementedError):
 
 
 class _Taken(Exception):
-    """The answer where a call was only asked about."""
+    """Raised in place of computing, to answer that an implementation takes a call that was only asked about."""
 
 
 def takes_cpu(impl: str | None, name: str, x: Tensor, reason: str | None = None) -> bool:
-    """Whether the path for CPUs takes a call: where it is named, or nothing is and x, the argument `name`, is on a CPU. `reason`: why it
-    does not take the call, if so; then NotTaken says it where the path is named. float64, in which derivatives are checked, second ones
-    too, is the reference's."""
+    """Whether the path for CPUs takes a call: if impl names it, or is None and x, the argument `name`, is on a CPU. `reason`: why the path
+    does not support the call, or None; if the path is named, NotTaken gives this reason. float64, in which derivatives are checked, second
+    ones too, goes to the reference."""
     if impl not in (None, "cpu"):
         return False
     if x.device.type != "cpu":
@@ -49,9 +49,9 @@ def takes_cpu(impl: str | None, name: str, x: Tensor, reason: str | None = None)
 
 def takes_reference(operator: str, impl: str | None, name: str, x: Tensor, choices: tuple[str, ...] = IMPLEMENTATIONS,
                     dtypes: tuple[torch.dtype, ...] | None = checks.DTYPES[:3]) -> bool:
-    """Whether plain PyTorch takes a call: where it is named, or nothing is and the tensors are not on a GPU (nor
-    taken by the path for CPUs, which is asked first). Else the kernels do, and what
-    they ask of the argument `name`, which is x, is looked at here: a device, and one of `dtypes`. `choose` looks at the rest."""
+    """Whether plain PyTorch takes a call: if impl names it, or is None and x is not on a GPU. (The path for CPUs is asked before.)
+    Otherwise the kernels take it, and this checks what they need of x, the argument `name`: its device, and one of `dtypes`. `choose`
+    checks the rest."""
     checks.choice("impl", impl, choices)
     if impl == "reference" or impl is None and not x.is_cuda:
         if not torch.compiler.is_compiling():
@@ -68,12 +68,13 @@ def takes_reference(operator: str, impl: str | None, name: str, x: Tensor, choic
 
 
 def without_autocast(reference: Callable) -> Callable:
-    """A reference whose first argument tells the device. It computes in its inputs' dtype, as the kernels do, also under autocast."""
+    """Wraps a reference, so that it computes in its inputs' dtype even under autocast, as the kernels do. Its first argument tells the
+    device."""
 
     @functools.wraps(reference)
     def call(*inputs: Any, **options: Any) -> Any:
         x = inputs[0] if inputs else next(iter(options.values()))
-        if x.device.type == "meta":  # has no autocast
+        if x.device.type == "meta":  # the meta device has no autocast
             return reference(*inputs, **options)
         with torch.autocast(x.device.type, enabled=False):
             return reference(*inputs, **options)
@@ -83,9 +84,9 @@ def without_autocast(reference: Callable) -> Callable:
 
 def choose(call: str, impl: str | None, why_not_gluon: Callable[[], str | None] = lambda: "there is none",
            others: str = 'impl=None or "triton"') -> str:
-    """The kernels that take a call such as "flash forward": Gluon's where `why_not_gluon` has nothing against it, else plain Triton's.
+    """The kernels that take a call such as "flash forward": "gluon" if `why_not_gluon` gives no reason against it, else "triton".
 
-    Those that are named take it, or NotTaken says why they do not, and which `others` do.
+    If impl names kernels that do not support the call, NotTaken gives the reason, and says which `others` do.
     """
     reason = "" if impl == "triton" else why_not_gluon() if gluon_loads() else "it does not work with the Triton that is installed"
     if impl == "gluon" and reason is not None:
@@ -96,7 +97,7 @@ def choose(call: str, impl: str | None, why_not_gluon: Callable[[], str | None] 
 
 
 def choose_backward(call: str, impl: str | None, why_not_gluon: Callable[[], str | None]) -> str:
-    """As choose, but what Gluon's backward does not take goes to plain Triton's, whichever kernels took the forward."""
+    """Like choose, but a call that Gluon's backward does not support goes to plain Triton's, whichever kernels took the forward."""
     return choose(call, "triton" if impl == "triton" else None, why_not_gluon)
 
 
@@ -107,7 +108,7 @@ def why_not_gluon(operator: Callable, *inputs: Any, **options: Any) -> str | Non
 
 
 def why_not(impl: str, operator: Callable, *inputs: Any, **options: Any) -> str | None:
-    """As why_not_gluon, of those kernels that `impl` names, and with gradients where they are enabled."""
+    """Like why_not_gluon, for the kernels that `impl` names, and with gradients if these are enabled."""
     _asked.now = True
     try:
         operator(*inputs, **options, impl=impl)
@@ -127,7 +128,7 @@ def asking() -> bool:
 
 @functools.cache
 def gluon_loads() -> bool:
-    """Whether the Gluon kernels can be used with the Triton that is installed; says so once where they cannot."""
+    """Whether the Gluon kernels work with the Triton that is installed. If not, it warns once."""
     try:
         from attnzoo_kernels._gluon.hopper import TRIED, version_is_tried
     except (ImportError, AttributeError) as error:
@@ -141,7 +142,7 @@ def gluon_loads() -> bool:
 
 
 def note(call: str, impl: str) -> str:
-    """Writes down that a call such as "flash backward" took an implementation such as "gluon"; returns that."""
+    """Records that a call such as "flash backward" took an implementation such as "gluon"; returns the implementation."""
     _taken.setdefault(call, set()).add(impl)
     return impl
 

@@ -1,11 +1,11 @@
 """Attention dropout's mask by Philox4x32-7 (Salmon et al. 2011), indexed by position: the kernels' mask in plain PyTorch.
 
-Element (b, h, i, j) reads a 15-bit field of the four words of philox(key=seed, counter=(j', i', b * heads + h, offset)), where i' is
-i without its bit 3 and j' is j without its bits 4, 3 and 0, which choose the field. So the mask depends neither on tiles nor on lengths,
-and one call serves 16 elements, which lie in one thread of a matrix product. Fields are the halves of a word, and of the word turned by a
-byte, less their first bits: seven bits of a field are its own, the last eight a neighbour's. Each element stays with the exact probability,
-a multiple of 2**-15, and two that share bits are nearly independent: their covariance is below 2**-8. Seven rounds are the fewest that
-Philox's authors found to pass BigCrush.
+Element (b, h, i, j) reads a 15-bit field of the four words of philox(key=seed, counter=(j', i', b * heads + h, offset)). i' is i without
+its bit 3, and j' is j without its bits 4, 3 and 0; these four bits choose the field. So the mask depends neither on tiles nor on lengths,
+and one call of Philox serves 16 elements, which one thread of a matrix product holds. The fields are the two halves of a word, and of the
+word rotated by a byte, each without its first bit: seven bits of a field are its own, the last eight are shared with a neighbour's. Each
+element is kept with the exact probability, a multiple of 2**-15. Two elements that share bits are nearly independent: their covariance is
+below 2**-8. Seven rounds are the fewest with which Philox passed BigCrush in its authors' tests.
 """
 
 import torch
@@ -20,7 +20,7 @@ def new_rng_state(device: torch.device) -> Tensor:
 
 
 def drop_threshold(dropout_p: float) -> int:
-    """A field below this is dropped; keep probability = 1 - threshold / 32768."""
+    """Fields below this are dropped; the probability to be kept is 1 - threshold / 32768."""
     return min(round(dropout_p * 32768), 32767)
 
 

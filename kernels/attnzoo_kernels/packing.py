@@ -24,7 +24,7 @@ def pad_packed(tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Te
     start, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
     index = start[:, None] + position
     real = (index < end[:, None]).view(*index.shape, *(1,) * (tokens.dim() - 1))
-    if tokens.shape[0] == 0:  # one to point at, so that what comes out hangs on the tokens
+    if tokens.shape[0] == 0:  # add one token to index, so that the result still depends on `tokens` for autograd
         tokens = torch.cat([tokens, tokens.new_zeros(1, *tokens.shape[1:])])
     return tokens[index.clamp(max=tokens.shape[0] - 1)].masked_fill(~real, 0)
 
@@ -32,7 +32,7 @@ def pad_packed(tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Te
 def token_positions(cu_seqlens: Tensor, total: int, cu_seqlens_k: Tensor | None = None) -> Tensor:
     """Position of each packed token in its sequence, (total,) int64; with cu_seqlens_k in its sequence of keys, aligned to the end.
 
-    Tokens behind the last sequence continue it.
+    Tokens after the last sequence count as its continuation.
     """
     token = torch.arange(total, device=cu_seqlens.device)
     starts, end = cu_seqlens[:-1].long(), cu_seqlens[1:].long()
@@ -61,7 +61,8 @@ def unpad_packed(rows: Tensor, cu_seqlens: Tensor, total: int, fill: float = 0.0
 
 def padded(of_q: list[Tensor], of_k: list[Tensor], cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int | None,
            max_seqlen_k: int | None) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-    """What lies along the queries and along the keys of a call, packed or dense, as rows (batch, seqlen, ...), and the lengths of both."""
+    """Tensors along the queries and along the keys of a packed or dense call, as padded rows (batch, seqlen, ...), and the lengths of both
+    sides."""
     if cu_seqlens_q is not None:
         of_q = [pad_packed(x, cu_seqlens_q, max_seqlen_q) for x in of_q]
         of_k = [pad_packed(x, cu_seqlens_k, max_seqlen_k) for x in of_k]
@@ -70,7 +71,8 @@ def padded(of_q: list[Tensor], of_k: list[Tensor], cu_seqlens_q: Tensor | None, 
 
 
 def unpadded(out: Tensor, lse: Tensor, cu_seqlens_q: Tensor | None, total: int) -> tuple[Tensor, Tensor]:
-    """The way back, of an output (batch, seqlen, heads, width) and its LSE (batch, heads, seqlen), which becomes (heads, total)."""
+    """The inverse of `padded` for an output (batch, seqlen, heads, width) and its LSE (batch, heads, seqlen), which becomes (heads,
+    total)."""
     if cu_seqlens_q is None:
         return out, lse
     return (unpad_packed(out, cu_seqlens_q, total),

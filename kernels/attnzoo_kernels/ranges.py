@@ -1,4 +1,4 @@
-"""Key ranges: a list, on the device, of which keys packed queries see. What operators do with one on the host."""
+"""Key ranges: a list, on the device, that says which keys packed queries see, and how operators handle it on the host."""
 
 from typing import NamedTuple
 
@@ -13,16 +13,16 @@ WIDTH = 8  # of an entry in the tables
 
 
 class KeyRanges(NamedTuple):
-    """A list of key ranges, and what kernels find their way in it by.
+    """A list of key ranges, and the tables by which kernels search it.
 
     ranges: int32 (n, 5), a row is (q_begin, q_end, k_begin, k_end, kind). Query q_begin + i, which lies before q_end, sees these keys
     k_begin + j, which lie before k_end:
-        FULL (0)             all of them.
+        FULL (0)             all keys of the range.
         CAUSAL (1)           j <= i + (k_end - k_begin) - (q_end - q_begin): the last query sees all, as in a packed causal sequence.
-        CAUSAL_TOP_LEFT (2)  j <= i: query and key begin together.
-    Places count over all packed tokens. Ranges may come in any order, begin and end anywhere, and share queries or keys. One without
-    queries or keys, with an end at or before its begin, is empty. Where several ranges show a query the same key, that key counts once
-    for each, as if it stood there as often; `check` refuses such lists.
+        CAUSAL_TOP_LEFT (2)  j <= i: the first query sees the first key only.
+    Begins and ends count over all packed tokens. Ranges may come in any order, begin and end anywhere, and share queries or keys. A range
+    is empty if an end is at or before its begin. If several ranges show a query the same key, the key counts once for each of them, as if
+    it were repeated; `check` refuses such lists.
     """
 
     ranges: Tensor
@@ -30,9 +30,9 @@ class KeyRanges(NamedTuple):
 
     @classmethod
     def of(cls, ranges: Tensor, *, check: bool = False) -> "KeyRanges":
-        """With tables where a kernel can make them, so that many calls of one list make them once: no wait for the device.
+        """A KeyRanges with tables, if a kernel can make them, so that many calls with one list make them only once. The host does not wait.
 
-        check: also raise ValueError where kinds are none, places are negative or ranges overlap. It waits for the device.
+        check: also raise ValueError for kinds that do not exist, negative places and overlapping ranges. This waits for the device.
         """
         check_form("ranges", ranges)
         checks.flag("check", check)
@@ -51,7 +51,7 @@ def check_form(name: str, ranges: Tensor) -> None:
 
 
 def check_values(ranges: Tensor, total_q: int | None = None, total_k: int | None = None) -> None:
-    """Kinds that there are, and places that are there; waits for the device."""
+    """Raises for kinds that do not exist and for places outside of the tokens; waits for the device."""
     for n, (q_begin, q_end, k_begin, k_end, kind) in enumerate(ranges.tolist()):
         if kind not in (FULL, CAUSAL, CAUSAL_TOP_LEFT):
             raise ValueError(f"ranges: kind must be 0 (full), 1 (causal) or 2 (causal, top left), got {kind} in row {n}")
@@ -63,7 +63,7 @@ def check_values(ranges: Tensor, total_q: int | None = None, total_k: int | None
 
 
 def check_overlap(ranges: Tensor) -> None:
-    """No key is shown to a query twice, whatever the window; waits for the device."""
+    """Raises if ranges show a query the same key twice, whatever the window; waits for the device."""
     q_begin, q_end, k_begin, k_end, _ = ranges.long().unbind(1)
     shift = diagonals(ranges)[1]
     some = (q_begin < q_end) & (k_begin < k_end)
@@ -71,7 +71,7 @@ def check_overlap(ranges: Tensor) -> None:
         mine = slice(first, first + 256)
         last_q = torch.minimum(q_end[mine, None], q_end) - 1
         first_k = torch.maximum(k_begin[mine, None], k_begin)
-        # of what both have, the last query and the first key are the likeliest pair
+        # of the queries and keys that two ranges share, the last query sees the first key if any does
         both = some[mine, None] & some & (torch.maximum(q_begin[mine, None], q_begin) <= last_q)
         both &= (first_k < torch.minimum(k_end[mine, None], k_end)) & (first_k <= last_q + torch.minimum(shift[mine, None], shift))
         pairs = both.triu(first + 1).nonzero().tolist()
@@ -82,14 +82,14 @@ def check_overlap(ranges: Tensor) -> None:
 
 
 def diagonals(ranges: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each range, by places: the key less the query on the diagonal that windows count from, and the largest that is seen."""
+    """For each range, (key - query), by places over all tokens: on the diagonal from which windows count, and the largest that is seen."""
     q_begin, q_end, k_begin, k_end, kind = ranges.long().unbind(1)
     diagonal = torch.where(kind == CAUSAL_TOP_LEFT, k_begin - q_begin, k_end - q_end)
     return diagonal, torch.where(kind == FULL, 2**40, diagonal)
 
 
 def times_seen(ranges: Tensor, rows: int, columns: int, window_size: tuple[int, int]) -> Tensor:
-    """How many ranges show each query each key, int32 (rows, columns): what the list means, in plain PyTorch."""
+    """int32 (rows, columns): how many ranges show each query each key. This defines the meaning of a list, in plain PyTorch."""
     left, right = window_size
     i = torch.arange(rows, device=ranges.device)[:, None]
     j = torch.arange(columns, device=ranges.device)

@@ -1,4 +1,4 @@
-"""A tile by matrix products and one softmax over all parts: for float32 and wider, caps and dropout."""
+"""Computes a tile by matrix products and one softmax over all of its parts: for float32 and wider, softcap and dropout."""
 
 import torch
 from torch import Tensor
@@ -16,11 +16,11 @@ def forward(parts: list[Inputs], rule: Rule) -> tuple[Tensor, Tensor]:
 
 def backward(parts: list[Inputs], rule: Rule, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor,
              lse: Tensor) -> list[Gradients]:
-    """Of each part."""
+    """The gradients of each part."""
     logits, slopes = zip(*(_logits(part, rule) for part in parts), strict=True)
     weights = _softmax(torch.cat(logits, dim=-1), lse)
     grads = torch.cat([_dropped(grad_out @ for_each_head(part.v, part).mT, part) for part in parts], dim=-1)
-    # of the weights themselves, not of the output: exactly 0 is left of a row that sees one key
+    # delta is computed from the weights, not from the output, so that a row that sees one key has gradients of exactly 0
     grads = weights * (grads - (weights * grads).sum(-1, keepdim=True))
     if grad_lse is not None:
         grads = grads + weights * grad_lse.unsqueeze(-1)
@@ -34,7 +34,7 @@ def backward(parts: list[Inputs], rule: Rule, grad_out: Tensor, grad_lse: Tensor
 
 
 def _logits(part: Inputs, rule: Rule) -> tuple[Tensor, Tensor | None]:
-    """And the slope of the cap."""
+    """(logits, the softcap's derivative or None)."""
     logits, slope = (part.q @ for_each_head(part.k, part).mT) * rule.softmax_scale, None
     if rule.softcap > 0:
         capped = torch.tanh(logits / rule.softcap)

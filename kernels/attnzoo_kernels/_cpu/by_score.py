@@ -1,4 +1,4 @@
-"""A tile of weights that each score makes alone, by a sigmoid: parts add up, and nothing is known of a row but its output."""
+"""Computes a tile of sigmoid weights, each from its own score only. The parts' outputs add up, and a row has no statistics."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from attnzoo_kernels._cpu.part import Gradients, Inputs, Rule, for_each_head, su
 
 
 def forward(parts: list[Inputs], rule: Rule) -> tuple[Tensor, Tensor]:
-    """Output, and no log-sum-exp: -inf."""
+    """Output; the log-sum-exp does not exist and is -inf."""
     out = sum(_weights(part, rule) @ for_each_head(part.v, part) for part in parts)
     return out, torch.full_like(out[..., 0], -torch.inf)
 
 
 def backward(parts: list[Inputs], rule: Rule, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> list[Gradients]:
-    """Of each part."""
+    """The gradients of each part."""
     gradients = []
     for part in parts:
         weights = _weights(part, rule)

@@ -1,4 +1,5 @@
-"""A tile by PyTorch's fused CPU kernels, part by part, joined by their log-sum-exps. Scores may be scaled and biased."""
+"""Computes a tile by PyTorch's fused CPU kernels, part by part; the results are merged by their log-sum-exps. Scores may be scaled and
+biased."""
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ def forward(parts: list[Inputs], rule: Rule) -> tuple[Tensor, Tensor]:
 
 def backward(parts: list[Inputs], rule: Rule, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor,
              lse: Tensor) -> list[Gradients]:
-    """Of each part. Weights are made of the log-sum-exp, whose rounding shows where logits are in the hundreds."""
+    """The gradients of each part. Weights are computed from the log-sum-exp, whose rounding is visible if logits are in the hundreds."""
     lse = finite(lse)
     return [_backward_of_part(part, rule, grad_out, grad_lse, out, lse) for part in parts]
 
@@ -45,7 +46,8 @@ def _backward_of_part(part: Inputs, rule: Rule, grad_out: Tensor, grad_lse: Tens
 
 
 def _with_gates(part: Inputs, rule: Rule) -> tuple[Inputs, Rule]:
-    """Gates as two more channels of queries and keys, so that the gradients of these are the sums of the scores' gradients."""
+    """Turns gates into two more channels of queries and keys. The gradients of these channels are then the sums of the scores'
+    gradients."""
     if part.gates is None:
         return part, rule
     q, (k, v) = part.q * rule.softmax_scale, (for_each_head(x, part) for x in (part.k, part.v))
@@ -59,7 +61,7 @@ def _derive(part: Inputs, rule: Rule, grad_out: Tensor, grad_lse: Tensor | None,
     q, k, v, out, grad_out = _alike(*part[:3], out, grad_out)
     dq, dk, dv = _backward(grad_out, q, k, v, out, lse, **options)
     if grad_lse is not None:
-        # weights times k are an output, their transpose times q is a dV; added to the kernel's sum over a row it would lose bits
+        # the LSE's share: weights times k are an output, their transpose times q is a dV; added to the kernel's delta it would lose bits
         of_k, own = _forward(q, k, k, **options)
         of_q = _backward(q * grad_lse.unsqueeze(-1), q, k, torch.zeros_like(k), torch.zeros_like(q), lse, **options)[2]
         dq = dq + of_k * (grad_lse * torch.exp(own - lse) * rule.softmax_scale).unsqueeze(-1)
@@ -69,6 +71,6 @@ def _derive(part: Inputs, rule: Rule, grad_out: Tensor, grad_lse: Tensor | None,
 
 
 def _alike(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """As wide as the widest, as the kernels want it."""
+    """The tensors, padded to the widest of them, as the kernels need it."""
     width = max(x.shape[-1] for x in tensors)
     return tuple(F.pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in tensors)

@@ -1,4 +1,4 @@
-"""Forget gates of a problem: what they add to the scores is the difference of their sums at a query's and at a key's place."""
+"""Forget gates: a score gets the sum of the gates' logarithms at the query's own key minus that at the key."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class Gates(NamedTuple):
-    """c: float64 (batch, heads, len_k), sums of the gates' logarithms along the keys.
-    spread: float64 (batch, heads), how much two scores of a query can differ without gates."""
+    """c: float64 (batch, heads, len_k), cumulative sums of the gates' logarithms along the keys.
+    spread: float64 (batch, heads), how much two scores of a query can differ without gates, at most."""
 
     c: Tensor
     spread: Tensor
@@ -21,14 +21,14 @@ class Gates(NamedTuple):
         return cls(log_f.double().cumsum(1).transpose(1, 2), 2 * abs(softmax_scale) * longest_q * longest_k)
 
     def of(self, positions: slice, keys: slice | Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """c where queries stand and c of keys, both from the first query's on, so that float32 holds what counts of them."""
+        """(c of the queries' own keys, c of the keys), both relative to the first query's, so that float32 is precise where c matters."""
         c = self.c[:, heads]
         start = c[..., positions.start : positions.start + 1]
         return c[..., positions] - start, c[..., keys] - start
 
     def first_key(self, positions: slice, negligible: float) -> list[int]:
-        """By head, the first key whose weight may be above e^-negligible of a row's sum, for any of the queries."""
+        """For each head, the first key whose weight may be more than e^-negligible of a row's sum for any of the queries."""
         least = self.c[..., positions].amax(-1) + self.spread + negligible
-        # not "at most": what is no number passes over nothing
+        # not "<=": with a NaN no key is skipped
         counts = ~(self.c[..., : positions.stop] > least.unsqueeze(-1))
         return counts.any(0).byte().argmax(-1).tolist()

@@ -1,7 +1,8 @@
-"""Attention by tiles of queries behind autograd, for operators that say which tiles there are.
+"""Attention by tiles of queries, behind autograd. An operator gives a generator of its tiles.
 
-Forward and backward go through the tiles one after the other, and the backward computes a tile's scores again, so that memory stays linear
-in the lengths. Everything is computed in the tensors' dtype: an operator widens 16 bits where several results are added up.
+Forward and backward go through the tiles one after the other. The backward computes a tile's scores again, so that memory stays linear in
+the lengths. Everything is computed in the tensors' dtype; an operator converts 16-bit tensors to a wider dtype where it adds up several
+results.
 """
 
 import itertools
@@ -21,16 +22,16 @@ from attnzoo_kernels._cpu.part import Inputs, Rule
 from attnzoo_kernels._cpu.tiles import Call, Part, Tile
 from attnzoo_kernels.dropout import keep_mask
 
-FEW = 64  # keys, or queries of gradients, up to which float32 is computed in float64: there every rounding more than eager's shows
+FEW = 64  # up to so many keys (for gradients: or queries) float32 is computed in float64; there each rounding beyond eager's is visible
 
 Tiles = Callable[[Call], Iterator[Tile]]
 
 
 def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None) -> Callable:
-    """attend(q, k, v, ...) gives output and log-sum-exp; under torch.compile it is `attnzoo::<name>_cpu`.
+    """Makes attend(q, k, v, ...), which gives output and log-sum-exp. Under torch.compile it is `attnzoo::<name>_cpu`.
 
-    tiles: which tiles there are. way: how one is computed, None for softmax by `fused` or `by_hand`. public: the operator's name in
-    messages.
+    tiles: the generator of tiles. way: the module that computes a tile; None: for softmax, `fused` or `by_hand`. public: the operator's
+    name in messages.
     """
 
     def fake(q, k, v, log_f, cu_seqlens_q, *_):
@@ -93,12 +94,12 @@ def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None
         blocks: Tensor | None = None, alibi_slopes: Tensor | None = None, rng_state: Tensor | None = None, softcap: float = 0.0,
         score_bias: float | None = None, dropout_p: float = 0.0, table: Tensor | None = None, numbers: Sequence[int] = (),
     ) -> tuple[Tensor, Tensor]:
-        """q, k: (copies, batch, seqlen, heads, width) or (copies, total, heads, width), v without copies. exact: whether the caller's
-        tensors are of float32 or wider, so that the fused kernel's errors count. log_f: as in forgetting_attention, with gradient.
+        """q, k: (copies, batch, seqlen, heads, width) or (copies, total, heads, width); v has no copies. exact: whether the caller's
+        tensors are float32 or wider, for which the fused kernel is not exact enough. log_f: as in forgetting_attention, with gradient.
         layout: bool (batch or 1, heads or 1, q_blocks, k_blocks). blocks: as in routed_attention. score_bias: as sigmoid_bias in
         sigmoid_attention. table: as bias in distance_bias_attention, with gradient, by hand only; its origin is the first of the numbers.
-        numbers: what `tiles` takes besides. The rest as in flash_attention."""
-        softmax_scale, q = checks.positive_scale(softmax_scale, q)  # the fused kernel's triangle is there before the scale
+        numbers: what `tiles` needs besides. The rest is as in flash_attention."""
+        softmax_scale, q = checks.positive_scale(softmax_scale, q)  # the fused kernel masks before it scales
         return differentiable(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, layout, blocks, alibi_slopes, rng_state, table, softmax_scale,
                               softcap, score_bias, dropout_p, *window_size, exact, list(numbers))
 
@@ -107,9 +108,9 @@ def operator(name: str, public: str, tiles: Tiles, way: ModuleType | None = None
 
 @dataclass(frozen=True)
 class _Problem:
-    """Queries and keys that meet: rows of a batch, or the tokens of a packed sequence.
+    """Queries and keys that belong together: rows of a batch, or the tokens of one packed sequence.
 
-    number: their place in the batch. group: query heads of a key head. alibi_slopes: (batch or 1, heads).
+    number: its place in the batch. group: query heads of a key head. alibi_slopes: (batch or 1, heads).
     """
 
     call: Call
@@ -125,11 +126,11 @@ class _Problem:
     rng_state: Tensor | None
     table: Tensor | None
     dropout_p: float
-    dtype: torch.dtype  # of the computation
+    dtype: torch.dtype  # in which it is computed
     way: ModuleType
 
     def queries(self, x: Tensor) -> Tensor:
-        """(..., batch, heads, seqlen, width) of what lies like q; a view."""
+        """(..., batch, heads, seqlen, width), a view, of a tensor laid out as q is."""
         return self._view(x, self.tokens_q)
 
     def keys(self, x: Tensor) -> Tensor:
@@ -140,7 +141,7 @@ class _Problem:
         return x[..., self.batch, tokens, :, :].transpose(-3, -2)
 
     def rows(self, x: Tensor) -> Tensor:
-        """(batch, heads, seqlen) of what lies like the log-sum-exp; a view."""
+        """(batch, heads, seqlen), a view, of a tensor laid out as the log-sum-exp is."""
         return (x.unsqueeze(0) if self.packed else x)[self.batch, :, self.tokens_q]
 
     def key_heads(self, tile: Tile) -> slice:
@@ -156,11 +157,11 @@ class _Problem:
                        self._gates(tile.rows, part.keys, tile.heads)) for part in tile.parts]
 
     def positions(self, rows: slice) -> slice:
-        """The keys at which queries stand."""
+        """The queries' own keys."""
         return slice(rows.start + self.call.diagonal, rows.stop + self.call.diagonal)
 
     def entries(self, rows: slice, keys: slice) -> Tensor:
-        """Those of the table that a tile's diagonals have, from the first row's last key to the last row's first key."""
+        """The table's entries for a tile's diagonals, from that of the first row and last key to that of the last row and first key."""
         first = self.call.numbers[0] + self.call.diagonal
         return torch.arange(first + rows.start - keys.stop + 1, first + rows.stop - keys.start).clamp(0, self.table.shape[1] - 1)
 
@@ -234,7 +235,8 @@ def _attend(problem: _Problem, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, ou
 
 
 def _join(out: Tensor, lse: Tensor, tile: Tile, more: Tensor, more_lse: Tensor) -> None:
-    """To what a tile's queries saw, more that they see: each of them some key, so that more_lse is finite."""
+    """Merges further results of a tile's queries into those so far. Each of these queries sees some further key, so that more_lse is
+    finite."""
     before = _rows_of(lse, tile)
     share = torch.sigmoid(more_lse - before).unsqueeze(-1)
     out[:, tile.heads].index_copy_(2, tile.rows, torch.lerp(_rows_of(out, tile), more, share))
@@ -256,7 +258,7 @@ def _add_gradients(problem: _Problem, tiles: Tiles, grad_out, grad_lse, q, k, v,
             _add(dk[part.k_copy][:, heads], part.keys, own.k)
             _add(dv[:, heads], part.keys, own.v)
             if problem.table is not None:
-                # row i moves by i, so that diagonals are columns
+                # row i is shifted by i, so that diagonals become columns
                 skewed = F.pad(own.scores.sum(0).flip(-1), (0, own.scores.shape[-2])).flatten(1)[:, : -own.scores.shape[-2]]
                 dtable.index_add_(1, problem.entries(tile.rows, part.keys),
                                   skewed.unflatten(1, (own.scores.shape[-2], -1)).sum(1, dtype=dtable.dtype))
@@ -268,7 +270,7 @@ def _add_gradients(problem: _Problem, tiles: Tiles, grad_out, grad_lse, q, k, v,
 
 
 def _rows_of(x: Tensor, tile: Tile) -> Tensor:
-    """A tile's queries of (batch, heads, seqlen, ...); a view where they are a slice."""
+    """A tile's queries in (batch, heads, seqlen, ...); a view if they are a slice."""
     x = x[:, tile.heads]
     return x[:, :, tile.rows] if isinstance(tile.rows, slice) else x.index_select(2, tile.rows)
 
@@ -276,5 +278,5 @@ def _rows_of(x: Tensor, tile: Tile) -> Tensor:
 def _add(gradient: Tensor, tokens: slice | Tensor, part: Tensor) -> None:
     if isinstance(tokens, slice):
         gradient[:, :, tokens].add_(part)
-    else:  # none is there twice: index_add_ goes token by token
+    else:  # no index occurs twice, so this is right, and index_add_ would be slow: it goes token by token
         gradient.index_copy_(2, tokens, gradient.index_select(2, tokens).add_(part))

@@ -1,4 +1,4 @@
-"""Which queries and keys are computed together: what an operator yields for the mainloop, and what such generators are made of."""
+"""Which queries and keys are computed together: the tiles that an operator yields for the mainloop, and functions for such generators."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -8,15 +8,15 @@ from torch import Tensor
 
 from attnzoo_kernels._cpu.gates import Gates
 
-ROWS = 128  # queries of a tile: fewer take longer to start than to compute, more compute what lies behind the diagonal
+ROWS = 128  # queries of a tile: with fewer, overhead dominates; with more, more is computed that the causal mask hides
 
 
 class Call(NamedTuple):
-    """What tiles are made from. Query i stands at key i + diagonal, which aligns both ends.
+    """What a generator of tiles gets. Query i's own key is i + diagonal, so that the last query's is the last key.
 
-    window: (left, right), -1 is unlimited. layout: bool (heads or 1, q_blocks, k_blocks), or None. blocks: int32
-    (len_q, choosers, slots), blocks of keys that queries chose, or None. heads: of queries. fused: PyTorch's kernel computes
-    the tiles. biased: scores get a bias besides. gates: what forgetting adds to them. numbers: the operator's own.
+    window: (left, right), -1 is unlimited. layout: bool (heads or 1, q_blocks, k_blocks), or None. blocks: int32 (len_q, choosers, slots),
+    blocks of keys that queries chose, or None. heads: query heads. fused: PyTorch's kernel computes the tiles. biased: scores get a bias
+    besides. gates: those of forgetting attention. numbers: the operator's own.
     """
 
     len_q: int
@@ -36,10 +36,10 @@ class Call(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Keys of a tile, a slice or ascending indices, in copy `k_copy` of k, against the queries in copy `q_copy` of q.
+    """Keys of a tile (a slice or ascending indices) in copy `k_copy` of k, for the queries in copy `q_copy` of q.
 
-    seen: bool (rows, keys) or (1, heads, rows, keys), None for all. triangle: a query sees the keys up to its own, of as many as there are
-    queries (fused only).
+    seen: bool (rows, keys) or (1, heads, rows, keys), None if all keys are seen. triangle: there are as many keys as queries, and each
+    query sees the keys up to its own (fused only).
     """
 
     keys: slice | Tensor
@@ -50,10 +50,10 @@ class Part(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Queries, and the parts of what they see. heads: query heads, all of those of their key heads, or one.
+    """Queries, and the parts that they see. heads: query heads: all heads of some key heads, or one head.
 
-    A query is in one tile of its head that has a slice of rows, at most. Where rows are indices, each sees some key, and their results
-    are joined to those of earlier tiles (fused only).
+    In each head, a query is in at most one tile whose rows are a slice. In tiles whose rows are indices, each query sees some key, and its
+    results are merged into those of earlier tiles (fused only).
     """
 
     rows: slice | Tensor
@@ -67,13 +67,13 @@ def row_tiles(first: int, end: int, rows: int = ROWS) -> Iterator[slice]:
 
 
 def causal_parts(first: int, positions: slice) -> list[Part]:
-    """Keys from the first on, of which those at the queries' own places are a triangle (fused only)."""
+    """The keys from the first on: those before the queries' own keys, and the own keys as a triangle (fused only)."""
     own = Part(positions, triangle=True)
     return [Part(slice(first, positions.start)), own] if first < positions.start else [own]
 
 
 def window_span(rows: slice, call: Call) -> slice:
-    """The keys that the window leaves to any of the rows."""
+    """The keys that are in the window of any of the rows."""
     left, right = call.window
     first = 0 if left < 0 else max(rows.start + call.diagonal - left, 0)
     end = call.len_k if right < 0 else min(rows.stop + call.diagonal + right, call.len_k)
@@ -89,7 +89,7 @@ def in_window(rows: slice, keys: Tensor, call: Call) -> Tensor:
 
 
 def in_window_of(rows: slice, keys: slice, call: Call) -> Tensor | None:
-    """The same of a range of keys; None where each row sees all of them."""
+    """in_window for a range of keys; None if each row sees all of them."""
     left, right = call.window
     before, behind = rows.stop - 1 + call.diagonal - keys.start, keys.stop - 1 - rows.start - call.diagonal
     if (left < 0 or before <= left) and (right < 0 or behind <= right):

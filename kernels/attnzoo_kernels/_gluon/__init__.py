@@ -1,1 +1,1 @@
-"""Pieces of the Hopper kernels, written in Gluon: they know no variant."""
+"""The shared library of the Hopper kernels, written in Gluon. It knows no variant: variants add hooks."""

@@ -1,4 +1,4 @@
-"""The mainloop of a Hopper backward's consumers: dK and dV of a tile's keys, step by step along the queries that see them."""
+"""The mainloop of a Hopper backward's consumers. Each consumer sums up dK and dV of its keys over the steps of queries that see them."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from attnzoo_kernels._gluon.hopper import async_store, box, fence_async_shared, 
 
 
 class Gradients(NamedTuple):
-    """Where dK and dV go: through TMA, but for the ends of packed sequences."""
+    """Where dK and dV are stored: through TMA, except for the ends of packed sequences, which go through pointers."""
 
     dk_desc: Any
     dv_desc: Any
@@ -21,14 +21,14 @@ class Gradients(NamedTuple):
     stride_dv: Any
     stride_dk_head: Any
     stride_dv_head: Any
-    dv_from: Any = None  # float32 (tiles, KEYS, WIDTH): a sum of dV that other launches began; a null pointer adds nothing
-    dv_to: Any = None  # where the sum goes, unless that is null
+    dv_from: Any = None  # float32 (tiles, KEYS, WIDTH): the sum of dV from earlier launches, which is added; null: there is none
+    dv_to: Any = None  # where the sum is stored for the next launch; null: dV is stored as the gradient
 
 
 @gluon.jit
 def store_keys(desc, pointer, stride_row, stride_head, buffer, x, batch, kv_head, first_k, key, len_k, DIM: gl.constexpr,
                PACKED: gl.constexpr):
-    """The rows `key` on of a sequence, of those that it has."""
+    """Stores the rows from `key` on of a sequence. Rows past the sequence's end are not stored."""
     if PACKED:
         if key + HALF > len_k:
             rows = key + gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout))
@@ -43,7 +43,7 @@ def store_keys(desc, pointer, stride_row, stride_head, buffer, x, batch, kv_head
 
 @gluon.jit
 def _store_tile(desc, buffer, x, batch, kv_head, row, column=0):
-    """Through a shared tile that is as wide as x, or half as wide."""
+    """Stores x by TMA, through a shared tile that is as wide as x, or half as wide."""
     WIDTH: gl.constexpr = buffer.shape[1]
     if x.shape[1] > WIDTH:
         left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, WIDTH]), (0, 2, 1)))
@@ -70,8 +70,8 @@ def store_dk(grads, buffer, dk, batch, kv_head, first_k, key, len_k, c):
 
 @gluon.jit
 def end_tile(work, bars, slot, NUMBERED: gl.constexpr = False):
-    """Gives K, V and the slot back; what writing the tile out still needs: (batch, key head, first key, where the sequence's keys begin,
-    how many it has, the tile's number if NUMBERED)."""
+    """Releases K, V and the tile's slot. Returns what storing the tile needs: (batch, key head, first key, where the sequence's keys begin,
+    how many keys the sequence has, the tile's number if NUMBERED)."""
     mbarrier.arrive(bars.kv_empty, count=1)
     batch, kv_head = word(work, slot, "batch"), word(work, slot, "kv_head")
     key, first_k, len_k = word(work, slot, "key"), word(work, slot, "first_k"), word(work, slot, "len_k")
@@ -84,27 +84,30 @@ def end_tile(work, bars, slot, NUMBERED: gl.constexpr = False):
 
 @gluon.jit
 def all_queries(of_tile, smem, slot, member, bounds):
-    """BOUNDS: the steps of a query head, between which masks begin and end: (begin, full_begin, full_end, end)."""
+    """BOUNDS: (begin, full_begin, full_end, end) of a query head's steps; those before full_begin and from full_end on need a mask."""
     return bounds
 
 
 @gluon.jit
 def same_tile(of_tile, bars, step, n, c):
-    """ROW_TILE: the tile of queries of the n-th step."""
+    """ROW_TILE: the tile of queries of the n-th step is the n-th one."""
     return n
 
 
 @gluon.jit
 def pair_start(own, smem, slot, c):
-    """START: (dK, dV)."""
+    """START: (dK, dV), zeros."""
     dk = gl.zeros([HALF, c.WIDTH], gl.float32, product_layout(c.WIDTH))
     return dk, gl.zeros([HALF, c.VALUE_WIDTH], gl.float32, product_layout(c.VALUE_WIDTH))
 
 
 @gluon.jit
 def head_steps(sums, at, before, bounds, dq_tile, dq_end, low, high, of_tile, smem, bars, dq_desc, scale, c, ME: gl.constexpr):
-    """The steps of a query head, in segments with a mask and without; dQ goes out step by step. sums: STEP's first arguments, and what it
-    returns. before: steps of the heads before. dq_end: behind the last tile of dQ that was made."""
+    """The steps of one query head, in segments with a mask and without. Each step hands on its part of dQ.
+
+    sums: STEP's first arguments, which STEP returns updated. before: offset from a step's number within the head to its number over all
+    heads. dq_end: under DQ_LAGS, the end of the dQ tiles of the previous head.
+    """
     ROWS: gl.constexpr = c.ROWS
     for segment in gl.static_range(1 if c.LISTED else 0, 3 if c.LISTED or c.HAS_LEFT else 2):
         for i in range(bounds[segment], bounds[segment + 1]):
@@ -121,7 +124,8 @@ def head_steps(sums, at, before, bounds, dq_tile, dq_end, low, high, of_tile, sm
 
 @gluon.jit
 def hand_on_last_dq(at, step, dq_end, smem, bars, dq_desc, c, ME: gl.constexpr):
-    """dQ of the step before `step`, if there was one of this tile, which began with `at`, and DQ_LAGS."""
+    """Under DQ_LAGS, hands on dQ of the step before `step`, unless that step belongs to an earlier tile. at: the first step of this
+    tile."""
     if c.DQ_LAGS:
         if step > at:
             dq = warpgroup_mma_wait(0, deps=(dq_before(smem, bars, step, True, c, ME),))
@@ -130,10 +134,10 @@ def hand_on_last_dq(at, step, dq_end, smem, bars, dq_desc, c, ME: gl.constexpr):
 
 @gluon.jit
 def pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: the steps of a group's query heads."""
+    """MAINLOOP: the steps of all query heads of a group."""
     dq_tile = word(smem.work, slot, "dq_tile")
     before = at - bounds[0]
-    dq_end = dq_tile  # behind the last one that was made
+    dq_end = dq_tile  # the end of the dQ tiles made so far
     for member in range(problem.group):
         of_head = c.BOUNDS(of_tile, smem, slot, member, bounds)
         state = head_steps(state, at, before, of_head, dq_tile, dq_end, low, high, of_tile, smem, bars, dq_desc, scale, c, ME)
@@ -146,13 +150,13 @@ def pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_de
 
 @gluon.jit
 def mainloop_with_own(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: pair_mainloop, whose steps get (scale, of_tile) for the scale."""
+    """MAINLOOP: pair_mainloop that passes (scale, of_tile) to its steps in place of scale."""
     return pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, (scale, of_tile), c, ME)
 
 
 @gluon.jit
 def pair_store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
-    """STORE of dK and dV, whose sum may go through memory from launch to launch."""
+    """STORE: dK and dV. The sum of dV may go through memory from one launch to the next: see Gradients."""
     dk, dv = state
     if grads.dv_from is not None:
         dv += sum_so_far(grads.dv_from, number, ME, c.VALUE_WIDTH, product_layout(c.VALUE_WIDTH))
@@ -167,7 +171,7 @@ def pair_store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row
 
 @gluon.jit
 def consume(grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, ME: gl.constexpr):
-    """dK and dV of 64 keys of each tile; own: what the hooks need beside that."""
+    """A consumer's whole work: dK and dV of its 64 keys of each tile. own: what the variant's hooks need beside the other arguments."""
     work = smem.work
     taken = 0
     at = 0

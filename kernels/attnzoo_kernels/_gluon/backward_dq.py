@@ -1,6 +1,7 @@
-"""dQ of a Hopper backward: made from both consumers' dS, added up in memory in float32, in any order or one key tile after the other.
+"""dQ of a Hopper backward: it is made from both consumers' dS and added up in memory in float32, in any order or in a fixed order of key
+tiles.
 
-The float32 dQ lies in tiles of a step's queries, each 64 rows of them in the order in which the threads of a product hold them.
+The float32 dQ lies in tiles of one step's queries. Each 64 rows of a tile lie in the order in which the threads hold them after a product.
 """
 
 from triton.experimental import gluon
@@ -23,7 +24,7 @@ from attnzoo_kernels._gluon.hopper import (
 
 @gluon.jit
 def dq_product(k_tiles, ds_tiles, slot, ROW: gl.constexpr, COLUMN: gl.constexpr, COLUMNS: gl.constexpr):
-    """64 rows and some columns of dQ = dS K over both consumers' keys, in flight."""
+    """Starts the product of 64 rows and some columns of dQ = dS K, over both consumers' keys."""
     dq = gl.zeros([64, COLUMNS], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16]))
     for c in gl.static_range(2):
         # [64, HALF] x [HALF, COLUMNS]
@@ -34,7 +35,7 @@ def dq_product(k_tiles, ds_tiles, slot, ROW: gl.constexpr, COLUMN: gl.constexpr,
 
 @gluon.jit
 def dq_half(smem, slot, c, ME: gl.constexpr):
-    """A consumer's half of dQ, in flight: half of the columns of 64 queries, half of the rows of 128."""
+    """Starts a consumer's half of dQ: half of the columns if a step makes 64 rows of dQ, half of the rows if it makes 128."""
     if c.DQ_ROWS == 64:
         dq = dq_product(smem.k, smem.ds, slot, 0, ME * (c.WIDTH // 2), c.WIDTH // 2)
     else:
@@ -44,7 +45,7 @@ def dq_half(smem, slot, c, ME: gl.constexpr):
 
 @gluon.jit
 def dq_before(smem, bars, step, some, c, ME: gl.constexpr):
-    """dq_half of the step before `step`, once the other consumer's dS is there; of no use unless there was `some`."""
+    """dq_half of the step before `step`, once the other consumer's dS is there. The result means nothing unless `some`."""
     slot, phase = ring(step + 1, 2)
     mbarrier.wait(bars.ds_full[1 - ME].index(slot), phase ^ 1, pred=some)
     return dq_half(smem, slot, c, ME)
@@ -52,14 +53,16 @@ def dq_before(smem, bars, step, some, c, ME: gl.constexpr):
 
 @gluon.constexpr_function
 def _as_registers(columns):
-    """A product [64, columns] in the order of its registers, as the tile [2 * columns, 32] that TMA reads: swizzled by 128 bytes."""
+    """The layout of a tile [2 * columns, 32], swizzled by 128 bytes as TMA reads it, in which a product [64, columns] lies in register
+    order."""
     bases = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 2], [4, 4], [17, 0], [32, 0], [0, 8], [0, 16], [0, 32]]
     return gl.SharedLinearLayout(bases[: 11 if columns == 32 else 12], [], 1024)
 
 
 @gluon.jit
 def hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME: gl.constexpr):
-    """dQ on its way to memory. DQ_LAGS: it is that of the step before `step`, whose dS the other consumer gets back."""
+    """Sends dQ on its way to memory, through shared memory. Under DQ_LAGS it is dQ of the step before `step`, and the other consumer's dS
+    of that step is released."""
     if c.DQ_WARP and c.DQ_LAGS:
         mbarrier.wait(bars.dq_empty.index(ME), step & 1)
     elif c.DQ_WARP:
@@ -81,19 +84,20 @@ def hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME: gl.constexpr):
 
 @gluon.jit
 def add_half(dq_desc, dq_tiles, dq_tile, ME: gl.constexpr, SIZE: gl.constexpr):
-    """One consumer's half of a tile of dQ, SIZE floats, to memory."""
+    """Adds one consumer's half of a tile of dQ to memory. SIZE: numbers in a tile."""
     async_add(dq_desc, [0, 0, dq_tile * (SIZE // 32) + ME * (SIZE // 64), 0], box(dq_tiles.index(ME), dq_desc))
 
 
 @gluon.jit
 def _write_half(dq_desc, dq_tiles, dq_tile, ME: gl.constexpr, SIZE: gl.constexpr):
-    """As add_half, over what was there."""
+    """Like add_half, but overwrites what is in memory."""
     async_store(dq_desc, [0, 0, dq_tile * (SIZE // 32) + ME * (SIZE // 64), 0], box(dq_tiles.index(ME), dq_desc))
 
 
 @gluon.jit
 def turn_of(query_tile, key, len_q, len_k, window_right, c):
-    """What the semaphore of a query tile says when a key tile may add: those that see it do one after the other, from the last one down."""
+    """The value that a query tile's semaphore must have for a key tile to add its part. The key tiles that it sees take turns, from the
+    last one down."""
     last = (len_k - 1) // KEYS
     if c.HAS_RIGHT:
         last = gl.minimum(last, ((query_tile + 1) * c.ROWS - 1 + len_k - len_q + window_right) // KEYS)
@@ -102,7 +106,7 @@ def turn_of(query_tile, key, len_q, len_k, window_right, c):
 
 @gluon.jit
 def await_turn(semaphore, now, query_tile, key, len_q, len_k, window_right, c):
-    """`now` was read some time ago."""
+    """Waits until it is this key tile's turn. now: an earlier read of the semaphore."""
     mine = turn_of(query_tile, key, len_q, len_k, window_right, c)
     while now != mine:
         now = gl.load(semaphore, volatile=True)
@@ -110,7 +114,7 @@ def await_turn(semaphore, now, query_tile, key, len_q, len_k, window_right, c):
 
 @gluon.jit
 def _pass_turn(semaphore):
-    """Once all that this warp added by TMA is in memory."""
+    """Passes the turn on to the next key tile, once all that this warp added by TMA is in memory."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, one) + semaphore.to(gl.int64, bitcast=True)
     gl.inline_asm_elementwise("{ .reg .pred one; cp.async.bulk.wait_group 0; bar.warp.sync -1; setp.eq.s32 one, $1, 0; "
@@ -120,15 +124,16 @@ def _pass_turn(semaphore):
 
 @gluon.jit
 def first_buffer(of_tile, j, c):
-    """BUFFER: how many tiles behind its place in the first buffer of dQ that of the j-th query tile lies."""
+    """BUFFER: the offset, in tiles, from a tile's place in the first buffer of dQ to its place in the buffer of the j-th query tile."""
     return 0
 
 
 @gluon.jit
 def add_tile(dq_desc, dq_semaphore, smem, bars, tile, j, step, seen, of_tile, window_right, c):
-    """Has both halves of the j-th query tile's dQ added to `tile` of memory.
+    """Adds both halves of the j-th query tile's dQ to `tile` of memory, by TMA.
 
-    ORDERED: key tile by key tile, as dq_semaphore says; the first one writes over what was there unless that was CLEARED."""
+    ORDERED: key tiles add one after the other, as dq_semaphore says. The first one overwrites what is there, unless dQ was CLEARED.
+    """
     SIZE: gl.constexpr = c.DQ_ROWS * c.WIDTH
     now = 0
     mine = 1
@@ -145,7 +150,7 @@ def add_tile(dq_desc, dq_semaphore, smem, bars, tile, j, step, seen, of_tile, wi
             _write_half(dq_desc, smem.dq, dq_tile, half, SIZE)
         else:
             add_half(dq_desc, smem.dq, dq_tile, half, SIZE)
-    # once they were read
+    # release the halves once TMA has read them
     for half in gl.static_range(2):
         tma.store_wait(1 - half)
         mbarrier.arrive(bars.dq_empty.index(half), count=1)
@@ -155,7 +160,8 @@ def add_tile(dq_desc, dq_semaphore, smem, bars, tile, j, step, seen, of_tile, wi
 
 @gluon.jit
 def add_heads(dq_desc, dq_semaphore, smem, bars, first, step, seen, of_tile, problem, c):
-    """DQ_STEPS: of the query heads, whose tiles begin at `first`, those that see the keys; returns the next step."""
+    """DQ_STEPS: adds dQ of those query tiles of all heads that see the keys. first: the first tile of dQ of the group's first head. Returns
+    the next step."""
     tile = first + seen.begin
     for _ in range(problem.group):
         for j in range(seen.tiles):
@@ -168,7 +174,7 @@ def add_heads(dq_desc, dq_semaphore, smem, bars, first, step, seen, of_tile, pro
 
 @gluon.jit
 def add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c):
-    """The warp that has dQ added to memory, by DQ_STEPS; the consumers run up to a step ahead of its waiting."""
+    """The warp that adds dQ to memory, by DQ_STEPS. The consumers may be up to one step ahead of it."""
     taken = 0
     step = 0
     slot, more = await_tile(smem.work, bars.work_full, taken)
@@ -185,7 +191,7 @@ def add_dq(dq_desc, dq_semaphore, smem, bars, problem, own, c):
 
 @gluon.jit
 def _places(pointer, x):
-    """Addresses of x [64, N], a product, in the order of registers: four floats a thread, 16 bytes from thread to thread."""
+    """Addresses of x [64, N], a product, in register order: each thread has four floats in a row, and threads lie 16 bytes apart."""
     product: gl.constexpr = x.type.layout
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, product))
     c = gl.arange(0, x.shape[1], gl.SliceLayout(0, product))
@@ -195,21 +201,21 @@ def _places(pointer, x):
 
 @gluon.jit
 def add_to(pointer, x):
-    """x [64, N] in a product's layout, added to memory in the order of registers."""
+    """Adds x [64, N], in a product's layout, to memory in register order."""
     gl.inline_asm_elementwise("{ red.relaxed.gpu.global.add.v4.f32 [$5], {$1, $2, $3, $4}; mov.b32 $0, 0; }", "=r,f,f,f,f,l,l,l,l",
                               [x, _places(pointer, x)], dtype=gl.int8, is_pure=False, pack=4)
 
 
 @gluon.jit
 def write_to(pointer, x):
-    """As add_to, over what was there."""
+    """Like add_to, but overwrites what is in memory."""
     gl.inline_asm_elementwise("{ st.relaxed.gpu.global.v4.f32 [$5], {$1, $2, $3, $4}; mov.b32 $0, 0; }", "=r,f,f,f,f,l,l,l,l",
                               [x, _places(pointer, x)], dtype=gl.int8, is_pure=False, pack=4)
 
 
 @gluon.jit
 def sum_so_far(pointer, tile, ME: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
-    """[HALF, WIDTH] of a tile as earlier launches left it by write_to; zeros if the pointer is null."""
+    """A consumer's [HALF, WIDTH] of a tile, as an earlier launch stored it by write_to; zeros if the pointer is null."""
     x = gl.zeros([HALF, WIDTH], gl.float32, layout)
     some = gl.full([HALF, WIDTH], 0, gl.int32, layout) + (pointer.to(gl.int64, bitcast=True) != 0).to(gl.int32)
     place = _places(pointer + (tile * 2 + ME).to(gl.int64) * (HALF * WIDTH), x)

@@ -1,9 +1,9 @@
-"""The Gluon kernel of a Hopper backward where two consumers make all of dQ, dK and dV between them: a softmax's, and by hooks others.
+"""The Gluon kernel of a Hopper backward in which two consumers make all of dQ, dK and dV, for a softmax and, by hooks, for other variants.
 
-A program stays on its multiprocessor and takes tiles of 128 keys from a counter. One warp loads; each consumer holds dK and dV of 64 keys
-in registers, walks the queries, of all heads of a group, and makes half of dQ = dS K from both consumers' dS: half of the columns in
-steps of 64 queries, half of the rows in steps of 128. TMA adds the halves to memory, told to by the consumers, or by another warp, which
-waits for its turn where the sums are to come in order.
+A program stays on its multiprocessor and takes tiles of 128 keys from a counter. One warp loads. Each consumer holds dK and dV of 64 keys
+in registers and goes over the queries of all heads of a group. It also makes half of dQ = dS K from both consumers' dS: half of the columns
+in steps of 64 queries, half of the rows in steps of 128. TMA adds the halves to memory. The consumers start these additions, or a warp of
+its own does, which waits for its turn where the sums have a fixed order.
 """
 
 from triton.experimental import gluon
@@ -19,37 +19,37 @@ from attnzoo_kernels._gluon.hopper import constants, invalidate
 
 @constants
 class Config:
-    """What a kernel of the backward is compiled for, and its hooks."""
+    """What a kernel of the backward is compiled for: constants, switches and hooks."""
 
     HEAD_DIM: gl.constexpr
     VALUE_DIM: gl.constexpr
-    WIDTH: gl.constexpr  # of tiles of queries and keys
-    VALUE_WIDTH: gl.constexpr  # of tiles of values
+    WIDTH: gl.constexpr  # columns of tiles of queries and keys
+    VALUE_WIDTH: gl.constexpr  # columns of tiles of values
     ROWS: gl.constexpr  # queries of a step
     DQ_ROWS: gl.constexpr  # rows of dQ that a step makes
-    STAGES: gl.constexpr  # steps that are loaded ahead
+    STAGES: gl.constexpr  # steps whose queries have room in shared memory
     PACKED: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
-    ORDERED: gl.constexpr  # dQ is added up in the order of its semaphores
-    CLEARED: gl.constexpr  # dQ was cleared before, though it is ORDERED
-    DQ_WARP: gl.constexpr  # a warp of its own has dQ added to memory
-    DQ_LAGS: gl.constexpr  # dQ is made a step late, so that the consumers need not keep step with each other
-    LISTED: gl.constexpr  # the queries that see a tile are a list, in which none that need a mask come first
+    ORDERED: gl.constexpr  # dQ is added up in a fixed order, which its semaphores keep
+    CLEARED: gl.constexpr  # dQ was set to zero before the launch, even if ORDERED
+    DQ_WARP: gl.constexpr  # a warp of its own adds dQ to memory
+    DQ_LAGS: gl.constexpr  # dQ is made one step late, so that a consumer need not wait for the other's dS of the same step
+    LISTED: gl.constexpr  # the steps of a tile are a list of query tiles, in which those that need no mask come first
     OPTIONS: gl.constexpr  # a variant's own constants
-    OF_TILE: gl.constexpr = same_for_all  # what the hooks below need of a tile, from what they need of the problem
-    TILE: gl.constexpr = next_key_tile  # the next tile of keys
+    OF_TILE: gl.constexpr = same_for_all  # (own, key, len_q, len_k) -> of_tile, what the hooks below need for a tile of keys
+    TILE: gl.constexpr = next_key_tile  # takes the next tile of keys from the counter
     BOUNDS: gl.constexpr = all_queries  # the segments of a query head's steps
-    LOAD_STEPS: gl.constexpr = all_steps  # the loading warp's steps of a query head,
+    LOAD_STEPS: gl.constexpr = all_steps  # which steps the loading warp loads for a query head,
     LOAD_NEXT: gl.constexpr = next_step  # and which tile of queries the next one loads
-    ROW_TILE: gl.constexpr = same_tile  # which tile of queries a consumer's step has
-    LOAD_Q: gl.constexpr = load_queries  # what a step loads
-    LOAD_K: gl.constexpr = load_keys  # what a tile of keys loads
+    ROW_TILE: gl.constexpr = same_tile  # which tile of queries a consumer's step works on
+    LOAD_Q: gl.constexpr = load_queries  # loads what a step needs
+    LOAD_K: gl.constexpr = load_keys  # loads a tile of keys and values
     START: gl.constexpr = pair_start  # a consumer's sums before a tile of keys
     MAINLOOP: gl.constexpr = pair_mainloop  # the steps of a tile
     STEP: gl.constexpr = pair_step  # what a consumer does with a step
     STORE: gl.constexpr = pair_store  # where the sums go
-    DQ_STEPS: gl.constexpr = add_heads  # what the warp of DQ_WARP does for a tile of keys
+    DQ_STEPS: gl.constexpr = add_heads  # what the warp of DQ_WARP does for one tile of keys
     BUFFER: gl.constexpr = first_buffer  # which buffer of dQ a step adds to
 
 
@@ -67,10 +67,10 @@ def pair_bwd_kernel(own_a, own_b, own_c, own_d, q_desc, k_desc, v_desc, do_desc,
                     TILE: gl.constexpr = next_key_tile, BOUNDS: gl.constexpr = all_queries, LOAD_STEPS: gl.constexpr = all_steps,
                     LOAD_NEXT: gl.constexpr = next_step, ROW_TILE: gl.constexpr = same_tile, LOAD_Q: gl.constexpr = load_queries,
                     MAINLOOP: gl.constexpr = pair_mainloop, STEP: gl.constexpr = pair_step, DQ_STEPS: gl.constexpr = add_heads):
-    """dv_from and dv_to are None, or those of `Gradients`, for launches that add up dV. stats_desc is None where rows have no statistics.
+    """dv_from and dv_to are those of `Gradients`, for launches that add up dV, or None. stats_desc is None where rows have no statistics.
 
-    OWN makes of what begins with own_ what a variant's other hooks get as `own`; COLUMNS of that the place of pair_tiles' columns, if they
-    have one already.
+    OWN turns the arguments that begin with own_ into `own`, which the variant's other hooks get. COLUMNS gives, from `own`, the shared
+    memory for pair_tiles' columns, if `own` has it already.
     """
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles,
                       window_left, window_right)
@@ -96,7 +96,7 @@ def pair_bwd_kernel(own_a, own_b, own_c, own_d, q_desc, k_desc, v_desc, do_desc,
 @gluon.jit
 def run_pair_tiles(source, into, dq_desc, dq_semaphore, call, own, scale, dk_scale, REGISTERS: gl.constexpr,
                    LOAD_REGISTERS: gl.constexpr, c, columns=None):
-    """run_pair with the tiles and barriers of pair_step. columns: as pair_tiles has them."""
+    """run_pair with the tiles and barriers of pair_step. columns: as in pair_tiles."""
     smem = pair_tiles(source.tensors.q.dtype, c, columns)
     run_pair(source, into, smem, pair_barriers(c), dq_desc, dq_semaphore, call, own, scale, dk_scale, REGISTERS, LOAD_REGISTERS, c)
 
@@ -104,8 +104,9 @@ def run_pair_tiles(source, into, dq_desc, dq_semaphore, call, own, scale, dk_sca
 @gluon.jit
 def run_pair(source, into, smem, bars, dq_desc, dq_semaphore, call, own, scale, dk_scale, REGISTERS: gl.constexpr,
              LOAD_REGISTERS: gl.constexpr, c):
-    """The warps of a backward by two consumers. into: Gradients; call: Problem. own: what its hooks need beside what they are given."""
-    # numbers by these names, which Triton 3.6 makes other code of where they stay constants
+    """Starts the warps of a backward by two consumers. into: Gradients; call: Problem. own: what the hooks need beside their other
+    arguments."""
+    # new names turn constants into numbers: Triton 3.6 would compile other code for constants
     grads = into
     problem = call
     if c.DQ_WARP:

@@ -1,4 +1,4 @@
-"""The warp that loads for a Hopper backward: tiles of keys and the queries that see them, by hooks for what a variant loads."""
+"""The producer warp of a Hopper backward: it loads tiles of keys and the queries that see them; hooks say what a variant loads."""
 
 from typing import Any, NamedTuple
 
@@ -10,15 +10,15 @@ from attnzoo_kernels._gluon.hopper import async_load, await_empty, box, mbarrier
 
 
 class Source(NamedTuple):
-    """Descriptors of what is loaded."""
+    """TMA descriptors of what is loaded."""
 
-    tensors: Any  # Operands, or what a variant's hooks take for them
-    tails: Any  # the same of copies of the ends of packed sequences with zeros behind them; None for dense tensors
+    tensors: Any  # Operands, or what the variant's hooks take in their place
+    tails: Any  # the same for the tails: copies of the ends of packed sequences, filled up with zeros; None for dense tensors
     stats: Any
 
 
 class Operands(NamedTuple):
-    q: Any  # of queries and keys in parts, whose columns follow each other, tuples
+    q: Any  # q and k are tuples where their columns are split into parts
     k: Any
     v: Any
     do: Any
@@ -26,13 +26,13 @@ class Operands(NamedTuple):
 
 @gluon.constexpr_function
 def box_bytes(desc):
-    """Of a descriptor's box, or of the boxes of parts."""
+    """Bytes of a descriptor's box, or of the boxes of all parts together."""
     return sum(map(box_bytes, desc)) if isinstance(desc, tuple | gl.tuple) else desc.block_type.nbytes
 
 
 @gluon.jit
 def queries_in_flight(desc, tiles, stage, at, full):
-    """A step's queries, for a barrier that expects their bytes already."""
+    """Starts to load a step's queries. The barrier already expects their bytes."""
     if isinstance(desc, gl.tuple):
         PARTS: gl.constexpr = len(desc)
         for n in gl.static_range(PARTS):
@@ -43,7 +43,7 @@ def queries_in_flight(desc, tiles, stage, at, full):
 
 @gluon.jit
 def load_step(operands, stats_desc, smem, bars, stage, q_batch, batch, head, row, stats_tile):
-    """Queries from `row` on, their row statistics, if there are any, and their gradients of the output."""
+    """Loads the queries from `row` on, their row statistics, if there are any, and the gradients of their output."""
     bar = bars.q_full.index(stage)
     if stats_desc is None:
         mbarrier.expect(bar, box_bytes(operands.q))
@@ -64,7 +64,7 @@ def load_gradients(do_desc, smem, bars, stage, batch, head, row):
 
 @gluon.jit
 def halves_in_flight(desc, tiles, full, batch, kv_head, key, FIRST: gl.constexpr):
-    """KEYS rows from `key` on into two tiles, for a barrier that expects their bytes already."""
+    """Starts to load KEYS rows from `key` on into two tiles. The barrier already expects their bytes."""
     if isinstance(desc, gl.tuple):
         PARTS: gl.constexpr = len(desc)
         for n in gl.static_range(PARTS):
@@ -76,7 +76,7 @@ def halves_in_flight(desc, tiles, full, batch, kv_head, key, FIRST: gl.constexpr
 
 @gluon.jit
 def load_halves(desc, tiles, full, batch, kv_head, key, second=None):
-    """KEYS rows from `key` on into two tiles of a barrier, and those of a `second` descriptor into the next two."""
+    """Loads KEYS rows from `key` on into two tiles, and those of a `second` descriptor into the next two, all for one barrier."""
     mbarrier.expect(full, (2 if second is None else 4) * box_bytes(desc))
     halves_in_flight(desc, tiles, full, batch, kv_head, key, 0)
     if second is not None:
@@ -85,20 +85,21 @@ def load_halves(desc, tiles, full, batch, kv_head, key, second=None):
 
 @gluon.jit
 def load_queries(operands, stats_desc, smem, bars, of_tile, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
-    """LOAD_Q: a step's queries. j: their tile; IN_TAIL: they are the end of a packed sequence."""
+    """LOAD_Q: loads a step's queries. j: number of their tile; IN_TAIL: they are read from the tail of a packed sequence."""
     load_step(operands, stats_desc, smem, bars, stage, batch, batch, head, row, stats_tile)
 
 
 @gluon.jit
 def load_keys(operands, smem, bars, batch, kv_head, key):
-    """LOAD_K: a tile's keys and values."""
+    """LOAD_K: loads a tile's keys and values."""
     load_halves(operands.k, smem.k, bars.k_full, batch, kv_head, key)
     load_halves(operands.v, smem.v, bars.v_full, batch, kv_head, key)
 
 
 @gluon.jit
 def _load_queries(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c):
-    """What a tile at the end of a packed sequence would read of the next one comes from a copy with zeros behind the end."""
+    """Calls LOAD_Q for the j-th tile of queries. A tile that crosses the end of a packed sequence is loaded from the tail, which has zeros
+    after the end."""
     ROWS: gl.constexpr = c.ROWS
     if c.PACKED:
         if (j + 1) * ROWS > tile.len_q:
@@ -123,19 +124,19 @@ def _load_keys(source, smem, bars, tile, sequence, taken, c):
 
 @gluon.jit
 def all_steps(of_tile, tile, member):
-    """LOAD_STEPS: (begin, end, state) of a query head's steps."""
+    """LOAD_STEPS: (first step, end, state) of a query head; LOAD_NEXT gets the state."""
     return tile.begin, tile.end, 0
 
 
 @gluon.jit
 def next_step(of_tile, state, n):
-    """LOAD_NEXT: (tile of queries of the n-th step, state)."""
+    """LOAD_NEXT: (tile of queries of the n-th step, next state)."""
     return n, state
 
 
 @gluon.jit
 def load(source, smem, bars, problem, own, c):
-    """Takes tiles, tells the others which, and loads what they need. own: what the hooks need beside that."""
+    """The producer warp's whole work: takes tiles, publishes them, and loads what they need. own: what the hooks need beside the rest."""
     step = 0
     taken = 0
     more = 1
@@ -155,7 +156,7 @@ def load(source, smem, bars, problem, own, c):
                     j, state = c.LOAD_NEXT(of_tile, state, n)
                     stage = await_empty(bars.step_empty, step, c.STAGES)
                     _load_queries(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c)
-                    if loaded == 0:  # behind the first queries: keys and values have one buffer, which is freed late
+                    if loaded == 0:  # after the first queries, because keys and values have a single buffer, which is released late
                         _load_keys(source, smem, bars, tile, sequence, taken, c)
                         loaded = 1
                     step += 1

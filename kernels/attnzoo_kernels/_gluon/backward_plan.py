@@ -1,4 +1,5 @@
-"""What a launch of a Hopper backward by two consumers is planned from: its tile, and the copies of the ends of packed sequences."""
+"""The host's side of a Hopper backward by two consumers: its tile, the tails (copies of the ends of packed sequences), and its
+descriptors."""
 
 import math
 from dataclasses import dataclass
@@ -18,35 +19,35 @@ from attnzoo_kernels._triton.launch import Launch
 class Tile:
     rows: int = 64  # queries of a step
     stages: int = 2
-    dq_warp: bool = False  # a warp of its own has dQ added to memory
-    dq_lags: bool = False  # dQ is made a step late, so that the consumers need not keep step with each other
-    registers: int = 240  # of a consumer
+    dq_warp: bool = False  # a warp of its own adds dQ to memory
+    dq_lags: bool = False  # dQ is made one step late, so that a consumer need not wait for the other's dS of the same step
+    registers: int = 240  # of each consumer thread
     load_registers: int = 24
 
     def constants(self) -> dict[str, int]:
-        """The last ones of a kernel's signature."""
+        """The tile's constants, which come last in a kernel's signature."""
         return {"ROWS": self.rows, "STAGES": self.stages, "DQ_WARP": self.dq_warp, "DQ_LAGS": self.dq_lags, "REGISTERS": self.registers,
                 "LOAD_REGISTERS": self.load_registers}
 
 
 def pair_tile(width: int, ordered: bool) -> Tile:
-    """As many queries as the registers hold scores of. The warp for dQ gains at width 64, and in order, where it waits instead of the
-    consumers; at width 128 without order it costs."""
+    """A tile with as many queries as the registers hold scores of. A warp for dQ is faster at width 64, and with ordered sums, where it
+    waits in place of the consumers. At width 128 without order it is slower."""
     return Tile(8192 // width, dq_warp=ordered or width == 64)
 
 
 def own_arguments(*own: Any) -> tuple:
-    """Four arguments of a kernel that are a variant's own."""
+    """The variant's own arguments, filled up to four with None."""
     return *own, *(None,) * (4 - len(own))
 
 
 def mainloop_width(*widths: int) -> int:
-    """The width of tiles that take rows of these."""
+    """The width of tiles that hold rows of all these widths."""
     return 64 if max(widths) <= 64 else 128
 
 
 def tails(x: Layout, sequences: int, block: int, width: int) -> Launch:
-    """Copies the ends of packed sequences."""
+    """The launch that copies the ends of packed sequences."""
     return Launch(bwd_tails_kernel, (sequences + 1) * x[0][-2], (*strides(x)[1:], sequences, x[0][0], x[0][-2]),
                   {"DIM": x[0][-1], "WIDTH": width, "BLOCK": block}, 4, 1)
 
@@ -59,7 +60,7 @@ def copy_tails(launch: Launch, x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def all_tails(q: Layout, k: Layout, v: Layout, grad_out: Layout, sequences: int, rows: int, keys: int, width: int) -> Launch:
-    """Copies the ends of packed sequences of all four, `rows` or `keys` to a tile, in one launch."""
+    """The launch that copies the ends of packed sequences of all four tensors. A tile is `rows` queries or `keys` keys."""
     heads, kv_heads = q[0][-2], k[0][-2]
     by_row_and_head = [stride for x in (q, k, v, grad_out) for stride in strides(x)[1:]]
     return Launch(bwd_all_tails_kernel, (sequences + 1) * 2 * (heads + kv_heads),
@@ -69,7 +70,7 @@ def all_tails(q: Layout, k: Layout, v: Layout, grad_out: Layout, sequences: int,
 
 def copy_all_tails(launch: Launch, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, cu_seqlens_q: Tensor,
                    cu_seqlens_k: Tensor) -> tuple[Tensor, ...]:
-    """What copy_tails gives of each."""
+    """The result of copy_tails for each of the four tensors."""
     tensors, (rows, keys) = (q, k, v, grad_out), (launch.constants[name] for name in ("ROWS", "KEYS"))
     copies = tuple(x.new_empty(cu_seqlens_q.shape[0], block, x.shape[-2], launch.constants["WIDTH"])
                    for x, block in zip(tensors, (rows, keys, keys, rows), strict=True))
@@ -79,8 +80,8 @@ def copy_all_tails(launch: Launch, q: Tensor, k: Tensor, v: Tensor, grad_out: Te
 
 def frame(call: Call, q: Layout, out: Layout | None, grad_out: Layout, dq: Layout, rows: int, width: int, *, value_dim: int,
           has_grad_lse: bool, ordered: bool, residual: bool = False, dsinks: bool = False) -> tuple[Launch, Launch]:
-    """What precedes the mainloop, which takes `rows` queries a step, and what follows it. out: None where rows have no statistics.
-    residual: whether what the output lost by rounding is kept. dsinks: whether a gradient of sinks is wanted."""
+    """The launches before and after the mainloop, whose steps have `rows` queries. out: None where rows have no statistics. residual:
+    whether the output's rounding error was kept. dsinks: whether the gradient of sinks is wanted."""
     sequences, seqlen_q, _ = call.sizes(q[0], q[0])
     (heads, head_dim), of_rows = q[0][-2:], {"WIDTH": width, "PACKED": call.packed, "BLOCK": rows}
     programs = call.programs(heads, seqlen_q, sequences, rows)
@@ -95,6 +96,6 @@ def frame(call: Call, q: Layout, out: Layout | None, grad_out: Layout, dq: Layou
 
 
 def sources(tensors: tuple[Tensor | None, ...], rows: int, width: int) -> list:
-    """Descriptors of queries, keys, values and gradients of the output, or of their tails; None stays."""
+    """Descriptors of queries, keys, values and gradients of the output, or of their tails. None stays None."""
     blocks = rows, HALF.value, HALF.value, rows
     return [x if x is None else descriptor(x, block, width) for x, block in zip(tensors, blocks, strict=True)]

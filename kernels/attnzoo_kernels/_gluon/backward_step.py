@@ -1,4 +1,5 @@
-"""A step of a Hopper backward by two consumers, everything transposed (keys by queries), and what it needs in shared memory."""
+"""One step of a Hopper backward by two consumers. All tiles of scores are transposed, keys by queries. Also the barriers and shared
+memory."""
 
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from attnzoo_kernels._gluon.hopper import (
 
 
 class Barriers(NamedTuple):
-    """What is `full` was loaded or made, what is `empty` was read; those of a consumer as a tuple."""
+    """`full`: the data was loaded or made. `empty`: it was read. Barriers that each consumer has its own of are tuples."""
 
     q_full: Any
     do_full: Any
@@ -44,19 +45,19 @@ class Shared(NamedTuple):
 
     q: Any
     do: Any
-    stats: Any  # rows' LSE in base 2, and delta
+    stats: Any  # LSE in base 2 and delta of each row
     k: Any
     v: Any
-    ds: Any  # of two steps and both consumers
+    ds: Any  # dS of two steps and both consumers
     dq: Any  # on its way to memory
     out: Any  # dK or dV on their way to memory
     columns: Any  # 0, 1, 2 ...: which query of a step a column is
-    work: Any  # of KeyTile
+    work: Any  # the words of KeyTile
 
 
 @gluon.jit
 def step_barriers(STAGES: gl.constexpr, KEY_READERS: gl.constexpr, TILE_READERS: gl.constexpr):
-    """The first eight of Barriers: what is loaded is read by two consumers."""
+    """The first eight of Barriers, for data that the loading warp brings. Both consumers read each step."""
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
@@ -81,7 +82,7 @@ def step_barriers(STAGES: gl.constexpr, KEY_READERS: gl.constexpr, TILE_READERS:
 
 @gluon.jit
 def pair_barriers(c):
-    """Of two consumers that make dQ between them, which a warp has added to memory under DQ_WARP, a step late under DQ_LAGS."""
+    """Barriers of two consumers that share the making of dQ. DQ_WARP: a warp adds dQ to memory. DQ_LAGS: dQ is made one step late."""
     of_steps = step_barriers(c.STAGES, 2, 3 if c.DQ_WARP else 2)
     ds_full = (barriers(2, 1), barriers(2, 1))
     ds_empty, dq_full, dq_empty = (), (), ()
@@ -101,13 +102,13 @@ def column_numbers(ROWS: gl.constexpr):
 
 @gluon.jit
 def tile_words():
-    """Where the loading warp tells the others of tiles."""
+    """Shared memory in which the loading warp describes tiles to the other warps."""
     return gl.allocate_shared_memory(gl.int32, [WORK, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
 def pair_tiles(dtype: gl.constexpr, c, columns=None):
-    """Shared of pair_step. columns: those of it, if they have a place already."""
+    """The Shared of pair_step. columns: its `columns`, if they have shared memory already."""
     ROWS: gl.constexpr = c.ROWS
     return Shared(
         q=shared_tiles(dtype, c.STAGES, ROWS, c.WIDTH), do=shared_tiles(dtype, c.STAGES, ROWS, c.WIDTH),
@@ -119,14 +120,14 @@ def pair_tiles(dtype: gl.constexpr, c, columns=None):
 
 @gluon.jit
 def row_statistics(stats_tiles, stage, WHICH: gl.constexpr, ROWS: gl.constexpr, column: gl.constexpr):
-    """Of a step's queries: 0 the LSE in base 2, 1 delta."""
+    """A statistic of each query of a step. WHICH: 0 for the LSE in base 2, 1 for delta."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return stats_tiles.index(stage)._reinterpret(gl.float32, [2 * ROWS], flat).slice(WHICH * ROWS, ROWS).load(column)
 
 
 @gluon.jit
 def masked_scores(x, columns, low, high, c):
-    """-inf where a query does not see the key: `columns` come from memory, for in registers they would have to be spilled."""
+    """Masks, by -inf, the queries that do not see a key. `columns` are read from shared memory: in registers they would be spilled."""
     i = columns.load(gl.SliceLayout(0, x.type.layout))[None, :]
     seen = i >= low[:, None]
     if c.HAS_LEFT:
@@ -136,7 +137,7 @@ def masked_scores(x, columns, low, high, c):
 
 @gluon.jit
 def base_2_scores(scores, smem, stage, scale, low, high, c, MASKED: gl.constexpr):
-    """Scores in base 2 less the LSE."""
+    """Scores in base 2 minus the LSE; exp2 of them are the weights."""
     x = scores * scale - row_statistics(smem.stats, stage, 0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))[None, :]
     if MASKED:
         x = masked_scores(x, smem.columns, low, high, c)
@@ -145,7 +146,8 @@ def base_2_scores(scores, smem, stage, scale, low, high, c, MASKED: gl.constexpr
 
 @gluon.jit
 def scores_in_flight(q_tiles, smem, bars, step, c, ME: gl.constexpr):
-    """(stage of a step, its scores still in flight). Of queries and keys in parts, which are tuples, all products add up in one sum."""
+    """(stage of a step, its scores, still in flight). If queries and keys are tuples of parts, the parts' products are added up in one
+    sum."""
     stage = await_full(bars.q_full, step, c.STAGES)
     if isinstance(q_tiles, gl.tuple):
         PARTS: gl.constexpr = len(q_tiles)
@@ -174,10 +176,12 @@ def products(q_tiles, smem, bars, step, c, ME: gl.constexpr):
 
 @gluon.jit
 def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME: gl.constexpr, DV_PENDING: gl.constexpr):
-    """The sums with a step's dS and weights `p`, whose dV may be in flight already, or is None; hands on this consumer's half of dQ: under
-    DQ_LAGS that of the step before, if there was `some`, so that the consumers need not keep step with each other.
+    """Adds a step's share to the sums dK and dV and hands on this consumer's half of dQ. Returns the sums.
 
-    dQ comes before dK: it goes its way while the tensor cores are busy with dK.
+    p: the weights; under DV_PENDING their product is in flight in `dv` already. dv and p are None if dV is not made. Under DQ_LAGS, dQ is
+    that of the step before, if there was one in this tile (`some`); then a consumer need not wait for the other's dS of the same step.
+
+    The product for dQ comes before that for dK: dQ travels to memory while the tensor cores compute dK.
     """
     ds_slot, ds_phase = ring(step, 2)
     if c.DQ_LAGS:
@@ -217,7 +221,7 @@ def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, st
 
 @gluon.jit
 def softmax_gradient(weights, dweights, smem, stage, c):
-    """GRADIENT of a softmax: of its scores."""
+    """GRADIENT of a softmax: from the gradients of the weights to those of the scores."""
     delta = row_statistics(smem.stats, stage, 1, c.ROWS, gl.SliceLayout(0, product_layout(c.ROWS)))
     return weights * (dweights - delta[None, :])
 
@@ -225,7 +229,8 @@ def softmax_gradient(weights, dweights, smem, stage, c):
 @gluon.jit
 def add_weights(dk, dv, weights, dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME: gl.constexpr,
                 GRADIENT: gl.constexpr = softmax_gradient):
-    """add_step with a step's weights, and with what GRADIENT makes of their gradients, which are in flight. dv: None if it is not made."""
+    """add_step from a step's weights and their gradients, which are still in flight; GRADIENT makes gradients of scores of them. dv: None
+    if dV is not made."""
     p = None
     if dv is not None:
         p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
@@ -243,6 +248,6 @@ def step_weights(smem, bars, step, scale, low, high, c, ME: gl.constexpr, MASKED
 
 @gluon.jit
 def pair_step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
-    """STEP: adds what a step gives to dK and dV."""
+    """STEP: adds a step's share to dK and dV, and hands on dQ."""
     stage, weights, dweights_pending = step_weights(smem, bars, step, scale, low, high, c, ME, MASKED)
     return add_weights(dk, dv, weights, dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME)

@@ -1,4 +1,5 @@
-"""Sums of a Hopper backward's dS by query or by key: products with ones, of the numbers that dQ and dK are made of."""
+"""Sums of a Hopper backward's dS over queries or over keys. They are products with ones, of the same rounded dS that dQ and dK are made
+from."""
 
 import torch
 from torch import Tensor
@@ -12,8 +13,8 @@ from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_l
 
 @gluon.jit
 def ones_and_columns(dtype: gl.constexpr, c):
-    """([8, HALF] in shared memory, with ones in the first row and anything in the others; the columns of pair_tiles). At width 128 the
-    columns have a place behind the first row of ones: there is none left."""
+    """([8, HALF] in shared memory, with ones in the first row and any values in the others; the columns of pair_tiles). At width 128 no
+    shared memory is left, so the columns lie in the unused rows of the ones."""
     ones = gl.allocate_shared_memory(dtype, [8, HALF], gl.NVMMASharedLayout.get_default_for([8, HALF], dtype))
     ones.store(gl.full([8, HALF], 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
     if c.WIDTH > 64:
@@ -29,14 +30,15 @@ def ones_and_columns(dtype: gl.constexpr, c):
 
 @gluon.jit
 def dscores_of(smem, step, ME: gl.constexpr):
-    """A consumer's dS [HALF, ROWS] of a step."""
+    """A consumer's dS [HALF, ROWS] of a step, in shared memory."""
     slot, _ = ring(step, 2)
     return smem.ds.index(slot * 2 + ME)
 
 
 @gluon.jit
 def sum_in_flight(ds, FROM: gl.constexpr, BY_ROW: gl.constexpr, acc, ones):
-    """64 columns of dS [HALF, ROWS] from FROM on, added up by key, or BY_ROW by query: what `first_column` has of the product."""
+    """Starts to add up 64 columns of dS [HALF, ROWS] from FROM on: over queries for each key, or, BY_ROW, over keys for each query.
+    `first_column` of the product is the sum."""
     part = ds.slice(FROM, 64, dim=1)
     if BY_ROW:
         part = part.permute((1, 0))
@@ -57,13 +59,13 @@ def first_column(x):
 
 @gluon.jit
 def add_rows(sums, sums_ptr, tile, FROM: gl.constexpr, c):
-    """Adds sums by query to those of the queries from FROM on of a tile of dQ, in any order."""
+    """Adds the sums of 64 queries, from FROM on in a tile of dQ, to those in memory, in any order."""
     lanes = gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
     gl.atomic_add(sums_ptr + tile.to(gl.int64) * c.ROWS + FROM + lanes, first_column(sums), sem="relaxed")
 
 
 def by_row(x: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None, block: int) -> Tensor:
-    """What lies in tiles of `block` queries, (..., block), as the LSE of that shape does."""
+    """Numbers that lie in tiles of `block` queries, (..., block), in the order of an LSE of this shape."""
     if cu_seqlens is None:
         return x.reshape(*shape[:-1], -1)[..., : shape[-1]]
     total = shape[-1]

@@ -1,4 +1,4 @@
-"""Tiles of keys of a Hopper backward: which comes next, which queries see it, and how the loading warp tells the others of it."""
+"""The tile scheduler of a Hopper backward: which tile of keys comes next, which queries see it, and how the loading warp publishes it."""
 
 from typing import Any, NamedTuple
 
@@ -8,14 +8,14 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.hopper import await_full, mbarrier, read_word
 from attnzoo_kernels._gluon.tiles import by_groups, find_sequence, sequence_bounds
 
-ROWS = gl.constexpr(64)  # queries of a step, if nothing else is said
-KEYS = gl.constexpr(128)  # of a program
+ROWS = gl.constexpr(64)  # queries of a step by default
+KEYS = gl.constexpr(128)  # keys of a tile
 HALF = gl.constexpr(64)  # keys of a consumer
-WORK = gl.constexpr(2)  # tiles that the loading warp may be ahead
+WORK = gl.constexpr(2)  # tiles by which the loading warp may be ahead
 
 
 class Problem(NamedTuple):
-    """What a program takes its tiles from; sequences and lengths as the kernels' arguments."""
+    """What a program takes its tiles from. Sequences and lengths are the kernel's arguments."""
 
     counter: Any
     cu_seqlens_q: Any
@@ -25,29 +25,29 @@ class Problem(NamedTuple):
     seqlen_k: Any
     kv_heads: Any
     group: Any  # query heads of a key head
-    head_group: Any  # key heads whose tiles are taken in turn
-    head_tiles: Any  # tiles of dQ and of row statistics of a head
+    head_group: Any  # key heads whose tiles are interleaved
+    head_tiles: Any  # tiles of dQ, and of row statistics, that a query head has
     n_tiles: Any
     window_left: Any
     window_right: Any
 
 
 class KeyTile(NamedTuple):
-    """A tile of KEYS keys, as the loading warp tells the others of it by int32 in shared memory."""
+    """A tile of KEYS keys, as the loading warp publishes it to the other warps: int32 words in shared memory."""
 
-    more: Any  # 0 behind the last tile
+    more: Any  # 0 after the last tile
     batch: Any  # coordinate in the tensors: 0 where sequences are packed
     kv_head: Any
     key: Any  # its first key, counted in its sequence
-    begin: Any  # steps of queries that see it: those before full_begin and from full_end on need a mask
+    begin: Any  # the steps of queries that see it; those before full_begin and those from full_end on need a mask
     full_begin: Any
     full_end: Any
     end: Any
     len_q: Any  # of its sequence
     len_k: Any
     first_k: Any  # where its sequence's keys begin
-    dq_tile: Any  # where the tiles of dQ of its first query head begin
-    number: Any  # of the tile, where its kernel needs one
+    dq_tile: Any  # number of the first tile of dQ of its first query head
+    number: Any  # number of the tile, for kernels that need one
 
 
 @gluon.constexpr_function
@@ -58,14 +58,14 @@ def _place_of(name):
 
 @gluon.jit
 def word(work, slot, NAME: gl.constexpr):
-    """Of the tile in a slot what KeyTile calls NAME. Each is read where it is needed: between them they would fill registers."""
+    """The field NAME of the KeyTile in a slot. Fields are read only where they are needed, because holding them would take registers."""
     WHICH: gl.constexpr = _place_of(NAME)
     return read_word(work.index(slot).slice(WHICH, 1))
 
 
 @gluon.jit
 def announce(work, full, slot, tile):
-    """Tells the others of a tile."""
+    """Publishes a tile to the other warps."""
     n = gl.arange(0, work.shape[1], gl.BlockedLayout([1], [32], [1], [0]))
     written = n * 0
     for i in gl.static_range(len(tile)):
@@ -76,13 +76,13 @@ def announce(work, full, slot, tile):
 
 @gluon.jit
 def await_tile(work, full, taken):
-    """(slot of the next tile, whether there is one)."""
+    """Waits for the next tile: (its slot, whether there is one)."""
     slot = await_full(full, taken, WORK)
     return slot, word(work, slot, "more")
 
 
 class Seen(NamedTuple):
-    """Of a KeyTile what says which queries see it."""
+    """Those fields of a KeyTile that say which queries see it."""
 
     key: Any
     begin: Any
@@ -96,7 +96,7 @@ class Seen(NamedTuple):
 
 @gluon.jit
 def seen_by(work, slot):
-    """Of the tile in a slot."""
+    """The Seen of the tile in a slot."""
     key, begin, full_begin = word(work, slot, "key"), word(work, slot, "begin"), word(work, slot, "full_begin")
     full_end, end = word(work, slot, "full_end"), word(work, slot, "end")
     return Seen(key, begin, full_begin, full_end, end, end - begin, word(work, slot, "len_q"), word(work, slot, "len_k"))
@@ -104,14 +104,14 @@ def seen_by(work, slot):
 
 @gluon.jit
 def same_for_all(own, key, len_q, len_k, c):
-    """OF_TILE: what it is given."""
+    """OF_TILE where hooks need the same for all tiles: `own`."""
     return own
 
 
 @gluon.jit
 def query_tiles(key, len_q, len_k, window_left, window_right, c):
-    """Tiles of ROWS queries that see the KEYS keys from `key` on: (begin, full_begin, full_end, end); before full_begin and from full_end
-    on they need a mask."""
+    """The tiles of ROWS queries that see the KEYS keys from `key` on: (begin, full_begin, full_end, end). Those before full_begin and those
+    from full_end on need a mask."""
     ROWS: gl.constexpr = c.ROWS
     shift = len_k - len_q
     last = gl.minimum(key + KEYS, len_k) - 1
@@ -128,7 +128,7 @@ def query_tiles(key, len_q, len_k, window_left, window_right, c):
         full_end = gl.minimum(tiles, gl.maximum(key - shift + window_left + 1, 0) // ROWS)
     end = gl.maximum(end, begin)
     full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
-    if key + KEYS > len_k:  # keys behind the end
+    if key + KEYS > len_k:  # some keys lie after the end
         full_begin = end
     full_end = gl.maximum(gl.minimum(full_end, end), full_begin)
     return begin, full_begin, full_end, end
@@ -136,11 +136,11 @@ def query_tiles(key, len_q, len_k, window_left, window_right, c):
 
 @gluon.jit
 def first_and_last_query(key, len_q, len_k, window_left, window_right, c, layout: gl.constexpr):
-    """(first, last) query that sees each of the HALF keys from `key` on; the last one counts under a window only."""
+    """(first, last) query that sees each of the HALF keys from `key` on. `last` is used only under HAS_LEFT."""
     shift = len_k - len_q
     j = gl.arange(0, HALF, gl.SliceLayout(1, layout)) + key
     low = gl.where(j < len_k, 0, 1 << 30)
-    if c.HAS_RIGHT:  # keys behind the end are seen by no query that there is
+    if c.HAS_RIGHT:  # no query sees the keys after the end
         low = gl.where(j < len_k, j - shift - window_right, 1 << 30)
     return low, j - shift + window_left
 
@@ -149,8 +149,8 @@ def first_and_last_query(key, len_q, len_k, window_left, window_right, c, layout
 def next_key_tile(problem, own, c):
     """TILE: (the next tile that has keys, its sequence, where the sequence's queries begin).
 
-    Dense tiles go by groups of `head_group` heads, whose queries stay in L2, inside a group by first key; ORDERED from the last one down,
-    so that a tile only ever waits for those that were taken before it.
+    The dense tiles of `head_group` heads, whose queries stay in L2, are interleaved, in the order of their first keys. Under ORDERED they
+    come from the last key down, so that a tile only ever waits for tiles that were taken before it.
     """
     index = gl.atomic_add(problem.counter, 1, sem="relaxed")
     sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(index, problem, c)
@@ -168,7 +168,7 @@ def next_key_tile(problem, own, c):
 
 @gluon.jit
 def decode_keys(index, problem, c):
-    """Of the index-th tile (sequence, key head, first key, first_q, len_q, first_k, len_k, first tile of dQ)."""
+    """(sequence, key head, first key, first_q, len_q, first_k, len_k, first tile of dQ) of the index-th tile."""
     n_seqs = problem.n_seqs
     if c.PACKED:
         slots = problem.seqlen_k // KEYS + n_seqs + 1

@@ -11,7 +11,7 @@ from attnzoo_kernels._gluon.bwd_preprocess import program_tile_of_queries
 
 @triton.jit
 def by_rows(x, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """[BLOCK * WIDTH] in the order of registers as [BLOCK, WIDTH]."""
+    """x [BLOCK * WIDTH], in register order, as [BLOCK, WIDTH]."""
     # halves of 64 rows, 8 columns, 16 rows, row of 8, pair of columns, half of 16 rows, column of a pair
     x = tl.reshape(x, [BLOCK // 64, WIDTH // 8, 4, 8, 4, 2, 2])
     return tl.reshape(tl.permute(x, [0, 2, 5, 3, 1, 4, 6]), [BLOCK, WIDTH])

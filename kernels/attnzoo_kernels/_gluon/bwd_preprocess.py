@@ -1,5 +1,5 @@
-"""What precedes a Hopper backward's mainloop, in plain Triton: row statistics, an empty float32 dQ (where sums have no order), copies of
-the ends of packed sequences."""
+"""What runs before a Hopper backward's mainloop, in plain Triton: it computes row statistics, clears the float32 dQ if its sums have no
+order, and copies the ends of packed sequences."""
 
 from typing import Any, NamedTuple
 
@@ -16,14 +16,14 @@ class RowTile(NamedTuple):
     batch: Any
     head: Any
     row: Any
-    first: Any  # token of its sequence
+    first: Any  # first token of its sequence
     length: Any
-    number: Any  # of the tile in memory
+    number: Any  # number of the tile among the tiles in memory
 
 
 @triton.jit
 def program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's RowTile; programs of all heads of the same rows follow each other."""
+    """This program's RowTile. Programs of the same rows and different heads follow each other."""
     head = tl.program_id(0) % heads
     number = tl.program_id(0) // heads
     if PACKED:
@@ -59,29 +59,30 @@ def statistics_of(tile, seqlen, heads, BLOCK: tl.constexpr):
 
 @triton.jit
 def clear(sums_ptr, number, SIZE: tl.constexpr):
-    """The number-th tile of SIZE float32 sums."""
+    """Sets the number-th tile of SIZE float32 sums to zero."""
     empty = tl.arange(0, SIZE)
     tl.store(sums_ptr + number * SIZE + empty, tl.zeros([SIZE], tl.float32))
 
 
 @triton.jit
 def load_softmax(stats_ptr, stride_stats, index, inside):
-    """The forward's maxima (+inf where a row sees no key, or is none) and logarithms of sums, in base 2."""
+    """The forward's row maxima (+inf for a row that sees no key or does not exist) and logarithms of row sums, in base 2."""
     row_max = tl.load(stats_ptr + index, mask=inside, other=float("inf"))
     return row_max, tl.load(stats_ptr + stride_stats + index, mask=inside, other=0.0)
 
 
 @triton.jit
 def lse_log2(stats_ptr, stride_stats, index, inside):
-    """The LSE in base 2; +inf where a row sees no key, or is none."""
+    """The LSE in base 2; +inf for a row that sees no key or does not exist."""
     row_max, log_sum = load_softmax(stats_ptr, stride_stats, index, inside)
     return tl.where(row_max == float("inf"), row_max, row_max + log_sum)
 
 
 @triton.jit
 def store_dsinks(sinks_ptr, dsinks_ptr, tile, delta, row_max, log_sum):
-    """Minus the sum over a RowTile of the sink's weight times delta, in float64, because the rows of a head cancel."""
-    # rounded as in the forward, where it may be the maximum: the compiler would join the product and the difference
+    """Stores a RowTile's share of the gradient of its head's sink: minus the sum of the sink's weight times delta. The sum is taken in
+    float64, because the rows of a head nearly cancel."""
+    # the product is rounded as in the forward, where it may be the maximum; else the compiler would fuse it with the difference
     sink = tl.fma(tl.load(sinks_ptr + tile.head).to(tl.float32), LOG2E, 0.0)
     weight = tl.exp2(sink - row_max - log_sum)
     tl.store(dsinks_ptr + tile.number, -tl.sum(weight.to(tl.float64) * delta.to(tl.float64)))
@@ -89,7 +90,7 @@ def store_dsinks(sinks_ptr, dsinks_ptr, tile, delta, row_max, log_sum):
 
 @triton.jit
 def reset(counter_ptr, semaphore_ptr, tile, SEMAPHORES: tl.constexpr):
-    """The counter of tiles of keys, and a tile's dQ semaphores."""
+    """Sets the counter of key tiles and a tile's dQ semaphores to zero."""
     if tl.program_id(0) == 0:
         tl.store(counter_ptr, 0)
     for n in tl.static_range(SEMAPHORES):
@@ -100,8 +101,9 @@ def reset(counter_ptr, semaphore_ptr, tile, SEMAPHORES: tl.constexpr):
 def write_statistics(out, residual_ptr, grads, stats_ptr, grad_lse_ptr, row_stats_ptr, sinks_ptr, dsinks_ptr, tile, stride_stats, seqlen,
                      heads, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr,
                      RESIDUAL: tl.constexpr, DSINKS: tl.constexpr):
-    """[2, BLOCK] of a RowTile: the LSE in base 2 (+inf where a row sees no key, or is none), delta = rowsum(dO * O) - dLSE. RESIDUAL: what
-    O lost by rounding lies at residual_ptr as O does. DSINKS: its part of the gradient of its head's sink is written, too."""
+    """Stores [2, BLOCK] of a RowTile: the LSE in base 2 (+inf for a row that sees no key or does not exist) and delta = rowsum(dO * O) -
+    dLSE. RESIDUAL: O's rounding error is at residual_ptr, laid out as O is. DSINKS: the tile's share of the gradient of its head's sink is
+    stored, too."""
     out_tile = load_tile(out, tile, VALUE_DIM, BLOCK, WIDTH)
     if RESIDUAL:
         residual = Operand(residual_ptr, out.stride_batch, out.stride_row, out.stride_head)
@@ -120,7 +122,7 @@ def write_statistics(out, residual_ptr, grads, stats_ptr, grad_lse_ptr, row_stat
 
 @triton.jit
 def clear_tile(dq_ptr, tile, own, SIZE: tl.constexpr):
-    """CLEAR of one buffer."""
+    """CLEAR where dQ has one buffer."""
     clear(dq_ptr, tile.number, SIZE)
 
 
@@ -132,8 +134,8 @@ def bwd_preprocess_kernel(out_ptr, residual_ptr, do_ptr, stats_ptr, grad_lse_ptr
                           PACKED: tl.constexpr, SEMAPHORES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr,
                           STATISTICS: tl.constexpr = True, CLEAR: tl.constexpr = clear_tile, RESIDUAL: tl.constexpr = False,
                           DSINKS: tl.constexpr = False):
-    """A tile's statistics, if there are any. CLEAR(dq_ptr, tile, own, size of a tile) clears dQ; it is None where the first key tile in
-    turn writes. What begins with own_ is for it."""
+    """Stores a tile's statistics, if rows have any. CLEAR(dq_ptr, tile, own, size of a tile) sets dQ to zero; it is None where the first
+    key tile overwrites dQ. The arguments that begin with own_ are passed to CLEAR."""
     tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     if STATISTICS:
         write_statistics(Operand(out_ptr, stride_ob, stride_os, stride_oh), residual_ptr,
@@ -147,7 +149,7 @@ def bwd_preprocess_kernel(out_ptr, residual_ptr, do_ptr, stats_ptr, grad_lse_ptr
 @triton.jit
 def copy_tail(x_ptr, tails_ptr, cu_seqlens, stride_xs, stride_xh, sequence, head, n_seqs, seqlen, heads, DIM: tl.constexpr,
               WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The last, partial tile of a head of a packed sequence with zeros behind its end, into (sequences + 1, BLOCK, heads, WIDTH)."""
+    """Copies the last, partial tile of a head of a packed sequence, filled up with zeros, into (sequences + 1, BLOCK, heads, WIDTH)."""
     first, end = sequence_rows(cu_seqlens, sequence, n_seqs, seqlen)
     r = tl.arange(0, BLOCK)
     c = tl.arange(0, WIDTH)
@@ -161,7 +163,7 @@ def copy_tail(x_ptr, tails_ptr, cu_seqlens, stride_xs, stride_xh, sequence, head
 @triton.jit(do_not_specialize=["n_seqs", "heads"], do_not_specialize_on_alignment=["cu_seqlens"])
 def bwd_tails_kernel(x_ptr, tails_ptr, cu_seqlens, stride_xs, stride_xh, n_seqs, seqlen, heads, DIM: tl.constexpr,
                      WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The last, partial tile of each packed sequence with zeros behind its end, (sequences + 1, BLOCK, heads, WIDTH)."""
+    """Copies the last, partial tile of each packed sequence, filled up with zeros, into (sequences + 1, BLOCK, heads, WIDTH)."""
     copy_tail(x_ptr, tails_ptr, cu_seqlens, stride_xs, stride_xh, tl.program_id(0) // heads, tl.program_id(0) % heads, n_seqs, seqlen,
               heads, DIM, WIDTH, BLOCK)
 
@@ -172,7 +174,7 @@ def bwd_all_tails_kernel(q_ptr, k_ptr, v_ptr, do_ptr, q_tails, k_tails, v_tails,
                          stride_qh, stride_ks, stride_kh, stride_vs, stride_vh, stride_dos, stride_doh, n_seqs, seqlen_q, seqlen_k, heads,
                          kv_heads, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                          KEYS: tl.constexpr):
-    """The same of queries, keys, values and gradients of the output in one launch, whose copies take less time than three more launches."""
+    """Does the same for queries, keys, values and gradients of the output. The copies take less time than three more launches would."""
     sequence = tl.program_id(0) // (2 * (heads + kv_heads))
     head = tl.program_id(0) % (2 * (heads + kv_heads))
     if head < heads:

@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import barriers
 
-ROWS = gl.constexpr(64)  # of a consumer: what one matrix instruction takes
-WORK = gl.constexpr(2)  # tiles that the loading warp may be ahead
+ROWS = gl.constexpr(64)  # query rows of a consumer warp group: what one matrix instruction takes
+WORK = gl.constexpr(2)  # tiles by which the loading warp may be ahead of the consumers
 
 
 class Descriptors(NamedTuple):
@@ -19,22 +19,22 @@ class Descriptors(NamedTuple):
 
 
 class Problem(NamedTuple):
-    counter: Any  # of tiles that were taken
+    counter: Any  # of tiles, in global memory: see tile_scheduler.next_index
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     n_seqs: Any
-    seqlen_q: Any  # of packed sequences the total
+    seqlen_q: Any  # where packed, the total
     seqlen_k: Any
     heads: Any
-    group: Any  # heads of a key head
-    head_group: Any  # heads whose tiles are taken in turn, so that their keys stay in L2
+    group: Any  # query heads of a key head
+    head_group: Any  # heads whose tiles are interleaved, so that their keys stay in L2
     n_tiles: Any
     window_left: Any
     window_right: Any
 
 
 class Rows(NamedTuple):
-    """Of the output: the scale that brings scores to base 2, and where statistics go."""
+    """What the output's rows need beside the output: the scale that brings scores to base 2, and where LSE and statistics are stored."""
 
     scale: Any
     lse: Any
@@ -43,13 +43,13 @@ class Rows(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """In shared memory."""
+    """Tiles in shared memory. With PARTS, each tile of queries or keys is PARTS tiles that hold a part of the columns each."""
 
-    q: Any  # [Q_SLOTS * CONSUMERS, 64, BLOCK_D]; under PARTS as many tiles in the place of each
+    q: Any  # [Q_SLOTS * CONSUMERS, 64, BLOCK_D]; with PARTS, PARTS times as many
     out: Any  # [OUTS * CONSUMERS, 64, BLOCK_DV, or a part of it]
-    k: Any  # [STAGES, BLOCK_N, BLOCK_D]; under PARTS as many tiles in the place of each
+    k: Any  # [STAGES, BLOCK_N, BLOCK_D]; with PARTS, PARTS times as many
     v: Any  # [STAGES, BLOCK_N, BLOCK_DV]
-    work: Any  # words of the next tiles
+    work: Any  # int32 words that describe the next tiles to the consumers
 
 
 class Barriers(NamedTuple):
@@ -69,7 +69,7 @@ class Program(NamedTuple):
     rows: Rows
     tiles: Tiles
     bars: Barriers
-    own: Any  # a variant's
+    own: Any  # what the variant's hooks need beside the rest
 
 
 @gluon.jit
@@ -82,7 +82,7 @@ def tiles_like(desc, COUNT: gl.constexpr):
 
 @gluon.jit
 def work_and_barriers(config, WORDS: gl.constexpr = 3):
-    """Where WORDS of the next tiles are written for the consumers, and Barriers."""
+    """Shared memory for WORDS int32 of each coming tile, which the consumers read, and the Barriers."""
     work = gl.allocate_shared_memory(gl.int32, [WORDS * WORK, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     PLACES: gl.constexpr = config.Q_SLOTS * config.CONSUMERS
     bars = Barriers(barriers(PLACES, 1), barriers(PLACES, 1), barriers(config.STAGES, 1), barriers(config.STAGES, config.CONSUMERS),
@@ -93,7 +93,7 @@ def work_and_barriers(config, WORDS: gl.constexpr = 3):
 
 @gluon.jit
 def allocate(descs, config, WORDS: gl.constexpr = 3):
-    """(Tiles, Barriers). WORDS: of a tile, for the consumers."""
+    """(Tiles, Barriers). WORDS: how many int32 describe a tile to the consumers."""
     PARTS: gl.constexpr = 1 if config.PARTS is None else config.PARTS
     q = tiles_like(descs.q, config.Q_SLOTS * config.CONSUMERS * PARTS)
     OUTS: gl.constexpr = 1 if config.OUTS is None else config.OUTS

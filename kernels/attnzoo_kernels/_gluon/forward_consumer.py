@@ -1,4 +1,4 @@
-"""The forward's consumers."""
+"""The consumers of a Hopper forward: warp groups that take tiles, run the mainloop and store the output and its statistics."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,8 +23,11 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 @gluon.jit
 def store_statistics(rows, place, inside, row_max, row_sum, BEFORE: gl.constexpr = 0, more=None):
-    """LSE, of a maximum that is `more`, and for the backward the maximum (+inf for a row without a key) and log2 of the sum; returns the
-    sum's inverse. BEFORE: of how many softmaxes the statistics come before these."""
+    """Stores the LSE and, for the backward, the maximum (+inf for a row without a key) and log2 of the sum. Returns the inverse of the sum.
+
+    row_max is in base 2. more: added to row_max in the LSE, but not in the statistics. BEFORE: how many softmaxes have their statistics
+    before these.
+    """
     if BEFORE > 0:
         rows = Rows(rows.scale, rows.lse + BEFORE * rows.stride_stats, rows.stats + 2 * BEFORE * rows.stride_stats, rows.stride_stats)
     some = row_sum > 0
@@ -38,7 +41,7 @@ def store_statistics(rows, place, inside, row_max, row_sum, BEFORE: gl.constexpr
 
 @gluon.jit
 def rows_before(tile, problem, PACKED: gl.constexpr):
-    """Rows of statistics before those of a tile's sequence and head."""
+    """How many rows of statistics lie before those of a tile's sequence and head."""
     if PACKED:
         before = tile.head.to(gl.int64) * problem.seqlen_q + tile.first_q
     else:
@@ -48,14 +51,15 @@ def rows_before(tile, problem, PACKED: gl.constexpr):
 
 @gluon.jit
 def inside(tile, span, program, config):
-    """INSIDE of a sequence: its rows from span.row on."""
+    """INSIDE: (where the statistics of the rows from span.row on lie, which of these rows the sequence has)."""
     i = span.row + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(config.BLOCK_N)))
     return rows_before(tile, program.problem, config.PACKED) + i, i < span.len_q
 
 
 @gluon.jit
 def write_tile(desc, x, at, ME: gl.constexpr, program):
-    """64 rows by TMA, through a shared tile that is as wide, or half as wide. The caller has waited until the last ones were read."""
+    """Stores 64 rows by TMA, through a shared tile that is as wide as x, or half as wide. The caller has waited until TMA had read the
+    shared tile's last contents."""
     WIDTH: gl.constexpr = program.tiles.out.shape[2]
     if x.shape[1] > WIDTH:
         left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, WIDTH]), (0, 2, 1)))
@@ -70,21 +74,21 @@ def write_tile(desc, x, at, ME: gl.constexpr, program):
 
 @gluon.jit
 def write_span(desc, x, span, at, ME: gl.constexpr, program):
-    """write_tile of a span, if it has rows."""
+    """write_tile, if the span has rows."""
     if span.row < span.len_q:
         write_tile(desc, x, at, ME, program)
 
 
 @gluon.jit
 def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """FINISH of a softmax: rows are divided by their sums."""
+    """FINISH of a softmax: divides the rows by their sums and stores them."""
     if span.row < span.len_q:
         write_tile(program.descs.out, acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None], at, ME, program)
 
 
 @gluon.jit
 def finish_with_residual(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """FINISH that also writes what rounding takes from the output to own.residual, a descriptor like the output's. It needs OUTS of 2."""
+    """FINISH that also stores the output's rounding error by own.residual, a descriptor like the output's. It needs OUTS = 2."""
     if span.row < span.len_q:
         out = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None]
         write_tile(program.descs.out, out, at, ME, program)
@@ -94,7 +98,7 @@ def finish_with_residual(acc, inverse, tile, span, at, begun, BRANCH: gl.constex
 
 @gluon.jit
 def _take(taken, ME: gl.constexpr, program, config):
-    """The next tile, and its queries under Q_IN_REGISTERS."""
+    """Takes the next tile; with Q_IN_REGISTERS it also loads the tile's queries."""
     tile = config.TAKE(taken, program, config)
     q = 0
     if config.Q_IN_REGISTERS:
@@ -104,7 +108,7 @@ def _take(taken, ME: gl.constexpr, program, config):
 
 @gluon.jit
 def consume(program, config, ME: gl.constexpr):
-    """CONSUME of online softmaxes: 64 rows of each tile."""
+    """CONSUME: the online softmax, or the weights of WEIGHTS, for this consumer's 64 rows of each tile."""
     step = 0
     taken = 0
     q_step = 0

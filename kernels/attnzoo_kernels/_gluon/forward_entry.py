@@ -1,4 +1,5 @@
-"""The Gluon kernel of the Hopper forwards that take tensors and tiles as a softmax does: the host gives it their hooks as constants."""
+"""The Gluon kernel that most Hopper forwards share: it reads q, k and v and writes one output. The host passes a variant's hooks as
+constants."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +27,7 @@ def hopper_fwd_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, own_
                       BEGIN: gl.constexpr = None, MAINLOOP: gl.constexpr = mainloop, JOIN: gl.constexpr = None,
                       KEY_BIAS: gl.constexpr = None, MASK: gl.constexpr = mask, STEP_MASK: gl.constexpr = step_mask,
                       MORE: gl.constexpr = None, WEIGHTS: gl.constexpr = None, FINISH: gl.constexpr = finish):
-    """OWN makes of what begins with own_ what a variant's other hooks find as the program's `own`."""
+    """OWN turns the arguments that begin with own_ into the program's `own`, which the variant's other hooks read."""
     own = ()
     if OWN is not None:
         own = OWN((own_a, own_b), (own_1, own_2), scale)

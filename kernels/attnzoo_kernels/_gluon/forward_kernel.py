@@ -1,8 +1,9 @@
-"""The Hopper forward: what its warps share, and the body of its kernels.
+"""The Hopper forward: the constants and hooks that it is compiled for, and the body of its kernels.
 
-A program stays on its multiprocessor and takes tiles of queries from a counter. One warp loads through TMA (`forward_producer`). Warp
-groups of 64 queries each, the consumers, multiply and take the softmax (`forward_consumer`), from the last tile of keys that they see to
-the first (`forward_mainloop`). These know no variant: what a variant is stands in its `Config`.
+A kernel is persistent: a program stays on its multiprocessor and takes tiles of queries from a counter. One producer warp loads through TMA
+(`forward_producer`). The consumers are warp groups of 64 queries each. They compute the products and the softmax (`forward_consumer`), from
+the last tile of keys that their queries see to the first (`forward_mainloop`). These modules know no variant: all that belongs to a variant
+is in its `Config`.
 """
 
 from triton.experimental import gluon
@@ -18,53 +19,57 @@ from attnzoo_kernels._gluon.tile_scheduler import next_tile, span, take
 
 @constants
 class Config:
-    """What a kernel is compiled for. Hooks get the Program and the Config last. A tile is what NEXT_TILE and TAKE return, a span what SPAN
-    does: named tuples with the fields that the library's own have."""
+    """What a kernel is compiled for: constants, switches and hooks.
+
+    The comment at a hook gives its arguments and its result. Each hook also gets the Program and the Config as its last arguments, except
+    CONSUME, whose last one is ME, the consumer's number. A tile is what NEXT_TILE and TAKE return, a span is what SPAN returns: named
+    tuples that have at least the fields of Tile, Taken and Span in `tile_scheduler`.
+    """
 
     BLOCK_N: gl.constexpr  # keys of a tile
     BLOCK_DV: gl.constexpr
     STAGES: gl.constexpr  # tiles of keys and of values in shared memory
     CONSUMERS: gl.constexpr
-    REGISTERS: gl.constexpr  # of a consumer's thread
+    REGISTERS: gl.constexpr  # of each consumer thread
     PACKED: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
     BRANCHES: gl.constexpr  # softmaxes of a tile, one after the other
-    MASK_IN_LOOP: gl.constexpr  # other tiles of keys than a consumer's first one may need a mask
+    MASK_IN_LOOP: gl.constexpr  # tiles of keys after a consumer's first one may need a mask, too
     EMPTY_ROWS: gl.constexpr  # a row may still see no key after the first tile of keys
-    Q_SLOTS: gl.constexpr  # a consumer's tiles of queries in shared memory
-    Q_IN_REGISTERS: gl.constexpr  # its queries move on to registers, and their place is free at once
-    JOINT_RELEASE: gl.constexpr  # keys of a step and values of the one before go back to the producer together
-    INDEX_EARLY: gl.constexpr  # the producer asks for the next tile before it loads this one's
-    Q_PLAIN: gl.constexpr  # packed queries are loaded by rows of all sequences, and do not end where theirs does
+    Q_SLOTS: gl.constexpr  # tiles of queries that a consumer has room for in shared memory
+    Q_IN_REGISTERS: gl.constexpr  # the queries are copied to registers, and their shared memory is released at once
+    JOINT_RELEASE: gl.constexpr  # the keys of a step and the values of the step before are released to the producer together
+    INDEX_EARLY: gl.constexpr  # the producer takes the next index from the counter before it loads this tile's tensors
+    Q_PLAIN: gl.constexpr  # boxes of packed queries are cut off at the tensor's end only, not at the end of their sequence
     K_BEFORE_PV: gl.constexpr  # wait for the next keys between the exponentials and the wait for P V (fault 4)
-    HALF_TILE: gl.constexpr  # half of a consumer's first tile of keys is left out where no query sees it
+    HALF_TILE: gl.constexpr  # a consumer skips the second half of its first tile of keys where no query sees it
     PREFETCH_TILE: gl.constexpr  # a consumer takes its next tile while the last product of this one is in flight
-    ROW_MAX_NOT_NEGATIVE: gl.constexpr  # row maxima by integer instructions once none is below zero; not with MASK_IN_LOOP
-    PARTS: gl.constexpr  # queries and keys lie in so many tiles each, beside each other, of which a place is freed early; not with
-    # Q_IN_REGISTERS or HALF_TILE; None: they lie in one
-    OUTS: gl.constexpr  # tiles of outputs that a consumer has a place for; None: one
+    ROW_MAX_NOT_NEGATIVE: gl.constexpr  # once no row maximum is below zero, integer instructions take the maxima; not with MASK_IN_LOOP
+    PARTS: gl.constexpr  # the columns of queries and keys are split into so many tiles; the queries are released before the last product.
+    # Not with Q_IN_REGISTERS or HALF_TILE. None: they are not split
+    OUTS: gl.constexpr  # output tiles that a consumer has room for in shared memory; None: one
     OPTIONS: gl.constexpr  # a variant's own constants, a struct like this one
 
-    PRODUCE: gl.constexpr = produce_prefetched  # () the loading warp
-    CONSUME: gl.constexpr = consume  # (ME) a consumer
+    PRODUCE: gl.constexpr = produce_prefetched  # (): all that the producer warp does
+    CONSUME: gl.constexpr = consume  # (program, config, ME): all that a consumer does
     NEXT_TILE: gl.constexpr = next_tile  # (index) -> the tile of that index, or the next one that has rows; its `words` go to the consumers
-    LOAD_TILE: gl.constexpr  # (tile, step, q_step) -> (step, q_step) behind the loads of a tile, for produce_segments
-    NEXT_ENTRY: gl.constexpr  # (j, tile) -> the tile of keys behind the j-th, in forward_producer.load_segment; may be left out
-    TAKE: gl.constexpr = take  # (taken) -> the consumers' tile, whose sequence is -1 behind the last one
+    LOAD_TILE: gl.constexpr  # (tile, step, q_step) -> (step, q_step) after all loads of a tile; for produce_segments
+    NEXT_ENTRY: gl.constexpr  # (j, tile) -> the tile of keys to load after the j-th; for forward_producer.load_segment; may be left out
+    TAKE: gl.constexpr = take  # (taken) -> the next tile as consumers know it; its sequence is -1 after the last tile
     SPAN: gl.constexpr = span  # (tile, ME, taken) -> a consumer's rows and the tiles of keys that they see
-    BEGIN: gl.constexpr  # (tile, span) -> what JOIN and FINISH need from memory, asked for early; may be left out
+    BEGIN: gl.constexpr  # (tile, span) -> what JOIN and FINISH read from global memory, loaded early; may be left out
     MAINLOOP: gl.constexpr = mainloop  # (q, tile, span, taken, step, q_step, BRANCH, ME) -> (product in flight, row_max, row_sum,
     # step, q_step)
-    JOIN: gl.constexpr  # (row_max, row_sum, begun) -> both with what joins a row without a value, and the output's factor; may be left out
-    COLUMN: gl.constexpr = column  # (tile of keys, span, FIRST) -> its first key; FIRST: it is a consumer's first one
-    KEY_BIAS: gl.constexpr  # (column, KEYS, span) -> [KEYS], what scores of KEYS keys are less by, in the products' unit; may be left out
-    MASK: gl.constexpr = mask  # (scores, column, span) -> -inf where a query does not see a key
-    STEP_MASK: gl.constexpr = step_mask  # (scores, where) -> MASK for those tiles in the loop that need it, under MASK_IN_LOOP
-    INSIDE: gl.constexpr = inside  # (tile, span, layout) -> (rows of lse and statistics, whether they are there)
-    MORE: gl.constexpr  # (tile, span) -> what the LSE of rows is more by than their statistics, in base 2; may be left out
-    WEIGHTS: gl.constexpr  # (scores, (step, last step, span)) -> weights that need no statistics of their row; left out: a softmax's
-    FINISH: gl.constexpr = finish  # (acc, inverse, tile, span, at, begun, BRANCH, ME): writes the output, which lies at the box `at`
+    JOIN: gl.constexpr  # (row_max, row_sum, begun) -> (both with a key that has no value, the output's factor); may be left out
+    COLUMN: gl.constexpr = column  # (tile of keys, span, FIRST) -> the tile's first key; FIRST: it is the consumer's first tile
+    KEY_BIAS: gl.constexpr  # (column, KEYS, span) -> [KEYS], subtracted from the products with KEYS keys, in their unit; may be left out
+    MASK: gl.constexpr = mask  # (scores, column, span) -> scores with -inf where a query does not see a key
+    STEP_MASK: gl.constexpr = step_mask  # (scores, where) -> scores, by MASK if the step's tile needs it; under MASK_IN_LOOP
+    INSIDE: gl.constexpr = inside  # (tile, span) -> (where the rows' lse and statistics lie, which of the rows exist)
+    MORE: gl.constexpr  # (tile, span) -> added to the maxima in the LSE, but not in the statistics; in base 2; may be left out
+    WEIGHTS: gl.constexpr  # (scores, (step, last step, span)) -> weights, each from its score alone; left out: those of a softmax
+    FINISH: gl.constexpr = finish  # (acc, inverse, tile, span, at, begun, BRANCH, ME): stores the output at the box coordinates `at`
 
 
 @gluon.jit
@@ -79,14 +84,14 @@ def _produce(program, config):
 
 @gluon.jit
 def run_tiles(descs, problem, rows, own, config, WORDS: gl.constexpr = 3):
-    """The body of a kernel with the tiles and barriers of `allocate`."""
+    """The body of a kernel whose tiles and barriers are those of `allocate`."""
     tiles, bars = allocate(descs, config, WORDS)
     run_forward(Program(descs, problem, rows, tiles, bars, own), config)
 
 
 @gluon.jit
 def run_forward(program, config):
-    """The kernel's body: the default warps are the first consumer."""
+    """The body of a kernel: starts the producer warp and the consumers. The kernel's default warps are the first consumer."""
     if config.CONSUMERS == 1:
         gl.warp_specialize([(_consume, (program, config, 0)), (_produce, (program, config))], [1], [24])
     elif config.CONSUMERS == 2:

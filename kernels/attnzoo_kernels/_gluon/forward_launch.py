@@ -13,7 +13,7 @@ from attnzoo_kernels._gluon.hopper import descriptor
 from attnzoo_kernels._triton.call import Call, Layout
 from attnzoo_kernels._triton.launch import L2_GROUP, Launch, block_width, multiprocessors
 
-# what every kernel takes, and no length or count is a constant of: for do_not_specialize
+# scalars of every kernel; they go to do_not_specialize, so that no kernel is compiled anew for another length or count
 SCALARS = ["stride_stats", "window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "heads", "group", "head_group", "n_tiles"]
 
 
@@ -38,20 +38,20 @@ class ForwardPlan(NamedTuple):
 
 
 def tile_width(width: int) -> int:
-    """Of a head of `width`, which descriptors fill up with zeros."""
+    """The width of the tiles for heads of `width`; TMA fills the rest with zeros."""
     return max(64, block_width(width))
 
 
 def heads_in_l2(seqlen: int, columns: int, itemsize: int = 2) -> int:
-    """How many key heads' tiles L2 holds."""
+    """How many key heads fit into L2 together, at `columns` numbers for each of `seqlen` tokens; at least one."""
     return max(1, L2_GROUP // (itemsize * seqlen * columns))
 
 
 def plan_forward(kernel: Any, device: torch.device, call: Call, tile: ForwardTile, q: Layout, k: Layout, v: Layout, scalars: dict[str, Any],
                  constants: dict[str, Any], options: dict[str, Any] | None = None) -> ForwardPlan:
-    """Of persistent programs. The kernel gets, of `scalars`, `constants` and what all kernels have, what its signature names.
+    """The plan of a persistent kernel. The kernel gets those of `scalars`, `constants` and the common values that its signature names.
 
-    scalars: `head_group` and a variant's own, or what it counts in another way.
+    scalars: `head_group` and the variant's own. One that has the name of a common value replaces it.
     """
     sequences, seqlen_q, seqlen_k = call.sizes(q[0], k[0])
     heads = q[0][-2]
@@ -73,7 +73,7 @@ def plan_forward(kernel: Any, device: torch.device, call: Call, tile: ForwardTil
 
 
 def compiled_together(plans: Iterable[ForwardPlan]) -> ForwardPlan:
-    """The first of some plans for the same tensors, with whose kernel those of the others are compiled."""
+    """The first of several plans for the same tensors. Its first launch also compiles the kernels of the others."""
     first, *others = plans
     for plan in others:
         launch = first.launch

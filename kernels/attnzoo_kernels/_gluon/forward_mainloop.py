@@ -17,19 +17,19 @@ from attnzoo_kernels._gluon.hopper import (
 )
 from attnzoo_kernels._gluon.softmax import packed, partial_row_sums, softmax_step, unpacked
 
-BELOW_ZERO = gl.constexpr(8.0)  # in base 2: so far a row's maximum is raised to zero, its weights are then 2^-8 or more
+BELOW_ZERO = gl.constexpr(8.0)  # in base 2: maxima down to minus this are raised to zero; the row's largest weight is then at least 2^-8
 
 
 @gluon.jit
 def rows_and_columns(scores, row, column):
-    """(row + 0, 1 ..., column + 0, 1 ...) of a tile of scores."""
+    """(row numbers, column numbers) of a tile of scores whose corner is at (row, column)."""
     i = row + gl.arange(0, scores.shape[0], gl.SliceLayout(1, scores.type.layout))
     return i, column + gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
 
 
 @gluon.jit
 def between(scores, i, j, first, last, HAS_FIRST: gl.constexpr):
-    """-inf behind the last key j that a row i sees, and under HAS_FIRST before i + first."""
+    """Masks, by -inf, the keys j after last[i] and, under HAS_FIRST, those before i + first."""
     scores = gl.where(j[None, :] <= last[:, None], scores, -float("inf"))
     if HAS_FIRST:
         scores = gl.where(j[None, :] >= (i + first)[:, None], scores, -float("inf"))
@@ -38,7 +38,8 @@ def between(scores, i, j, first, last, HAS_FIRST: gl.constexpr):
 
 @gluon.jit
 def mask_scores(scores, row, column, len_q, len_k, window_left, window_right, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):
-    """-inf where a query does not see a key; bounds by row, one comparison an element for each side."""
+    """Masks, by -inf, the keys that a query does not see. Bounds are taken by row, so that an element needs one comparison for each
+    side."""
     i, j = rows_and_columns(scores, row, column)
     last = i * 0 + (len_k - 1)
     if HAS_RIGHT:
@@ -48,7 +49,7 @@ def mask_scores(scores, row, column, len_q, len_k, window_left, window_right, HA
 
 @gluon.jit
 def hand_on(bars, step, count, config):
-    """Give back `count` tiles unread, which only other consumers see; returns the next step."""
+    """Releases the next `count` tiles of keys and values unread, because only other consumers see them. Returns the next step."""
     for _ in range(count):
         slot = await_stage(bars.k_full, step, config.STAGES)
         mbarrier.arrive(bars.k_empty.index(slot), count=1)
@@ -61,7 +62,8 @@ def hand_on(bars, step, count, config):
 
 @gluon.jit
 def queries_in_registers(program, config, ME: gl.constexpr, taken, there):
-    """A consumer's queries of its next tile, if it is `there`."""
+    """Copies a consumer's queries of the taken-th tile to registers and releases their shared memory. It waits for them only if the tile is
+    `there`."""
     mbarrier.wait(program.bars.q_full.index(ME), taken & 1, pred=there)
     q = program.tiles.q.index(ME).load(gl.DotOperandLayout(0, product_layout(config.BLOCK_N), 2))
     fence_async_shared()  # fault 2
@@ -71,7 +73,7 @@ def queries_in_registers(program, config, ME: gl.constexpr, taken, there):
 
 @gluon.jit
 def parts_of(tiles, at, config):
-    """Queries or keys in the place `at`; under PARTS a tuple."""
+    """The queries or keys at index `at`; with PARTS, the tuple of their parts."""
     if config.PARTS is None:
         found = tiles.index(at)
     else:
@@ -83,7 +85,7 @@ def parts_of(tiles, at, config):
 
 @gluon.jit
 def scores_in_flight(q, keys, nothing, config):
-    """Q Kᵀ; under PARTS their products' sum, in one accumulator. nothing: zeros."""
+    """Starts Q Kᵀ; with PARTS, the parts' products are summed in one accumulator. nothing: zeros of the result's shape."""
     if config.PARTS is None:
         pending = warpgroup_mma(q, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
     else:
@@ -95,8 +97,11 @@ def scores_in_flight(q, keys, nothing, config):
 
 @gluon.jit
 def first_weights(q, keys, k_empty, masked, column, span, scale, program, config):
-    """(row_max, partial sums, weights) of the first tile; `keys` are its BLOCK_N keys, or half of them where no query sees the others.
-    ROW_MAX_NOT_NEGATIVE: a maximum somewhat below zero becomes zero, and weights are `packed`."""
+    """(row_max, partial sums, weights) of the first tile of keys.
+
+    keys: the BLOCK_N keys of the tile, or their first half where no query sees the second. ROW_MAX_NOT_NEGATIVE: a maximum between
+    -BELOW_ZERO and zero is raised to zero, and the weights are `packed`.
+    """
     KEYS: gl.constexpr = keys.shape[0] if config.PARTS is None else config.BLOCK_N
     dtype: gl.constexpr = program.tiles.k.dtype
     tile_layout: gl.constexpr = product_layout(config.BLOCK_N)
@@ -105,7 +110,7 @@ def first_weights(q, keys, k_empty, masked, column, span, scale, program, config
     bias = 0
     if config.KEY_BIAS is not None:
         bias = config.KEY_BIAS(column, KEYS, span, program, config)
-    if isinstance(q, gl.tensor):  # it carries the layout of a whole tile's product
+    if isinstance(q, gl.tensor):  # in registers: it has the layout for the product with a whole tile
         q = gl.convert_layout(q, gl.DotOperandLayout(0, scores_layout, 2))
     # [ROWS, KEYS]
     pending = scores_in_flight(q, keys, gl.zeros([ROWS, KEYS], gl.float32, scores_layout), config)
@@ -143,7 +148,7 @@ def first_weights(q, keys, k_empty, masked, column, span, scale, program, config
 
 @gluon.jit
 def first_step(q, slot, masked, column, span, scale, program, config):
-    """The first step of a mainloop, whose keys are in a slot: (weights, acc, row_max, partial sums)."""
+    """The first step of a mainloop, over the keys in `slot`: (weights, acc, row_max, partial sums)."""
     keys, k_empty = parts_of(program.tiles.k, slot, config), program.bars.k_empty.index(slot)
     HALF: gl.constexpr = config.BLOCK_N // 2
     if config.HALF_TILE and span.row + ROWS + (span.len_k - span.len_q + program.problem.window_right) <= column + HALF:
@@ -157,9 +162,12 @@ def first_step(q, slot, masked, column, span, scale, program, config):
 @gluon.jit
 def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program, config, NOT_NEGATIVE: gl.constexpr = False,
                 MASKED: gl.constexpr = True):
-    """Step s of a mainloop: the product of its keys runs beside that of the weights `p` and values of the step before, and its softmax
-    beside the latter. Returns (weights, acc, row_max, partial sums). where: what STEP_MASK needs, which no step asks for that is not
-    MASKED. NOT_NEGATIVE: no row_max is."""
+    """Step s of a mainloop: (weights, acc, row_max, partial sums).
+
+    Two products run at once: queries times the keys of this step, and the weights `p` times the values of the step before. The softmax of
+    this step overlaps with the second product. where: the argument of STEP_MASK, which KEY_BIAS and WEIGHTS read, too. MASKED: False where
+    no mask is needed. NOT_NEGATIVE: no row_max is negative.
+    """
     bars, tiles = program.bars, program.tiles
     dtype: gl.constexpr = tiles.k.dtype
     acc_layout: gl.constexpr = acc.type.layout
@@ -168,7 +176,7 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
     slot, phase = stage_of(s, config.STAGES)
     before, phase_before = stage_of(s - 1, config.STAGES)
     bias = 0
-    if config.KEY_BIAS is not None:  # asked for early: it comes from memory
+    if config.KEY_BIAS is not None:  # loaded early, because it comes from global memory
         span = where[2]
         bias = config.KEY_BIAS(config.COLUMN(span.begin + last_step - 1 - s, span, False, program, config), config.BLOCK_N, span, program,
                                config)
@@ -206,14 +214,14 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
 
 @gluon.jit
 def last_product(p, acc, last_step, program, config):
-    """The product of the last weights and their values, which is left in flight."""
+    """Starts the product of the last weights and their values and leaves it in flight."""
     before = await_stage(program.bars.v_full, last_step - 1, config.STAGES)
     return warpgroup_mma(p, program.tiles.v.index(before), acc, is_async=True)
 
 
 @gluon.jit
 def last_sums(p, acc, row_max, row_sum, last_step, scale, program, config):
-    """What a mainloop returns: the accumulator with last_product in flight, row_max in base 2, row_sum."""
+    """What a mainloop returns: (accumulator with last_product in flight, row_max in base 2, row_sum)."""
     acc_pending = last_product(p, acc, last_step, program, config)
     if config.WEIGHTS is None:
         row_max = row_max * scale
@@ -223,11 +231,11 @@ def last_sums(p, acc, row_max, row_sum, last_step, scale, program, config):
 
 @gluon.jit
 def attend(q, span, step, program, config, q_empty=None):
-    """Tiles of keys span.end - 1 down to span.begin, which need a mask from full_end on and before full_begin. q_empty: what is told as
-    soon as the queries were read.
+    """Goes over the tiles of keys from span.end - 1 down to span.begin. Tiles from full_end on and tiles before full_begin need a mask.
 
-    Returns the accumulator with the last product still in flight, row_max in base 2, row_sum (both nothing under WEIGHTS) and the next
-    step. The caller waits for the product and, unless JOINT_RELEASE, gives back the last values.
+    q_empty: a barrier to arrive at as soon as the queries have been read.
+    Returns (accumulator with the last product still in flight, row_max in base 2, row_sum, next step); row_max and row_sum mean nothing
+    under WEIGHTS. The caller waits for the product and, unless JOINT_RELEASE, releases the last values.
     """
     bars, tiles, scale = program.bars, program.tiles, program.rows.scale
     column = config.COLUMN(span.end - 1, span, True, program, config)
@@ -258,7 +266,7 @@ def attend(q, span, step, program, config, q_empty=None):
 
 @gluon.jit
 def await_queries(q_step, ME: gl.constexpr, program, config):
-    """The place of a consumer's queries of the q_step-th load, once they are there."""
+    """Waits for a consumer's queries of the q_step-th load; returns their index in shared memory."""
     slot, phase = ring(q_step, config.Q_SLOTS)
     at = slot * config.CONSUMERS + ME
     mbarrier.wait(program.bars.q_full.index(at), phase)
@@ -267,7 +275,8 @@ def await_queries(q_step, ME: gl.constexpr, program, config):
 
 @gluon.jit
 def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """MAINLOOP over one span of keys; of queries in shared memory, those of a branch, or of the taken-th tile."""
+    """MAINLOOP over one span of keys. Queries in shared memory are those of the branch, if each branch has a slot, else those of the
+    taken-th tile."""
     if not config.Q_IN_REGISTERS:
         if config.Q_SLOTS == config.BRANCHES:
             at = BRANCH * config.CONSUMERS + ME
@@ -287,12 +296,13 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
 @gluon.jit
 def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: gl.constexpr, PLACE: gl.constexpr,
                      ME: gl.constexpr, program, config, FREE: gl.constexpr = None):
-    """A MAINLOOP over segments of keys, of which each has queries of its own, which follow each other in the ring of queries.
+    """A MAINLOOP over several segments of keys under one softmax. Each segment has its own queries, which follow each other in their ring.
 
-    end: the tile behind those of the first one, which is not empty. FIRST(span): whether the tile before that, with which it begins, needs
-    a mask. ENDS(end, step, span, program, config): the step behind each segment. PLACE(n, s, first, stop, span): what STEP_MASK needs of
-    the step s of the n-th segment, of first .. stop. FREE(n, stop, span): the step from which on none up to stop needs a mask, in a loop of
-    its own; may be left out.
+    end: the tile after the last one of the first segment, which is not empty; the mainloop begins with tile end - 1.
+    FIRST(span): whether that tile needs a mask.
+    ENDS(end, step, span, program, config): for each segment the step after its last one.
+    PLACE(n, s, first, stop, span): the argument of STEP_MASK for step s of the n-th segment, whose steps in the loop are first .. stop.
+    FREE(n, stop, span): the step from which on no step of the n-th segment needs a mask; those get a loop without masks. May be left out.
     """
     bars, tiles = program.bars, program.tiles
     at = await_queries(q_step, ME, program, config)
@@ -338,20 +348,20 @@ def _nth(numbers, n):
 
 @gluon.jit
 def column(tile, span, FIRST: gl.constexpr, program, config):
-    """COLUMN where tiles of keys follow each other."""
+    """COLUMN where the n-th tile of keys begins at n * BLOCK_N."""
     return tile * config.BLOCK_N
 
 
 @gluon.jit
 def mask(scores, column, span, program, config):
-    """MASK of a causal mask or a window, and of a sequence's end."""
+    """MASK of a causal mask or a window; keys after the sequence's end are masked, too."""
     return mask_scores(scores, span.row, column, span.len_q, span.len_k, program.problem.window_left, program.problem.window_right,
                        config.HAS_LEFT, config.HAS_RIGHT)
 
 
 @gluon.jit
 def step_mask(scores, where, program, config):
-    """STEP_MASK by a span's full_begin and full_end."""
+    """STEP_MASK: masks the tiles that lie outside of the span's full_begin .. full_end."""
     s, last_step, span = where
     tile = span.begin + last_step - 1 - s
     if (tile >= span.full_end) | (tile < span.full_begin):

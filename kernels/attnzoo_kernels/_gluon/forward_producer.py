@@ -1,4 +1,4 @@
-"""The forward's loading warp: it takes tiles, tells the consumers which, and loads what they need."""
+"""The producer warp of a Hopper forward: it takes tiles, publishes them to the consumers, and loads what they need by TMA."""
 
 from typing import Any, NamedTuple
 
@@ -9,12 +9,12 @@ from attnzoo_kernels._gluon.forward import ROWS
 from attnzoo_kernels._gluon.hopper import async_load, await_empty, beside, box, load_box, mbarrier, place, ring
 from attnzoo_kernels._gluon.tile_scheduler import leave_at_zero, loaded_tiles, next_index, publish, rows_of
 
-NONE = gl.constexpr((-1, 0, 0))  # the words behind the last tile
+NONE = gl.constexpr((-1, 0, 0))  # the words that are published after the last tile
 
 
 @gluon.jit
 def load_parts(desc, tiles, full, slot, at, config):
-    """load_box, under PARTS of as many boxes beside each other."""
+    """load_box; with PARTS, one box for each part of the columns."""
     if config.PARTS is None:
         load_box(desc, tiles, full, slot, at)
     else:
@@ -27,7 +27,7 @@ def load_parts(desc, tiles, full, slot, at, config):
 
 @gluon.jit
 def load_queries(desc, tile, q_step, program, config):
-    """Each consumer's rows of a tile, into the place of the q_step-th tile."""
+    """Loads each consumer's rows of a tile into the slot of the q_step-th load."""
     slot, phase = ring(q_step, config.Q_SLOTS)
     for c in gl.static_range(config.CONSUMERS):
         at = slot * config.CONSUMERS + c
@@ -48,7 +48,7 @@ class Keys(NamedTuple):
 
 @gluon.jit
 def load_keys(desc, step, keys, key, program, config):
-    """The tile from `key` on, for a step of the mainloop."""
+    """Loads the tile of keys that begins at `key`, for a step of the mainloop."""
     slot = await_empty(program.bars.k_empty, step, config.STAGES)
     load_parts(desc, program.tiles.k, program.bars.k_full, slot,
                place(keys.sequence, keys.kv_head, keys.first, key, keys.length, config.PACKED), config)
@@ -56,7 +56,7 @@ def load_keys(desc, step, keys, key, program, config):
 
 @gluon.jit
 def load_values(step, keys, key, program, config):
-    if config.JOINT_RELEASE:  # values of a step are free with the keys of the next
+    if config.JOINT_RELEASE:  # the values of a step are released with the keys of the next step
         await_empty(program.bars.k_empty, step + 1, config.STAGES)
     else:
         await_empty(program.bars.v_empty, step, config.STAGES)
@@ -66,7 +66,7 @@ def load_values(step, keys, key, program, config):
 
 @gluon.jit
 def _start_tile(tile, taken, program, config):
-    """Tells the consumers of a tile, and loads its queries, if there is one."""
+    """Publishes a tile to the consumers and loads its queries, if there is such a tile."""
     if tile.index < program.problem.n_tiles:
         publish(program, taken, tile.words)
         load_queries(program.descs.q, tile, taken, program, config)
@@ -74,7 +74,8 @@ def _start_tile(tile, taken, program, config):
 
 @gluon.jit
 def produce_prefetched(program, config):
-    """PRODUCE where queries have a place while the tile before is attended to: they come before its last values."""
+    """PRODUCE where a tile's queries have room while the consumers work on the tile before: they are loaded before the last values of that
+    tile."""
     problem = program.problem
     step = 0
     taken = 0
@@ -86,7 +87,7 @@ def produce_prefetched(program, config):
         key = (end - 1) * config.BLOCK_N
         for j in range(end - begin):
             load_keys(program.descs.k, step, keys, key, program, config)
-            if j == end - begin - 1:  # before V, which waits for its place; not earlier: a tile is for the program that is ready first
+            if j == end - begin - 1:  # before V, whose load may wait; not earlier, so that the first program to be ready gets the tile
                 tile = config.NEXT_TILE(next_index(problem), program, config)
                 taken += 1
                 _start_tile(tile, taken, program, config)
@@ -99,8 +100,10 @@ def produce_prefetched(program, config):
 
 @gluon.jit
 def load_segment(q_desc, k_desc, tile, keys, first, entry, tiles, step, q_step, program, config):
-    """`tiles` tiles of keys, of which the first one is the entry-th behind the key `first`, and beside it the queries of `tile`. They go
-    down one by one, or NEXT_ENTRY tells which is next. Returns (step, q_step)."""
+    """Loads `tiles` tiles of keys and values, and the queries of `tile` beside the first one. Returns (step, q_step).
+
+    The first tile lies `entry` tiles after the key `first`. The next ones follow downwards, unless NEXT_ENTRY gives them.
+    """
     for j in range(tiles):
         key = first + entry * config.BLOCK_N
         if config.NEXT_ENTRY is None:
@@ -117,8 +120,8 @@ def load_segment(q_desc, k_desc, tile, keys, first, entry, tiles, step, q_step, 
 
 @gluon.jit
 def load_one_segment(tile, step, q_step, program, config):
-    """LOAD_TILE of all keys that a tile sees. Queries of one place come behind the first keys, not before the last values of another tile,
-    for which those who free it wait."""
+    """LOAD_TILE for all keys that a tile sees. The queries are loaded after the first keys. If there is one query slot, loading them
+    earlier, before the last values of the tile before, would hold these values up until the consumers release the slot."""
     begin, end = loaded_tiles(tile.row, tile.len_q, tile.len_k, program.problem, config)
     keys = Keys(tile.sequence, tile.head // program.problem.group, tile.first_k, tile.len_k)
     return load_segment(program.descs.q, program.descs.k, tile, keys, 0, end - 1, end - begin, step, q_step, program, config)
@@ -126,7 +129,7 @@ def load_one_segment(tile, step, q_step, program, config):
 
 @gluon.jit
 def produce_segments(program, config):
-    """PRODUCE where queries come beside the first keys that they see: LOAD_TILE loads one segment of keys after the other."""
+    """PRODUCE where queries are loaded beside the first keys that they see. LOAD_TILE loads one segment of keys after the other."""
     problem = program.problem
     step = 0
     taken = 0

@@ -1,4 +1,5 @@
-"""Hopper's TMA and warp-group matrix instructions as attnzoo's kernels use them; what Gluon renames between versions is bridged here."""
+"""Hopper's TMA, mbarriers and warp-group matrix instructions, as the kernels use them. It also hides names that differ between Gluon's
+versions."""
 
 import functools
 
@@ -25,14 +26,14 @@ SEQUENCE_END = gl.constexpr(launch.SEQUENCE_END)
 TRIED = ((3, 6), (3, 7))  # Gluon is experimental: any other version is left to the plain kernels
 
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of one partition's warps
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # a barrier for the warps of one partition
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 def constants(cls: type) -> type:
     """A struct of constants, which are annotated as gl.constexpr and given by name in a kernel: numbers, switches and hooks, which are jit
-    functions. One that is not given is the hook that stands behind its annotation, or None. Unlike a tuple of them it passes
-    gl.warp_specialize, hooks included (fault 6)."""
+    functions. A constant that is not given is the hook assigned in the class, or None. Unlike a tuple of constants, the struct can be
+    passed through gl.warp_specialize, hooks included (fault 6)."""
     hooks = {name: getattr(cls, name, None) for name in cls.__annotations__}
     if not all(hook is None or isinstance(hook, triton.JITFunction) for hook in hooks.values()):
         raise TypeError("only a hook can stand in for what is not given: Triton's cache knows of no other value's change")
@@ -50,13 +51,14 @@ def constants(cls: type) -> type:
 
 @gluon.constexpr_function
 def product_layout(columns):
-    """Of a warp group's product [64, columns]: where its registers hold what."""
+    """The register layout of a warp group's product [64, columns]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @builtin
 def async_add(desc, coordinates, tile, _semantic=None):
-    """Adds a shared tile to memory by TMA; tma.store_wait waits until the tile was read. Triton has the operation, Gluon no name for it."""
+    """Adds a shared tile to memory by TMA; tma.store_wait waits until the tile has been read. Triton has this operation, but Gluon has no
+    name for it."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, tile.handle)
 
@@ -93,13 +95,13 @@ def shared_tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, C
 
 @gluon.jit
 def ring(step, SLOTS: gl.constexpr):
-    """Slot and phase of a step in a ring of buffers."""
+    """(slot, phase) of a step in a ring of buffers."""
     return step % SLOTS, (step // SLOTS) & 1
 
 
 @gluon.jit
 def stage_of(step, STAGES: gl.constexpr):
-    """As ring; of 2 or 4 stages by masks (fault 12)."""
+    """Like ring, but for 2 or 4 stages by bit masks (fault 12)."""
     if STAGES == 2 or STAGES == 4:
         slot = step & (STAGES - 1)
         phase = (step >> (STAGES // 2)) & 1
@@ -110,7 +112,7 @@ def stage_of(step, STAGES: gl.constexpr):
 
 @gluon.jit
 def await_full(full, step, SLOTS: gl.constexpr):
-    """The slot of a step in a ring, once it is full."""
+    """Waits until a step's slot in a ring is full; returns the slot."""
     slot, phase = ring(step, SLOTS)
     mbarrier.wait(full.index(slot), phase)
     return slot
@@ -118,7 +120,7 @@ def await_full(full, step, SLOTS: gl.constexpr):
 
 @gluon.jit
 def await_empty(empty, step, SLOTS: gl.constexpr):
-    """The slot of a step in a ring, once it was read the last time."""
+    """Waits until a step's slot in a ring has been read since it was last filled; returns the slot."""
     slot, phase = ring(step, SLOTS)
     mbarrier.wait(empty.index(slot), phase ^ 1)
     return slot
@@ -126,7 +128,7 @@ def await_empty(empty, step, SLOTS: gl.constexpr):
 
 @gluon.jit
 def await_empty_stage(empty, step, STAGES: gl.constexpr):
-    """As await_empty, by stage_of."""
+    """Like await_empty, with stage_of."""
     slot, phase = stage_of(step, STAGES)
     mbarrier.wait(empty.index(slot), phase ^ 1)
     return slot
@@ -134,7 +136,7 @@ def await_empty_stage(empty, step, STAGES: gl.constexpr):
 
 @gluon.jit
 def await_stage(full, step, STAGES: gl.constexpr, end=None):
-    """As await_full, by stage_of; it does not wait for the step `end`."""
+    """Like await_full, with stage_of. It does not wait for the step `end` or later ones."""
     slot, phase = stage_of(step, STAGES)
     mbarrier.wait(full.index(slot), phase, pred=True if end is None else step < end)
     return slot
@@ -142,7 +144,7 @@ def await_stage(full, step, STAGES: gl.constexpr, end=None):
 
 @gluon.jit
 def barriers(SLOTS: gl.constexpr, COUNT: gl.constexpr):
-    """A ring of barriers, each for COUNT arrivals."""
+    """A ring of mbarriers, each for COUNT arrivals."""
     made = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(made.index(slot), count=COUNT)
@@ -151,19 +153,19 @@ def barriers(SLOTS: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def read_word(place):
-    """The int32 of shared memory [1], in all threads."""
+    """The int32 in shared memory [1], read by all threads."""
     return gl.max(place.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
 def write_word(place, number):
-    """By a single warp."""
+    """Writes an int32 to shared memory [1]; for a single warp."""
     place.store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
 
 
 @gluon.jit
 def load_box(desc, tiles, full, slot, at):
-    """The box from the coordinates `at` on into a slot of a ring, whose barrier in `full` waits for it."""
+    """Loads the box at the coordinates `at` into a slot of a ring and makes the slot's barrier in `full` expect its bytes."""
     bar = full.index(slot)
     mbarrier.expect(bar, desc.block_type.nbytes)
     async_load(desc, at, bar, box(tiles.index(slot), desc))
@@ -171,20 +173,20 @@ def load_box(desc, tiles, full, slot, at):
 
 @gluon.jit
 def load_tile(desc, tiles, full, slot, batch, head, row):
-    """load_box from [batch, head, row] on."""
+    """load_box at [batch, head, row]."""
     load_box(desc, tiles, full, slot, [batch, head, row, 0])
 
 
 @gluon.jit
 def release(bar):
-    """Arrives by one thread (fault 13): for tiles that only matrix instructions read, behind the wait for them, or behind a barrier of the
-    caller's own."""
+    """Arrives at an mbarrier with one thread (fault 13). Only for tiles that matrix instructions alone read, after the wait for these
+    instructions, or after a barrier of the caller's own."""
     mbarrier.expect(bar, 0)
 
 
 @gluon.jit
 def give_back(empty, step, STAGES: gl.constexpr):
-    """A consumer has read the stage of a step."""
+    """Releases the stage of a step, which a consumer has read."""
     slot, _ = stage_of(step, STAGES)
     mbarrier.arrive(empty.index(slot), count=1)
 
@@ -201,8 +203,8 @@ def _invalidate_ring(made):
 
 @gluon.jit
 def invalidate(rings):
-    """Ends the barriers of a tuple, and of tuples in it, behind all that uses them: else one that a configuration never waits for would be
-    dead after its start (fault 1)."""
+    """Invalidates all mbarriers in a tuple, and in the tuples in it, after their last use. Else a barrier that a configuration never waits
+    for would be dead after its initialisation (fault 1)."""
     RINGS: gl.constexpr = len(rings)
     for n in gl.static_range(RINGS):
         if isinstance(rings[n], gl.tuple):
@@ -212,9 +214,9 @@ def invalidate(rings):
 
 
 def descriptor(x: Tensor, rows: int, width: int, by_sequence: bool = False) -> TensorDescriptor:
-    """Host descriptor of (batch, seqlen, heads, width) or (total, heads, width), read and written in boxes [1, 1, rows, width] of
-    (batch, heads, seqlen, width); what lies outside reads as zero and is not written. by_sequence: of (total, heads, width), whose boxes
-    end where a sequence ends; `place` makes the coordinates of both."""
+    """Host descriptor of (batch, seqlen, heads, width) or (total, heads, width), read and written in boxes [1, 1, rows, width] of (batch,
+    heads, seqlen, width). What lies outside is read as zero and not written. by_sequence: x is (total, heads, width), and its boxes end
+    where a sequence ends. `place` makes the coordinates for both kinds."""
     return descriptor_like(_template(x.dtype, x.shape, x.stride(), rows, width, by_sequence), x)
 
 
@@ -229,16 +231,16 @@ def _template(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ..
 
 @gluon.jit
 def place(batch, head, first, row, length, BY_SEQUENCE: gl.constexpr):
-    """Coordinates of a box of `descriptor` from `row` on of a sequence, which begins at `first` where they are BY_SEQUENCE."""
+    """Coordinates of the box of a `descriptor` that begins at `row` of a sequence. BY_SEQUENCE: the descriptor was made by_sequence."""
     at = (batch, head, first + row, 0)
-    if BY_SEQUENCE:  # its last row is the last one that the descriptor has
+    if BY_SEQUENCE:  # so that the sequence's last row is the descriptor's last row
         at = (SEQUENCE_END, first + length, head, SEQUENCE_END - length + row, 0)
     return at
 
 
 @gluon.jit
 def beside(at, columns: gl.constexpr):
-    """Coordinates of the box that begins so many columns behind that at `at`."""
+    """Coordinates of the box that lies `columns` columns to the right of the one at `at`."""
     moved = ()
     for n in gl.static_range(len(at) - 1):
         moved = moved + (at[n],)

@@ -1,4 +1,5 @@
-"""Walks of a Hopper tile over the key ranges that touch it, as `_triton.ranges` has them, by the same tables."""
+"""How a Hopper tile goes over the key ranges that touch it, by the tables of `_triton.range_tables`; the counterpart of
+`_triton.ranges`."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from attnzoo_kernels._triton.ranges import CAUSAL_TOP_LEFT, UNLIMITED, WIDTH, Ra
 
 
 class Table(NamedTuple):
-    """Of one side, with the window of the call."""
+    """The table of one side, and the call's window."""
 
     entries: Any
     count: Any
@@ -37,7 +38,7 @@ def _word(table, entry, WORD: gl.constexpr):
 
 @gluon.jit
 def touching(table, entry, row):
-    """`entry`, or the next one before it that ends behind `row`; below 0 if there is none."""
+    """`entry`, or the nearest one before it whose range ends after `row`; below 0 if there is none."""
     end = _word(table, entry, 1)
     while (entry >= 0) & (end <= row):
         entry = _word(table, entry, 5)
@@ -47,14 +48,14 @@ def touching(table, entry, row):
 
 @gluon.jit
 def load_range(table, entry, TRANSPOSED: gl.constexpr):
-    """The Range of an entry; below 0 an empty one. TRANSPOSED: the table is by keys."""
+    """The Range of an entry; an empty one for entries below 0. TRANSPOSED: the table is by keys."""
     there = entry >= 0
     first = _word(table, entry, 0)
     other_first = _word(table, entry, 2)
     length = gl.where(there, _word(table, entry, 1) - first, 0)
     other_length = gl.where(there, _word(table, entry, 3) - other_first, 0)
     kind = _word(table, entry, 4)
-    # from the diagonal of the bottom right to that of the top left
+    # the distance from the bottom-right diagonal to the top-left one
     back = other_length - length if TRANSPOSED else length - other_length
     back = gl.where(kind == CAUSAL_TOP_LEFT, back, 0)
     right = gl.where(kind != 0, 0, gl.where(table.window_right < 0, UNLIMITED, table.window_right))

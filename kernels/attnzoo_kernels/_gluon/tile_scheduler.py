@@ -1,4 +1,5 @@
-"""How a persistent program gets its tiles of queries: the loading warp takes them from a counter and tells the consumers."""
+"""The tile scheduler of the persistent forwards: the producer warp takes tiles of queries from a counter and publishes them to the
+consumers."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from attnzoo_kernels._gluon.tiles import both_bounds, by_groups, find_sequence, 
 
 
 class Tile(NamedTuple):
-    """A program's rows of one head, as the loading warp knows them."""
+    """A tile of queries of one head, as the producer warp knows it."""
 
     index: Any
     words: Any  # for the consumers: sequence, head, row
@@ -26,13 +27,13 @@ class Tile(NamedTuple):
     len_q: Any
     first_k: Any
     len_k: Any
-    own: Any  # what a variant's hooks need beside that, as in Taken and Span
+    own: Any  # what a variant's hooks need beside that; likewise in Taken and Span
 
 
 class Taken(NamedTuple):
-    """The same as a consumer knows them."""
+    """A tile of queries of one head, as a consumer knows it."""
 
-    sequence: Any  # -1: there is none
+    sequence: Any  # -1: there are no more tiles
     head: Any
     row: Any
     first_q: Any
@@ -43,7 +44,8 @@ class Taken(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A consumer's rows and their tiles of keys, at least one: end - 1 down to begin. Those loaded on either side are for others."""
+    """A consumer's rows and the tiles of keys that it reads, at least one: end - 1 down to begin. The other tiles of loaded_begin ..
+    loaded_end are read by other consumers only."""
 
     row: Any
     len_q: Any
@@ -64,8 +66,11 @@ def next_index(problem):
 
 @gluon.jit
 def decode_tile(index, problem, BLOCK: gl.constexpr, PACKED: gl.constexpr, HEAVY_LAST: gl.constexpr):
-    """(sequence, head, tile) of the index-th tile. Tiles of one head follow each other, or under HEAVY_LAST (causal: the last rows see
-    most keys) those of `head_group` heads from the last tile to the first, so that the heads' keys stay in L2 and light tiles end."""
+    """(sequence, head, tile) of the index-th tile. The tiles of one head follow each other.
+
+    HEAVY_LAST (causal: the last rows see most keys): the dense tiles of `head_group` heads are interleaved, from the last tile to the
+    first. Then the heads' keys stay in L2, and light tiles come last.
+    """
     n_seqs, seqlen, heads, head_group = problem.n_seqs, problem.seqlen_q, problem.heads, problem.head_group
     if PACKED:
         slots = seqlen // BLOCK + n_seqs + 1
@@ -88,7 +93,7 @@ def decode_tile(index, problem, BLOCK: gl.constexpr, PACKED: gl.constexpr, HEAVY
 
 @gluon.jit
 def _decode_queries(index, problem, BLOCK: gl.constexpr, config):
-    """decode_tile, and (first query, how many) of the sequence."""
+    """(sequence, head, tile) as decode_tile gives them, and the sequence's first query and number of queries."""
     sequence, head, tile = decode_tile(index, problem, BLOCK, config.PACKED, config.HAS_RIGHT)
     first_q, len_q = sequence_bounds(problem.cu_seqlens_q, sequence, problem.n_seqs, problem.seqlen_q, config.PACKED, True)
     return sequence, head, tile, first_q, len_q
@@ -96,7 +101,7 @@ def _decode_queries(index, problem, BLOCK: gl.constexpr, config):
 
 @gluon.jit
 def next_tile(index, program, config):
-    """NEXT_TILE of dense sequences and of packed ones."""
+    """NEXT_TILE of dense and of packed sequences."""
     problem = program.problem
     BLOCK_M: gl.constexpr = config.CONSUMERS * ROWS
     sequence, head, tile, first_q, len_q = _decode_queries(index, problem, BLOCK_M, config)
@@ -114,15 +119,15 @@ def next_tile(index, program, config):
 
 @gluon.jit
 def leave_at_zero(problem, index):
-    """Behind a program's last tile, for the next kernel: each program asks once in vain, and the last one to do so gets the highest
-    `index`."""
+    """Resets the counter for the next kernel; called after a program's last tile. Each program takes exactly one index past the last tile,
+    so the program that gets the highest of these is the last one to ask."""
     if index == problem.n_tiles + gl.num_programs(0) - 1:
         gl.store(problem.counter, 0)
 
 
 @gluon.jit
 def publish(program, taken, words):
-    """Tell the consumers of the next tile; a sequence of -1 ends. They get what they would else have to divide for."""
+    """Publishes the next tile to the consumers; a sequence of -1 means that there is none. The words spare the consumers divisions."""
     slot = await_empty(program.bars.work_empty, taken, WORK)
     for word in gl.static_range(len(words)):
         write_word(program.tiles.work.index(word * WORK + slot), words[word])
@@ -131,7 +136,7 @@ def publish(program, taken, words):
 
 @gluon.jit
 def take_words(WORDS: gl.constexpr, taken, program):
-    """What was published of the next tile, once it is."""
+    """Waits until the next tile is published; returns its words."""
     slot = await_full(program.bars.work_full, taken, WORK)
     words = ()
     for word in gl.static_range(WORDS):
@@ -142,7 +147,7 @@ def take_words(WORDS: gl.constexpr, taken, program):
 
 @gluon.jit
 def take(taken, program, config):
-    """TAKE of dense sequences and of packed ones."""
+    """TAKE of dense and of packed sequences."""
     sequence, head, row = take_words(3, taken, program)
     first_q, len_q, first_k, len_k = both_bounds(gl.maximum(sequence, 0), program.problem, config.PACKED)
     return Taken(sequence, head, row, first_q, len_q, first_k, len_k, ())
@@ -150,7 +155,8 @@ def take(taken, program, config):
 
 @gluon.jit
 def rows_of(ME: gl.constexpr, taken, config):
-    """Which 64 of a tile's rows are a consumer's. Of two each gets the first ones in turn, half of whose last tile of keys no row sees."""
+    """Which 64 rows of a tile belong to a consumer. Under HALF_TILE two consumers take turns with the first rows, which are less work: no
+    row of them sees the second half of their last tile of keys."""
     rows = ME
     if config.HALF_TILE and config.CONSUMERS == 2:
         rows = ME ^ (taken & 1)
@@ -159,7 +165,7 @@ def rows_of(ME: gl.constexpr, taken, config):
 
 @gluon.jit
 def loaded_tiles(row, len_q, len_k, problem, config):
-    """Tiles of keys that a program loads for its rows, at least one: (begin, end)."""
+    """(begin, end): the tiles of keys that the producer loads for a tile of queries, at least one."""
     begin, _, _, end = key_tiles(row, config.CONSUMERS * ROWS, len_q, len_k, problem.window_left, problem.window_right, config.BLOCK_N,
                                  config.HAS_LEFT, config.HAS_RIGHT)
     return begin, gl.maximum(end, begin + 1)
@@ -167,7 +173,7 @@ def loaded_tiles(row, len_q, len_k, problem, config):
 
 @gluon.jit
 def span(tile, ME: gl.constexpr, taken, program, config):
-    """SPAN of a causal mask, a window or none."""
+    """SPAN of a causal mask, a window, or no mask."""
     problem, len_q, len_k = program.problem, tile.len_q, tile.len_k
     loaded_begin, loaded_end = loaded_tiles(tile.row, len_q, len_k, problem, config)
     row = tile.row + rows_of(ME, taken, config) * ROWS
@@ -175,7 +181,7 @@ def span(tile, ME: gl.constexpr, taken, program, config):
                                                  config.HAS_LEFT, config.HAS_RIGHT)
     begin = gl.where(row < len_q, gl.minimum(begin, loaded_end - 1), loaded_end - 1)
     end = gl.where(row < len_q, gl.maximum(end, begin + 1), loaded_end)
-    if config.PREFETCH_TILE:  # all is handed on before the mainloop: the producer may need it to get to the tile that is waited for behind
+    if config.PREFETCH_TILE:  # hand on all before the mainloop: the producer may need the slots to reach the next tile
         end = gl.where(row < len_q, end, loaded_begin + 1)
         begin = loaded_begin
     return Span(row, len_q, len_k, loaded_begin, loaded_end, begin, full_begin, full_end, end, ())
@@ -186,14 +192,14 @@ _lock = threading.Lock()
 
 
 def tile_counter(device: torch.device) -> Tensor:
-    """The counter of a launch, a zero int32 (1,) that each kernel leaves at zero for the next one. It is kept for the current stream, whose
-    kernels follow each other; a captured graph may run beside them and has its own."""
+    """The counter of a launch: int32 (1,), zero. Each kernel leaves it at zero for the next one. There is one for each stream, because the
+    kernels of a stream run one after the other. A captured graph may run beside them, so it gets its own."""
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = device.index, torch.cuda.current_stream(device).cuda_stream
     counter = _counters.get(key)
     if counter is None:
-        with _lock, ThreadPoolExecutor(1) as apart:  # a compiled graph warms up with its memory pool as this thread's
+        with _lock, ThreadPoolExecutor(1) as apart:  # torch.compile warms up a graph with the graph's memory pool on this thread
             counter, made = apart.submit(_new_counter, device).result()
             torch.cuda.current_stream(device).wait_event(made)
             _counters[key] = counter

@@ -7,9 +7,11 @@ from attnzoo_kernels._triton.launch import L2_GROUP
 
 
 def heads_together(heads: int, head_bytes: int, tiles: int, programs: int, ordered: bool) -> int:
-    """Of how many heads a backward takes the tiles in turn: of as many as L2 holds. Where these have fewer tiles than there are programs,
-    the longest tiles of the last heads end late: then of 1.5 tiles a program, groups alike in size,
-    but for sums in order, which would wait more."""
+    """How many heads' tiles a backward interleaves: as many as fit into L2.
+
+    If the tiles of these are fewer than nine tenths of the programs, the longest tiles of the last heads would end late. Groups then have
+    about equal sizes and 1.5 tiles for each program. With ordered sums that would mean more waiting, so L2 alone decides.
+    """
     in_l2 = max(1, L2_GROUP // head_bytes)
     if ordered or 10 * in_l2 * tiles >= 9 * programs:
         return in_l2
@@ -17,21 +19,21 @@ def heads_together(heads: int, head_bytes: int, tiles: int, programs: int, order
 
 
 def masks_in_loop(window_left: int, window_right: int, shift: int | None, rows: int) -> bool:
-    """Whether a consumer of `rows` queries may need masks beyond its first tile of keys: for windows, and where the diagonal does not keep
-    to steps of `rows` keys. shift: seqlen_k - seqlen_q; None: packed sequences of unlike lengths."""
+    """Whether a consumer of `rows` queries may need masks after its first tile of keys: with a left window, or where the diagonal does not
+    lie on multiples of `rows` keys. shift: seqlen_k - seqlen_q; None: packed sequences whose lengths differ."""
     return window_left >= 0 or window_right >= 0 and (shift is None or shift % rows != 0 or window_right % rows != 0)
 
 
 @gluon.jit
 def first_slot(token, sequence, block, own):
-    """FIRST_SLOT of tiles of `block` rows."""
+    """FIRST_SLOT for tiles of `block` rows."""
     return token // block + sequence
 
 
 @gluon.jit
 def find_sequence(cu_seqlens, slot, n_seqs, BLOCK: gl.constexpr, own=None, FIRST_SLOT: gl.constexpr = first_slot):
-    """The sequence that owns `slot`: b owns those from FIRST_SLOT(cu_seqlens[b], b, BLOCK, own) on; n_seqs is what lies behind the last
-    one."""
+    """The sequence that owns `slot`. Sequence b owns the slots from FIRST_SLOT(cu_seqlens[b], b, BLOCK, own) on. n_seqs stands for the rows
+    after the last sequence."""
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     sequence = -1
     for start in range(0, n_seqs + 1, 32):
@@ -43,7 +45,8 @@ def find_sequence(cu_seqlens, slot, n_seqs, BLOCK: gl.constexpr, own=None, FIRST
 
 @gluon.jit
 def sequence_bounds(cu_seqlens, sequence, n_seqs, seqlen, PACKED: gl.constexpr, REST: gl.constexpr):
-    """(first row, length). Behind the last sequence lie, under REST, the rows up to the total; else none."""
+    """(first row, length) of a sequence. Sequence n_seqs stands for the rows after the last one: under REST up to the total `seqlen`, else
+    none."""
     if PACKED:
         first = gl.load(cu_seqlens + sequence)
         end = gl.load(cu_seqlens + gl.minimum(sequence + 1, n_seqs))
@@ -58,7 +61,7 @@ def sequence_bounds(cu_seqlens, sequence, n_seqs, seqlen, PACKED: gl.constexpr, 
 
 @gluon.jit
 def both_bounds(sequence, problem, PACKED: gl.constexpr):
-    """(first query, how many, first key, how many); the rows behind the last sequence see no key."""
+    """(first query, number of queries, first key, number of keys) of a sequence. The rows after the last sequence see no key."""
     first_q, len_q = sequence_bounds(problem.cu_seqlens_q, sequence, problem.n_seqs, problem.seqlen_q, PACKED, True)
     first_k, len_k = sequence_bounds(problem.cu_seqlens_k, sequence, problem.n_seqs, problem.seqlen_k, PACKED, False)
     return first_q, len_q, first_k, len_k
@@ -66,8 +69,8 @@ def both_bounds(sequence, problem, PACKED: gl.constexpr):
 
 @gluon.jit
 def by_groups(index, tiles, heads, head_group, BEYOND: gl.constexpr):
-    """(head, tile) of the index-th of `tiles` tiles of each of `heads` heads: `head_group` of them take turns. BEYOND: the index may lie
-    behind the last one."""
+    """(head, tile) of an index, where `heads` heads have `tiles` tiles each and the tiles of `head_group` heads are interleaved. BEYOND:
+    the index may lie past the last tile."""
     first = index // (head_group * tiles) * head_group
     members = gl.minimum(head_group, heads - first)
     if BEYOND:
@@ -79,8 +82,8 @@ def by_groups(index, tiles, heads, head_group, BEYOND: gl.constexpr):
 @gluon.jit
 def key_tiles(row, ROWS: gl.constexpr, len_q, len_k, window_left, window_right, BLOCK_N: gl.constexpr, HAS_LEFT: gl.constexpr,
               HAS_RIGHT: gl.constexpr):
-    """Tiles of keys that ROWS queries from `row` on see: (begin, full_begin, full_end, end), in tiles; those before full_begin and from
-    full_end on need a mask."""
+    """The tiles of keys that ROWS queries from `row` on see: (begin, full_begin, full_end, end), counted in tiles. Tiles before full_begin
+    and tiles from full_end on need a mask."""
     shift = len_k - len_q
     last = gl.minimum(row + ROWS, len_q) - 1
     end = len_k

@@ -1,1 +1,1 @@
-"""Pieces that the kernels of all variants are made of. They know no variant."""
+"""The shared library of the plain Triton kernels. It knows no variant: variants add hooks."""

@@ -1,7 +1,8 @@
-"""The backward in two kernels, each recomputing the weights: dQ by tiles of queries, dK and dV by tiles of keys.
+"""The backward in two kernels, each of which recomputes the weights: one makes dQ by tiles of queries, one dK and dV by tiles of keys.
 
-Two more products than one fused loop, and in return no atomic addition: every gradient repeats bit by bit. dQ runs first and leaves each
-row's statistics for the second kernel, padded to whole tiles (maximum +inf, delta 0), so that it reads them without a mask.
+This takes two more products than one fused loop, but no atomic additions, so every gradient repeats bit by bit. The kernel for dQ runs
+first and stores each row's statistics for the second kernel. They are padded to whole tiles (maximum +inf, delta 0), so that the second
+kernel reads them without a mask.
 """
 
 import triton
@@ -22,12 +23,12 @@ from attnzoo_kernels._triton.tiles import (
     store_rows,
 )
 
-STATS_BLOCK = 128  # a sequence's row statistics lie at a multiple of this; dQ tiles divide it, and dK/dV tiles divide dQ's
+STATS_BLOCK = 128  # a sequence's row statistics begin at a multiple of this; dQ tiles' rows divide it, dK/dV tiles' rows divide dQ's
 
 
 @triton.jit
 def first_stats_row(head, seq, first_q, n_seqs, seqlen_q, heads, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a sequence's row statistics begin: each at a multiple of BLOCK (STATS_BLOCK), packed ones by find_tile's slots."""
+    """Where a sequence's row statistics begin: at a multiple of BLOCK (STATS_BLOCK); those of packed sequences lie by find_tile's slots."""
     if PACKED:
         slots = seqlen_q // BLOCK + n_seqs + 1
         first = (head.to(tl.int64) * slots + first_q // BLOCK + seq) * BLOCK
@@ -38,14 +39,14 @@ def first_stats_row(head, seq, first_q, n_seqs, seqlen_q, heads, PACKED: tl.cons
 
 @triton.jit
 def row_delta(out_rows, do, row, WIDTH: tl.constexpr):
-    """rowsum(dO * O) of the rows from `row` on, of which dO is [BLOCK_M, BLOCK_DV]."""
+    """rowsum(dO * O) of the rows from `row` on; do [BLOCK_M, BLOCK_DV] are these rows of dO."""
     o = load_rows(out_rows, row, WIDTH, do.shape[0], do.shape[1], True, False)
     return tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
 
 
 @triton.jit
 def transposed_dot(keys, queries, PRECISION: tl.constexpr):
-    """keys queriesᵀ; in float32 as (queries keysᵀ)ᵀ, so that it equals the other kernels' products to the last bit."""
+    """keys queriesᵀ. In float32 it is computed as (queries keysᵀ)ᵀ, so that it equals the other kernels' products to the last bit."""
     if PRECISION == "ieee":
         products = tl.trans(score_dot(queries, keys, PRECISION))
     else:
@@ -55,20 +56,20 @@ def transposed_dot(keys, queries, PRECISION: tl.constexpr):
 
 @triton.jit
 def nothing_dropped(x, own, weights, dweights, at, TRANSPOSED: tl.constexpr):
-    """DROP where there is no dropout: the weights that O was made of, and what reaches the weights from dO."""
+    """DROP without dropout: (the weights that O was made of, the gradients of the weights)."""
     return weights, dweights
 
 
 @triton.jit
 def softmax_gradient(weights, dweights, delta):
-    """GRADIENT of a softmax: of its scores."""
+    """GRADIENT of a softmax: from the gradients of the weights to those of the scores."""
     return weights * (dweights - delta)
 
 
 @triton.jit
 def repeated(q, k, stats, x, own, at, position, edge, MASKED: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr = products_only,
              WEIGHTS: tl.constexpr = repeat_weights, ROW_BIAS: tl.constexpr = False):
-    """The forward's weights of a tile of keys [BLOCK_N, BLOCK_D], and the scores' derivative."""
+    """The forward's weights of a tile of keys k [BLOCK_N, BLOCK_D], computed again, and the softcap's derivative (1 without one)."""
     PRECISION: tl.constexpr = x.shape.PRECISION
     # [BLOCK_M, BLOCK_N]
     products = score_dot(q, k, PRECISION)
@@ -83,13 +84,13 @@ def repeated(q, k, stats, x, own, at, position, edge, MASKED: tl.constexpr, MASK
 
 @triton.jit
 def no_sums(x, own, dscores, at):
-    """SUMS where none are wanted."""
+    """SUMS where no other sums of dS are wanted."""
 
 
 @triton.jit
 def add_dq(dq, exact_delta, weights, dweights, derivative, k, stats, x, EXACT_DELTA: tl.constexpr,
            GRADIENT: tl.constexpr = softmax_gradient, own=None, at=0, SUMS: tl.constexpr = no_sums):
-    """dq_step's state with what a tile of keys adds to it."""
+    """dq_step's state after a tile of keys was added to it."""
     if EXACT_DELTA == "residual":
         exact_delta += tl.sum((weights * (dweights - stats.delta[:, None])).to(exact_delta.dtype), 1)
     elif EXACT_DELTA:
@@ -104,10 +105,10 @@ def add_dq(dq, exact_delta, weights, dweights, derivative, k, stats, x, EXACT_DE
 def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr, MASK: tl.constexpr,
             SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = repeat_weights,
             GRADIENT: tl.constexpr = softmax_gradient, ROW_BIAS: tl.constexpr = False, SUMS: tl.constexpr = no_sums):
-    """One tile of keys into (dQ not yet scaled [BLOCK_M, BLOCK_D], under x.EXACT_DELTA the rows' sums of weights times their gradients, or,
-    if that is "residual", times what these are more than delta).
+    """Adds one tile of keys to the state: (dQ without the softmax scale [BLOCK_M, BLOCK_D], a sum for each row).
 
-    SUMS: what else is made of a tile of dS, and not carried on.
+    The sum is needed under x.EXACT_DELTA: of the weights times their gradients, or, under "residual", of the weights times (their gradients
+    minus delta). SUMS: other sums of a tile of dS, which are not part of the state.
     """
     dq, exact_delta = state
     k = load_keys(x, x.key_rows, at, GUARD)
@@ -121,7 +122,7 @@ def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.c
 
 @triton.jit
 def pass_on_softmax(stats_ptr, stride_stats, at, row_stats, stride_rows, inside, kept, PRECISION: tl.constexpr):
-    """lse_log2 and row_sum of a tile's rows from softmax_stats, which also go to the row statistics, where `kept`."""
+    """lse_log2 and row_sum of a tile's rows, from softmax_stats. They are also stored to the row statistics, in the rows `kept`."""
     lse_log2 = tl.load(stats_ptr + at, mask=inside, other=float("inf"))
     row_sum = tl.load(stats_ptr + stride_stats + at, mask=inside, other=1.0)
     if PRECISION == "ieee":
@@ -134,7 +135,7 @@ def pass_on_softmax(stats_ptr, stride_stats, at, row_stats, stride_rows, inside,
 
 @triton.jit
 def store_scaled(rows, dq, softmax_scale, place, own, shape):
-    """FINISH of dQ."""
+    """FINISH of dQ: stores it times the softmax scale."""
     store_rows(rows, dq * softmax_scale, place.row, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D)
 
 
@@ -143,14 +144,17 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
                 stride_rows, unit, softmax_scale, own, n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr,
                 HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr, STATS_BLOCK: tl.constexpr, FINISH: tl.constexpr = store_scaled,
                 stats_end=None, REFINED: tl.constexpr = False, STATISTICS: tl.constexpr = True, TWICE: tl.constexpr = False):
-    """A whole program: LOOPS(state, x, own) gives dq_step's last state; this stores the rows' statistics, and FINISH dQ.
+    """The whole program for dQ of one tile of queries. LOOPS(state, x, own) gives dq_step's last state. The program stores the rows'
+    statistics, and FINISH stores dQ. A program without a tile does nothing.
 
-    EXACT_DELTA: delta without the rounding of O goes to delta_ptr, which lies as the LSE does; if it is "residual" (in float32 under
-    REFINED only), the sums of the rows of dS less dLSE, in float32 added up in float64. stats_end: the first row that has its statistics
-    from another program, where tiles may end before BLOCK_M rows; loads then stop at the tile's end, too. REFINED: in float32 delta is
-    rowsum(dO * O) and a sum of residuals, which neither many tiles nor weights that do not quite add up to one make inexact.
-    STATISTICS: a rule that looks at each score alone has none, and needs no O. TWICE: 16 bits take the keys twice, too.
-    A program without a tile does nothing.
+    EXACT_DELTA: delta, computed from the weights and so free of O's rounding error, is stored at delta_ptr, laid out as the LSE is. If it
+        is "residual" (in float32 under REFINED only), the row sums of dS minus dLSE are stored; float32 adds them up in float64.
+    stats_end: where tiles may end before BLOCK_M rows, the first row whose statistics another program stores. Loads then stop at the tile's
+        end, too.
+    REFINED: in float32, delta is rowsum(dO * O) plus a sum of residuals. This stays exact over many tiles and if weights do not quite add
+        up to one.
+    STATISTICS: False for weights that each depend on one score alone; these have no statistics and need no O.
+    TWICE: 16 bits go over the keys twice, as float32 does.
     """
     if place.row >= place.length:
         return
@@ -176,10 +180,10 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
     # [BLOCK_M, BLOCK_D]
     q = load_own(queries, place, shape.HEAD_DIM, shape.BLOCK_M, shape.BLOCK_D, shape.TMA)
     if shape.TMA:
-        do = in_registers(do)  # the shared memory saved lets a second program in
+        do = in_registers(do)  # this saves shared memory, so that a second program fits on the multiprocessor
 
     exact_delta = tl.zeros([shape.BLOCK_M], tl.float32)
-    # float32 takes the keys twice: delta from the weights themselves cancels where rowsum(dO * O), summed in another order, would not
+    # float32 goes over the keys twice: delta summed from the weights cancels exactly; rowsum(dO * O), in another order, does not
     SWEEPS: tl.constexpr = 2 if (PRECISION == "ieee" or TWICE) and STATISTICS else 1
     for sweep in tl.static_range(SWEEPS):
         if sweep == 1:
@@ -200,7 +204,7 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
 
 @triton.jit
 def load_row_stats(row_stats, stride_rows, at, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr):
-    """RowStats of BLOCK_M queries."""
+    """The RowStats of BLOCK_M queries from `at` on."""
     lanes = tl.arange(0, BLOCK_M)
     lse_log2 = tl.load(row_stats + at + lanes)
     delta = tl.load(row_stats + stride_rows + at + lanes)
@@ -226,7 +230,8 @@ def load_stats(x, own, at):
 def repeated_transposed(k, q, stats, x, own, at, position, edge, MASKED: tl.constexpr, MASK: tl.constexpr,
                         SCORE: tl.constexpr = products_only, WEIGHTS: tl.constexpr = repeat_weights, ROW_BIAS: tl.constexpr = False,
                         FROM_STATS: tl.constexpr = False):
-    """The forward's weights of a tile of queries, [BLOCK_N, BLOCK_M], and the scores' derivative."""
+    """The forward's weights of a tile of queries, transposed [BLOCK_N, BLOCK_M], computed again, and the softcap's derivative (1 without
+    one)."""
     PRECISION: tl.constexpr = x.shape.PRECISION
     i = at + tl.arange(0, x.shape.BLOCK_M)[None, :]
     if FROM_STATS:
@@ -249,10 +254,12 @@ def dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl
               SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = repeat_weights,
               GRADIENT: tl.constexpr = softmax_gradient, ROW_BIAS: tl.constexpr = False, FROM_STATS: tl.constexpr = False,
               LOAD_Q: tl.constexpr = load_queries, LOAD_STATS: tl.constexpr = load_stats, COLUMN_SUMS: tl.constexpr = False):
-    """One tile of queries into (dK not yet scaled [BLOCK_N, BLOCK_D], dV [BLOCK_N, BLOCK_DV]); its tiles are keys by queries.
+    """Adds one tile of queries to the state: (dK without the softmax scale [BLOCK_N, BLOCK_D], dV [BLOCK_N, BLOCK_DV]). Its tiles of scores
+    are transposed, keys by queries.
 
-    FROM_STATS: the products begin with minus the row statistics, which then need no registers; only where SCORE leaves scores alone.
-    COLUMN_SUMS: a third sum is the keys' of dS [BLOCK_N], in its own dtype, the gradient of a bias by key.
+    FROM_STATS: the accumulators of the products begin with minus the row statistics, which then take no registers; only where SCORE leaves
+    the products unchanged. COLUMN_SUMS: the state has a third sum, of dS for each key [BLOCK_N], in the dtype of its initial value: the
+    gradient of a bias by key.
     """
     dk, dv = state[0], state[1]
     q = LOAD_Q(x, own, at, GUARD)
@@ -277,7 +284,8 @@ def dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl
 @triton.jit
 def add_members(state, k, v, place, queries, grads, row_stats_ptr, stride_rows, unit, own, n_seqs, seqlen_q, heads, group, members, shape,
                 LOOPS: tl.constexpr, STATS_BLOCK: tl.constexpr):
-    """What the queries of the first `members` of a key head's `group` heads add to dkdv_step's state: LOOPS(state, x, own) one head's."""
+    """dkdv_step's state after the queries of the first `members` of a key head's `group` query heads. LOOPS(state, x, own) adds one
+    head."""
     for member in range(members):
         head = place.head * group + member
         q_rows = other_rows(queries, place, head, shape.TMA)
@@ -293,8 +301,9 @@ def add_members(state, k, v, place, queries, grads, row_stats_ptr, stride_rows, 
 def backward_dkdv(place, queries, keys, values, grads, dk_out, dv_out, row_stats_ptr, stride_rows, unit, softmax_scale, keep_prob, own,
                   n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr, STATS_BLOCK: tl.constexpr, third=None,
                   FINISH: tl.constexpr = None):
-    """A whole program: add_members over all heads of the group, and this stores dK and dV. third: where a third sum begins, if the state
-    has one, which FINISH(sum, softmax_scale, own, place, shape) stores. A program without a tile does nothing."""
+    """The whole program for dK and dV of one tile of keys: runs add_members over all heads of the group and stores dK and dV. third: the
+    initial value of a third sum, if there is one; FINISH(sum, softmax_scale, own, place, shape) stores it. A program without a tile does
+    nothing."""
     if place.row >= place.length:
         return
     # [BLOCK_N, BLOCK_D]

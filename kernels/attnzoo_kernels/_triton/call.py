@@ -1,4 +1,4 @@
-"""One call of an operator as its launches need it, beside its tensors: hashable, so that a launch is planned once."""
+"""The options of an operator's call, without its tensors. They are hashable, so that a launch is planned only once for them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,32 +18,35 @@ def layout(x: Tensor) -> Layout:
 
 
 def operand_strides(*tensors: Layout) -> tuple[tuple[int, ...], ...]:
-    """(batch, row, head) strides of each (batch, seqlen, heads, width), or (total, heads, width) with batch 0, for an Operand."""
+    """(batch, row, head) strides for an Operand, of each tensor (batch, seqlen, heads, width), or (total, heads, width) with batch stride
+    0."""
     return tuple((0, *of[:2]) if len(shape) == 3 else of[:3] for shape, of in tensors)
 
 
 def strides(*tensors: Layout) -> tuple[int, ...]:
-    """The same one behind the other."""
+    """operand_strides as one flat tuple."""
     return tuple(stride for of in operand_strides(*tensors) for stride in of)
 
 
 def outputs(q: Tensor, value_dim: int, softmaxes: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, LSE, statistics) for queries (batch, seqlen, heads, width) or (total, heads, width); the latter two in float32: (batch, heads,
-    seqlen) or (heads, total) behind a dimension of the softmaxes, if there are several, and of twice as many."""
+    """(out, LSE, statistics), uninitialised, for queries (batch, seqlen, heads, width) or (total, heads, width). LSE and statistics are
+    float32. An LSE is (batch, heads, seqlen) or (heads, total); several softmaxes add a first dimension of their number. Statistics have a
+    first dimension of twice the number of softmaxes."""
     rows = autograd.lse_shape(q, q.dim() == 3)
     lse = torch.empty(rows if softmaxes == 1 else (softmaxes, *rows), dtype=torch.float32, device=q.device)
     return q.new_empty(*q.shape[:-1], value_dim), lse, lse.new_empty(2 * softmaxes, *rows)
 
 
 def tma_kind(wanted: bool, tensors: tuple[Layout, ...], itemsize: int, packed: bool) -> int:
-    """The kernels' TMA: load_rows tells its values."""
+    """The kernels' constant TMA, whose values load_rows explains."""
     if not wanted or not all(tma_takes_layout(*x, itemsize) for x in tensors):
         return 0
     return BY_SEQUENCE.value if packed else 1
 
 
 def read_blocks(tile: Any, constants: dict[str, Any], grad_out: int | None = None) -> dict[int, tuple]:
-    """A Launch's blocks where TMA reads q, k, v, its first tensors, and grad_out at its position: tiles of `tile`'s rows."""
+    """A Launch's `blocks` where TMA reads q, k and v, its first three tensors, and grad_out, at that position: boxes with the rows of
+    `tile`."""
     width, value_width, by_sequence = constants["BLOCK_D"], constants["BLOCK_DV"], constants["TMA"] == BY_SEQUENCE.value
     blocks = {0: (tile.block_m, width, by_sequence), 1: (tile.block_n, width, by_sequence), 2: (tile.block_n, value_width, by_sequence)}
     if grad_out is not None:
@@ -52,13 +55,13 @@ def read_blocks(tile: Any, constants: dict[str, Any], grad_out: int | None = Non
 
 
 def packed_sequences(cu_seqlens: Tensor | None) -> int | None:
-    """The number of sequences that are packed; None where the call is dense."""
+    """The number of packed sequences; None for a dense call."""
     return None if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What all operators have in common. An operator's own Options extend it by what is theirs."""
+    """The options that all operators have. An operator's own Options add to them."""
 
     sequences: int | None  # packed sequences; None: dense
     softmax_scale: float
@@ -74,17 +77,18 @@ class Call:
         return self.window_right >= 0
 
     def sizes(self, q: torch.Size, k: torch.Size) -> tuple[int, int, int]:
-        """(sequences, seqlen_q, seqlen_k), the totals where packed."""
+        """(sequences, seqlen_q, seqlen_k); the latter two are totals where packed."""
         return (q[0], q[1], k[1]) if self.sequences is None else (self.sequences, q[0], k[0])
 
     def programs(self, heads: int, seqlen: int, sequences: int, block: int) -> int:
-        """Tiles of all heads; for packed sequences find_tile's slots, which need no prefix sum."""
+        """How many programs the tiles of all heads need; for packed sequences, the slots of find_tile, which need no prefix sum."""
         return heads * (sequences * -(-seqlen // block) if self.sequences is None else seqlen // block + sequences + 1)
 
     def heads_together(self, own: torch.Size, other: torch.Size, width: int, block: int, device: torch.device, dtype: torch.dtype) -> int:
-        """Of how many heads causal programs take the tiles in turn, heavy ones first: of as many as L2 holds of the `width` columns that
-        each reads, but of three tiles a multiprocessor (two programs run there), else the last heads' heavy tiles end late. Divides
-        their number. Short sequences have no heavy tiles, and are faster head by head."""
+        """How many heads' tiles causal programs interleave, heavy ones first. It is as many as fit into L2, at `width` columns that each
+        head reads, but at least as many as have three tiles for each multiprocessor (two programs run there). With fewer, the last heads'
+        heavy tiles would end late. The result divides the number of heads. It is 1 for short sequences: these have no heavy tiles and are
+        faster head by head."""
         sequences, seqlen, other_seqlen = self.sizes(own, other)
         heads = own[-2]
         if self.sequences is None:

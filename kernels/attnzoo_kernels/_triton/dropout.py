@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def _words(seed, offset, head, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile's Philox words, and the same turned by a byte: [BLOCK_M / 2, counters, bit 3 of j, bit 3 of i, bit 4 of j]."""
-    # one call for the elements that differ in bit 3 of i and bits 4, 3 and 0 of j: a thread of a matrix product holds all of them
+    """A tile's Philox words, and the same words rotated by a byte: [BLOCK_M / 2, counters, bit 3 of j, bit 3 of i, bit 4 of j]."""
+    # one call serves the elements that differ in bit 3 of i and bits 4, 3 and 0 of j; one thread of a matrix product holds them all
     COUNTERS: tl.constexpr = BLOCK_N // 8 if BLOCK_N >= 32 else 4
     i = row // 2 + tl.arange(0, BLOCK_M // 2)[:, None]
     j = column // 32 * 4 + tl.arange(0, COUNTERS)[None, :]
@@ -24,7 +24,7 @@ def _words(seed, offset, head, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.c
 
 @triton.jit
 def _in_place(even, odd, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What was made of _words for even and odd columns, at its place: [BLOCK_M, BLOCK_N]."""
+    """The fields of _words for even and for odd columns, reordered to the tile's [BLOCK_M, BLOCK_N]."""
     fields = tl.join(even, odd)
     if BLOCK_N >= 32:
         # from [M / 16, i, N / 32, j, bit 3 of j, bit 3 of i, bit 4 of j, bit 0 of j]
@@ -38,17 +38,17 @@ def _in_place(even, odd, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def keep_tile(seed, offset, head, row, column, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Which weights of a tile stay, [BLOCK_M, BLOCK_N]; head = batch * heads + h; row and column must be multiples of 16."""
+    """Which weights of a tile are kept, bool [BLOCK_M, BLOCK_N]. head = batch * heads + h; row and column must be multiples of 16."""
     words = _words(seed, offset, head, row, column, BLOCK_M, BLOCK_N)
-    # fields at the upper ends of their words: a comparison of the words is theirs
+    # each field is shifted to the upper end of its word, so that comparing the words compares the fields
     return _in_place(words << 17, words << 1, BLOCK_M, BLOCK_N) >= (threshold << 17).to(tl.uint32)
 
 
 @triton.jit
 def drop_pairs(weights, seed, offset, head, row, column, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """16-bit weights with zeros where keep_tile is false, by one comparison for two of them, on sm_90 and later.
+    """16-bit weights, with zeros where keep_tile is false; one comparison serves two weights, on sm_90 and later.
 
-    As magnitudes of bfloat16 fields keep their order, where the threshold is neither subnormal nor NaN.
+    The fields are compared as magnitudes of bfloat16, which have the fields' order if the threshold is neither subnormal nor NaN.
     """
     words = _words(seed, offset, head, row, column, BLOCK_M, BLOCK_N)
     fields = _in_place(words.to(tl.uint16), (words >> 16).to(tl.uint16), BLOCK_M, BLOCK_N)

@@ -1,4 +1,4 @@
-"""The forward: a program keeps a tile of queries, goes through the keys and gathers O, the row maxima and the row sums."""
+"""The forward: a program has one tile of queries, goes over the keys, and accumulates O, the row maxima and the row sums."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,7 @@ from attnzoo_kernels._triton.tiles import Operand, in_registers, key_rows, load_
 
 @triton.jit
 def products_only(x, own, products, i, j, at):
-    """SCORE where nothing is done to scores: (scores, what those of a row are less by, the scores' derivative)."""
+    """SCORE where scores are the products: (scores, what is subtracted from all scores of a row, the softcap's derivative)."""
     return products, 0.0, 1.0
 
 
@@ -23,13 +23,13 @@ def nothing_dropped(x, own, weights, at):
 @triton.jit
 def load_sequence(own, rows, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, GUARD: tl.constexpr,
                   TMA: tl.constexpr):
-    """LOAD where a sequence's rows lie one behind the other."""
+    """LOAD where a sequence's rows lie one after the other."""
     return load_rows(rows, at, WIDTH, BLOCK, BLOCK_WIDTH, GUARD, TMA)
 
 
 @triton.jit
 def scored(q, k, x, own, at, position, edge, MASKED: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr = products_only):
-    """Scores of a tile of keys [BLOCK_N, BLOCK_D], -inf where masked, and what those of a row are less by."""
+    """The scores with a tile of keys k [BLOCK_N, BLOCK_D], -inf where masked, and what is to be subtracted from all scores of a row."""
     # [BLOCK_M, BLOCK_N]
     products = score_dot(q, k, x.shape.PRECISION)
     j = at + tl.arange(0, x.shape.BLOCK_N)[None, :]
@@ -42,10 +42,10 @@ def forward_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD:
                  SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = softmax_weights,
                  LAGS: tl.constexpr = True, ROW_BIAS: tl.constexpr = False, BY_WARP: tl.constexpr = False,
                  SUMS_LAST: tl.constexpr = False, LOAD: tl.constexpr = load_sequence):
-    """One tile of keys into (O not yet divided [BLOCK_M, BLOCK_DV], row maxima, row sums).
+    """Adds one tile of keys to the state: (O before the division by row sums [BLOCK_M, BLOCK_DV], row maxima, row sums).
 
-    LAGS: row maxima may stay behind. ROW_BIAS: SCORE's second result counts. BY_WARP: as `rescaled` has it. SUMS_LAST: row sums behind the
-    values' load, which gains under dropout with wide values only.
+    LAGS: row maxima may lag behind, see softmax_weights. ROW_BIAS: SCORE's second result is used. BY_WARP: see `rescaled`. SUMS_LAST: row
+    sums are updated after the values' load; that is faster only under dropout with wide values.
     """
     acc, row_max, row_sum = state
     # [BLOCK_N, BLOCK_D]
@@ -57,7 +57,7 @@ def forward_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD:
     if not SUMS_LAST:
         row_sum = row_sum * rescale + tl.sum(weights, 1)
     kept = DROP(x, own, weights, at)
-    acc = rescaled(acc, rescale, new_max, row_max, BY_WARP)  # before the wait for the values
+    acc = rescaled(acc, rescale, new_max, row_max, BY_WARP)  # before the values are needed
     # [BLOCK_N, BLOCK_DV]
     v = LOAD(own, x.value_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_N, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
     if SUMS_LAST:
@@ -69,7 +69,7 @@ def forward_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD:
 
 @triton.jit
 def softmax_state(sink, shape):
-    """The state of forward_step before the first key. sink: a first key of weight one that has no value, or -inf."""
+    """The state of forward_step before the first key. sink: the score of a first key that has no value; -inf if there is none."""
     row_max = tl.zeros([shape.BLOCK_M], tl.float32) + sink
     row_sum = tl.where(row_max == -float("inf"), 0.0, 1.0)
     return tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), row_max, row_sum
@@ -77,7 +77,7 @@ def softmax_state(sink, shape):
 
 @triton.jit
 def normalised(acc, row_sum, keep_prob, PRECISION: tl.constexpr):
-    """acc [M, N] / (row_sum [M] * keep_prob), and zeros where the sum is zero."""
+    """acc [M, N] / (row_sum [M] * keep_prob). Rows whose sum is zero give zeros."""
     divisor = (tl.where(row_sum > 0, row_sum, 1.0) * keep_prob)[:, None]
     return tl.div_rn(acc, tl.broadcast_to(divisor, acc.shape)) if PRECISION == "ieee" else acc * (1.0 / divisor)
 
@@ -86,12 +86,13 @@ def normalised(acc, row_sum, keep_prob, PRECISION: tl.constexpr):
 def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats, unit, keep_prob, own, seqlen_q, heads, group, shape,
             LOOPS: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, STATISTICS: tl.constexpr = True,
             MORE: tl.constexpr = None, CHECKED: tl.constexpr = True, RESIDUAL: tl.constexpr = False, residual_ptr=None):
-    """A whole program: LOOPS(x, own) gives forward_step's last state, and this stores O, the LSE and what the backward needs of it.
+    """The whole program for one tile of queries. LOOPS(x, own) gives forward_step's last state. The program stores O, the LSE and the
+    statistics for the backward.
 
-    Q_REGISTERS: queries are an operand in registers, not in shared memory; Q_SELECT: they pass a select on their way there. STATISTICS:
-    rows are divided by their sums; a rule that looks at each score alone has none, and stores O only. MORE(place, own, rows): what
-    the LSE of rows [BLOCK_M] is more by, in base 2, because all of a row's scores are. CHECKED: there may be no tile. RESIDUAL: what
-    rounding takes from O goes to residual_ptr, and lies there as O does.
+    Q_REGISTERS: the queries are an operand in registers, not in shared memory. Q_SELECT: they pass through a select on their way there.
+    STATISTICS: rows are divided by their sums; False for weights that each depend on one score alone: then only O is stored. MORE(place,
+    own, rows): what is added to the LSE of rows [BLOCK_M], in base 2, because it was left out of all scores of a row. CHECKED: a program
+    may have no tile. RESIDUAL: O's rounding error is stored at residual_ptr, laid out as O is.
     """
     if CHECKED:
         if place.row >= place.length:
@@ -121,7 +122,7 @@ def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats,
 @triton.jit
 def store_softmax(lse_ptr, stats_ptr, stride_stats, at, inside, row_max, row_sum, PRECISION: tl.constexpr, SAVE: tl.constexpr = True,
                   more=None):
-    """Store the LSE, of a maximum that is `more`, and, under SAVE, softmax_stats of a tile's rows."""
+    """Stores the LSE and, under SAVE, the softmax_stats of a tile's rows. more: added to row_max in the LSE only."""
     tl.store(lse_ptr + at, log_sum_exp(row_max if more is None else row_max + more, row_sum, PRECISION == "ieee"), mask=inside)
     if SAVE:
         row_max, sum_stat = softmax_stats(row_max, row_sum, PRECISION == "ieee")

@@ -1,4 +1,5 @@
-"""What a launch needs to know of its device and tensors."""
+"""The host's side of launches: what a device and its tensors allow, tensor descriptors for TMA, and Launch, which makes repeated launches
+cheap."""
 
 import contextlib
 import copy
@@ -14,10 +15,10 @@ from triton import knobs
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-L2_GROUP = 16 << 20  # bytes that stay in L2 while a group of heads reads them: keys and values, or in a backward queries, gradients and dQ
-SEQUENCE_END = 2**30  # in load_rows' coordinates
+L2_GROUP = 16 << 20  # bytes that stay in L2 while a group of heads reads them: keys and values; in a backward queries, gradients and dQ
+SEQUENCE_END = 2**30  # in the coordinates of load_rows: where every sequence's rows end
 LONGEST = 2**31 - 2**16
-WRONG_BY_POINTERS = 32  # values up to this width, see tma_readable
+WRONG_BY_POINTERS = 32  # values up to this width may be wrong if read through pointers, see tma_readable
 
 
 def next_power_of_2(n: int) -> int:
@@ -25,15 +26,17 @@ def next_power_of_2(n: int) -> int:
 
 
 def block_width(width: int) -> int:
-    """The power of two that a tile's width is padded to; matrix instructions need 16."""
+    """The power of two that a tile's width is padded to; at least 16, which matrix instructions need."""
     return max(16, next_power_of_2(width))
 
 
 def value_block(head_dim: int, value_dim: int) -> int:
-    """block_width of values, or of keys where that is wider, up to 64: rows of 32, 64, and 128 or more bytes are swizzled differently.
+    """The padded width of values: block_width of them, but at least that of the keys, up to 64. Rows of 32, of 64, and of 128 or more bytes
+    have different swizzles.
 
-    The last keys of a loop and their values lie at one address in turn. Where it is read with two swizzles, ptxas 12.8 makes the values'
-    descriptors by adding to a register that it has not set: wrong on Hopper, or an illegal access. `tests/ops/ahead_of_time.py` finds it.
+    The last keys of a loop and their values use one shared memory address in turn. If it is read with two swizzles, ptxas 12.8 computes the
+    values' descriptors from a register that it has not set: results are wrong on Hopper, or an access is illegal.
+    `tests/ops/ahead_of_time.py` finds this.
     """
     return max(block_width(value_dim), min(block_width(head_dim), 64))
 
@@ -58,26 +61,26 @@ def architecture(where: Tensor | torch.device) -> int:
 
 
 def tma_takes(x: Tensor) -> bool:
-    """Whether the tensor memory accelerator can read x (..., rows, heads, width): 16-byte base and strides, no broadcast."""
+    """Whether TMA can read x (..., rows, heads, width): its address and strides must be multiples of 16 bytes, without broadcasting."""
     return x.data_ptr() % 16 == 0 and tma_takes_layout(x.shape, x.stride(), x.element_size())
 
 
 def tma_takes_layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """What tma_takes asks of shape and strides."""
+    """Whether shape and strides are as tma_takes asks."""
     return 0 not in shape and all(n == 1 or (s > 0 and s * itemsize % 16 == 0) for n, s in zip(shape[:-1], strides[:-1], strict=True))
 
 
 def padded(width: int, itemsize: int) -> int:
-    """The next width of whole 16 bytes."""
+    """The next width that is a multiple of 16 bytes."""
     step = 16 // itemsize
     return -(-width // step) * step
 
 
 def tma_readable(x: Tensor) -> Tensor:
-    """x itself, or a copy of 16-bit x for TMA where its strides or address are none of whole 16 bytes.
+    """x itself, or a copy for TMA if x has 16 bits and its address or strides are not multiples of 16 bytes.
 
-    Without TMA such tiles would go through pointers, and for some widths (33 with values of 17, 40 and more with values of 16) that was
-    wrong, for what value_block says; with its widths it has not been tried.
+    Without TMA, such tensors would be read through pointers. For some widths (33 with values of 17, 40 and more with values of 16) that was
+    wrong, for the reason in value_block. It has not been tried with the widths that value_block gives now.
     """
     if x.element_size() == 4 or architecture(x) < 90 or 0 in x.shape or tma_takes(x) and (x.stride(-1) == 1 or x.shape[-1] == 1):
         return x
@@ -85,7 +88,7 @@ def tma_readable(x: Tensor) -> Tensor:
 
 
 def _widened(x: Tensor) -> Tensor:
-    """A contiguous copy of the next width of whole 16 bytes."""
+    """A contiguous copy, padded with zeros to the next width that is a multiple of 16 bytes."""
     copy = x.new_zeros(*x.shape[:-1], padded(x.shape[-1], x.element_size()))
     copy[..., : x.shape[-1]] = x
     return copy
@@ -97,13 +100,14 @@ def tma_gradient(x: Tensor) -> Tensor:
 
 
 def row_by_row(x: Tensor) -> Tensor:
-    """x itself, or a contiguous copy where its rows are not: autograd may hand over an expanded gradient."""
+    """x itself, or a contiguous copy if the elements of a row are not contiguous: autograd may hand over an expanded gradient."""
     return x.contiguous() if x.shape[-1] > 1 and x.stride(-1) != 1 else x
 
 
 def readable(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
-    """The tensors with copies of what TMA cannot read, where values are narrow or a width is no multiple of 8 and one needs a copy; else
-    None. Such widths are copied in all tensors or in none: a kernel takes the queries' width for the keys'."""
+    """The tensors, with copies of those that TMA cannot read. None if no copy is needed, or if values are wider than WRONG_BY_POINTERS and
+    both widths are multiples of 8. All tensors get the padded width or none does, because a kernel assumes one width for queries and
+    keys."""
     if q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0 and v.shape[-1] > WRONG_BY_POINTERS:
         return None
     tensors = (q, k, v, *others)
@@ -114,14 +118,13 @@ def readable(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, 
 
 
 def narrowed(x: Tensor, like: Tensor) -> Tensor:
-    """x itself, or what it holds within the width of `like`."""
+    """x itself, or its first columns, as many as `like` has."""
     return x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]].contiguous()
 
 
 def descriptor(x: Tensor, rows: int, width: int, by_sequence: bool = False) -> TensorDescriptor:
     """Host descriptor of (batch, seqlen, heads, width) or (total, heads, width), read in tiles [1, 1, rows, width] of (batch, heads,
-    seqlen, width). by_sequence: of (total, heads, width), for `_triton.tiles.load_rows`, which ends such tiles where a sequence ends.
-    """
+    seqlen, width). by_sequence: x is (total, heads, width), and `_triton.tiles.load_rows` lets its tiles end where a sequence ends."""
     return descriptor_like(descriptor_template(x.shape, x.stride(), 16 // x.element_size(), rows, width, by_sequence), x)
 
 
@@ -133,14 +136,14 @@ def descriptor_template(shape: tuple[int, ...], strides: tuple[int, ...], aligne
     by_batch, by_row, by_head, _ = (strides[d] if shape[d] > 1 or d == 3 else aligned for d in range(4))
     batch, seqlen, heads, head_dim = shape
     if by_sequence:
-        # 2**30 steps along the first dimension, as many rows back: 2**64 elements further, which is nothing to an address
+        # 2**30 steps along the first dimension and as many rows back move an address by a multiple of 2**64, that is, not at all
         shape, strides = (LONGEST, LONGEST, heads, SEQUENCE_END, head_dim), (2**34 - by_row, by_row, by_head, by_row, 1)
         return TensorDescriptor(torch.empty(0), list(shape), list(strides), [1, 1, 1, rows, width])
     return TensorDescriptor(torch.empty(0), [batch, heads, seqlen, head_dim], [by_batch, by_head, by_row, 1], [1, 1, rows, width])
 
 
 def descriptor_like(template: TensorDescriptor, x: Tensor) -> TensorDescriptor:
-    """The template's layout at another address, without its constructor's checks, which cost as much as a launch."""
+    """The template's descriptor at the address of x. It skips the constructor's checks, which cost as much time as a launch."""
     made = object.__new__(type(template))
     made.__dict__.update(template.__dict__)
     made.base = x
@@ -153,24 +156,26 @@ def strides(x: Tensor) -> tuple[int, int, int]:
 
 
 def are_aligned(*tensors: Tensor) -> bool:
-    """Whether all begin at 16 bytes, on which Triton specialises a kernel."""
+    """Whether all tensors begin at multiples of 16 bytes; Triton specialises kernels on this."""
     return not any(x.data_ptr() & 15 for x in tensors)
 
 
 def on_device_of(x: Tensor):
-    """Triton launches on the current device; this makes it the tensor's."""
+    """A context in which the tensor's device is the current one, on which Triton launches."""
     return torch.cuda.device(x.device) if x.is_cuda and x.device.index != torch.cuda.current_device() else contextlib.nullcontext()
 
 
 @dataclass
 class Launch:
-    """A kernel with all that stays the same from call to call of one layout: the caller keeps one for each layout and alignment.
+    """A kernel and all of its arguments that stay the same from call to call for one layout. The caller keeps a Launch for each layout and
+    alignment.
 
-    Triton's own launch looks at every argument again and encodes every tensor descriptor. From the third call on this goes to the compiled
-    kernel with addresses for tensors, and with the descriptors' encodings where an address was seen before. `constants` may come in any
-    order. `blocks`: descriptor()'s arguments for those tensors, by position, that the kernel takes as tensor
-    descriptors and the caller as they are. `options`: further ones of the compiler, as maxnreg. `other`: what is launched at other lengths,
-    compiled with this one's first call, so that no later length waits for the compiler.
+    Triton's own launch checks every argument and encodes every tensor descriptor in each call. From the third call on, a Launch calls the
+    compiled kernel directly, with addresses for tensors, and reuses the encodings of descriptors for addresses that it has seen.
+
+    constants: in any order. blocks: by argument position, the arguments of descriptor() for tensors that the caller passes as they are and
+    the kernel takes as tensor descriptors. options: more options of the compiler, such as maxnreg. other: the Launch for other lengths,
+    which is compiled in the first call of this one, so that no later length waits for the compiler.
     """
 
     kernel: Any
@@ -186,7 +191,7 @@ class Launch:
     direct: Any = None
 
     def __post_init__(self):
-        # the compiled kernel takes them by position, those with a default, too
+        # the compiled kernel takes all constants by position, also those that have a default
         defaults = {p.name: p.default for p in getattr(self.kernel, "params", ()) if p.default is not inspect.Parameter.empty}
         self.constants = defaults | self.constants
         position = {name: n for n, name in enumerate(getattr(self.kernel, "arg_names", ()))}
@@ -217,14 +222,14 @@ class Launch:
 
 
 def _hooks_are_set() -> bool:
-    """Whether a profiler listens to Triton's launches."""
+    """Whether a profiler has registered hooks for Triton's launches."""
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 class DirectLaunch:
-    """Launches of one compiled kernel through Triton's own launcher, below the function that encodes descriptors at every call."""
+    """Launches one compiled kernel through Triton's own launcher, but without the function that encodes descriptors in every call."""
 
-    ENCODED = 4096  # addresses kept; a training step repeats its own
+    ENCODED = 4096  # encodings that are kept; a training step uses the same addresses again
 
     def __init__(self, launcher: Any, compiled: Any, metas: dict[int, dict], blocks: dict[int, tuple], others: tuple):
         self.launcher, self.function, self.packed = launcher, compiled.function, compiled.packed_metadata
@@ -233,8 +238,8 @@ class DirectLaunch:
 
     @classmethod
     def of(cls, compiled: Any, given: list, blocks: dict[int, tuple], others: tuple) -> "DirectLaunch | bool":
-        """For a kernel that was called with `given`. False where Triton's launcher is not NVIDIA's or not built as in 3.6 and 3.7: its
-        public call is taken then."""
+        """The DirectLaunch for a kernel that was called with `given`. False if Triton's launcher is not NVIDIA's, or not built as in 3.6
+        and 3.7; then its public call is used."""
         if torch.version.cuda is None or not isinstance(compiled.run, _cuda_launcher()):
             return False
         positions = [n for n, x in enumerate(given) if hasattr(x, "block_shape")]

@@ -1,12 +1,13 @@
-"""The loops over tiles of the other side, which all passes share, and what a step in them reads.
+"""The loops over tiles of the other side, which all passes share, and what a step in them reads. The other side of a tile of queries is the
+keys, and the other way round.
 
 A step is a jit function `STEP(state, x, own, at, position, edge, MASKED, GUARD)` that returns the next state. x is a QueryTile or a
-KeyTile, own is the variant's, `at` the first row of the other side's tile, `position` the tile's place in a list. MASKED: "none", "all",
-or "edges", where `edge` says whether this tile needs a mask. GUARD: the tile may cross the sequence's end, so that loads must look. A
-variant's step names its hooks and calls a step of `_triton.forward` or `_triton.backward`.
+KeyTile. own belongs to the variant. `at` is the first row of the other side's tile, `position` the tile's place in a list. MASKED is
+"none", "all" or "edges"; for "edges", `edge` says whether this tile needs a mask. GUARD: the tile may cross the sequence's end, so that
+loads must check. A variant's step names its hooks and calls a step of `_triton.forward` or `_triton.backward`.
 
-Structs that hold constants are made where they are handed on: a name that they were assigned to would hold
-tensors in place of constants. `values` and `type` cannot be fields: Triton gives them to every tuple.
+Structs that hold constants must be made in the call that takes them. Assigned to a name first, they would hold tensors in place of
+constants. No field may be called `values` or `type`, because Triton gives these to every tuple.
 """
 
 from typing import Any, NamedTuple
@@ -19,8 +20,8 @@ from attnzoo_kernels._triton.tiles import load_rows
 
 
 class RowStats(NamedTuple):
-    """What the backward knows of each row of queries: the softmax's LSE in base 2 (in float32 the maximum, in natural units), in float32
-    its sum, and delta = rowsum(dO * O) - dLSE."""
+    """What the backward knows of each row of queries. lse_log2: the LSE in base 2; in float32 the row maximum, in natural units. row_sum:
+    the softmax's sum, in float32 only. delta: rowsum(dO * O) - dLSE."""
 
     lse_log2: Any
     row_sum: Any
@@ -37,10 +38,10 @@ class QueryTile(NamedTuple):
     value_rows: Any  # Rows
     place: Any  # Place of the queries
     i: Any  # [BLOCK_M, 1], the queries' rows
-    unit: Any  # what scores count in the softmax's units
+    unit: Any  # the value of a score of 1 in the softmax's units
     shape: Any  # Shape
-    EXACT_DELTA: Any  # dQ: the rows' sums of weights times their gradients are wanted
-    KEPT: Any = True  # dQ: False in a sweep over the keys that another one follows
+    EXACT_DELTA: Any  # dQ: whether row sums of weights times their gradients are wanted, see dq_step
+    KEPT: Any = True  # dQ: whether this is the last sweep over the keys
 
 
 class KeyTile(NamedTuple):
@@ -50,10 +51,10 @@ class KeyTile(NamedTuple):
     v: Any  # [BLOCK_N, BLOCK_DV]
     query_rows: Any  # Rows
     grad_rows: Any  # Rows
-    row_stats: Any  # the sequence's first row in the row statistics, which lie stride_rows apart
+    row_stats: Any  # pointer to the row statistics of the sequence's first row; the statistics lie stride_rows apart
     stride_rows: Any
     place: Any  # Place of the keys
-    head: Any  # of the queries
+    head: Any  # the query head
     j: Any  # [BLOCK_N, 1], the keys' rows
     unit: Any
     shape: Any
@@ -67,7 +68,7 @@ def load_keys(x, rows, at, GUARD: tl.constexpr):
 
 @triton.jit
 def load_values(x, at, GUARD: tl.constexpr):
-    """Their values, [BLOCK_N, BLOCK_DV]."""
+    """The values of these keys, [BLOCK_N, BLOCK_DV]."""
     return load_rows(x.value_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_N, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
 
 
@@ -79,13 +80,13 @@ def load_query_rows(x, rows, at, GUARD: tl.constexpr):
 
 @triton.jit
 def load_gradients(x, at, GUARD: tl.constexpr):
-    """The gradients of their outputs, [BLOCK_M, BLOCK_DV]."""
+    """The output's gradients of these queries, [BLOCK_M, BLOCK_DV]."""
     return load_rows(x.grad_rows, at, x.shape.VALUE_DIM, x.shape.BLOCK_M, x.shape.BLOCK_DV, GUARD, x.shape.TMA)
 
 
 @triton.jit
 def masked(scores, otherwise, x, own, i, j, position, edge, MASKED: tl.constexpr, MASK: tl.constexpr):
-    """A tile of scores or weights, `otherwise` where MASK says that a query does not see a key."""
+    """A tile of scores or weights, with `otherwise` where MASK says that a query does not see a key."""
     if MASKED == "all":
         scores = tl.where(MASK(x, own, i, j, position), scores, otherwise)
     elif MASKED == "edges":
@@ -109,7 +110,7 @@ def window_seen_transposed(x, own, i, j, position):
 @triton.jit
 def range_loop(STEP: tl.constexpr, state, x, own, begin, end, full_begin, full_end, BLOCK: tl.constexpr, MASKED: tl.constexpr,
                GUARD: tl.constexpr, STAGES: tl.constexpr):
-    """Steps over the rows begin .. end; under MASKED "edges" those outside full_begin .. full_end need a mask."""
+    """Steps over the rows begin .. end. Under MASKED "edges", tiles outside of full_begin .. full_end need a mask."""
     for at in tl.range(begin, end, BLOCK, num_stages=STAGES):
         edge = False
         if MASKED == "edges":
@@ -121,10 +122,10 @@ def range_loop(STEP: tl.constexpr, state, x, own, begin, end, full_begin, full_e
 @triton.jit
 def range_loops(STEP: tl.constexpr, state, x, own, bounds, BLOCK: tl.constexpr, BEFORE: tl.constexpr, BEHIND: tl.constexpr,
                 TAIL: tl.constexpr, ONE_LOOP: tl.constexpr, SHORT_BEHIND: tl.constexpr, SHORT_TAIL: tl.constexpr):
-    """Steps over the ranges of key_ranges or query_ranges: tiles that need no mask, those BEFORE and BEHIND them that do, and the TAIL
-    that crosses the end. ONE_LOOP: all but the tail in one loop, where masks are a branch.
+    """Steps over the bounds of key_ranges or query_ranges: a loop for the tiles that need no mask, one for those BEFORE and one for those
+    BEHIND them that do, and one for the TAIL that crosses the end. ONE_LOOP: one loop for all but the tail, in which masking is a branch.
 
-    SHORT_BEHIND, SHORT_TAIL: that loop has one stage, which keeps a pipeline for a tile or two out of all programs.
+    SHORT_BEHIND, SHORT_TAIL: the loop has one pipeline stage. Else a loop of a tile or two would give every program a pipeline.
     """
     for part in tl.static_range(4):
         if part == 0 and (BEFORE or ONE_LOOP) or part == 1 and not ONE_LOOP or part == 2 and BEHIND and not ONE_LOOP or part == 3 and TAIL:
@@ -137,13 +138,13 @@ def range_loops(STEP: tl.constexpr, state, x, own, bounds, BLOCK: tl.constexpr, 
 
 @triton.jit
 def key_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr, SHORT_TAIL: tl.constexpr, first=None):
-    """Steps over the keys that a QueryTile sees in own.window. first: those before it are passed over;
-    a multiple of BLOCK_N that is not behind the first row's own key."""
-    # a descriptor reads zeros beyond the sequence: only pointers need a loop of their own for the tail
+    """Steps over the keys that a QueryTile sees in own.window. first: keys before it are skipped; a multiple of BLOCK_N, not after the key
+    of the tile's first row."""
+    # TMA reads zeros past the sequence's end, so only pointers need a loop of their own for the tail
     TAIL: tl.constexpr = not x.shape.TMA
     bounds = key_ranges(x.place.row, x.place.length, x.place.other_length, own.window, x.shape.BLOCK_M, x.shape.BLOCK_N, TAIL)
     if first is not None:
-        first = tl.maximum(first, 0) // x.shape.BLOCK_N * x.shape.BLOCK_N  # as windows begin: Triton 3.6 makes fault 3 of what was loaded
+        first = tl.maximum(first, 0) // x.shape.BLOCK_N * x.shape.BLOCK_N  # like a window's begin; Triton 3.6: fault 3 with loaded ones
         bounds = (tl.maximum(bounds[0], first), tl.maximum(bounds[1], first), bounds[2], bounds[3], bounds[4])
     return range_loops(STEP, state, x, own, bounds, x.shape.BLOCK_N, own.window.HAS_LEFT, own.window.HAS_RIGHT or not TAIL, TAIL, ONE_LOOP,
                        SHORT_TAIL and not (own.window.HAS_LEFT or own.window.HAS_RIGHT), SHORT_TAIL)
@@ -151,8 +152,8 @@ def key_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr, SHORT_T
 
 @triton.jit
 def query_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr, last=None):
-    """Steps over the queries that see a KeyTile in own.window. last: those from it on are passed over; a multiple
-    of BLOCK_M that is behind the query which stands at the last key."""
+    """Steps over the queries that see a KeyTile in own.window. last: queries from it on are skipped; a multiple of BLOCK_M, after the query
+    that stands at the tile's last key."""
     TAIL: tl.constexpr = not x.shape.TMA
     bounds = query_ranges(x.place.row, x.place.other_length, x.place.length, own.window, x.shape.BLOCK_M, x.shape.BLOCK_N, TAIL)
     if last is not None:
@@ -164,13 +165,13 @@ def query_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr, last=
 @triton.jit
 def listed_loop(STEP: tl.constexpr, TILE: tl.constexpr, state, x, own, begin, end, first_masked, BLOCK: tl.constexpr, MASKED: tl.constexpr,
                 GUARD: tl.constexpr):
-    """Steps over the listed tiles begin .. end. TILE(own, n, MASKED) gives the n-th one's position in the list and its number;
-    under MASKED "edges" those from first_masked on need a mask."""
+    """Steps over the listed tiles begin .. end. TILE(own, n, MASKED) gives (position in the list, number) of the n-th tile. Under MASKED
+    "edges", tiles from first_masked on need a mask."""
     position, tile = TILE(own, begin, MASKED)
     for n in tl.range(begin, end):
         at = tile * BLOCK
         here = position
-        # the next entry is read ahead: the loads of the tile would wait for their own
+        # the next entry is read one step ahead, so that the tile's loads do not wait for it
         position, tile = TILE(own, n + 1, MASKED)
         edge = False
         if MASKED == "edges":

@@ -1,4 +1,4 @@
-"""Which keys a query sees: element masks, and the tile ranges that need them."""
+"""Which keys a query sees: masks of elements, and the ranges of tiles that need them."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 class Window(NamedTuple):
-    """Which keys are seen around the diagonal; left and right hold where HAS_LEFT and HAS_RIGHT."""
+    """How far keys are seen around the diagonal; left and right apply only under HAS_LEFT and HAS_RIGHT."""
 
     left: Any
     right: Any
@@ -17,9 +17,10 @@ class Window(NamedTuple):
 
 @triton.jit
 def keys_seen(i, j, len_q, len_k, window):
-    """Which keys j [1, N] the queries i [M, 1] see, aligned to the bottom right; bounds are taken by row, one comparison an element.
+    """Which keys j [1, N] the queries i [M, 1] see, aligned to the bottom right. Bounds are taken by row: one comparison for each element
+    and side.
 
-    Queries beyond len_q see anything: nothing of them is stored.
+    For queries beyond len_q the result is arbitrary, because nothing of them is stored.
     """
     last = i * 0 + (len_k - 1)
     if window.HAS_RIGHT:
@@ -32,9 +33,9 @@ def keys_seen(i, j, len_q, len_k, window):
 
 @triton.jit
 def queries_seeing(i, j, len_q, len_k, window):
-    """Which queries i [1, M] see the keys j [N, 1]: the same relation, bounds by key.
+    """Which queries i [1, M] see the keys j [N, 1]: the same relation, with bounds taken by key.
 
-    Lengths are not looked at: of keys beyond len_k nothing is stored, and queries beyond len_q have LSE +inf.
+    The lengths' ends are not checked: nothing is stored for keys beyond len_k, and queries beyond len_q have LSE +inf.
     """
     seen = i >= j * 0
     if window.HAS_RIGHT:
@@ -48,8 +49,8 @@ def queries_seeing(i, j, len_q, len_k, window):
 def key_ranges(row, len_q, len_k, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD_TAIL: tl.constexpr):
     """Bounds of the keys that a tile of queries starting at `row` sees: (begin, full_begin, full_end, tail, end).
 
-    Tiles from full_begin to full_end are seen whole; those before and behind need a mask. Under GUARD_TAIL the tile that crosses len_k has
-    the range tail .. end to itself, else that range is empty. All bounds but `end` are multiples of BLOCK_N.
+    All queries see all keys of the tiles from full_begin to full_end; the tiles before and after them need a mask. Under GUARD_TAIL, tail
+    .. end holds just the tile that crosses len_k; else it is empty. All bounds but `end` are multiples of BLOCK_N.
     """
     shift = len_k - len_q
     last = tl.minimum(row + BLOCK_M, len_q) - 1
@@ -69,9 +70,9 @@ def key_ranges(row, len_q, len_k, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.con
 
 @triton.jit
 def query_ranges(column, len_q, len_k, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD_TAIL: tl.constexpr):
-    """Bounds of the queries that see a tile of keys starting at `column`, as key_ranges, in multiples of BLOCK_M.
+    """Bounds of the queries that see a tile of keys starting at `column`: like key_ranges, in multiples of BLOCK_M.
 
-    A tile that crosses len_q counts as seen whole: the rows behind have LSE +inf and weight zero.
+    A tile that crosses len_q needs no mask for that: the rows after the end have LSE +inf and weight zero.
     """
     shift = len_k - len_q
     last = tl.minimum(column + BLOCK_N, len_k) - 1
@@ -90,7 +91,7 @@ def query_ranges(column, len_q, len_k, window, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def _ordered(begin, full_begin, full_end, end, length, BLOCK: tl.constexpr, GUARD_TAIL: tl.constexpr):
-    """Cut the bounds to each other, so that the ranges between them follow without overlap; empty ones have equal bounds."""
+    """Clips the bounds, so that the ranges between them follow each other without overlap. Empty ranges have equal bounds."""
     end = tl.maximum(end, begin)
     tail = tl.cdiv(end, BLOCK) * BLOCK
     if GUARD_TAIL:

@@ -1,7 +1,8 @@
-"""Key ranges as kernels go through them: a table by queries and one by keys, made in one launch without a wait for the device.
+"""Tables of key ranges for kernels: one by queries and one by keys, made in one launch without a wait for the device.
 
-A table has its ranges by their first place (of equal ones the longer first), and in each the entry before it that ends later: from a range
-that ends too early a walk back goes on there, and leaves out what ends still earlier.
+A table is sorted by the ranges' first place; of ranges with the same first place the longer comes first. Each entry links to the nearest
+entry before it whose range ends later. A walk that goes back through the table follows this link from a range that ends too early, and so
+skips those that end even earlier.
 """
 
 import triton
@@ -17,7 +18,7 @@ LATEST = tl.constexpr(0x7FFFFFFF)
 
 @triton.jit
 def _places(ranges, n, count, side, COLUMNS: tl.constexpr):
-    """begin, end, other_begin, other_end of the ranges n; an empty one begins and ends at 0."""
+    """(begin, end, other_begin, other_end) of the ranges n. An empty range begins and ends at 0."""
     at = ranges + n.to(tl.int64) * COLUMNS
     begin = tl.load(at + 2 * side, mask=n < count, other=0)
     end = tl.load(at + 2 * side + 1, mask=n < count, other=0)
@@ -68,8 +69,8 @@ def key_range_tables_kernel(ranges, tables, count, COLUMNS: tl.constexpr, WIDTH:
 
 
 def launch_tables(ranges: Tensor) -> Tensor:
-    """int32 (2, n, 8): by queries and by keys. A row is begin, end, those of the other side, the kind, the entry before that ends later
-    or -1, and two words that hold nothing. A list of no range has one empty."""
+    """int32 (2, n, 8): the tables by queries and by keys. A row is begin, end, begin and end on the other side, the kind, the entry before
+    that ends later (or -1), and two unused words. For a list without ranges, each table has one empty range."""
     ranges = ranges.contiguous() if len(ranges) else ranges.new_zeros(1, COLUMNS)
     tables = ranges.new_empty(2, len(ranges), WIDTH)
     with on_device_of(ranges):

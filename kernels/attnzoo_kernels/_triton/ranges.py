@@ -1,4 +1,5 @@
-"""Walks of a tile over the key ranges that touch it, by a table of `range_tables`: from the last that begins before its end, back."""
+"""How a tile goes over the key ranges that touch it, by a table of `range_tables`: from the last range that begins before the tile's end,
+backwards."""
 
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ UNLIMITED = tl.constexpr(2**30)
 
 
 class Range(NamedTuple):
-    """One range as a tile of its queries, or of its keys, has it, with the window around the diagonal of its bottom right."""
+    """One range as seen from a tile of its queries, or of its keys. left and right are the window around its bottom-right diagonal."""
 
     first: Any
     length: Any
@@ -40,7 +41,7 @@ def last_beginning(table, count, end):
 
 @triton.jit
 def touching(table, entry, row):
-    """`entry`, or the next one before it that ends behind `row`; below 0 if there is none."""
+    """`entry`, or the nearest one before it whose range ends after `row`; below 0 if there is none."""
     at = table + entry.to(tl.int64) * WIDTH
     end = tl.load(at + 1, mask=entry >= 0, other=UNLIMITED)
     while end <= row:
@@ -59,7 +60,7 @@ def load_range(table, entry, window, TRANSPOSED: tl.constexpr):
     length = tl.load(at + 1) - first
     other_length = tl.load(at + 3) - other_first
     kind = tl.load(at + 4)
-    # from the diagonal of the bottom right to that of the top left
+    # the distance from the bottom-right diagonal to the top-left one
     back = other_length - length if TRANSPOSED else length - other_length
     back = tl.where(kind == CAUSAL_TOP_LEFT, back, 0)
     right = tl.where(kind != 0, 0, tl.where(window.right < 0, UNLIMITED, window.right))
@@ -68,7 +69,7 @@ def load_range(table, entry, window, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def source_at(rows, first, TMA: tl.constexpr):
-    """The source of a head's Rows, moved to a range's first one where it is a pointer."""
+    """The source of a head's Rows; a pointer is moved to the first row of a range."""
     moved = rows.source
     if not TMA:
         moved += tl.cast(first, tl.int64) * rows.stride
@@ -82,7 +83,7 @@ def _whole(row, of, BLOCK: tl.constexpr):
 
 @triton.jit
 def range_key_bounds(row, of, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD_TAIL: tl.constexpr):
-    """key_ranges of a tile of queries within one Range: where it reaches beyond that, all keys need a mask."""
+    """key_ranges of a tile of queries within one Range. If the tile reaches beyond the range, all keys need a mask."""
     begin, full_begin, full_end, tail, end = key_ranges(row - of.first, of.length, of.other_length, window, BLOCK_M, BLOCK_N, GUARD_TAIL)
     whole = _whole(row, of, BLOCK_M)
     return begin, tl.where(whole, full_begin, begin), tl.where(whole, full_end, begin), tail, end
@@ -90,7 +91,7 @@ def range_key_bounds(row, of, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constex
 
 @triton.jit
 def range_query_bounds(row, of, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD_TAIL: tl.constexpr):
-    """query_ranges of a tile of keys, alike."""
+    """query_ranges of a tile of keys within one Range. If the tile reaches beyond the range, all queries need a mask."""
     begin, full_begin, full_end, tail, end = query_ranges(row - of.first, of.other_length, of.length, window, BLOCK_M, BLOCK_N, GUARD_TAIL)
     whole = _whole(row, of, BLOCK_N)
     return begin, tl.where(whole, full_begin, begin), tl.where(whole, full_end, begin), tail, end
@@ -98,7 +99,7 @@ def range_query_bounds(row, of, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
 
 @triton.jit
 def range_seen(x, own, i, j, position):
-    """MASK of forward and dQ: as keys_seen, and queries outside of the range see nothing."""
+    """MASK of forward and dQ: like keys_seen, but queries outside of the range see nothing."""
     shift = x.place.other_length - x.place.length
     last = tl.minimum(i + (shift + own.window.right), x.place.other_length - 1)
     seen = j <= tl.where((i >= 0) & (i < x.place.length), last, -1)
@@ -109,7 +110,7 @@ def range_seen(x, own, i, j, position):
 
 @triton.jit
 def range_seen_transposed(x, own, i, j, position):
-    """MASK of dK/dV: as queries_seeing, and nothing sees keys outside of the range."""
+    """MASK of dK/dV: like queries_seeing, but nothing sees keys outside of the range."""
     shift = x.place.length - x.place.other_length
     first = tl.where((j >= 0) & (j < x.place.length), j - (shift + own.window.right), UNLIMITED)
     seen = i >= first
@@ -120,7 +121,7 @@ def range_seen_transposed(x, own, i, j, position):
 
 @triton.jit
 def load_range_stats(x, own, at):
-    """LOAD_STATS: those behind the range are another's, and are not used."""
+    """LOAD_STATS: statistics after the range's end belong to other queries and are not used."""
     inside = at + tl.arange(0, x.shape.BLOCK_M) < x.place.other_length
     here = x.row_stats + at + tl.arange(0, x.shape.BLOCK_M)
     lse_log2 = tl.load(here, mask=inside, other=float("inf"))

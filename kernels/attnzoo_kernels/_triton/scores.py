@@ -1,6 +1,7 @@
-"""From q·k to scores: scale, softcap, ALiBi. Shared by forward and backward, and by decoding.
+"""From q·k to scores: scale, softcap, ALiBi. Shared by forward, backward and decoding.
 
-Scores are left in the unit that saves a multiplication of each: the softmax multiplies by the unit, which brings them to its own.
+Scores are left in a unit that saves one multiplication for each. The softmax multiplies them by this unit, which brings them to its own
+units.
 """
 
 import triton
@@ -11,7 +12,8 @@ from attnzoo_kernels._triton.softmax import in_units, tanh
 
 @triton.jit
 def score_unit(scale, softcap, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """What modified scores count: scale = in_units(softmax_scale), with softcap the cap, and under PRESCALE the softmax's own unit."""
+    """The unit of modified scores: 1 under PRESCALE, where they are in the softmax's units already; with softcap, the cap in these units;
+    else `scale`, which is in_units(softmax_scale)."""
     if PRESCALE:
         unit = 1.0
     elif HAS_SOFTCAP:
@@ -23,10 +25,11 @@ def score_unit(scale, softcap, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
 
 @triton.jit
 def alibi(i, j, shift, reference, slope, unit, ONE_SIDED: tl.constexpr, EXACT: tl.constexpr):
-    """slope * |i + shift - j| in `unit`, i and j broadcast to the tile, and zero; shift = len_k - len_q.
+    """(the bias slope * |i + shift - j| in `unit`, zero). i and j broadcast to the tile; shift = len_k - len_q.
 
-    ONE_SIDED lets it be negative for keys behind i + shift, which nobody sees: then it has a part by key, and one by query in the softmax's
-    units, which is the second result and costs no instruction an element. Positions count from `reference`, to be small where the bias is.
+    ONE_SIDED: nobody sees keys after i + shift, so the bias may be negative there. Then it is split into a part by key, the first result,
+    and a part by query in the softmax's units, the second result, which costs no instruction for each element. Positions count from
+    `reference`, so that the parts are small near the tile.
     """
     slope = in_units(slope, EXACT)
     if ONE_SIDED and not EXACT:
@@ -41,7 +44,7 @@ def alibi(i, j, shift, reference, slope, unit, ONE_SIDED: tl.constexpr, EXACT: t
 @triton.jit
 def scores_in_unit(products, bias, scale, softcap, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr,
                    HARDWARE_TANH: tl.constexpr):
-    """Scores of products q·k in score_unit's unit, less ALiBi's bias in it, and the cap's derivative."""
+    """(scores in score_unit's unit, from products q·k minus ALiBi's bias in that unit; the softcap's derivative)."""
     derivative = 1.0
     if HAS_SOFTCAP:
         scores = tanh(products * (scale / in_units(softcap, EXACT)), EXACT, HARDWARE_TANH)
@@ -58,6 +61,6 @@ def scores_in_unit(products, bias, scale, softcap, PRESCALE: tl.constexpr, HAS_S
 @triton.jit
 def modified_scores(products, i, j, shift, slope, scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_ALIBI: tl.constexpr, EXACT: tl.constexpr,
                     HARDWARE_TANH: tl.constexpr):
-    """Scores of products q·k with softcap and ALiBi in the softmax's own unit, and the cap's derivative."""
+    """(scores in the softmax's own units, from products q·k with softcap and ALiBi; the softcap's derivative)."""
     bias = alibi(i, j, shift, 0, slope, 1.0, False, EXACT)[0] if HAS_ALIBI else 0.0
     return scores_in_unit(products, bias, scale, softcap, True, HAS_SOFTCAP, EXACT, HARDWARE_TANH)

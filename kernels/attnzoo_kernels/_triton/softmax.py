@@ -1,7 +1,7 @@
-"""Online softmax and the score functions that stand before it.
+"""Online softmax, and the functions that it and the scores are computed with.
 
-In base 2, by the hardware's exponential; under EXACT, which float32 takes, in natural units as eager PyTorch computes, every step to the
-last bit: another base would cost each score one more rounding.
+The softmax works in base 2, with the hardware's exponential. EXACT, for float32, works in natural units and follows eager PyTorch in every
+step to the last bit: another base would cost each score one more rounding.
 """
 
 import triton
@@ -11,13 +11,13 @@ from attnzoo_kernels._triton.tiles import INTERPRETED
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LN2_HIGH = tl.constexpr(0.693145751953125)  # 15 bits: a product with an exponent is exact
+LN2_HIGH = tl.constexpr(0.693145751953125)  # 15 bits, so that its product with an exponent is exact
 LN2_LOW = tl.constexpr(1.4286068202862268e-06)
-LAG = tl.constexpr(8.0)  # how far a row's maximum may stay behind, in base 2: its weights are then up to 256, which 16 bits hold as well
+LAG = tl.constexpr(8.0)  # how far a row's maximum may lag behind, in base 2; weights are then up to 256, which 16-bit dtypes can hold
 
 
 def _skipped_product(count: int) -> tuple[tl.constexpr, tl.constexpr]:
-    """Inline assembly and constraints that multiply `count` registers by as many factors, if a further operand is not zero."""
+    """Inline assembly and its constraints: multiplies `count` registers by `count` factors, unless one more operand is zero."""
     products = "".join(f"mul.f32 ${n}, ${n}, ${2 * count + n}; " for n in range(count))
     text = "{ .reg .pred moved; setp.ne.s32 moved, $" + str(3 * count) + ", 0; @!moved bra over; " + products + "over: }"
     constraints = ["=f"] * count + [str(n) for n in range(count)] + ["f"] * count + ["r"] * count
@@ -30,7 +30,7 @@ PRODUCT_8, REGISTERS_8 = _skipped_product(8)
 
 @triton.jit
 def in_units(x, EXACT: tl.constexpr):
-    """A natural score, or the scale that makes one, in the softmax's units."""
+    """x, a natural score or a factor that gives one, in the softmax's units."""
     if EXACT:
         y = x
     else:
@@ -40,7 +40,8 @@ def in_units(x, EXACT: tl.constexpr):
 
 @triton.jit
 def _exact_expm1(x):
-    """(a, b) with exp(x) = a + b and b a power of two, so that a + (b - 1) is exp(x) - 1; a float32's last bit, for |x| < 87."""
+    """(a, b) with exp(x) = a + b, where b is a power of two, so that a + (b - 1) is exp(x) - 1. Exact to float32's last bit, for |x| <
+    87."""
     whole = tl.floor(x * LOG2E + 0.5)
     t = (x - whole * LN2_HIGH) - whole * LN2_LOW
     series = t * (1.0 + t * (1 / 2 + t * (1 / 6 + t * (1 / 24 + t * (1 / 120 + t * (1 / 720 + t * (1 / 5040)))))))
@@ -50,7 +51,7 @@ def _exact_expm1(x):
 
 @triton.jit
 def exp_in_units(x, EXACT: tl.constexpr):
-    """exp(x) of x <= 0 in the softmax's units."""
+    """exp(x) for x <= 0, where x is in the softmax's units."""
     if EXACT:
         a, b = _exact_expm1(tl.where(x < -87.0, -87.0, x))
         y = tl.where(x < -87.0, 0.0, a + b)
@@ -61,7 +62,7 @@ def exp_in_units(x, EXACT: tl.constexpr):
 
 @triton.jit
 def tanh(x, EXACT: tl.constexpr, HARDWARE: tl.constexpr):
-    """tanh by NVIDIA's instruction (error 2**-11) where HARDWARE, else by an exponential."""
+    """tanh by NVIDIA's instruction (error 2**-11) under HARDWARE, else by an exponential."""
     if HARDWARE:
         t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     elif EXACT:
@@ -76,7 +77,7 @@ def tanh(x, EXACT: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _added_by_pairs(parts):
-    """Sum over the last axis of [M, N, K] in an order that no layout changes."""
+    """Sum over the last axis of [M, N, K], by pairs, so that the order does not depend on the layout."""
     M: tl.constexpr = parts.shape[0]
     N: tl.constexpr = parts.shape[1]
     K: tl.constexpr = parts.shape[2]
@@ -90,7 +91,8 @@ def _added_by_pairs(parts):
 
 @triton.jit
 def score_dot(a, b, PRECISION: tl.constexpr):
-    """a bᵀ of [M, K] and [N, K]; in float32 by parts of 16 columns: one long sum would lose twice the bits that a matrix product loses."""
+    """a bᵀ for a [M, K] and b [N, K]. In float32 it is summed in parts of 16 columns: one long sum would lose twice the bits that a matrix
+    product loses."""
     PARTS: tl.constexpr = a.shape[1] // 16
     if PRECISION == "ieee" and PARTS > 1:
         parts_a = tl.permute(a.reshape(a.shape[0], PARTS, 16), (1, 0, 2))
@@ -103,10 +105,10 @@ def score_dot(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a b; in float32 the product is summed by itself first, which keeps long sums as exact as a matrix product's."""
+    """acc + a b. In float32 the product is computed by itself first, which keeps long sums as exact as those of a matrix product."""
     if PRECISION == "ieee":
         product = tl.dot(a, b, input_precision=PRECISION)
-        acc = tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)  # a plain addition would be folded into the product's sum
+        acc = tl.fma(product, tl.full(product.shape, 1.0, tl.float32), acc)  # a plain addition would be fused into the product's sum
     else:
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
     return acc
@@ -114,10 +116,11 @@ def add_dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def softmax_weights(scores, row_max, scale, MASKED: tl.constexpr, EXACT: tl.constexpr, LAGS: tl.constexpr, less=None):
-    """A step of the online softmax over scores [M, N] (-inf where masked), which `scale` brings to its units, but for the sum.
+    """A step of the online softmax, without the row sum, over scores [M, N] (-inf where masked). `scale` brings them to the softmax's
+    units.
 
-    LAGS, but for EXACT: the maximum stays where it is at most LAG behind, so that what was accumulated seldom needs a factor.
-    less: [M], what every score of a row is less by, in the softmax's units.
+    LAGS (not under EXACT): the maximum is kept while it is at most LAG below the true one, so that accumulators seldom need rescaling.
+    less: [M], subtracted from every score of a row, in the softmax's units.
 
     Returns the weights relative to the new maximum, the new maximum, and the factor for what was accumulated before.
     """
@@ -130,7 +133,7 @@ def softmax_weights(scores, row_max, scale, MASKED: tl.constexpr, EXACT: tl.cons
         new_max = tl.maximum(row_max, tile_max)
     base = new_max
     if MASKED:
-        # a row that saw no key yet must not make inf - inf
+        # avoids inf - inf in a row that has seen no key yet
         base = tl.where(new_max == -float("inf"), 0.0, new_max)
     rescale = exp_in_units(row_max - base, EXACT)
     if less is not None:
@@ -140,16 +143,17 @@ def softmax_weights(scores, row_max, scale, MASKED: tl.constexpr, EXACT: tl.cons
 
 @triton.jit
 def softmax_step(scores, row_max, row_sum, scale, MASKED: tl.constexpr, EXACT: tl.constexpr):
-    """softmax_weights with the sum: the weights, the new maximum and sum, and the factor for what was accumulated before."""
+    """softmax_weights and the row sum: the weights, the new maximum, the new sum, and the factor for what was accumulated before."""
     weights, new_max, rescale = softmax_weights(scores, row_max, scale, MASKED, EXACT, False)
     return weights, new_max, row_sum * rescale + tl.sum(weights, 1), rescale
 
 
 @triton.jit
 def rescaled(acc, rescale, row_max, old_max, BY_WARP: tl.constexpr):
-    """acc [M, N] times rescale [M], in float32. BY_WARP: where no maximum of a warp's rows moved, it leaves them as they are.
+    """acc [M, N] times rescale [M], in float32. BY_WARP: a warp skips the product if no maximum of its rows moved.
 
-    Only for sums of Hopper's products, of 64 rows to four warps: what a thread multiplies at once must be of the two rows that it asks for.
+    BY_WARP only for accumulators of Hopper's products where four warps share 64 rows: the elements that a thread multiplies together must
+    belong to the two rows whose maxima it compares.
     """
     if BY_WARP and not INTERPRETED:
         moved = tl.inline_asm_elementwise(
@@ -168,21 +172,21 @@ def rescaled(acc, rescale, row_max, old_max, BY_WARP: tl.constexpr):
 
 @triton.jit
 def log_sum_exp(row_max, row_sum, EXACT: tl.constexpr):
-    """Natural log-sum-exp from the maximum and sum; -inf for a row without a key."""
+    """Natural log-sum-exp from a row's maximum and sum; -inf for a row without a key."""
     positive = tl.where(row_sum > 0, row_sum, 1.0)
     if EXACT:
         lse = row_max + tl.log(positive)
     else:
-        lse = row_max * LN2_HIGH + (row_max * LN2_LOW + tl.log2(positive) * LN2)  # the logarithm that softmax_stats takes, too
+        lse = row_max * LN2_HIGH + (row_max * LN2_LOW + tl.log2(positive) * LN2)  # the same logarithm as in softmax_stats
     return tl.where(row_sum > 0, lse, -float("inf"))
 
 
 @triton.jit
 def softmax_stats(row_max, row_sum, EXACT: tl.constexpr):
-    """What the backward needs of each row: the maximum (+inf for a row without a key, whose weights are then zero), and the sum's log2,
-    under EXACT the sum itself.
+    """What the backward needs of each row: the maximum (+inf for a row without a key, so that its weights are zero), and log2 of the sum,
+    or, under EXACT, the sum itself.
 
-    Kept apart, they repeat the forward's weights to the last bits; the LSE alone would lose as many as its magnitude takes.
+    Stored apart, they give the forward's weights again to the last bits. The LSE alone would lose as many bits as its magnitude takes.
     """
     sum_stat = tl.where(row_sum > 0, row_sum, 1.0)
     if not EXACT:
@@ -192,7 +196,8 @@ def softmax_stats(row_max, row_sum, EXACT: tl.constexpr):
 
 @triton.jit
 def repeat_weights(scores, scale, row_max, sum_stat, EXACT: tl.constexpr):
-    """The forward's softmax weights from the saved statistics, which broadcast to the tile; without EXACT `row_max` is their sum."""
+    """The forward's softmax weights, from saved statistics that broadcast to the tile. Without EXACT, `row_max` is the maximum plus log2 of
+    the sum, and sum_stat is not read."""
     if EXACT:
         weights = exp_in_units(scores * scale - row_max, EXACT)
         weights = tl.div_rn(weights, sum_stat + tl.zeros_like(weights))

@@ -1,4 +1,4 @@
-"""Tiles of packed and dense sequences: where a program's tile lies, and loads and stores of its rows."""
+"""Tiles of packed and dense sequences: where a program's tile lies, and how its rows are loaded and stored."""
 
 from typing import Any, NamedTuple
 
@@ -11,12 +11,13 @@ from attnzoo_kernels._triton import launch
 
 BY_SEQUENCE = tl.constexpr(2)
 SEQUENCE_END = tl.constexpr(launch.SEQUENCE_END)
-INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # as @triton.jit sees it, when this module is imported
+INTERPRETED = tl.constexpr(knobs.runtime.interpret)  # whether kernels are interpreted, as @triton.jit decides when this module is imported
 NVIDIA = tl.constexpr(torch.version.hip is None and not knobs.runtime.interpret)
 
 
 class Shape(NamedTuple):
-    """A launch's constants: widths of keys and values, the powers of two that tiles hold of them, rows of a tile of queries and of keys."""
+    """A launch's constants: widths of keys and values, these widths padded to powers of two (BLOCK_D, BLOCK_DV), and rows of a tile of
+    queries (BLOCK_M) and of keys (BLOCK_N)."""
 
     HEAD_DIM: Any
     VALUE_DIM: Any
@@ -25,15 +26,15 @@ class Shape(NamedTuple):
     BLOCK_M: Any
     BLOCK_N: Any
     PACKED: Any
-    PRECISION: Any  # "ieee" for float32, which follows eager's roundings
-    TMA: Any  # as load_rows has it
+    PRECISION: Any  # "ieee" for float32, whose rounding follows eager PyTorch
+    TMA: Any  # a value of load_rows' TMA
 
 
 class Place(NamedTuple):
-    """Where a program's tile lies: rows row .. row + BLOCK of a head of a sequence, at `first` of `length` rows on this side.
+    """Where a program's tile lies: rows row .. row + BLOCK of one head of a sequence, which on this side has `length` rows from `first` on.
 
-    `other` is the side that the mainloop runs over. batch is 0 and `first` an offset where packed, the other way round where dense;
-    `sequence` numbers both. A program with row >= length has no tile.
+    `other` is the side that the mainloop goes over. Packed: batch is 0 and `first` is an offset. Dense: `first` is 0. `sequence` is the
+    sequence's number in both cases. A program with row >= length has no tile.
     """
 
     sequence: Any
@@ -47,7 +48,8 @@ class Place(NamedTuple):
 
 
 class Operand(NamedTuple):
-    """A tensor (batch, seqlen, heads, width) as a kernel takes it: a pointer, or a descriptor where TMA reads it, and its strides."""
+    """A tensor (batch, seqlen, heads, width) as a kernel takes it: its source (a pointer, or a descriptor where TMA reads it) and its
+    strides."""
 
     source: Any
     stride_batch: Any
@@ -56,7 +58,7 @@ class Operand(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """One head of one sequence of an Operand, for load_rows."""
+    """The rows of one head of one sequence of an Operand, for load_rows."""
 
     source: Any  # the descriptor as it is, or the pointer moved to the head's first row
     batch: Any
@@ -68,7 +70,7 @@ class Rows(NamedTuple):
 
 @triton.jit
 def sequence_rows(cu_seqlens, sequence, n_seqs, total):
-    """(first row of a packed sequence, the row behind its last one); sequence n_seqs is what lies behind the last one."""
+    """(first row, end) of a packed sequence. Sequence n_seqs stands for the rows after the last sequence."""
     first = tl.load(cu_seqlens + sequence)
     end = tl.load(cu_seqlens + tl.minimum(sequence + 1, n_seqs))
     return first, tl.where(sequence == n_seqs, total, end)
@@ -76,7 +78,8 @@ def sequence_rows(cu_seqlens, sequence, n_seqs, total):
 
 @triton.jit
 def columns_of_program(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """(number of this program's rows, its columns): programs of the same rows follow each other, one for each BLOCK columns."""
+    """(number of this program's block of rows, its columns). Each BLOCK columns have a program; programs of the same rows follow each
+    other."""
     blocks = tl.cdiv(WIDTH, BLOCK)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     return tl.program_id(0) // blocks, columns
@@ -87,14 +90,15 @@ def find_tile(cu_seqlens, other_cu_seqlens, slot, n_seqs, total, BLOCK: tl.const
     """The sequence and tile that `slot` stands for among packed sequences, and where the sequence lies on this side and on the other:
     (sequence, tile, first, length, other_first, other_length).
 
-    Sequence b owns the slots from cu_seqlens[b] // BLOCK + b on: at least as many as it has tiles, found without a prefix sum over tiles.
-    Sequence n_seqs is what lies behind the last one. Slots in total: total // BLOCK + n_seqs + 1; a tile beyond the length is no tile.
+    Sequence b owns the slots from cu_seqlens[b] // BLOCK + b on. These are at least as many as it has tiles, and finding them takes no
+    prefix sum over tiles. Sequence n_seqs stands for the rows after the last sequence. There are total // BLOCK + n_seqs + 1 slots. A tile
+    past the sequence's length is empty.
     """
-    # 32 lanes are one warp's, which needs no other to add them up; four loads at a time do not wait for each other
+    # 32 lanes are one warp, which adds them up without the others; four loads are in flight at a time
     lanes = tl.arange(0, 32)
     sequence = -1
     for start in range(0, n_seqs + 1, 128):
-        before = tl.zeros([32], tl.int32)  # carried by the loop, it would keep Triton 3.7 from overlapping loads in the loops behind
+        before = tl.zeros([32], tl.int32)  # if carried by the loop, it would keep Triton 3.7 from overlapping loads in later loops
         for part in tl.static_range(4):
             b = start + part * 32 + lanes
             bound = tl.load(cu_seqlens + b, mask=b <= n_seqs, other=0)
@@ -113,15 +117,15 @@ def program_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, hea
                  LAST_FIRST: tl.constexpr, together=None):
     """This program's Place.
 
-    Tiles of one head follow each other, so that they share the other side in L2; LAST_FIRST starts with the last one (causal: the
-    heaviest). together: so many heads take turns, and the heavy tiles of all come before the light ones; it divides their number (where
-    dense, in all sequences).
+    Tiles of one head follow each other, so that they share the other side in L2. LAST_FIRST begins with the last tile (causal: the
+    heaviest). together: the tiles of so many heads are interleaved, so that the heavy tiles of all of them come before the light ones. It
+    divides the number of heads (dense: of the heads of all sequences).
     """
     if PACKED:
         slots = seqlen // BLOCK + n_seqs + 1
     else:
         slots = tl.cdiv(seqlen, BLOCK)
-    # unsigned: a division takes fewer instructions and registers
+    # unsigned divisions take fewer instructions and registers
     program, all_slots = tl.program_id(0).to(tl.uint32), tl.cast(slots, tl.uint32)
     if together is None:
         slot = (program % all_slots).to(tl.int32)
@@ -159,8 +163,8 @@ def first_lse(batch, head, first, seqlen, heads, PACKED: tl.constexpr):
 
 @triton.jit
 def row_places(place, head, seqlen, heads, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """Rows of a Place [BLOCK]: (which of the sequence, where those of a head lie in (batch, heads, seqlen), or in (heads, total) where
-    packed, whether they are there)."""
+    """The rows of a Place [BLOCK]: (their numbers in the sequence, where they lie in (batch, heads, seqlen), or in (heads, total) where
+    packed, whether they exist)."""
     i = place.row + tl.arange(0, BLOCK)
     inside = i < place.length
     return i, first_lse(place.batch, head, place.first, seqlen, heads, PACKED) + i, inside
@@ -210,14 +214,16 @@ def _offsets(stride, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
 
 @triton.jit
 def load_rows(rows_of, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, GUARD: tl.constexpr, TMA: tl.constexpr):
-    """Rows row .. row + BLOCK of a sequence, [BLOCK, BLOCK_WIDTH], zero beyond WIDTH and, under GUARD, beyond the sequence's length.
+    """Rows row .. row + BLOCK of a sequence, [BLOCK, BLOCK_WIDTH]. They are zero beyond WIDTH and, under GUARD, beyond the sequence's
+    length.
 
-    TMA: 0 for pointers, 1 for a descriptor, which reads zeros beyond the tensor, BY_SEQUENCE for one that does beyond the sequence.
+    TMA: 0 for pointers; 1 for a descriptor, which reads zeros beyond the tensor; BY_SEQUENCE for a descriptor that reads zeros beyond the
+    sequence.
     """
     rows = row + tl.arange(0, BLOCK)
     if TMA:
         if TMA == BY_SEQUENCE:
-            # the sequence's last row is the last one that the descriptor has
+            # so that the sequence's last row is the descriptor's last row
             at = [SEQUENCE_END, rows_of.first + rows_of.length, rows_of.head, SEQUENCE_END - rows_of.length + row, 0]
         else:
             at = [rows_of.batch, rows_of.head, rows_of.first + row, 0]
@@ -240,10 +246,11 @@ def load_rows(rows_of, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDT
 
 @triton.jit
 def in_registers(tile):
-    """A 16-bit tile as it is. On Hopper a matrix product takes it, as first operand, from registers, which a loop then does not load again.
+    """A 16-bit tile, unchanged. On Hopper, a matrix product then takes it as first operand from registers, and a loop does not load it
+    again.
 
-    The assembler's text is empty: without it Triton sees a load, and reads the operand from shared memory. Look at what ptxas 12.8 makes of
-    one loop with two such operands: at 64x64 and head dim 64 it gave both the same registers.
+    The inline assembly is empty. Without it, Triton sees a load and takes the operand from shared memory. Check what ptxas 12.8 makes of a
+    loop with two such operands: at 64x64 and head dim 64 it gave both the same registers.
     """
     if not INTERPRETED:
         tile = tl.inline_asm_elementwise("", "=r,0", [tile], dtype=tile.dtype, is_pure=True, pack=2)
@@ -252,8 +259,8 @@ def in_registers(tile):
 
 @triton.jit
 def load_in_place(pointers):
-    """float32 that no kernel writes, in the layout in which it is wanted; a load as Triton has it would choose its own layout, and go
-    through shared memory to another."""
+    """Loads float32 that no kernel writes, directly in the layout in which it is wanted. A plain Triton load would choose its own layout
+    and convert it through shared memory."""
     if NVIDIA:
         loaded = tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True,
                                            pack=1)
@@ -264,7 +271,7 @@ def load_in_place(pointers):
 
 @triton.jit
 def store_rows(rows_of, tile, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Store [BLOCK, BLOCK_WIDTH] at rows row .. row + BLOCK of a sequence, inside its length and WIDTH only."""
+    """Stores [BLOCK, BLOCK_WIDTH] to rows row .. row + BLOCK of a sequence, only within its length and WIDTH."""
     rows = row + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_WIDTH)
     pointers = rows_of.source + tl.cast(row, tl.int64) * rows_of.stride + _offsets(rows_of.stride, BLOCK, BLOCK_WIDTH)
@@ -273,11 +280,11 @@ def store_rows(rows_of, tile, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLO
 
 @triton.jit
 def load_own(operand, place, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, TMA: tl.constexpr):
-    """A Place's tile, [BLOCK, BLOCK_WIDTH]."""
+    """A Place's own tile, [BLOCK, BLOCK_WIDTH]."""
     return load_rows(own_rows(operand, place, TMA), place.row, WIDTH, BLOCK, BLOCK_WIDTH, not TMA, TMA)
 
 
 @triton.jit
 def store_own(operand, tile, place, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """Store a Place's tile [BLOCK, BLOCK_WIDTH]."""
+    """Stores a Place's own tile [BLOCK, BLOCK_WIDTH]."""
     store_rows(own_rows(operand, place, False), tile, place.row, WIDTH, BLOCK, BLOCK_WIDTH)

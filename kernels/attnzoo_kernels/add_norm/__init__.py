@@ -1,4 +1,4 @@
-"""A residual stream in float32, kept in two halves of 16 bits: what a branch adds to it and the norm of the sum, in one pass each way."""
+"""Residual addition and norm in one pass, forward and backward, over a residual stream in float32 that is stored in two 16-bit halves."""
 
 from typing import NamedTuple
 
@@ -13,13 +13,14 @@ __all__ = ["Stream", "add_norm"]
 
 IMPLEMENTATIONS = ("triton", "reference")
 NORMS = ("layernorm", "rmsnorm")
-WIDEST = 16384  # a row stays in registers
+WIDEST = 16384  # a program holds a whole row in registers
 
 
 class Stream(NamedTuple):
-    """x in float32 as two tensors of its shape: its bits are those of `high`, bfloat16, followed by 16 zeros, plus `low`, int16.
+    """x in float32, stored as two tensors of its shape. As 32-bit integers, x's bits are those of `high` (bfloat16), shifted left by 16,
+    plus `low` (int16).
 
-    `high` is x rounded to the nearest, and carries the gradient. low=None: `high` is x itself, in float32.
+    `high` is x rounded to nearest, and carries the gradient. low=None: `high` is x itself, in float32.
     """
 
     high: Tensor
@@ -28,16 +29,16 @@ class Stream(NamedTuple):
 
 def add_norm(stream: Stream, branch: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5,
              kind: str = "layernorm", last: bool = False, impl: str | None = None) -> tuple[Stream, Tensor]:
-    """The stream after `branch` was added to it, and the norm of that: x = stream + branch and (x - mean) / std * weight + bias.
+    """Adds `branch` to a residual stream and normalises the sum: x = stream + branch, and (x - mean) / std * weight + bias.
 
-    stream: x of shape (..., width) as `Stream` has it. branch: (..., width), bfloat16; None adds nothing. weight, bias: float32, (width,).
+    stream: a `Stream` of shape (..., width). branch: (..., width), bfloat16; None adds nothing. weight, bias: float32, (width,).
     kind: "layernorm" (Ba et al. 2016, arXiv:1607.06450) or "rmsnorm" (Zhang and Sennrich 2019, arXiv:1910.07467), which has no bias.
-    last: the stream is not read again; None comes in its place.
+    last: the stream is not needed after this call; None is returned in its place.
 
-    Returns the stream and its norm in bfloat16. Sums and norms are exact in float32, and so is the stream. Gradients of the stream are
-    rounded to bfloat16 between one call and the next, as those of branches are. The backward normalises `high`, not x. The derivative can
-    be taken once; repeated runs give the same bits.
-    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+    Returns (the new stream, its norm in bfloat16). Sums and norms are computed in float32, and the stream keeps all bits of its float32.
+    Gradients of the stream are rounded to bfloat16 between calls, as those of branches are. The backward computes the norm from `high`,
+    not from x. The derivative can be taken once; repeated runs give the same bits.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A named path runs, or the call raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

@@ -1,4 +1,4 @@
-"""add_norm's backward: a program goes down some rows and keeps their sums for the gradients of weight and bias."""
+"""add_norm's backward: a program goes over some rows and keeps their sums for the gradients of weight and bias."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""add_norm's forward: a program has a row."""
+"""add_norm's forward: each program computes one row."""
 
 import torch
 import triton
@@ -43,8 +43,8 @@ def add_norm_fwd_kernel(high_ptr, low_ptr, branch_ptr, weight_ptr, bias_ptr, new
 
 def launch_forward(high: Tensor, low: Tensor | None, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, rms: bool,
                    last: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """high, low, the norm, and of each row the mean and what centred values are multiplied by, both float32. What there is not, means of
-    RMSNorm and under `last` low, is empty."""
+    """high, low and the norm, and, for each row, its mean and the factor of its centred values, both float32. Results that do not exist
+    (means of RMSNorm, low under `last`) are empty."""
     high, low, branch, weight, bias = (x if x is None else x.contiguous() for x in (high, low, branch, weight, bias))
     width = high.shape[-1]
     rows = high.numel() // width if width else 0

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tiles:
-    """forward_warps, backward_warps: of a program, for each 1024 elements of a row. programs: of the backward, about, each with a part of
-    the gradients of weight and bias. stages: of its loop."""
+    """forward_warps, backward_warps: warps of a program for each 1024 elements of a row. programs: of the backward, about; each sums a part
+    of the gradients of weight and bias. stages: of the backward's loop."""
 
     forward_warps: float = 1.0
     backward_warps: float = 2.0

@@ -31,20 +31,20 @@ def block_sparse_attention(
     deterministic: bool | None = None,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(softmax_scale * q kᵀ) v over the blocks that the layout keeps; time and memory traffic follow their number.
+    """softmax(softmax_scale * q kᵀ) v over the blocks that the layout keeps. Time and memory traffic grow with their number.
 
     Dense: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, value_dim).
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
-    value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence: they tell how
-    large the layout is).
+    value as padding; tokens behind it give zeros) and max_seqlen_q, max_seqlen_k (ints, at least the longest sequence: they determine
+    the layout's size).
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
     head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
-    layout: a BlockLayout of ceil(seqlen / block) blocks on each side, for all sequences and heads or for each of them (heads are the query
-        heads). Where packed it covers max_seqlen, and counts from each sequence's first token. It is on q's device and can be used again
-        and again; what the kernels need of it is made at the first call. A Pattern stands for its layout of seqlen_k; queries that are
-        fewer than keys are the last ones, as with a cache. Packed, only the first sequence that has queries may have fewer of them than
-        keys, as `context_parallel` gives them; on a GPU nothing checks this, because the host would wait.
+    layout: a BlockLayout of ceil(seqlen / block) blocks on each side, one for all sequences and (query) heads or one for each of them.
+        Where packed, it covers max_seqlen, and blocks count from each sequence's first token. It is on q's device and can be used in many
+        calls; what the kernels need of it is made in the first call. Or a Pattern, which stands for its layout for seqlen_k tokens. With a
+        Pattern, fewer queries than keys are the last tokens, as with a cache. Packed, only the first sequence that has queries may have
+        fewer queries than keys, as in `context_parallel`. On a GPU this is not checked, because the host would have to wait.
     Query i sees key j if the layout keeps block (i // block_q, j // block_k) and the element masks do not forbid it:
       causal         j <= i + seqlen_k - seqlen_q (bottom right). Blocks above this diagonal may be kept or not: they change nothing.
       window_size    (left, right), inclusive around i + seqlen_k - seqlen_q, -1 is unlimited; causal sets right to 0.
@@ -59,12 +59,13 @@ def block_sparse_attention(
 
     softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
-    deterministic: True: repeated runs give the same bits. False: the Gluon backward adds up dQ in no order. None follows
-        torch.are_deterministic_algorithms_enabled(). The forward, and the plain Triton path throughout, always repeat bit by bit.
+    deterministic: True: repeated runs give the same bits. False: the Gluon backward adds up dQ in any order. None follows
+        torch.are_deterministic_algorithms_enabled(). The forward, and both passes of plain Triton, always repeat bit by bit.
     impl: "gluon" | "triton" | "cpu" | "reference". "gluon" (Hopper: 16 bits, not packed, head_dim and value_dim 33 to 128, blocks of at
-        least 64 tokens; what its backward does not take, as deterministic=True and blocks of 64 keys, goes to plain Triton's). None takes
-        gluon where it holds, else triton, on CUDA tensors and cpu on CPU ones: PyTorch's attention (fused in 16 bits) over the keys that a
-        tile of queries keeps, in linear memory, with first derivatives only. A path named runs or raises.
+        least 64 tokens). What its backward does not take, such as deterministic=True and blocks of 64 keys, plain Triton's does. None
+        takes, on CUDA tensors, gluon if it supports the call, else triton; on CPU ones cpu. "cpu" is PyTorch's attention (fused in 16
+        bits) over the keys that a tile of queries keeps, in linear memory, with first derivatives only. A named path runs, or the call
+        raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -92,7 +93,7 @@ def block_sparse_attention(
     elif not packed:
         ahead = _queries_before(q, k, layout)
         if ahead:
-            # queries are counted from a block's beginning
+            # pad q at the front, so that the queries begin at a block's first token
             q = torch.nn.functional.pad(q, (0, 0, 0, 0, ahead, 0))
     out, lse = call(q, k, v, layout, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if ahead:
@@ -107,7 +108,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | Pattern, cu_seq
     len_q, len_k = (q.shape[1], k.shape[1]) if cu_seqlens_q is None else (max_seqlen_q, max_seqlen_k)
     if isinstance(layout, Pattern):
         if cu_seqlens_q is not None:
-            len_q = len_k = max(len_q, len_k)  # two bounds of the same sequences
+            len_q = len_k = max(len_q, len_k)  # both are bounds on the lengths of the same sequences
         block_q = block_k = layout.block
         q_blocks, k_blocks = -(-len_q // block_q), -(-len_k // block_k)
         mask, pattern = None, layout.key
@@ -135,7 +136,7 @@ def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout | Pattern
 
 
 def _queries_before(q: Tensor, k: Tensor, pattern: Pattern) -> int:
-    """How many tokens the first query's block begins before it."""
+    """How many tokens lie between the beginning of the first query's block and the first query."""
     if q.shape[1] > k.shape[1]:
         raise ValueError(f"q: a Pattern's queries are the last of the {k.shape[1]} keys' tokens, got {q.shape[1]}")
     return (k.shape[1] - q.shape[1]) % pattern.block

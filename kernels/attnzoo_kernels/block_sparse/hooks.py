@@ -1,4 +1,5 @@
-"""Hooks of `_triton`'s mainloops: a program's tile, the list of the tiles that it reads, and the parts of the list that need a mask.
+"""Hooks of `_triton`'s mainloops for block-sparse attention: which tile a program has, its list of tiles to read, and which of these need a
+mask.
 
 The lists are those of `attnzoo_kernels.block_sparse.lists`.
 """
@@ -14,7 +15,7 @@ from attnzoo_kernels._triton.tiles import Place, program_tile
 
 
 class Lists(NamedTuple):
-    """What all programs of a launch have in common: the window, and the lists' tensors, extent and strides."""
+    """What all programs of a launch share: the window, and the lists' tensors, extent and strides."""
 
     window: Any
     index: Any
@@ -30,7 +31,7 @@ class Lists(NamedTuple):
 
 
 class TileList(NamedTuple):
-    """One tile's list: its entries, the bits of the blocks in each, and spans as masked_position takes them."""
+    """One tile's list: its entries, the bits of the kept blocks in each, and `spans` as masked_position takes them."""
 
     window: Any
     entries: Any
@@ -44,7 +45,7 @@ class TileList(NamedTuple):
 @triton.jit
 def listed_tile(order, cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, BLOCK: tl.constexpr, PACKED: tl.constexpr,
                 LAST_FIRST: tl.constexpr):
-    """As program_tile, dense programs in the order of the lists."""
+    """Like program_tile, but dense programs run in the order of TileLists.order."""
     if PACKED:
         place = program_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, BLOCK, PACKED, LAST_FIRST)
     else:
@@ -58,7 +59,7 @@ def listed_tile(order, cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqle
 
 @triton.jit
 def find_list(lists, sequence, head, tile):
-    """Where a tile's list lies: (its number, its first entry). A tile beyond the layout, which has nothing to see, gets a list to read."""
+    """(number of a tile's list, position of its first entry). A tile past the layout sees nothing; it gets a valid list all the same."""
     number = tl.minimum(sequence, lists.n_seqs - 1) * lists.stride_batch + head * lists.stride_head + tl.minimum(tile, lists.tiles - 1)
     return number, number.to(tl.int64) * lists.width
 
@@ -76,10 +77,11 @@ def _entries_below(entries, count, limit):
 
 @triton.jit
 def list_ranges(entries, clear, masked, bounds, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """The positions to take: (clear_begin, clear_end, n_masked, spans), spans being what masked_position takes.
+    """Which positions of a list to read: (clear_begin, clear_end, n_masked, spans); masked_position takes spans.
 
-    entries: a list of `clear` tiles that need no mask and `masked` ones that do. Where packed, nothing is known of the sequence's lengths
-    in it; the bounds (begin, full_begin, full_end, _, end) of key_ranges or query_ranges say which tiles are cut and which lie outside.
+    entries: a list of `clear` tiles that need no mask, followed by `masked` ones that do. Packed lists do not know the sequence's lengths.
+    There, the bounds (begin, full_begin, full_end, _, end) of key_ranges or query_ranges say which tiles the element mask cuts and which
+    lie outside of it.
     """
     clear_begin = 0
     clear_end = clear
@@ -103,7 +105,8 @@ def list_ranges(entries, clear, masked, bounds, BLOCK: tl.constexpr, PACKED: tl.
 
 @triton.jit
 def masked_position(n, spans, PACKED: tl.constexpr):
-    """Position of the n-th tile that needs a mask: cut tiles before the clear ones, cut tiles behind them, tiles with holes."""
+    """The position of the n-th tile that needs a mask: first the cut tiles before the clear ones, then the cut tiles after them, then the
+    tiles with dropped blocks."""
     if PACKED:
         first, before, shift, behind, holes = spans
         position = tl.where(n < before, first + n, tl.where(n < behind, shift + n, holes + n - behind))
@@ -142,16 +145,16 @@ def seen_transposed(x, own, i, j, position):
 
 @triton.jit
 def listed(own, n, MASKED: tl.constexpr):
-    """TILE: the n-th tile's position in the list, and its number."""
+    """TILE: (position in the list, number) of the n-th tile."""
     position = masked_position(n, own.spans, own.PACKED) if MASKED == "all" else n
     return position, tl.load(own.entries + position)
 
 
 @triton.jit
 def listed_loops(STEP: tl.constexpr, state, x, lists, head, bounds, BLOCK: tl.constexpr, OWN_BLOCK: tl.constexpr, JOINT: tl.constexpr):
-    """Steps over a program's listed tiles of BLOCK rows, in a loop for those that need no mask and one for those that do.
+    """Steps over a program's listed tiles of BLOCK rows: one loop for the tiles that need no mask, one for those that do.
 
-    JOINT: in one loop, where two loops' registers would spill.
+    JOINT: one loop for both, where two loops would spill registers.
     """
     PARTS: tl.constexpr = lists.PART_Q < x.shape.BLOCK_M or lists.PART_K < x.shape.BLOCK_N
     number, first = find_list(lists, x.place.sequence, head, x.place.row // OWN_BLOCK)
@@ -160,7 +163,7 @@ def listed_loops(STEP: tl.constexpr, state, x, lists, head, bounds, BLOCK: tl.co
     clear_begin, clear_end, n_masked, spans = list_ranges(entries, clear, masked, bounds, BLOCK, x.shape.PACKED)
     bits = lists.bits + first if PARTS else lists.bits
     for part in tl.static_range(1 if JOINT else 2):
-        # what TMA reads is zero beyond the sequence; pointers need a guard where a tile may cross the end
+        # TMA reads zeros past the sequence's end; pointers need a guard where a tile may cross it
         state = listed_loop(
             STEP, listed, state, x, TileList(lists.window, entries, bits, spans, lists.PART_Q, lists.PART_K, x.shape.PACKED),
             clear_begin if part == 0 else 0, clear + masked if JOINT else clear_end if part == 0 else n_masked, spans[4], BLOCK,

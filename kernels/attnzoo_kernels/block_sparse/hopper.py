@@ -1,7 +1,7 @@
-"""Block-sparse forward for Hopper in Gluon: FlashAttention's, along lists of kept tiles that the loading warp reads ahead.
+"""Block-sparse forward for Hopper in Gluon: flash's, over lists of kept tiles, which the loading warp reads ahead.
 
-Two warp groups of 64 queries each share a tile's list, from its last entry to its first; entries that need a mask are the list's last ones.
-Where blocks have 64 queries, one warp group has a list, and two or three programs share a multiprocessor.
+Two consumers of 64 queries each share a tile's list and go from its last entry to its first; entries that need a mask come last in the
+list. Where blocks have 64 queries, a program has one consumer with a list of its own, and two or three programs share a multiprocessor.
 """
 
 import functools
@@ -29,24 +29,25 @@ from attnzoo_kernels.block_sparse.tiles import hopper_forward_tile
 
 
 class OfList(NamedTuple):
-    """Of a tile's list: what the loading warp knows beside a Tile's fields."""
+    """What the loading warp knows of a tile's list, beside the fields of Tile."""
 
     length: Any
     begin: Any
-    last: Any  # its last entry
+    last: Any  # the list's last entry
 
 
 class ToTake(NamedTuple):
-    """The same as a consumer knows it, beside Taken's fields, and beside those of a Span, which has positions in the list."""
+    """What a consumer knows of a tile's list, beside the fields of Taken and of Span. A Span's tiles of keys are positions in the list
+    here."""
 
     length: Any
     clear: Any  # entries that need no mask
-    column: Any  # first key of the last one
+    column: Any  # first key of the list's last entry
     begin: Any
 
 
 class Lists(NamedTuple):
-    """`attnzoo_kernels.block_sparse.lists.TileLists` and their strides."""
+    """The tensors of `attnzoo_kernels.block_sparse.lists.TileLists`, and their strides."""
 
     order: Any
     entries: Any
@@ -65,7 +66,7 @@ def next_tile(index, program, config):
     length, clear = list_lengths(lists.count, number)
     begin = find_list(lists.entries, number, lists.width)
     last = gl.load(begin + gl.maximum(length - 1, 0))
-    last = gl.where(length > 0, last, 0)  # a tile that sees no key gets one to look at
+    last = gl.where(length > 0, last, 0)  # a tile that sees no key reads one tile of keys all the same
     row = tile * (config.CONSUMERS * ROWS)
     words = batch, head, row, length, clear, last * config.BLOCK_N, number
     return Tile(index, words, batch, head, row, 0, problem.seqlen_q, 0, problem.seqlen_k, OfList(length, begin, last))
@@ -73,7 +74,7 @@ def next_tile(index, program, config):
 
 @gluon.jit
 def next_entry(j, tile, program, config):
-    """A step ahead: the load of keys would wait for it."""
+    """NEXT_ENTRY, read one step ahead, so that the load of keys does not wait for it."""
     return gl.load(tile.own.begin + gl.maximum(tile.own.length - 2 - j, 0))
 
 
@@ -93,14 +94,14 @@ def take(taken, program, config):
 
 @gluon.jit
 def span(tile, ME: gl.constexpr, taken, program, config):
-    len_k = gl.where(tile.own.length > 0, tile.len_k, 0)  # an empty list: a tile of a sequence without keys
+    len_k = gl.where(tile.own.length > 0, tile.len_k, 0)  # an empty list is treated as a sequence without keys
     end = gl.maximum(tile.own.length, 1)
     return Span(tile.row + ME * ROWS, tile.len_q, len_k, 0, end, 0, 0, tile.own.clear, end, tile.own)
 
 
 @gluon.jit
 def column(tile, span, FIRST: gl.constexpr, program, config):
-    """The first key of a list's tile, of which the consumers know the last one."""
+    """COLUMN: the first key of a list's tile. For the list's last entry the consumers know it already."""
     at = span.own.column
     if not FIRST:
         at = gl.load(span.own.begin + tile) * config.BLOCK_N
@@ -128,13 +129,13 @@ def _plan(device: torch.device, dtype: torch.dtype, q: Layout, k: Layout, v: Lay
           tile: ForwardTile | None = None) -> tuple[ForwardPlan, Grid]:
     tile = tile or hopper_forward_tile(tile_width(q[0][-1]), tile_width(v[0][-1]), options.block_q, options.block_k)
     grid = options.grid(q[0], k[0], tile)
-    # the diagonal crosses two tiles of keys where they are the smaller ones
+    # the diagonal crosses two tiles of keys if these are smaller than a tile of queries
     mask_in_loop = (masks_in_loop(options.window_left, options.window_right, k[0][1] - q[0][1], tile.block_m)
                     or options.causal and tile.block_n < tile.block_m)
     names = ("stride_lb", "stride_lh", "list_tiles", "list_width")
     lists = dict(zip(names, options.scalars(grid, q[0], k[0], by_keys=False), strict=False))
     constants = {"MASK_IN_LOOP": mask_in_loop, "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop}
-    # several programs share the registers that the compiler would give to one
+    # without a limit the compiler would give one program the registers that several must share
     registers = {"maxnreg": 256 // tile.programs // 8 * 8} if tile.programs > 1 else {}
     return plan_forward(block_sparse_fwd_hopper_kernel, device, options, tile, q, k, v, lists, constants, registers), grid
 

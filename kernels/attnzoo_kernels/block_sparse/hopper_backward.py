@@ -1,6 +1,6 @@
-"""Block-sparse backward on Hopper: flash attention's, whose mainloop goes along the keys' lists.
+"""Block-sparse backward on Hopper: flash's, whose mainloop goes over lists of query tiles.
 
-dQ is a sum without an order, so that its rounding differs from run to run; deterministic calls go to the plain kernels.
+dQ is a sum without a fixed order, so its rounding differs from run to run. Deterministic calls take the plain kernels.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Hooks of the Hopper backward's kernel: each 128 keys go along their list of tiles of 64 queries."""
+"""Hooks of the Hopper backward's kernel: each tile of 128 keys goes over its list of tiles of 64 queries."""
 
 from typing import Any, NamedTuple
 
@@ -21,12 +21,12 @@ class Lists(NamedTuple):
     stride_head: Any
     tiles: Any
     width: Any
-    numbers: Any  # where each stage's tile of queries is written down for the consumers, who would hold a number from memory in registers
+    numbers: Any  # in shared memory: each stage's tile of queries; consumers that read the list would hold it in registers
 
 
 @gluon.jit
 def _listed_tile(problem, lists, c):
-    """TILE: the next one, and the lengths of its list as segments."""
+    """TILE: the next tile of keys, with the lengths of its list as segments of steps."""
     index = gl.atomic_add(problem.counter, 1, sem="relaxed")
     batch, kv_head, tile = listed_tile(index, lists.order, lists.tiles, problem.kv_heads, problem.n_tiles)
     number = batch * lists.stride_batch + kv_head * problem.group * lists.stride_head + tile
@@ -39,7 +39,8 @@ def _listed_tile(problem, lists, c):
 
 @gluon.jit
 def _steps(lists, tile, member):
-    """LOAD_STEPS: the list of the first query head's tile; the next entry is loaded a step ahead, for the queries would wait for it."""
+    """LOAD_STEPS: the list of the first query head's tile. The next entry is loaded one step ahead, so that the queries do not wait for
+    it."""
     entry = find_list(lists.index, tile.number, lists.width)
     return 0, tile.end, (entry, gl.load(entry))
 
@@ -61,21 +62,21 @@ def _next_entry(lists, state, n):
 
 @gluon.jit
 def _bounds_of_head(lists, smem, slot, member, bounds):
-    """BOUNDS: of each query head its own."""
+    """BOUNDS: each query head has its own."""
     length, clear = list_lengths(lists.count, word(smem.work, slot, "number") + member * lists.stride_head)
     return 0, 0, clear, length
 
 
 @gluon.jit
 def _load_queries(operands, stats_desc, smem, bars, lists, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
-    """LOAD_Q: says which tile it is."""
+    """LOAD_Q: also tells the consumers which tile of queries it is."""
     write_word(lists.numbers.index(stage), j)
     load_step(operands, stats_desc, smem, bars, stage, batch, batch, head, row, stats_tile)
 
 
 @gluon.jit
 def _row_tile(lists, bars, step, n, c):
-    """ROW_TILE: as the loading warp says."""
+    """ROW_TILE: as the loading warp has told."""
     stage = await_full(bars.q_full, step, c.STAGES)
     return read_word(lists.numbers.index(stage))
 
@@ -88,7 +89,7 @@ def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
 
 
 def hooks(grouped: bool) -> tuple:
-    """grouped: a key head has several query heads."""
+    """The kernel's hooks. grouped: a key head has several query heads."""
     of_head = (("BOUNDS", _bounds_of_head), ("LOAD_STEPS", _steps_of_head)) if grouped else (("LOAD_STEPS", _steps),)
     return (("LISTED", True), ("OWN", _own), ("TILE", _listed_tile), *of_head, ("LOAD_NEXT", _next_entry), ("ROW_TILE", _row_tile),
             ("LOAD_Q", _load_queries))

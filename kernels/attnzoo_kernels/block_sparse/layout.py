@@ -16,9 +16,9 @@ BLOCKS = (16, 32, 64, 128, 256)
 class BlockLayout:
     """A grid of blocks, some of them kept: query i may see key j if mask[..., i // block_q, j // block_k].
 
-    Made once by `from_mask` or a function of `attnzoo_kernels.block_sparse.patterns`, and used in many calls: what the kernels read is
-    derived from it on the device at the first call of each kind and kept as long as the mask lives. Joined by `|` and `&`, cut by block
-    indices: `layout[:m, :m]`.
+    Made once, by `from_mask` or a function of `attnzoo_kernels.block_sparse.patterns`, and used in many calls. What the kernels read is
+    derived from it on the device in the first call of each kind, and kept as long as the mask. `|` and `&` combine layouts, slices of
+    block indices cut them: `layout[:m, :m]`.
 
     mask: bool (batch or 1, heads or 1, q_blocks, k_blocks), contiguous; not to be written to. block_q, block_k: tokens of a block, of
     BLOCKS. Raises TypeError or ValueError for another dtype, shape or block size.
@@ -81,12 +81,12 @@ class BlockLayout:
         return f"BlockLayout({', '.join([grid, *parts, f'density {self.density:.3f}', str(self.device)])})"
 
     def __or__(self, other: BlockLayout) -> BlockLayout:
-        """Blocks of either; one of several heads or sequences joins one that serves all."""
+        """Blocks that either layout keeps. A layout of several heads or sequences may be combined with one that serves all of them."""
         self._check_joined(other)
         return BlockLayout(self.mask | other.mask, self.block_q, self.block_k)
 
     def __and__(self, other: BlockLayout) -> BlockLayout:
-        """Blocks of both."""
+        """Blocks that both layouts keep."""
         self._check_joined(other)
         return BlockLayout(self.mask & other.mask, self.block_q, self.block_k)
 

@@ -1,4 +1,4 @@
-"""What is made once and then used in many calls, those in CUDA graphs among them: the layouts of patterns, the lists of masks."""
+"""A cache for what is made once and used in many calls, also in CUDA graphs: the layouts of patterns and the lists of masks."""
 
 import contextlib
 import functools
@@ -13,7 +13,8 @@ _here = threading.local()
 
 
 class LayoutCache:
-    """The last `limit` values that were asked for, and all that a CUDA graph's capture found here: the graph reads them at each replay."""
+    """The last `limit` values that were asked for, and every value that was used in the capture of a CUDA graph, because the graph reads it
+    in each replay."""
 
     def __init__(self, limit: int):
         self.limit = limit
@@ -32,7 +33,7 @@ class LayoutCache:
             if value is not None:
                 (self.captured if capturing else self.recent)[key] = value
                 return value
-        if capturing:  # what a capture makes holds nothing before the graph's replay
+        if capturing:  # tensors that are made in a capture hold no values before the graph is replayed
             return make()
         value = _made_apart(make, device) if device.type == "cuda" and getattr(_here, "apart", False) else make()
         with self._lock:
@@ -44,9 +45,9 @@ class LayoutCache:
 
 @contextlib.contextmanager
 def made_apart() -> Iterator[None]:
-    """Around a compiled graph's call: what is kept meanwhile is made on a thread and a stream of its own.
+    """A context for the call of a compiled graph: values that the cache keeps are made on another thread and stream.
 
-    torch.compile's CUDA graphs warm up with their memory pool as the calling thread's, and nothing but a graph's outputs may stay there.
+    torch.compile's CUDA graphs warm up with their memory pool set for the calling thread, and only a graph's outputs may stay in that pool.
     """
     before = getattr(_here, "apart", False)
     _here.apart = True

@@ -1,6 +1,7 @@
-"""From a layout's mask to what the kernels read: for each tile of one side the tiles of the other side, and an order of the programs.
+"""Turns a layout's mask into what the kernels read: for each tile of one side a list of tiles of the other side, and an order of the
+programs.
 
-Two kernels and a sort make them; nothing here waits for the device. Lists are kept with the mask that they were made from.
+Two kernels and a sort make them; the host does not wait for the device. Lists are kept with the mask from which they were made.
 """
 
 import math
@@ -14,19 +15,20 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attnzoo_kernels.block_sparse.layout_cache import LayoutCache
 
-MAX_KEPT = 16  # lists kept for one mask, each for other tiles or lengths
+MAX_KEPT = 16  # TileLists that are kept for one mask, for different tiles or lengths
 MAX_PARTS = 32  # blocks in a tile, one bit each
-CHUNK = 256  # tiles that a program looks at together
+CHUNK = 256  # tiles that a program handles at a time
 ORDER_CHUNK = 1024
-HEAVY = 4  # programs of more than so many times the mean length run before all others
-BUNCH_TOKENS = 32768  # keys of the heads that run together
+HEAVY = 4  # programs whose lists are longer than so many times the mean run first
+BUNCH_TOKENS = 32768  # heads whose keys are about so many together run as one bunch
 
 
 @dataclass(frozen=True)
 class Grid:
-    """A mask's blocks, a kernel's tiles, and the element mask that cuts both.
+    """A mask's blocks, a kernel's tiles, and the element mask (window, ends) that cuts both.
 
-    packed: lengths are the layout's extent, and nothing is cut: each sequence has its own ends and diagonal, which the kernel looks for.
+    packed: lengths are the layout's extent, and lists do not account for the element mask. Each sequence has its own ends and diagonal,
+    which the kernel takes into account.
     """
 
     block_q: int
@@ -41,12 +43,12 @@ class Grid:
 
     @property
     def part(self) -> tuple[int, int]:
-        """Tokens (queries, keys) that share a block and a tile."""
+        """(queries, keys): the size in tokens of the intersection of a block and a tile."""
         return min(self.block_q, self.tile_m), min(self.block_k, self.tile_n)
 
     @property
     def parts(self) -> tuple[int, int]:
-        """How often `part` fits into a tile."""
+        """How many `part`s a tile has along each side."""
         return self.tile_m // self.part[0], self.tile_n // self.part[1]
 
     @property
@@ -56,14 +58,14 @@ class Grid:
 
 @dataclass(frozen=True)
 class TileLists:
-    """What one kernel reads; its own side are rows (queries) or columns (keys), the other side is what the lists hold.
+    """The lists that one kernel reads. Its own side is queries, or keys for dK/dV; a list holds tiles of the other side.
 
-    index: int32 (batch or 1, heads or 1, own tiles, other tiles + 1). A list begins with the tiles that need no mask, the others follow,
-        both ascending; what comes behind is no part of it but may be read: a kernel may look one entry ahead.
-    count: int32 (batch or 1, heads or 1, own tiles, 2), how many need none and how many need one.
-    bits: int32 like index, which blocks of the listed tile are kept: bit query_part * key_parts + key_part. None where a tile lies in a
-        block.
-    order: int32 (batch * heads * own tiles,), the programs' (batch, head, tile) as one number. Where packed, None.
+    index: int32 (batch or 1, heads or 1, own tiles, other tiles + 1). A list begins with the tiles that need no mask; the masked ones
+        follow. Both are ascending. What follows does not belong to the list but may be read: a kernel may look one entry ahead.
+    count: int32 (batch or 1, heads or 1, own tiles, 2): how many tiles need no mask, and how many need one.
+    bits: int32 like index: which blocks of the listed tile are kept, bit query_part * key_parts + key_part. None where a tile lies within
+        one block.
+    order: int32 (batch * heads * own tiles,): for each program (batch, head, tile) as one number. None where packed.
     """
 
     index: Tensor
@@ -73,14 +75,14 @@ class TileLists:
 
     @property
     def tensors(self) -> tuple:
-        """In the kernels' order of arguments."""
+        """The tensors in the order of the kernels' arguments."""
         return self.order, self.index, self.count, self.bits
 
 
 @triton.jit
 def _tile_bits(mask, m_tile, n_tile, listed, q_blocks, k_blocks, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr,
                TILE_N: tl.constexpr):
-    """Which parts of each tile are kept, bit query_part * key_parts + key_part; nothing of tiles that are not `listed`."""
+    """Which parts of each tile are kept: bit query_part * key_parts + key_part. Tiles that are not `listed` have none."""
     PART_Q: tl.constexpr = min(BLOCK_Q, TILE_M)
     PART_K: tl.constexpr = min(BLOCK_K, TILE_N)
     bits = (m_tile + n_tile) * 0
@@ -96,7 +98,7 @@ def _tile_bits(mask, m_tile, n_tile, listed, q_blocks, k_blocks, BLOCK_Q: tl.con
 @triton.jit
 def _tiles_seen(m_tile, n_tile, len_q, len_k, window_left, window_right, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                 TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Which tiles the element mask (window, ends) leaves whole, and which it touches at all."""
+    """(tiles that the element mask leaves whole, tiles that it leaves any element of)."""
     first_i = m_tile * TILE_M
     first_j = n_tile * TILE_N
     last_i = tl.minimum(first_i + TILE_M, len_q) - 1
@@ -119,7 +121,7 @@ def block_sparse_lists_kernel(mask_ptr, index_ptr, count_ptr, bits_ptr, q_blocks
                               BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
                               BY_KEYS: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
                               CHUNK: tl.constexpr):
-    """One program writes one list. A second sweep places the tiles that need a mask behind those that do not."""
+    """Each program writes one list. A first sweep over the tiles counts; a second one places the masked tiles after the others."""
     number = tl.program_id(0)
     own = number % own_tiles
     mask = mask_ptr + (number // own_tiles).to(tl.int64) * q_blocks * k_blocks
@@ -158,7 +160,7 @@ def block_sparse_lists_kernel(mask_ptr, index_ptr, count_ptr, bits_ptr, q_blocks
 
 @triton.jit
 def _list_lengths(count_ptr, entry, n, tiles, heads, stride_batch, stride_head, group):
-    """How many tiles the programs `entry` read, `group` lists each."""
+    """How many tiles the programs `entry` read in total; each reads `group` lists."""
     head = entry // tiles % heads
     number = entry // tiles // heads * stride_batch + head * group * stride_head + entry % tiles
     length = entry * 0
@@ -171,8 +173,8 @@ def _list_lengths(count_ptr, entry, n, tiles, heads, stride_batch, stride_head, 
 @triton.jit(do_not_specialize=["n", "tiles", "heads", "stride_batch", "stride_head", "group", "limit", "bunch"])
 def block_sparse_order_kernel(count_ptr, key_ptr, n, tiles, heads, stride_batch, stride_head, group, limit, bunch, HEAVY: tl.constexpr,
                               CHUNK: tl.constexpr):
-    """Sort keys of the programs, int64. Those of more than HEAVY times the mean length come first of all, the longest at their head; the
-    others by bunches of heads, whose keys then stay in the L2 cache, and by length in each."""
+    """int64 sort keys of the programs. Programs that are longer than HEAVY times the mean come first, the longest at the front. The others
+    are sorted by bunches of heads, whose keys then stay in L2, and within a bunch by length, longest first."""
     lanes = tl.arange(0, CHUNK)
     total = tl.zeros([CHUNK], tl.int64)
     for start in range(0, n, CHUNK):
@@ -188,7 +190,8 @@ _kept = WeakTensorKeyDictionary()
 
 
 def tile_lists(mask: Tensor, grid: Grid, batch: int, heads: int, group: int, by_keys: bool) -> TileLists:
-    """Lists by rows of queries for each of `heads`, or by_keys for each key head, `group` query heads together."""
+    """The lists of each tile of queries and each of `heads`; by_keys: of each tile of keys and each key head, for `group` query heads
+    together."""
     kept = _kept.get(mask)
     if kept is None:
         kept = _kept.setdefault(mask, LayoutCache(MAX_KEPT))

@@ -1,6 +1,6 @@
 """Block-sparse attention's launches behind autograd. Triton is imported in them.
 
-A layout comes as its mask, or as a pattern's key, whose layout is then looked up at run time: no length is built into a compiled graph.
+A layout is passed as its mask, or as a pattern's key; its layout is looked up at run time, so that compiled graphs depend on no length.
 """
 
 import torch

@@ -1,9 +1,8 @@
 """Published sparsity patterns as block layouts, each on a grid of square blocks: distances, windows and strides count blocks.
 
-All take `seqlen` in tokens (queries and keys alike), `block` in tokens, `causal` (blocks above the diagonal are dropped; what lies above it
-in those on it is left to the element mask) and `device`. A layout is prefix-stable, pattern(n)[:m, :m] == pattern(m) for m blocks, except
-with `last_global`: what a block sees does not depend on what comes later, so that decoding equals reading at once and packed sequences
-equal single ones.
+All take `seqlen` in tokens (queries and keys), `block` in tokens, `causal` (blocks above the diagonal are dropped; those on it are cut by
+the element mask) and `device`. A layout is prefix-stable, pattern(n)[:m, :m] == pattern(m) for m blocks, except with `last_global`: what a
+block sees does not depend on later tokens. So decoding token by token equals one call, and packed sequences equal single ones.
 """
 
 import inspect
@@ -180,7 +179,8 @@ PATTERNS = {
 
 
 class Pattern:
-    """A pattern's name and options: what gives block_sparse_attention a layout for whatever lengths come by. Layouts made are kept.
+    """A pattern's name and options, from which block_sparse_attention makes a layout for the lengths of each call. Layouts that were made
+    are kept.
 
     Pattern("longformer", window=4, block=128) stands for longformer(seqlen, window=4, block=128). Raises ValueError for a name that is not
     in PATTERNS and for options that the pattern does not take.
@@ -206,7 +206,7 @@ class Pattern:
         return not self.options.get("last_global", False)
 
     def layout(self, seqlen: int, device: Device = "cpu") -> BlockLayout:
-        """The layout for queries and keys of this length, which all lengths of so many blocks share."""
+        """The layout for queries and keys of this length. All lengths with the same number of blocks share it."""
         blocks = -(-seqlen // self.block)
         return kept_layout(self.key, blocks, blocks, torch.device(device))
 
@@ -218,7 +218,7 @@ _cache = LayoutCache(16)
 
 
 def kept_layout(key: str, q_blocks: int, k_blocks: int, device: torch.device) -> BlockLayout:
-    """Of a Pattern's layout for k_blocks blocks the last q_blocks rows."""
+    """The last q_blocks rows of a Pattern's layout for k_blocks blocks."""
     wanted = (key, q_blocks, k_blocks, device)
     return _cache.get(wanted, device, lambda: _make_layout(*wanted))
 
@@ -268,6 +268,6 @@ def _draw(row: Tensor, column: Tensor, heads: int, seed: int, count: int, eligib
     count = min(count, column.numel())
     if count == 0:
         return (row + column < 0).expand(heads, -1, -1)
-    # the column makes numbers unlike
+    # adding the column makes all numbers different
     number = (_scores(row, column, heads, seed) << 24 | column).masked_fill(~eligible, torch.iinfo(torch.int64).max)
     return eligible & (number <= number.sort(dim=-1).values[..., count - 1 : count])

@@ -2,8 +2,9 @@
 the mainloop's side (`block`: of keys for forward and dQ, of queries for dK/dV).
 
 Hopper's entries at widths up to 128 were measured on an H200 over random causal blocks and windows (docs/performance/block_sparse.md);
-the others are FlashAttention's, or the largest that compile without spills. Where blocks are small a tile takes as few of them as pays: one
-that is touched is computed whole. A tile holds at most 32 blocks of 16 x 16 tokens (`lists.MAX_PARTS`), so 8192 elements.
+the others are FlashAttention's, or the largest that compile without spills. If blocks are small, a tile has as few of
+them as is efficient, because it is computed whole if any of them is kept. A tile holds at most 32 blocks of 16 x 16 tokens
+(`lists.MAX_PARTS`), so 8192 elements.
 """
 
 from dataclasses import dataclass

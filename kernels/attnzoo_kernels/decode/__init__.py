@@ -8,7 +8,7 @@ from attnzoo_kernels.decode import ops
 from attnzoo_kernels.decode.reference import decode_attention_reference
 
 IMPLEMENTATIONS = ("triton", "reference")
-LATENT_WIDTHS = 512, 64  # of a latent and of what lies behind it in a row, at most
+LATENT_WIDTHS = 512, 64  # largest widths of a latent, and of the columns after it in a row of the cache
 
 
 def decode_attention(
@@ -36,19 +36,19 @@ def decode_attention(
 
     q: (batch, seqlen_q, heads, head_dim): one new token of each sequence, or a few.
     k_cache: (batch, max_len, kv_heads, head_dim), v_cache: (batch, max_len, kv_heads, value_dim): the new tokens are in it.
-    cache_seqlens: int32 (batch,), on q's device: how many tokens of each row are there, the new ones included; what lies behind is never
-        used, whatever it is. On a GPU values are not checked, and one above max_len counts as max_len. Zero makes an empty row.
+    cache_seqlens: int32 (batch,), on q's device: how many tokens each row has, the new ones included. What lies after them in the cache is
+        never used and may be anything. On a GPU values are not checked; one above max_len counts as max_len. A row may be empty (0).
     block_table: int32 (batch, max_blocks), contiguous, for a cache in pages (PagedAttention, Kwon et al. 2023, arXiv:2309.06180).
         k_cache is then (num_blocks, block_size, kv_heads, head_dim), v_cache is alike, and max_len is max_blocks * block_size. Token t of
-        row b lies in page block_table[b, t // block_size] at t % block_size. Rows may name the same pages. Entries behind a row's tokens
-        are not used, whatever they are (-1, say). One within them that names no page counts as a page of zeros on a GPU.
-    share_prefixes: with a block_table, read the pages once with which neighbouring rows of the table both begin, for all their queries.
-        The device finds them anew in each call, in groups of as many sequences as have 64 queries of a key head together. It costs some
-        launches, so that it is for batches that do share long prefixes. Not with a window to the left nor with ALiBi.
+        row b lies in page block_table[b, t // block_size] at t % block_size. Rows may share pages. Entries after a row's tokens are not
+        used and may be anything, such as -1. On a GPU, an entry for a row's tokens that names no page counts as a page of zeros.
+    share_prefixes: with a block_table. Pages with which neighbouring rows of the table begin alike are read once for the queries of all
+        these rows. The device finds them in each call, for groups of as many sequences as have 64 queries of a key head together. This
+        costs some launches, so it pays only for batches that share long prefixes. Not with a window to the left nor with ALiBi.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free. Both
         caches may be float8_e4m3fn instead, which a GPU takes from compute capability 8.9 on.
-    k_scale, v_scale: float32 (kv_heads,), positive: what each number of a key head in the cache stands for, times it; None for 1. In 8 bits
-        new tokens are written as (k / k_scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn).
+    k_scale, v_scale: float32 (kv_heads,), positive, or None for 1: a number in the cache stands for itself times its key head's scale. In
+        8 bits new tokens are written as (k / k_scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn).
     head_dim and value_dim up to 256. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
     Query i is the token cache_seqlens - seqlen_q + i of its sequence. Scores are scaled, then capped, then biased, then masked, in the
@@ -59,14 +59,14 @@ def decode_attention(
     A query that sees no key gives zeros and LSE -inf (the sink with sinks).
 
     softmax_scale: any finite number; default head_dim ** -0.5.
-    out_dtype: of the output, None for q's, or torch.float32, so that results which are put together are rounded once.
+    out_dtype: dtype of the output: None for q's, or torch.float32, so that outputs that are merged later are rounded only once.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q).
-    check: look at the values of cache_seqlens, block_table and scales, which waits for the device; on a CPU they are always looked at.
-    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+    check: check the values of cache_seqlens, block_table and scales, which waits for the device; on a CPU they are always checked.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A named path runs, or the call raises.
 
-    The Triton path shares out the tiles of all sequences evenly among as many programs as the GPU runs at once, whatever the lengths, and
-    adds the parts in a fixed order: repeated calls give the same bits. Lengths are read on the device: nothing waits, nothing is compiled
-    again, and a CUDA graph follows lengths that are changed in place.
+    The Triton path divides the tiles of all sequences evenly among as many programs as the GPU runs at once, whatever the lengths, and
+    merges the partial results in a fixed order, so repeated calls give the same bits. Lengths are read on the device: the host does not
+    wait, nothing is compiled anew for other lengths, and a CUDA graph may be replayed after lengths were changed in place.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -76,7 +76,7 @@ def decode_attention(
         if q.dim() != 4:
             raise ValueError(f"q: must be (batch, seqlen_q, heads, head_dim), got shape {tuple(q.shape)}")
         check_pages(q, k_cache, v_cache, block_table, q.shape[0])
-        rows = (x[:1].expand(q.shape[0], -1, -1, -1) for x in rows)  # of the shapes that attention_inputs knows
+        rows = (x[:1].expand(q.shape[0], -1, -1, -1) for x in rows)  # in the shapes that attention_inputs checks
     checks.attention_inputs(q, *rows, None, None, None, None, names=("q", "k_cache", "v_cache"), narrow=torch.float8_e4m3fn,
                             unpacked="; it takes no packed input, and one token of each sequence is q[:, None]")
     if v_cache.dtype != k_cache.dtype:
@@ -135,17 +135,17 @@ def latent_decode_attention(
     """`decode_attention` over one cache that all heads read, whose first columns are the values: multi-head latent attention in its
     absorbed form (DeepSeek-V2, 2024, arXiv:2405.04434). Without gradients.
 
-    softmax(softmax_scale * q cacheᵀ) cache[..., :value_dim] of each head, where a row of the cache is read once for both products.
+    softmax(softmax_scale * q cacheᵀ) cache[..., :value_dim] for each head; a row of the cache is read once for both products.
 
-    q: (batch, seqlen_q, heads, head_dim): one new token of each sequence, or a few. Of DeepSeek-V2 a query is multiplied by the head's
-        matrix of keys, 512 columns, and has its rotated part of 64 columns behind that.
-    cache: (batch, max_len, head_dim): a token's latent, normalised, and its rotated key behind that. The new tokens are in it.
+    q: (batch, seqlen_q, heads, head_dim): one new token of each sequence, or a few. In DeepSeek-V2 a query is its 512 columns after
+        the product with the head's key matrix, followed by its rotated part of 64 columns.
+    cache: (batch, max_len, head_dim): for each token its normalised latent, followed by its rotated key. The new tokens are in it.
     value_dim: columns of a latent, 1 to 512. head_dim is at least as much, and at most 64 more.
     Both of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free. The
         kernel reads a copy of queries that are not contiguous.
-    cache_seqlens: int32 (batch,), on q's device: how many tokens of each row are there, the new ones included; what lies behind is never
-        used, whatever it is. On a GPU values are not checked, and one above max_len counts as max_len. Zero makes an empty row.
-    block_table: int32 (batch, max_blocks), contiguous, for a cache in pages, as `decode_attention` has it: cache is then (num_blocks,
+    cache_seqlens: int32 (batch,), on q's device: how many tokens each row has, the new ones included. What lies after them in the cache is
+        never used and may be anything. On a GPU values are not checked; one above max_len counts as max_len. A row may be empty (0).
+    block_table: int32 (batch, max_blocks), contiguous, for a cache in pages, as in `decode_attention`: cache is then (num_blocks,
         block_size, head_dim).
 
     Query i is the token cache_seqlens - seqlen_q + i of its sequence; causal, it sees no later one. With 2 queries and 5 tokens:
@@ -155,13 +155,14 @@ def latent_decode_attention(
 
     softmax_scale: any finite number; default head_dim ** -0.5. DeepSeek-V2's is that of its heads before absorption, 192 ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q).
-    check: look at the values of cache_seqlens and block_table, which waits for the device; on a CPU they are always looked at.
-    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+    check: check the values of cache_seqlens and block_table, which waits for the device; on a CPU they are always checked.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A named path runs, or the call raises.
 
-    Returns (batch, seqlen_q, heads, value_dim) in q's dtype, which each head's matrix of values then multiplies.
+    Returns (batch, seqlen_q, heads, value_dim) in q's dtype, to be multiplied by each head's value matrix.
 
-    The Triton path shares out the keys of all sequences evenly, whatever the lengths, and adds the parts in a fixed order: repeated calls
-    give the same bits. Nothing waits, nothing is compiled again, and a CUDA graph follows lengths that are changed in place.
+    The Triton path divides the keys of all sequences evenly, whatever the lengths, and merges the partial results in a fixed order, so
+    repeated calls give the same bits. The host does not wait, nothing is compiled anew for other lengths, and a CUDA graph may be replayed
+    after lengths were changed in place.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -211,7 +212,7 @@ def _check_latents(q: Tensor, cache: Tensor, value_dim: int, paged: bool) -> Non
 
 
 def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int, names: tuple[str, str] = ("k_cache", "v_cache")) -> None:
-    """Keys and values in pages, which the caller calls `names`, and the table of them; not their widths and dtypes."""
+    """Checks keys and values in pages, which the caller calls `names`, and their table, but not their widths and dtypes."""
     for name, x in zip(names, (k, v), strict=True):
         checks.tensor(name, x)
         if x.dim() != 4:

@@ -1,4 +1,5 @@
-"""Who has which page of a cache: sequences share pages that they begin with (PagedAttention, Kwon et al. 2023, arXiv:2309.06180)."""
+"""Which sequence has which pages of a cache. Sequences with the same beginning share its pages (PagedAttention, Kwon et al. 2023,
+arXiv:2309.06180)."""
 
 import hashlib
 from array import array
@@ -10,7 +11,7 @@ from attnzoo_kernels import checks
 
 
 class OutOfBlocksError(RuntimeError):
-    """The cache has too few pages that nobody needs. What was asked for changed nothing."""
+    """The cache has too few free pages. The call that raised this changed nothing."""
 
 
 @dataclass(eq=False)
@@ -31,11 +32,11 @@ class CachedSequence:
 class BlockAllocator:
     """Gives pages to sequences, for `decode_attention(block_table=)`. Plain Python: it holds numbers of pages and touches no cache.
 
-    A page has as many users as there are sequences that have it. Full pages are never written again, and are found by a hash (SHA-256) of
-    all tokens up to their end. Without users they stay findable until their room is needed, when the least recently used one goes first.
+    A page's users are the sequences that have it. Full pages are never written again; they are found by a hash (SHA-256) of all tokens up
+    to their end. A full page without users can be found until its room is needed; then the least recently used one is dropped first.
 
-    What the caller writes: the keys and values of new tokens, after `begin` those behind `cached`, and before that the copies that `append`
-    tells. A page counts as filled as soon as a call has given it away, so that it must be written before others that share it are read.
+    The caller writes the keys and values of new tokens (after `begin`, those after `cached`) and, before that, makes the copies that
+    `append` returns. A page counts as filled as soon as a call returns it, so it must be written before other sequences read it.
 
     n_blocks: pages of the cache. block_size: tokens of a page.
     """
@@ -56,8 +57,8 @@ class BlockAllocator:
         return len(self._empty) + len(self._unused)
 
     def begin(self, tokens: Sequence[int]) -> CachedSequence:
-        """A new sequence of these tokens, one at least. Its first `cached` tokens are in the cache already, never the last one, so that its
-        logits are computed. Raises OutOfBlocksError."""
+        """A new sequence of these tokens, at least one. Its first `cached` tokens are in the cache already. These never include the last
+        token, so that its logits are computed. Raises OutOfBlocksError."""
         if not tokens:
             raise ValueError("tokens: must have at least one token")
         new = CachedSequence()

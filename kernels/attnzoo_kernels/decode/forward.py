@@ -1,4 +1,4 @@
-"""Flash-Decoding: the keys of all sequences are shared out evenly, and a second small kernel adds up what was divided."""
+"""Flash-Decoding: the keys of all sequences are divided evenly among the programs, and a second small kernel merges the partial results."""
 
 import functools
 import math
@@ -30,15 +30,15 @@ from attnzoo_kernels._triton.tiles import Operand, Place, Shape, head_rows, load
 from attnzoo_kernels.decode.shares import find_sequence, sequence_tiles, total_tiles
 from attnzoo_kernels.decode.tiles import decode_tile
 
-MERGED = 16384  # floats of parts that the second kernel reads at once: 32 parts of four rows of width 128
+MERGED = 16384  # floats of partial results that the second kernel reads at once, such as 32 parts of four rows of width 128
 
 
 class Pages(NamedTuple):
-    """One key head of one sequence, whose rows lie in pages anywhere in the cache."""
+    """One key head of one sequence, whose rows lie in pages of the cache in any order."""
 
     source: Any  # the head's first row in the cache's first page
     table: Any  # the sequence's page numbers
-    n_pages: Any  # of the cache
+    n_pages: Any  # pages of the cache
     length: Any
     stride_page: Any
     stride_row: Any
@@ -53,13 +53,13 @@ class Own(NamedTuple):
     HAS_SOFTCAP: Any
     HAS_ALIBI: Any
     HARDWARE_TANH: Any
-    PAGE: Any  # rows of a page; 0 where there are none
-    DTYPE: Any  # of the products, to which a cache of 8 bits is widened
+    PAGE: Any  # rows of a page; 0 if the cache has no pages
+    DTYPE: Any  # dtype of the products; a cache of 8 bits is converted to it
 
 
 @triton.jit
 def _widened(own, tile):
-    if tile.dtype != tl.uint16:  # pairs are divided first
+    if tile.dtype != tl.uint16:  # pairs of columns are separated first
         tile = tile.to(own.DTYPE)
     return tile
 
@@ -67,7 +67,7 @@ def _widened(own, tile):
 @triton.jit
 def load_pages(own, pages, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr, GUARD: tl.constexpr,
                 TMA: tl.constexpr):
-    """LOAD: zeros behind the sequence, and where its table names no page of the cache."""
+    """LOAD: rows of pages; zeros after the sequence's end, and where its table names no page of the cache."""
     lanes = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_WIDTH)
     rows = at + lanes
@@ -113,16 +113,16 @@ def _paged_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: 
 
 @triton.jit
 def _half(own, pairs, HIGH: tl.constexpr):
-    """The columns of even numbers of a tile of pairs of e4m3, or those of odd ones."""
+    """The even columns of a tile of pairs of e4m3, or, HIGH, the odd ones."""
     one = (pairs >> 8 if HIGH else pairs & 255).to(tl.uint8)
     return one.to(tl.float8e4nv, bitcast=True).to(own.DTYPE)
 
 
 @triton.jit
 def _pairs_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    """forward_step where a tile of values is pairs of columns, with a product for each column of a pair.
+    """forward_step with values as pairs of e4m3 columns in 16 bits, and one product for each column of a pair.
 
-    An instruction that reads a tile from shared memory and transposes it takes numbers of 16 bits.
+    The instruction that reads a tile from shared memory and transposes it works on 16-bit numbers only.
     """
     even, odd, row_max, row_sum = state
     LOAD: tl.constexpr = load_pages if own.PAGE else _load_rows
@@ -142,7 +142,7 @@ def _pairs_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: 
 
 @triton.jit
 def _in_float16(x):
-    """x in float16, multiplied by a power of two that brings its largest magnitude close to 2^14, and the inverse of that."""
+    """(x times a power of two, in float16, the inverse of that power). The power brings x's largest magnitude close to 2^14."""
     x = x.to(tl.float32)
     exponent = tl.max(tl.max(tl.abs(x), 1), 0).to(tl.int32, bitcast=True) >> 23
     power = tl.minimum(268 - exponent, 253)
@@ -151,9 +151,9 @@ def _in_float16(x):
 
 @triton.jit
 def _tile_rows(piece, lanes, seq, counts, parts, seqlen_q, group, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr):
-    """The rows of a piece's tile, query by query, in it head by head, and whether they are there.
+    """(rows of a piece's tile, which of them exist). Rows are ordered by query, and within a query by head.
 
-    A group's queries are those of its members, one behind the other, QUERIES of each.
+    A group's queries are those of its members, one member after the other, QUERIES of each.
     """
     row = piece % parts * BLOCK_M + lanes
     real = row < seqlen_q * group
@@ -164,7 +164,7 @@ def _tile_rows(piece, lanes, seq, counts, parts, seqlen_q, group, BLOCK_M: tl.co
 
 @triton.jit
 def _row_owner(row, seq, leaders, group, QUERIES: tl.constexpr):
-    """The sequence and the query of rows."""
+    """(sequence, query) that rows belong to."""
     i = row // group
     if QUERIES:
         seq = tl.load(leaders + seq) + i // QUERIES
@@ -187,7 +187,7 @@ def _lse_places(sequence, i, head, queries, heads):
 @triton.jit
 def _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, queries, heads, VALUE_DIM: tl.constexpr,
                   BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr):
-    """Output and LSE of the rows (query i, head) from their sums."""
+    """Stores output and LSE of the rows (query i, head), from their accumulator, maximum and sum."""
     columns = tl.arange(0, BLOCK_DV)
     divisor = tl.broadcast_to(tl.where(row_sum > 0, row_sum, 1.0)[:, None], acc.shape)
     result = tl.div_rn(acc, divisor) if PRECISION == "ieee" else acc / divisor
@@ -211,17 +211,18 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
                         HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr, PRECISION: tl.constexpr, HAS_SINKS: tl.constexpr,
                         HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                         TMA: tl.constexpr, PAGE: tl.constexpr, OVERLAP: tl.constexpr, QUERIES: tl.constexpr):
-    """Attend over this program's share: finished pieces go to `out`, parts of divided ones to the slots of `acc` and `stats`.
+    """Attends over this program's share of the tiles. Pieces that it computes alone go to `out`; partial results of divided pieces go to
+    slots of `acc` and `stats`.
 
-    leaders, counts: sequences are groups, whose first member and number of members they are. skips: pages at a sequence's beginning that
-    are passed over, because prefix_out and prefix_lse have what its group found there.
+    leaders, counts: each sequence is a group of sequences: its first member and number of members. skips: how many pages at a sequence's
+    beginning are skipped, because prefix_out and prefix_lse hold what its group found there.
     """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     program = tl.program_id(0)
     unit_scale = in_units(softmax_scale, PRECISION == "ieee")
-    LEAST: tl.constexpr = 0 if QUERIES else 1  # nothing is written of groups that are not there
+    LEAST: tl.constexpr = 0 if QUERIES else 1  # groups that do not exist write nothing
     total = total_tiles(cache_seqlens, batch, max_len, seqlen_q, window_left, BLOCK_N, HAS_LEFT, LEAST) * pieces
     share = tl.cdiv(total, programs)
     unit = program * share
@@ -265,7 +266,7 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         skip = 0
         if skips is not None:
             skip = tl.load(skips + seq)
-        # a sink is a first key of weight one that has no value, and what a group found is one that has
+        # a sink acts as a first key of weight one without a value; what a group found, as one with a value
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         if HAS_SINKS:
@@ -290,7 +291,7 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
             v_rows = head_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), seq, kv_head, 0, len_k, TMA)
         first_key = (first + begin) * BLOCK_N
         last_key = (first + end) * BLOCK_N
-        # pointers guard every tile at no cost; what TMA loaded is only guarded where the tile crosses the end
+        # pointers guard every tile at no cost; TMA's tiles are guarded only where they cross the end
         tail = first_key if not TMA else tl.minimum(last_key, len_k // BLOCK_N * BLOCK_N)
         if v_source.dtype.element_ty == tl.uint16:
             even, odd = tl.split(acc.reshape(BLOCK_M, BLOCK_DV // 2, 2))
@@ -325,7 +326,7 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
             tl.store(stats_ptr + 2 * part_index, row_max, mask=real)
             tl.store(stats_ptr + 2 * part_index + 1, row_sum, mask=real)
             if begin > 0 and end == tiles:
-                # the last part: what the second kernel needs to find the others
+                # this is a piece's last part: store what the second kernel needs to find the other parts
                 first_program = (unit - begin) // share
                 tl.store(closes_ptr + 4 * program, first_program)
                 tl.store(closes_ptr + 4 * program + 1, (unit - begin > first_program * share).to(tl.int32))
@@ -342,7 +343,7 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
 def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, leaders, counts, seqlen_q, heads, group, parts, blocks,
                         VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
                         BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr, QUERIES: tl.constexpr):
-    """One of `blocks` blocks of rows of the piece that a program closes, from its parts in the order of the keys."""
+    """Merges one of `blocks` blocks of rows of the piece that a program closes, from the piece's parts in the order of the keys."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -384,7 +385,7 @@ def overlaps(arch: int) -> bool:
 
 
 def most_groups(batch: int) -> int:
-    """So many groups of two sequences or more there may be."""
+    """The largest possible number of groups of two sequences or more, at least 1."""
     return max(batch // 2, 1)
 
 
@@ -394,15 +395,15 @@ def _multiprocessors(index: int) -> int:
 
 
 class Group(NamedTuple):
-    """Sequences that read the same keys, as one; the tensors are int32, by group."""
+    """Sequences that read the same keys and are treated as one. The tensors are int32, one number for each group."""
 
-    at_most: int  # members of one
-    leaders: Tensor  # its first sequence
-    counts: Tensor  # its members, which follow each other
+    at_most: int  # largest number of members
+    leaders: Tensor  # first sequence of each
+    counts: Tensor  # members of each, which follow each other
 
 
 class Prefix(NamedTuple):
-    """What was found at the beginning of sequences, in pages that are not to be read again."""
+    """What was found at the beginning of sequences, in pages that are not read again."""
 
     skips: Tensor  # how many pages, int32 (batch,)
     out: Tensor  # float32, the output's shape; without v_scale
@@ -410,7 +411,7 @@ class Prefix(NamedTuple):
 
 
 class Overlapping:
-    """A kernel that is launched while the one before it still runs (programmatic dependent launch); it waits for that one itself."""
+    """A kernel that is launched while the one before it still runs (programmatic dependent launch). It waits for that kernel itself."""
 
     def __init__(self, kernel: Any):
         self.kernel, self.arg_names = kernel, kernel.arg_names
@@ -421,7 +422,7 @@ class Overlapping:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Both launches for one layout, and the shape of what lies between them."""
+    """Both launches for one layout, and the shape of the partial results between them."""
 
     split: Launch
     merge: Launch
@@ -433,7 +434,7 @@ class _Plan:
 def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, aligned: bool, has_sinks: bool, has_scales: tuple[bool, bool],
           slopes_stride: int | None, q: Layout, k: Layout, v: Layout, table: Layout | None, softmax_scale: float, window_left: int,
           window_right: int, softcap: float, out_dtype: torch.dtype | None, at_most: int, has_prefix: bool) -> _Plan:
-    # a Launch keeps what it compiled, so that out_dtype and has_prefix, which only the tensors show, are parts of the key
+    # a Launch keeps its compiled kernel; so out_dtype and has_prefix, which only tensors show, must be in the key
     batch, queries, heads, head_dim = q[0]
     seqlen_q = queries
     if at_most:
@@ -473,7 +474,7 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
             "PAGE": 0 if table is None else page, "OVERLAP": overlap,
             "QUERIES": queries if at_most else 0,
         },
-        # a page's number is read as many stages ahead of its rows as those are of their product
+        # a page's number is read as many stages before its rows as these are read before their product
         tile.num_warps, tile.num_stages if table is None else 2 * tile.num_stages - 1,
         {1: (tile.block_n, block_d), 2: (tile.block_n, block_dv)} if tma else {})
     rows = min(next_power_of_2(seqlen_q * group), max(1024 // block_dv, 1), 8)
@@ -494,7 +495,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block
                    prefix: Prefix | None = None) -> tuple[Tensor, Tensor]:
     """Output (batch, seqlen_q, heads, value_dim), by default in q's dtype, and LSE (batch, heads, seqlen_q).
 
-    With a group, cache_seqlens are the groups'; rows of sequences in none are not written. With a prefix they are what is left.
+    With a group, cache_seqlens are by group; rows of sequences in no group are not written. With a prefix, they are the lengths after it.
     """
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=out_dtype)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)

@@ -1,7 +1,7 @@
 """Decoding over latents that all heads read: a row of the cache is loaded once, as key and as value.
 
-The tiles of all sequences are shared out as in `shares`, where a sequence is one piece: programs that stand beside each other read the same
-tiles for other rows of queries, so that the cache comes from memory once. A second kernel adds up what was divided.
+The tiles of all sequences are divided as in `shares`; a sequence is one piece. Neighbouring programs read the same tiles for different rows
+of queries, so that the cache is read from memory once. A second kernel merges the partial results.
 """
 
 import functools
@@ -33,7 +33,7 @@ from attnzoo_kernels.decode.forward import Overlapping, Pages, load_pages, overl
 from attnzoo_kernels.decode.shares import find_sequence, sequence_tiles, total_tiles
 from attnzoo_kernels.decode.tiles import latent_tile
 
-COLUMNS = 128  # of a row that a program of the second kernel adds up
+COLUMNS = 128  # columns of a row that a program of the second kernel merges
 
 
 class Own(NamedTuple):
@@ -71,9 +71,9 @@ def latent_split_kernel(q_ptr, latents_source, rest_source, acc_ptr, stats_ptr, 
                         HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_REST: tl.constexpr,
                         CAUSAL: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr,
                         PAGE: tl.constexpr, OVERLAP: tl.constexpr):
-    """A share of the tiles for one part of the queries' rows. What it finds in a sequence goes to a slot of `acc` and `stats`.
+    """Computes a share of the tiles for one part of the queries' rows. The result for each sequence goes to a slot of `acc` and `stats`.
 
-    From program to program and sequence to sequence the sum of both numbers grows by one, so that it is the number of the slot.
+    A slot's number is the sum of the numbers of the program and the sequence; from one slot to the next, one of these grows by one.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -109,7 +109,7 @@ def latent_split_kernel(q_ptr, latents_source, rest_source, acc_ptr, stats_ptr, 
             # [BLOCK_M, BLOCK_REST]
             q_rest = tl.load(q_rows[:, None] + VALUE_DIM + others[None, :], mask=real[:, None] & (others < REST)[None, :], other=0.0)
             rest_rows = _rows_of(rest_source, block_table, seq, length, max_len, n_pages, stride_cb, stride_cs, stride_table, PAGE, TMA)
-        # behind the last key that a row sees
+        # the end of the keys that a row sees
         seen = tl.zeros([BLOCK_M], tl.int32) + length
         if CAUSAL:
             seen += tl.minimum(row // heads - seqlen_q + 1, 0)
@@ -146,7 +146,7 @@ def latent_split_kernel(q_ptr, latents_source, rest_source, acc_ptr, stats_ptr, 
 def latent_merge_kernel(acc_ptr, stats_ptr, programs_ptr, out_ptr, lse_ptr, batch, rows, shares, VALUE_DIM: tl.constexpr,
                         BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
                         BLOCK_S: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr):
-    """Some columns of some rows of a sequence, from what its programs found, in the order of the keys."""
+    """Merges some columns of some rows of a sequence, from its programs' results, in the order of the keys."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -220,7 +220,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: torch.Size
              shares),
             constants | {"HEAD_DIM": head_dim, "BLOCK_REST": block_rest, "CAUSAL": causal and seqlen_q > 1, "BLOCK_N": tile.block_n,
                          "TMA": BY_SEQUENCE.value if tile.tma else 0, "PAGE": 0 if table is None else page},
-            # a page's number is read as many stages ahead of its rows as those are of their product
+            # a page's number is read as many stages before its rows as these are read before their product
             tile.num_warps, tile.num_stages if table is None else 2 * tile.num_stages - 1,
             {1: (tile.block_n, block_dv, True), 2: (tile.block_n, block_rest, True)} if tile.tma else {}),
         Launch(
@@ -236,7 +236,7 @@ def launch_forward(q: Tensor, cache: Tensor, cache_seqlens: Tensor, block_table:
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse.mT
-    q = q.contiguous()  # pointers of constant distance take few registers
+    q = q.contiguous()  # pointers at constant distances take few registers
     plan = _plan(q.device, q.dtype, are_aligned(q, cache), q.shape, layout(cache),
                  None if block_table is None else layout(block_table), value_dim, softmax_scale, causal)
     acc = torch.empty(plan.acc_shape, dtype=torch.float32, device=q.device)

@@ -1,9 +1,9 @@
-"""Prefixes that neighbouring sequences have in common: their pages are read once for all of them.
+"""Prefixes that neighbouring sequences share: their pages are read once for all of these sequences.
 
-Rows of the block table that begin with the same pages form groups of at most `members` sequences. The queries of a group read its pages as
-those of one sequence. Then each sequence goes on with its own pages from what its group found, as from a sink that has a value. Both are
-calls of the kernels in `forward`, by tables that two small kernels make: nothing waits for the device, nothing is copied, and a CUDA graph
-follows tables and lengths.
+Neighbouring rows of the block table that begin with the same pages form groups of at most `members` sequences. First the queries of a group
+read the shared pages as if they were of one sequence. Then each sequence goes on with its own pages; it starts from what its group found,
+as from a sink that has a value. Both are calls of the kernels in `forward`, with tables that two small kernels make. The host does not
+wait, nothing is copied, and CUDA graphs may be replayed after tables and lengths have changed.
 """
 
 from typing import NamedTuple
@@ -20,8 +20,8 @@ from attnzoo_kernels.decode.tiles import shared_rows
 
 
 class Groups(NamedTuple):
-    """All int32. leaders, counts and lengths (of the common pages, in tokens) are by group, zero where there is none; skips (the common
-    pages) and own_lengths (what is left, in tokens) by sequence."""
+    """All int32. By group, zero where there is none: leaders, counts, and lengths (of the shared pages, in tokens). By sequence: skips
+    (number of shared pages) and own_lengths (tokens after these)."""
 
     leaders: Tensor
     counts: Tensor
@@ -32,7 +32,7 @@ class Groups(NamedTuple):
 
 @triton.jit
 def _whole_pages(cache_seqlens, row, max_blocks, seqlen_q, PAGE: tl.constexpr):
-    """Pages of a sequence that all of its queries see whole."""
+    """How many pages of a sequence all of its queries see whole."""
     length = tl.minimum(tl.load(cache_seqlens + row), max_blocks * PAGE)
     return tl.maximum(length - seqlen_q, 0) // PAGE
 
@@ -40,7 +40,7 @@ def _whole_pages(cache_seqlens, row, max_blocks, seqlen_q, PAGE: tl.constexpr):
 @triton.jit(do_not_specialize=["stride_table", "max_blocks", "seqlen_q"], do_not_specialize_on_alignment=["block_table", "cache_seqlens"])
 def common_pages_kernel(block_table, cache_seqlens, common, stride_table, max_blocks, seqlen_q, PAGE: tl.constexpr, BLOCK: tl.constexpr,
                         OVERLAP: tl.constexpr):
-    """How many pages at its beginning each sequence has in common with the one before it."""
+    """For each sequence, how many pages at its beginning it shares with the sequence before it."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -64,7 +64,8 @@ def common_pages_kernel(block_table, cache_seqlens, common, stride_table, max_bl
 
 @triton.jit
 def _joins_before(common, row, batch):
-    """Whether a sequence is in a group with the one before it: neither has more than twice as much in common with its other neighbour."""
+    """Whether a sequence is in one group with the sequence before it: they share pages, and neither shares more than twice as many with its
+    other neighbour."""
     pages = tl.load(common + row, mask=(row > 0) & (row < batch), other=0)
     before = tl.load(common + row - 1, mask=(row > 1) & (row <= batch), other=0)
     behind = tl.load(common + row + 1, mask=row + 1 < batch, other=0)
@@ -84,18 +85,18 @@ def _smaller(a, b):
 @triton.jit(do_not_specialize=["batch", "groups", "max_blocks"], do_not_specialize_on_alignment=["cache_seqlens"])
 def groups_kernel(common, cache_seqlens, leaders, counts, lengths, skips, own_lengths, batch, groups, max_blocks, MEMBERS: tl.constexpr,
                   PAGE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """The groups, and what is left to each sequence."""
+    """Finds the groups, and what is left of each sequence after the shared pages."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.arange(0, BLOCK)
     joins = _joins_before(common, row, batch)
-    run = tl.associative_scan(tl.where(joins, 0, row), 0, _larger)  # where a row of sequences that join begins
+    run = tl.associative_scan(tl.where(joins, 0, row), 0, _larger)  # the first of the consecutive sequences that join
     place = (row - run) % MEMBERS
     leads = (place == 0) & _joins_before(common, row + 1, batch)
     member = (place > 0) | leads
     number = tl.cumsum(leads.to(tl.int32), 0) - 1
-    # the least and the most of a group by scans of pairs, of which the group is the first number
+    # minimum and maximum within a group, by scans of combined numbers whose higher part is the group
     leader = (row - place).to(tl.int64)
     step = tl.cast(max_blocks, tl.int64) + 1
     pages = tl.where(place > 0, tl.load(common + row, mask=row < batch, other=0), max_blocks)
@@ -115,7 +116,7 @@ def groups_kernel(common, cache_seqlens, leaders, counts, lengths, skips, own_le
 
 
 def find_groups(block_table: Tensor, cache_seqlens: Tensor, seqlen_q: int, page: int, at_most: int) -> tuple[Groups, Tensor]:
-    """The groups, and how many pages each sequence has in common with the one before it."""
+    """(the groups, how many pages each sequence shares with the one before it)."""
     batch, max_blocks = block_table.shape
     common, skips, own_lengths = torch.empty(3, batch, dtype=torch.int32, device=block_table.device)
     leaders, counts, lengths = torch.empty(3, forward.most_groups(batch), dtype=torch.int32, device=block_table.device)
@@ -134,7 +135,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block
     """As `forward.launch_forward`, of pages, without ALiBi and without a left window."""
     batch, seqlen_q, heads, head_dim = q.shape
     page, kv_heads = k.shape[1:3]
-    at_most = 0  # sequences whose queries of a key head fit one tile
+    at_most = 0  # number of sequences whose queries of a key head fit into one tile
     if q.numel() > 0 and batch > 1:
         queries = seqlen_q * heads // kv_heads
         width = max(block_width(head_dim), block_width(v.shape[-1]))

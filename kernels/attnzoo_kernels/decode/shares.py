@@ -1,11 +1,13 @@
-"""How the tiles of all sequences are shared out: evenly, in order, from lengths that only the device knows.
+"""How the tiles of all sequences are divided among programs: evenly and in order, from lengths that only the device knows.
 
-The work is a line of units: sequence by sequence, in it piece by piece (a key head, and where the rows of a group do not fit one tile a
-part of them), in it tile by tile of the keys that a sequence's queries see. Where they see none there are LEAST tiles: one, so that
-somebody writes zeros, or none. Each program takes as many units as another, but for the last one: fewer programs that end together are
-faster than all of them, of which some have one unit more. A piece that lies inside one program is finished there. Of any other the programs
-leave parts, at most two each: of the piece that began in an earlier program in slot 2 p, of the piece that ends in a later one in slot
-2 p + 1 (in slot 2 p, if it is the program's first).
+The work is a line of units: sequence after sequence, in each piece after piece, and in each piece tile after tile of the keys that a
+sequence's queries see. A piece is a key head, or, if the rows of a group do not fit into one tile, a part of these rows. Sequences whose
+queries see no key have LEAST tiles: one, so that a program writes zeros, or none. All programs take the same number of units, except for
+the last one with any. So fewer programs may run; that is faster than running all of them, some with one unit more.
+
+A piece that lies inside one program is finished there. Of any other piece the programs store partial results, at most two each: of the
+piece that began in an earlier program in slot 2 p, of the piece that ends in a later program in slot 2 p + 1 (in slot 2 p, if it is the
+program's first).
 """
 
 import triton
@@ -17,7 +19,7 @@ LANES = tl.constexpr(32)  # sequences at a time: a sum over one warp's lanes nee
 @triton.jit
 def sequence_tiles(cache_seqlens, b, batch, max_len, seqlen_q, window_left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
                    LEAST: tl.constexpr = 1):
-    """(length, first tile, number of tiles) of the sequences b; no tile beyond the batch."""
+    """(length, first tile, number of tiles) of the sequences b. Sequences past the batch have no tile."""
     length = tl.load(cache_seqlens + b, mask=b < batch, other=0)
     length = tl.minimum(tl.maximum(length, 0), max_len)
     first = length * 0
@@ -30,7 +32,7 @@ def sequence_tiles(cache_seqlens, b, batch, max_len, seqlen_q, window_left, BLOC
 @triton.jit
 def total_tiles(cache_seqlens, batch, max_len, seqlen_q, window_left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
                 LEAST: tl.constexpr = 1):
-    """Tiles of all sequences, counting one piece of each."""
+    """The number of tiles of all sequences, for one piece of each."""
     total = 0
     for start in range(0, batch, LANES):
         length, first, tiles = sequence_tiles(cache_seqlens, start + tl.arange(0, LANES), batch, max_len, seqlen_q, window_left, BLOCK_N,
@@ -42,7 +44,8 @@ def total_tiles(cache_seqlens, batch, max_len, seqlen_q, window_left, BLOCK_N: t
 @triton.jit
 def find_sequence(cache_seqlens, tile, batch, max_len, seqlen_q, window_left, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr,
                   LEAST: tl.constexpr = 1):
-    """The sequence that holds the tile of this number, counting one piece of each, and the number of its first tile."""
+    """(the sequence that holds the tile of this number, the number of its first tile), where tiles are counted for one piece of each
+    sequence."""
     sequence = 0
     before = 0
     passed = 0

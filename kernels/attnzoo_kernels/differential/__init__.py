@@ -37,31 +37,31 @@ def differential_attention(
     v (batch, seqlen_k, kv_heads, value_dim).
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
     value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
-    wait for the device; no kernel reads them.
+    wait for the device; kernels do not read them.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free,
     so that kernels need no copy of interleaved heads q[..., 0::2, :], q[..., 1::2, :]. head_dim up to 128 (cpu and the reference: 256),
     value_dim up to 256.
     kv_heads divides heads; pair h reads key pair and value head h // (heads // kv_heads).
 
-    k2: None, or the tensor k1 itself, shares the keys: they are read once for both paths.
+    k2: if it is None, or the tensor k1 itself, both branches share the keys, which are read once.
     lam: float32 (cpu and the reference also take float64), a scalar (), per head (heads,), or per token and head (batch, seqlen_q, heads)
-        or (total, heads). Not clamped. All inputs have gradients, lam's is summed in a fixed order.
+        or (total, heads). Not clamped. All inputs have gradients; lam's is summed in a fixed order.
     causal, window_size: as in `flash_attention`, the diagonal at the bottom right.
     softmax_scale: any finite number; default head_dim ** -0.5.
-    Both softmaxes have their own maximum and sum; they are subtracted in float32 before the only rounding. The rows of the combined map
-    sum to 1 - lam. A query that sees no key gives zeros, LSEs of -inf, and finite gradients.
+    Each softmax has its own maximum and sum. Their outputs are subtracted in float32 and rounded once. The rows of the combined map sum to
+    1 - lam. A query that sees no key gives zeros, LSEs of -inf, and finite gradients.
 
-    return_lse: also return the natural log-sum-exps of both paths' scores, float32, (2, batch, heads, seqlen_q) or (2, heads, total),
+    return_lse: also return the natural log-sum-exps of both branches' scores, float32, (2, batch, heads, seqlen_q) or (2, heads, total),
         without gradient.
-    The paper defines no dropout for the difference of two maps, and there is none.
+    There is no dropout: the paper defines none for the difference of two maps.
     deterministic: True: repeated runs give the same bits in the backward too; False: Gluon's backward adds up the queries' gradients in
         any order; None follows torch.are_deterministic_algorithms_enabled(). The forward repeats bit by bit always, and so does plain
         Triton's backward.
-    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, values above head_dim 64 to 256; one launch that walks the keys once
-        for each path, and where deterministic does not ask for plain Triton's, one walk for all gradients, above head_dim 64 one for
-        each path and 128 columns of v) | "triton" | "cpu" | "reference"; None takes gluon where it holds, else triton, on CUDA tensors
-        and cpu on CPU ones: PyTorch's attention (fused in 16 bits) by tiles of queries, in linear memory, with first derivatives
-        only. A path named runs or raises.
+    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, above head_dim 64 value_dim up to 256) | "triton" | "cpu" |
+        "reference". Gluon's forward is one launch that goes over the keys once for each branch. Its backward, unless deterministic asks for
+        plain Triton's, goes over them once for all gradients; above head_dim 64, once for each branch and 128 columns of v. None takes, on
+        CUDA tensors, gluon if it supports the call, else triton; on CPU ones cpu. "cpu" is PyTorch's attention (fused in 16 bits) by tiles
+        of queries, in linear memory, with first derivatives only. A named path runs, or the call raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

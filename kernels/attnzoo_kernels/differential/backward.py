@@ -4,8 +4,8 @@ With O2 = P2 V, r = rowsum(dO * O2), dP = dO Vᵀ and lambda by row:
 
     dS1 = P1 * (dP - rowsum(dO * O) - lambda r)      dS2 = -lambda P2 * (dP - r)      dV = (P1 - lambda P2)ᵀ dO      dlambda = -r
 
-dP is one product for both branches. The row statistics are those of `_triton.backward` for each branch, with r as the second one's delta,
-and lambda.
+dP is one product for both branches. The row statistics are those of `_triton.backward` for each branch, with r as the second branch's
+delta, and lambda.
 """
 
 import functools
@@ -52,7 +52,7 @@ from attnzoo_kernels.differential.tiles import dkdv_tile, dq_tile
 
 @triton.jit
 def _dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    """dq2 lacks the factor -lambda of its rows."""
+    """dq2 is summed without its rows' factor -lambda."""
     dq1, dq2, exact_delta, exact_r = state
     k1, k2 = load_both_keys(x, own, at, GUARD)
     v = load_values(x, at, GUARD)
@@ -106,7 +106,7 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
     exact_delta = tl.zeros([BLOCK_M], tl.float32)
     exact_r = tl.zeros([BLOCK_M], tl.float32)
     zeros = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # float32 takes the keys twice, first for the statistics: from the weights themselves they cancel where rowsum(dO * O) would not
+    # float32 goes over the keys twice, first for the statistics: summed from the weights they cancel exactly, rowsum(dO * O) does not
     for sweep in tl.static_range(2 if EXACT else 1):
         if sweep == 1:
             delta = exact_delta
@@ -120,7 +120,7 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
                       (EXACT_R or EXACT) and sweep == 0),
             Branch2(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), q2, k2_rows, RowStats(lse2, sum2, r), SHARED_K, False),
             False, False)
-    # what was read behind the sequence's end must not reach the second kernel
+    # values that were read past the sequence's end must not reach the second kernel
     tl.store(row_stats + stride_rows, tl.where(inside, delta, 0.0))
     tl.store(row_stats2 + stride_rows, tl.where(inside, r, 0.0))
     store_own(Operand(dq1_ptr, *dq1_strides), dq1 * softmax_scale, place, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -131,7 +131,7 @@ def differential_bwd_dq_kernel(q1_source, q2_source, k1_source, k2_source, v_sou
 
 @triton.jit
 def _dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
-    """SHARED_K sums both branches' dK in dk1."""
+    """With SHARED_K, dK of both branches is summed in dk1."""
     dk1, dv, dk2 = state
     PRECISION: tl.constexpr = x.shape.PRECISION
     BRANCH_STATS: tl.constexpr = 3 if PRECISION == "ieee" else 2
@@ -203,7 +203,7 @@ def differential_bwd_dkdv_kernel(q1_source, q2_source, k1_source, k2_source, v_s
 
 
 def _blocks(tile, constants: dict) -> dict[int, tuple]:
-    """Tiles of q1, q2, k1, k2, v and grad_out, the first tensors, where TMA reads them."""
+    """A Launch's `blocks` where TMA reads q1, q2, k1, k2, v and grad_out, the first tensors."""
     rows = [tile.block_m] * 2 + [tile.block_n] * 3 + [tile.block_m]
     widths = [constants["BLOCK_D"]] * 4 + [constants["BLOCK_DV"]] * 2
     return {n: (*of, constants["PACKED"]) for n, of in enumerate(zip(rows, widths, strict=True))} if constants["TMA"] else {}
@@ -241,7 +241,7 @@ def _dkdv_plan(device: torch.device, dtype: torch.dtype, aligned: bool, shared_k
 def launch_dq(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor | None, v: Tensor, lam: Tensor, out: Tensor, out2: Tensor,
               stats: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, exact_r: bool,
               options: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dQ1, dQ2, the row statistics that launch_dkdv reads, and r without the rounding of O2, like an LSE (empty unless exact_r)."""
+    """dQ1, dQ2, the row statistics that launch_dkdv reads, and r free of O2's rounding error, shaped like an LSE (empty unless exact_r)."""
     sequences, seqlen_q, _ = options.sizes(q1.shape, k1.shape)
     dq1, dq2 = q1.new_empty(q1.shape), q2.new_empty(q2.shape)
     r = torch.empty_like(stats[0]) if exact_r else stats.new_empty(0)

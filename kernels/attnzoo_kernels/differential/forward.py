@@ -1,4 +1,4 @@
-"""Differential attention's forward: the keys go by once, under two softmaxes."""
+"""Differential attention's forward: one pass over the keys, with two softmaxes."""
 
 import functools
 
@@ -21,7 +21,7 @@ from attnzoo_kernels.differential.tiles import forward_tile
 
 @triton.jit
 def _gather(scores, v, acc, row_max, row_sum, x, MASKED: tl.constexpr, LAGS: tl.constexpr):
-    """One branch's scores of a tile of keys into its O, row maxima and row sums."""
+    """Adds a tile of keys to one branch's O, row maxima and row sums."""
     weights, new_max, rescale = softmax_weights(scores, row_max, x.unit, MASKED != "none", x.shape.PRECISION == "ieee", LAGS)
     acc = rescaled(acc, rescale, new_max, row_max, LAGS)
     return add_dot(weights.to(v.dtype), v, acc, x.shape.PRECISION), new_max, row_sum * rescale + tl.sum(weights, 1)
@@ -86,7 +86,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, save: bool, s
     width, value_width = constants["BLOCK_D"], constants["BLOCK_DV"]
     tile = forward_tile(architecture(device), width, value_width, dtype.itemsize)
     tma = tma_kind(tile.tma and aligned, (q1, q2, k1, k2, v), dtype.itemsize, options.packed)
-    # maxima that lag, and sums rescaled by warp, gain with values of 64 only; four warps must share 64 rows
+    # lagging maxima and rescaling by warp are faster only for values of width 64; four warps must share 64 rows
     lags = tma > 0 and architecture(device) == 90 and value_width <= 64 and tile.block_m == 16 * tile.num_warps
     constants |= {"SAVE": save, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma, "Q_SELECT": tile.q_registers,
                   "LAGS": lags}

@@ -1,4 +1,4 @@
-"""What the plain kernels of differential attention have beside flash's: a second branch of queries and keys, and lambda."""
+"""What the plain kernels of differential attention need beyond flash's: a second branch of queries and keys, and lambda."""
 
 from typing import Any, NamedTuple
 
@@ -50,5 +50,5 @@ def load_lambda(operand, place, i):
     """Lambda of rows i [BLOCK_M]."""
     rows = tile_source(operand.source, place.batch, place.head, place.first, operand.stride_batch, operand.stride_row, operand.stride_head,
                        False)
-    # behind the last sequence, where no query sees a key, there may be anything
+    # after the last sequence, where no query sees a key, lambda may be any value
     return tl.load(rows + i.to(tl.int64) * operand.stride_row, mask=(i < place.length) & (place.other_length > 0), other=0.0)

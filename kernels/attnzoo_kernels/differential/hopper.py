@@ -1,8 +1,9 @@
-"""Differential attention's forward for Hopper in Gluon: one launch, both softmaxes of a tile one after the other in the same program.
+"""Differential attention's forward for Hopper in Gluon: one launch, in which a program computes both softmaxes of a tile, one after the
+other.
 
-Two accumulators at once would not leave registers for the overlap of products and softmax that flash's forward has. So each warp group
-attends with the second branch, keeps that result in float32 in shared memory, or above head_dim 64 in memory that stays in L2, attends with
-the first branch and subtracts; the values, which both branches read, come from L2 the second time.
+Two accumulators at once would leave no registers for the overlap of products and softmax that flash's forward has. So each consumer first
+attends with the second branch and keeps that result in float32: in shared memory, or, above head_dim 64, in global memory that stays in L2.
+Then it attends with the first branch and subtracts. Both branches read the values; the second time they come from L2.
 """
 
 import functools
@@ -36,18 +37,18 @@ class Own(NamedTuple):
     stride_lb: Any
     stride_ls: Any
     stride_lh: Any
-    kept: Any  # where a consumer keeps the second branch's output: in shared memory, or in memory under IN_MEMORY
+    kept: Any  # where a consumer keeps the second branch's output: in shared memory, or, under IN_MEMORY, in global memory
 
 
 @constants
 class OwnConfig:
-    SAVE: gl.constexpr  # the second branch's output is wanted, too
+    SAVE: gl.constexpr  # whether the second branch's output is stored, too
     IN_MEMORY: gl.constexpr
 
 
 @gluon.jit
 def load_tile(tile, step, q_step, program, config):
-    """LOAD_TILE: the second branch's keys, then the first one's."""
+    """LOAD_TILE: a segment of the second branch's keys, then one of the first branch's."""
     begin, end = loaded_tiles(tile.row, tile.len_q, tile.len_k, program.problem, config)
     keys = Keys(tile.sequence, tile.head // program.problem.group, tile.first_k, tile.len_k)
     step, q_step = load_segment(program.own.q2, program.own.k2, tile, keys, 0, end - 1, end - begin, step, q_step, program, config)
@@ -56,7 +57,7 @@ def load_tile(tile, step, q_step, program, config):
 
 @gluon.jit
 def load_lambda(tile, span, program, config):
-    """BEGIN: memory is far away. Behind the last sequence, where no query sees a key, there may be anything."""
+    """BEGIN: loads lambda early, because global memory is slow. After the last sequence, where no query sees a key, it may be any value."""
     own = program.own
     i = span.row + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(config.BLOCK_N)))
     batch = tile.sequence
@@ -68,7 +69,7 @@ def load_lambda(tile, span, program, config):
 
 @gluon.jit
 def places(pointer, ME: gl.constexpr, x, config):
-    """Where the threads of a consumer keep x in memory, each what it holds itself."""
+    """Addresses in global memory for x of a consumer: each thread keeps the elements that it holds."""
     r = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
     c = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     first = (gl.program_id(0) * config.CONSUMERS + ME) * (x.shape[0] * x.shape[1])
@@ -77,7 +78,7 @@ def places(pointer, ME: gl.constexpr, x, config):
 
 @gluon.jit
 def subtract(acc, inverse, tile, span, at, lam, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """FINISH: lambda times the second branch's output is kept, and taken from the first one's."""
+    """FINISH: keeps lambda times the second branch's output, and subtracts it from the first branch's output."""
     row: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     kept = program.own.kept
     out = acc * gl.convert_layout(inverse, row)[:, None]
@@ -135,7 +136,7 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, save: bo
     sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
     tile = tile or hopper_forward_tile(width, value_width)
-    # groups of heads whose keys stay in L2, alike in size: the last one's longest tiles would else end late
+    # groups of heads whose keys stay in L2, of equal sizes: else the longest tiles of a small last group would end late
     kv_heads = k[0][-2] * (1 if options.packed else sequences)
     groups = -(-kv_heads // heads_in_l2(seqlen_k, (1 if shared_k else 2) * width + value_width))
     shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q

@@ -1,5 +1,8 @@
-"""Differential attention's backward on Hopper: row statistics, one mainloop for all gradients, and dQ1 and dQ2 written out from the float32
-buffers that all key tiles add to, in no order: their sums differ from run to run by their rounding."""
+"""Differential attention's backward on Hopper: a launch for row statistics, one mainloop for all gradients, and a launch that converts dQ1
+and dQ2.
+
+All key tiles add to float32 buffers of dQ1 and dQ2 in any order, so their rounding differs from run to run.
+"""
 
 import functools
 import math
@@ -40,7 +43,7 @@ class Plan:
 
     block_d: int
     block_dv: int
-    joint: bool  # both branches in one product, for they share their keys
+    joint: bool  # both branches in one product, because they share their keys
     preprocess: Launch
     tails: tuple[Launch, ...]  # of q1, q2, dO, k1, k2 (where there is one) and v; none for dense input
     mainloop: Launch
@@ -57,7 +60,7 @@ def _plan(device: torch.device, dtype: torch.dtype, q1: Layout, q2: Layout, k1: 
     query_tiles = options.programs(heads, seqlen_q, sequences, ROWS.value)
     key_tiles = options.programs(kv_heads, seqlen_k, sequences, KEYS.value)
     head_tiles = query_tiles // heads if packed else query_tiles // (heads * sequences)
-    joint = k2 is None and block_dv == 64  # wider values leave no shared memory for that mainloop
+    joint = k2 is None and block_dv == 64  # with wider values, shared memory is too small for that mainloop
     preprocess = Launch(
         differential_bwd_preprocess_kernel, query_tiles,
         (*strides(out), *strides(grad_out), *lam, math.prod(q1[0][:-1]), sequences, seqlen_q, heads),
@@ -108,7 +111,7 @@ def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Te
         of_branch = stats.new_empty(query_tiles * tile), stats.new_empty(query_tiles * tile)
     counter = torch.empty(1, dtype=torch.int32, device=q1.device)
     r = torch.empty_like(stats[0])
-    # keys that both branches share are read once
+    # if both branches share their keys, these are read once
     keys, grads = ((k1,), (dk1, dv)) if k2 is None else ((k1, k2), (dk1, dk2, dv))
     tensors = (q1, q2, grad_out, *keys, v)
     boxes = (*((ROWS.value, width),) * 2, (ROWS.value, value_width), *((HALF.value, width),) * len(keys), (HALF.value, value_width))

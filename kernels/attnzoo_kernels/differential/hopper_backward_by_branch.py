@@ -1,8 +1,9 @@
-"""Differential attention's backward on Hopper above head_dim 64: a softmax's mainloop for each branch and 128 columns of values.
+"""Differential attention's backward on Hopper above head_dim 64: the mainloop of a softmax, for each branch and each 128 columns of the
+values.
 
-dK1, dK2 and dV of one tile of keys do not fit the registers together there. Scores' gradients are linear in dO Vᵀ, so that a mainloop over
-some columns of v, dO and the outputs gives what these add to dQ, in one float32 sum of a branch, and to dK. dV goes from the second
-branch's launches to the first's in float32: with one lambda near 1 for all, what the branches give of it nearly cancels.
+There, dK1, dK2 and dV of one tile of keys do not fit into registers together. Gradients of scores are linear in dO Vᵀ. So a mainloop over
+some columns of v, dO and the outputs gives the share of these columns in dQ, which is added to the branch's float32 sum, and in dK. The
+second branch's dV goes to the first branch's launches in float32, because with lambda near 1 the branches' shares of dV nearly cancel.
 """
 
 import functools
@@ -24,7 +25,7 @@ from attnzoo_kernels.differential.backward import reduce_like
 from attnzoo_kernels.differential.hopper_bwd_preprocess import differential_bwd_preprocess_by_branch_kernel
 from attnzoo_kernels.differential.options import Options, lambda_strides
 
-WIDTH = 128  # of heads, and the widest values of one launch
+WIDTH = 128  # width of heads, and largest width of values in one launch
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Plan:
     """The launches for one layout of the arguments."""
 
     preprocess: Launch
-    mainloops: tuple[tuple[Launch, ...], ...]  # of each branch, for each 128 columns of the values
+    mainloops: tuple[tuple[Launch, ...], ...]  # by branch, and by 128 columns of the values
     key_tiles: int
     postprocess: Launch
 
@@ -121,7 +122,7 @@ def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Te
     with on_device_of(q1):
         plan.preprocess(out, out2, grad_out, lam, stats, gradient, row_stats, dq_sum, r, counters, cu_seqlens_q)
         dq2, dk2 = of_branch(1, q2, k1 if k2 is None else k2, gradient)
-        del gradient  # before the rest is there
+        del gradient  # before the other gradients are allocated
         dq_sum.zero_()
         dq1, dk1 = of_branch(0, q1, k1, grad_out)
     dlam = reduce_like(-r, lam, options.packed) if needs_dlam else lam.new_empty(0)

@@ -1,8 +1,10 @@
-"""The Gluon kernel of differential attention's Hopper backward: dQ1, dQ2, dK1, dK2 and dV in one mainloop, transposed (keys by queries).
+"""The Gluon kernel of differential attention's Hopper backward: dQ1, dQ2, dK1, dK2 and dV in one mainloop, with transposed tiles (keys by
+queries).
 
-A program stays on its multiprocessor and takes tiles of 128 keys from a counter. One warp loads; two consumers hold dK1, dK2 and dV of 64
-keys each in registers and go along the queries in steps of 64, of all heads of a group, one branch after the other inside a step: dO Vᵀ
-and dV are one product for both. Each consumer makes one branch's dQ from both consumers' dS and adds it to a float32 buffer from registers.
+A program stays on its multiprocessor and takes tiles of 128 keys from a counter. One warp loads. Two consumers hold dK1, dK2 and dV of 64
+keys each in registers. They go over the queries of all heads of a group in steps of 64, and within a step over one branch after the other;
+dO Vᵀ and dV are one product for both branches. Each consumer makes one branch's dQ from both consumers' dS and adds it from registers to a
+float32 buffer.
 """
 
 from typing import Any, NamedTuple
@@ -40,7 +42,7 @@ from attnzoo_kernels.differential.hopper_loads import STATS, Branches, load_keys
 
 @gluon.jit
 def halves(x):
-    """The left and the right columns of x [M, N]: in a product's layout a thread holds some of both."""
+    """The left and the right columns of x [M, N]; in a product's layout each thread holds some of both."""
     width: gl.constexpr = x.shape[1] // 2
     left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, width]), (0, 2, 1)))
     return gl.convert_layout(left, product_layout(width)), gl.convert_layout(right, product_layout(width))
@@ -54,7 +56,8 @@ def whole(left, right, layout: gl.constexpr):
 
 @gluon.jit
 def statistics(stats_tiles, stage, WHICH: gl.constexpr, SIDE: gl.constexpr, column: gl.constexpr, COUNT: gl.constexpr = ROWS // 2):
-    """Of COUNT of a step's queries: 0 the first branch's LSE in base 2, 1 its delta, 2 the second's LSE, 3 its delta, 4 lambda."""
+    """A statistic of COUNT of a step's queries. WHICH: 0 the first branch's LSE in base 2, 1 its delta, 2 the second branch's LSE, 3 its
+    delta, 4 lambda."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     of_box: gl.constexpr = STATS // ROWS
     tile = stats_tiles.index(stage * 2 + WHICH // of_box)._reinterpret(gl.float32, [STATS], flat)
@@ -72,7 +75,7 @@ def weights_of(scores, smem, stage, WHICH: gl.constexpr, SIDE: gl.constexpr, low
 
 @gluon.jit
 def _second_branch(scores, p, dweights, smem, stage, SIDE: gl.constexpr, low, high, scale, c, MASKED: gl.constexpr):
-    """Of half a step: dS of the second branch, and the combined weights, rounded once more."""
+    """For half a step: dS of the second branch, and the combined weights, which are rounded once more."""
     layout: gl.constexpr = scores.type.layout
     column: gl.constexpr = gl.SliceLayout(0, layout)
     dtype: gl.constexpr = smem.k.dtype
@@ -84,7 +87,7 @@ def _second_branch(scores, p, dweights, smem, stage, SIDE: gl.constexpr, low, hi
 
 @gluon.jit
 def _packed(x, dtype: gl.constexpr):
-    """x [M, N] rounded, two numbers a register, which the compiler does not see to."""
+    """x [M, N] rounded, two numbers in each register; the compiler does not pack them by itself."""
     even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     if dtype == gl.bfloat16:
         asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
@@ -95,7 +98,7 @@ def _packed(x, dtype: gl.constexpr):
 
 @gluon.jit
 def _unpacked(x, dtype: gl.constexpr, layout: gl.constexpr):
-    """What _packed made, in float32."""
+    """The inverse of _packed, in float32."""
     if dtype == gl.bfloat16:
         asm: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
     else:
@@ -114,7 +117,7 @@ def _first_scores(smem, bars, step, c, ME: gl.constexpr):
 @gluon.jit
 def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, ME: gl.constexpr, SHARED_K: gl.constexpr,
           MASKED: gl.constexpr, LAST: gl.constexpr):
-    """Adds what a step gives to dK1, dK2 and dV; takes its first branch's scores, and gives those of the next step."""
+    """Adds a step's share to dK1, dK2 and dV. It takes the scores of its first branch and returns those of the next step."""
     q1_tiles, q2_tiles = smem.q
     k_tiles, ds_tiles = smem.k, smem.ds
     scores_layout: gl.constexpr = scores.type.layout
@@ -143,7 +146,7 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
     mbarrier.arrive(bars.ds_full.index(slot * 2), count=1)
     # [HALF, BLOCK_D] x [BLOCK_D, ROWS]
     pending = warpgroup_mma(k_tiles.index(second + ME), q2_tiles.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    # [HALF, ROWS] x [ROWS, BLOCK_D]; dS from shared memory, where it lies for dQ: as operands in registers there would be no room
+    # [HALF, ROWS] x [ROWS, BLOCK_D]; dS is read from shared memory, where it lies for dQ: registers have no room for it
     dk1_pending = warpgroup_mma(ds_tiles.index(slot * 4 + ME), q1_tiles.index(stage), dk1, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(pending,))
     left, right = halves(scores)
@@ -174,16 +177,16 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
     mbarrier.arrive(bars.step_empty.index(stage), count=1)
     dq = warpgroup_mma_wait(0, deps=(dq,))
     add_to(dq_tile, dq)
-    if not LAST:  # not before dQ is out of the registers
+    if not LAST:  # only now, because dQ had to leave the registers first
         scores = _first_scores(smem, bars, step + 1, c, ME)
     return scores, dk1, dk2, dv
 
 
 @gluon.jit
 def branch_tiles(dtype: gl.constexpr, KEYS_OF: gl.constexpr, JOINT: gl.constexpr, c):
-    """Shared of both branches, with KEYS_OF one of them or two. JOINT: a step's queries of both lie in one buffer, side by side as columns
-    of scores, and dQ goes through shared memory. Else each branch's queries have a buffer of their own: reading both from one takes more
-    registers, which are spilled."""
+    """Shared of both branches. KEYS_OF: how many branches have keys, one or two. JOINT: a step's queries of both branches lie in one
+    buffer, as neighbouring columns of scores, and dQ goes through shared memory. Otherwise each branch's queries have their own buffer,
+    because reading both from one takes more registers, which would be spilled."""
     if JOINT:
         q = shared_tiles(dtype, 2 * c.STAGES, ROWS, c.WIDTH)
     else:
@@ -216,7 +219,7 @@ def _start(own, smem, slot, c):
 
 @gluon.jit
 def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: the first branch's scores are a step ahead, but for those of a head's first step."""
+    """MAINLOOP: the first branch's scores are computed one step ahead, except for those of a head's first step."""
     dk1, dk2, dv, dq_place = state
     begin, full_begin, full_end, end = bounds
     dq_tile = own.dq[ME] + dq_place

@@ -1,8 +1,9 @@
-"""The Gluon kernel of differential attention's Hopper backward where both branches read the same keys: a softmax's mainloop in pairs.
+"""The Gluon kernel of differential attention's Hopper backward where both branches read the same keys: a softmax's mainloop over pairs of
+branches.
 
-A step is 64 queries of both branches, side by side as 128 columns of scores against the same keys: scores, dK and dQ are one product each
-for both branches, as are dO Vᵀ and dV of their combined weights. Each consumer makes one branch's dQ from both consumers' dS, a step late,
-so that they need not keep step with each other; a warp has it added to memory.
+A step is 64 queries of both branches, as 128 columns of scores with the same keys. Scores, dK and dQ are one product each for both
+branches, and so are dO Vᵀ and dV with the combined weights. Each consumer makes one branch's dQ from both consumers' dS, one step late, so
+that it need not wait for the other's dS of the same step. A warp adds dQ to memory.
 """
 
 from triton.experimental import gluon
@@ -17,7 +18,7 @@ from attnzoo_kernels._gluon.hopper import product_layout, warpgroup_mma, warpgro
 from attnzoo_kernels.differential.hopper_backward_kernel import branch_tiles, halves, statistics, weights_of, whole
 from attnzoo_kernels.differential.hopper_loads import Branches, load_keys, load_queries
 
-BOTH = gl.constexpr(128)  # queries of both branches in a step
+BOTH = gl.constexpr(128)  # columns of a step: its queries, once for each branch
 
 
 @gluon.jit

@@ -21,7 +21,8 @@ def _load_pair(out_ptr, out2_ptr, offsets, mask):
 
 @triton.jit
 def _store_lse(row_stats, apart, stats_ptr, stride_stats, at, inside):
-    """Both branches' LSE in base 2 (+inf where a row sees no key, or is none), `apart` in the row statistics; returns the last one."""
+    """Stores both branches' LSE in base 2 (+inf for a row that sees no key or does not exist), `apart` from each other in the row
+    statistics. Returns the second one."""
     for branch in tl.static_range(2):
         lse = lse_log2(stats_ptr + 2 * branch * stride_stats, stride_stats, at, inside)
         tl.store(row_stats + branch * apart, lse)
@@ -30,7 +31,7 @@ def _store_lse(row_stats, apart, stats_ptr, stride_stats, at, inside):
 
 @triton.jit
 def _store_r(r_ptr, at, r, lse, inside):
-    """The gradient of -lambda. Rows that see no key have none, whatever dO is behind the last sequence."""
+    """Stores r, the gradient of -lambda. It is zero in rows that see no key, whatever dO is after the last sequence."""
     tl.store(r_ptr + at, tl.where(lse == float("inf"), 0.0, r), mask=inside)
 
 
@@ -41,7 +42,7 @@ def differential_bwd_preprocess_kernel(out_ptr, out2_ptr, do_ptr, lam_ptr, stats
                                  stride_lh, stride_stats, n_seqs, seqlen, heads, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                                  BLOCK_DV: tl.constexpr, PACKED: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr,
                                  DQ_TILE: tl.constexpr):
-    """[2, STATS] of each tile: LSE and delta of the first branch, both of the second, lambda."""
+    """Stores [2, STATS] for each tile: LSE and delta of the first branch, LSE and delta of the second, and lambda."""
     tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     at, inside = statistics_of(tile, seqlen, heads, BLOCK)
     # [BLOCK, BLOCK_DV]
@@ -71,8 +72,8 @@ def differential_bwd_preprocess_by_branch_kernel(
     stride_oh, stride_dob, stride_dos, stride_doh, stride_lb, stride_ls, stride_lh, stride_stats, n_seqs, seqlen, heads, n_tiles,
     VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, VALUE_TILES: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """A softmax's [2, BLOCK] statistics of each tile, for each branch and WIDTH columns of the values; do2 = -lambda dO, what the second
-    branch's softmax would have got by itself; r = rowsum(dO * out2)."""
+    """Stores, for each branch and WIDTH columns of the values, a softmax's [2, BLOCK] statistics of each tile. It also stores do2 = -lambda
+    dO, the output gradient of the second branch's softmax, and r = rowsum(dO * out2)."""
     tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     at, inside = statistics_of(tile, seqlen, heads, BLOCK)
     i = (tile.first + (tile.row + tl.arange(0, BLOCK))).to(tl.int64)[:, None]

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.backward_load import load_gradients, load_halves
 from attnzoo_kernels._gluon.hopper import async_load, box, mbarrier
 
-STATS = gl.constexpr(256)  # floats of a box of row statistics; two boxes a step
+STATS = gl.constexpr(256)  # floats of a TMA box of row statistics; a step has two boxes
 
 
 class Branches(NamedTuple):
@@ -36,7 +36,7 @@ def _load_queries(branches, stats_desc, first, second, smem, bars, stage, batch,
 
 @gluon.jit
 def load_queries(branches, stats_desc, smem, bars, of_tile, stage, batch, head, row, j, stats_tile, IN_TAIL: gl.constexpr, c):
-    """LOAD_Q: both branches' queries lie in one buffer in turn."""
+    """LOAD_Q: both branches' queries use one buffer."""
     _load_queries(branches, stats_desc, smem.q.index(stage * 2), smem.q.index(stage * 2 + 1), smem, bars, stage, batch, head, row,
                   stats_tile)
 

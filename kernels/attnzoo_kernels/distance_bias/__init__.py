@@ -1,5 +1,5 @@
-"""Attention with a bias by distance that is learned: T5's buckets (Raffel et al. 2020, arXiv:1910.10683), KERPLE (Chi et al. 2022,
-arXiv:2205.09921) and any other function of how far a key is from a query, as a table."""
+"""Attention with a learned bias by distance: T5's buckets (Raffel et al. 2020, arXiv:1910.10683), KERPLE (Chi et al. 2022,
+arXiv:2205.09921), and any other function of the distance from a query to a key. The function is given as a table."""
 
 from typing import Any
 
@@ -37,18 +37,19 @@ def distance_bias_attention(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, the masks of `causal` and `window_size`, and grouped heads: as
     `flash_attention` has them. A query that sees no key gives zeros and LSE -inf, and finite gradients.
 
-    bias: float32 (heads, distances) (the reference also takes float64), what a score of each query head gets at each distance, in natural
-        units, at least one distance. The distance of query i and key j is i + seqlen_k - seqlen_q - j: how many tokens the key stands
-        before the query, negative behind it. Beyond its ends the table goes on with its first and last entries. Its gradient is the sums
-        of the gradients of the scores, float32.
-    origin: the entry of distance 0, any integer. 0 is for causal attention; of a table for both directions it is in the middle.
+    bias: float32 (heads, distances) (the reference also takes float64), at least one distance: what is added to the scores of each query
+        head at each distance, in natural units. The distance of query i and key j is i + seqlen_k - seqlen_q - j: how many tokens the key
+        lies before the query; it is negative if the key lies after it. Distances beyond the table's ends take its first or last entry.
+        The table's gradient is the sums of the gradients of the scores, float32.
+    origin: the index of the entry for distance 0, any integer. It is 0 for causal attention; a table for both directions has it in the
+        middle.
     softmax_scale: any finite number; default head_dim ** -0.5. T5's is 1.
 
     return_lse: also return the natural log-sum-exp of the scores, with the bias, float32, (batch, heads, seqlen_q) or (heads, total),
         differentiable.
     deterministic: as in flash_attention. Plain Triton's forward and backward always repeat bit by bit.
     impl: "triton" | "cpu" | "reference". None takes triton on CUDA tensors, and cpu on CPU ones: matrix products by tiles of queries, in
-        linear memory, with first derivatives only. A path named runs or raises.
+        linear memory, with first derivatives only. A named path runs, or the call raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

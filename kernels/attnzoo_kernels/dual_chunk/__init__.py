@@ -1,4 +1,4 @@
-"""Dual Chunk attention: long contexts without a rotary distance beyond those of training (An et al. 2024, arXiv:2402.17463)."""
+"""Dual Chunk attention: long contexts in which no rotary distance is larger than in training (An et al. 2024, arXiv:2402.17463)."""
 
 from typing import Any
 
@@ -40,9 +40,9 @@ def dual_chunk_attention(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, and grouped heads: as `flash_attention` has them. Each packed sequence
     has its own chunks.
 
-    cos, sin: float32 (positions, rotary_dim / 2), of the angles of position 0, 1, ...; at least as many as the largest position below,
-    plus one. A pair's angle grows evenly from 0 on: gradients are turned by differences of positions. rotary_dim may be less than
-    head_dim; the channels behind it are not rotated. rope_interleaved: channel 2c pairs with 2c + 1 instead of c with
+    cos, sin: float32 (positions, rotary_dim / 2), of the angles of positions 0, 1, ...; positions must be larger than the largest position
+    below. Each pair's angle must be proportional to the position, because gradients are rotated by differences of positions. rotary_dim
+    may be less than head_dim; the channels after it are not rotated. rope_interleaved: channel 2c pairs with 2c + 1 instead of c with
     c + rotary_dim / 2.
 
     Query i stands at position p = i + seqlen_k - seqlen_q (bottom right), key j at position j. With chunks of L = chunk_size - local_size
@@ -53,23 +53,25 @@ def dual_chunk_attention(
     variant "paper": top = far = chunk_size - 1; "chunkllama" (its code, vLLM's and Qwen's): top = chunk_size, far = min(2 L - 1, top).
     Distances of the paper's Figure 2, chunk_size=10 and local_size=4, keys 0 to 11 of query 11:
         9 8 7 6 5 4 | 5 4 3 2 1 0
-    It is plain rotary attention up to min(top + 1, 2 L) tokens.
+    Up to min(top + 1, 2 L) tokens it equals plain rotary attention.
 
-    causal: keys j <= p are seen. Otherwise all are, and the distance to a later token is minus the distance back from it: the query stands
-        at p % L, the key at its stage's position.
-    stages: which of the three are attended to at all; the keys of the others are masked.
-    logit_multiplier: float32 (seqlen_q,), (batch, seqlen_q) or packed (total_q,), multiplies a query's logits (the temperature of YaRN and
-        the like for long inputs). Keys stay as they are, so that decoding equals reading at once. No gradient in the Triton path.
+    causal: keys j <= p are seen. Otherwise all keys are seen, and the distance to a later token is minus the distance back from it: then
+        the query's position is p % L, and the key's position is that of its stage.
+    stages: which of the three stages are attended to; keys of the other stages are masked.
+    logit_multiplier: float32 (seqlen_q,), (batch, seqlen_q) or packed (total_q,), multiplies a query's logits (for example by the
+        temperature of YaRN for long inputs). Keys do not depend on it, so decoding token by token equals one call for all tokens. No
+        gradient in the Triton path.
     A query that sees no key gives zeros and LSE -inf, and finite gradients.
 
     softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the logits, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: repeated runs give the same gradients bit by bit; None follows torch.are_deterministic_algorithms_enabled(). The forward
         always does, and so does plain Triton's backward.
-    impl: "triton" | "gluon" | "cpu" | "reference"; None takes gluon where it holds (Hopper, 16 bits, causal, all stages, widths of 33 to
-        128), else triton, on CUDA tensors and cpu on CPU ones: PyTorch's attention (fused in 16 bits) by tiles of queries and stages, in
-        linear memory, with first derivatives only. A path named runs or raises; what gluon's backward does not take
-        (chunks that are no multiples of 128 tokens, packed sequences without one cu_seqlens for both sides) triton's does.
+    impl: "triton" | "gluon" | "cpu" | "reference"; None takes, on CUDA tensors, gluon if it supports the call (Hopper, 16 bits,
+        causal, all stages, widths of 33 to 128), else triton; on CPU ones cpu. "cpu" is PyTorch's attention (fused in 16 bits) by tiles of
+        queries and stages, in linear memory, with first derivatives only. A named path runs, or the call raises. Calls that gluon's
+        backward does not support (chunks that are no multiples of 128 tokens, packed sequences without one cu_seqlens for both sides) take
+        triton's backward.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

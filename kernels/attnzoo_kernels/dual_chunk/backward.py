@@ -1,7 +1,7 @@
-"""Dual Chunk attention's backward, as `_triton.backward` has it, over the rotated copies that the forward reads.
+"""Dual Chunk attention's backward, as in `_triton.backward`, over the rotated copies that the forward reads.
 
-One maximum, sum and delta per row serve all relations. dQ is gathered in the frame of the relation that goes by and turned from frame to
-frame between relations, so that one accumulator holds the sum; keys keep one position in all causal relations, so that dK turns once.
+One maximum, sum and delta per row serve all relations. dQ is summed in the frame (rotary position) of the current relation and rotated to
+the next frame between relations, so one accumulator is enough. Keys have the same position in all causal relations, so dK is rotated once.
 """
 
 import functools
@@ -27,7 +27,7 @@ from attnzoo_kernels.dual_chunk.tiles import dkdv_tile, dq_tile
 
 
 class Rotation(NamedTuple):
-    """What turns gradients back: tables of angles, largest positions, the queries' multipliers."""
+    """What rotating gradients back needs: tables of angles, largest positions, and the queries' multipliers."""
 
     cos: Any
     sin: Any
@@ -48,7 +48,7 @@ def _dq_loops(state, x, own):
     inside = tl.minimum(own.position + tl.arange(0, x.shape.BLOCK_M) - own.index * own.chunk, own.chunk - 1)
     for relation in range(first_relation(own), 3 if own.CAUSAL else 5):
         dq, exact_delta = relation_loops(_dq_step, (dq, exact_delta), x, own, relation, False)
-        # from this relation's position to the next one's, in the end to zero
+        # rotate from this relation's position to the next one's, and at the end to zero
         turn = stage_position(query_copy(relation), inside, own.chunk, own.rotation.top, own.rotation.far)
         turn -= tl.where(relation == (2 if own.CAUSAL else 4), 0,
                          stage_position(query_copy(relation + 1), inside, own.chunk, own.rotation.top, own.rotation.far))
@@ -90,8 +90,8 @@ def dual_chunk_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, g
 
 
 class KeyChunk(NamedTuple):
-    """What a query head's steps in one relation take: the copies' Operand with `batches` batch rows each, the first row of the next chunk,
-    the rows of the relation as _query_bounds has them, and the first row that sees each key."""
+    """What a query head's steps in one relation need: the Operand of the copies with `batches` batch rows each, the first row of the next
+    chunk (seam), the relation's rows as _query_bounds gives them, and the first row that sees each key."""
 
     queries: Any
     batches: Any
@@ -107,13 +107,14 @@ class KeyChunk(NamedTuple):
 
 
 class QueryRange(NamedTuple):
-    """What the steps over queries take: the copies' Operand with `batches` batch rows each, and the first rows of the next chunks."""
+    """What the steps over queries need: the Operand of the copies with `batches` batch rows each, and the first rows of the next two chunks
+    (seam and seam + chunk)."""
 
     queries: Any
     batches: Any
     seam: Any
     chunk: Any
-    end: Any  # rows from here on get weight zero: by padding under ONE_LOOP, else by these statistics
+    end: Any  # rows from here on get weight zero: under ONE_LOOP by padding, else by _load_stats
     first_seen: Any  # [BLOCK_N], the first row that sees each key
     ONE_LOOP: Any
 
@@ -126,7 +127,7 @@ def _seen_from(x, own, i, j, position):
 
 @triton.jit
 def _load_copy(x, own, at, GUARD: tl.constexpr):
-    """LOAD_Q: queries at the positions that they have to this tile's keys."""
+    """LOAD_Q: the copy of the queries that is rotated for their relation to this tile's keys."""
     copy = (at >= own.seam).to(tl.int32) + (at >= own.seam + own.chunk).to(tl.int32)
     rows = head_rows(own.queries, copy * own.batches + x.place.batch, x.head, x.place.other_first, x.place.other_length, x.shape.TMA)
     return load_query_rows(x, rows, at, GUARD)
@@ -168,9 +169,10 @@ def _dkdv_loops(state, x, own):
 @triton.jit
 def _query_bounds(relation, index, chunk, column, last_key, offset, len_k, relations, CAUSAL: tl.constexpr, ONE_LOOP: tl.constexpr,
                   GUARD: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Rows begin .. end of the queries in one of the five relations as the keys' chunk sees them, under ONE_LOOP from the third on.
+    """(begin, full_begin, full_end, end): the rows of queries in one of the five relations to the keys' chunk. Under ONE_LOOP, relation 2
+    stands for all rows from there on.
 
-    Tiles from full_begin to full_end lie inside the sequence and see all keys of the tile, the latter not under ONE_LOOP.
+    Tiles from full_begin to full_end lie inside the sequence and, unless ONE_LOOP, see all keys of the tile.
     """
     begin, end = relation_range(relation, index, chunk, offset, len_k)
     if CAUSAL:
@@ -185,7 +187,7 @@ def _query_bounds(relation, index, chunk, column, last_key, offset, len_k, relat
     full_begin = begin
     full_end = end
     if ONE_LOOP:
-        begin = begin // BLOCK_M * BLOCK_M  # it is a multiple; the compiler knows it now
+        begin = begin // BLOCK_M * BLOCK_M  # a multiple already; this tells the compiler
         full_begin = begin
     elif CAUSAL:
         full_begin = tl.minimum(begin + tl.cdiv(tl.maximum(last_key - offset - begin, 0), BLOCK_M) * BLOCK_M, end)

@@ -1,8 +1,9 @@
-"""Tiles that end at chunk seams, and the ranges of the five relations that the mainloop over the other side goes through.
+"""Tiles that end at chunk seams, and the five relations between chunks that the mainloop goes through.
 
-Relations by the chunks from the query's back to the key's: 0 two or more before, 1 the one before, 2 the same, 3 the one behind, 4 two or
-more behind (3 and 4 only if not causal). Relation r is |r - 2| chunks apart; the later of query and key stands at that relation's position,
-which rotated copies have under the number |r - 2|, the other one at its place in its chunk, copy 0.
+A relation says where the key's chunk lies: 0 two or more chunks before the query's, 1 the one before, 2 the same, 3 the one after, 4 two or
+more after (3 and 4 only if not causal). In relation r they are |r - 2| chunks apart (2 stands for more, too). The later one of query and
+key takes that relation's rotary position, which is copy |r - 2| of the rotated copies. The other one takes its place in its chunk, which is
+copy 0.
 """
 
 import triton
@@ -13,9 +14,10 @@ from attnzoo_kernels._triton.tiles import Place, sequence_rows
 
 @triton.jit
 def _find_chunk_tile(cu_seqlens, slot, n_seqs, total, chunk, BLOCK: tl.constexpr):
-    """As tiles.find_tile for tiles that end at seams: sequence b owns the slots from c // BLOCK + c // chunk + 3 b on, c = cu_seqlens[b].
+    """Like tiles.find_tile for tiles that end at seams. Sequence b owns the slots from c // BLOCK + c // chunk + 3 b on, with c =
+    cu_seqlens[b].
 
-    n tokens that start anywhere in a chunk lie in n // BLOCK + n // chunk + 3 tiles at most.
+    n tokens that start anywhere in a chunk have at most n // BLOCK + n // chunk + 3 tiles.
     """
     lanes = tl.arange(0, 128)
     sequence = -1
@@ -31,10 +33,10 @@ def _find_chunk_tile(cu_seqlens, slot, n_seqs, total, chunk, BLOCK: tl.constexpr
 @triton.jit
 def chunk_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, chunk, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
                PACKED: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """(This program's Place, its chunk, the sequence's length on this side).
+    """(this program's Place, its chunk, the sequence's length on this side).
 
-    As tiles.program_tile, but the Place's rows row .. length all lie in one chunk, whose number may be negative for queries that lie before
-    the first key.
+    Like tiles.program_tile, but the Place's rows row .. length all lie in one chunk. The chunk's number is negative for queries before the
+    first key.
     """
     if PACKED:
         slots = seqlen // BLOCK + seqlen // chunk + 3 * (n_seqs + 1)
@@ -45,7 +47,7 @@ def chunk_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads
         batch = 0
     else:
         first, length, other_first, other_length = 0, seqlen, 0, other_seqlen
-    # position of row 0; whole chunks are added so that no quotient is taken of a negative number
+    # position of row 0; whole chunks are added, so that no negative number is divided
     offset = 0
     if QUERIES:
         offset = other_length - length
@@ -72,7 +74,7 @@ def chunk_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads
 
 @triton.jit
 def relation_range(relation, index, chunk, low, high):
-    """Positions of a relation's tokens from chunk `index`, in ascending order, inside low .. high; empty ones have begin >= end."""
+    """(begin, end): the positions, within low .. high, of the tokens that have this relation to chunk `index`; empty if begin >= end."""
     begin = tl.where(relation == 0, low, tl.maximum((index + relation - 2) * chunk, low))
     end = tl.where(relation == 4, high, tl.minimum((index + relation - 1) * chunk, high))
     return begin, end

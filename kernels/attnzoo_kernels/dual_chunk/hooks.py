@@ -1,6 +1,7 @@
-"""Hooks of `_triton`'s mainloops for tiles of queries: the keys go by relation after relation.
+"""Hooks of `_triton`'s mainloops for tiles of queries: the mainloop goes over the keys relation by relation.
 
-Queries and keys are read from copies rotated for the relations, so that a relation begins by taking another copy of the same queries.
+Queries and keys are read from copies that are rotated for the relations. So each relation begins by loading another copy of the same
+queries.
 """
 
 from typing import Any, NamedTuple
@@ -19,13 +20,13 @@ class Chunked(NamedTuple):
     queries: Any
     keys: Any
     batches: Any
-    index: Any  # of its chunk
+    index: Any  # number of its chunk
     chunk: Any
     relations: Any  # bit n: keys n chunks apart are attended to (2: two or more)
-    position: Any  # of its first query
+    position: Any  # position of its first query
     group: Any
     CAUSAL: Any
-    ROTARY_DIM: Any = None  # from here on dQ only; the constants stand here, because Triton 3.6 loses those of a tuple in this one
+    ROTARY_DIM: Any = None  # from here on dQ only; not in Rotation, because Triton 3.6 loses constants of a nested tuple
     INTERLEAVED: Any = None
     HAS_MULTIPLIER: Any = None
     rotation: Any = None  # Rotation, whose stride of one query is the constant 1
@@ -33,7 +34,7 @@ class Chunked(NamedTuple):
 
 
 class Relation(NamedTuple):
-    """What a mask takes: the queries' positions [BLOCK_M], and the end of the relation's keys."""
+    """What a mask needs: the queries' positions [BLOCK_M], and the end of the relation's keys."""
 
     position: Any
     end: Any
@@ -42,7 +43,7 @@ class Relation(NamedTuple):
 
 @triton.jit
 def key_bounds(relation, own, place, BLOCK_N: tl.constexpr):
-    """Keys begin .. end of a relation; those up to full_end fill whole tiles that all queries of the tile see."""
+    """(begin, full_end, end) of a relation's keys. begin .. full_end are whole tiles that all queries of the tile see."""
     begin, end = relation_range(relation, own.index, own.chunk, 0, place.other_length)
     full_end = end
     if own.CAUSAL:
@@ -84,5 +85,5 @@ def relation_loops(STEP: tl.constexpr, state, x, own, relation, Q_SELECT: tl.con
 
 @triton.jit
 def first_relation(own):
-    """The first relation that has keys."""
+    """The first relation that has any keys."""
     return tl.maximum(2 - tl.maximum(own.index, 0), 0)

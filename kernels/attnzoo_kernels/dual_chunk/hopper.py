@@ -1,7 +1,7 @@
-"""Dual Chunk attention's forward for Hopper in Gluon: flash's persistent programs, with the queries exchanged where a stage begins.
+"""Dual Chunk attention's forward for Hopper in Gluon: flash's persistent programs, with other copies of the queries for each stage.
 
-A tile of queries lies in one chunk. It attends to its own chunk's keys, those of the chunk before and all others, each from the last one
-down: tiles of keys begin at seams, so that only the first tile of a relation can need a mask.
+A tile of queries lies in one chunk. It attends to its own chunk's keys, then to those of the chunk before, then to all others, each from
+the last key down. Tiles of keys begin at seams, so only the first tile of a relation can need a mask.
 """
 
 import functools
@@ -29,14 +29,14 @@ from attnzoo_kernels.dual_chunk.parts import parts
 from attnzoo_kernels.dual_chunk.rotation import rotated_copies
 from attnzoo_kernels.dual_chunk.tiles import FORWARD_LENGTHS, hopper_forward_tile
 
-Q_SLOTS = gl.constexpr(2)  # the next relation's queries are loaded while the last one's are read
+Q_SLOTS = gl.constexpr(2)  # the next relation's queries are loaded while those of this one are read
 
 
 @constants
 class OwnConfig:
     VALUE_DIM: gl.constexpr
-    SEAMS: gl.constexpr  # the first tile of keys of a relation reaches into the next one
-    PARTIAL: gl.constexpr  # tiles that TMA cannot write
+    SEAMS: gl.constexpr  # the last keys of a relation's first tile may belong to the next chunk
+    PARTIAL: gl.constexpr  # some tiles cannot be stored by TMA
 
 
 class Own(NamedTuple):
@@ -78,15 +78,15 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
 
 @gluon.jit
 def mask(scores, column, span, program, config):
-    """MASK of the chunk, counted from its first key: columns that are no multiples of BLOCK_N cost registers, for which ptxas has the
-    mainloop take a thread's two rows in turn."""
+    """MASK within the chunk, counted from its first key. Columns that are no multiples of BLOCK_N would cost registers, and ptxas would
+    then process a thread's two rows one after the other in the mainloop."""
     length = span.len_k - span.own.first_key
     return mask_scores(scores, span.own.position - span.own.first_key, column, length, length, 0, 0, False, True)
 
 
 @gluon.jit
 def step_mask(scores, where, program, config):
-    """STEP_MASK under SEAMS: of a relation's first tile, what belongs to the next one."""
+    """STEP_MASK under SEAMS: masks the keys of a relation's first tile that belong to the next chunk."""
     n, first, span = where
     if (n > 0) & first:
         keys = gl.where(n == 2, span.own.chunk - 1, gl.where(span.own.merged, span.own.chunk, 1)) * program.own.chunk
@@ -97,7 +97,7 @@ def step_mask(scores, where, program, config):
 
 @gluon.jit
 def inside(tile, span, program, config):
-    """INSIDE of a tile: rows before the sequence's first one, and behind the tile's end, are not there."""
+    """INSIDE of a tile: rows before the sequence's first row, and rows after the tile's end, do not exist."""
     i = gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(config.BLOCK_N)))
     there = (i >= gl.maximum(-span.row, 0)) & (i < span.len_q - span.row)
     return rows_before(tile, program.problem, config.PACKED) + span.row + i, there
@@ -105,7 +105,7 @@ def inside(tile, span, program, config):
 
 @gluon.jit
 def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """FINISH. TMA would write what lies behind a dense tile's end, and traps on rows before row 0."""
+    """FINISH. Some tiles are stored without TMA: it would also write rows after a dense tile's end, and it traps on rows before row 0."""
     OPTIONS: gl.constexpr = config.OPTIONS
     out = (acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None]).to(program.tiles.out.dtype)
     begin = gl.maximum(-span.row, 0)
@@ -146,7 +146,7 @@ def dual_chunk_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, out_ptr, lse_
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, queries: Layout, keys: Layout, v: Layout, out: Layout, stride_stats: int,
           options: Options, tile: ForwardTile | None) -> ForwardPlan:
-    """Of a call's mean length; the kernels of all other lengths are compiled with it."""
+    """The plan for a call's mean length. Its first launch also compiles the kernels for all other lengths."""
     sequences, seqlen_q, _ = options.sizes(out[0], v[0])
     widths = tile_width(queries[0][-1]), tile_width(v[0][-1])
     lengths = (seqlen_q // max(sequences, 1) if options.packed else seqlen_q, *FORWARD_LENGTHS)

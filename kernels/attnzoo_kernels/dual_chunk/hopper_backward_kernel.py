@@ -1,7 +1,7 @@
-"""The Gluon kernel of the Hopper backward: the library's mainloop over queries rotated for the stage of the keys.
+"""The Gluon kernel of the Hopper backward: the library's mainloop over queries that are rotated for the stage of the keys.
 
-A tile of 128 keys lies in one chunk, a step's queries too. dQ of the three stages is added up in three float32 buffers, because it lies
-in the frame of its stage; hopper_bwd_processing.py turns it back.
+A tile of 128 keys lies in one chunk, and so do the queries of a step. dQ of each of the three stages is summed in a float32 buffer of its
+own, because it is in that stage's frame. hopper_bwd_processing.py rotates it back.
 """
 
 from typing import Any, NamedTuple
@@ -16,12 +16,12 @@ from attnzoo_kernels._gluon.backward_tiles import Problem
 
 
 class Stages(NamedTuple):
-    """Where the stages of a tile of keys begin."""
+    """Where the stages begin for a tile of keys."""
 
-    first: Any  # tile of queries that is one chunk behind the keys
-    second: Any  # tile of queries that stands at the last copy's position to them
-    copy: Any  # batches, or sequences and one, of a copy of the queries
-    buffer: Any  # tiles of a buffer of dQ
+    first: Any  # first tile of queries that is one chunk after the keys
+    second: Any  # first tile of queries that uses the last copy
+    copy: Any  # batch rows of a copy of the queries; for tails, sequences + 1
+    buffer: Any  # tiles in a buffer of dQ
 
 
 @gluon.jit

@@ -1,5 +1,5 @@
-"""Tiles of queries of the Hopper forward, which end at chunk seams, and the keys of their relations: those of the query's own chunk, of the
-chunk before, and of all others, each with the queries rotated for it."""
+"""Tiles of queries of the Hopper forward, which end at chunk seams, and the keys of their relations: the query's own chunk, the chunk
+before, and all others. Each relation has its own rotated copy of the queries."""
 
 from typing import Any, NamedTuple
 
@@ -13,22 +13,22 @@ from attnzoo_kernels._gluon.tiles import both_bounds, by_groups, find_sequence
 
 
 class Source(NamedTuple):
-    """Where a tile comes from, beside a Tile's fields: its `sequence` is that of the copy of the queries that is to be loaded. Queries may
-    lie before row 0, whose tile begins at a seam all the same."""
+    """What the loading warp knows of a tile beside the fields of Tile. `sequence` is the sequence's own number; Tile.sequence may be that
+    of a copy of the queries. Rows may begin before row 0, because tiles begin at seams."""
 
-    position: Any  # of the first row
+    position: Any  # position of the first row
     sequence: Any
 
 
 class Seen(NamedTuple):
-    """What a consumer's rows see, beside a Span's fields, whose `loaded_end` counts the first tiles of keys, which only other consumers
-    see, and whose `len_q` is behind the last row."""
+    """What a consumer's rows see, beside the fields of Span. Here Span.loaded_end counts the first tiles of keys that only other consumers
+    see, and Span.len_q is the end of the rows."""
 
-    position: Any  # of the first row
+    position: Any  # position of the first row
     chunk: Any
     last: Any  # position of the last row
     merged: Any
-    first_key: Any  # of the chunk
+    first_key: Any  # first key of the chunk
 
 
 @gluon.jit
@@ -39,13 +39,14 @@ def first_slot(token, sequence, block, chunk):
 
 @gluon.jit
 def chunk_of(position, chunk):
-    """Which chunk a position is in; negative ones, of queries before the first key, round down too."""
+    """The chunk of a position. Negative positions, of queries before the first key, are rounded down, too."""
     return gl.where(position < 0, position - chunk + 1, position) // chunk
 
 
 @gluon.jit
 def sequence_tiles(len_q, len_k, chunk, BLOCK: gl.constexpr):
-    """(first tile, tiles, chunks added so that nothing is negative) of a sequence, numbered from chunk 0 of the added ones on."""
+    """(first tile, number of tiles, chunks added so that no position is negative) of a sequence. Tiles are numbered from the first added
+    chunk on."""
     shift = len_k - len_q
     added = (gl.maximum(-shift, 0) + chunk - 1) // chunk
     start = shift + added * chunk
@@ -57,8 +58,8 @@ def sequence_tiles(len_q, len_k, chunk, BLOCK: gl.constexpr):
 
 @gluon.jit
 def decode_tile(index, program, config):
-    """(sequence, head, position of the tile's first row, first_q, len_q, first_k, len_k, whether there is such a tile). The last tiles,
-    which see most keys, come first: dense ones by groups of heads whose keys stay in L2."""
+    """(sequence, head, position of the tile's first row, first_q, len_q, first_k, len_k, whether the tile exists). The last tiles, which
+    see most keys, come first; dense tiles of `head_group` heads are interleaved, so that their keys stay in L2."""
     PACKED: gl.constexpr = config.PACKED
     BLOCK: gl.constexpr = config.CONSUMERS * ROWS
     cu_seqlens_q, n_seqs = program.problem.cu_seqlens_q, program.problem.n_seqs
@@ -96,20 +97,21 @@ def next_tile(index, program, config):
 
 @gluon.jit
 def rows_end(position, BLOCK: gl.constexpr, len_k, chunk):
-    """Position behind the last row of a tile: tiles end at seams, and queries with the last key."""
+    """The position after a tile's last row: tiles end at seams, and at the sequence's last key."""
     return gl.minimum(gl.minimum(position + BLOCK, (chunk_of(position, chunk) + 1) * chunk), len_k)
 
 
 @gluon.jit
 def is_merged(position, index, chunk, near):
-    """Whether a tile from `position` on, in chunk `index`, stands at one position to all chunks before its own."""
+    """Whether a tile from `position` on, in chunk `index`, has one rotary position for all chunks before its own."""
     return (index > 0) & (position - index * chunk >= near)
 
 
 @gluon.jit
 def relation_keys(relation, index, chunk, last, merged, BLOCK_N: gl.constexpr):
-    """(first key, tiles) of a relation for queries of chunk `index` up to position `last`: 0 the chunk itself, 1 the one before, 2 all
-    before that, or, merged, 1 all before. Queries without a key get one tile all the same."""
+    """(first key, number of tiles) of a relation, for queries of chunk `index` up to position `last`. Relation 0 is the chunk itself, 1 the
+    chunk before it, 2 all chunks before that one. If merged, 1 is all chunks before the own one. Queries that see no key get one tile all
+    the same."""
     own = gl.maximum(index, 0) * chunk
     begin = gl.where(relation == 0, own, gl.where((relation == 1) & (merged == 0), gl.maximum(own - chunk, 0), 0))
     end = gl.where(relation == 0, gl.maximum(last, own) + 1, gl.where(relation == 1, own, gl.where(merged, 0, gl.maximum(own - chunk, 0))))
@@ -118,7 +120,7 @@ def relation_keys(relation, index, chunk, last, merged, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def load_tile(tile, step, q_step, program, config):
-    """LOAD_TILE: relation by relation, with each the queries rotated for it."""
+    """LOAD_TILE: relation by relation, each with the copy of the queries that is rotated for it."""
     chunk, near, batches = program.own.chunk, program.own.near, program.own.batches
     own = chunk_of(tile.own.position, chunk)
     last = rows_end(tile.own.position, config.CONSUMERS * ROWS, tile.len_k, chunk) - 1
@@ -139,7 +141,7 @@ def load_tile(tile, step, q_step, program, config):
 
 @gluon.jit
 def span(tile, ME: gl.constexpr, taken, program, config):
-    """SPAN; a tile's `row` is a position."""
+    """SPAN. The `row` of a consumer's tile is a position here."""
     chunk, near = program.own.chunk, program.own.near
     own = chunk_of(tile.row, chunk)
     last = rows_end(tile.row, config.CONSUMERS * ROWS, tile.len_k, chunk) - 1

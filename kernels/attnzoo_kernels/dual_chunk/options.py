@@ -44,7 +44,8 @@ class Options(Call):
 
     @property
     def near(self) -> int:
-        """Queries of a chunk, from its first on, that stand at another position to the chunk before theirs than to those before that."""
+        """How many queries at the start of a chunk have another rotary position to the chunk before theirs than to the chunks before that
+        one."""
         return min(max(self.top - self.chunk, 0), self.chunk) if self.top == self.far else self.chunk
 
     @property
@@ -56,21 +57,22 @@ class Options(Call):
         return self.multiplier_stride is not None
 
     def logit_scale(self, dtype: torch.dtype) -> float:
-        """What products of rotated queries and keys are multiplied by: nothing in 16 bits, where the queries hold it. In float32 that would
-        cost a rounding."""
+        """The factor of products of rotated queries and keys. It is 1 in 16 bits, where the queries contain the scale; in float32 that
+        would cost a rounding."""
         return self.softmax_scale if dtype == torch.float32 else 1.0
 
     def query_scale(self, dtype: torch.dtype) -> float:
-        """What rotated queries are multiplied by, beside their row multiplier."""
+        """The factor of rotated queries, beside their row multiplier."""
         return self.softmax_scale * (1.0 if dtype == torch.float32 else math.log2(math.e)) / self.logit_scale(dtype)
 
     @property
     def key_copies(self) -> int:
-        """Stages whose positions keys take: their place in the chunk, and behind the query also the two others."""
+        """How many rotated copies keys have: one for their place in the chunk and, if not causal, two for the other stages of keys after
+        the query."""
         return 1 if self.causal else 3
 
     def tiles_end_at_seams(self, q: torch.Size, k: torch.Size, block_m: int, block_n: int) -> bool:
-        """Whether a mainloop over queries in tiles of block_m from a key tile's first row on never straddles a seam between relations."""
+        """Whether tiles of block_m queries, counted from a key tile's first row on, never cross a seam between relations."""
         aligned = self.same_lengths if self.packed else (k[1] - q[1]) % block_m == 0
         return aligned and self.stages == 7 and self.chunk % block_m == 0 and block_n % block_m == 0
 

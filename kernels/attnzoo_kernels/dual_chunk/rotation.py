@@ -1,7 +1,7 @@
 """Rotary positions inside the kernels, and the kernel that writes rotated copies of queries and keys.
 
-Copies hold rotated channels pair by pair, 2c and 2c + 1, whatever the style: then a rotation exchanges neighbours only, which a thread
-keeps in its registers, and the half style is no more than another order of columns when q, k are loaded and their gradients stored.
+Copies hold the channels of a pair side by side, 2c and 2c + 1, in both rotary styles. A rotation then combines neighbours only, which one
+thread has in its registers. The half style is only another order of columns when q and k are loaded and their gradients are stored.
 """
 
 import functools
@@ -16,9 +16,9 @@ from attnzoo_kernels._triton.launch import Launch, are_aligned, next_power_of_2,
 from attnzoo_kernels._triton.tiles import program_tile
 from attnzoo_kernels.dual_chunk.options import Extras, Options
 
-ROTATE_ROWS = 64  # rows of all heads that a program turns
-ROTATE_HEADS = 8  # of them so many heads by the same angles, if there are
-REACH = tl.constexpr(256)  # queries of a tile, at most
+ROTATE_ROWS = 64  # rows, counted over heads, that a program rotates
+ROTATE_HEADS = 8  # heads among these that share the angles, if there are as many
+REACH = tl.constexpr(256)  # largest number of queries of a tile
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def rotate_pairs(a, b, cos, sin):
 
 @triton.jit
 def turn_back(x, cos, sin, position, ROTARY_DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rotate [BLOCK, BLOCK_D], whose channels stand pair by pair, by minus the position's angles."""
+    """Rotates x [BLOCK, BLOCK_D], whose channels lie pair by pair, by minus the position's angles."""
     a, b = tl.split(x.reshape(BLOCK, BLOCK_D // 2, 2))
     c, s = load_angles(cos, sin, position, ROTARY_DIM, BLOCK_D)
     a, b = rotate_pairs(a, b, c, -s)
@@ -88,7 +88,7 @@ def query_factor(multiplier_ptr, batch, first, row, end, stride_mb, scale, HAS_M
 
 @triton.jit
 def scaled_gradient(x, factor):
-    """x times its rows' factor; zeros stay, also where the multiplier is not finite, as it may be behind the last sequence."""
+    """x times its rows' factor. Zeros stay zeros even if a multiplier is not finite, as may be the case after the last sequence."""
     return tl.where(x == 0, 0.0, x * factor)
 
 

@@ -71,7 +71,7 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int) -> Tile:
     return Tile(32, 32, 4, 1)
 
 
-FORWARD_LENGTHS = (767, 2**31 - 1)  # the last ones before hopper_forward_tile may say something else
+FORWARD_LENGTHS = (767, 2**31 - 1)  # the last lengths before hopper_forward_tile may return another tile
 
 
 def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, chunk: int) -> ForwardTile:

@@ -39,18 +39,18 @@ def flash_attention(
     Dense: q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, value_dim).
     Packed: the same without batch, (total, heads, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
     value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
-    wait for the device; no kernel reads them.
-    Packed, with ranges in place of cu_seqlens: a list of which keys queries see, int32 (n, 5) as `KeyRanges` has it, or a KeyRanges, which
-    spares calls of one list all tables but the first. Each range says whether it is causal, so that `causal` must be False, and windows
-    count from each one's own diagonal. A key that several ranges show to a query counts as often. There is no alibi_slopes and no
-    dropout_p with ranges, and no path for CPUs; a backward that is to repeat bit by bit is plain Triton's. Wrong places on a GPU are not
-    looked for; KeyRanges.of can. Segments share tiles there: a NaN can reach other segments' tokens beside it.
+    wait for the device; kernels do not read them.
+    Packed, with ranges in place of cu_seqlens: a list that says which keys queries see, int32 (n, 5) as in `KeyRanges`. A KeyRanges also
+    keeps the list's tables, so that many calls make them once. Each range says whether it is causal, so `causal` must be False; windows
+    count from each range's own diagonal. If several ranges show a query the same key, the key counts once for each. With ranges there is no
+    alibi_slopes, no dropout_p and no path for CPUs, and plain Triton's backward is taken if it must repeat bit by bit. Wrong places are
+    not checked on a GPU; KeyRanges.of can check them. Segments share tiles on a GPU: a NaN can reach nearby tokens of other segments.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free.
-    head_dim and value_dim up to 256. From sm_90 on, tensors whose rows do not lie at whole 16 bytes may be copied.
+    head_dim and value_dim up to 256. From sm_90 on, tensors whose rows are not aligned to 16 bytes may be copied.
     kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
     Scores are scaled, then capped (softcap * tanh(score / softcap), 0 is off), then biased, then masked:
-      causal         key j is seen by query i if j <= i + seqlen_k - seqlen_q (bottom right), drawn for 3 queries and 5 keys and 5 and 3:
+      causal         query i sees key j if j <= i + seqlen_k - seqlen_q (bottom right). For 3 queries and 5 keys, and for 5 and 3:
                          1 1 1 0 0        0 0 0
                          1 1 1 1 0        0 0 0
                          1 1 1 1 1        1 0 0
@@ -58,9 +58,10 @@ def flash_attention(
                                           1 1 1
       window_size    (left, right), inclusive around i + seqlen_k - seqlen_q, -1 is unlimited; causal sets right to 0.
       alibi_slopes   float32 (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q - j| (Press et al. 2022). No gradient.
-      sinks          float32 (heads,): a learned logit that joins the denominator and the LSE, not scaled. With gradient.
-      dropout_p      in [0, 1): attention weights are zeroed with this probability and scaled by the inverse of the rest. The mask is a
-                     function of (seed, offset, batch, head, i, j), drawn from torch's generator; `attnzoo_kernels.dropout` computes it.
+      sinks          float32 (heads,): a learned logit that is added to the denominator and the LSE, unscaled. With gradient.
+      dropout_p      in [0, 1): attention weights are zeroed with this probability, and the others divided by 1 - dropout_p. The mask
+                     is a function of (seed, offset, batch, head, i, j); seed and offset are drawn from torch's generator.
+                     `attnzoo_kernels.dropout` computes it.
     A query that sees no key gives zeros and LSE -inf (the sink with sinks), and finite gradients.
 
     softmax_scale: any finite number; default head_dim ** -0.5.
@@ -69,12 +70,12 @@ def flash_attention(
         faster; None follows torch.are_deterministic_algorithms_enabled(). The forward repeats bit by bit always, and so does plain
         Triton's backward.
     impl: "gluon" (Hopper: 16 bits, head_dim 33 to 128, or to 192 without a window and ranges, value_dim 33 to 128, no softcap, ALiBi or
-        dropout; what its backward does not take, such as a gradient of sinks over ranges, or deterministic above head_dim 128, plain
-        Triton's does) | "triton" | "cpu" | "reference". None takes gluon where it holds (`why_not_gluon`), except for sinks with a window
-        below 256 keys and the forward over ranges up to head_dim 64, which are faster in plain Triton; else triton, on CUDA tensors. On CPU
-        ones it takes cpu where it holds (`why_not_cpu`: no gradient for alibi_slopes), else the reference. "cpu" is PyTorch's fused
-        attention for 16 bits, whole or by tiles of queries, and matrix products by tiles for float32, softcap and dropout_p; it gives first
-        derivatives only. A path named runs or raises.
+        dropout) | "triton" | "cpu" | "reference". What gluon's backward does not take, such as a gradient of sinks over ranges, or
+        deterministic above head_dim 128, plain Triton's does. On CUDA tensors None takes gluon if it supports the call (`why_not_gluon`),
+        except for sinks with a window below 256 keys and the forward over ranges up to head_dim 64, which are faster in plain Triton; else
+        it takes triton. On CPU tensors None takes cpu if it supports the call (`why_not_cpu`: no gradient for alibi_slopes), else the
+        reference. "cpu" is PyTorch's fused attention for 16 bits, whole or by tiles of queries, and matrix products by tiles for float32,
+        softcap and dropout_p; it gives first derivatives only. A named path runs, or the call raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

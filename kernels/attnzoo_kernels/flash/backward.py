@@ -208,8 +208,8 @@ def launch_dq(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v
               cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
               exact_delta: bool | str, options: Options, dq: Tensor | None = None,
               key_bias: KeyBias = NO_KEY_BIAS, distance_bias: DistanceBias = NO_DISTANCE_BIAS) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, the row statistics that launch_dkdv reads, and delta without the rounding of O, like the LSE (empty unless exact_delta), or, if
-    that is "residual", the sums of the rows of dS less the gradient of the LSE."""
+    """dQ, the row statistics that launch_dkdv reads, and, if exact_delta (else empty), delta free of O's rounding error, shaped like the
+    LSE. If exact_delta is "residual", the third result is the row sums of dS minus the gradient of the LSE."""
     sequences, seqlen_q, _ = options.sizes(q.shape, k.shape)
     dq = q.new_empty(q.shape) if dq is None else dq
     delta = torch.empty_like(stats[0]) if exact_delta else stats.new_empty(0)
@@ -228,8 +228,8 @@ def launch_dkdv(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, row_stats: Te
                 cu_seqlens_k: Tensor | None, alibi_slopes: Tensor | None, rng_state: Tensor | None,
                 options: Options, into: tuple[Tensor, Tensor] | None = None, key_bias: KeyBias = NO_KEY_BIAS,
                 column_sums: Tensor | None = None, distance_bias: DistanceBias = NO_DISTANCE_BIAS) -> tuple[Tensor, Tensor]:
-    """dK and dV from the row statistics of launch_dq. column_sums: where those of dS go, (batch, heads, seqlen_k) or (heads, total),
-    float32, for float32 tensors float64; with a key_bias."""
+    """dK and dV from the row statistics of launch_dq. column_sums, with a key_bias: where the sums of dS by key are stored, (batch, heads,
+    seqlen_k) or (heads, total), float32, or float64 for float32 tensors."""
     dk, dv = into or (k.new_empty(k.shape), v.new_empty(v.shape))
     if k.numel() == 0:
         return dk, dv

@@ -1,5 +1,5 @@
-"""What FlashAttention's plain kernels have beside products and softmax, as hooks of `_triton`: windows, ALiBi, a bias by key, softcap,
-dropout."""
+"""Hooks of `_triton` for what FlashAttention's plain kernels do beside products and softmax: windows, ALiBi, biases by key and by distance,
+softcap, dropout."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ PAD = tl.constexpr(DISTANCE_PAD)
 
 
 class Modifiers(NamedTuple):
-    """What all programs of a launch have in common."""
+    """What all programs of a launch share."""
 
     window: Any
     scale: Any
@@ -40,18 +40,18 @@ class Modifiers(NamedTuple):
     BY_WARP: Any
     ONE_LOOP: Any
     FROM_STATS: Any
-    key_bias: Any = None  # scores get c_i - c_j, i the query's own key: as flash.options.KeyBias has it
+    key_bias: Any = None  # c_i - c_j is added to scores, where i is the query's own key; see flash.options.KeyBias
     block_starts: Any = None
     block_ends: Any = None
-    seqlen_q: Any = 0  # of packed sequences the total
+    seqlen_q: Any = 0  # where packed, the total
     seqlen_k: Any = 0
-    column_sums: Any = None  # where those of dS go
+    column_sums: Any = None  # where the sums of dS by key are stored
     PACKED: Any = False
     HAS_KEY_BIAS: Any = False
     PRUNED: Any = False
-    table: Any = None  # of n_seqs key ranges, by what the program's tile holds
+    table: Any = None  # of n_seqs key ranges: the one by queries if the program's tile holds queries, else the one by keys
     RANGES: Any = False
-    distance_bias: Any = None  # and its sums and their unit, as flash.options.DistanceBias has them
+    distance_bias: Any = None  # its table; with the sums and their unit below, a flash.options.DistanceBias
     distance_sums: Any = None
     distance_unit: Any = None
     n_distances: Any = 0
@@ -60,26 +60,26 @@ class Modifiers(NamedTuple):
 
 
 class TileBias(NamedTuple):
-    """c of the rows of a program's tile, and what leads to that of the other side's."""
+    """c of the rows of a program's tile, and what is needed to load c of the other side's rows."""
 
-    source: Any  # the other side's first block of c; float32: where c of the sequence's keys begins
+    source: Any  # number of the other side's first block of c; float32: pointer to c of the sequence's first key
     own: Any  # float32: high parts
     low: Any
-    start: Any  # c with which the block of the program's tile begins
-    apart: Any  # c with which the keys' block begins, less that with which the queries' does
+    start: Any  # c at the start of the block of the program's tile
+    apart: Any  # c at the start of the keys' block minus c at the start of the queries' block
 
 
 class Loaded(NamedTuple):
-    """What hooks take: the modifiers, and what one head has of them."""
+    """What hooks get: the modifiers, and their values for one head."""
 
     window: Any
     modifiers: Any
     slope: Any
     seed: Any
     offset: Any
-    head: Any  # counted over all sequences
+    head: Any  # its number over all sequences
     key_bias: Any  # TileBias
-    distance: Any = 0  # in DistanceBias, the entry of the first query and the first key of a step's tile, if the table were long enough
+    distance: Any = 0  # table index for the first query and the first key of a step's tile; it may lie outside of the table
     END: Any = True  # fault 18
 
 
@@ -93,7 +93,7 @@ def load_slope(m, sequence, head):
 
 @triton.jit
 def _parts(m, source, j, len_k):
-    """c of the keys j in two parts, zeros where there is no such key."""
+    """c of the keys j, in two float32 parts; zeros for keys that do not exist."""
     inside = (j >= 0) & (j < len_k)
     stride = m.seqlen_k.to(tl.int64) * m.heads
     if not m.PACKED:
@@ -103,7 +103,8 @@ def _parts(m, source, j, len_k):
 
 @triton.jit
 def _blocks_before(m, place, first, head, QUERIES: tl.constexpr):
-    """Blocks of c before those of a sequence, which begins at `first`, and head; those of queries lie behind those of keys."""
+    """How many blocks of c lie before those of a head of a sequence that begins at `first`. The blocks of queries follow those of all
+    keys."""
     if m.PACKED:
         of_keys = m.seqlen_k // BLOCK + m.n_seqs + 1
         of_queries = m.seqlen_q // BLOCK + m.n_seqs + 1
@@ -118,7 +119,7 @@ def _blocks_before(m, place, first, head, QUERIES: tl.constexpr):
 
 @triton.jit
 def load_key_bias(m, place, head, rows, EXACT: tl.constexpr, QUERIES: tl.constexpr):
-    """Of a program's tile of queries or keys, `rows`."""
+    """The TileBias of a program's tile of queries or keys, whose rows are `rows`."""
     bias = TileBias(0, 0, 0, 0, 0)
     if m.HAS_KEY_BIAS:
         if EXACT:
@@ -137,13 +138,13 @@ def load_key_bias(m, place, head, rows, EXACT: tl.constexpr, QUERIES: tl.constex
 
 @triton.jit
 def rows_more(place, m, rows):
-    """MORE of the forward: scores are relative to the c with which a query's block begins."""
+    """MORE of the forward: c of the rows, relative to the start of the queries' block, which was left out of the scores."""
     return tl.load(m.key_bias + _blocks_before(m, place, place.first, place.head, True) * BLOCK + rows)
 
 
 @triton.jit
 def keys_bias(m, bias, at, x):
-    """A TileBias with where the block of the keys from `at` on begins."""
+    """The TileBias, with `apart` for the block of the keys from `at` on."""
     if m.HAS_KEY_BIAS and x.shape.PRECISION != "ieee":
         apart = (tl.load(m.block_starts + bias.source + at // BLOCK) - bias.start).to(tl.float32)
         bias = TileBias(bias.source, bias.own, 0, bias.start, apart)
@@ -152,7 +153,7 @@ def keys_bias(m, bias, at, x):
 
 @triton.jit
 def queries_bias(m, bias, at, x):
-    """A TileBias with where the block of the queries from `at` on begins."""
+    """The TileBias, with `apart` for the block of the queries from `at` on."""
     if m.HAS_KEY_BIAS and x.shape.PRECISION != "ieee":
         apart = (bias.start - tl.load(m.block_starts + bias.source + at // BLOCK)).to(tl.float32)
         bias = TileBias(bias.source, bias.own, 0, bias.start, apart)
@@ -161,7 +162,7 @@ def queries_bias(m, bias, at, x):
 
 @triton.jit
 def first_key(m, place, head):
-    """The first key that a tile of queries does not pass over."""
+    """The first key that a tile of queries does not skip."""
     first = 0
     if m.PRUNED:
         first = tl.load(m.block_ends + _blocks_before(m, place, place.first, head, True) + place.row // BLOCK) * BLOCK
@@ -170,7 +171,7 @@ def first_key(m, place, head):
 
 @triton.jit
 def last_query(m, place, head):
-    """Behind the last query that does not pass over a tile of keys."""
+    """The end of the queries that do not skip a tile of keys."""
     last = 0
     if m.PRUNED:
         last = tl.load(m.block_ends + _blocks_before(m, place, place.first, head, False) + place.row // BLOCK) * BLOCK
@@ -179,13 +180,13 @@ def last_query(m, place, head):
 
 @triton.jit
 def queries_distance(m, place, at):
-    """Loaded's distance of a tile of queries and the keys from `at` on."""
+    """Loaded.distance for a tile of queries and the keys from `at` on."""
     return place.row - at + (place.other_length - place.length + m.origin)
 
 
 @triton.jit
 def keys_distance(m, place, at):
-    """Loaded's distance of a tile of keys and the queries from `at` on."""
+    """Loaded.distance for a tile of keys and the queries from `at` on."""
     return at - place.row + (place.length - place.other_length + m.origin)
 
 
@@ -201,17 +202,17 @@ def load_seed(m):
 
 @triton.jit
 def _are_many(m, distance, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Whether a tile has more than one of the table's ends."""
+    """Whether a tile's distances take more than one entry of the table."""
     return (distance + BLOCK_M > 1) & (distance - BLOCK_N < m.n_distances - 2) & (m.n_distances > 1)
 
 
 @triton.jit
 def _by_distance(m, head, distance, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """What a tile's scores get."""
-    first = tl.minimum(tl.maximum(distance, -BLOCK_M), m.n_distances + BLOCK_N)  # further off all is the same
+    """The bias by distance of a tile's scores."""
+    first = tl.minimum(tl.maximum(distance, -BLOCK_M), m.n_distances + BLOCK_N)  # beyond these all distances have the same entry
     source = m.distance_bias + (head.to(tl.int64) * (m.n_distances + 2 * PAD) + PAD + first - (BLOCK_N - 1))
     row = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_N) ^ (BLOCK_N - 1)  # from the last one: sums of what are bits become offsets of the loads
+    column = tl.arange(0, BLOCK_N) ^ (BLOCK_N - 1)  # counted from the last column: XOR of bits becomes constant offsets of the loads
     if TRANSPOSED:
         pointers = (source + row)[None, :] + column[:, None]
     else:
@@ -224,7 +225,7 @@ def _add_diagonals(m, head, distance, dscores, BLOCK_M: tl.constexpr, BLOCK_N: t
     unit = tl.load(m.distance_unit)
     sums = m.distance_sums + head.to(tl.int64) * m.n_distances
     if _are_many(m, distance, BLOCK_M, BLOCK_N):
-        # row i is turned by i: then each column is a diagonal, and what came round belongs to another one
+        # row i is rotated by i, so that each column holds a diagonal; elements that wrapped around belong to another diagonal
         column = tl.arange(0, BLOCK_N)
         turned = column[None, :] + tl.arange(0, BLOCK_M)[:, None]
         turned_scores = tl.gather(dscores, turned % BLOCK_N, 1)
@@ -240,7 +241,7 @@ def _add_diagonals(m, head, distance, dscores, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def add_distances(x, own, dscores, at):
-    """SUMS of dQ: those along the diagonals of a tile of dS, exactly, so that their order does not matter."""
+    """SUMS of dQ: adds up dS along the diagonals of a tile, in integers, so that the sums do not depend on the order."""
     if own.modifiers.distance_sums is not None and x.KEPT:
         _add_diagonals(own.modifiers, x.place.head, own.distance, dscores, x.shape.BLOCK_M, x.shape.BLOCK_N)
 
@@ -264,7 +265,7 @@ def _modified(products, i, j, shift, at, x, m, slope, key_bias, head, distance, 
                 bias = -bias if TRANSPOSED else bias
                 by_row = tl.zeros_like(i).to(tl.float32)
             else:
-                # loaded as a row, and behind the product: a vector, or one before it, makes fault 3
+                # loaded as a row and after the product: a load of a vector, or before the product, makes fault 3
                 bias = key_bias.own if TRANSPOSED else tl.load(m.key_bias + key_bias.source * BLOCK + j)
                 by_row = key_bias.apart + tl.zeros_like(i).to(tl.float32)
         scores, derivative = scores_in_unit(products, bias, m.scale, m.softcap, m.PRESCALE, m.HAS_SOFTCAP, PRECISION == "ieee",
@@ -281,7 +282,7 @@ def modified(x, own, products, i, j, at):
 
 @triton.jit
 def modified_transposed(x, own, products, i, j, at):
-    """SCORE of dK/dV."""
+    """SCORE of dK/dV: softcap and biases."""
     return _modified(products, i, j, x.place.length - x.place.other_length, at, x, own.modifiers, own.slope, own.key_bias, x.head,
                      own.distance, x.place.length, True)
 

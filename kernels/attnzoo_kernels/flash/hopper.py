@@ -1,6 +1,7 @@
-"""FlashAttention-3's forward for Hopper in Gluon: a warp loads through TMA, warp groups of 64 queries have products and softmax in flight.
+"""FlashAttention-3's forward for Hopper in Gluon: one warp loads through TMA; each consumer, a warp group of 64 queries, overlaps products
+and softmax.
 
-While the tensor cores add up P V of one tile of keys, they multiply Q K^T of the next (`_gluon.forward`).
+While the tensor cores compute P V of one tile of keys, they also compute Q K^T of the next (`_gluon.forward_mainloop`).
 """
 
 import functools
@@ -30,7 +31,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 class Own(NamedTuple):
     sinks: Any
-    residual: Any  # a descriptor like the output's: what rounding takes from it
+    residual: Any  # a descriptor like the output's, for the output's rounding error
 
 
 @gluon.jit
@@ -41,14 +42,14 @@ def own(tensors, numbers, scale):
 
 @gluon.jit
 def load_sink(tile, span, program, config):
-    """BEGIN: the head's sink in base 2, a key of that score without a value. There is none behind the last sequence."""
+    """BEGIN: the head's sink in base 2, which acts as the score of a key without a value. Rows after the last sequence have none."""
     there = tile.sequence < program.problem.n_seqs
     return gl.load(program.own.sinks + tile.head, mask=there, other=-float("inf")) * LOG2E
 
 
 @gluon.jit
 def join_sink(row_max, row_sum, sink, program, config):
-    """JOIN of the sink: a row that it outweighs by far keeps its statistics, and gets zeros."""
+    """JOIN of the sink. A row whose sink is far larger than its scores keeps its statistics and gives zeros."""
     new_max = gl.maximum(row_max, sink)
     base = gl.where(new_max == -float("inf"), 0.0, new_max)
     factor = gl.exp2(row_max - base)
@@ -57,7 +58,7 @@ def join_sink(row_max, row_sum, sink, program, config):
 
 SINKS = {"OWN": own, "BEGIN": load_sink, "JOIN": join_sink}
 RESIDUAL = {"OWN": own, "FINISH": finish_with_residual, "OUTS": 2}
-IN_PARTS = {"PRODUCE": produce_segments, "LOAD_TILE": load_one_segment}  # of a tile with parts
+IN_PARTS = {"PRODUCE": produce_segments, "LOAD_TILE": load_one_segment}  # hooks for tiles with `part`
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,7 +1,8 @@
-"""FlashAttention's backward on Hopper: the float32 dQ that all key tiles add to is cleared with the row statistics and written out last.
+"""FlashAttention's backward on Hopper. All key tiles add to a float32 dQ. It is cleared in the launch that computes row statistics, and
+converted in the last launch.
 
-Without an order the sums of dQ differ from run to run by their rounding. With one each query tile takes its key tiles from the last one
-down, and nothing is cleared: the first writes.
+Without an order, the sums of dQ differ from run to run by rounding. With an order, the key tiles of each query tile add from the last one
+down, and dQ is not cleared: the first one overwrites it.
 """
 
 import functools
@@ -23,15 +24,15 @@ from attnzoo_kernels.flash.options import Options
 
 
 def backward_tile(width: int, ordered: bool, full: bool, window: bool, queries: float) -> Tile:
-    """queries: how many a key tile sees. dQ is made a step late where that is faster, by measurement. At width 64 the masks of a window
-    spill beside the scores of 128 queries."""
+    """queries: how many queries see a key tile. dQ is made one step late where measurements show that it is faster. At width 64, the masks
+    of a window and the scores of 128 queries together would spill."""
     if width == 64 and window:
         return Tile(64, dq_warp=True)
     return replace(pair_tile(width, ordered), dq_lags=queries >= 2048 if width == 64 else ordered and full)
 
 
-# (wider than 64, causal, longest sequence, tiles of keys for each multiprocessor): up to and from which on sums in order cost at most 3 %.
-# Nothing is cleared for them, but programs wait for turns: they are even faster where sequences are short and tiles many.
+# (wider than 64, causal, longest sequence, fewest tiles of keys for each multiprocessor) for which ordered sums cost at most 3 %.
+# They need no clearing, but programs wait for their turns: with short sequences and many tiles they are even faster.
 ORDER_COSTS_LITTLE = (
     (False, True, 512, 0), (False, True, 1024, 7.5), (False, True, 4096, 15), (False, True, 16384, 30),
     (False, False, 4096, 7.5), (False, False, 16384, 30),
@@ -40,8 +41,8 @@ ORDER_COSTS_LITTLE = (
 
 
 def in_order_anyway(q: Tensor, k: Tensor, v: Tensor, options: Options) -> bool:
-    """Whether sums have an order though none is asked for: where that costs little, as measured with as many key heads and keys as there
-    are query heads and queries. At 128 full 8192 it would, too, but any order is ahead there."""
+    """Whether sums have an order though none is asked for. They do where that costs little, as measured with as many key heads and keys as
+    query heads and queries. At width 128, full attention and 8192 tokens it would cost little, too, but no order is faster there."""
     if options.sequences is not None or options.window_left >= 0 or options.window_right > 0 or q.shape[1:-1] != k.shape[1:-1]:
         return False
     wide, causal, length = max(q.shape[-1], v.shape[-1]) > 64, options.window_right == 0, k.shape[1]
@@ -59,7 +60,7 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
 
 
 class Rule(NamedTuple):
-    """How another operator's gradients are made by `pair_bwd_kernel`: constants, its hooks among them, and its own numbers."""
+    """How `pair_bwd_kernel` makes another operator's gradients: constants, among them hooks, and the operator's own numbers."""
 
     constants: tuple = ()  # pairs of name and value
     numbers: tuple = ()  # up to four
@@ -75,7 +76,7 @@ class Plan:
     tile: Tile
     width: int
     preprocess: Launch
-    tails: Launch | None  # of q, k, v and dO; none for dense input
+    tails: Launch | None  # copies the tails of q, k, v and dO; None for dense input
     mainloop: Launch
     postprocess: Launch
 
@@ -113,13 +114,12 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
                     tile: Tile | None = None, into: tuple[Tensor, Tensor, Tensor] | None = None, rule: Rule = SOFTMAX,
                     dv_sums: tuple[Tensor | None, Tensor | None] = (None, None), own: tuple[Tensor, ...] = (),
                     residual: Tensor | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dQ, dK and dV, as the plain path's launch_backward gives them, for what backward_reason lets through, and the gradient of `sinks`,
-    (heads,) in float64; they are given where it is wanted.
+    """dQ, dK and dV, as the plain path's launch_backward gives them, for calls that backward_reason accepts, and the gradient of `sinks`,
+    (heads,) in float64. sinks: given only if their gradient is wanted.
 
-    into: where the first three go, 16-byte aligned, the heads of a row side by side. rule: another operator's, whose rows may have no
-    statistics: then out and stats are None. residual: what rounding took from O, laid out as O is; then delta is without that rounding.
-    dv_sums: dv_from and dv_to of `Gradients`, for calls that add up dV. own: up to four tensors
-    for the rule's OWN.
+    into: where dQ, dK and dV are stored: 16-byte aligned, the heads of a row side by side. rule: another operator's Rule. If its rows have
+    no statistics, out and stats are None. residual: O's rounding error, laid out as O is; delta is then free of that error. dv_sums:
+    dv_from and dv_to of `Gradients`, for calls that add up dV. own: up to four tensors for the rule's OWN.
     """
     grad_out = tma_gradient(grad_out)
     if grad_lse is not None:

@@ -1,7 +1,8 @@
-"""FlashAttention's forward for Hopper over key ranges: its persistent programs, with a walk of ranges in place of one sequence's keys.
+"""FlashAttention's forward for Hopper over key ranges: flash's persistent programs, which go over the ranges of a tile in place of one
+sequence's keys.
 
-A program's tile of queries may lie in several ranges. The loading warp and the consumers go over the same ranges, from the last one back,
-and over the keys of each from its last tile down; what a row of a tile does not see is masked.
+A program's tile of queries may lie in several ranges. The loading warp and the consumers go over the same ranges, from the last one to the
+first, and over the keys of each range from its last tile down. What a row of the tile does not see is masked.
 """
 
 import functools
@@ -35,7 +36,7 @@ class Own(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a consumer's rows see of a range; rows and keys count from its first ones."""
+    """What a consumer's rows see of a range. Rows and keys count from the range's first ones."""
 
     row: Any
     len_q: Any
@@ -48,8 +49,8 @@ class Seen(NamedTuple):
 
 @gluon.jit
 def keys_of(row, entry, program, config):
-    """(range, begin, end): of an entry the tiles of keys that a program's rows see. Without a range they get one tile, in which they see
-    nothing."""
+    """(range, begin, end): an entry's range, and the tiles of its keys that a program's rows see. Without a range (entry < 0) there is one
+    tile, of which they see nothing."""
     of = load_range(program.own.table, entry, False)
     begin, _, _, end = key_tiles(row - of.first, config.CONSUMERS * ROWS, of.length, of.other_length, of.left, of.right, config.BLOCK_N,
                                  config.HAS_LEFT, True)
@@ -58,7 +59,7 @@ def keys_of(row, entry, program, config):
 
 @gluon.jit
 def next_entry(entry, row, program, config):
-    """`entry`, or the next one before it of which the program's rows see keys; below 0 if there is none."""
+    """`entry`, or the nearest one before it of which the program's rows see keys; below 0 if there is none."""
     entry = touching(program.own.table, entry, row)
     _, begin, end = keys_of(row, entry, program, config)
     while end <= begin:
@@ -87,7 +88,7 @@ def load_sink(tile, span, program, config):
 
 @gluon.jit
 def load_tile(tile, step, q_step, program, config):
-    """LOAD_TILE: the keys of all ranges, and the queries beside the first."""
+    """LOAD_TILE: loads the keys of all ranges, and the queries beside the first keys."""
     kv_head = tile.head // program.problem.group
     entry = tile.own
     following = entry
@@ -102,7 +103,7 @@ def load_tile(tile, step, q_step, program, config):
             if step == first:
                 load_queries(program.descs.q, tile, q_step, program, config)
             load_values(step, keys, key, program, config)
-            if j == 0:  # beside the loads, which would wait for it
+            if j == 0:  # found while loads are in flight, so that the next ones do not wait for it
                 following = next_entry(entry - 1, tile.row, program, config)
             key -= config.BLOCK_N
             step += 1
@@ -120,7 +121,7 @@ def take(taken, program, config):
 
 @gluon.jit
 def span(tile, ME: gl.constexpr, taken, program, config):
-    """SPAN: each consumer takes all tiles of keys; which they are, the mainloop finds."""
+    """SPAN: each consumer takes all tiles of keys that are loaded. The mainloop finds out which these are."""
     return Span(tile.row + ME * ROWS, tile.len_q, tile.len_k, 0, 1, 0, 0, 1, 1, ())
 
 
@@ -182,7 +183,7 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
         if following >= 0:
             of, begin, end = keys_of(tile.row, following, program, config)
             seen = seen_of(span.row, of, config)
-            following = next_entry(following - 1, tile.row, program, config)  # known before its turn, which would wait for it
+            following = next_entry(following - 1, tile.row, program, config)  # found before it is needed, so that nothing waits for it
             more = 1
     acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, step, scale, program, config)
     return acc_pending, row_max, row_sum, step, q_step

@@ -1,7 +1,8 @@
-"""FlashAttention's backward for Hopper over key ranges: that of one dense sequence, whose tiles of keys meet the queries of several ranges.
+"""FlashAttention's backward for Hopper over key ranges: the backward of one dense sequence, in which a tile of keys meets the queries of
+several ranges.
 
-The loading warp and the consumers go over the ranges that a tile of keys touches, from the last one back, and over the queries of each from
-its first tile on. Sums of dQ have no order.
+The loading warp and the consumers go over the ranges that a tile of keys touches, from the last one to the first, and over the queries of
+each range from its first tile on. Sums of dQ have no order.
 """
 
 from dataclasses import replace
@@ -22,14 +23,14 @@ from attnzoo_kernels.flash.options import Options
 
 @gluon.jit
 def own_table(tensors, numbers, problem, dtype: gl.constexpr, c):
-    """OWN: of the ranges by keys; numbers[0] is how many."""
+    """OWN: the Table of the ranges by keys; numbers[0] is their count."""
     return Table(tensors[0], numbers[0], gl.where(problem.window_left < 0, UNLIMITED, problem.window_left), problem.window_right)
 
 
 @gluon.jit
 def queries_of(table, entry, key, ROWS: gl.constexpr):
-    """(range, begin, full_begin, full_end, end): of an entry the tiles of all queries that see the KEYS keys from `key` on; those before
-    full_begin and from full_end on need a mask."""
+    """(range, begin, full_begin, full_end, end): an entry's range, and the tiles of queries, counted over all queries, that see the KEYS
+    keys from `key` on. Those before full_begin and those from full_end on need a mask."""
     of = load_range(table, entry, True)
     shift = of.length - of.other_length
     first = gl.maximum(key - of.first, 0)
@@ -49,7 +50,7 @@ def queries_of(table, entry, key, ROWS: gl.constexpr):
 
 @gluon.jit
 def first_and_last(of, key, ROWS: gl.constexpr):
-    """Of all queries (first, last) that sees each of the HALF keys from `key` on."""
+    """(first, last) query, counted over all queries, that sees each of the HALF keys from `key` on."""
     shift = of.length - of.other_length
     j = gl.arange(0, HALF, gl.SliceLayout(1, product_layout(ROWS))) + (key - of.first)
     low = gl.maximum(j - shift - of.right, 0) + of.other_first
@@ -59,7 +60,7 @@ def first_and_last(of, key, ROWS: gl.constexpr):
 
 @gluon.jit
 def next_key_tile(problem, table, c):
-    """TILE. full_begin is the first entry of its walk, and `end` counts all steps of a query head."""
+    """TILE. Here full_begin holds the first entry of the tile's walk, and `end` the number of all steps of a query head."""
     index = gl.atomic_add(problem.counter, 1, sem="relaxed")
     _, kv_head, key, _, len_q, _, len_k, dq_tile = decode_keys(index, problem, c)
     first = touching(table, last_beginning(table, key + KEYS), key)
@@ -75,7 +76,7 @@ def next_key_tile(problem, table, c):
 
 @gluon.jit
 def all_steps(table, tile, member):
-    """LOAD_STEPS. The state is (entry, the next tile of queries, the one behind its last, the first key), and stands before the walk."""
+    """LOAD_STEPS. The state is (entry, next tile of queries, end of the entry's tiles, first key); it begins before the first entry."""
     return 0, tile.end, (tile.full_begin + 1, 0, 0, tile.key)
 
 
@@ -102,7 +103,7 @@ def next_step_of_128(table, state, n):
 
 @gluon.jit
 def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: of each of a group's query heads the steps of all ranges, in segments with a mask and without."""
+    """MAINLOOP: for each query head of a group, the steps of all ranges, in segments with a mask and without."""
     ROWS: gl.constexpr = c.ROWS
     step = at
     for member in range(problem.group):
@@ -121,7 +122,7 @@ def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, pro
 
 @gluon.jit
 def add_ranges(dq_desc, dq_semaphore, smem, bars, first, step, seen, table, problem, c):
-    """DQ_STEPS: range by range, as the consumers go."""
+    """DQ_STEPS: range by range, in the consumers' order."""
     for _ in range(problem.group):
         entry = seen.full_begin
         while entry >= 0:
@@ -143,7 +144,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
                     tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV, as the plain path's launch_backward gives them. table: of the ranges by keys."""
     width = mainloop_width(q.shape[-1], v.shape[-1])
-    # as for one sequence: masks of a window would spill beside the scores of 128 queries
+    # as for one sequence: a window's masks and the scores of 128 queries together would spill
     tile = tile or (Tile(64, dq_warp=True) if width == 64 and options.window_left >= 0 else pair_tile(width, ordered=False))
     rule = hopper_backward.Rule((*HOOKS, ("LOAD_NEXT", next_step_of_64 if tile.rows == 64 else next_step_of_128)), (options.sequences,))
     *dense, of_out = (x[None] for x in (q, k, v, out, grad_out))

@@ -1,8 +1,8 @@
 """FlashAttention's backward on Hopper for head dims of 129 to 192, in two passes over the same steps.
 
-The sums of dK and dV of 64 keys would not fit a consumer's registers beside scores and dQ. The first pass makes dV and of dQ and dK the
-first 128 columns, the second one the rest. Both read all columns, because they need the scores, and make them and dO Vᵀ anew: 1152
-products' columns instead of 832 for 192 and 128.
+The sums of dK and dV of 64 keys do not fit into a consumer's registers together with scores and dQ. The first pass computes dV and the
+first 128 columns of dQ and dK; the second pass computes the other columns. Both read all columns and compute scores and dO Vᵀ, so for
+widths of 192 and 128 the products have 1152 columns instead of 832.
 """
 
 import functools
@@ -28,12 +28,12 @@ from attnzoo_kernels.flash.options import Options
 
 FIRST = 128  # columns of queries and keys whose gradients the first pass makes
 WIDTHS = FIRST, 64  # of tiles
-TILES = Tile(), Tile(registers=232, load_registers=40)  # of the passes; both have the same rows and stages
+TILES = Tile(), Tile(registers=232, load_registers=40)  # of the two passes, which have the same rows and stages
 
 
 @gluon.jit
 def _tiles(source, c):
-    """Shared, whose q and k are of two parts; dK and dV go out through the place of dQ."""
+    """Shared with q and k in two parts. dK and dV are stored through the shared memory of dQ."""
     dtype: gl.constexpr = source.tensors.do.dtype
     ROWS: gl.constexpr = c.ROWS
     dq = shared_tiles(gl.float32, 2, ROWS * c.WIDTH // 64, 32)
@@ -47,7 +47,7 @@ def _tiles(source, c):
 
 @gluon.jit
 def _one_part(smem, PART: gl.constexpr):
-    """Shared with only this part of queries and keys."""
+    """Shared with only one part of queries and keys."""
     return Shared(q=smem.q[PART], do=smem.do, stats=smem.stats, k=smem.k[PART], v=smem.v, ds=smem.ds, dq=smem.dq, out=smem.out,
                   columns=smem.columns, work=smem.work)
 
@@ -86,7 +86,7 @@ def wide_bwd_kernel(q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, do_desc, s
                     head_group, head_tiles, n_tiles, HEAD_DIM: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
                     WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_RIGHT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
                     REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr):
-    """DIM, in tiles of WIDTH: the columns of this pass; HEAD_DIM: all. A WIDTH of 64 is the second pass, which has no dV."""
+    """DIM: the columns of this pass, in tiles of WIDTH; HEAD_DIM: all columns. WIDTH = 64 is the second pass, which has no dV."""
     problem = Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, kv_heads, group, head_group, head_tiles, n_tiles, -1,
                       window_right)
     c = Config(HEAD_DIM=DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=128, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES, PACKED=PACKED,

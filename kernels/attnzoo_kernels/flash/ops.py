@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
 
-NARROW = 256  # keys to the left, below which plain Triton is faster with sinks (docs/performance/flash.md)
+NARROW = 256  # left windows below this are faster in plain Triton with sinks (docs/performance/flash.md)
 
 
 def _options(cu_seqlens_q, alibi_slopes, *numbers):
@@ -18,8 +18,8 @@ def _options(cu_seqlens_q, alibi_slopes, *numbers):
 
 def wants_residual(q: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, ranges: bool, impl: str | None, softcap: float,
                    dropout_p: float) -> bool:
-    """Whether what rounding takes from the output is wanted: for the gradient of sinks in Hopper's backward up to head dim 128. Plain
-    Triton's does not look at it. torch.compile reads this, so that the device is looked at in `_residual`."""
+    """Whether the output's rounding error is wanted: for the gradient of sinks in Hopper's backward up to head dim 128. Plain Triton does
+    not use it. torch.compile traces this function, so the device is checked in `_residual`."""
     if not torch.is_grad_enabled() or sinks is None or not sinks.requires_grad or impl == "triton":
         return False
     if alibi_slopes is not None or ranges or softcap > 0 or dropout_p > 0 or q.dtype == torch.float32:
@@ -28,7 +28,7 @@ def wants_residual(q: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Ten
 
 
 def _residual(q: Tensor, v: Tensor, wanted: bool) -> Tensor:
-    """Where it goes, like the output; empty if it is not wanted, or the GPU is no Hopper."""
+    """A tensor like the output for its rounding error; empty if it is not wanted or the GPU is not a Hopper."""
     from attnzoo_kernels._triton.launch import architecture
 
     kept = wanted and not (q.is_cuda and architecture(q.device) != 90)
@@ -78,7 +78,7 @@ def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_
 
 def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, sinks, impl,
                deterministic, *numbers, into=None):
-    """dQ, dK, dV and the gradient of `sinks`, which are given only where it is wanted; else it is empty."""
+    """dQ, dK, dV and the gradient of `sinks`. sinks: given only if their gradient is wanted; else that is empty."""
     from attnzoo_kernels._triton import launch
 
     kept = residual if residual.numel() else None
@@ -182,7 +182,7 @@ def _apart(joint: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _joint_gradients(grad_out, grad_lse, q, k, v, *rest):
-    """The gradients as parts of one tensor, so that what made q, k and v by one product is handed that tensor, and no copy."""
+    """The gradients as parts of one tensor. Where q, k and v come from one product, its backward gets that tensor without a copy."""
     if q.shape[:-2] != k.shape[:-2] or any(width * q.itemsize % 16 for width in _widths(q, k, v)):
         return backward_op(grad_out, grad_lse, q, k, v, *rest)
     joint, dsinks = backward_joint_op(grad_out, grad_lse, q, k, v, *rest)

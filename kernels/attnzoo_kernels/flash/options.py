@@ -11,19 +11,20 @@ from attnzoo_kernels._triton.call import Call, packed_sequences
 from attnzoo_kernels._triton.launch import architecture
 from attnzoo_kernels.dropout import drop_threshold
 
-C_BLOCK = 128  # rows that share a start in KeyBias; tiles of queries and keys divide it
+C_BLOCK = 128  # rows of a block in KeyBias; the rows of tiles divide it
 
 
 class KeyBias(NamedTuple):
-    """c of every key and query head, in the softmax's units: scores get c_i - c_j, i the key at which the query stands.
+    """c of every key and query head, in the softmax's units. c_i - c_j is added to scores, where i is the query's own key.
 
-    In blocks of C_BLOCK rows of a sequence and head, those of keys before those of queries; packed ones lie by find_tile's slots.
+    c is stored in blocks of C_BLOCK rows of one sequence and head: first the blocks of keys, then those of queries. Blocks of packed
+    sequences lie by find_tile's slots.
     """
 
-    c: Tensor | None  # float32 (blocks, C_BLOCK), less the block's start; of keys in the unit of products. For float32 tensors: in two
-    # parts, (2, batch, heads, seqlen_k) or (2, heads, total)
-    starts: Tensor | None  # float64 (blocks,); not for float32 tensors
-    ends: Tensor | None  # int32 (blocks,): of queries the first block of keys that counts, of keys the one behind the last of queries
+    c: Tensor | None  # float32 (blocks, C_BLOCK), minus the block's start; for keys in the unit of the products. For float32 tensors
+    # (2, batch, heads, seqlen_k) or (2, heads, total): high and low parts
+    starts: Tensor | None  # float64 (blocks,), c at each block's start; not for float32 tensors
+    ends: Tensor | None  # int32 (blocks,): for queries the first block of keys to read, for keys the end of the blocks of queries
 
 
 NO_KEY_BIAS = KeyBias(None, None, None)
@@ -31,11 +32,11 @@ DISTANCE_PAD = 256  # more than the rows and columns of any tile
 
 
 class DistanceBias(NamedTuple):
-    """What scores get by distance, and, in a backward, the sums of dS by distance in integers."""
+    """What is added to scores by distance, and, in a backward, the sums of dS by distance, as integers."""
 
-    table: Tensor | None  # float32 (heads, distances + 2 DISTANCE_PAD), in the softmax's units; its ends go on in the padding
-    sums: Tensor | None = None  # int64 (heads, distances), zeros before; None where no gradient is wanted
-    unit: Tensor | None = None  # float64, of one, in these integers
+    table: Tensor | None  # float32 (heads, distances + 2 DISTANCE_PAD), in the softmax's units; the padding repeats its ends
+    sums: Tensor | None = None  # int64 (heads, distances), zeros before the launch; None if no gradient is wanted
+    unit: Tensor | None = None  # float64: the integer that stands for 1.0
 
 
 NO_DISTANCE_BIAS = DistanceBias(None)
@@ -47,15 +48,15 @@ class Options(Call):
     softcap: float = 0.0
     dropout_p: float = 0.0
     key_bias: bool = False
-    ranges: bool = False  # `sequences` counts key ranges, over queries and keys that lie as one dense sequence
-    pruned: bool = False  # tiles are passed over by KeyBias's ends
+    ranges: bool = False  # `sequences` counts key ranges; queries and keys are one dense sequence each
+    pruned: bool = False  # tiles are skipped by KeyBias's ends
     distances: int = 0  # entries of a DistanceBias; 0: there is none
-    origin: int = 0  # that of distance 0
+    origin: int = 0  # index of the entry for distance 0
 
     @classmethod
     def of(cls, cu_seqlens_q: Tensor | None, alibi_slopes: Tensor | None, softmax_scale: float, window_left: int, window_right: int,
            softcap: float, dropout_p: float) -> "Options":
-        """cu_seqlens_q: or the table of key ranges by queries."""
+        """cu_seqlens_q: cu_seqlens, or the table of key ranges by queries."""
         slopes_stride = None if alibi_slopes is None else alibi_slopes.stride(0) if alibi_slopes.dim() == 2 else 0
         ranges = cu_seqlens_q is not None and cu_seqlens_q.dim() == 2
         return cls(sequences=cu_seqlens_q.shape[0] if ranges else packed_sequences(cu_seqlens_q), softmax_scale=softmax_scale,

@@ -19,9 +19,9 @@ class Tile:
     num_stages: int
     tma: bool = False
     q_registers: bool = False  # forward: the queries are an operand in registers, not in shared memory
-    one_loop: bool = False  # forward, dK/dV: tiles that need a mask are a branch in the loop, not loops of their own
-    from_stats: bool = False  # dK/dV: its products begin with minus the row statistics, which then need no registers
-    q_select: bool = False  # forward: queries pass a select on their way to registers, and ptxas orders the loop otherwise
+    one_loop: bool = False  # forward, dK/dV: masking is a branch in one loop; else masked tiles have loops of their own
+    from_stats: bool = False  # dK/dV: the products' accumulators begin with minus the row statistics, which then need no registers
+    q_select: bool = False  # forward: queries pass through a select on their way to registers, which makes ptxas order the loop differently
 
 
 def hopper_like(arch: int) -> bool:
@@ -29,12 +29,12 @@ def hopper_like(arch: int) -> bool:
     return 90 <= arch < 110
 
 
-INTERPRETER = Tile(32, 32, 4, 1)  # arch 0: nothing is measured there, small tiles visit every path
+INTERPRETER = Tile(32, 32, 4, 1)  # arch 0: nothing is measured there; small tiles reach every branch of the code
 
 
 def forward_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: bool, window: bool, packed: bool = False,
                  heavy: bool = False, long: bool = False) -> Tile:
-    """heavy: softcap or dropout, which take as many instructions again. long: dense sequences of more than 4096 keys."""
+    """heavy: softcap or dropout, which double the instructions. long: dense sequences of more than 4096 keys."""
     width = max(block_d, block_dv)
     if arch == 0:
         return replace(INTERPRETER, one_loop=causal)
@@ -100,7 +100,7 @@ def dkdv_tile(arch: int, block_d: int, block_dv: int, itemsize: int, *, causal: 
     return Tile(32, 32, 8, 1)
 
 
-FORWARD_LENGTHS = (512, 1024, 2048, 2**31 - 1)  # the last ones before hopper_forward_tile may say something else
+FORWARD_LENGTHS = (512, 1024, 2048, 2**31 - 1)  # the last lengths before hopper_forward_tile may return another tile
 
 
 def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, *, causal: bool, window: bool, packed: bool) -> ForwardTile:

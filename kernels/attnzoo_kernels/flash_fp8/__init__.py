@@ -34,15 +34,17 @@ def quantize_fp8(q: Tensor, k: Tensor, v: Tensor, *, block: int | None = None, h
 
     q: (batch, seqlen_q, heads, head_dim), k: (batch, seqlen_k, kv_heads, head_dim), v: (batch, seqlen_k, kv_heads, value_dim), of one dtype
     (float16, bfloat16 or float32), last dimension contiguous; kv_heads divides heads.
-    block: None: a scale for each sequence and key head (a head's queries and those of its group share one), float32 (batch, kv_heads);
-        128: one for each 128 tokens of it, (batch, kv_heads, ceil(seqlen / 128)), so that an outlier costs no other tokens precision.
+    block: None: one scale for each sequence and key head, which all query heads of the group share, float32 (batch, kv_heads).
+        128: one scale for each 128 tokens of these, (batch, kv_heads, ceil(seqlen / 128)), so that an outlier costs no tokens of other
+        blocks precision.
     hadamard: rotate q and k by one orthonormal matrix, a Hadamard matrix with random but fixed signs, which leaves q kᵀ as it is and
         spreads outliers over all columns; head_dim must be a power of two.
 
-    Returns Fp8Inputs, for `flash_attention_fp8(**inputs._asdict())`: q, k, v with their shapes, and q_descale, k_descale, v_descale: what
-    stands for x is x's e4m3 value times its scale. Values lie token by token in memory (stride 1 along seqlen), as Hopper's matrix
-    instructions read them, keys and values in room for a multiple of 16 tokens. Not finite inputs give anything. Without gradients.
-    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+    Returns Fp8Inputs, for `flash_attention_fp8(**inputs._asdict())`: q, k, v with their shapes, and q_descale, k_descale, v_descale:
+    a number is approximated by its e4m3 value times its scale. In memory, the tokens of v follow each other (stride 1 along seqlen), as
+    Hopper's matrix instructions need it; k and v have room for a multiple of 16 tokens. Inputs that are not finite give undefined
+    results. Without gradients.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A named path runs, or the call raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what is not there.
     """
@@ -85,17 +87,17 @@ def flash_attention_fp8(
     q: (batch, seqlen_q, heads, head_dim), k: (batch, seqlen_k, kv_heads, head_dim), v: (batch, seqlen_k, kv_heads, value_dim), as
     `quantize_fp8` makes them; kv_heads divides heads, and query head h reads key head h // (heads // kv_heads).
     q_descale, k_descale, v_descale: float32, None for 1: (batch, kv_heads), or by blocks of 128 tokens (batch, kv_heads,
-        ceil(seqlen / 128)); all of one kind. What a scale that is not positive and finite stands for is NaN.
+        ceil(seqlen / 128)); all of one kind. A scale that is not positive and finite makes its numbers NaN.
     causal: key j is seen by query i if j <= i + seqlen_k - seqlen_q (bottom right). A query that sees no key gives zeros and LSE -inf.
     softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q).
     out_dtype: of the output: bfloat16 or float16 (the reference also gives float32).
     impl: "gluon" (Hopper: head_dim and value_dim equal, 48 to 128, multiples of 16) | "reference"; None takes gluon on CUDA tensors and the
-        reference on CPU ones. A path named runs or raises.
+        reference on CPU ones. A named path runs, or the call raises.
 
-    The Gluon path rounds attention weights to e4m3 on their way to the product with v. Its matrix instructions add up less exactly than
-    float32, over head_dim products of q and k and over 128 tokens of v at a time (docs/performance/flash_fp8.md has the errors). It
-    copies values that do not lie token by token, and keys whose memory ends before a multiple of 4 tokens.
+    The Gluon path rounds attention weights to e4m3 before the product with v. Its matrix instructions add up less exactly than float32
+    does: over the head_dim products of q and k, and over 128 tokens of v at a time (docs/performance/flash_fp8.md has the errors). It
+    copies v if its tokens do not follow each other in memory, and k if its memory ends before a multiple of 4 tokens.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks: packed
     sequences, windows, softcap, ALiBi, sinks, dropout and gradients are not there at all.

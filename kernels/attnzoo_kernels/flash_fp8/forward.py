@@ -1,8 +1,8 @@
-"""FP8 attention on Hopper in Gluon: the bfloat16 forward's structure (`_gluon`), with a mainloop and loads of its own.
+"""FP8 attention on Hopper in Gluon: the structure of the bfloat16 forward (`_gluon`), with its own mainloop and loads.
 
-FP8's matrix instructions read both operands along the dimension that they sum over. Values therefore lie token by token, and of every four
-keys TMA brings two and two into the halves of a tile, which gives weights the order that `mainloop.py` needs. A step waits
-once: its keys share a barrier with the values of the tile before.
+FP8's matrix instructions need both operands contiguous along the dimension that they sum over. So the tokens of the values follow each
+other in memory. And of every four keys, TMA loads two into one half of a tile and two into the other half, which gives the weights the
+order that `mainloop.py` needs. A step waits once: its keys share a barrier with the values of the tile before.
 """
 
 import functools
@@ -46,12 +46,12 @@ class Own(NamedTuple):
     v_scales: Any
     q_blocks: Any
     k_blocks: Any
-    k_halves: Any  # the tiles of keys as TMA writes them
+    k_halves: Any  # the tiles of keys as TMA writes them, in halves
 
 
 @constants
 class OwnConfig:
-    BY_BLOCK: gl.constexpr  # a scale for each BLOCK tokens; else for each key head
+    BY_BLOCK: gl.constexpr  # whether scales are for each BLOCK tokens; else for each key head
 
 
 @gluon.jit
@@ -100,7 +100,7 @@ def consume(program, config, ME: gl.constexpr):
         owner = tile.sequence * problem.heads + tile.head
         kv_owner = owner // problem.group
         seen = span(tile, ME, taken, program, config)
-        skipped = seen.loaded_end - seen.end  # what only other warp groups see
+        skipped = seen.loaded_end - seen.end  # tiles that only other consumers see
         for n in range(skipped):
             slot = await_stage(bars.k_full, step, STAGES)
             mbarrier.arrive(bars.k_empty.index(slot), count=1)

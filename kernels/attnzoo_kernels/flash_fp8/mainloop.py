@@ -1,7 +1,7 @@
-"""The FP8 forward's mainloop: a warp group's queries against the keys that a loading warp brings.
+"""The FP8 forward's mainloop: a consumer's queries against the keys that the loading warp brings.
 
-Weights become the first operand of P V in the registers where the product Q Kᵀ left their scores, because the keys of a tile lie in the
-order in which that operand counts: columns (h, w, b) of a tile of scores are its keys 4 w + 2 h + b.
+The weights become the first operand of P V in the same registers in which the product Q Kᵀ left their scores. For this, the keys of a tile
+lie in the order that this operand needs: column (h, w, b) of a tile of scores is key 4 w + 2 h + b.
 """
 
 from triton.experimental import gluon
@@ -13,7 +13,7 @@ from attnzoo_kernels._gluon.softmax import row_maximum
 
 KEYS = gl.constexpr(128)  # of a tile
 STAGES = gl.constexpr(4)  # tiles in flight
-WEIGHT_BITS = gl.constexpr(8)  # weights are up to 2**8: e4m3 ends at 448, and below 2**-9 it has nothing
+WEIGHT_BITS = gl.constexpr(8)  # weights are scaled to at most 2**8, because e4m3 reaches from 2**-9 to 448
 
 TO_E4M3 = gl.constexpr("""{
     .reg .b16 low, high;
@@ -25,13 +25,13 @@ TO_E4M3 = gl.constexpr("""{
 
 @gluon.jit
 def unknown(x):
-    """x, of which the compiler knows nothing (fault 11)."""
+    """x, unchanged, but opaque to the compiler (fault 11)."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], gl.int32, False, 1)
 
 
 @gluon.jit
 def usable(scale):
-    """A scale, NaN for one that is not positive and finite."""
+    """The scale, or NaN if it is not positive and finite."""
     bits = scale.to(gl.int32, bitcast=True)
     return gl.where((bits > 0) & (bits < 0x7F800000), scale, float("nan"))
 
@@ -51,7 +51,7 @@ def keys_seen(scores, row, first_key, len_q, len_k, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def of_four_keys(x):
-    """[M, KEYS] in columns (h, w, b) to four [M, KEYS / 4]: of each four keys the first, second, third and fourth."""
+    """[M, KEYS], in columns (h, w, b), as four [M, KEYS / 4]: the first, second, third and fourth of each four keys."""
     fours = gl.permute(gl.reshape(x, [x.shape[0], 2, KEYS // 4, 2]), (0, 2, 1, 3))
     even, odd = gl.split(fours)
     first, third = gl.split(even)
@@ -118,7 +118,7 @@ def take_steps(q, k_tiles, v_tiles, bars, step, last_step, tile, full_end, row, 
                 scores = keys_seen(scores, row, tile * KEYS, len_q, len_k, CAUSAL)
         new_max = gl.maximum(row_max, gl.convert_layout(row_maximum(scores, NOT_NEGATIVE), score_row) * tile_scale)
         base = new_max
-        if LOOP_MASK:  # a row that saw no key yet must not make inf - inf
+        if LOOP_MASK:  # avoids inf - inf in a row that has seen no key yet
             base = gl.where(new_max == -float("inf"), 0.0, new_max)
         next_rescale = gl.exp2(row_max - base)
         first, second, third, fourth = of_four_keys(scores)
@@ -141,7 +141,7 @@ def take_steps(q, k_tiles, v_tiles, bars, step, last_step, tile, full_end, row, 
             first, second, third, fourth)
         row_max = new_max
         rescale = next_rescale
-        if BY_BLOCK:  # the accumulator is in units of its last tile's scale
+        if BY_BLOCK:  # the accumulator is in units of the scale of its last tile's values
             rescale = rescale * (last_v_scale / v_scale)
         p = packed(first, second, third, fourth)
     return tile, v_scale, row_max, row_sum, p, acc, rescale

@@ -35,25 +35,25 @@ def forgetting_attention(
     as it has it: key j is seen by query i if j <= i + seqlen_k - seqlen_q.
 
     log_f: float32 (the reference also takes float64), the logarithm of the forget gate of every key's token and query head, (batch,
-        seqlen_k, heads), packed (total, heads) as k has its tokens. Finite, at most 0 by its meaning, which is not checked; the sums over a
-        sequence, in which nothing is lost at any length, must stay below 3e7 (for the kernels). c starts anew in every sequence.
-    A query has the c of the key i + seqlen_k - seqlen_q, the last one that it sees.
+        seqlen_k, heads), packed (total, heads) as k has its tokens. Finite; logarithms of gates are at most 0, which is not checked. Sums
+        are exact at any length, but within a sequence must stay below 3e7 in magnitude (for the kernels). c starts anew in each one.
+    c_i is the c of key i + seqlen_k - seqlen_q, the last one that query i sees.
     window_size: (left, right), inclusive around that key, -1 is unlimited; right has no effect.
     softmax_scale: any finite number; default head_dim ** -0.5.
     A query that sees no key gives zeros and LSE -inf, and finite gradients.
 
     return_lse: also return the natural log-sum-exp of the scores, with c_i, float32, (batch, heads, seqlen_q) or (heads, total),
         differentiable.
-    deterministic: True: repeated runs give the same bits in the backward too, which plain Triton's then is; None follows
-        torch.are_deterministic_algorithms_enabled(). The forward repeats bit by bit always.
-    prune: True: plain Triton and the path for CPUs pass over tiles whose weights are too small together to be seen in float32, because
-        c_i - c_j is below -(2 softmax_scale max|q| max|k| + log(seqlen_k) + 17) in them, with the longest q and k of the head. None: from
-        1024 keys (packed: tokens) on, without a window. `blocks.passed_over` counts them. The reference passes over nothing.
-    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, not prune=True) | "triton" | "cpu" | "reference". None takes gluon
-        where it holds (`why_not_gluon`), else triton, on CUDA tensors, and cpu on CPU ones: PyTorch's attention by tiles of queries, in
-        linear memory, with first derivatives only. A path named runs or raises. The backward of gluon takes bfloat16 and queries and
-        keys of the same lengths, packed ones with one cu_seqlens, unless `deterministic` asks for sums in order; else the backward is
-        plain Triton's.
+    deterministic: True: repeated runs give the same bits in the backward, too; it is then plain Triton's. None follows
+        torch.are_deterministic_algorithms_enabled(). The forward always repeats bit by bit.
+    prune: True: plain Triton and the path for CPUs skip tiles whose weights together are too small to change a float32. In these, c_i - c_j
+        is below -(2 softmax_scale max|q| max|k| + log(seqlen_k) + 17), where |q| and |k| are lengths of the head's vectors. None: True from
+        1024 keys (packed: tokens) on without a window. `blocks.passed_over` gives the share of skipped tiles. The reference skips none.
+    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, not prune=True) | "triton" | "cpu" | "reference". None takes,
+        on CUDA tensors, gluon if it supports the call (`why_not_gluon`), else triton; on CPU ones cpu. "cpu" is PyTorch's attention by
+        tiles of queries, in linear memory, with first derivatives only. A named path runs, or the call raises. Gluon's backward
+        supports bfloat16 and queries and keys of the same lengths (packed: with one cu_seqlens), not deterministic=True; for other calls
+        plain Triton's backward is taken.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

@@ -1,8 +1,8 @@
-"""c as 16-bit kernels take it, `flash.options.KeyBias`: by blocks of rows of a sequence and head, what each begins with and the rows'
-differences from that; and which blocks of keys a block of queries may pass over.
+"""c for the 16-bit kernels, as `flash.options.KeyBias`: blocks of rows of a sequence and head, each with its start and the rows'
+differences from that. Also which blocks of keys a block of queries may skip.
 
-All kernels of a call take a weight from the same two differences, so that it is the same number in each: the sums of dS by query and by key
-cancel over a whole sequence.
+All kernels of a call compute a weight from the same two differences, so that it is the same number in each. This matters because the sums
+of dS by query and by key cancel over a whole sequence.
 """
 
 import functools
@@ -21,14 +21,15 @@ from attnzoo_kernels.forgetting import gates
 from attnzoo_kernels.forgetting.gates import NEGLIGIBLE
 
 LOG2E = tl.constexpr(math.log2(math.e))
-LAST = 2**23  # more blocks than there can be
+LAST = 2**23  # larger than any number of blocks
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "seqlen_k", "heads", "before"],
             do_not_specialize_on_alignment=["c_ptr", "rows_ptr", "starts_ptr", "extremes_ptr", "cu_seqlens", "cu_seqlens_k"])
 def forgetting_blocks_kernel(c_ptr, rows_ptr, starts_ptr, extremes_ptr, cu_seqlens, cu_seqlens_k, unit, n_seqs, seqlen, seqlen_k, heads,
                              before, PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
-    """c of a block of keys, or of the keys at which a block of queries stands, and its smallest of keys, largest of queries."""
+    """Stores c of a block of keys, or of a block of queries' own keys, and an extreme of it: the smallest c of keys, the largest c of
+    queries."""
     place = program_tile(cu_seqlens, cu_seqlens_k, n_seqs, seqlen, seqlen_k, heads, BLOCK, PACKED, False)
     lanes = tl.arange(0, BLOCK)
     rows = place.row + lanes
@@ -54,7 +55,8 @@ def forgetting_blocks_kernel(c_ptr, rows_ptr, starts_ptr, extremes_ptr, cu_seqle
             do_not_specialize_on_alignment=["extremes_ptr", "ends_ptr", "farthest_ptr", "cu_seqlens", "other_cu_seqlens"])
 def forgetting_ends_kernel(extremes_ptr, farthest_ptr, ends_ptr, cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, before,
                            other_before, PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a block of queries the first block of keys that counts, of keys behind the last block of queries for which it does."""
+    """Stores, for a block of queries, the first block of keys that it must not skip; for a block of keys, the end of the blocks of queries
+    that must not skip it."""
     place = program_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, BLOCK, PACKED, False)
     if PACKED:
         others = place.head.to(tl.int64) * (other_seqlen // BLOCK + n_seqs + 1) + place.other_first // BLOCK + place.sequence
@@ -70,7 +72,7 @@ def forgetting_ends_kernel(extremes_ptr, farthest_ptr, ends_ptr, cu_seqlens, oth
     for first in range(0, count, 128):
         n = first + tl.arange(0, 128)
         other = tl.load(extremes_ptr + others + n, mask=n < count, other=float("inf") if QUERIES else -float("inf"))
-        # not "at least": what is no number passes nothing over
+        # not ">= -farthest": with a NaN nothing is skipped
         counts = (n < count) & ~((own - other if QUERIES else other - own) < -farthest)
         if QUERIES:
             end = tl.minimum(end, tl.min(tl.where(counts, n, count), 0))
@@ -94,15 +96,15 @@ def _plans(device: torch.device, heads: int, sizes: tuple[int, int, int], call: 
 
 
 def _farthest(q: Tensor, k: Tensor, softmax_scale: float, packed: bool) -> Tensor:
-    """How much less than a query's c that of a key must be for its weight to be negligible whatever q and k are, float64: scores without
-    gates differ by at most twice the product of the longest q and k, and a query sees its own key."""
+    """How far c of a key must lie below c of a query for its weight to be negligible whatever q and k are, float64. Scores without gates
+    differ by at most twice the product of the longest q and the longest k, and a query sees its own key."""
     longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(0 if packed else 1) for x in (q, k))
     longest_k = longest_k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-1)
     return (2 * softmax_scale * longest_q * longest_k).double() + (math.log(k.shape[0 if packed else 1]) + NEGLIGIBLE)
 
 
 def shapes(q: Tensor, k: Tensor, log_f: Tensor, options: Options) -> tuple[tuple[int, ...], ...]:
-    """Of KeyBias's tensors; what a call does not need is empty."""
+    """The shapes of KeyBias's tensors; a tensor that a call does not need is empty."""
     sequences, seqlen_q, seqlen_k = options.sizes(q.shape, k.shape)
     count = sum(options.programs(q.shape[-2], seqlen, sequences, C_BLOCK) for seqlen in (seqlen_k, seqlen_q))
     exact = q.dtype == torch.float32
@@ -111,7 +113,7 @@ def shapes(q: Tensor, k: Tensor, log_f: Tensor, options: Options) -> tuple[tuple
 
 def key_bias(log_f: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
              prune: bool = True) -> KeyBias:
-    """prune: False: the ends pass over nothing."""
+    """The KeyBias of a call. prune=False: its ends skip nothing."""
     c = gates.cumulative(log_f, cu_seqlens_k)
     exact = q.dtype == torch.float32
     of_rows, of_starts, of_ends = shapes(q, k, log_f, options)
@@ -137,7 +139,7 @@ def key_bias(log_f: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, c
 
 def passed_over(q: Tensor, k: Tensor, log_f: Tensor, *, softmax_scale: float, cu_seqlens_q: Tensor | None = None,
                 cu_seqlens_k: Tensor | None = None) -> float:
-    """The share of tiles of C_BLOCK queries and keys under the causal mask that `prune` leaves out. The host waits for the device."""
+    """The share of tiles of C_BLOCK queries and keys under the causal mask that `prune` skips. The host waits for the device."""
     options = Options(sequences=packed_sequences(cu_seqlens_q), softmax_scale=softmax_scale, window_right=0, key_bias=True, pruned=True)
     sequences, total_q, total_k = options.sizes(q.shape, k.shape)
     heads = q.shape[-2]

@@ -1,6 +1,7 @@
-"""From log f to c, its sums along each sequence, and from c's gradient back.
+"""From log f to c, its sums along each sequence, and from the gradient of c back to that of log f.
 
-Sums are of integers: exact in any order, so that a packed sequence's are a difference, and no order needs to be asked for.
+The sums are taken in integers, so they are exact in any order. Those of a packed sequence are a difference of sums over all tokens, and no
+order needs to be fixed.
 """
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from attnzoo_kernels.packing import token_positions
 
 NEGLIGIBLE = 17.0  # e**-17 is less than float32's rounding of one
-FIXED = 2.0**38  # of one in an integer: c up to 3e7
+FIXED = 2.0**38  # the integer that stands for 1.0; c may be up to 3e7
 
 
 def cumulative(log_f: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -24,15 +25,16 @@ def cumulative(log_f: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def in_two_parts(c: Tensor) -> Tensor:
-    """c as plain kernels take it for float32 tensors: float32 (2, *c.shape), high parts before low ones."""
+    """c as the plain kernels take it for float32 tensors: float32 (2, *c.shape), high parts and then low parts."""
     high = c.float()
     return torch.stack((high, (c - high).float()))
 
 
 def gradient(columns: Tensor, rows: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
-    """That of log f, float32, from the sums of dS by key and query head, and by query in float64; both lie like c.
+    """The gradient of log f, float32, from the sums of dS by key and query head and those by query, in float64. Both are laid out as c is.
 
-    Rows would add up to nothing if nothing were rounded. What they do add up to must be in, or the error of all later queries would be.
+    Without rounding, the sums by query would be zero. What they are because of rounding must be included, or the error would grow with the
+    number of later queries.
     """
     dc = -columns.double()
     if cu_seqlens_q is None:

@@ -1,6 +1,6 @@
-"""Forgetting attention's forward for Hopper: flash's, whose scores get a bias by key.
+"""Forgetting attention's forward for Hopper: flash's, with a bias by key.
 
-A consumer's scores are relative to the c with which the block of its queries begins, and so are its statistics, as the plain kernels' are.
+A consumer's scores and statistics are relative to c at the start of its queries' block, as those of the plain kernels are.
 """
 
 import functools
@@ -30,7 +30,7 @@ BLOCK = gl.constexpr(C_BLOCK)
 
 
 class Gates(NamedTuple):
-    """KeyBias's, and what brings base 2 to the products' unit."""
+    """KeyBias's tensors, and the factor from base 2 to the unit of the products."""
 
     c: Any
     starts: Any
@@ -44,7 +44,8 @@ def _own(tensors, numbers, scale):
 
 
 class Near(NamedTuple):
-    """Of a consumer's span: the first block of its sequence's and head's keys, the block of its queries, and c with which that begins."""
+    """For a consumer's span: the number of the first block of its sequence's and head's keys, that of its queries' block, and c at that
+    block's start."""
 
     keys: Any
     queries: Any
@@ -63,7 +64,7 @@ def blocks_before(sequence, head, first, seqlen, problem, PACKED: gl.constexpr):
 
 @gluon.jit
 def _span(tile, ME: gl.constexpr, taken, program, config):
-    """SPAN: with Near. A tile is one block of queries."""
+    """SPAN, with a Near in `own`. A tile is one block of queries."""
     s = span(tile, ME, taken, program, config)
     problem = program.problem
     if config.PACKED:
@@ -78,7 +79,7 @@ def _span(tile, ME: gl.constexpr, taken, program, config):
 
 @gluon.jit
 def _key_bias(column, COUNT: gl.constexpr, s, program, config):
-    """KEY_BIAS. Keys that a packed sequence does not have may lie behind the last block; nothing sees them."""
+    """KEY_BIAS. Keys past a packed sequence's end may lie past the last block; they count as zero, and nothing sees them."""
     gates = program.own
     there = column < s.len_k
     block = s.own.keys + column // BLOCK
@@ -89,7 +90,7 @@ def _key_bias(column, COUNT: gl.constexpr, s, program, config):
 
 @gluon.jit
 def _more(tile, s, program, config):
-    """MORE: what c of the queries is more than where their block begins."""
+    """MORE: c of the queries minus c at the start of their block."""
     rows = s.row % BLOCK + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(config.BLOCK_N)))
     return gl.load(program.own.c + s.own.queries.to(gl.int64) * BLOCK + rows)
 
@@ -110,7 +111,7 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, q: La
     _, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
     tile = hopper_forward_tile(width, value_width, length, causal=True, window=options.window_left >= 0, packed=options.packed)
-    if tile.consumers == 3:  # their registers would not hold the bias, and a tile would not be a block of queries
+    if tile.consumers == 3:  # the bias would not fit into their registers, and a tile would not be one block of queries
         tile = ForwardTile(128, 3, prefetch_tile=True)
     tile = replace(tile, q_slots=1, joint_release=False, k_before_pv=False, row_max_not_negative=False)
     mask_in_loop = masks_in_loop(options.window_left, 0, 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q, ROWS.value)

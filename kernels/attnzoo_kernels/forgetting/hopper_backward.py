@@ -1,7 +1,7 @@
-"""Forgetting attention's backward for Hopper: flash's with a bias by key, and the sums of dS by key and by query beside dQ, dK and dV.
+"""Forgetting attention's backward for Hopper: flash's with a bias by key. It also sums dS by key and by query.
 
-Both sums are products with ones, of the dS that dK and dQ are made of: their errors would add up over a sequence if they were not of the
-same numbers. Rows are added up in any order; where it must be one, plain Triton's backward takes the call.
+Both sums are products with ones, of the same rounded dS from which dK and dQ are made; else their errors would add up over a sequence. The
+sums by query are added up in any order. If the order must be fixed, plain Triton's backward takes the call.
 """
 
 from typing import Any, NamedTuple
@@ -21,14 +21,14 @@ from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
 
 BLOCK = gl.constexpr(C_BLOCK)
-ROWS = 64  # of a step: at width 64 the scores of 128 queries would spill beside the bias
+ROWS = 64  # queries of a step: at width 64 the scores of 128 queries and the bias together would spill
 
 
 class Own(NamedTuple):
-    c: Any  # KeyBias's: queries stand at the keys of their number, so that those of keys serve both
+    c: Any  # of KeyBias; query i's own key is key i, so that the blocks of keys serve both sides
     starts: Any
-    columns: Any  # where sums of dS by key go, in blocks like c's
-    rows: Any  # where those by query are added to, in tiles like those of dQ
+    columns: Any  # where the sums of dS by key are stored, in blocks like c's
+    rows: Any  # to which the sums of dS by query are added, in tiles like those of dQ
     ones: Any
     numbers: Any  # the columns of pair_tiles
 
@@ -47,24 +47,25 @@ def _columns(own):
 
 
 class Head(NamedTuple):
-    """What the steps of a query head take beside the scale."""
+    """What the steps of a query head take in place of the scale."""
 
     scale: Any
     own: Any
-    start: Any  # c with which the block of the keys begins
-    near: Any  # c of a consumer's keys, less that
-    tile: Any  # of c, the keys' block
+    start: Any  # c at the start of the keys' block
+    near: Any  # c of a consumer's keys minus `start`
+    tile: Any  # number of the keys' block of c
     key: Any
     dq_tile: Any
 
 
 @gluon.jit
 def _step(dk, dv, dc, smem, bars, dq_desc, made, step, some, head, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
-    """STEP: pair_step with the bias and the sums, of which dc are those by key. made: the step's own tile, as no DQ_LAGS is ever taken."""
+    """STEP: pair_step with the bias and the sums of dS. dc: the sums by key. made: the step's own tile of dQ, because DQ_LAGS is never used
+    here."""
     ROWS: gl.constexpr = c.ROWS
     own = head.own
     j = made - head.dq_tile
-    # asked for early: it comes from memory
+    # loaded early, because it comes from global memory
     apart = (head.start - gl.load(own.starts + (head.tile - head.key // KEYS) + j * ROWS // BLOCK)).to(gl.float32)
     stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
     x = (scores - head.near[:, None]) * head.scale
@@ -83,7 +84,7 @@ def _step(dk, dv, dc, smem, bars, dq_desc, made, step, some, head, low, high, c,
 
 @gluon.jit
 def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: as pair_mainloop, with the gates of each query head, whose sums by key are written behind its steps."""
+    """MAINLOOP: like pair_mainloop, with the gates of each query head; a head's sums by key are stored after its steps."""
     sums: gl.constexpr = product_layout(8)
     dk, dv = state
     dq_tile = word(smem.work, slot, "dq_tile")
@@ -128,7 +129,7 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
                     cu_seqlens: Tensor | None, options: Options, bias: KeyBias) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK, dV and the sums of dS by key and by query, which lie as the LSE does, for what backward_reason lets through."""
+    """dQ, dK, dV and the sums of dS by key and by query, laid out as the LSE is, for calls that backward_reason accepts."""
     sequences, seqlen, _ = options.sizes(q.shape, k.shape)
     heads = q.shape[-2]
     columns = torch.empty(options.programs(heads, seqlen, sequences, C_BLOCK) * C_BLOCK, dtype=torch.float32, device=q.device)

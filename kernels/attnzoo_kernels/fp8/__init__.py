@@ -1,6 +1,7 @@
 """Products of 8-bit floats for training (Micikevicius et al. 2022, arXiv:2209.05433): factors are rounded to e4m3, gradients to e5m2.
 
-Each tensor has one scale, which its largest element sets when it is used: nothing is kept from step to step, and no host waits.
+Each tensor has one scale, which is computed from its largest element in each use. So no state is kept from step to step, and the host does
+not wait.
 """
 
 import torch
@@ -17,7 +18,7 @@ FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why a device has no such products; None where it has."""
+    """Why a device does not support these products; None if it does."""
     if device.type != "cuda":
         return f"needs an NVIDIA GPU of compute capability 8.9 or later, got {device.type}"
     capability = torch.cuda.get_device_capability(device)
@@ -53,12 +54,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def rounded_both_ways(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x (rows, columns) in 8 bits, the same transposed, and their unit. Zeros fill up the transposed's rows to a multiple of 16."""
+    """(x (rows, columns) in 8 bits, its transpose in 8 bits, their unit). The transpose's rows are padded with zeros to a multiple of
+    16."""
     return ops.round_both_ways(x.contiguous(), dtype)
 
 
 class _Product(torch.autograd.Function):
-    """x weightᵀ of matrices, in x's dtype. A product reads both its factors along what it sums over."""
+    """x weightᵀ of two matrices, in x's dtype. The product of 8-bit floats needs both factors contiguous along the summed dimension."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:

@@ -13,14 +13,14 @@ APPROXIMATIONS = ("none", "tanh")
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: str = "none", impl: str | None = None) -> Tensor:
-    """y = z Φ(z) with z = x + bias and Φ the normal distribution function, in one pass; backward in one pass too, bias's sum included.
+    """y = z Φ(z) with z = x + bias and Φ the normal distribution function, in one pass. So is the backward, bias's gradient included.
 
     x: (..., width), float16, bfloat16 or float32 (the reference also takes float64), contiguous: a product whose bias is left to this
     function, which adds it in float32. bias: (width,), contiguous, of any floating point dtype; None is no bias.
     approximate: "none", or "tanh" for GPT-2's y = z (1 + tanh(sqrt(2 / π) (z + 0.044715 z³))) / 2.
 
     Returns x's shape and dtype. The derivative can be taken once; repeated runs give the same bits.
-    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A named path runs, or the call raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

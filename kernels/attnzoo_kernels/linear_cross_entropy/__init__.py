@@ -1,4 +1,5 @@
-"""The output layer and its loss in one operator: logits of some thousand tokens at a time, loss and gradient in one go over them."""
+"""The output layer and its loss in one operator. Logits are made for some thousand tokens at a time; loss and gradients are computed from
+each such chunk at once."""
 
 import torch
 from torch import Tensor
@@ -19,25 +20,25 @@ def linear_cross_entropy(
     reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float = 0.0,
     vocab_size: int | None = None, fp8: bool = False, impl: str | None = None,
 ) -> Tensor:
-    """Cross-entropy of softmax(x weightᵀ + bias) against `targets`, in nats, without all logits in memory.
+    """Cross-entropy of softmax(x weightᵀ + bias) against `targets`, in nats; the logits of all tokens are never in memory together.
 
     x: (..., hidden), float16, bfloat16 or float32 (the reference also takes float64). weight: (rows, hidden) as torch.nn.Linear has it, of
-    x's dtype, or float32, of which a copy in x's dtype is multiplied. targets: int64 (...), classes below vocab_size. bias: (rows,).
-    token_weights: float32 (...), a factor of each token's loss. Without gradient.
+    x's dtype, or float32, which is copied to x's dtype for the product. targets: int64 (...), classes below vocab_size. bias: (rows,).
+    token_weights: float32 (...), multiplies each token's loss. Without gradient.
     reduction: "sum", "none" (losses as `targets`), or "mean", the sum over the tokens that count, divided by their number, or by the sum
         of their token_weights; NaN if that is 0.
-    ignore_index: a target that does not count; its loss and its gradients are zero. Any other target outside of the vocabulary gives NaN.
-    label_smoothing: share of the target's probability that all classes get alike, as torch.nn.functional.cross_entropy has it.
-    z_loss: times the squared log-sum-exp of the logits is added to a token's loss (PaLM, arXiv:2204.02311).
+    ignore_index: tokens with this target do not count: their loss and gradients are zero. Any other target that is no class gives NaN.
+    label_smoothing: the probability that is spread evenly over all classes, as in torch.nn.functional.cross_entropy.
+    z_loss: z_loss times the squared log-sum-exp of a token's logits is added to its loss (PaLM, arXiv:2204.02311).
     softcap: if above 0, logits l become softcap * tanh(l / softcap) (Gemma 2, arXiv:2408.00118).
-    vocab_size: classes, by default all rows of weight; rows from there on are padding, and their gradients are zero.
-    fp8: products are of 8-bit floats (`attnzoo_kernels.fp8`). Gradients of logits are rounded to e5m2 with one scale, which is that of the
-        largest of token_weights; z_loss must be 0, and both sizes of weight multiples of 16.
+    vocab_size: number of classes, by default all rows of weight. The rows after these are padding, and their gradients are zero.
+    fp8: use products of 8-bit floats (`attnzoo_kernels.fp8`). Gradients of logits are rounded to e5m2 with one scale, which is set by the
+        largest of token_weights. z_loss must be 0, and both sizes of weight must be multiples of 16.
 
-    Returns float32: () or, for "none", the shape of targets. Products are those of x's dtype with sums in float32; weight's gradient is
-    added up in float32. For "mean" and "sum" the gradients are made with the loss (three products); for "none" the backward makes the
+    Returns float32: () or, for "none", the shape of targets. Products take x's dtype and sum in float32; weight's gradient is added up
+    in float32. For "mean" and "sum" the forward computes the gradients with the loss (three products); for "none" the backward computes the
     logits again (four). The derivative can be taken once; repeated runs give the same bits.
-    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+    impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A named path runs, or the call raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -62,7 +63,7 @@ def linear_cross_entropy(
     if reduction == "mean":
         counted = targets != ignore_index
         total = counted.sum() if token_weights is None else torch.where(counted, token_weights.to(loss.dtype), 0).sum()
-        # of nothing the mean is NaN, and its gradients are zeros
+        # the mean over no tokens is NaN, and its gradients are zeros
         loss = torch.where(total == 0, torch.nan, loss / torch.where(total == 0, 1, total))
     return loss
 

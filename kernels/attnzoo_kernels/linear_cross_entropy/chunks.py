@@ -1,4 +1,4 @@
-"""The pass over the tokens, a chunk of logits after the other, and the kernel that turns logits into losses and their own gradients."""
+"""The pass over the tokens, one chunk of logits after the other, and the kernel that computes losses and the gradients of the logits."""
 
 import torch
 import triton
@@ -9,14 +9,14 @@ from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels._triton.softmax import LOG2E, exp_in_units, tanh
 from attnzoo_kernels.linear_cross_entropy.eight_bits import EightBits
 
-LOGITS = 2**28  # of a chunk, about, at most: half a gigabyte in 16 bits, which keeps the products large
+LOGITS = 2**28  # about the most logits of a chunk: half a gigabyte in 16 bits, so that the products are large
 BLOCK = 4096  # columns that a program has in registers
-KEPT = 26  # tiles of BLOCK // 2 columns in 16 bits that stay in registers, at most
+KEPT = 26  # the most tiles of BLOCK // 2 columns in 16 bits that stay in registers
 
 
 @triton.jit
 def _logits(ptr, column, vocab, CUT: tl.constexpr):
-    """CUT: the vocabulary may end in the tile; what lies behind it is -inf. Without a mask loads are wide."""
+    """A tile of logits. CUT: the vocabulary may end in the tile; columns after it are -inf. Without a mask, loads are wide."""
     if CUT:
         logits = tl.load(ptr + column, mask=column < vocab, other=-float("inf"))
     else:
@@ -55,7 +55,7 @@ def _exp_of_difference(a, b, EXACT: tl.constexpr):
 
 @triton.jit
 def _gradient(z, base, factor, less, softcap, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """exp(z - base) factor - less: of a row's loss for its logits."""
+    """exp(z - base) factor - less: the gradient of a row's loss by its logits."""
     gradient = _exp_of_difference(z, base, EXACT) * factor - less
     if HAS_SOFTCAP:
         gradient *= 1.0 - (z / softcap) * (z / softcap)
@@ -82,7 +82,7 @@ def cross_entropy_kernel(logits_ptr, gradients_ptr, unit_ptr, targets_ptr, scale
                 tl.store(gradients_ptr + at + columns, zeros.to(gradients_ptr.dtype.element_ty), mask=at + columns < rows)
         return
     known = (target >= 0) & (target < vocab)
-    # before any of the row is written over: sums below keep the program's warps together
+    # read before any of the row is overwritten: the sums below synchronise the program's warps
     score = _capped(tl.load(logits_ptr + target, mask=known, other=float("nan")), softcap, HAS_SOFTCAP)
     row_max = -float("inf")
     base = 0.0  # the same, but for a row of -inf
@@ -139,7 +139,7 @@ def cross_entropy_kernel(logits_ptr, gradients_ptr, unit_ptr, targets_ptr, scale
                     _store(gradients_ptr, at + columns, gradient, vocab, cut == 1)
         for at in tl.range(vocab, rows, BLOCK):
             tl.store(gradients_ptr + at + columns, zeros.to(gradients_ptr.dtype.element_ty), mask=at + columns < rows)
-        tl.debug_barrier()  # the target's gradient is written over what stands there
+        tl.debug_barrier()  # the target's gradient overwrites what was stored there
         gradient = _gradient(score, base, factor, less + (1.0 - smoothing) * scale, softcap, HAS_SOFTCAP, EXACT)
         tl.store(gradients_ptr + target, gradient.to(gradients_ptr.dtype.element_ty), mask=known)
 
@@ -198,7 +198,7 @@ def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
     db = torch.zeros(rows if gradient and bias is not None else 0, dtype=torch.float32, device=x.device)
     products = None if tokens == 0 else EightBits(x, weight, scales, gradient) if fp8 else Plain(x, weight)
     block, tiles = _tiles(x, vocab_size)
-    n_chunks = max(1, -(-tokens * rows // LOGITS))  # alike, because a small last one leaves a part of the GPU idle
+    n_chunks = max(1, -(-tokens * rows // LOGITS))  # equal sizes, because a small last chunk would leave a part of the GPU idle
     for begin in range(0, tokens, step := 256 * max(1, -(-tokens // (256 * n_chunks)))):
         chunk = slice(begin, begin + step)
         logits = products.logits(chunk, bias)

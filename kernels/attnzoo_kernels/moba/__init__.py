@@ -1,4 +1,4 @@
-"""Mixture of block attention: each query and head reads its own block of keys and the best of the earlier ones (Lu et al. 2025,
+"""Mixture of block attention: each query and head reads its own block of keys and the best-scored earlier blocks (Lu et al. 2025,
 arXiv:2502.13189)."""
 
 from typing import Any
@@ -33,15 +33,15 @@ def moba_attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """`routed_attention` over the blocks that `moba_blocks` chooses: softmax(softmax_scale * q kᵀ) v, causal, over top_k blocks of keys.
 
-    block_size, top_k, and which blocks they are: as `moba_blocks` has them. Gradients reach q, k and v through the attention alone, as in
-    the paper: the choice has none. return_blocks: also return the blocks, behind the LSE. Everything else is as in `routed_attention`.
+    block_size, top_k, and which blocks are chosen: as in `moba_blocks`. Gradients reach q, k and v through the attention only, as in the
+    paper: the choice has none. return_blocks: also return the blocks, after the LSE. Everything else is as in `routed_attention`.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     checks.attention_inputs(q, k, v, **lengths)
     _check_sizes(block_size, top_k)
     checks.flag("return_lse", return_lse)
     checks.flag("return_blocks", return_blocks)
-    # what takes the call does not depend on the blocks
+    # which implementation takes the call does not depend on the blocks
     blocks, layout = (q.new_empty(*q.shape[:-1], 0, dtype=torch.int32), None) if dispatch.asking() else _choose(
         q, k, block_size, top_k, impl, **lengths)
     out, lse = attend(q, k, v, blocks, layout, block_size=block_size, softmax_scale=softmax_scale, deterministic=deterministic, impl=impl,
@@ -66,11 +66,11 @@ def moba_blocks(
 
     q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k: as `flash_attention` has them.
     block_size: tokens of a block, any number from 1 on. top_k: blocks that a query reads, its own included, from 1 on.
-    A block's score is q times the mean of its keys, in float32, for each query head, also where heads share keys, as the paper's code has
-    it. Blocks that end before the query's own are looked at; the top_k - 1 best are chosen, in no order. Of equal ones the earlier is
-    better, and one whose score is NaN is never chosen. Where there are fewer, -1 fills up. The result has no gradient.
-    impl: "gluon" | "triton" | "cpu" | "reference"; the first two have one kernel, "cpu" goes by tiles of queries. Scores that differ by
-        less than rounding may be ordered differently on different paths.
+    A block's score is q times the mean of its keys, in float32, for each query head, even if heads share keys, as in the paper's code. Of
+    the blocks before the query's own, the top_k - 1 with the best scores are chosen, in no particular order. Of equal scores the earlier
+    block is chosen; one whose score is NaN never is. If there are fewer blocks, the rest is -1. The result has no gradient.
+    impl: "gluon" | "triton" | "cpu" | "reference". The first two share one kernel; "cpu" works by tiles of queries. Paths may order scores
+        differently that differ by less than rounding.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     checks.attention_inputs(q, k, k, **lengths)
@@ -89,7 +89,7 @@ def _check_sizes(block_size: int, top_k: int) -> None:
 
 
 def _choose(q: Tensor, k: Tensor, block_size: int, top_k: int, impl: str | None, **lengths: Any) -> tuple[Tensor, Blocks | None]:
-    """The blocks that moba_blocks chooses, and where a kernel does what it needs to know of them all."""
+    """The blocks that moba_blocks chooses, and, for the kernels, the layout of all blocks."""
     def launch(q: Tensor, k: Tensor, layout: Blocks) -> Tensor:
         return ops.choose(q, k, layout.cu_seqlens_q, layout.cu_seqlens_k, layout.first, layout.bounds_k,
                           block_size, top_k - 1)

@@ -37,14 +37,14 @@ def msa_attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """`routed_attention` over the blocks that `msa_blocks` chooses: softmax(softmax_scale * q kᵀ) v, causal, over top_k blocks of keys.
 
-    index_q, index_k, block_size, top_k, and which blocks they are: as `msa_blocks` has them. top_k=None: all keys before a query are read,
-    as in the paper's warm-up, and nothing is chosen. Gradients of the output reach q, k and v; the choice has none.
-    return_lse, and everything else: as in `routed_attention`. return_blocks: also return the blocks; of top_k=None they are no slots.
+    index_q, index_k, block_size, top_k, and which blocks are chosen: as in `msa_blocks`. top_k=None: all keys before a query are read, as
+    in the paper's warm-up, and nothing is chosen. Gradients of the output reach q, k and v; the choice has none.
+    return_lse, and everything else: as in `routed_attention`. return_blocks: also return the blocks; for top_k=None there are 0 slots.
     return_loss: also return, behind these, the indexer's loss for each query and key head, float32 (batch, seqlen_q, kv_heads) or
         (total, kv_heads). With J the keys that a query reads, P_j the mean over the heads of a key head of their attention weights, and
         S = softmax(index_q · index_k / sqrt(width)) over J, it is the cross-entropy -sum_j P_j log S_j in nats. That is the paper's
-        divergence KL(P || S) and the entropy of P, which has no gradient: P is held fixed. Gradients of the loss reach index_q and index_k
-        alone. It is 0 for a query that sees no key. Its time is about that of another attention.
+        divergence KL(P || S) plus the entropy of P, which has no gradient, since P is held fixed. Gradients of the loss reach only index_q
+        and index_k. The loss is 0 for a query that sees no key. It takes about as long as another attention.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     checks.attention_inputs(q, k, v, **lengths)
@@ -56,7 +56,7 @@ def msa_attention(
     by_reference = impl == "reference" or impl is None and not q.is_cuda and q.dtype == torch.float64
     if not by_reference:
         autograd.refuse_tangents("msa_attention", 'impl="reference" takes it', q=q, k=k, v=v)
-    # what takes the call does not depend on the blocks
+    # which implementation takes the call does not depend on the blocks
     blocks, layout = index_q.new_empty(*index_q.shape[:-1], 0, dtype=torch.int32), None
     if top_k is not None and not dispatch.asking():
         blocks, layout = _choose(index_q, index_k, block_size, top_k, impl, **lengths)
@@ -92,15 +92,15 @@ def msa_blocks(
 ) -> Tensor:
     """The blocks that each query reads beside its own, int32 (batch, seqlen_q, kv_heads, top_k - 1), packed (total, kv_heads, top_k - 1).
 
-    index_q: (batch, seqlen_q, kv_heads, width) or (total, kv_heads, width), the indexer's query of each key head, whose heads all read the
-        blocks that it chooses. index_k: (batch, seqlen_k, 1, width) or (total, 1, width), the indexer's key, which all share. These, and
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k: as `flash_attention` has q, k and theirs.
+    index_q: (batch, seqlen_q, kv_heads, width) or (total, kv_heads, width), the indexer's queries. All query heads of a key head read the
+        blocks that its index query chooses. index_k: (batch, seqlen_k, 1, width) or (total, 1, width), the indexer's keys, which all heads
+        share. These, and cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k: as q, k and their lengths in `flash_attention`.
     block_size: tokens of a block, any number from 1 on. top_k: blocks that a query reads, its own included, from 1 on.
-    A block's score is the largest of index_q · index_k of its keys, in float32. Blocks that end before the query's own are looked at; the
-    top_k - 1 best are chosen, in no order. Of equal ones the earlier is better, and a block in which any score is NaN is never chosen.
-    Where there are fewer, -1 fills up. The result has no gradient.
-    impl: "gluon" | "triton" | "cpu" | "reference"; the first two have one kernel, which stores no score, "cpu" goes by tiles of queries.
-        Scores that differ by less than rounding may be ordered differently on different paths.
+    A block's score is the largest index_q · index_k over its keys, in float32. Of the blocks before the query's own, the top_k - 1 with
+    the best scores are chosen, in no particular order. Of equal scores the earlier block is chosen; a block in which any score is NaN never
+    is. If there are fewer blocks, the rest is -1. The result has no gradient.
+    impl: "gluon" | "triton" | "cpu" | "reference". The first two share one kernel, which stores no score; "cpu" works by tiles of queries.
+        Paths may order scores differently that differ by less than rounding.
     """
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     _check_index(index_q, index_k, block_size, top_k, lengths)
@@ -121,7 +121,7 @@ def _check_index(index_q: Tensor, index_k: Tensor, block_size: int, top_k: int, 
 
 
 def _choose(q: Tensor, k: Tensor, block_size: int, top_k: int, impl: str | None, **lengths: Any) -> tuple[Tensor, Blocks | None]:
-    """The blocks that msa_blocks chooses, and where a kernel does what it needs to know of them all."""
+    """The blocks that msa_blocks chooses, and, for the kernels, the layout of all blocks."""
     def launch(q: Tensor, k: Tensor, layout: Blocks) -> Tensor:
         return ops.choose(q, k, layout.cu_seqlens_q, layout.cu_seqlens_k, block_size, top_k - 1)
 
@@ -130,8 +130,9 @@ def _choose(q: Tensor, k: Tensor, block_size: int, top_k: int, impl: str | None,
 
 
 def _loss(q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, softmax_scale: float, read: Any) -> Tensor:
-    """The cross-entropy by two attentions over the same keys: the indexer's, of which only the log-sum-exp is asked, and the main one, held
-    fixed, of the indexer's keys as values. -sum_j P_j log S_j is the one less what the indexer's query gives times the other."""
+    """The cross-entropy -sum_j P_j log S_j, from two attentions over the same keys. The first is the indexer's; only its log-sum-exp is
+    used. The second is the main attention, held fixed, with the indexer's keys as values. The result is the first one's log-sum-exp minus
+    the index query times the second one's output."""
     kv_heads, width = index_q.shape[-2:]
     _, lse = read(index_q, index_k, index_k[..., :1].detach(), width**-0.5)
     values = index_k.expand(*index_k.shape[:-2], kv_heads, width).contiguous()

@@ -1,4 +1,5 @@
-"""Native sparse attention: compressed keys, blocks that they choose, and a window, by gates (Yuan et al. 2025, arXiv:2502.11089)."""
+"""Native sparse attention: the gated sum of attention over compressed keys, over blocks that these select, and over a window (Yuan et al.
+2025, arXiv:2502.11089)."""
 
 from typing import Any
 
@@ -47,20 +48,20 @@ def nsa_attention(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, and grouped heads of any size: as `flash_attention` has them.
     Query i stands at position t = i + seqlen_k - seqlen_q.
 
-    compressed: over k_cmp and v_cmp (batch, compressed, kv_heads, width), packed (total_k // compress_stride, kv_heads, width), of which
-        `compressed_bounds` tells the sequences. Compressed key c stands for the tokens c * compress_stride .. + compress_size of its
-        sequence, and is seen where the last of them is at most t: compressed = max(0, (seqlen_k - compress_size) // compress_stride + 1).
+    compressed: over k_cmp and v_cmp (batch, compressed, kv_heads, width), packed (total_k // compress_stride, kv_heads, width), whose
+        cu_seqlens `compressed_bounds` gives. Compressed key c stands for the tokens c * compress_stride .. + compress_size of its sequence.
+        A query sees it if the last of these tokens is at most t. compressed = max(0, (seqlen_k - compress_size) // compress_stride + 1).
         compress_stride divides compress_size and block_size.
     selected: over k and v, by `routed_attention`, in block_count blocks of block_size tokens: the query's own, the one before, the
-        sequence's first, and of the others those in which the compressed keys have the largest weights, added up over the heads of a
-        key head. A compressed key counts by the tokens that it shares with a block. Of equal blocks the earlier is taken, one whose
-        weight is NaN never. The choice has no gradient.
-    window: over k_window and v_window, those of the `window` last tokens, t's own included. None takes k and v.
-    gates: (..., heads, 3) as q has its rows, in q's dtype; with gradient.
+        sequence's first, and of the others those with the largest weights. A block's weight is the sum of the attention weights of the
+        compressed keys, over all query heads of a key head, each times the tokens that it shares with the block. Of equal blocks the
+        earlier is taken; one whose weight is NaN never is. The choice has no gradient.
+    window: over the last `window` tokens of k_window and v_window, t's own included. If these are None, k and v are used.
+    gates: (..., heads, 3), with the leading dimensions and the dtype of q; with gradient.
     A branch without a key gives zeros.
 
-    blocks: what to read in place of a choice, as `routed_attention` takes it, for kv_heads. return_blocks: also return what was read, int32
-        (batch, seqlen_q, kv_heads, block_count - 1) or (total, kv_heads, block_count - 1).
+    blocks: blocks to read in place of chosen ones, as in `routed_attention`, for each key head. return_blocks: also return the blocks
+        that were read, int32 (batch, seqlen_q, kv_heads, block_count - 1) or (total, kv_heads, block_count - 1).
     softmax_scale: any finite number; default head_dim ** -0.5.
     deterministic: as in `flash_attention`.
     impl: "gluon" | "triton" | "cpu" | "reference", of the products. None takes what flash_attention takes on CUDA tensors, and cpu on

@@ -37,7 +37,7 @@ class Compressed(NamedTuple):
 
 @triton.jit
 def _member_scores(q, lse, x, own, block):
-    """What one head's weights of compressed keys add up to in blocks."""
+    """The sums, by block, of one head's weights of compressed keys."""
     column = tl.arange(0, own.BLOCK_D)
     numbers = block[None, :]
     scores = (x.position * 0).to(tl.float32) + (numbers * 0).to(tl.float32)
@@ -66,11 +66,11 @@ def _scores(x, own, block):
         q = load_rows(head_rows(own.queries, 0, head, place.first, place.length, False), place.row, own.HEAD_DIM, x.i.shape[0], own.BLOCK_D,
                       True, False)
         lse = tl.load(own.lse + head.to(tl.int64) * own.total + place.first + x.i, mask=x.i < place.length, other=0.0)[:, None]
-        # -inf also where a score is NaN: then so are the weights of all keys that are seen
+        # -inf also where a score is NaN; then the weights of all keys that the query sees are NaN, too
         lse = tl.where(lse == -float("inf"), float("nan"), lse * 1.4426950408889634)
         scores += _member_scores(q, lse, x, own, block)
     last = tl.maximum(x.position, 0) // (own.PER_BLOCK * own.stride) - 1
-    return tl.where((block == 0)[None, :] | (block[None, :] == last), 1e30, scores)  # the first and the last before the own are always read
+    return tl.where((block == 0)[None, :] | (block[None, :] == last), 1e30, scores)  # the first and the one before the own are always read
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "stride", "slots"],

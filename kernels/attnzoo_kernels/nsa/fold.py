@@ -1,9 +1,9 @@
-"""Queries that see the same compressed keys as packed sequences of causal attention, and the sum of the branches.
+"""Folds queries that see the same compressed keys into packed sequences of causal attention, and adds up the branches.
 
-A query at position t sees the compressed key c if its last token c * stride + size - 1 is at most t, so if c <= u - size // stride with
-u = (t + 1) // stride. `stride` queries have one u and see the same keys: they are taken for heads of one unit u. Its attention is causal,
-aligned to the bottom right, so that flash_attention computes it over packed sequences of units and of compressed keys. All integers stay on
-the device.
+A query at position t sees the compressed key c if its last token c * stride + size - 1 is at most t, that is, if c <= u - size // stride
+with u = (t + 1) // stride. So `stride` queries have the same u and see the same keys. They are treated as heads of one unit u. The units'
+attention is causal, aligned to the bottom right, so that flash_attention can compute it over packed sequences of units and of compressed
+keys. All integers stay on the device.
 """
 
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from attnzoo_kernels.nsa import ops
 
 
 class Fold(NamedTuple):
-    """bounds: cu_seqlens of the compressed keys. cu_seqlens_q: int32 (sequences + 1,), of units. place: int32 (total_q,), each query's
-    place in (units, stride). source: int32 (units * stride,), the query at each place, or -1."""
+    """bounds: cu_seqlens of the compressed keys. cu_seqlens_q: int32 (sequences + 1,), cu_seqlens of the units. place: int32 (total_q,),
+    each query's place in (units, stride). source: int32 (units * stride,), the query at each place, or -1."""
 
     stride: int
     bounds: Tensor
@@ -36,5 +36,5 @@ class Fold(NamedTuple):
         return ops.unfold_lse(lse, self.place, kv_heads, self.stride)
 
     def combine(self, compressed: Tensor, selected: Tensor, near: Tensor, gates: Tensor, kv_heads: int) -> Tensor:
-        """The branches by their gates (total_q, heads, 3); compressed is folded."""
+        """The sum of the branches times their gates (total_q, heads, 3). compressed is folded."""
         return ops.combine(compressed, selected, near, gates, self.place, self.source, kv_heads, self.stride)

@@ -49,7 +49,8 @@ def _begin(cu_seqlens_q, cu_seqlens_k, units_ptr, of, stride, inside):
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
 def nsa_places_kernel(cu_seqlens_q, cu_seqlens_k, units_ptr, place_ptr, source_ptr, sequences, steps, stride, total_q, room,
                       BLOCK: tl.constexpr):
-    """Each query's place, and each place's query or -1, BLOCK of both by a program. Queries behind the last sequence follow its units."""
+    """Each query's place, and each place's query or -1; a program handles BLOCK of both. Queries after the last sequence follow its
+    units."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     end = tl.load(cu_seqlens_q + sequences)
     behind = tl.load(units_ptr + sequences) * stride - end
@@ -86,7 +87,7 @@ def _folded_row(place_ptr, query, head, inside, kv_heads, group, stride):
             do_not_specialize_on_alignment=["gates_ptr"])
 def nsa_fold_kernel(x_ptr, gates_ptr, source_ptr, out_ptr, stride_row, stride_head, stride_gate, stride_gate_head, rows, kv_heads, group,
                     stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, GATED: tl.constexpr):
-    """What lies at each place, zero where no query does. GATED: times each query's and head's first gate."""
+    """Copies each query's row to its place; places without a query get zeros. GATED: times the query's and head's first gate."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = row < rows
     place = row // (kv_heads * stride * group) * stride + row // group % stride
@@ -135,7 +136,7 @@ def _gates(gates_ptr, query, head, inside, stride_gate, stride_gate_head, stride
 @triton.jit(do_not_specialize=[*HEADS, "stride_gate", "stride_gate_head", "stride_branch"], do_not_specialize_on_alignment=["gates_ptr"])
 def nsa_combine_kernel(compressed_ptr, selected_ptr, near_ptr, gates_ptr, place_ptr, out_ptr, stride_gate, stride_gate_head, stride_branch,
                        total_q, kv_heads, group, stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """The branches, of which the compressed one is folded, by their gates."""
+    """The sum of the branches times their gates; the compressed branch is folded."""
     row, inside, query, head = _rows(total_q, kv_heads, group, BLOCK_ROWS)
     folded = _folded_row(place_ptr, query, head, inside, kv_heads, group, stride)
     compressed, selected, near = _gates(gates_ptr, query, head, inside, stride_gate, stride_gate_head, stride_branch)

@@ -5,10 +5,10 @@ Zhai et al. 2023, arXiv:2210.03052), with flash-attn's names, order and meaning 
                                  . c . d     cu_seqlens  0 2 4
     tokens (total 4)             a b c d
 
-Where the host must not wait for the device, the caller gives an upper bound on the tokens: shapes are then static, and the whole can be
-captured in a CUDA graph and compiled without a graph break. Without a bound the host waits exactly once, for the numbers that are shapes.
+If the host must not wait for the device, the caller gives an upper bound on the tokens. Shapes are then static, and the calls can be
+captured in a CUDA graph and compiled without a graph break. Without a bound the host waits exactly once, for the sizes of the results.
 
-impl, everywhere: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A path named runs or raises.
+impl, everywhere: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A named path runs, or it raises.
 Wrong values (a bound too low, a length too long, indices out of order) raise ValueError on a CPU; on a GPU, where the host would have to
 wait to see them, a device-side assertion fails.
 """
@@ -43,7 +43,7 @@ class Packing(NamedTuple):
 
     indices: (tokens,) int64 into the flattened rows, ascending; entries behind the last token, up to a given bound, are batch * seqlen.
     cu_seqlens: (batch + 1,) int32. max_seqlen: int, the longest sequence, or seqlen as a bound on it where the host did not wait.
-    seqused: (batch,) int32, tokens of each row without unused ones. total, longest: () int32 on the device.
+    seqused: (batch,) int32, real tokens of each row, without unused slots. total, longest: () int32 on the device.
     """
 
     indices: Tensor
@@ -58,8 +58,8 @@ def token_indices(attention_mask: Tensor, unused_mask: Tensor | None = None, *, 
                   impl: str | None = None) -> Packing:
     """The packing of rows by their mask.
 
-    attention_mask: (batch, seqlen), bool, integer or floating point, nonzero where a token is real, in any pattern, with any strides. One
-        that is added to scores (0 and -inf) is the other way round: floating point below 0 is a wrong value.
+    attention_mask: (batch, seqlen), bool, integer or floating point, nonzero where a token is real, in any pattern, with any strides.
+        Masks that are added to scores (0 and -inf) mean the opposite, so negative floating point values are refused.
     unused_mask: likewise, nonzero where a slot is kept although it is not used.
     max_tokens: upper bound on the tokens kept; `indices` has as many entries (at most batch * seqlen), and the host does not wait.
 
@@ -129,8 +129,8 @@ def add_norm_pad_input(hidden: Tensor, residual: Tensor, weight: Tensor, bias: T
     """pad_input of LayerNorm(hidden + residual), the end of a post-norm encoder, in one pass (ByteTransformer); rows without a token are 0.
 
     hidden, residual: (tokens, width), 16- or 32-bit floating point, tokens with any stride. weight, bias: (width,), floating point.
-    indices, batch, seqlen: as in `pad_input`; tokens that are left out must be finite where gradients are taken, which hold zero times
-    what they are. Sums are float32; the derivative can be taken once.
+    indices, batch, seqlen: as in `pad_input`; tokens that are left out must be finite if gradients are taken, because gradients include
+    zero times their values. Sums are float32; the derivative can be taken once.
     """
     for name, x in (("hidden", hidden), ("residual", residual)):
         inputs.rows(name, x, 1)
@@ -211,19 +211,19 @@ def position_ids(cu_seqlens: Tensor, total: int, *, impl: str | None = None) -> 
 
 
 def _path(impl: str | None, x: Tensor) -> ModuleType:
-    """`ops` (Triton) or `reference`, which have functions of the same names."""
+    """The module `ops` (Triton) or `reference`. Both have functions of the same names."""
     return reference if dispatch.takes_reference("padding", impl, "x", x, IMPLEMENTATIONS, dtypes=None) else ops
 
 
 def _check_lengths(path: ModuleType, lengths: Tensor, seqlen: int) -> None:
-    """Refuse lengths that the rows do not hold, where neither the host has seen them nor a kernel asserts it."""
+    """Raises for lengths that the rows do not have room for, unless the host has seen them or a kernel asserts it."""
     if path is reference and not inputs.values_known(lengths):
         rows = lengths if lengths.dim() == 1 else lengths.sum(1)
         torch._assert_async((lengths >= 0).all() & (rows <= seqlen).all(), f"lengths: must be at least 0 and at most seqlen={seqlen} a row")
 
 
 def _check_bound(path: ModuleType, name: str, count: Tensor, most: int | None) -> None:
-    """Refuse a bound that is too low; the kernels assert it themselves."""
+    """Raises for a bound that is too low, where no kernel asserts it."""
     if most is None:
         return
     if inputs.values_known(count):
@@ -235,7 +235,7 @@ def _check_bound(path: ModuleType, name: str, count: Tensor, most: int | None) -
 
 def _packing(path: ModuleType, indices: Tensor, cu_seqlens: Tensor, seqused: Tensor, totals: Tensor, seqlen: int,
              max_tokens: int | None) -> Packing:
-    """Cut to the exact shapes, which the host must wait for, unless there is a bound."""
+    """The Packing, cut to the exact shapes, for which the host must wait, unless there is a bound."""
     _check_bound(path, "max_tokens", totals[0], max_tokens)
     max_seqlen = seqlen
     if max_tokens is None:

@@ -1,4 +1,5 @@
-"""Routed attention: each query reads its own block of keys and those that were chosen for it (MoBA, arXiv:2502.13189; NSA, 2502.11089)."""
+"""Routed attention: each query reads its own block of keys and other blocks that were chosen for it (MoBA, arXiv:2502.13189; NSA,
+2502.11089)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,14 +33,15 @@ def routed_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(softmax_scale * q kᵀ) v, causal, over the keys of a query's own block and of the earlier blocks chosen for it.
 
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, and grouped heads: as `flash_attention` has them. Query i stands at
-    key i + seqlen_k - seqlen_q (bottom right).
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, and grouped heads: as `flash_attention` has them. Query i's own
+    key is i + seqlen_k - seqlen_q (bottom right).
 
-    block_size: tokens of a block, any number from 1 on. Block b of a sequence has its keys b * block_size .. (b + 1) * block_size.
-    blocks: int32 (batch, seqlen_q, choosers, slots), packed (total, choosers, slots): numbers of blocks, in each query's sequence. choosers
-        is the number of heads or of key heads: heads of one key head then choose together. A number below 0, or not below the query's own
-        block's, stands for no block. No block may be there twice for one query, which is not checked. slots may be 0.
-    Causal, blocks of 2, for the chosen blocks on the left:
+    block_size: tokens of a block, at least 1. Block b of a sequence has the sequence's keys b * block_size .. (b + 1) * block_size.
+    blocks: int32 (batch, seqlen_q, choosers, slots), packed (total, choosers, slots): numbers of blocks in each query's sequence. choosers
+        is the number of query heads or of key heads; in the second case all query heads of a key head share their blocks. A number below
+        0, or not below that of the query's own block, stands for no block. No block may be listed twice for a query; this is not checked.
+        slots may be 0.
+    Causal, blocks of 2, with the chosen block of each query on the left:
         -      1 . . . . .
         -      1 1 . . . .
         -      . . 1 . . .
@@ -48,16 +50,17 @@ def routed_attention(
         0      1 1 . . 1 1
     A query that sees no key gives zeros and LSE -inf, and finite gradients. blocks have no gradient.
 
-    The kernels compute seqlen * (slots + 1) * block_size scores at most, whichever blocks are chosen, in memory that grows with
-    seqlen * slots while they run: queries are gathered block by block (arXiv:2508.18224), and the parts are merged by their LSE. For the
-    backward no more is kept than by flash_attention. Nothing waits for the device.
+    The kernels compute at most seqlen * (slots + 1) * block_size scores, whichever blocks are chosen. Their scratch memory grows with
+    seqlen * slots: queries are gathered block by block (arXiv:2508.18224), and the partial results are merged by their LSE. For the
+    backward no more is kept than by flash_attention. The host does not wait for the device.
 
     softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: as in flash_attention.
-    impl: "gluon" | "triton" | "cpu" | "reference". The first two are of the products, which are flash_attention's on packed sequences;
-        gathering and merging are plain Triton. None takes what flash_attention takes on CUDA tensors, and cpu on CPU ones: PyTorch's
-        attention by blocks, in linear memory, with first derivatives only; float32 computes all scores before a query there.
+    impl: "gluon" | "triton" | "cpu" | "reference". The first two name the kernels of the products, which are flash_attention's over packed
+        sequences; gathering and merging are always plain Triton. None takes what flash_attention takes on CUDA tensors, and cpu on CPU
+        ones. "cpu" is PyTorch's attention by blocks, in linear memory, with first derivatives only; in float32 it computes the scores of
+        all keys before a query.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -74,8 +77,8 @@ def routed_attention(
 def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | None, kept: dict[tuple[int, int], Routes] | None = None, *,
            block_size: int, softmax_scale: float | None, deterministic: bool | None, impl: str | None,
            **lengths: Any) -> tuple[Tensor, Tensor]:
-    """routed_attention's output and LSE. layout: of the call's blocks, if it is made already. kept: routes of these blocks by the numbers
-    of heads and of key heads, for other calls with them."""
+    """routed_attention's output and LSE. layout: the call's Blocks, if they were made already. kept: where to keep the routes of these
+    blocks, by (heads, key heads), for other calls with the same blocks."""
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     deterministic = checks.deterministic(deterministic)
     if dispatch.takes_cpu(impl, "q", q):
@@ -107,8 +110,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | Non
 def choose_blocks(name: str, q: Tensor, k: Tensor, block_size: int, slots: int, impl: str | None, reference: Callable[..., Tensor],
                   on_cpus: Callable[..., Tensor], launch: Callable[[Tensor, Tensor, Blocks], Tensor], names: tuple[str, str] = ("q", "k"),
                   **lengths: Any) -> tuple[Tensor, Blocks | None]:
-    """What the operator `name` chooses by its q and k, which it calls `names`, and where a kernel does what it needs to know of all blocks.
-    on_cpus and launch take all sequences one behind the other."""
+    """The blocks that the operator `name` chooses from its q and k, which it calls `names`, and, for the kernels, the layout of all blocks.
+    on_cpus and launch take all sequences packed."""
     on_cpu = dispatch.takes_cpu(impl, names[0], q)
     if not on_cpu and dispatch.takes_reference(name, impl, names[0], q) or q.numel() == 0:
         return reference(q, k, block_size=block_size, slots=slots, **lengths), None

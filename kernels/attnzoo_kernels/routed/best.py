@@ -1,4 +1,4 @@
-"""The best of scores that come by tile by tile: the choice of blocks stores none."""
+"""Keeps the best of scores that are computed tile by tile, so that the choice of blocks stores no scores."""
 
 from typing import Any, NamedTuple
 
@@ -16,14 +16,14 @@ class Queries(NamedTuple):
 
     place: Any
     i: Any  # [BLOCK_M], their rows
-    position: Any  # [BLOCK_M, 1], the key at which each stands
-    earlier: Any  # blocks before the last one's own
+    position: Any  # [BLOCK_M, 1], each query's own key
+    earlier: Any  # number of blocks before the last query's own block
 
 
 @triton.jit
 def keep_best(best, chosen, scores, block, SLOTS: tl.constexpr):
-    """Put the best of scores [M, N], of the rising numbers `block` [1, N], among `best` and `chosen` [M, SLOTS]. Of equal ones the one with
-    the lower number stays. Slots that are not there have best +inf; empty ones have -inf, and numbers below 0 that differ."""
+    """Merges scores [M, N], of the ascending block numbers `block` [1, N], into `best` and `chosen` [M, SLOTS]. Of equal scores the lower
+    number is kept. Slots that do not exist have best +inf. Empty slots have -inf and different numbers below 0."""
     left = tl.sum((scores > -float("inf")).to(tl.int32))
     while left > 0:
         top = tl.max(scores, 1)
@@ -44,7 +44,8 @@ def choose_best(place, own, blocks_ptr, heads, block_size, slots, SCORES: tl.con
                 BLOCK_N: tl.constexpr):
     """A whole program: a tile of queries goes over the blocks before them. blocks_ptr: int32 (queries, heads, slots).
 
-    SCORES(x, own, block) gives [BLOCK_M, BLOCK_N] of the blocks `block` [BLOCK_N], of which some may lie behind a query's own or the last.
+    SCORES(x, own, block) gives the scores [BLOCK_M, BLOCK_N] of the blocks `block` [BLOCK_N]. Some of these may lie after a query's own
+    block, or after the last block.
     """
     i = place.row + tl.arange(0, BLOCK_M)
     shift = place.other_length - place.length
@@ -66,7 +67,7 @@ def choose_best(place, own, blocks_ptr, heads, block_size, slots, SCORES: tl.con
 
 
 def plan_choice(q: Tensor, cu_seqlens_q: Tensor, heads: int, slots: int, narrow: bool = False) -> tuple[int, int, dict[str, Any]]:
-    """Programs, sequences and constants of a choice by `heads` heads. narrow: wide tiles of float32 are half as large."""
+    """(programs, sequences, constants) of a choice by `heads` heads. narrow: tiles of wide float32 are half as large."""
     total, _, width = q.shape
     call = Call(sequences=packed_sequences(cu_seqlens_q), softmax_scale=1.0)
     exact, wide = q.dtype == torch.float32, block_width(width) > 128

@@ -1,6 +1,7 @@
-"""Routed attention on a CPU: own blocks are tiles, and so is each chosen block with the queries that read it, whose results are joined.
+"""Routed attention on a CPU. Own blocks are tiles. Each chosen block is a tile, too, with the queries that read it, and its results are
+joined to theirs.
 
-Where most blocks are read, and in float32, whose weights are a softmax of all parts together, other blocks are masked instead.
+Where most blocks are read, and in float32, whose weights are one softmax over all parts, the other blocks are masked instead.
 """
 
 import itertools
@@ -99,8 +100,8 @@ def best_blocks(scores: Tensor, slots: int) -> Tensor:
     """The blocks of the best scores, float32, of equal ones the earlier: int32 (..., slots); -1 for scores of -inf and where there are
     fewer."""
     count = scores.shape[-1]
-    bits = (scores + 0.0).view(torch.int32)  # there is one zero then
-    # whole numbers in the order of the scores, and of equal ones in the order that is asked for: topk alone takes any of them
+    bits = (scores + 0.0).view(torch.int32)  # turns -0.0 into 0.0
+    # integers in the order of the scores, and of equal scores in the wanted order, because topk may take any of those
     order = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long() * count - torch.arange(count)
     blocks = order.topk(min(slots, count), dim=-1, sorted=False).indices
     blocks = torch.where(scores.gather(-1, blocks) > -torch.inf, blocks, -1).int()

@@ -16,7 +16,7 @@ SEQUENCES = 1024
 
 @triton.jit
 def last_up_to(bounds_ptr, x, entries, steps, inside):
-    """Of `entries` rising bounds the last that is at most x; the first is."""
+    """The index of the last of `entries` ascending bounds that is at most x. The first bound always is."""
     low = tl.zeros(x.shape, tl.int32)
     high = low + (entries - 1)
     for _ in range(steps):
@@ -29,7 +29,7 @@ def last_up_to(bounds_ptr, x, entries, steps, inside):
 
 @triton.jit
 def bounds_of(cu_seqlens_q, cu_seqlens_k, sequence, inside):
-    """Of each sequence the first query, the one behind the last, the first key and the one behind the last."""
+    """(first query, end of queries, first key, end of keys) of each sequence."""
     start_q, stop_q = tl.load(cu_seqlens_q + sequence, mask=inside, other=0), tl.load(cu_seqlens_q + sequence + 1, mask=inside, other=0)
     start_k, stop_k = tl.load(cu_seqlens_k + sequence, mask=inside, other=0), tl.load(cu_seqlens_k + sequence + 1, mask=inside, other=0)
     return start_q, stop_q, start_k, stop_k
@@ -42,7 +42,7 @@ def length_of(cu_seqlens, sequence, inside):
 
 @triton.jit(do_not_specialize=["sequences", "size"], do_not_specialize_on_alignment=["cu_seqlens_k"])
 def routed_first_kernel(cu_seqlens_k, first_ptr, sequences, size, SEQUENCES: tl.constexpr):
-    """One program: each sequence's first block. One without keys has a block, too, for its queries."""
+    """One program: each sequence's first block. A sequence without keys has one block all the same, for its queries."""
     before = 0
     for at in range(0, sequences, SEQUENCES):
         sequence = at + tl.arange(0, SEQUENCES)
@@ -66,7 +66,7 @@ def routed_layout_kernel(cu_seqlens_q, cu_seqlens_k, first_ptr, bounds_q_ptr, bo
     start_q, stop_q, start_k, stop_k = bounds_of(cu_seqlens_q, cu_seqlens_k, of, inside)
     shift = (stop_k - start_k) - (stop_q - start_q)
     bound_q = tl.minimum(tl.maximum(start_q + offset - shift, start_q), stop_q)
-    bound_q = tl.where(offset == 0, start_q, bound_q)  # queries before the first key are in no other block
+    bound_q = tl.where(offset == 0, start_q, bound_q)  # queries before the first key belong to the first block
     tl.store(bounds_q_ptr + at, tl.where(inside, bound_q, end_q), mask=at <= count)
     tl.store(bounds_k_ptr + at, tl.where(inside, tl.minimum(start_k + offset, stop_k), end_k), mask=at <= count)
 
@@ -82,7 +82,7 @@ def routed_layout_kernel(cu_seqlens_q, cu_seqlens_k, first_ptr, bounds_q_ptr, bo
             do_not_specialize_on_alignment=["chosen_ptr", "first_ptr", "sequence_ptr", "own_ptr"])
 def routed_number_kernel(chosen_ptr, first_ptr, sequence_ptr, own_ptr, number_ptr, pairs, slots, choosers, group, count, none,
                          BLOCK: tl.constexpr):
-    """Each pair's block among those of all key heads, of which `group` choosers have one; `none` for a pair that reads nothing."""
+    """Each pair's block number over all key heads; `group` choosers share a key head. `none` for a pair that stands for no block."""
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = pair < pairs
     chosen = tl.load(chosen_ptr + pair, mask=inside, other=-1)
@@ -127,7 +127,7 @@ def launch_layout(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, tota
     sequences = cu_seqlens_q.shape[0] - 1
     first, bounds_q, bounds_k, sequence, own = (torch.empty(n, dtype=torch.int32, device=cu_seqlens_q.device)
                                                 for n in (sequences, count + 1, count + 1, total_q, total_q))
-    size = min(size, total_k + 1)  # a longer block than all keys has no other keys
+    size = min(size, total_k + 1)  # a block longer than all keys is the same as one of this size
     device = cu_seqlens_q.get_device()
     (begin,) = launches(device, (routed_first_kernel,), "SEQUENCES", SEQUENCES, torch.int32)
     (lay_out,) = launches(device, (routed_layout_kernel,), "BLOCK", BLOCK, torch.int32)
@@ -145,13 +145,13 @@ def launch_order(chosen: Tensor, first: Tensor, bounds_k: Tensor, sequence: Tens
     total_q, choosers, slots = chosen.shape
     count, pairs = bounds_k.shape[0] - 1, chosen.numel()
     none = kv_heads * count
-    # fewer bits are sorted in fewer passes
+    # numbers of fewer bits take fewer sorting passes
     number = torch.empty(pairs, dtype=torch.int16 if none < 2**15 else torch.int32, device=chosen.device)
     place, pairs_before, keys_before = (torch.empty(n, dtype=torch.int32, device=chosen.device) for n in (pairs, none + 1, none + 1))
     write, arrange = launches(chosen.get_device(), (routed_number_kernel, routed_order_kernel), "BLOCK", BLOCK, number.dtype)
     with on_device_of(chosen):
         write(triton.cdiv(pairs, BLOCK), chosen, first, sequence, own, number, pairs, slots, choosers, choosers // kv_heads, count, none)
-        in_order, pair = torch.sort(number, stable=True)  # stable: queries rise in each block
+        in_order, pair = torch.sort(number, stable=True)  # stable, so that queries are ascending in each block
         arrange(triton.cdiv(max(pairs, none + 1), BLOCK), in_order, pair, bounds_k, place, pairs_before, keys_before, pairs,
                 pairs.bit_length(), rows, count, none, total_k)
     return place.view(total_q * choosers, slots), pairs_before, keys_before

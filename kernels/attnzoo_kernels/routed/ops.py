@@ -1,8 +1,9 @@
-"""Routed attention's launches behind autograd: flash's over packed sequences, and those that spread and merge. Triton is imported in them.
+"""Routed attention's launches behind autograd: flash's over packed sequences, and those that gather (spread) and merge. Triton is imported
+in them.
 
-Only what any attention keeps is kept for the backward. In 16 bits each part's backward takes the statistics of the whole row, so that its
-weights are those of the whole softmax, and needs no output of its own. float32 adds up delta from the weights of each part, which must
-then be a softmax by itself: its parts are computed again.
+The backward keeps only what any attention keeps. In 16 bits, each part's backward uses the statistics of the whole row. Its weights are
+then those of the whole softmax, and it needs no output of its own. In float32, delta is added up from the weights of each part, which must
+then be a softmax by itself; so the parts are computed again.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from attnzoo_kernels.flash import ops as flash
 
 
 class Part(NamedTuple):
-    """What one call of flash's kernels reads beside tensors. window_right: 0 for a query's own block, -1 for chosen ones."""
+    """What one call of flash's kernels reads beside q, k and v. window_right: 0 (causal) for a query's own block, -1 for chosen blocks."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor

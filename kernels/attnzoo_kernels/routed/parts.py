@@ -1,4 +1,4 @@
-"""What joins a query's own block and its chosen ones: rows that are put in the order of blocks, and parts that are merged by LSE."""
+"""What joins a query's own block and its chosen blocks: rows are copied into the order of blocks, and partial results are merged by LSE."""
 
 import torch
 import triton
@@ -21,7 +21,7 @@ def _rows_of_program(tokens, heads, BLOCK_ROWS: tl.constexpr):
 
 @triton.jit
 def _part_row(place_ptr, row, inside, slot, rows, slots):
-    """Where the part of a slot lies: `rows` heads choose together and follow each other there."""
+    """Where the row of a slot lies among the parts. `rows` heads choose together; their rows follow each other there."""
     return tl.load(place_ptr + row // rows * slots + slot, mask=inside, other=0).to(tl.int64) * rows + row % rows
 
 
@@ -43,7 +43,7 @@ def store_tile(ptr, row, inside, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.cons
 def routed_spread_kernel(own_ptr, own_numbers_ptr, place_ptr, part_ptr, part_numbers_ptr, stride_row, stride_head, stride_own, stride_part,
                          tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                          PER_ROW: tl.constexpr):
-    """Each row, and the PER_ROW float32 numbers of each, at the places of its slots."""
+    """Copies each row, and its PER_ROW float32 numbers, to the places of its slots."""
     row, inside, lse_at = _rows_of_program(tokens, heads, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
     pointers = own_ptr + (row // heads * stride_row + row % heads * stride_head)[:, None] + column[None, :]
@@ -68,8 +68,8 @@ def routed_sum_kernel(own_ptr, part_ptr, place_ptr, out_ptr, tokens, heads, rows
 
 @triton.jit
 def _load_top(lse_ptr, stats_ptr, stride_stats, at, inside, EXACT: tl.constexpr):
-    """(top, sum) with exp(top) * sum what a part's weights add up to, and top -inf where it has no key. EXACT: from softmax_stats, whose
-    float32 maximum and sum lose nothing where scores are large."""
+    """(top, sum), where exp(top) * sum is the sum of a part's weights; top is -inf if the part has no key. EXACT: from softmax_stats, whose
+    maximum and sum lose no bits of float32 where scores are large."""
     if EXACT:
         top = tl.load(stats_ptr + at, mask=inside, other=float("inf"))
         top = tl.where(top == float("inf"), -float("inf"), top)
@@ -91,7 +91,7 @@ def routed_merge_kernel(own_ptr, own_lse_ptr, own_stats_ptr, part_ptr, part_lse_
         part_row = _part_row(place_ptr, row, inside, slot, rows, slots)
         base = tl.maximum(base, _load_top(part_lse_ptr, part_stats_ptr, stride_part, part_row, inside, EXACT)[0])
     empty = base == -float("inf")
-    base = tl.where(empty, 0.0, base)  # a row that sees no key must not make inf - inf
+    base = tl.where(empty, 0.0, base)  # avoids inf - inf in a row that sees no key
     total = own_sum * exp_in_units(own_top - base, True)
     acc = total[:, None] * load_tile(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
     for slot in range(slots):
@@ -119,7 +119,7 @@ def _derive_part(ptr, dpart_ptr, dlse_ptr, at, lse_at, weight, dlse, out, dout, 
 def routed_merge_bwd_kernel(dout_ptr, grad_lse_ptr, own_ptr, own_stats_ptr, part_ptr, part_stats_ptr, place_ptr, out_ptr, stats_ptr,
                             down_ptr, down_lse_ptr, dpart_ptr, dpart_lse_ptr, stride_own, stride_part, tokens, heads, rows, slots,
                             WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):
-    """Of float32. An empty row has base +inf, which makes all weights zero."""
+    """The merge's backward, for float32. An empty row has base +inf, which makes all of its weights zero."""
     row, inside, lse_at = _rows_of_program(tokens, heads, BLOCK_ROWS)
     base = tl.load(stats_ptr + lse_at, mask=inside, other=0.0)
     total = tl.load(stats_ptr + stride_own + lse_at, mask=inside, other=1.0)

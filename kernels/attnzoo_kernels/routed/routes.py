@@ -1,4 +1,5 @@
-"""From chosen blocks to packed sequences: for every block the queries that read it. Integers on the device; nothing waits for it."""
+"""Turns chosen blocks into packed sequences: for every block, the queries that read it. All are integers on the device; the host does not
+wait."""
 
 from typing import NamedTuple
 
@@ -9,10 +10,11 @@ from attnzoo_kernels import autograd
 
 
 class Blocks(NamedTuple):
-    """The blocks of all sequences, numbered one behind the other. All int32.
+    """The blocks of all sequences, numbered one sequence after the other. All tensors are int32.
 
-    There are `count` of them, a bound that needs no look at the lengths: those behind the last are empty, and one at least is. Block b has
-    the keys bounds_k[b] .. bounds_k[b + 1], and its own queries are bounds_q[b] .. bounds_q[b + 1], the last of them at its last key.
+    There are `count` of them, a bound that does not depend on the lengths; the blocks after the last real one are empty, and there is at
+    least one such block. Block b has the keys bounds_k[b] .. bounds_k[b + 1]. The queries whose own block it is are bounds_q[b] ..
+    bounds_q[b + 1]; the last of them has the block's last key as its own key.
     """
 
     size: int
@@ -22,12 +24,12 @@ class Blocks(NamedTuple):
     first: Tensor  # (sequences,), each sequence's first block
     bounds_q: Tensor  # (count + 1,)
     bounds_k: Tensor  # (count + 1,)
-    sequence: Tensor  # (total_q,), of each query; the last one's behind it
+    sequence: Tensor  # (total_q,), each query's sequence; queries after the last sequence count as part of it
     own: Tensor  # (total_q,), each query's own block, counted from its sequence's first; -1 where it sees no key
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, size: int) -> "Blocks":
-        """Of dense q and k too, whose sequences are then put one behind the other."""
+        """The Blocks of packed q and k, or of dense ones, whose sequences are then taken one after the other."""
         if cu_seqlens_q is None:
             cu_seqlens_q, cu_seqlens_k = even_bounds(q), even_bounds(k)
         total_q, total_k = (x.shape[:-2].numel() for x in (q, k))
@@ -36,7 +38,7 @@ class Blocks(NamedTuple):
 
 
 def even_bounds(x: Tensor) -> Tensor:
-    """cu_seqlens of (batch, seqlen, heads, width) whose sequences are put one behind the other."""
+    """cu_seqlens for the sequences of a dense tensor (batch, seqlen, heads, width), packed one after the other."""
     batch, seqlen = x.shape[:2]
     if seqlen == 0:
         return torch.zeros(batch + 1, device=x.device, dtype=torch.int32)
@@ -44,10 +46,11 @@ def even_bounds(x: Tensor) -> Tensor:
 
 
 class Routes(NamedTuple):
-    """Pairs (query, chosen block) in the order of key heads and blocks; pairs that read nothing come last.
+    """Pairs (query, chosen block), sorted by key head and block; pairs that stand for no block come last.
 
-    A pair stands for `rows` queries, those of the heads that choose together. place: (total_q * choosers, slots) int32, where each pair
-    went. cu_seqlens_q (of pairs times rows) and cu_seqlens_k: int32 (kv_heads * count + 1,), the keys one head behind the other.
+    A pair stands for `rows` query rows, those of the heads that choose together. place: (total_q * choosers, slots) int32, the position of
+    each pair after sorting. cu_seqlens_q (in pairs times rows) and cu_seqlens_k: int32 (kv_heads * count + 1,); the keys of one head follow
+    those of another.
     """
 
     place: Tensor

@@ -30,21 +30,21 @@ def sigmoid_attention(
 ) -> Tensor:
     """sigmoid(softmax_scale * q kᵀ + sigmoid_bias) v, forward and backward in linear memory.
 
-    Each score alone makes its weight. Weights of a row do not add up to one, and there is no log-sum-exp.
+    Each weight depends on its own score only. The weights of a row do not add up to one, and there is no log-sum-exp.
 
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k, the masks of `causal` and `window_size`, and grouped heads: as
     `flash_attention` has them. A key that a query does not see has weight zero; a query that sees none gives zeros.
 
     softmax_scale: any finite number; default head_dim ** -0.5. It has flash_attention's name, though no softmax follows.
     sigmoid_bias: a finite number that is added to every score. None takes the paper's -log(n), where n is the number of keys of each
-        sequence, whether a query sees them or not. Each packed sequence has its own, which the kernels read on the device. A model
-        that reads token by token needs the number of its training instead, -log(context). No gradient.
+        sequence, whether a query sees them or not. Each packed sequence has its own n, which the kernels read on the device. A model that
+        decodes token by token needs the bias of its training instead, -log(context). No gradient.
     alibi_slopes: float32 (heads,) or (batch, heads): adds -slope * |i + seqlen_k - seqlen_q - j|. No gradient.
     deterministic: as in flash_attention. Plain Triton's forward and backward always repeat bit by bit.
     impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, no ALiBi; what its backward does not take, plain Triton's does) |
-        "triton" | "cpu" | "reference". None takes gluon where it holds (`why_not_gluon`), else triton, on CUDA tensors, and cpu on
-        CPU ones: matrix products by tiles, in linear memory, with first derivatives only (the reference, where `alibi_slopes` require a
-        gradient). A path named runs or raises. On a GPU a NaN in one query can make other queries of its tile NaN.
+        "triton" | "cpu" | "reference". On CUDA tensors None takes gluon if it supports the call (`why_not_gluon`), else triton. On CPU ones
+        it takes cpu, or the reference if `alibi_slopes` require a gradient. "cpu" is matrix products by tiles, in linear memory, with first
+        derivatives only. A named path runs, or the call raises. On a GPU a NaN in one query can make other queries of its tile NaN.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

@@ -1,4 +1,4 @@
-"""What sigmoid attention's plain kernels have beside products: each score alone makes its weight, no row has statistics."""
+"""Hooks of sigmoid attention's plain kernels: each weight depends on its own score only, and rows have no statistics."""
 
 import struct
 from typing import Any, NamedTuple
@@ -10,21 +10,22 @@ from attnzoo_kernels._triton.mainloop import RowStats
 from attnzoo_kernels._triton.scores import alibi
 from attnzoo_kernels._triton.softmax import exp_in_units, in_units
 
-SHARING = tl.constexpr(4)  # weights of a thread that share a reciprocal
+SHARING = tl.constexpr(4)  # weights of a thread that are computed with one reciprocal
 
 
 def _sigmoid(count: int) -> tuple[tl.constexpr, tl.constexpr]:
-    """Inline assembly and constraints of sigmoid(x), x in base 2, of `count` scores, a power of two, by one reciprocal.
+    """Inline assembly and its constraints for sigmoid(x) of `count` scores, a power of two, with x in base 2, by one reciprocal.
 
-    t = 2^x, a = 1 + t, and t / a for a product of all a. Weights of -inf are zero, small ones are exact to 2^-21. A score counts as at most
-    120 / count, so that the product stays finite: there a weight is one but for 2^(-120 / count).
+    With t = 2^x and a = 1 + t, a weight is t / a; all a share the reciprocal of their product. Scores of -inf give zero, and small weights
+    are exact to 2^-21. Scores are capped at 120 / count, so that the product stays finite; there a weight differs from one by 2^(-120 /
+    count).
     """
     lines = [f".reg .f32 t<{count}>, p<{2 * count}>, r<{count}>;"]
     for n in range(count):  # p: a tree of products, the root p1, whose leaves are the a; r: their reciprocals
         lines.append(f"min.NaN.f32 t{n}, ${count + n}, 0f{struct.pack('>f', 120 / count).hex()}; ex2.approx.ftz.f32 t{n}, t{n}; "
                      f"add.f32 p{count + n}, t{n}, 0f3F800000;")
     lines += [f"mul.f32 p{n}, p{2 * n}, p{2 * n + 1};" for n in reversed(range(1, count))]
-    lines += [f"mul.f32 t{n}, t{n}, p{(count + n) ^ 1};" for n in range(count)]  # early: the leaves need no registers then
+    lines += [f"mul.f32 t{n}, t{n}, p{(count + n) ^ 1};" for n in range(count)]  # early, so that the leaves take no registers afterwards
     lines.append("rcp.approx.ftz.f32 r1, p1;")
     lines += [f"mul.f32 r{n}, r{n // 2}, p{n ^ 1};" for n in range(2, count)]
     lines += [f"mul.f32 ${n}, t{n}, r{(count + n) // 2};" for n in range(count)]
@@ -42,9 +43,9 @@ class Given(NamedTuple):
     stride_slopes: Any
     bias: Any
     n_seqs: Any
-    HAS_BIAS: Any  # else it is minus the logarithm of a sequence's keys
+    HAS_BIAS: Any  # False: the bias is minus the logarithm of the number of a sequence's keys
     HAS_ALIBI: Any
-    HARDWARE: Any  # NVIDIA's instructions
+    HARDWARE: Any  # whether NVIDIA's instructions are used
     ONE_LOOP: Any
 
 
@@ -117,7 +118,7 @@ def hardware_sigmoid_forward(scores, one, unit, MASKED, EXACT, LAGS, less):
 
 @triton.jit
 def sigmoid_forward(scores, one, unit, MASKED, EXACT, LAGS, less):
-    """WEIGHTS of the forward: the rows' maximum is one throughout, and so is the factor of what was added up."""
+    """WEIGHTS of the forward. The rows' maximum is always one, and so is the factor of what was accumulated before."""
     return sigmoid(scores, unit, 0.0, 0.0, EXACT), one, one
 
 

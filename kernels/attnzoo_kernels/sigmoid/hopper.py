@@ -1,4 +1,4 @@
-"""Sigmoid attention's forward for Hopper in Gluon: flash attention's, whose weights are made of each score alone."""
+"""Sigmoid attention's forward for Hopper in Gluon: flash's, with weights that each depend on their own score only."""
 
 import functools
 
@@ -30,7 +30,7 @@ def sigmoid(scores):
 
 @gluon.jit
 def bias_of(bias, len_k, BY_LENGTH: gl.constexpr):
-    """In base 2. BY_LENGTH: minus the logarithm of a packed sequence's keys."""
+    """The bias in base 2. BY_LENGTH: minus the logarithm of the number of a packed sequence's keys."""
     if BY_LENGTH:
         bias = -gl.log2(gl.maximum(len_k, 1).to(gl.float32))
     return bias

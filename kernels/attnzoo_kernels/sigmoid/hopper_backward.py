@@ -1,4 +1,5 @@
-"""Sigmoid attention's backward on Hopper: flash attention's, without statistics of rows; a step makes its gradients of weights alone."""
+"""Sigmoid attention's backward on Hopper: flash's without row statistics. A step computes the scores' gradients from the weights and their
+gradients alone."""
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -34,7 +35,7 @@ def _gradient(weights, dweights, smem, stage, c):
 
 @gluon.jit
 def step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
-    """STEP. Queries behind a sequence's end have no gradient of the output, which makes all that they add zero."""
+    """STEP. Queries after a sequence's end have an output gradient of zero, so they add nothing."""
     stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
     scores = scores * scale[0] + scale[1]
     if MASKED:

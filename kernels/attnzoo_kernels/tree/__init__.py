@@ -41,13 +41,13 @@ def tree_attention(
                                 d  1 1       1 1
 
     q (total, heads, head_dim), k (total, kv_heads, head_dim), v (total, kv_heads, value_dim): as flash_attention has packed tensors.
-    parents: int32 (segments,), the number of each segment's parent, -1 for a root. Segments lie depth first: a segment's parent is the
-        segment before it or one above that. On a GPU this is not looked at; `tree_ranges` can.
-    cu_seqlens: int32 (segments + 1,), where segments begin and end; a segment may be empty. Tokens behind the last one give zeros.
+    parents: int32 (segments,), the number of each segment's parent, -1 for a root. Segments are in depth-first order: a segment's parent
+        is the segment before it or an ancestor of that. On a GPU this is not checked; `tree_ranges` can check it.
+    cu_seqlens: int32 (segments + 1,), where segments begin and end; a segment may be empty. Tokens after the last segment give zeros.
     softmax_scale, return_lse, deterministic, impl: as in flash_attention.
 
-    It is flash_attention over `tree_ranges`, which calls of one tree can share: flash_attention(q, k, v, ranges=tree_ranges(...)). What
-    turns queries and keys by their positions needs those in the sequences, which `tree_positions` gives.
+    It is flash_attention over `tree_ranges`, which calls for one tree can share: flash_attention(q, k, v, ranges=tree_ranges(...)). Rotary
+    embeddings need the tokens' positions in their sequences, which `tree_positions` gives.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -62,8 +62,8 @@ def tree_attention(
 
 
 def tree_ranges(parents: Tensor, cu_seqlens: Tensor, *, check: bool = False, impl: str | None = None) -> KeyRanges:
-    """What tree_attention's queries see, for flash_attention's `ranges`: of each segment one range, whose queries are its own tokens and
-    those of all segments below, which lie behind it. No wait for the device, unless `check` also looks at the tree there.
+    """What tree_attention's queries see, for flash_attention's `ranges`. Each segment has one range, whose queries are its own tokens and
+    those of all segments below it, which follow it. The host does not wait for the device, unless `check`, which also checks the tree.
 
     impl: "triton" | "reference". None takes triton on CUDA tensors and the reference on CPU ones.
     """
@@ -81,7 +81,7 @@ def tree_positions(parents: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
     checks.integer("total", total, 0)
     _check_places(parents, cu_seqlens, total)
     _, below, begin, end, _ = reference_ranges(parents, cu_seqlens).long().T
-    # what a segment adds to the positions begins behind it, and ends behind the last below it
+    # a segment's length is added to positions from its end on, up to the end of the last segment below it
     added = torch.zeros(total + 1, dtype=torch.int64, device=parents.device)
     added.index_add_(0, end, end - begin).index_add_(0, below, begin - end)
     return token_positions(cu_seqlens, total) + added.cumsum(0)[:total]

@@ -26,22 +26,22 @@ def two_frame_attention(
     deterministic: bool | None = None,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(softmax_scale * s) v, where a score s is the product of query and key in the near frame or in the far one, by their distance.
-    Forward and backward by online softmax, in linear memory.
+    """softmax(softmax_scale * s) v, where a score s is the product of query and key in the near or in the far frame, depending on their
+    distance. Forward and backward by online softmax, in linear memory.
 
     Dense: q (batch, seqlen_q, heads, 2, head_dim), k (batch, seqlen_k, kv_heads, 2, head_dim), v (batch, seqlen_k, kv_heads, value_dim).
     Packed: the same without batch, (total, heads, 2, head_dim), with cu_seqlens_q, cu_seqlens_k (int32, sequences + 1, may repeat the last
     value as padding; tokens behind it give zeros). max_seqlen_q, max_seqlen_k (ints, at least the longest sequence) spare the reference a
-    wait for the device; no kernel reads them.
+    wait for the device; kernels do not read them.
     q[..., 0, :] and k[..., 0, :] are queries and keys at their positions in the near frame, q[..., 1, :] and k[..., 1, :] the same queries
-    and keys in the far one. The caller rotates them, so that two copies of each lie in memory; gradients are of both.
+    and keys in the far one. The caller rotates them and passes both copies; both have gradients.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, each head's two frames
-    side by side as the heads are, other strides free. head_dim and value_dim up to 256. From sm_90 on, tensors whose rows do not lie at
-    whole 16 bytes may be copied. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
+    side by side as the heads are, other strides free. head_dim and value_dim up to 256. From sm_90 on, tensors whose rows are not
+    aligned to 16 bytes may be copied. kv_heads divides heads; query head h reads key head h // (heads // kv_heads).
 
-    Query i stands at the key p = i + seqlen_k - seqlen_q (bottom right). It sees key j
+    Query i's own key is p = i + seqlen_k - seqlen_q (bottom right). It sees key j
         near  (n)  if 0 <= p - j < near_keys,
-        far   (f)  if near_keys <= p - j and j < far_keys. None: all keys are seen far.
+        far   (f)  if near_keys <= p - j and j < far_keys. far_keys=None: no limit on j.
     The mask is causal, drawn for 6 queries and keys and near_keys=2, without far_keys and with far_keys=1:
                          n . . . . .      n . . . . .
                          n n . . . .      n n . . . .
@@ -57,10 +57,10 @@ def two_frame_attention(
 
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: as in flash_attention; plain Triton's results repeat bit by bit in any case.
-    impl: "triton" | "gluon" | "cpu" | "reference". None takes gluon where it holds (Hopper, 16 bits, widths of 33 to 128), else triton, on
-        CUDA tensors, and cpu on CPU ones: PyTorch's attention by tiles of queries, in linear memory, with first derivatives only. A path
-        named runs or raises; what gluon's backward does not take (packed sequences with far_keys) triton's does, and by None that of
-        fewer than 128 far keys, which is faster there.
+    impl: "triton" | "gluon" | "cpu" | "reference". On CUDA tensors None takes gluon if it supports the call (Hopper, 16 bits, widths of 33
+        to 128), else triton; on CPU ones cpu. "cpu" is PyTorch's attention by tiles of queries, in linear memory, with first derivatives
+        only. A named path runs, or the call raises. What gluon's backward does not take (packed sequences with far_keys) triton's does.
+        None also takes triton's backward for fewer than 128 far keys, where it is faster.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

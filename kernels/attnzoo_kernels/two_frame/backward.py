@@ -66,8 +66,8 @@ def two_frame_bwd_dq_kernel(q_source, k_source, v_source, do_source, out_ptr, gr
 
 
 class Queries(NamedTuple):
-    """What steps over queries take: their Operand, the frame of them that the keys are of, the window in which it is seen, and how many
-    keys of the sequence are."""
+    """What steps over queries need: their Operand, the frame that the keys are of, the window of that frame, and how many keys of the
+    sequence are in it."""
 
     operand: Any
     frame: Any
@@ -87,7 +87,7 @@ def _load_frame(x, own, at, GUARD: tl.constexpr):
 
 @triton.jit
 def _of_seen_keys(x, own, products, i, j, at):
-    """SCORE: also tiles that are in the window whole may hold keys that nobody sees far."""
+    """SCORE: also hides keys past the frame's keys, because tiles without a mask may contain some."""
     scores = products
     if own.LIMITED:
         scores = tl.where(j < own.seen, products, -float("inf"))
@@ -155,7 +155,7 @@ def _plans(device: torch.device, dtype: torch.dtype, aligned: bool, has_grad_lse
         tma = tma_kind(tile.tma and aligned, (q, k, v, grad_out), dtype.itemsize, options.packed)
         own |= constants | {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma}
         *rows, together = numbers
-        # a third program fits in, and what is spilled lies around the inner loops
+        # so that a third program fits on a multiprocessor; what is spilled is used outside of the inner loops only
         fewer = {"maxnreg": 168} if tma and architecture(device) == 90 and max(own["BLOCK_D"], own["BLOCK_DV"]) <= 64 else {}
         scalars = (*operand_strides(q, k, v, grad_out, *results), *rows, *options.scalars(q[0], k[0]), together)
         return Launch(kernel, programs, scalars, own, tile.num_warps, tile.num_stages, read_blocks(tile, own, 3), fewer)

@@ -1,7 +1,9 @@
-"""Hooks of `_triton`'s mainloops for tiles of queries: the far frame and then the near one, each a window, under one softmax.
+"""Hooks of `_triton`'s mainloops for tiles of queries: first the keys of the far frame, then those of the near one, each in a window, under
+one softmax.
 
-The far window ends `near_keys` keys before a query's own, and the near one begins behind it. Tiles on the border are in both, each time
-with the other frame's keys masked. Both frames of a head lie side by side, so that a frame is a head to the loads, and one loop takes both.
+The far window ends `near_keys` keys before a query's own, and the near window begins after it. Tiles on the border are read in both frames,
+each time with the other frame's keys masked. Both frames of a head lie side by side, so loads treat a frame as a head, and one loop serves
+both.
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +43,7 @@ class Frame(NamedTuple):
 def frame_loops(STEP: tl.constexpr, state, x, own, frame, SHORT_TAIL: tl.constexpr):
     """Steps over the keys of a frame (0 near, 1 far), with its queries and keys."""
     far = frame == 1
-    # far keys are a sequence of their own, and the window says where it lies beside the queries
+    # far keys count as a sequence of their own; the window says where it lies relative to the queries
     length = tl.where(far, tl.minimum(x.place.other_length, own.far_keys), x.place.other_length)
     left = tl.where(far, x.place.other_length, own.near_keys - 1)
     right = tl.where(far, x.place.other_length - length - own.near_keys, 0)

@@ -1,7 +1,7 @@
-"""The forward of attention in two frames for Hopper in Gluon: flash's persistent programs, which exchange their queries at the border.
+"""The forward of attention in two frames for Hopper in Gluon: flash's persistent programs, which switch to the far queries at the border.
 
-A tile of queries goes over its near keys from the diagonal down, and then over its far ones, with the other queries and keys. All consumers
-see all tiles that are loaded, but for those behind the diagonal of their rows; on the border other frames' keys are masked.
+A tile of queries goes over its near keys from the diagonal down, and then over its far keys, with the far frame's queries and keys. All
+consumers read all loaded tiles, except those after the diagonal of their rows. On the border, keys of the other frame are masked.
 """
 
 import functools
@@ -39,7 +39,7 @@ def own_keys(tensors, numbers, scale):
 
 
 class Far(NamedTuple):
-    """A consumer's far keys, in tiles; those from full_end on need a mask."""
+    """A consumer's far keys, counted in tiles. Tiles from full_end on need a mask."""
 
     full_end: Any
     end: Any
@@ -47,7 +47,7 @@ class Far(NamedTuple):
 
 @gluon.jit
 def near_tiles(row, COUNT: gl.constexpr, len_q, len_k, near_keys, BLOCK_N: gl.constexpr):
-    """Tiles with near keys of COUNT queries from `row` on, at least one: (begin, full_begin, full_end, end); as key_tiles."""
+    """The tiles with near keys of COUNT queries from `row` on, at least one: (begin, full_begin, full_end, end), as in key_tiles."""
     shift = len_k - len_q
     last = gl.minimum(row + COUNT, len_q) - 1
     end = (gl.minimum(gl.maximum(last + shift + 1, 0), len_k) + BLOCK_N - 1) // BLOCK_N
@@ -60,7 +60,7 @@ def near_tiles(row, COUNT: gl.constexpr, len_q, len_k, near_keys, BLOCK_N: gl.co
 
 @gluon.jit
 def far_tiles(row, COUNT: gl.constexpr, len_q, len_k, own, BLOCK_N: gl.constexpr):
-    """Tiles with far keys of COUNT queries from `row` on: (full_end, end)."""
+    """(full_end, end) of the tiles with far keys of COUNT queries from `row` on."""
     border = len_k - len_q - own.near_keys + 1
     last = gl.minimum(row + COUNT, len_q) - 1
     seen = gl.minimum(len_k, own.far_keys)
@@ -70,7 +70,8 @@ def far_tiles(row, COUNT: gl.constexpr, len_q, len_k, own, BLOCK_N: gl.constexpr
 
 @gluon.jit
 def load_frame(tile, keys, first, tiles, FRAME: gl.constexpr, step, q_step, program, config):
-    """`tiles` tiles of keys from the key `first` down, and beside the first of them the frame's queries."""
+    """Loads `tiles` tiles of keys of a frame, the first one at the key `first`, the next ones below it, and the frame's queries beside the
+    first one."""
     queries = Tile(tile.index, tile.words, tile.sequence, 2 * tile.head + FRAME, tile.row, tile.first_q, tile.len_q, tile.first_k,
                    tile.len_k, tile.own)
     of_frame = Keys(keys.sequence, 2 * keys.kv_head + FRAME, keys.first, keys.length)
@@ -86,7 +87,7 @@ def load_frame(tile, keys, first, tiles, FRAME: gl.constexpr, step, q_step, prog
 
 @gluon.jit
 def load_tile(tile, step, q_step, program, config):
-    """LOAD_TILE: the near frame, and the far one where there is any."""
+    """LOAD_TILE: the near frame, and then the far one, if it has keys."""
     BLOCK_M: gl.constexpr = config.CONSUMERS * ROWS
     keys = Keys(tile.sequence, tile.head // program.problem.group, tile.first_k, tile.len_k)
     begin, _, _, end = near_tiles(tile.row, BLOCK_M, tile.len_q, tile.len_k, program.own.near_keys, config.BLOCK_N)
@@ -97,7 +98,7 @@ def load_tile(tile, step, q_step, program, config):
 
 @gluon.jit
 def span(tile, ME: gl.constexpr, taken, program, config):
-    """SPAN of the near frame; `own` is the far one's."""
+    """SPAN of the near frame; its `own` is the Far."""
     BLOCK_M: gl.constexpr = config.CONSUMERS * ROWS
     len_q, len_k = tile.len_q, tile.len_k
     begin, _, _, loaded_end = near_tiles(tile.row, BLOCK_M, len_q, len_k, program.own.near_keys, config.BLOCK_N)
@@ -120,7 +121,7 @@ def step_mask(scores, where, program, config):
     """STEP_MASK: where is (whether the frame is the far one, the tile, the span)."""
     far, tile, span = where
     if gl.where(far, tile >= span.own.full_end, (tile >= span.full_end) | (tile < span.full_begin)):
-        # far keys are a sequence of their own, and the window says where it lies beside the queries
+        # far keys count as a sequence of their own; the window says where it lies relative to the queries
         length = gl.where(far, gl.minimum(span.len_k, program.own.far_keys), span.len_k)
         left = gl.where(far, span.len_k, program.own.near_keys - 1)
         right = gl.where(far, span.len_k - length - program.own.near_keys, 0)
@@ -155,13 +156,13 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
 
 @gluon.jit
 def _free(n, stop, span):
-    """FREE: the far keys behind the border."""
+    """FREE: the far keys below full_end need no mask."""
     return gl.where(n == 0, stop, stop - span.own.full_end)
 
 
 @gluon.jit
 def mainloop_in_two_loops(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """The same, whose far keys behind the border have a loop without masks."""
+    """`mainloop` with a loop of its own, without masks, for the far keys past the border."""
     return mainloop_in_turn(span.end, span, step, q_step, program.rows.scale, _first, _ends, _place, ME, program, config, FREE=_free)
 
 
@@ -178,7 +179,7 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
     shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
     scalars = {"own_1": options.near_keys, "own_2": options.far_keys,
                "head_group": heads_in_l2(seqlen_k, 2 * width + value_width) * (out[0][-2] // v[0][-2])}
-    # rows whose own key is not in their first tile of keys, or not there
+    # for rows whose own key is not in their first tile of keys, or does not exist
     constants = {"EMPTY_ROWS": masks_in_loop(-1, 0, shift, ROWS.value) or shift < 0} | HOOKS
     if in_two_loops:
         constants["MAINLOOP"] = mainloop_in_two_loops

@@ -1,6 +1,6 @@
-"""The backward of attention in two frames on Hopper: flash's, once for the far frame's window and once for the near one's.
+"""The backward of attention in two frames on Hopper: flash's, one launch for the far frame's window and one for the near frame's.
 
-Both read the statistics of the one softmax. dV goes from the first launch to the second in float32.
+Both read the statistics of the one softmax. The sum of dV goes from the first launch to the second in float32.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from attnzoo_kernels.checks import UNLIMITED
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.two_frame.options import Options
 
-# the far window ends before the query's own key, by a number that is negative
+# the far window ends before the query's own key, so its window_right is negative
 RULE = flash.Rule((("HAS_RIGHT", True),))
 
 
@@ -56,7 +56,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         dq_near, dk_near = frame(q_near, k_near, v, near, dv)
         dq_far, dk_far = torch.zeros_like(dq_near), torch.zeros_like(dk_near)
         if options.far_keys > 0:
-            # the far keys are a sequence of their own, and the window says where it lies beside the queries
+            # far keys count as a sequence of their own; the window says where it lies relative to the queries
             far = replace(far, window_right=seqlen_k - options.far_keys - options.near_keys)
             added = v[:, seen].new_empty(v[:, seen].shape)
             dq_far, dk_far[:, seen] = frame(q_far, k_far[:, seen], v[:, seen], far, added)

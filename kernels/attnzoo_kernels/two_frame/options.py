@@ -12,8 +12,8 @@ from attnzoo_kernels.checks import UNLIMITED
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Call):
-    near_keys: int  # up to a query's own
-    far_keys: int  # the first ones of a sequence, UNLIMITED for all
+    near_keys: int  # near keys of a query, its own included
+    far_keys: int  # how many keys at a sequence's beginning can be seen far; UNLIMITED for all
 
     @classmethod
     def of(cls, cu_seqlens: Tensor | None, softmax_scale: float, near_keys: int, far_keys: int) -> "Options":
