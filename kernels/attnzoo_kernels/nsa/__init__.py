@@ -60,7 +60,7 @@ def nsa_attention(
     gates: (..., heads, 3), with the leading dimensions and the dtype of q; with gradient.
     A branch without a key gives zeros.
 
-    blocks: blocks to read in place of chosen ones, as in `routed_attention`, for each key head. return_blocks: also return the blocks
+    blocks: blocks to read in place of chosen ones, as in `routed_attention`, for each key or query head. return_blocks: also return those
         that were read, int32 (batch, seqlen_q, kv_heads, block_count - 1) or (total, kv_heads, block_count - 1).
     softmax_scale: any finite number; default head_dim ** -0.5.
     deterministic: as in `flash_attention`.
