@@ -1,4 +1,4 @@
-"""The attention layer's contract: one description to build a layer from, one base that a variant extends by `attend`."""
+"""The base of all attention layers: `AttentionSpec` describes a layer, `Attention` is the class that each variant extends by `attend`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,24 +18,26 @@ from attnzoo.attention.supports import POSITIONS, Supports, check_context_parall
 from attnzoo.attention.temperature import make_temperature
 
 GATES = ("none", "elementwise", "head")
-Impl = Literal["gluon", "triton", "cpu", "reference"]  # a path of the operators; None takes the fastest that runs
+Impl = Literal["gluon", "triton", "cpu", "reference"]  # an implementation of an operator; None takes the fastest that runs
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a layer is built from. `n_heads` is the baseline's: a variant that pairs or doubles heads does so itself.
+    """The description that an attention layer is built from.
 
-    layer: this layer's index, from 0 to n_layers - 1. train_context: tokens a model reads at once in training.
-    positions: "learned" leaves positions to the model, "rotary" and "alibi" are applied here, "none" are in the causal mask alone
-        (Kazemnejad et al. 2023, arXiv:2305.19466).
-    rope_base, rope_scaling, rope_factor, rope_options: see `attnzoo.attention.positions`. partial_rotary_factor: the share of a head's
-        channels that is rotated, from the first on. rope_proportion: the share of its pairs that turn, the fastest.
-    qk_norm: queries and keys are normalised by head (RMSNorm with norm_eps, Henry et al. 2020, arXiv:2010.04245) before they are rotated.
-    temperature: what queries are multiplied by, see `attnzoo.attention.temperature.make_temperature`.
-    gate: the output is multiplied by sigmoid(x W), a number for each channel ("elementwise") or each head ("head") of it (Qiu et al. 2025,
+    n_heads: the baseline's number of heads. A variant that pairs or doubles heads derives its own number from it.
+    layer: this layer's index, from 0 to n_layers - 1. train_context: the sequence length in training, in tokens.
+    positions: with "learned" the model adds position embeddings, and the layer does nothing; "rotary" and "alibi" are applied in the
+        layer; with "none" only the causal mask gives an order (Kazemnejad et al. 2023, arXiv:2305.19466).
+    rope_base, rope_scaling, rope_factor, rope_options: see `attnzoo.attention.positions`. partial_rotary_factor: the fraction of a head's
+        channels that is rotated, starting with the first. rope_proportion: the fraction of the rotated pairs of channels that has a
+        frequency above zero, starting with the fastest pair.
+    qk_norm: queries and keys are normalised per head (RMSNorm with norm_eps, Henry et al. 2020, arXiv:2010.04245) before the rotation.
+    temperature: a factor of the queries, see `attnzoo.attention.temperature.make_temperature`.
+    gate: the output is multiplied by sigmoid(x W), with one gate per channel ("elementwise") or per head ("head") (Qiu et al. 2025,
         arXiv:2505.06708).
-    original_context: tokens that the positions were trained on before the context was extended, None for train_context.
-    mlp_matrices: dim x mlp_dim matrices of the MLP behind the layer, three with a gate.
+    original_context: the context length, in tokens, that the positions were trained on before it was extended; None for train_context.
+    mlp_matrices: number of dim x mlp_dim matrices in the MLP that follows the layer: two, or three if the MLP has a gate.
     """
 
     dim: int
@@ -86,11 +88,11 @@ class AttentionSpec:
 
     @property
     def known_context(self) -> int:
-        """Tokens that the positions were trained on."""
+        """The context length, in tokens, that the positions were trained on."""
         return self.original_context or self.train_context
 
     def rope(self, head_dim: int) -> Rope:
-        """The rotation of heads of this width."""
+        """The rotary embedding for heads with `head_dim` channels."""
         options = ((name, tuple(value) if isinstance(value, list) else value) for name, value in (self.rope_options or {}).items())
         return make_rope(self._rotary_dim(head_dim), float(self.rope_base), self.rope_scaling, float(self.rope_factor), self.known_context,
                          tuple(sorted(options)), float(self.rope_proportion))
@@ -127,29 +129,29 @@ class AttentionSpec:
 
 
 class Attention(nn.Module):
-    """Base of all variants: projections, rotary positions and cache. A variant overrides `attend`, and if it must
+    """Base of all variants: projections, rotary positions and the KV cache. A variant overrides `attend` and, where it needs to:
 
     - `head_shapes`: other numbers or widths of heads;
-    - `project`, `projections`: more inputs to `attend` than q, k and v, made from x, or other matrices to make them;
-    - `inputs`: what depends on the tokens before, too;
-    - `apply_positions`: un-rotated or otherwise rotated queries and keys;
-    - `kept`, `attend_over`, `attend_cached`, `attend_newest`: more in the cache than keys and values, a kernel of its own for the newest
-      tokens over it;
-    - `finish`: a norm or a factor on attend's output, which is itself weights times values;
+    - `project`, `projections`: inputs of `attend` beside q, k and v that are computed from x, or other projection matrices;
+    - `inputs`: inputs of `attend` that also depend on earlier tokens;
+    - `apply_positions`: queries and keys that are not rotated, or rotated in another way;
+    - `kept`, `attend_over`, `attend_cached`, `attend_newest`: a cache that holds more than keys and values, or a separate kernel for the
+      newest tokens over the cache;
+    - `finish`: a norm or a factor on the output of `attend`, because `attend` itself must return weights times values;
     - `init_weights`, `mlp_dim`, `visible_pairs`, `metrics`, `plain`, `check_context_parallel`, `check_trees`.
 
-    The parameters are `q_proj`, `k_proj`, `v_proj`, `o_proj` (and, as the spec asks for them, `q_norm`, `k_norm`, `g_proj`, `ssmax_scale`)
-    in all variants, so that a checkpoint of one loads into another.
+    All variants have the parameters `q_proj`, `k_proj`, `v_proj` and `o_proj`, and `q_norm`, `k_norm`, `g_proj` and `ssmax_scale` where the
+    spec asks for them. A checkpoint of one variant therefore loads into another.
     """
 
     supports = Supports()
-    extends_context = False  # whether it reads beyond spec.known_context by design, so that a longer training must keep that
-    drawn_with = ""  # the options with which alone `attend` gives weights times values, which a picture needs
-    decodes_on_device = False  # whether `attend_newest` holds, so that decoding can be a CUDA graph; `attend` must look at seq.cu_seqlens_k
-    reads_pages = False  # whether `attend_newest` looks at the cache's block_table
-    page = 1  # tokens of a page in which `attend_newest` reads a cache, of whose rows' room a page is then a divisor
-    divides_heads = False  # whether `attend` of some heads needs nothing by head but its tensors, so that groups of heads can take turns
-    joined: tuple[Tensor, Tensor | None] | None = None  # weight and bias of `project`'s product; decoding joins them once
+    extends_context = False  # True: designed to read beyond spec.known_context, which training on longer sequences must then keep
+    drawn_with = ""  # the options that `attend` needs to return weights times values, which a picture needs; empty: any options do
+    decodes_on_device = False  # True: `attend_newest` works, so decoding can be a CUDA graph; `attend` must then respect seq.cu_seqlens_k
+    reads_pages = False  # True: `attend_newest` reads the cache by its block_table
+    page = 1  # tokens in one page of the cache, as `attend_newest` reads it; decoding makes the cache's max_len a multiple of it
+    divides_heads = False  # True: nothing in `attend` is per head but its tensors, so that it can run on one group of heads at a time
+    joined: tuple[Tensor, Tensor | None] | None = None  # the concatenated weight and bias of `projections`; decoding concatenates them once
 
     def __init__(self, spec: AttentionSpec):
         super().__init__()
@@ -169,17 +171,17 @@ class Attention(nn.Module):
         self.temperature = make_temperature(spec.temperature, spec.known_context)
         self.ssmax_scale = None
         if self.temperature is not None and self.temperature.kind == "ssmax":
-            # so that the mean factor over the trained context is one at first
+            # initialised so that the factor's mean over the trained context is one
             self.ssmax_scale = nn.Parameter(torch.full((self.head_shapes()["q"][0],), 1 / self.temperature.mean_log))
 
     @property
     def name(self) -> str:
-        """The variant's name on the command line: its module's."""
+        """The variant's name on the command line, which is its module's name."""
         return type(self).__module__.rpartition(".")[2]
 
     @classmethod
     def check_supported(cls, causal: bool, positions: str, dropout: float) -> None:
-        """Raises ValueError for a model that `supports` leaves out."""
+        """Raises ValueError for a model that `supports` excludes."""
         supports, name = cls.supports, cls.__module__.rpartition(".")[2]
         if causal and not supports.causal:
             raise ValueError(f"attention={name} is bidirectional only; use a bert model or attention=flash")
@@ -193,7 +195,10 @@ class Attention(nn.Module):
 
     @classmethod
     def check_packed(cls, causal: bool, trees: bool = False) -> None:
-        """Raises ValueError where the variant takes no packed sequences, which a model makes of padded ones too, or no trees of them."""
+        """Raises ValueError where the variant takes no packed sequences or, if `trees`, no trees of shared prefixes.
+
+        Padded input counts as packed, because a model packs it.
+        """
         name = cls.__module__.rpartition(".")[2]
         if not cls.supports.packed:
             way_out = "set data.cross_documents=true" if causal else "a bidirectional model packs what is padded; use a gpt model"
@@ -204,11 +209,11 @@ class Attention(nn.Module):
             raise ValueError(f"attention={name} takes no trees of shared prefixes; set data.trees=false, or attention=flash")
 
     def check_trees(self) -> None:
-        """Raises ValueError where the layer, as it is configured, takes no trees."""
+        """Raises ValueError where the layer, as configured, takes no trees of shared prefixes."""
         self.check_packed(self.spec.causal, trees=True)
 
     def check_context_parallel(self, packed: bool) -> None:
-        """Raises ValueError where several devices cannot read one sequence by this layer."""
+        """Raises ValueError where the layer does not work with context parallelism. packed: whether the sequences are packed."""
         check_context_parallel(self, packed)
 
     def head_shapes(self) -> dict[str, tuple[int, int]]:
@@ -219,18 +224,18 @@ class Attention(nn.Module):
 
     @property
     def projections(self) -> tuple[nn.Linear, ...]:
-        """What `project` multiplies x by, in one product."""
+        """The projections that `project` applies to x as one matrix product."""
         return self.q_proj, self.k_proj, self.v_proj
 
     @property
     def matrices(self) -> list[nn.Linear]:
-        """All projections, each once."""
+        """All linear layers of this layer, each once."""
         found = (*self.projections, self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.g_proj)
         return [*dict.fromkeys(filter(None, found))]
 
     @property
     def in_float32(self) -> tuple[nn.Module, ...]:
-        """What computes in float32 under autocast, too, so that decoding leaves its weights as they are."""
+        """The modules that compute in float32 even under autocast. Decoding does not cast their weights."""
         return ()
 
     def init_weights(self, std: float, residual_std: float) -> None:
@@ -241,11 +246,11 @@ class Attention(nn.Module):
                 nn.init.zeros_(projection.bias)
 
     def mlp_dim(self, baseline: int) -> int:
-        """Width of the MLP behind this layer; a variant with more parameters than the baseline may narrow it."""
+        """Width of the MLP that follows this layer. A variant with more parameters than the baseline may make it narrower."""
         return baseline
 
     def forward(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None = None) -> Tensor:
-        """x (batch, seqlen, dim) or packed (total, dim), with `cache` the new tokens only; returns x's shape."""
+        """x: (batch, seqlen, dim) or packed (total, dim); with `cache` only the new tokens. Returns x's shape."""
         if seq.parents is not None:
             self.check_trees()
         elif seq.cu_seqlens is not None:
@@ -273,7 +278,8 @@ class Attention(nn.Module):
         return self.o_proj(out.flatten(-2))
 
     def _append_newest(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
-        """The queries with their positions; what is kept goes to the cache. In one launch where no variant has its own way."""
+        """Applies positions, appends what `kept` returns to the cache, and returns the queries. If the variant overrides neither step, one
+        kernel does both."""
         usual = type(self).apply_positions is Attention.apply_positions and type(self).kept is Attention.kept
         if usual and q.is_cuda and q.dtype == cache.keys.dtype != torch.float64:
             from attnzoo_kernels.decode.append import append_rotated
@@ -285,34 +291,34 @@ class Attention(nn.Module):
         return q
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v as (..., heads, width), and whatever else `attend` takes after `seq`."""
+        """q, k and v, each (..., heads, width), followed by the arguments that `attend` takes after `seq`."""
         shapes = self.head_shapes()
         parts = self.product(x).split([p.out_features for p in self.projections], dim=-1)
         return tuple(part.unflatten(-1, shapes[name]) for name, part in zip("qkv", parts, strict=True))
 
     def product(self, x: Tensor) -> Tensor:
-        """x times all `projections`, one behind the other."""
+        """The outputs of all `projections` of x, concatenated along the last dimension."""
         return joint.product(x, self.projections) if self.joined is None else F.linear(x, *self.joined)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "Attention":
-        """As `to`, `cuda` and `float` move parameters: each to a memory of its own."""
+        """Called by `to`, `cuda` and `float`, which move each parameter to separate memory; the projections are then put together again."""
         super()._apply(fn, recurse)
         joint.lay_side_by_side(self.projections)
         return self
 
     def inputs(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None) -> tuple[Tensor, ...]:
-        """What `project` gives of the new tokens, changed by what comes from the tokens before them."""
+        """The result of `project` for the new tokens. A variant may change it by what it needs from the tokens before them."""
         return self.project(x)
 
     def apply_positions(self, q: Tensor, k: Tensor, seq: SequenceInfo) -> tuple[Tensor, Tensor]:
-        """Queries and keys of the new tokens as `attend` and the cache see them."""
+        """Queries and keys of the new tokens with their positions, as `attend` and the cache receive them."""
         if self.spec.positions != "rotary":
             return q, k
         cos, sin = self.rotary(seq)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     def temper(self, q: Tensor, seq: SequenceInfo) -> Tensor:
-        """Queries (..., heads, width) times the factors of their positions, which is what the logits are multiplied by."""
+        """Queries (..., heads, width) times the temperature factors of their positions. This multiplies the logits by the same factors."""
         if self.temperature is None:
             return q
         factor = seq.once(self.temperature.key, lambda: self.temperature.factor(seq.context_lengths(self.spec.causal)))[..., None]
@@ -321,7 +327,7 @@ class Attention(nn.Module):
         return (q * factor[..., None].to(torch.promote_types(q.dtype, torch.float32))).to(q.dtype)
 
     def rotary(self, seq: SequenceInfo) -> tuple[Tensor, Tensor]:
-        """cos and sin of the pass's tokens, float32 (*position_ids.shape, rotated channels / 2)."""
+        """cos and sin for the tokens of this forward pass, each float32 (*position_ids.shape, rotated channels / 2)."""
         return seq.once(self.rope.key, lambda: self.rope.tables(seq.position_ids))
 
     def alibi_slopes(self, seq: SequenceInfo, n_heads: int, device: torch.device) -> Tensor | None:
@@ -331,48 +337,53 @@ class Attention(nn.Module):
         return seq.once(("alibi", n_heads), lambda: alibi_slopes(n_heads, device))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo, *rest: Tensor) -> Tensor:
-        """Attention itself: q (..., heads, width) of the new tokens, k and v of all tokens; returns (..., heads, width) as "out".
+        """Attention itself: q (..., heads, width) of the new tokens, k and v of all tokens. Returns (..., heads, width) as `head_shapes`
+        gives them for "out".
 
-        With a cache k and v are longer than q, whose tokens are then the last ones.
+        With a cache k and v hold more tokens than q; the queries then belong to the last tokens.
         """
         raise NotImplementedError
 
     def kept(self, k: Tensor, v: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        """What a cache holds of new tokens: keys, values, and what a variant needs of earlier tokens besides, (batch, new tokens, ...)."""
+        """The tensors of the new tokens that go into a cache, each (batch, new tokens, ...): keys, values, and what else a variant needs of
+        earlier tokens."""
         return k, v
 
     def attend_over(self, q: Tensor, kept: Sequence[Tensor], seq: SequenceInfo, *rest: Tensor) -> Tensor:
-        """`attend` of the last tokens over what is `kept` of all tokens; rest: of the last tokens."""
+        """`attend` of the last tokens over all tokens. kept: the `kept` tensors of all tokens. q, rest: those of the last tokens."""
         return self.attend(q, *kept, seq, *rest)
 
     def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
-        """`attend_over` of the newest tokens and the cache, which holds them already."""
+        """`attend_over` for the newest tokens over the cache, which already contains them."""
         return self.attend_over(q, cache.read(), seq, *rest)
 
     def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
-        """The same of one token of each row, (batch, 1, ...), whose place only the device knows (`cache.newest`): by packed sequences."""
+        """Like `attend_cached`, for one new token per row, (batch, 1, ...), whose position only the device knows (`cache.newest`).
+
+        This default reads the cache's rows as packed sequences.
+        """
         queries, keys = seq.once("newest", cache.newest.packed)
         rows = seq.once("newest rows", lambda: SequenceInfo(cache.newest.positions, queries, 1, keys=(keys, cache.max_len)))
         q, k, v, *rest = (x.flatten(0, 1) for x in (q, *cache.buffers, *rest))
         return self.attend(q, k, v, rows, *rest)[:, None]
 
     def decodes_by_kernel(self, q: Tensor) -> bool:
-        """Whether a variant with an `impl` reads a cache, whose length the host knows, by `decode_attention`."""
+        """Whether `attend_cached` of a variant with an `impl` uses the kernel `decode_attention`; the host knows the cache's length."""
         differentiable = torch.is_grad_enabled() and q.requires_grad
         return q.is_cuda and self.impl != "reference" and not differentiable and self.dropout_p == 0 and q.shape[1] <= DECODED_TOKENS
 
     @staticmethod
     def cache_lengths(cache: KVCache, seq: SequenceInfo) -> Tensor:
-        """Tokens of each row that the cache holds, int32 (batch,), where the shapes of the buffers do not tell."""
+        """The number of tokens in each row of the cache, int32 (batch,). The buffers' shapes give only the capacity."""
         return seq.once("cache lengths", lambda: torch.full((cache.batch,), cache.length, dtype=torch.int32, device=cache.keys.device))
 
     def finish(self, out: Tensor) -> Tensor:
-        """What is done to attend's output (..., heads, width) of each token, such as a norm."""
+        """Applied per token to the output of `attend`, (..., heads, width); for example a norm."""
         return out
 
     @property
     def keys_before(self) -> int:
-        """How many keys before its own a query sees at most; -1 is unlimited."""
+        """The largest number of keys before its own that a query sees; -1 is unlimited."""
         return -1
 
     @property
@@ -381,7 +392,7 @@ class Attention(nn.Module):
 
     @property
     def plain(self) -> bool:
-        """Whether the output is that of ordinary softmax attention over all (earlier) tokens, as configured."""
+        """Whether the layer, as configured, computes ordinary softmax attention over all tokens (all earlier ones in a causal model)."""
         return False
 
     def new_cache(self, batch: int, max_len: int) -> KVCache:
@@ -392,16 +403,16 @@ class Attention(nn.Module):
         return KVCache(batch, max_len)
 
     def visible_pairs(self, length: int) -> int:
-        """Pairs of a query and a key that it sees, in one sequence of this length."""
+        """The number of pairs of a query and a key that the query sees, in one sequence of this length."""
         return length * (length + 1) // 2 if self.spec.causal else length * length
 
     def flops(self, lengths: list[int]) -> float:
-        """Floating point operations of forward and backward (twice the forward) over sequences of these lengths."""
+        """Floating point operations of forward and backward over sequences of these lengths. The backward counts as two forwards."""
         shapes = self.head_shapes()
         projections = sum(p.weight.numel() for p in self.matrices)
         per_pair = shapes["q"][0] * (shapes["q"][1] + shapes["v"][1])
         return 6.0 * (projections * sum(lengths) + per_pair * sum(map(self.visible_pairs, lengths)))
 
     def metrics(self) -> dict[str, float]:
-        """What is worth logging during training, by name; the model adds the layer. ssmax_scale: the heads' mean."""
+        """Values to log during training, by name; the model adds the layer's index. ssmax_scale: the mean over heads."""
         return {} if self.ssmax_scale is None else {"ssmax_scale": self.ssmax_scale.mean().item()}

@@ -18,14 +18,14 @@ CHECKED_BLOCKS = 256
 
 
 class BlockSparseAttention(Attention):
-    """Softmax attention over the blocks that a pattern keeps. Layouts are made for each length that comes by, and kept.
+    """Softmax attention over the blocks that a pattern keeps. The layout of blocks is computed once for each sequence length and cached.
 
-    pattern: a name of `attnzoo_kernels.block_sparse.patterns.PATTERNS`, or {name: ..., option: ...} with that function's options, or a list
-        of these, which the layers take in turn: [sliding_window, dense] alternates local and global attention. Patterns that differ by head
-        get the model's heads. Packed sequences each have their own pattern from their first token on.
-    block: tokens of a block where the pattern does not say (16, 32, 64, 128, 256). Warns where the pattern keeps every block of the
-        model's context, which then is dense attention.
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
+    pattern: a name in `attnzoo_kernels.block_sparse.patterns.PATTERNS`, or {name: ..., option: ...} with that function's options, or a list
+        of these, which the layers take in turn: [sliding_window, dense] alternates local and global attention. A pattern that differs by
+        head is given the model's number of heads. In packed input each sequence has its own pattern, starting at its first token.
+    block: tokens in a block (16, 32, 64, 128, 256), unless the pattern's options say it. Warns if the pattern keeps every block of the
+        model's context, where the layer is then dense attention.
+    impl: the operator's implementation ("gluon", "triton", "cpu", "reference"), None for the fastest that runs.
     """
 
     supports = Supports(positions=("learned", "rotary"), dropout=False, context_parallel=("dense", "packed"))
@@ -72,7 +72,7 @@ class BlockSparseAttention(Attention):
         return self.pattern.block if self.pattern.heads == 1 else 1
 
     def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
-        """The blocks that a token keeps are the pages of its row. Where they differ by head they are a mask over the whole cache."""
+        """If all heads have one pattern, the kept blocks are read as pages of the cache. If not, a mask over the whole cache is used."""
         if self.pattern.heads == 1 and cache.max_len % self.page == 0:
             table, lengths = seq.once(("block_sparse pages", self.pattern.key), lambda: self._newest_pages(cache))
             return decode_attention(q, *cache.pages(self.page), cache_seqlens=lengths, block_table=table,
@@ -81,12 +81,12 @@ class BlockSparseAttention(Attention):
         return masked_attention(q, cache.keys, cache.values, mask)
 
     def _newest_pages(self, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """The kept blocks up to a token's own, which is the last one, as `decode_attention` has a block_table and cache_seqlens."""
+        """`decode_attention`'s block_table and cache_seqlens: the kept blocks up to the new token's own block, which comes last."""
         block, positions = self.pattern.block, cache.newest.positions
         layout = self.pattern.layout(cache.max_len, positions.device).mask[0, 0]
         own, blocks = positions // block, torch.arange(layout.shape[-1], device=positions.device)
         kept = layout[own] & (blocks <= own[:, None])
-        # those that are kept first, in their order
+        # the kept blocks first, in ascending order
         order = torch.where(kept, blocks, len(blocks)).sort(-1).values.clamp(max=len(blocks) - 1)
         table = cache.newest.row_starts[:, None] // block + order
         return table.int(), ((kept.sum(-1) - 1) * block + positions % block + 1).int()
@@ -100,7 +100,7 @@ class BlockSparseAttention(Attention):
         return (kept & (keys <= positions[:, None, None]))[:, :, None]
 
     def visible_pairs(self, length: int) -> int:
-        """Pairs of a query and a key that it sees, the heads' mean."""
+        """The number of pairs of a query and a key that the query sees, in one sequence of this length: the mean over heads."""
         if length not in self._pairs:
             mask = self.pattern.layout(length).mask[0]
             size = (length - self.pattern.block * torch.arange(mask.shape[-1])).clamp(max=self.pattern.block)

@@ -1,17 +1,18 @@
-"""What decoding keeps of the tokens that were read."""
+"""The KV cache: what decoding keeps of the tokens that it has read."""
 
 import torch
 from torch import Tensor
 
-PAGE = 64  # tokens
-DECODED_TOKENS = 16  # of one sequence at once, at most; a longer piece of a prompt keeps the GPU busy without splitting its keys
+PAGE = 64  # tokens in a page
+# the most new tokens per row that the decoding kernel, which splits the keys, takes; more of them occupy the GPU without splitting
+DECODED_TOKENS = 16
 
 
 class Newest:
-    """The newest token of each row, where only the device knows how many came before it, so that a CUDA graph can go on with it.
+    """Where the newest token of each row is. Only the device knows these numbers, so that one CUDA graph serves every step of decoding.
 
-    positions: int64 (batch,), tokens before it. lengths: int32 (batch,), tokens with it. places: int64 (batch,), where it stands in a
-    cache's rows of max_len tokens, one behind the other.
+    positions: int64 (batch,), the number of tokens before the newest one. lengths: int32 (batch,), that number plus one. places: int64
+    (batch,), the newest token's index in the cache when its rows of max_len tokens are flattened into one dimension.
     """
 
     def __init__(self, positions: Tensor, max_len: int):
@@ -24,8 +25,10 @@ class Newest:
         return torch.arange(self.positions.shape[0], device=self.positions.device) * self.max_len
 
     def packed(self) -> tuple[Tensor, Tensor]:
-        """cu_seqlens of queries and keys, int32 (2 batch + 1,), that make packed sequences of a cache's rows: a row's newest token and
-        its keys, and then, without a query, what the row has not used yet."""
+        """cu_seqlens of queries and of keys, each int32 (2 batch + 1,), that describe a cache's rows as packed sequences.
+
+        Each row makes two sequences: its newest token with the row's keys, and the unused rest of the row, which has no query.
+        """
         batch = self.positions.shape[0]
         queries = torch.arange(1, 2 * batch + 2, device=self.positions.device) // 2
         starts = self.row_starts
@@ -34,12 +37,12 @@ class Newest:
 
 
 class KVCache:
-    """What `Attention.kept` gives of the tokens read so far, each (batch, max_len, ...). Takes its memory at the first append.
+    """The tensors of `Attention.kept` for the tokens read so far, each (batch, max_len, ...). Memory is allocated at the first append.
 
-    rotated: whether a variant that keeps keys as they were projected has rotated them by now, in place.
-    newest: set, the cache takes one token of each row at the place that it says, and `length` is not looked at.
-    block_table: set, rows that begin alike read their beginnings in the pages of one of them: int32 (batch, max_len / PAGE), numbers of
-    pages of all rows, one behind the other. A variant with `reads_pages` reads `pages()` by it; what each row has of its own is the same.
+    rotated: whether the keys, which a variant may cache before the rotation, have been rotated in place.
+    newest: if set, each append writes one token per row, at `newest.places`, and `length` is ignored.
+    block_table: if set, rows with a common prefix read it from the pages of one of them. int32 (batch, max_len / PAGE): page numbers into
+    `pages()`. A variant with `reads_pages` reads by this table. Each row's own buffer still holds the whole row.
     """
 
     def __init__(self, batch: int, max_len: int):
@@ -58,7 +61,7 @@ class KVCache:
         return self.buffers[1]
 
     def append(self, *new: Tensor) -> None:
-        """Add what is kept of new tokens, (batch, new tokens, ...)."""
+        """Adds the `kept` tensors of new tokens, each (batch, new tokens, ...). Raises ValueError for another batch, or beyond max_len."""
         end = self.length + new[0].shape[1]
         if self.newest is not None:
             for buffer, x in zip(self.buffers, new, strict=True):
@@ -67,25 +70,25 @@ class KVCache:
         if new[0].shape[0] != self.batch or end > self.max_len:
             raise ValueError(f"cache: made for batch={self.batch}, max_len={self.max_len}, got batch={new[0].shape[0]} and {end} tokens")
         if not self.buffers:
-            # zeros: a mask gives unused values no weight, which of NaN would be NaN
+            # zeros, not uninitialised memory: a mask gives unused values the weight 0, and 0 times NaN would be NaN
             self.buffers = tuple(x.new_zeros(self.batch, self.max_len, *x.shape[2:]) for x in new)
         for buffer, x in zip(self.buffers, new, strict=True):
             buffer[:, self.length : end] = x
         self.length = end
 
     def last(self, buffer: Tensor) -> Tensor:
-        """What one of the buffers has of each row's last token so far, (batch, 1, ...)."""
+        """The entry of each row's last token in one of the buffers, (batch, 1, ...)."""
         if self.newest is None:
             return buffer[:, self.length - 1 : self.length]
         return buffer.flatten(0, 1).index_select(0, self.newest.places - 1)[:, None]
 
     def take(self, rows: Tensor) -> None:
-        """Go on with these rows, whole numbers (batch,), in their order. A row that is named more than once is copied."""
+        """Replaces the cache's rows by these, integer indices (new batch,), in the given order. A row that is named twice is copied."""
         self.buffers = tuple(buffer.index_select(0, rows) for buffer in self.buffers)
         self.batch, self.block_table = rows.shape[0], None
 
     def read(self) -> tuple[Tensor, ...]:
-        """What was appended so far, as views."""
+        """The buffers up to the last token appended, as views."""
         return tuple(buffer[:, : self.length] for buffer in self.buffers)
 
     def pages(self, size: int | None = None) -> tuple[Tensor, ...]:
@@ -94,7 +97,8 @@ class KVCache:
 
 
 def block_table(batch: int, max_len: int, alike: list[tuple[Tensor, Tensor | int]], device: torch.device) -> Tensor:
-    """`KVCache.block_table` of rows that begin alike: each pair is the row (batch,) whose pages a row reads, and of how many tokens."""
+    """`KVCache.block_table` for rows with common prefixes. alike: pairs (first, tokens): row i reads the whole pages of its first tokens[i]
+    tokens from row first[i]; a later pair overrides an earlier one."""
     n_pages = max_len // PAGE
     column = torch.arange(n_pages, device=device)
     rows = torch.arange(batch, device=device)[:, None].expand(-1, n_pages)

@@ -1,4 +1,4 @@
-"""A layer's attention over sequences that several processes read together."""
+"""A layer's attention under context parallelism, where several processes share the tokens of one sequence."""
 
 import math
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from attnzoo.attention.base import Attention
     from attnzoo.attention.sequence import SequenceInfo
 
-GROUPS = 1  # of heads, which are attended one after the other while keys of the next ones travel; measurements choose it
+GROUPS = 1  # groups of heads: while one group is computed, the keys of the next ones are transferred; chosen by measurement
 
 
 def attend_in_context(layer: "Attention", q: Tensor, kept: Sequence[Tensor], seq: "SequenceInfo", *rest: Tensor) -> Tensor:
-    """`attend` of this process's tokens over those of all processes."""
+    """`attend` with the queries of this process's tokens and the keys of all processes' tokens."""
     window = layer.keys_before if layer.spec.causal else -1
     parts, passes = seq.once(("parts", window), lambda: seq.parts(layer.spec.causal, window))
     n = 1 + len(rest)

@@ -1,6 +1,6 @@
 """Differential attention: the difference of two softmax maps cancels the noise that they share (Ye et al. 2024, arXiv:2410.05258).
 
-Runs on `attnzoo_kernels.differential_attention`, one kernel for both maps. Version 2 is of microsoft/unilm, Diff-Transformer-V2 (2026).
+Runs on `attnzoo_kernels.differential_attention`, one kernel for both maps. Version 2 is from microsoft/unilm, Diff-Transformer-V2 (2026).
 """
 
 import logging
@@ -21,18 +21,20 @@ log = logging.getLogger(__name__)
 
 
 class DifferentialAttention(Attention):
-    """(softmax(q1 k1ᵀ) - lambda softmax(q2 k2ᵀ)) v, where heads 2h and 2h + 1 of the queries are pair h.
+    """(softmax(q1 k1ᵀ) - lambda softmax(q2 k2ᵀ)) v, where query heads 2h and 2h + 1 are pair h and give one output head.
 
-    version 1: half as many heads as the baseline, with values twice as wide: its parameters, and the vectors of lambda and the norm.
-        lambda = exp(lambda_q1 · lambda_k1) - exp(lambda_q2 · lambda_k2) + lambda_init, one for all heads, with
-        lambda_init = 0.8 - 0.6 exp(-0.3 layer). Each head's output goes through an RMSNorm, whose weight they share, and is scaled by
-        1 - lambda_init. Heads and key heads must be even. Key pair g and value head g serve a contiguous group of pairs.
-    version 2: as many heads as the baseline and twice as many queries; the pair shares its keys. lambda = sigmoid(x W) per token and head,
-        no norm and no lambda_init.
+    version 1: half as many output heads as the baseline has heads, with values twice as wide. The parameters are the baseline's, plus the
+        vectors of lambda and the norm's weight. One lambda for all heads of a layer:
+        lambda = exp(lambda_q1 · lambda_k1) - exp(lambda_q2 · lambda_k2) + lambda_init, with lambda_init = 0.8 - 0.6 exp(-0.3 layer).
+        Each head's output goes through an RMSNorm, whose weight all heads share, and is scaled by 1 - lambda_init. n_heads and n_kv_heads
+        must be even. Key pair g and value head g serve a contiguous group of query pairs.
+    version 2: as many output heads as the baseline and twice as many query heads; both queries of a pair read the same keys.
+        lambda = sigmoid(x W) per token and head, without a norm and without lambda_init.
 
-    norm: version 1 without its norm (the factor 1 - lambda_init stays) if false. norm_eps: of that norm.
-    match_parameters: narrow the MLP, in multiples of 8, until block and baseline have about as many parameters; both counts are logged.
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
+    norm: false leaves out version 1's norm; the factor 1 - lambda_init stays. norm_eps: the norm's eps.
+    match_parameters: make the MLP narrower, by a multiple of 8, so that a block has about as many parameters as the baseline's; both
+        counts are logged.
+    impl: the operator's implementation ("gluon", "triton", "cpu", "reference"), None for the fastest that runs.
     """
 
     supports = Supports(positions=("learned", "rotary", "none"), dropout=False, context_parallel=("dense", "packed"))
@@ -105,10 +107,10 @@ class DifferentialAttention(Attention):
         return self._decode(q, cache, cache.newest.lengths, *lam)
 
     def _decode(self, q: Tensor, cache: KVCache, lengths: Tensor, *lam: Tensor) -> Tensor:
-        """Both maps as heads of one `decode_attention`, which reads the cache once. lengths: int32 (batch,), tokens of each row."""
+        """Both maps as heads of one `decode_attention` call, which reads the cache once. lengths: int32 (batch,), tokens of each row."""
         keys, factor, width = cache.keys, self.lambda_of_layer() if self.version == 1 else lam[0][..., None], q.shape[-1]
         if self.version == 1:
-            # a pair's keys as one key of twice the width, of which each query has zeros in the other's half
+            # a pair's two keys become one key of twice the width; each query is padded with zeros in the half of the other key
             keys = keys.unflatten(2, (-1, 2)).flatten(3)
             q = torch.stack((F.pad(q[..., 0::2, :], (0, width)), F.pad(q[..., 1::2, :], (width, 0))), dim=3).flatten(2, 3)
         out = decode_attention(
@@ -121,13 +123,13 @@ class DifferentialAttention(Attention):
         if self.version == 2:
             return out
         if self.norm:
-            # under autocast the output is in 16 bits and the weight is not, which PyTorch's fused norm does not take
+            # PyTorch's fused norm needs input and weight of one dtype; under autocast the output has 16 bits and the weight 32
             out = F.rms_norm(out, self.head_norm.normalized_shape, self.head_norm.weight.to(out.dtype), self.head_norm.eps)
         return out * (1 - self.lambda_init)
 
     def mlp_dim(self, baseline: int) -> int:
         spec = self.spec
-        # a hidden unit's weights, and with biases one for each matrix but the last
+        # parameters per hidden unit: its weights and, with biases, one bias in each matrix but the last
         unit = spec.mlp_matrices * spec.dim + (spec.mlp_matrices - 1) * spec.bias
         ours = sum(p.numel() for p in self.parameters())
         heads, kv_heads = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
@@ -160,7 +162,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 def load_unilm(layer: DifferentialAttention, state: Mapping[str, Tensor]) -> None:
     """Copy the weights of unilm's MultiheadFlashDiff1 or 2 (version 1) or MultiheadFlashDiffV2 into a layer.
 
-    Their heads are paired as ours; their rotary positions turn neighbouring channels where ours pair c with c + head_dim / 2.
+    Their heads are paired like ours. Their rotary embedding pairs neighbouring channels, ours pairs c with c + head_dim / 2.
     """
     heads = layer.head_shapes()
     width = layer.spec.head_dim
@@ -180,7 +182,7 @@ def load_unilm(layer: DifferentialAttention, state: Mapping[str, Tensor]) -> Non
 def load_diffllama(layer: DifferentialAttention, state: Mapping[str, Tensor]) -> None:
     """Copy the weights of a DiffLlamaAttention of transformers into a layer of version 1 with norm_eps = its config's rms_norm_eps.
 
-    It pairs head h with h + n_heads / 2, of keys and values too, and its norm has no weight.
+    DiffLlama pairs head h with h + n_heads / 2, also for keys and values, and its norm has no weight.
     """
     if layer.version != 1 or not layer.norm:
         raise ValueError(f"layer: must be of version 1 with its norm, got version {layer.version}, norm={layer.norm}")

@@ -1,8 +1,9 @@
-"""Biases by distance that are learned: T5's buckets (Raffel et al. 2020, arXiv:1910.10683), KERPLE (Chi et al. 2022, arXiv:2205.09921) and
+"""Learned biases by distance: T5's buckets (Raffel et al. 2020, arXiv:1910.10683), KERPLE (Chi et al. 2022, arXiv:2205.09921) and
 FIRE (Li et al. 2024, arXiv:2310.04418).
 
-The first two run on `attnzoo_kernels.distance_bias_attention`; the table by distance is made of a layer's parameters in each pass. FIRE's
-bias depends on the query's position, too, so that no table holds it: PyTorch's attention gets it as a mask, by tiles of queries.
+The first two run on `attnzoo_kernels.distance_bias_attention`. The table of biases is computed from a layer's parameters in each forward
+pass. FIRE's bias also depends on the query's position, so it does not fit into a table by distance. PyTorch's attention takes it as a mask,
+one tile of queries at a time.
 """
 
 import math
@@ -21,26 +22,26 @@ from attnzoo_kernels import distance_bias_attention
 from attnzoo_kernels.packing import pad_packed, unpad_packed
 
 KINDS = ("t5", "kerple_log", "kerple_power", "fire")
-LEAST = 0.01  # r1 and r2 count as at least this
-PAIRS = 2**22  # of a query and a key, whose biases by FIRE are held at once
+LEAST = 0.01  # lower bound of r1 and r2
+PAIRS = 2**22  # pairs of a query and a key whose FIRE biases are in memory at once, for each head
 
 
 class DistanceBiasAttention(WindowedAttention):
-    """Softmax attention whose scores get a learned number by head and by how far the key is from the query, in place of positions.
+    """Softmax attention whose scores get a learned bias, which depends on the head and on the distance between query and key.
 
-    The papers' models have no positions besides (model.positions=none); rotary and learned ones go with it.
+    The papers' models have no other positions (model.positions=none). Rotary and learned positions may be combined with it.
 
-    kind: "t5": a number for each of num_buckets buckets of distances, `relative_attention_bias`. Half of the buckets hold one distance
-        each, the others grow until max_distance, and what is farther off is in the last one. A bidirectional model has half of the
-        buckets for each direction. Each layer has its own, and scores are scaled as in other variants, where T5 has one for all layers and
-        does not scale.
-        "kerple_log": -r1 log(1 + r2 distance); "kerple_power": -r1 distance^r2; with `r1` and `r2` of each head, in both directions alike.
-        They count as at least 0.01, and r2 of a power as at most 2.
+    kind: "t5": one bias for each of num_buckets buckets of distances, `relative_attention_bias`. Half of the buckets hold one distance
+        each; the others hold ranges that grow up to max_distance; the last one also holds all larger distances. A bidirectional model
+        uses half of the buckets for each direction. Unlike in T5, each layer has its own biases, and scores are scaled as in the other
+        variants.
+        "kerple_log": -r1 log(1 + r2 distance); "kerple_power": -r1 distance^r2. Each head has its `r1` and `r2`, the same for both
+        directions. They are clamped to at least 0.01, and r2 of "kerple_power" to at most 2.
         "fire": see `attnzoo.attention.fire`; for causal models. It has no kernel. Memory is linear in the length, and the bias is rounded
         to the dtype of the queries.
-    threshold: of "fire", the tokens up to which all queries begin with one function of the distance.
-    window_size: (left, right) keys beside its own that a query sees, -1 is unlimited; right is 0 in a causal model.
-    impl: the operator's path, None for the fastest that runs ("triton", "cpu", "reference"); None with "fire".
+    threshold: the initial value of the L of "fire", in tokens. For queries up to position L the bias depends on the distance alone.
+    window_size: (left, right), how many keys before and after its own a query sees; -1 is unlimited. right is 0 in a causal model.
+    impl: the operator's implementation ("triton", "cpu", "reference"), None for the fastest that runs. Must be None with "fire".
     """
 
     supports = Supports(positions=("learned", "rotary", "none"), dropout=False, context_parallel=("dense", "packed"))
@@ -77,7 +78,7 @@ class DistanceBiasAttention(WindowedAttention):
         return (self.fire,) if self.kind == "fire" else ()
 
     def _draw(self) -> None:
-        """As the authors begin."""
+        """Initialises the bias's parameters like the authors."""
         if self.kind == "t5":
             nn.init.normal_(self.relative_attention_bias.weight, std=self.spec.dim**-0.5)
         elif self.kind == "fire":
@@ -94,7 +95,7 @@ class DistanceBiasAttention(WindowedAttention):
         super().check_context_parallel(packed)
         if self.kind == "fire":
             raise ValueError("trainer.context_parallel: does not go with attention.kind=fire; set trainer.context_parallel=1")
-        if not self.spec.causal:  # a device does not know how far keys are from its queries
+        if not self.spec.causal:  # the operator cannot tell how far the gathered keys are from this device's queries
             raise ValueError("trainer.context_parallel: does not go with attention=distance_bias in a bidirectional model; set "
                              "trainer.context_parallel=1")
 
@@ -118,7 +119,8 @@ class DistanceBiasAttention(WindowedAttention):
         return unpad_packed(self._by_tiles(*rows, position), seq.cu_seqlens, q.shape[0])
 
     def _by_tiles(self, q: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
-        """position: (rows,) or (batch, rows). What a tile needs besides is made again in the backward where there are several."""
+        """Attention in tiles of queries. position: (queries,) or (batch, queries), the queries' positions. With several tiles the backward
+        computes each tile's bias again."""
         def attend(q: Tensor, position: Tensor) -> Tensor:
             return masked_attention(q, k, v, self._mask(position, k.shape[1], q.dtype))
 
@@ -150,14 +152,14 @@ class DistanceBiasAttention(WindowedAttention):
         return super().metrics() | {"fire_c": self.fire.c.item(), "fire_threshold": threshold.item()}
 
     def table(self, length: int, device: torch.device) -> tuple[Tensor, int]:
-        """What scores get by distance, (n_heads, distances), for sequences of up to `length` tokens, and the entry of distance 0."""
+        """The bias of each distance, (n_heads, distances), for sequences of up to `length` tokens, and the index of distance 0."""
         farthest = self.max_distance if self.kind == "t5" else max(length, 1) - 1
         origin = 0 if self.spec.causal else farthest
         distance = torch.arange(-origin, farthest + 1, device=device)
         if self.kind == "t5":
             return self.relative_attention_bias(self.buckets(distance)).T, origin
         r1, r2 = self.r1[:, None], self.r2[:, None]
-        # the gradient of what is cut off goes on, as where the parameters themselves are cut
+        # straight-through clamp: values outside the bounds keep their gradient, as if the parameters themselves were clamped
         r1, r2 = r1 + (r1.clamp(LEAST) - r1).detach(), r2 + (r2.clamp(LEAST, 2 if self.kind == "kerple_power" else None) - r2).detach()
         distance = distance.abs().to(torch.promote_types(r1.dtype, torch.float32))
         if self.kind == "kerple_log":
@@ -166,7 +168,8 @@ class DistanceBiasAttention(WindowedAttention):
         return torch.where(distance == 0, 0.0, -r1 * distance.clamp(min=1) ** r2), origin
 
     def buckets(self, distance: Tensor) -> Tensor:
-        """T5's bucket of each distance of a key before its query; those behind it have the second half of the buckets."""
+        """T5's bucket of each distance, which is the query's position minus the key's. In a bidirectional model negative distances (keys
+        after the query) have the second half of the buckets."""
         count = self.num_buckets if self.spec.causal else self.num_buckets // 2
         exact = count // 2
         first = 0 if self.spec.causal else (distance < 0) * count

@@ -16,17 +16,21 @@ TEMPERATURES = ("none", "yarn")
 
 
 class DualChunkAttention(Attention):
-    """Softmax attention whose rotary distances stay below chunk_size, however long the sequence.
+    """Softmax attention whose rotary distances stay within chunk_size, however long the sequence.
 
-    It has the parameters of attention=flash: a checkpoint of that, trained with rotary positions, reads longer contexts with this one.
-    The cache holds un-rotated keys. Positions are counted from each sequence's start; position ids of the caller's are not looked at.
+    It has the parameters of attention=flash. A checkpoint of attention=flash that was trained with rotary positions can therefore read
+    longer contexts with this variant. The cache holds keys without rotation. Positions are counted from each sequence's start; the
+    caller's position_ids are ignored.
 
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
-    variant: "paper" (largest position chunk_size - 1) or "chunkllama" (chunk_size).
-    chunk_size: how far positions go, None for the context that they were trained on (model.original_context, else the training context).
-    local_size: what of it is kept for distances to the chunk before, None for a quarter; a chunk has chunk_size - local_size tokens.
-    stages: which pairs of chunks see each other: "intra" (the same), "successive" (neighbours), "inter" (farther apart).
-    temperature: "yarn" multiplies the logits of position p by (0.1 ln((p + 1) / that context) + 1)^2 beyond that context.
+    impl: the operator's implementation ("gluon", "triton", "cpu", "reference"), None for the fastest that runs.
+    variant: which position is the largest: chunk_size - 1 ("paper") or chunk_size ("chunkllama").
+    chunk_size: the bound of the rotary positions. None takes the context that they were trained on: model.original_context, else the
+        training context.
+    local_size: the part of chunk_size that is reserved for distances to the previous chunk, None for a quarter. A chunk has
+        chunk_size - local_size tokens.
+    stages: which chunks a query sees: its own ("intra"), the neighbouring ones ("successive"), those farther away ("inter").
+    temperature: "yarn" multiplies the logits of a query at position p by (0.1 ln((p + 1) / context) + 1)^2 where p + 1 is more than
+        the context that the positions were trained on.
     """
 
     supports = Supports(positions=("rotary",), dropout=False, context_parallel=("dense", "packed"))
@@ -72,7 +76,7 @@ class DualChunkAttention(Attention):
 
     @property
     def page(self) -> int:
-        """The largest power of two that divides a chunk, up to 256; chunks of fewer than 16 have none."""
+        """The largest power of two up to 256 that divides the chunk's length; 1 (no pages) if it is below 16."""
         page = math.gcd(self.geometry.chunk, 256)
         return page if page >= 16 else 1
 
@@ -82,9 +86,11 @@ class DualChunkAttention(Attention):
         return super().attend_cached(q, cache, seq)
 
     def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
-        """Each stage is a sequence of its own, whose pages are those of its chunks, with the query as it is rotated for the stage.
+        """Runs `decode_attention` once, with each stage as a row of its own: its pages are the pages of the stage's chunks, and its query
+        is rotated for the stage. The stages' outputs are merged by their lse.
 
-        Keys are rotated in the cache, by their place in their chunk, at the first token; the kernels for prompts do that themselves.
+        The kernels for prompts rotate keys themselves. Here the first call rotates the cached keys in place, by their position within
+        their chunk, and each later call rotates only the newest keys.
         """
         if self.page == 1 or cache.max_len % self.page:
             return super().attend_newest(q, cache, seq)
@@ -107,11 +113,11 @@ class DualChunkAttention(Attention):
             out_dtype=None if q.dtype == torch.float64 else torch.float32, return_lse=True,
             impl="reference" if self.impl == "reference" else None)
         out, lse = out.unflatten(0, (len(self.stages), -1)), lse.unflatten(0, (len(self.stages), -1)).transpose(2, 3)
-        shares = lse.softmax(0).nan_to_num(0)  # of tokens that no stage shows anything
+        shares = lse.softmax(0).nan_to_num(0)  # NaN where a query sees no key in any stage
         return (out * shares[..., None]).sum(0).to(q.dtype)
 
     def _newest_pages(self, cache: KVCache) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Of each stage and row, as `decode_attention` has a block_table and cache_seqlens, and the rotary positions of the queries."""
+        """`decode_attention`'s block_table and cache_seqlens for each stage and row, and each stage's rotary positions of the queries."""
         at, chunk = cache.newest.positions, self.geometry.chunk
         own = at - at % chunk
         before = (own - chunk).clamp(min=0)
@@ -129,13 +135,14 @@ class DualChunkAttention(Attention):
         return seq.once(("dual_chunk newest", *temperature.key), lambda: temperature.factor(cache.newest.positions + 1))
 
     def _tables(self, seq: SequenceInfo, q: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of every position that the chunks have, float32 (positions, rotated channels / 2)."""
+        """cos and sin of every rotary position that occurs in chunks, float32 (positions, rotated channels / 2)."""
         positions = self.geometry.positions
         return seq.once(("dual_chunk", positions, self.rope.key),
                         lambda: self.rope.tables(torch.arange(positions, device=q.device), scaled=False))
 
     def _multiplier(self, q: Tensor, k: Tensor, seq: SequenceInfo) -> Tensor | None:
-        """What the logits of each token are multiplied by, float32, from the token's own position, which further tokens do not change."""
+        """The factor of each query's logits, float32, or None. It depends on the query's own position only, so that later tokens do not
+        change it."""
         if (temperature := self.chunk_temperature) is None:
             return None
 

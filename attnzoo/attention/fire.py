@@ -1,17 +1,17 @@
-"""FIRE's bias (Li et al. 2024, arXiv:2310.04418): a small network of how far a key is, as a share of how far its query could look."""
+"""FIRE's bias (Li et al. 2024, arXiv:2310.04418): a small MLP whose input is the key's distance relative to the query's position."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-WIDTH = 32  # of the network, as the authors have it
+WIDTH = 32  # hidden units of the MLP, as in the authors' code
 
 
 class FireBias(nn.Module):
-    """f(log(1 + c d) / log(1 + c max(L, i))) of the distance d = i - j, by head, with the authors' names of parameters.
+    """f(log(1 + c d) / log(1 + c max(L, i))) per head, for query i, key j and d = i - j. Parameters have the authors' names.
 
-    `mlp` is f. `c` and L = `L_multiplier` * `init_L` are learned; L begins as `threshold`. Up to L tokens all queries have one function of
-    the distance; beyond, it is stretched over what a query sees.
+    `mlp` is f. `c` and L = `L_multiplier` * `init_L` are learned; the initial L is `threshold`. For queries up to position L the bias
+    depends on the distance alone. For later queries the same function is stretched over the i keys before the query.
     """
 
     def __init__(self, n_heads: int, threshold: float):
@@ -22,7 +22,7 @@ class FireBias(nn.Module):
         self.register_buffer("init_L", torch.empty(()))
 
     def draw(self) -> None:
-        """As the authors begin."""
+        """Initialises the parameters like the authors."""
         for layer in (self.mlp[0], self.mlp[2]):
             layer.reset_parameters()
         nn.init.constant_(self.c, 0.1)
@@ -30,10 +30,11 @@ class FireBias(nn.Module):
         nn.init.constant_(self.init_L, self.threshold)
 
     def forward(self, position: Tensor, distance: Tensor) -> Tensor:
-        """position (..., rows) of queries in their sequences, distance (..., rows, keys) from 0 on; (..., n_heads, rows, keys), float32."""
+        """The bias, (..., n_heads, rows, keys), at least float32. position: (..., rows), of the queries in their sequences. distance:
+        (..., rows, keys), at least 0."""
         dtype = torch.promote_types(self.c.dtype, torch.float32)
         weights = [x.to(dtype) for layer in (self.mlp[0], self.mlp[2]) for x in (layer.weight, layer.bias)]
-        with torch.autocast(position.device.type, enabled=False):  # 16 bits do not count far
+        with torch.autocast(position.device.type, enabled=False):  # 16 bits do not represent large positions exactly
             c = self.c.to(dtype)
             farthest = torch.maximum(position.to(dtype), (self.L_multiplier * self.init_L).to(dtype).abs())
             share = torch.log1p((c * distance).abs()) / (torch.log1p((c * farthest).abs()) + 1e-6)[..., None]

@@ -1,6 +1,6 @@
 """FlashAttention (Dao 2023, arXiv:2307.08691): exact attention in linear memory, by `attnzoo_kernels.flash_attention`.
 
-Few new tokens over a cache are read by `attnzoo_kernels.decode_attention`.
+A few new tokens over a KV cache are computed by `attnzoo_kernels.decode_attention`.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ from attnzoo_kernels import decode_attention, flash_attention
 class FlashAttention(WindowedAttention):
     """Softmax attention, optionally in a sliding window, with capped scores or with a learned sink per head.
 
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
-    window_size: (left, right) keys beside its own that a query sees, -1 is unlimited; right is 0 in a causal model.
+    impl: the operator's implementation ("gluon", "triton", "cpu", "reference"), None for the fastest that runs.
+    window_size: (left, right), how many keys before and after its own a query sees; -1 is unlimited. right is 0 in a causal model.
     softcap: scores become softcap * tanh(score / softcap); 0 is off.
-    sinks: learn a logit per head that joins the softmax's denominator, so that a head can look at nothing.
+    sinks: whether each head learns a logit that is added to the softmax's denominator, so that the weights may sum to less than 1.
     """
 
     supports = Supports(trees=True, context_parallel=("dense", "packed"))
@@ -46,7 +46,7 @@ class FlashAttention(WindowedAttention):
 
     def check_trees(self) -> None:
         super().check_trees()
-        # distances are counted by places, where other branches lie between
+        # distances are differences of indices in the packed tokens, and tokens of other branches lie in between
         if self.window_size[0] >= 0:
             raise ValueError(f"attention.window_size={list(self.window_size)}: must be [-1, 0] in trees of shared prefixes, or set "
                              "data.trees=false")

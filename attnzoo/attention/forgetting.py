@@ -1,7 +1,7 @@
 """Forgetting attention: softmax attention with a forget gate by token and head (Lin et al. 2025, arXiv:2503.02130).
 
-Runs on `attnzoo_kernels.forgetting_attention`, one kernel for the products and the gates' bias. The Pro form's norms, gate and shifts are
-plain PyTorch around it.
+Runs on `attnzoo_kernels.forgetting_attention`, one kernel for attention and the bias of the forget gates. The norms, the output gate and
+the shifts of FoX (Pro) are plain PyTorch.
 """
 
 import math
@@ -18,17 +18,19 @@ from attnzoo_kernels import forgetting_attention, padding
 
 
 class ForgettingAttention(Attention):
-    """FoX: scores get the sum of log f over the tokens behind the key up to the query, f = sigmoid(x W + b) by token and query head.
+    """FoX: the score of query i and key j gets a bias, the sum of log f_t over j < t <= i, with f = sigmoid(x W + b) per token and query
+    head.
 
-    The paper's models have no positions besides (model.positions=none); rotary and learned ones go with it. The parameter beside those of
-    all variants is `fgate_proj`. FoX (Pro) is model.qk_norm=true, model.attention_gate=elementwise and all three options below.
+    The paper's models have no other positions (model.positions=none). Rotary and learned positions may be combined with it. `fgate_proj`
+    is the only parameter that other variants do not have. FoX (Pro) is model.qk_norm=true, model.attention_gate=elementwise, shift_keys,
+    shift_values and output_norm.
 
-    shift_keys, shift_values: a token's key (value) becomes a k_before + (1 - a) k, where k_before is the key of the token before it in its
-        sequence, zero for the first one, and a = sigmoid(x W) by token and key head. Keys are shifted before they are normalised and
-        rotated. A cache holds what is not shifted, too.
-    output_norm: RMSNorm of each head's output, with a weight by head and channel, before the gate of model.attention_gate.
-    qk_norm_eps: of model.qk_norm's norms, None for model.norm_eps. The published weights have another one there.
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
+    shift_keys, shift_values: a token's key (value) becomes a k_before + (1 - a) k, where k_before is the key of the previous token of the
+        sequence, zero for the first token, and a = sigmoid(x W) per token and key head, with a projection `k_shift` (`v_shift`). Keys are
+        shifted before they are normalised and rotated. A cache then also holds the unshifted keys (values).
+    output_norm: RMSNorm of each head's output, with one weight per head and channel, before the gate of model.attention_gate.
+    qk_norm_eps: the eps of model.qk_norm's norms, None for model.norm_eps. The published weights use a different eps there.
+    impl: the operator's implementation ("gluon", "triton", "cpu", "reference"), None for the fastest that runs.
     """
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False,
@@ -72,7 +74,7 @@ class ForgettingAttention(Attention):
     def inputs(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None) -> tuple[Tensor, ...]:
         q, k, v, log_f = self.project(x)
         shifts = (self.k_shift, self.v_shift)
-        # what is kept behind keys, values and gates: keys and values as the next token's shift takes them
+        # in the cache, after keys, values and gates: the unshifted keys and values, which the next token's shift needs
         unshifted = [] if cache is None else [y for y, shift in zip((k, v), shifts, strict=True) if shift is not None]
         before = iter([] if cache is None else [cache.last(buffer) for buffer in cache.buffers[3:]])
         k, v = (y if shift is None else _shifted(y, shift(x), next(before, None), seq) for y, shift in zip((k, v), shifts, strict=True))
@@ -91,7 +93,7 @@ class ForgettingAttention(Attention):
         return self.attend(q, k, v, seq, log_f)
 
     def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
-        return super().attend_newest(q, cache, seq)  # the cache has the gates, too
+        return super().attend_newest(q, cache, seq)  # without `rest`: `attend` gets the gates from the cache
 
     def finish(self, out: Tensor) -> Tensor:
         return self.output_norm(out)

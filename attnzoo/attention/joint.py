@@ -1,8 +1,8 @@
-"""Several projections of one input by one product: at GPT-2's widths narrow products leave a part of the GPU idle.
+"""Several projections of one input by one matrix product: at GPT-2's widths narrow products leave a part of the GPU idle.
 
-The parameters stay apart, with the names that checkpoints, optimizers and other variants know them by. `lay_side_by_side` puts them one
-behind the other in memory, where without gradients they are read as the one matrix that they are. Whoever moves them (FSDP, a parameter
-that is replaced) loses no more than that: what lies apart is copied together at every call. With gradients it always is: under autocast
+The projections stay separate parameters, under the names that checkpoints, optimizers and other variants use. `lay_side_by_side` makes them
+adjacent in memory. Without gradients they are then read as one matrix, without a copy. If something moves them apart (FSDP, a parameter
+that is replaced), the result is the same, but each call concatenates them. With gradients each call does so in any case: under autocast
 this copy is also the cast of the weights, which there has to be.
 """
 
@@ -17,13 +17,13 @@ from attnzoo_kernels import autograd
 
 
 def joined(projections: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of one product that gives the outputs of all, one behind the other."""
+    """The concatenated weight and bias of one linear layer, whose output is the concatenation of all projections' outputs."""
     biases = [p.bias for p in projections if p.bias is not None]
     return torch.cat([p.weight for p in projections]), torch.cat(biases) if biases else None
 
 
 def product(x: Tensor, projections: Sequence[nn.Linear]) -> Tensor:
-    """The outputs of all projections of x (..., in_features), one behind the other, (..., sum of out_features)."""
+    """The concatenated outputs of all projections of x (..., in_features): (..., sum of out_features)."""
     exporting = torch.compiler._is_exporting_flag  # is_exporting() is true in torch.compile, too, in torch 2.11
     if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or exporting:
         return fp8.product_of(*projections)(x, *joined(projections))
@@ -44,18 +44,18 @@ def _fake_joint_product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[T
     return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
 
 
-# an operator, because torch.compile does not see where parameters lie
+# a custom operator, because torch.compile does not know whether parameters are adjacent in memory
 _product = autograd.forward_only("joint_product", _joint_product, _fake_joint_product)
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor:
-    """The tensors one behind the other: read where they lie, if they lie so, else copied."""
+    """The tensors concatenated along the first dimension: a view if they are adjacent in memory, else a copy."""
     first = tensors[0]
     return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride()) if are_side_by_side(tensors) else torch.cat(tensors)
 
 
 def are_side_by_side(tensors: Sequence[Tensor]) -> bool:
-    """Whether they lie one behind the other in one piece of memory."""
+    """Whether the tensors are adjacent, in this order, in one storage."""
     def place(x: Tensor) -> tuple:
         return x.untyped_storage()._cdata, x.dtype
 
@@ -66,7 +66,10 @@ def are_side_by_side(tensors: Sequence[Tensor]) -> bool:
 
 @torch.no_grad()
 def lay_side_by_side(projections: Sequence[nn.Linear]) -> None:
-    """Moves weights and biases so that `product` need not copy them. What shares its memory with others, or is no plain tensor, stays."""
+    """Moves the weights, and the biases, into one storage each, so that `product` need not copy them.
+
+    Nothing is moved if a parameter shares its storage with other tensors or is not a plain nn.Parameter.
+    """
     for parameters in ([p.weight for p in projections], [p.bias for p in projections if p.bias is not None]):
         kinds = {(p.dtype, p.device, p.shape[1:]) for p in parameters}
         if len(parameters) > 1 and len(kinds) == 1 and all(map(_alone, parameters)):

@@ -1,7 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434): keys and values of all heads come from one narrow latent by token.
+"""Multi-head latent attention (DeepSeek-V2, 2024, arXiv:2405.04434): keys and values of all heads come from one narrow latent per token.
 
-Training and prompts make all keys and values and run on `attnzoo_kernels.flash_attention`. Few new tokens over a cache are read in the
-latent's space, where all heads share one key, which is what the cache holds.
+In training and for prompts the keys and values of all heads are computed, and `attnzoo_kernels.flash_attention` runs. The cache holds only
+the latent and the rotary part of the keys. A few new tokens over a cache attend in the latent space, where all heads share one key.
 """
 
 import math
@@ -17,27 +17,27 @@ from attnzoo.signatures import Count
 from attnzoo_kernels import flash_attention, latent_decode_attention
 from attnzoo_kernels.decode import LATENT_WIDTHS
 
-ABSORBED_TOKENS = 16  # new tokens of a sequence that are read in the latent's space, at most; more are read as a prompt is
+ABSORBED_TOKENS = 16  # the most new tokens per sequence that attend in the latent space; more are computed like a prompt
 WIDTHS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-NORM_EPS = 1e-6  # of the latents' norms, as published
+NORM_EPS = 1e-6  # eps of the latents' norms, as published
 
 
 class MLAttention(Attention):
-    """Queries and keys have a part without positions and a rotated one, which in keys is the same for all heads. Keys' first parts and
-    values are products of a latent, x W normalised (RMSNorm).
+    """Each query and key has a part without positions and a rotated part. The rotated part of a key is shared by all heads. The other part
+    of the keys, and the values, are linear projections of a latent, which is RMSNorm(x W).
 
-    Names are as published, but that `q_proj` is also what makes queries from their latent (q_b_proj), and `k_proj` and `v_proj` are the
-    rows of kv_b_proj for keys and for values. As published, these products of latents have no bias.
+    Parameters have the published names, with two exceptions. `q_proj` also stands for q_b_proj, which makes queries from their latent.
+    `k_proj` and `v_proj` are the rows of kv_b_proj for keys and for values. As published, these projections of latents have no bias.
 
     kv_lora_rank: width of the latent, None for 4 head_dim. q_lora_rank: width of the queries' latent, None for queries made from x.
-    qk_nope_head_dim: a head's channels without positions, None for head_dim. qk_rope_head_dim: rotated ones, even, None for head_dim / 2.
-        With model.positions=learned or none they are not rotated.
+    qk_nope_head_dim: a head's channels without positions, None for head_dim. qk_rope_head_dim: a head's rotated channels, an even number,
+        None for head_dim / 2 rounded down to an even number (at least 2). With model.positions=learned or none they are not rotated.
     v_head_dim: channels of a head's values, None for head_dim.
-    impl: `flash_attention`'s path, None for the fastest that runs ("gluon", "triton", "cpu", "reference"). "reference" also keeps kernels
-        out of decoding, which takes `latent_decode_attention` on a GPU for latents of up to 512 channels with up to 64 rotated ones.
+    impl: the implementation of `flash_attention` ("gluon", "triton", "cpu", "reference"), None for the fastest that runs. Decoding on a GPU
+        takes the kernel `latent_decode_attention` for latents of up to 512 channels and up to 64 rotated ones, unless impl="reference".
 
-    The defaults are DeepSeek-V2's for head_dim=128. Scores are scaled by (qk_nope_head_dim + qk_rope_head_dim) ** -0.5, and with
-    rope_scaling=yarn and its mscale_all_dim by (0.1 mscale_all_dim log(rope_factor) + 1) ** 2 besides.
+    The defaults are DeepSeek-V2's for head_dim=128. Scores are scaled by (qk_nope_head_dim + qk_rope_head_dim) ** -0.5. With
+    rope_scaling=yarn and its mscale_all_dim they are also scaled by (0.1 mscale_all_dim log(rope_factor) + 1) ** 2.
     """
 
     supports = Supports(positions=("learned", "rotary", "none"), context_parallel=("dense", "packed"))
@@ -46,7 +46,7 @@ class MLAttention(Attention):
     def __init__(self, spec: AttentionSpec, *, kv_lora_rank: Count | None = None, q_lora_rank: Count | None = None,
                  qk_nope_head_dim: Count | None = None, qk_rope_head_dim: Count | None = None, v_head_dim: Count | None = None,
                  impl: Impl | None = None):
-        # before head_shapes is asked for them
+        # before super().__init__, which calls head_shapes
         self.kv_lora_rank = 4 * spec.head_dim if kv_lora_rank is None else kv_lora_rank
         self.q_lora_rank = q_lora_rank
         self.qk_nope_head_dim = spec.head_dim if qk_nope_head_dim is None else qk_nope_head_dim
@@ -75,7 +75,7 @@ class MLAttention(Attention):
             self.softmax_scale *= (0.1 * mscale * math.log(max(spec.rope_factor, 1.0)) + 1) ** 2
 
     def head_shapes(self) -> dict[str, tuple[int, int]]:
-        """Of keys the part that `k_proj` makes."""
+        """As in Attention; "k" is the part of the keys that `k_proj` makes, without the rotated part."""
         heads, kv_heads = self.spec.n_heads, self.spec.n_kv_heads
         return {"q": (heads, self.qk_nope_head_dim + self.qk_rope_head_dim), "k": (kv_heads, self.qk_nope_head_dim),
                 "v": (kv_heads, self.v_head_dim), "out": (heads, self.v_head_dim)}
@@ -85,7 +85,7 @@ class MLAttention(Attention):
         return self.q_proj if self.q_a_proj is None else self.q_a_proj, self.kv_a_proj_with_mqa
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, the keys' rotary part (..., 1, qk_rope_head_dim) and the latent (..., 1, kv_lora_rank)."""
+        """Queries, the keys' rotated part (..., 1, qk_rope_head_dim) in place of k, and the latent (..., 1, kv_lora_rank) in place of v."""
         widths = self.projections[0].out_features, self.kv_lora_rank, self.qk_rope_head_dim
         q, latent, k_rope = self.product(x).split(widths, -1)
         if self.q_a_proj is not None:
@@ -103,7 +103,7 @@ class MLAttention(Attention):
         return q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
 
     def kept(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """The latent and behind it the rotary part, (..., 1, kv_lora_rank + qk_rope_head_dim)."""
+        """The latent concatenated with the keys' rotated part, (..., 1, kv_lora_rank + qk_rope_head_dim)."""
         return (torch.cat((v, k), -1),)
 
     def attend_over(self, q: Tensor, kept: Sequence[Tensor], seq: SequenceInfo) -> Tensor:
@@ -127,8 +127,8 @@ class MLAttention(Attention):
         return self._attend_absorbed(q, cache, cache.newest.lengths)
 
     def _attend_absorbed(self, q: Tensor, cache: KVCache, lengths: Tensor) -> Tensor:
-        """`attend_over` of the newest tokens without any head's keys and values: k_proj is multiplied to queries, and v_proj to the sums of
-        latents. lengths: int32 (batch,), tokens of each row of the cache."""
+        """`attend_over` for the newest tokens without computing any head's keys and values: k_proj is applied to the queries, and v_proj to
+        the weighted sums of latents. lengths: int32 (batch,), tokens of each row of the cache."""
         shapes = self.head_shapes()
         kv_heads, _ = shapes["k"]
         w_k, w_v = (projection.weight.unflatten(0, shapes[name]) for name, projection in (("k", self.k_proj), ("v", self.v_proj)))
@@ -149,10 +149,10 @@ class MLAttention(Attention):
 
 
 def attend_latents(q: Tensor, keys: Tensor, value_dim: int, lengths: Tensor, softmax_scale: float) -> Tensor:
-    """Causal softmax attention of the newest tokens to keys that all heads share, whose first channels are the values; plain PyTorch.
+    """Causal softmax attention of the newest tokens to keys that all heads share, in plain PyTorch. Values are the keys' first channels.
 
-    q (batch, new tokens, heads, width), keys (batch, max_len, width), lengths int32 (batch,): tokens of each row, the new ones included.
-    Returns (batch, new tokens, heads, value_dim). Scores are kept whole, and come from their product in q's dtype.
+    q: (batch, new tokens, heads, width). keys: (batch, max_len, width). lengths: int32 (batch,), tokens of each row, the new ones included.
+    Returns (batch, new tokens, heads, value_dim). All scores are in memory at once; they are computed in q's dtype.
     """
     new, heads = q.shape[1:3]
     scores = (q.flatten(1, 2) @ keys.mT).unflatten(1, (new, heads))
@@ -164,7 +164,7 @@ def attend_latents(q: Tensor, keys: Tensor, value_dim: int, lengths: Tensor, sof
 
 
 def _check(spec: AttentionSpec, rotary: int) -> None:
-    """Raises ValueError for what leaves the rotated part no place."""
+    """Raises ValueError for options that do not go with the separate rotated part. rotary: its width."""
     if rotary % 2:
         raise ValueError(f"attention.qk_rope_head_dim={rotary}: must be even")
     if spec.qk_norm:

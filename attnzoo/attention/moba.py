@@ -1,4 +1,4 @@
-"""Mixture of block attention (Lu et al. 2025, arXiv:2502.13189): each query and head chooses blocks of keys by their mean.
+"""Mixture of block attention (Lu et al. 2025, arXiv:2502.13189): each query of each head chooses blocks by the mean of their keys.
 
 Runs on `attnzoo_kernels.moba_attention`.
 """
@@ -13,13 +13,14 @@ from attnzoo_kernels import moba_attention
 
 
 class MoBAAttention(Attention):
-    """Softmax attention over top_k blocks of keys: the query's own, causally, and the best earlier ones by q times the mean of their keys.
+    """Softmax attention over top_k blocks of keys: the query's own block, with a causal mask, and the earlier blocks with the best scores.
+    A block's score is q times the mean of its keys.
 
     It has the parameters of attention=flash, so that a checkpoint of one loads into the other. The choice itself has no gradient.
 
-    block_size: tokens of a block, any number from 1 on. top_k: blocks that a query reads, its own included. Warns where they are all blocks
-        of the model's context, which then is dense attention.
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
+    block_size: tokens in a block, at least 1. top_k: blocks that a query reads, its own included. Warns if these are all blocks of the
+        model's context, where the layer is then dense attention.
+    impl: the operator's implementation ("gluon", "triton", "cpu", "reference"), None for the fastest that runs.
     """
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)
@@ -47,11 +48,11 @@ class MoBAAttention(Attention):
         return out
 
     def visible_pairs(self, length: int) -> int:
-        """Pairs of a query and a key that it reads."""
+        """The number of pairs of a query and a key that the query reads, in one sequence of this length."""
         return sum(min(i // self.block_size, self.top_k - 1) * self.block_size + i % self.block_size + 1 for i in range(length))
 
     def flops(self, lengths: list[int]) -> float:
-        """With the products of queries and means, which have no backward."""
+        """Includes the products of queries and blocks' mean keys, which have no backward."""
         heads, width = self.head_shapes()["q"]
         scores = sum(i // self.block_size for length in lengths for i in range(length))
         return super().flops(lengths) + 2.0 * heads * width * scores

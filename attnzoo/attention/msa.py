@@ -1,4 +1,4 @@
-"""MiniMax sparse attention (Lai et al. 2026, arXiv:2606.13392): an indexer chooses blocks of keys, and learns from the attention over them.
+"""MiniMax sparse attention (Lai et al. 2026, arXiv:2606.13392): a learned indexer chooses blocks of keys for each query.
 
 Runs on `attnzoo_kernels.msa_attention`.
 """
@@ -19,21 +19,22 @@ from attnzoo_kernels import msa_attention
 
 
 class MSAttention(Attention):
-    """Softmax attention over top_k blocks of keys: the query's own, causally, and the earlier ones with the largest index_q · index_k of a
-    query and a key in them. The heads of a key head read the same blocks; each key head has an index query of its own, and all share the
-    index key.
+    """Softmax attention over top_k blocks of keys: the query's own block, with a causal mask, and the earlier blocks with the best scores.
+    A block's score is the largest index_q · index_k over its keys. Each key head has its own index query, and all key heads share the index
+    key. The query heads of one key head read the same blocks.
 
-    The parameters beside those of all variants are `index_q_proj` and `index_k_proj`, and with model.qk_norm `index_q_norm` and
-    `index_k_norm`, as published. Index queries and keys are normalised and rotated as the others are. The layer's input is held fixed for
-    them, so that they learn from their own loss alone: in training each layer adds it to the model's (`SequenceInfo.losses`). The loss is
-    the cross-entropy of the index weights under the mean weights of the key head's heads, over the tokens that are read, as
-    `msa_attention` has it; the mean over key heads, summed over tokens and layers, like the model's own.
+    Parameters that other variants do not have: `index_q_proj` and `index_k_proj`, and with model.qk_norm `index_q_norm` and `index_k_norm`,
+    as published. Index queries and keys are normalised and rotated like queries and keys. They are computed from the detached input, so
+    that the indexer learns from its own loss alone. In training each layer adds this loss to the model's (`SequenceInfo.losses`). It is the
+    cross-entropy between two distributions over the keys that a query reads: the attention weights, averaged over the query heads of a key
+    head, are the target, and the softmax of the index scores is the prediction, see `msa_attention`. The loss is averaged over key heads
+    and summed over tokens and layers, like the model's own.
 
-    block_size: tokens of a block, any number from 1 on. top_k: blocks that a query reads, its own included. Warns where they are all blocks
-        of the model's context, which then is dense attention.
-    index_dim: width of index queries and keys, None for head_dim. index_weight: the loss's factor.
-    warmup: all tokens are read, as in the first part of the paper's training, and the indexer learns from that.
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
+    block_size: tokens in a block, at least 1. top_k: blocks that a query reads, its own included. Warns if these are all blocks of the
+        model's context, where the layer is then dense attention.
+    index_dim: width of index queries and keys, None for head_dim. index_weight: factor of the indexer's loss.
+    warmup: queries read all earlier tokens, as in the first part of the paper's training; the indexer learns from these weights.
+    impl: the operator's implementation ("gluon", "triton", "cpu", "reference"), None for the fastest that runs.
     """
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)
@@ -68,7 +69,7 @@ class MSAttention(Attention):
         return [*super().matrices, self.index_q_proj, self.index_k_proj]
 
     def inputs(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None) -> tuple[Tensor, ...]:
-        """q, k and v, and index queries (..., kv_heads, index_dim) and keys (..., 1, index_dim) with their positions."""
+        """q, k and v, then index queries (..., kv_heads, index_dim) and index keys (..., 1, index_dim), which are rotated already."""
         fixed = x.detach()
         index_q = self.index_q_norm(self.index_q_proj(fixed).unflatten(-1, (self.spec.n_kv_heads, self.index_dim)))
         index_k = self.index_k_norm(self.index_k_proj(fixed).unsqueeze(-2))
@@ -85,7 +86,7 @@ class MSAttention(Attention):
         return self.attend(q, k, v, seq, index_k, index_q)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo, index_k: Tensor, index_q: Tensor, *newest: Tensor) -> Tensor:
-        """newest: the index keys of the newest tokens, which index_k has, too."""
+        """newest: the index keys of the newest tokens, unused, because index_k contains them."""
         learns = self.training and torch.is_grad_enabled()
         out, blocks, *loss = msa_attention(
             q, k, v, index_q, index_k, block_size=self.block_size, top_k=None if self.warmup else self.top_k, return_blocks=True,
@@ -100,14 +101,14 @@ class MSAttention(Attention):
         return out
 
     def visible_pairs(self, length: int) -> int:
-        """Pairs of a query and a key that it reads."""
+        """The number of pairs of a query and a key that the query reads, in one sequence of this length."""
         if self.warmup:
             return super().visible_pairs(length)
         return sum(min(i // self.block_size, self.top_k - 1) * self.block_size + i % self.block_size + 1 for i in range(length))
 
     def flops(self, lengths: list[int]) -> float:
-        """With the index queries' products with all keys of earlier blocks, which have no backward, and those with the keys that are read,
-        which have one. The weights that these learn from are counted once, as the attention's."""
+        """Includes two products of the indexer: with all keys of earlier blocks, for the choice, which has no backward, and with the keys
+        that are read, for the loss, which has one. The attention weights that the loss needs are counted once, as part of attention."""
         index = self.spec.n_kv_heads * self.index_dim
         scored = 0 if self.warmup else sum(i // self.block_size * self.block_size for length in lengths for i in range(length))
         return super().flops(lengths) + 2.0 * index * scored + 6.0 * index * sum(map(self.visible_pairs, lengths))

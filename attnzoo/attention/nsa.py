@@ -1,4 +1,4 @@
-"""Native sparse attention (Yuan et al. 2025, arXiv:2502.11089): compressed keys, the blocks that they choose, and a window, by gates.
+"""Native sparse attention (Yuan et al. 2025, arXiv:2502.11089): a gated sum of attention to compressed keys, chosen blocks and a window.
 
 Runs on `attnzoo_kernels.nsa_attention`.
 """
@@ -20,8 +20,11 @@ BRANCHES = ("compressed", "selected", "window")
 
 
 class Pool(nn.Module):
-    """Every `size` tokens of a head become one, `stride` further on the next: by an MLP over all their channels, whose first bias is what
-    positions inside would add, or by their mean."""
+    """Pools each window of `size` tokens of a head into one token; windows start `stride` tokens apart.
+
+    pooling: "mlp", an MLP over the concatenated channels of a window, or the mean. The MLP's first bias stands for the paper's position
+    embedding inside a window, because adding that embedding to the tokens would only add a constant there.
+    """
 
     def __init__(self, width: int, size: int, stride: int, pooling: str):
         super().__init__()
@@ -29,8 +32,11 @@ class Pool(nn.Module):
         self.up, self.down = (nn.Linear(size * width, 2 * width), nn.Linear(2 * width, width)) if pooling == "mlp" else (None, None)
 
     def forward(self, chunks: Tensor, rows: Tensor | None) -> Tensor:
-        """chunks: (..., chunks, stride, kv_heads, width), tokens without overlap. rows: (compressed,), the first chunk of each, where
-        several sequences' chunks follow each other; None for all that there are. Returns (..., compressed, kv_heads, width)."""
+        """Returns the pooled tokens, (..., compressed, kv_heads, width).
+
+        chunks: (..., chunks, stride, kv_heads, width), consecutive tokens without overlap. rows: (compressed,), the first chunk of each
+        window, for packed sequences; None for one sequence, whose windows start at every chunk.
+        """
         if self.up is None:
             parts = (chunks.mean(-3) / self.overlap).unsqueeze(-2).expand(*chunks.shape[:-3], chunks.shape[-2], self.overlap, -1)
         else:
@@ -42,21 +48,22 @@ class Pool(nn.Module):
         if rows is None:
             count = max(whole - self.overlap + 1, 0)
             pooled = sum(parts[..., i : i + count, :, i, :] for i in range(self.overlap))
-        else:  # those beyond the last stand for nothing
+        else:  # indices beyond the last chunk are clamped: such results belong to no sequence and are unused
             pooled = sum(parts[..., i, :].index_select(-3, (rows + i).clamp(max=max(whole - 1, 0))) for i in range(self.overlap))
         return pooled if self.up is None else self.down(F.gelu(pooled + self.up.bias))
 
 
 class NSAttention(Attention):
-    """The gated sum of three softmax attentions: over compressed keys, over the blocks in which those have the largest weights, and over a
-    window. Gates are sigmoid(x W) by token and head. The parameters beside those of all variants are `branch_proj`, `k_pool` and `v_pool`.
+    """The gated sum of three softmax attentions ("branches"): over compressed keys, over the blocks whose compressed keys have the largest
+    weights, and over a window of the last keys. Gates are sigmoid(x W + b) per token, head and branch. Parameters that other variants do
+    not have: `branch_proj`, `k_pool` and `v_pool`.
 
-    compress_size, compress_stride: tokens that a compressed key stands for, and from one to the next. block_size, block_count: tokens of a
-        block, and blocks that the heads of a key head read together. window: tokens that are read in any case. As in
-        `attnzoo_kernels.nsa_attention`; compress_stride divides the other two sizes.
-    pooling: "mlp" as in the paper, or "mean". independent_kv: whether each branch has keys and values of its own, as in the paper; without,
-        a checkpoint of attention=flash gives the projections of all.
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
+    compress_size: tokens that are pooled into one compressed key. compress_stride: tokens from one compressed key's start to the next's.
+        block_size: tokens in a block. block_count: blocks that the query heads of one key head read together. window: the last tokens,
+        which are always read. See `attnzoo_kernels.nsa_attention`. compress_stride must divide compress_size and block_size.
+    pooling: "mlp" as in the paper, or "mean". independent_kv: whether each branch has its own keys and values, as in the paper. If not, all
+        branches share the keys and values, whose projections may come from a checkpoint of attention=flash.
+    impl: the operator's implementation ("gluon", "triton", "cpu", "reference"), None for the fastest that runs.
     """
 
     supports = Supports(bidirectional=False, positions=("learned", "rotary", "none"), dropout=False)
@@ -66,7 +73,7 @@ class NSAttention(Attention):
     def __init__(self, spec: AttentionSpec, *, compress_size: int = 32, compress_stride: int = 16, block_size: int = 64,
                  block_count: int = 16, window: int = 512, pooling: Literal["mlp", "mean"] = "mlp", independent_kv: bool = True,
                  impl: Impl | None = None):
-        self.branches = len(BRANCHES) if independent_kv else 1  # head_shapes is asked for it
+        self.branches = len(BRANCHES) if independent_kv else 1  # before super().__init__, which calls head_shapes
         super().__init__(spec)
         self.sizes = {"compress_size": compress_size, "compress_stride": compress_stride, "block_size": block_size,
                       "block_count": block_count, "window": window}
@@ -96,7 +103,7 @@ class NSAttention(Attention):
     def init_weights(self, std: float, residual_std: float) -> None:
         super().init_weights(std, residual_std)
         for linear in (self.branch_proj, *self.k_pool.children(), *self.v_pool.children()):
-            # the pools' results are of the size of what they pool
+            # 1 / sqrt(in_features) keeps the scale of the pooled keys and values
             nn.init.normal_(linear.weight, std=std if linear is self.branch_proj else linear.in_features**-0.5)
             nn.init.zeros_(linear.bias)
 
@@ -129,13 +136,13 @@ class NSAttention(Attention):
         return pool(x[tokens], rows).to(x.dtype)
 
     def visible_pairs(self, length: int) -> int:
-        """Pairs of a query and a key or compressed key that a head computes, over its branches."""
+        """The number of scores that a head computes: pairs of a query and a key or compressed key, summed over the branches."""
         size, stride, block, count, window = self.sizes.values()
         return sum(max(0, (t + 1 - size) // stride + 1) + min(t // block, count - 1) * block + t % block + 1 + min(t + 1, window)
                    for t in range(length))
 
     def flops(self, lengths: list[int]) -> float:
-        """With gates and pools, and with the compressed keys' scores for the choice, which have no backward."""
+        """Includes gates and pooling, and the scores of compressed keys for the choice of blocks, which have no backward."""
         size, stride = self.sizes["compress_size"], self.sizes["compress_stride"]
         pooled = sum(max(0, (length - size) // stride + 1) for length in lengths) * self.spec.n_kv_heads
         weights = sum(linear.weight.numel() for pool in (self.k_pool, self.v_pool) for linear in pool.children())
@@ -153,12 +160,15 @@ class NSAttention(Attention):
 
 
 def _packed_chunks(cu_seqlens: Tensor, total: int, size: int, stride: int) -> tuple[Tensor, Tensor]:
-    """Which tokens are in which chunk, (total // stride, stride), and the first chunk of each compressed key, (total // stride,)."""
+    """The tokens of each chunk, (total // stride, stride), and the first chunk of each compressed key, (total // stride,).
+
+    Chunks do not cross the boundaries of packed sequences. Both shapes are upper bounds; entries after the last one are unused.
+    """
     count = total // stride
     number = torch.arange(count, device=cu_seqlens.device)
 
     def places(bounds: Tensor) -> tuple[Tensor, Tensor]:
-        """Each number's sequence and its place in it. What is behind the last goes on there."""
+        """The sequence that each number falls into, and its index there. Numbers beyond the last bound count as the last sequence's."""
         sequence = torch.searchsorted(bounds[1:].long(), number, right=True).clamp(max=bounds.shape[0] - 2)
         return sequence, number - bounds[sequence]
 

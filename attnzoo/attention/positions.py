@@ -1,4 +1,4 @@
-"""Rotary tables and ALiBi slopes: pure functions of position, so that no length is built in and nothing lands in a state dict."""
+"""Rotary tables and ALiBi slopes. They are pure functions of the position: no maximum length is built in, and no state dict has them."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 ROPE_SCALINGS = ("none", "linear", "ntk", "dynamic", "yarn", "llama3", "longrope")
-# of those that transformers computes, named as in its configs
+# the options of the scalings that transformers computes, named as in its configs
 ROPE_OPTIONS = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     "llama3": ("low_freq_factor", "high_freq_factor"),
@@ -22,16 +22,18 @@ _DEFAULTS = {"llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}}  # the
 class Rope:
     """Rotary embedding (Su et al. 2021, arXiv:2104.09864) of the first `dim` channels of a head.
 
-    scaling: "linear" divides positions by factor (Chen et al. 2023, arXiv:2306.15595); "ntk" raises the base so that the slowest pair turns
-    factor times slower and the fastest one as before; "dynamic" does so only as far as the present length n asks for: beyond `context`
-    tokens the base is multiplied by (factor n / context - factor + 1)^(dim / (dim - 2)); "yarn" (Peng et al. 2023, arXiv:2309.00071) slows
-    by pairs, "llama3" (Llama 3.1) too, "longrope" (Ding et al. 2024, arXiv:2402.13753) by lists of factors, another beyond `context`.
-    context: tokens that the positions were trained on. frequencies, long: of each pair, radians a token, where they are no power of the
-    base; `long` those beyond `context`. magnitude: what the tables are multiplied by (yarn's and longrope's attention factor).
-    proportion: the share of the pairs that turn, the fastest ones (p-RoPE, Barbero et al. 2024, arXiv:2410.06205); the others stand still.
+    scaling: "linear" divides positions by factor (Chen et al. 2023, arXiv:2306.15595). "ntk" raises the base so that the slowest pair of
+    channels turns factor times slower and the fastest one as before. "dynamic" raises it only as far as the current length n requires:
+    beyond `context` tokens the base is multiplied by (factor n / context - factor + 1)^(dim / (dim - 2)). "yarn" (Peng et al. 2023,
+    arXiv:2309.00071) and "llama3" (Llama 3.1) slow each pair by its own amount. "longrope" (Ding et al. 2024, arXiv:2402.13753) takes the
+    amounts from a list, and from a second list beyond `context`.
+    context: the context length, in tokens, that the positions were trained on. frequencies: of each pair, in radians per token, where they
+    are not powers of the base; `long`: those beyond `context`. magnitude: a factor of cos and sin (the attention factor of yarn and
+    longrope). proportion: the fraction of the pairs that is rotated, the fastest ones (p-RoPE, Barbero et al. 2024, arXiv:2410.06205); the
+    others are not rotated.
 
-    n is the highest position of a pass and one, over all sequences of a batch. Tokens that are read later do not turn the keys in a cache
-    again: as in transformers, those keep the frequencies of the length at which they were read.
+    n is the highest position in a forward pass, over all sequences of the batch, plus one. Keys in a cache are not rotated again when
+    later tokens are read: as in transformers, they keep the frequencies of the length at which they were read.
     """
 
     dim: int
@@ -54,7 +56,7 @@ class Rope:
 @functools.cache
 def make_rope(dim: int, base: float, scaling: str, factor: float, context: int, options: tuple[tuple[str, Any], ...] = (),
               proportion: float = 1.0) -> Rope:
-    """options: as in ROPE_OPTIONS. ValueError for lists of another length than dim / 2."""
+    """A Rope. options: those of ROPE_OPTIONS. Raises ValueError for longrope lists that do not have dim / 2 numbers."""
     key = f"rotary {dim} {base} {scaling} {factor} {context} {options} {proportion}"
     if scaling not in ROPE_OPTIONS:
         return Rope(dim, base, scaling, factor, context, proportion=proportion, key=key)
@@ -88,9 +90,9 @@ def rotary_tables(position_ids: Tensor, rotary_dim: int, base: float, scaling: s
                   proportion: float = 1.0) -> tuple[Tensor, Tensor]:
     """Cosine and sine, float32 (*position_ids.shape, rotary_dim / 2); arguments as in Rope.
 
-    Angles are float64: float32 is off by 0.05 rad at a million tokens.
+    Angles are computed in float64: in float32 they would be off by 0.05 rad at a million tokens.
     """
-    # an operator of its own, so that torch.compile keeps the tables instead of taking a sine for every head in every layer
+    # a custom operator, so that torch.compile computes the tables once and not the sines again for every head in every layer
     device = position_ids.device
     if frequencies:
         turns = _pinned(tuple(frequencies), device.type == "cuda").to(device, non_blocking=True)
@@ -115,8 +117,10 @@ def rotary_tables(position_ids: Tensor, rotary_dim: int, base: float, scaling: s
 
 @functools.lru_cache(maxsize=64)
 def _pinned(numbers: tuple[float, ...], pin: bool) -> Tensor:
-    """On the host, where the device can read them without making the host wait. What is kept on the device from one pass to the next
-    would lie in the memory of a CUDA graph, if it was made while one is captured."""
+    """The numbers as a float64 tensor on the host, in pinned memory if `pin`, so that a copy to the device does not make the host wait.
+
+    They are not cached on the device: a tensor that is created while a CUDA graph is captured lies in the graph's memory.
+    """
     with torch.inference_mode(False):
         return torch.tensor(numbers, dtype=torch.float64, device="cpu", pin_memory=pin)
 
@@ -128,7 +132,7 @@ def _(position_ids, rotary_dim, base, scaling, factor, context=1, frequencies=No
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x (..., heads, head_dim) in half style: channel c pairs with c + half the rotated width; channels behind that stay.
+    """Rotate x (..., heads, head_dim) in half style: channel c pairs with c + half the rotated width; channels beyond that width stay.
 
     cos, sin: (..., width / 2), one row per token. Computed in at least float32, returned in x's dtype.
     """

@@ -1,4 +1,4 @@
-"""What layers share whose queries choose blocks of keys: how evenly blocks are chosen, for the logs."""
+"""Metrics of how evenly blocks of keys are chosen, for variants whose queries choose blocks."""
 
 import math
 
@@ -7,20 +7,24 @@ from torch import Tensor
 
 from attnzoo.attention.base import SequenceInfo
 
-EVERY = 8  # queries of which one is looked at
+EVERY = 8  # only every 8th query is counted
 
 
 class BlockUse:
-    """Measures of the last training step, means over heads: `block_entropy` of how often each block of a sequence is chosen, 1 where all
-    are chosen alike and 0 where it is always the same one; `block_coverage`, the share of the blocks that is chosen at all. NaN where there
-    is no choice. A block counts by its place in its sequence. A step only keeps the blocks; `metrics` measures."""
+    """Metrics of the last training step, as means over the heads that choose. Blocks are identified by their index in their sequence.
+
+    block_entropy: the normalised entropy of how often each block is chosen: 1 if all are chosen equally often, 0 if it is always the same
+    one. block_coverage: the fraction of the blocks that is chosen at all. NaN where there is no choice. `keep` only stores the chosen
+    blocks, and `metrics` does the computation.
+    """
 
     def __init__(self):
         self.blocks: Tensor | None = None  # (tokens, choosers, slots)
-        self.count = 0  # of each sequence's blocks: the last one is never chosen
+        self.count = 0  # blocks of the longest sequence that can be chosen, which its last one cannot
 
     def keep(self, blocks: Tensor, block_size: int, seq: SequenceInfo) -> None:
-        """blocks: int32 (batch, seqlen, choosers, slots) or (total, choosers, slots), none where below 0; the tokens are a whole pass."""
+        """blocks: int32 (batch, seqlen, choosers, slots) or packed (total, choosers, slots), the chosen blocks of all tokens of a forward
+        pass; numbers below 0 stand for no block."""
         dense = seq.cu_seqlens is None
         longest = blocks.shape[1] if dense else seq.max_seqlen if seq.max_seqlen is not None else blocks.shape[0]
         self.blocks, self.count = blocks.detach().flatten(0, -3), (longest - 1) // block_size

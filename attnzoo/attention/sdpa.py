@@ -1,4 +1,4 @@
-"""PyTorch's own attention, `torch.nn.functional.scaled_dot_product_attention`: the baseline that other variants are held against."""
+"""PyTorch's own attention, `torch.nn.functional.scaled_dot_product_attention`: the baseline that other variants are compared with."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from attnzoo_kernels.packing import pad_packed, unpad_packed
 
 
 class SDPAttention(Attention):
-    """Softmax attention by the backend that PyTorch chooses. Packed sequences are padded for it, ALiBi is a quadratic mask."""
+    """Softmax attention by the backend that PyTorch chooses. Packed sequences are padded first. ALiBi needs a mask of (queries, keys)."""
 
     supports = Supports(context_parallel=("dense",))
     plain = True
@@ -38,18 +38,18 @@ class SDPAttention(Attention):
     def _dense(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
         mask = self._mask(q, k, seq)
         is_causal = False
-        # a statement, because torch.compile makes the expression symbolic, and SDPA takes a plain bool
+        # an if statement, because torch.compile would make `is_causal = <expression>` symbolic, and SDPA takes a plain bool only
         if mask is None and self.spec.causal and q.shape[1] > 1:
             is_causal = True
         return masked_attention(q, k, v, mask, dropout_p=self.dropout_p, is_causal=is_causal)
 
     def _mask(self, q: Tensor, k: Tensor, seq: SequenceInfo) -> Tensor | None:
-        """What is_causal alone does not say: a bool or float mask that broadcasts to (batch, heads, queries, keys), or None."""
+        """A bool or float mask that broadcasts to (batch, heads, queries, keys); None where `is_causal` alone is enough."""
         queries, keys = q.shape[1], k.shape[1]
         if self.spec.positions == "alibi":
             return seq.once(("sdpa alibi", q.dtype), lambda: self._alibi_mask(q, k, seq))
         if self.spec.causal:
-            # is_causal aligns to the top left; a packed row's padding comes last, where no real query sees it
+            # is_causal aligns the mask to the top left; a packed row's padding is at its end, where no real query sees it
             return None if queries in (1, keys) else self._visible(queries, keys, q.device)
         return None if seq.cu_seqlens is None else seq.once("sdpa padding", lambda: self._real_keys(seq))
 
@@ -68,15 +68,16 @@ class SDPAttention(Attention):
 
     @staticmethod
     def _real_keys(seq: SequenceInfo) -> Tensor:
-        """(sequences, 1, 1, max_seqlen); an empty sequence sees its padding, because a row without any key may give NaN."""
+        """True for keys that are not padding, bool (sequences, 1, 1, max_seqlen). An empty sequence sees its padding, because a row without
+        any visible key may give NaN."""
         lengths = seq.cu_seqlens.diff()[:, None]
         real = (torch.arange(seq.max_seqlen, device=lengths.device) < lengths) | (lengths == 0)
         return real[:, None, None, :]
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options) -> Tensor:
-    """F.scaled_dot_product_attention of (batch, tokens, heads, width), with fewer heads of keys where there are fewer. mask: bool or float,
-    broadcasts to (batch, heads, queries, keys)."""
+    """F.scaled_dot_product_attention for tensors (batch, tokens, heads, width). k and v may have fewer heads than q (GQA). mask: bool or
+    float, broadcasts to (batch, heads, queries, keys)."""
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, enable_gqa=q.shape[-2] != k.shape[-2], **options)
     return out.transpose(1, 2)

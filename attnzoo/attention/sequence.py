@@ -1,4 +1,4 @@
-"""Where the tokens of a pass stand."""
+"""The positions and the sequence boundaries of the tokens in a forward pass."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 class Losses:
-    """A sum of losses that layers add to, each () and summed over tokens; None before the first. It is no list, because PyTorch's
-    fully_shard hands each layer copies of the lists among its arguments."""
+    """The sum `total` of the auxiliary losses that layers add, each () and summed over tokens; None before the first.
+
+    It is an object and not a list, because PyTorch's fully_shard gives each layer a copy of a list among its arguments.
+    """
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
@@ -28,16 +30,17 @@ class Losses:
 
 @dataclass(frozen=True)
 class SequenceInfo:
-    """Where the tokens of one forward pass stand; the same object goes through all layers.
+    """Positions and sequence boundaries of the tokens in one forward pass. All layers receive the same object.
 
     position_ids: int64, (1, seqlen) or (batch, seqlen) dense, (total,) packed.
-    cu_seqlens: int32 (sequences + 1,), None if dense; repeating the last value pads it, tokens behind it belong to no sequence.
+    cu_seqlens: int32 (sequences + 1,), None if dense. The last value may be repeated as padding; tokens after it belong to no sequence.
     max_seqlen: int, at least the longest sequence.
-    parents: int32 (segments,), None but in trees, whose segments `cu_seqlens` bounds, see `attnzoo.batch.Inputs`.
-    keys: cu_seqlens and max_seqlen of keys and values, where there are others than queries; None where they are the same.
-    context: which tokens of longer sequences this process has (`attnzoo_kernels.context_parallel`): position_ids are of these tokens,
-        cu_seqlens and max_seqlen of the whole.
-    losses: what layers learn from beside the model's loss; layers add theirs in training.
+    parents: int32 (segments,) for trees of shared prefixes, whose segments `cu_seqlens` bounds, see `attnzoo.batch.Inputs`; else None.
+    memo: the results of `once`.
+    keys: cu_seqlens and max_seqlen of keys and values where they differ from those of the queries; else None.
+    context: the plan of context parallelism (`attnzoo_kernels.context_parallel`). position_ids are then those of this process's tokens,
+        while cu_seqlens and max_seqlen describe the whole sequences.
+    losses: auxiliary losses, which layers add in training.
     """
 
     position_ids: Tensor | None = None
@@ -59,11 +62,11 @@ class SequenceInfo:
 
     @property
     def tree_ranges(self) -> KeyRanges:
-        """Which keys the queries of trees see, with tables that all layers of a pass share."""
+        """The keys that each query of a tree sees. All layers of a pass share these tables."""
         return self.once("tree ranges", lambda: tree_ranges(self.parents, self.cu_seqlens))
 
     def context_lengths(self, causal: bool) -> Tensor:
-        """Tokens that each token may see, as far as the model's kind and the packing say: int64, like position_ids."""
+        """The number of tokens that each token may see, by causality and packing alone: int64, in the layout of position_ids."""
         if causal:
             return self.position_ids + 1
         if self.cu_seqlens is None:
@@ -75,14 +78,14 @@ class SequenceInfo:
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         """make()'s result, computed by the first layer that asks for `key` in this pass and shared by the others.
 
-        A key needs no lengths, which are the same all through a pass, and must not hold any: torch.compile would build in their values.
+        A key must not contain lengths: torch.compile would turn them into constants. It need not, because they do not change in a pass.
         """
         if key not in self.memo:
             self.memo[key] = make()
         return self.memo[key]
 
     def parts(self, causal: bool, window: int) -> tuple[tuple["Part", ...], list["SequenceInfo"]]:
-        """Of `context`: this process's chunks of queries with the keys that they see, and each as a pass of its own."""
+        """For context parallelism: this process's chunks of queries with the keys that they see, and a SequenceInfo for each chunk."""
         parts = self.context.parts(causal=causal, window=window, cu_seqlens=self.cu_seqlens, max_seqlen=self.max_seqlen)
         passes = []
         for part, position_ids in zip(parts, self.position_ids.chunk(len(parts), -1), strict=True):

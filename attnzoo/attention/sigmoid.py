@@ -12,14 +12,15 @@ from attnzoo_kernels import sigmoid_attention
 
 
 class SigmoidAttention(WindowedAttention):
-    """Each score makes its weight alone: sigmoid(score + sigmoid_bias).
+    """Attention whose weights are sigmoid(score + sigmoid_bias), each without regard to the other scores.
 
     It has the parameters of attention=flash. The paper trains it with qk_norm, and with rotary positions or ALiBi.
 
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
-    window_size: (left, right) keys beside its own that a query sees, -1 is unlimited; right is 0 in a causal model.
-    sigmoid_bias: a number; None for the paper's -log(context), of the context that the model was trained on, so that a prompt, a longer
-        text and one token over a cache are read alike; or "length" for -log of each sequence's own length, in bidirectional models only.
+    impl: the operator's implementation ("gluon", "triton", "cpu", "reference"), None for the fastest that runs.
+    window_size: (left, right), how many keys before and after its own a query sees; -1 is unlimited. right is 0 in a causal model.
+    sigmoid_bias: a number. None takes the paper's -log(context), with the context that the positions were trained on; it does not depend on
+        the input, so that prompts, longer texts and single tokens over a cache have the same bias. "length" takes -log of each sequence's
+        own length, in bidirectional models only.
     """
 
     supports = Supports(dropout=False, context_parallel=("dense", "packed"))

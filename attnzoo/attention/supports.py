@@ -1,4 +1,4 @@
-"""What a variant says of itself, and what a device lacks for it."""
+"""What an attention variant supports, and checks of configurations and devices against it."""
 
 import os
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ POSITIONS = ("learned", "rotary", "alibi", "none")
 
 @dataclass(frozen=True)
 class Supports:
-    """What a variant can do. A pairing outside of it is refused when the layer is built (`packed`, `trees`, `cache`: when first used;
-    packed data and trees before they are prepared).
+    """What a variant supports. Anything else is refused when the layer is built. `packed`, `trees` and `cache` are checked at their first
+    use, but packed data and trees before the data are prepared.
 
-    trees: `attend` looks at `seq.parents`.
-    context_parallel: sequences that several devices may read together. "dense": `attend` takes fewer queries than keys, the last ones, as
-        with a cache; "packed": it also looks at `seq.cu_seqlens_k`.
+    trees: `attend` respects `seq.parents`.
+    context_parallel: the layouts that work with context parallelism. "dense": `attend` takes fewer queries than keys, and the queries
+        belong to the last tokens, as with a cache; "packed": `attend` also respects `seq.cu_seqlens_k`.
     """
 
     causal: bool = True
@@ -32,14 +32,14 @@ class Supports:
     context_parallel: tuple[str, ...] = ()
 
     def common(self, other: "Supports") -> "Supports":
-        """What both can do."""
+        """What both support."""
         return Supports(**{
             name: tuple(one for one in mine if one in getattr(other, name)) if isinstance(mine, tuple) else mine and getattr(other, name)
             for name, mine in vars(self).items()})
 
 
 def check_context_parallel(layer: "Attention", packed: bool) -> None:
-    """Raises ValueError where several devices cannot read one sequence by this layer."""
+    """Raises ValueError where the layer does not work with context parallelism. packed: whether the sequences are packed."""
     spec = layer.spec
     kind, ways = ("packed" if packed else "dense"), layer.supports.context_parallel
     if kind not in ways:
@@ -48,7 +48,7 @@ def check_context_parallel(layer: "Attention", packed: bool) -> None:
                          "or attention=flash")
     if spec.dropout > 0:
         raise ValueError(f"trainer.context_parallel: needs model.attention_dropout=0, got {spec.dropout}")
-    if spec.rope_scaling in ("dynamic", "longrope"):  # which no device knows of its own tokens
+    if spec.rope_scaling in ("dynamic", "longrope"):  # they depend on the longest position, which a device's own tokens do not show
         raise ValueError(f"trainer.context_parallel: model.rope_scaling={spec.rope_scaling} looks at the longest position")
     if not spec.causal and (spec.positions == "alibi" or layer.temperature is not None):
         what = "positions=alibi" if spec.positions == "alibi" else f"attention_temperature={layer.temperature.kind}"
@@ -56,7 +56,7 @@ def check_context_parallel(layer: "Attention", packed: bool) -> None:
 
 
 def check_path(impl: str | None, device: torch.device) -> None:
-    """Raises ValueError for a path that takes no call at all on this device, so that it is known before there are data to try it with."""
+    """Raises ValueError for an implementation that cannot run on this device at all. This is known before any data are prepared."""
     if impl == "gluon" and not (device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)):
         found = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         raise ValueError(f"attention.impl=gluon: needs a Hopper GPU, got {found}; null takes the fastest path that runs")

@@ -1,4 +1,4 @@
-"""Temperature by position: what queries are multiplied by, so that attention stays as sharp in longer contexts. No kernel knows of it."""
+"""Temperature by position: a factor of the queries that keeps attention sharp in longer contexts. It is applied outside of the kernels."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-TEMPERATURES: dict[str, dict[str, float]] = {  # with the options that each takes and their defaults, named as by transformers
+TEMPERATURES: dict[str, dict[str, float]] = {  # each kind's options with their defaults, named as in transformers
     "ssmax": {},
     "log": {},
     "yarn": {},
@@ -18,12 +18,12 @@ TEMPERATURES: dict[str, dict[str, float]] = {  # with the options that each take
 
 @dataclass(frozen=True)
 class Temperature:
-    """The factor of a query whose context has n tokens, itself included: those up to it in a causal model, else its whole sequence.
+    """The factor of a query that may see n tokens, itself included: those up to it in a causal model, else its whole sequence.
 
-    "ssmax": log n, which each head multiplies by a number that it learns (Nakanishi 2025, arXiv:2501.19399). "log": log n / log context,
+    kind: "ssmax": log n, which each head multiplies by a learned scalar (Nakanishi 2025, arXiv:2501.19399). "log": log n / log context,
     at least 1 (Qwen's log-n attention). "yarn": (0.1 log(n / context) + 1)^2, at least 1 (Peng et al. 2023, arXiv:2309.00071).
-    "llama4": attn_scale log(floor(n / floor_scale) + 1) + 1, with n less one where `first`, the number of the first token, is 0 as for
-    Ministral 3. context: tokens that the positions were trained on.
+    "llama4": attn_scale log(floor(n / floor_scale) + 1) + 1. Here `first` is the number that the first token counts as: 1, or 0 as in
+    Ministral 3, which replaces n by n - 1. context: the context length, in tokens, that the positions were trained on.
     """
 
     kind: str
@@ -33,12 +33,12 @@ class Temperature:
     first: int = 1
 
     def factor(self, n: Tensor) -> Tensor:
-        """n: whole numbers. float32 of the same shape."""
+        """The factors for n, a tensor of whole numbers: float32, of the same shape."""
         return temperature_factor(n, self.kind, self.context, self.floor_scale, self.attn_scale, self.first)
 
     @property
     def key(self) -> tuple:
-        """Equal for equal factors."""
+        """A key for `SequenceInfo.once`: equal for temperatures with equal factors."""
         return "temperature", self.kind, self.context, self.floor_scale, self.attn_scale, self.first
 
     @property
@@ -72,7 +72,7 @@ def make_temperature(given: str | Mapping[str, Any], context: int) -> Temperatur
 @torch.library.custom_op("attnzoo::temperature_factor", mutates_args=())
 def temperature_factor(n: Tensor, kind: str, context: int, floor_scale: float, attn_scale: float, first: int) -> Tensor:
     """As in Temperature. Computed in float64."""
-    # an operator of its own, so that torch.compile keeps the factors instead of taking a logarithm for every channel of every head
+    # a custom operator, so that torch.compile computes the factors once and not a logarithm for every channel of every head
     n = n.double()
     if kind == "ssmax":
         factor = n.log()

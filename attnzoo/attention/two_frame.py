@@ -1,4 +1,7 @@
-"""Two frames of positions: near keys at their true distances, far ones at distances that training has seen, by `two_frame_attention`."""
+"""Attention with two frames of rotary positions, by `two_frame_attention`.
+
+Near keys are seen at their true distances. Far keys are seen at distances that occurred in training.
+"""
 
 from typing import Literal
 
@@ -16,8 +19,8 @@ SINKS = {"lm_infinite": 10, "streaming_llm": 4}
 
 
 class Frames:
-    """What a method makes of a query at p that looks at a key at j: the near frame has their own positions, and holds for
-    p - j < window. Farther keys are seen as
+    """The rotary positions that a method gives to a query at position p and a key at position j. In the near frame, p - j < window, both
+    have their own positions. Keys that are farther away are in the far frame:
 
     method          the query stands at                      the key at    which keys
     rerope          window                                   0             all
@@ -26,8 +29,8 @@ class Frames:
     lm_infinite     window                                   0             the first `sinks` of the sequence
     streaming_llm   min(p, window + sinks - 1)               j             the first `sinks` of the sequence
 
-    context: tokens that the positions were trained on, from which `window` has its default: a half (rerope, leaky_rerope), a quarter
-    (self_extend), or as much as leaves no distance beyond it (lm_infinite, streaming_llm).
+    context: the context length, in tokens, that the positions were trained on. It sets the default of `window`: a half of it (rerope,
+    leaky_rerope), a quarter (self_extend), or the largest window with which no distance exceeds it (lm_infinite, streaming_llm).
     """
 
     def __init__(self, method: str, context: int, window: int | None, factor: int | None, sinks: int | None):
@@ -51,11 +54,12 @@ class Frames:
 
     @property
     def key(self) -> tuple:
-        """Equal for equal positions."""
+        """A key for `SequenceInfo.once`: equal for frames with equal positions."""
         return self.method, self.window, self.factor, self.sinks
 
     def far_positions(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Of queries and of keys that stand at `position`: float64, of its shape. Queries that see no far key stay where they are."""
+        """The far frame's positions of the queries and of the keys at `position`, each float64 and of its shape. A query is never placed
+        beyond its own position; this changes only queries that see no far key."""
         p, zeros = position.double(), torch.zeros_like(position, dtype=torch.float64)
         constant = zeros + self.window
         queries, keys = {
@@ -68,7 +72,7 @@ class Frames:
         return torch.minimum(queries, p), keys
 
     def visible_pairs(self, length: int) -> int:
-        """Pairs of a query and a key that it sees, in one sequence of this length."""
+        """The number of pairs of a query and a key that the query sees, in one sequence of this length."""
         if self.sinks is None:
             return length * (length + 1) // 2
         near, rest = min(length, self.window), max(length - self.window, 0)
@@ -77,17 +81,18 @@ class Frames:
 
 
 class TwoFrameAttention(Attention):
-    """Softmax attention that sees near keys at their true rotary distances, and far ones at others or not at all.
+    """Softmax attention that sees near keys at their true rotary distances, and far keys at other distances or not at all.
 
-    It has the parameters of attention=flash: a checkpoint of that, trained with rotary positions, reads longer contexts with this one.
-    `Frames` has the formulas. The cache holds each key twice, rotated for either frame, and also those keys that are not seen again.
+    It has the parameters of attention=flash. A checkpoint of attention=flash that was trained with rotary positions can therefore read
+    longer contexts with this variant. `Frames` has the formulas. The cache holds each key twice, once rotated for each frame. It also keeps
+    keys that no later query sees.
 
-    impl: the operator's path, None for the fastest that runs ("gluon", "triton", "cpu", "reference").
+    impl: the operator's implementation ("gluon", "triton", "cpu", "reference"), None for the fastest that runs.
     method: "rerope" and "leaky_rerope" (Su 2023, https://kexue.fm/archives/9708), "self_extend" (Jin et al. 2024, arXiv:2401.01325),
         "lm_infinite" (Han et al. 2023, arXiv:2308.16137), "streaming_llm" (Xiao et al. 2023, arXiv:2309.17453).
-    window: the last keys up to a query's own that are near; None for the method's default.
-    factor: by how much far positions are pressed together, None for 16; leaky_rerope and self_extend.
-    sinks: the first keys of a sequence that stay in sight, None for 10 and 4; lm_infinite and streaming_llm.
+    window: how many keys are near: a query's own key and those just before it. None for the method's default.
+    factor: the divisor of far positions, None for 16; for leaky_rerope and self_extend only.
+    sinks: how many of a sequence's first keys every query sees; for lm_infinite (None: 10) and streaming_llm (None: 4) only.
     """
 
     supports = Supports(bidirectional=False, positions=("rotary",), dropout=False, context_parallel=("dense", "packed"))
@@ -105,13 +110,13 @@ class TwoFrameAttention(Attention):
             raise ValueError(f"attention.{error}") from error
 
     def apply_positions(self, q: Tensor, k: Tensor, seq: SequenceInfo) -> tuple[Tensor, Tensor]:
-        """Both frames' rotations side by side, (..., heads, 2 head_dim), the near one first."""
+        """q and k rotated for the near frame and for the far frame, concatenated in this order: (..., heads, 2 head_dim)."""
         (near, far_q, far_k) = seq.once(("two_frame", self.frames.key, self.rope.key), lambda: self._tables(seq.position_ids))
         return tuple(torch.cat((rotate(x, *near), rotate(x, *far)), dim=-1) for x, far in ((q, far_q), (k, far_k)))
 
     def _tables(self, position: Tensor) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of the near frame, the far queries and the far keys, float32 (*position.shape, rotated channels / 2)."""
-        # in one call: what depends on the length of the context (rope_scaling=dynamic, longrope) must be the same in both frames
+        # in one call, because rope_scaling=dynamic and longrope depend on the highest position, which must be the same for both frames
         cos, sin = self.rope.tables(torch.stack((position.double(), *self.frames.far_positions(position))))
         return list(zip(cos, sin, strict=True))
 

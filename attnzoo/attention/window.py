@@ -1,4 +1,4 @@
-"""Sliding windows, which several variants have."""
+"""The sliding window that several variants share."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,10 @@ from attnzoo.attention.base import Attention, AttentionSpec
 
 
 class WindowedAttention(Attention):
-    """window_size: (left, right) keys beside its own that a query sees, -1 is unlimited; right is 0 in a causal model."""
+    """Base of variants with a sliding window.
+
+    window_size: (left, right), how many keys before and after its own a query sees; -1 is unlimited. right is 0 in a causal model.
+    """
 
     def __init__(self, spec: AttentionSpec, window_size: Sequence[int]):
         super().__init__(spec)

@@ -281,6 +281,6 @@ def test_heads_are_joined_where_one_does_not_fill_the_gpu():
 @pytest.mark.slow
 def test_every_tile_compiles_fits_and_keeps_its_products_in_flight():
     kernels = compiled_kernels("hopper_ahead_of_time.py")
-    assert len(kernels) == 4 * 4 + 4 + 4
+    assert len(kernels) == 4 * 4 + 4 + 5
     wrong = [kernel for kernel in kernels if kernel["shared"] > 232448 or kernel["complaints"] or kernel["stack"]]
     assert not wrong, "\n".join(map(str, wrong))
