@@ -1,7 +1,7 @@
-"""Evaluation: checkpoints in; one long-format table, its summary and its plots out.
+"""Evaluation of checkpoints: gives one table in long format, its summary and its plots.
 
 A task is a function from model and data to a plan of measurements (`measurement.Plan`), each of which gives rows of the table; a file of
-configs/evaluation names it. `run` puts every task to every checkpoint, keeps what is measured and goes on where it was stopped.
+configs/evaluation names it. `run` runs every task on every checkpoint and stores each measurement, so that it can continue after a stop.
 """
 
 from attnzoo.evaluation.compare import run

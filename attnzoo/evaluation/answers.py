@@ -1,7 +1,7 @@
-"""How well a model answers what is asked in a sequence: by the likeliest token at every asked place, in one pass.
+"""How well a model answers questions in a sequence, measured in one forward pass without decoding.
 
-Greedy decoding gives an answer exactly if each of its tokens is the likeliest one after the prompt and the tokens before it; so one pass
-over prompt and answer says whether it would, for variants with a KV cache and without.
+Greedy decoding produces an answer exactly if each of its tokens is the likeliest one after the prompt and the answer's earlier tokens. One
+forward pass over prompt and answer therefore tells whether it would, for variants with and without a KV cache.
 """
 
 import math
@@ -17,13 +17,16 @@ from attnzoo.evaluation.results import SHARES, Row, mean_row
 from attnzoo.models.decoding import read_once
 
 WRONG = "zero: every answer is wrong, and no input was cut off"
-LLAMA2_AT_4K = 0.856  # what Llama 2 7B reaches in RULER at 4096 tokens, RULER's measure of what satisfies
+LLAMA2_AT_4K = 0.856  # score of Llama 2 7B in RULER at 4096 tokens, which RULER takes as its threshold
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One example's: whether all asked tokens are the likeliest, the share of them that are, the mean of 1 / rank in the vocabulary (1 for
-    the likeliest) and of the negative log-likelihood in nats over them."""
+    """The scores of one example, over its answer tokens.
+
+    exact_match: 1 if all of them are the likeliest token, else 0. accuracy: the share of them that are. reciprocal_rank: the mean of
+    1 / rank in the vocabulary, where the likeliest token has rank 1. loss: the mean negative log-likelihood in nats.
+    """
 
     exact_match: float
     accuracy: float
@@ -40,10 +43,13 @@ def answer(
     advance: Callable[[int], None] = lambda tokens: None,
     one_text: bool = False,
 ) -> list[Answer]:
-    """The answers to examples of (input_ids, labels), int64 (length,) each of one length; labels[t] is to be predicted at t, or -100.
+    """Scores the examples (input_ids, labels), two int64 arrays of shape (length,); all examples have the same length.
 
-    model: causal, called as model(input_ids (batch, length), logits_at=(n,)) -> logits (n, vocab_size). batch_tokens: read at once, about.
-    one_text: what all examples begin with is read once, where the model `reads_in_parts`, and each goes on from there.
+    labels[t] is the token that must be predicted at position t, or -100 where nothing is asked.
+
+    model: causal, called as model(input_ids (batch, length), logits_at=(n,)) -> logits (n, vocab_size). batch_tokens: about as many
+    tokens are in a batch. one_text: the common beginning of all examples is read once and its KV cache reused, if the model
+    `reads_in_parts`.
     """
     device = next(model.parameters()).device
     length = len(examples[0][0])
@@ -66,7 +72,7 @@ def answer(
         at = (labels.flatten() != IGNORED).nonzero().squeeze(1)
         targets = labels.flatten()[at].to(device)
         logits = model(input_ids.to(device), logits_at=at.to(device), **caches).float()
-        nothing = torch.where(logits.isnan().any(-1), torch.nan, 0.0)  # of NaN the first token would be the likeliest
+        nothing = torch.where(logits.isnan().any(-1), torch.nan, 0.0)  # without this, argmax of NaN logits would count as an answer
         right = nothing + (logits.argmax(-1) == targets)
         rank = nothing + 1 + (logits > logits.gather(1, targets[:, None])).sum(-1)
         loss = F.cross_entropy(logits, targets, reduction="none")
@@ -78,7 +84,7 @@ def answer(
 
 
 def common_beginning(rows: Sequence[np.ndarray]) -> int:
-    """How many first tokens all rows, (length,) each, have in common."""
+    """The length of the longest common prefix of the rows, each (length,)."""
     same = (np.stack(rows) == rows[0]).all(axis=0)
     return len(same) if same.all() else int(same.argmin())
 
@@ -94,7 +100,7 @@ def answer_rows(answers: Sequence[Answer], metrics: Sequence[str], **columns) ->
 
 
 def explain_zeros(rows: Iterable[Row], reason: str = WRONG) -> list[Row]:
-    """The rows, with a note at each share of right answers that is zero. What has no room, or is NaN, has a note of its own."""
+    """The rows, with a note added where a share of right answers is zero. Rows without room or with NaN have notes of their own."""
     return [
         replace(row, note="; ".join(filter(None, (row.note, reason)))) if row.metric in SHARES and row.value == 0 else row for row in rows
     ]
@@ -102,9 +108,9 @@ def explain_zeros(rows: Iterable[Row], reason: str = WRONG) -> list[Row]:
 
 def effective_length(rows: Sequence[Row], task: str, metric: str, threshold: float = LLAMA2_AT_4K) -> list[Row]:
     """RULER's effective length (Hsieh et al. 2024, arXiv:2404.06654): the longest length, in tokens, at which the share of right answers
-    exceeds the threshold. A row without a length, whose metric is the task; none where the task has no value.
+    exceeds the threshold. The returned row has no length, and its metric is the task. There is no row where the task has no value.
 
-    rows: those of `task` and `metric` count, all depths together.
+    rows: only those of `task` and `metric` that stand for all depths together (depth None) are used.
     """
     own = [row for row in rows if (row.task, row.metric, row.depth) == (task, metric, None)]
     shares = {row.length: row.value for row in own if row.value is not None}

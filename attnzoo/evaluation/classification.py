@@ -23,10 +23,10 @@ def accuracy(
 ) -> Plan:
     """Accuracy and loss (nats) over one split, and the cost of a step of training on the run's own batches.
 
-    data: a ClassificationDataModule. split: "test" or "validation"; None takes test where there is one. lengths, context: not used, every
-    task is given them. The standard error takes sequences as the independent draws.
-    steps: how many are measured, each a forward, loss and backward, without an optimizer and not compiled. Rows: training_steps_per_second,
-    of the median step; on a GPU training_memory_gb, the most in use. None: not measured.
+    data: a ClassificationDataModule. split: "test" or "validation"; None takes test where there is one. lengths, context: not used; every
+    task is given them. The standard error treats sequences as the independent samples.
+    steps: the number of training steps to time; None times none. A step is forward, loss and backward, without an optimizer and not
+    compiled. Rows: training_steps_per_second, of the median step, and on a GPU training_memory_gb, the peak in use.
     """
     if steps is not None and steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")

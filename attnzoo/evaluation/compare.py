@@ -1,4 +1,4 @@
-"""A comparison: every task on every run in every reading, and what was measured before taken over."""
+"""A comparison runs every task on every run in every reading, and reuses measurements that are already stored."""
 
 import inspect
 import logging
@@ -42,15 +42,17 @@ def run(
     loggers: Iterable = (),
     folder: str | Path,
 ) -> list[Row]:
-    """Evaluates what cfg names; writes results.csv, summary.md, report.html and plots into folder, tells the loggers, returns the table.
+    """Evaluates the runs that cfg names. Writes results.csv, summary.md, report.html and plots into folder, logs them, and returns the
+    rows.
 
     cfg: the keys of configs/eval.yaml. tasks: by name, each called as task(model, data, lengths=..., context=...) -> Plan, and with
-    reader=... (of subject.Subject) where it has such an argument; None is skipped.
+    reader=... (of subject.Subject) where it has such an argument; a task that is None is skipped.
     build_data: a `data` configuration as a plain dict -> data module. readings: the ways in which each run is read in turn.
     loggers: Lightning's.
 
-    Measurements that an earlier, interrupted or other comparison finished are taken over (attnzoo.evaluation.measurement.Store). What
-    fails, a measurement or a run, gets a row without a value that says why; a single run that cannot be loaded raises.
+    Measurements that another or an interrupted comparison has finished are reused (attnzoo.evaluation.measurement.Store). A measurement
+    or a run that fails gets a row without a value, whose note says why. If there is only one run in one reading and it cannot be loaded,
+    the error is raised.
     """
     folder, found = Path(folder), find(cfg.ckpt_path, cfg.runs, cfg.checkpoint)
     chosen = {name: task for name, task in tasks.items() if task is not None}
@@ -84,7 +86,7 @@ def run(
                     log.warning(f"{title} {row.note}")
                     log.debug("", exc_info=error)
                 progress.end_reading()
-    finally:  # an interrupted comparison leaves what it has
+    finally:  # also where the comparison is interrupted
         table.write()
     if not together.is_first():
         return table.rows
@@ -93,11 +95,11 @@ def run(
 
 
 def _columns(found: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """What is known of each run without its checkpoint, by its name: its seed, and what it shares with others."""
+    """By run name, the columns that are known without the checkpoint: the run's name, its seed and its `settings`."""
     configs = {}
     for one in found:
         configs[one.name] = None
-        with suppress(UserError):  # told when it is the run's turn
+        with suppress(UserError):  # reported later, when the run is evaluated
             configs[one.name] = one.config()
     settings = name_settings(configs)
     return {
@@ -106,7 +108,7 @@ def _columns(found: Sequence[Run]) -> dict[str, dict[str, Any]]:
 
 
 def _lengths(given: Sequence[int] | None, found: Sequence[Run]) -> list[int]:
-    """The same for all runs, because the longest decides which tokens are predicted."""
+    """The lengths to evaluate. They are the same for all runs, because the longest length decides which tokens are predicted."""
     if given is not None:
         is_list = isinstance(given, Sequence) and not isinstance(given, str)
         if not is_list or not given or any(not isinstance(length, int) or length < 1 for length in given):
@@ -115,7 +117,7 @@ def _lengths(given: Sequence[int] | None, found: Sequence[Run]) -> list[int]:
         return sorted(set(given))
     contexts = []
     for one in found:
-        with suppress(UserError):  # told when it is the run's turn
+        with suppress(UserError):  # reported later, when the run is evaluated
             contexts.append(one.context())
     return default_lengths(contexts) if contexts else []
 
@@ -168,12 +170,12 @@ def _takes_reader(task: Callable) -> bool:
 
 
 def _measure(one: Measurement, subject: Subject, progress: Progress) -> list[Row]:
-    """Its rows, or one that says why there are none."""
+    """The rows of the measurement, or one row whose note says why there are none."""
     if one.tokens and one.length and (note := together.of_first(shortage(subject.model, one.length // together.ranks()))):
         return [Row(task=one.task, length=one.length, note=f"not tried: {note}")]
     try:
         with torch.inference_mode():
-            if one.task == COST:  # which is timed, and for which no logit counts
+            if one.task == COST:  # is timed, so its logits are not checked for NaN
                 return one.measure(progress.advance)
             with watched(subject.model) as broken:
                 rows = one.measure(progress.advance)
@@ -182,8 +184,8 @@ def _measure(one: Measurement, subject: Subject, progress: Progress) -> list[Row
         return mark_nan(rows, reason) if (reason := broken()) else rows
     except NoRoom as error:
         return [Row(task=one.task, length=one.length, note=f"no room: {error}")]
-    except Exception as error:  # more than the learned positions or the memory; whatever it is, the others go on
-        if together.ranks() > 1 and not isinstance(error, UserError | ValueError):  # which the other processes may not have met
+    except Exception as error:  # any error: the other measurements must go on
+        if together.ranks() > 1 and not isinstance(error, UserError | ValueError):  # the other processes may not have had this error
             raise
         log.debug("", exc_info=error)
         note = f"could not run: {_reason(error)}"
@@ -194,7 +196,7 @@ def _measure(one: Measurement, subject: Subject, progress: Progress) -> list[Row
 
 
 def _reason(error: Exception) -> str:
-    """One line; the name of the error's class where the message was not written for a user."""
+    """The error as one line, preceded by the name of its class where the message was not written for a user."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return f"out of GPU memory ({str(error).splitlines()[0]})"
     kind = "" if isinstance(error, UserError | ValueError) else f"{type(error).__name__}: "

@@ -1,4 +1,4 @@
-"""What a context length costs: seconds to read it, tokens a second, memory, the speed of the tokens that follow, and that of training."""
+"""The cost of a context length: prefill time, tokens per second, memory, decoding speed and training speed."""
 
 import statistics
 import time
@@ -14,7 +14,7 @@ from attnzoo.models.decoding import GRAPHED
 from attnzoo.training.module import summed_loss
 
 TASK = "cost"
-FACTOR = 2.0  # between the slowest and the fastest repetition, from which on a note says so
+FACTOR = 2.0  # ratio of the slowest to the fastest repetition above which a note reports it
 
 
 def cost(
@@ -28,13 +28,13 @@ def cost(
     new_tokens: int = 16,
     training_tokens: int | None = None,
 ) -> Plan:
-    """The model reads `batch_size` rows of random tokens and predicts the next one: medians of `repeats`, after one that is not counted.
+    """The model reads `batch_size` rows of random tokens and predicts the next one. Times are medians of `repeats`, after one warm-up.
 
-    Rows: tokens_per_second and prefill_seconds; on a GPU peak_memory_gb, with the weights, without what was there before (layouts that
-    operators keep, other models); decode_tokens_per_second, of `new_tokens` tokens behind a context of that length, all rows together,
-    for models with a KV cache.
-    training_tokens: of a step of training, in rows of the length, at least one: forward, loss at every position, backward, without an
-    optimizer and not compiled. Rows: training_tokens_per_second; on a GPU training_memory_gb. None: not measured.
+    Rows: tokens_per_second and prefill_seconds. On a GPU peak_memory_gb, which includes the weights but not what else was allocated before
+    (layouts that operators keep, other models). For models with a KV cache decode_tokens_per_second, of `new_tokens` tokens decoded after a
+    context of that length, summed over the rows.
+    training_tokens: tokens in a training step, as rows of the length, at least one row; None measures no training. A step is forward, loss
+    at every position and backward, without an optimizer and not compiled. Rows: training_tokens_per_second, on a GPU training_memory_gb.
     """
     for name, value in {"batch_size": batch_size, "repeats": repeats, "new_tokens": new_tokens, "training_tokens": training_tokens}.items():
         if value is not None and value < 1:
@@ -62,7 +62,7 @@ def _measure(
     generator = torch.Generator().manual_seed(length)
     input_ids = torch.randint(model.vocab_size, (batch_size, length), generator=generator).to(device)
     last = (torch.arange(1, batch_size + 1, device=device) * length) - 1
-    model(input_ids[:1, :1], logits_at=last.new_zeros(1))  # what libraries allocate once
+    model(input_ids[:1, :1], logits_at=last.new_zeros(1))  # warm-up: what libraries allocate once is not counted
     before, seconds = _watch_memory(device), []
     for _ in range(1 + repeats):
         seconds.append(_seconds(lambda: model(input_ids, logits_at=last), device))
@@ -81,17 +81,17 @@ def _measure(
 
 
 def _decoding(model: torch.nn.Module, input_ids: torch.Tensor, new_tokens: int, repeats: int, common: dict) -> Row:
-    """One token after the other behind a context that is in the cache."""
+    """The speed of decoding token by token after a context that is in the KV cache."""
     batch_size, length = input_ids.shape
     try:
         decoding = model.decoding(input_ids, max(new_tokens + 1, GRAPHED), temperature=0.0, graph=None)
-    except ValueError as error:  # learned positions end here
+    except ValueError as error:  # a model with learned positions has no more of them
         return Row(metric="decode_tokens_per_second", **{**common, "count": 0, "note": str(error)})
-    for _ in range(GRAPHED):  # reads the context, and captures where there is a graph
+    for _ in range(GRAPHED):  # reads the context, and captures the CUDA graph if there is one
         decoding.step()
 
     def decode() -> None:
-        decoding.rewind()  # each time the same tokens
+        decoding.rewind()  # every repetition decodes the same tokens
         for _ in range(new_tokens):
             decoding.step()
 
@@ -119,13 +119,14 @@ def _training(model: torch.nn.Module, length: int, n_rows: int, repeats: int, ad
 def training_steps(
     model: torch.nn.Module, batches: Sequence[Batch], advance: Callable[[Batch], None]
 ) -> tuple[list[float], float | None]:
-    """Seconds of the forward, loss and backward of each batch but the first, which warms up, and on a GPU the most memory in use, in GB.
+    """Times a step (forward, loss, backward) on each batch. The first batch is a warm-up and is not counted.
 
-    The model is in training mode meanwhile, without an optimizer and not compiled. advance: called after each batch.
+    Returns the seconds of each other batch, and on a GPU the peak memory in GB, else None. The model is set to training mode meanwhile.
+    There is no optimizer, and nothing is compiled. advance: called after each batch.
     """
     device = next(model.parameters()).device
     before = _watch_memory(device)
-    backward = getattr(model, "backward", torch.Tensor.backward)  # where a precision has one of its own
+    backward = getattr(model, "backward", torch.Tensor.backward)  # Fabric's own, where the model was placed by it
 
     def step(batch: Batch) -> None:
         backward(summed_loss(model, batch)[0])
@@ -144,7 +145,7 @@ def training_steps(
 
 
 def _watch_memory(device: torch.device) -> int:
-    """Bytes in use on a GPU, from where its peak is counted."""
+    """Resets the GPU's peak memory statistics and returns the bytes in use now; 0 without a GPU."""
     if device.type != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats(device)
@@ -152,7 +153,7 @@ def _watch_memory(device: torch.device) -> int:
 
 
 def _peak_gb(model: torch.nn.Module, before: int) -> float:
-    """The most in use since, and the model itself, which `before` holds."""
+    """Peak memory in GB since `_watch_memory` returned `before`, plus the weights, which `before` includes."""
     tensors = [*model.parameters(), *model.buffers()]
     weights = sum(tensor.nbytes for tensor in tensors)
     return (torch.cuda.max_memory_allocated(tensors[0].device) - before + weights) / 1e9

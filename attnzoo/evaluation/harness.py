@@ -16,7 +16,7 @@ from attnzoo.evaluation.answers import WRONG
 from attnzoo.evaluation.measurement import Measurement, Plan, digest, refusal
 from attnzoo.evaluation.results import Row
 
-NOMINAL = 100  # examples, for the progress bar: the harness knows a task's number only when it runs
+NOMINAL = 100  # examples assumed for the progress bar: the harness knows their number only when the task runs
 
 
 def lm_eval(
@@ -68,7 +68,8 @@ def lm_eval(
 
 
 def content(manager: Any, name: str, include_path: str | None) -> str:
-    """sha256 of what makes a task: the YAML and Python files of its folder and of include_path, and the local data that these name."""
+    """sha256 of the files that define a task: YAML and Python files in its folder and in include_path, and the local data that they
+    name."""
     entry = manager.task_index[name]
     folders = [Path(path) for path in (include_path, entry.yaml_path and entry.yaml_path.parent) if path]
     files = {path.resolve() for folder in folders for path in folder.rglob("*") if path.suffix in (".yaml", ".py")}

@@ -1,4 +1,4 @@
-"""A model of this project as the lm-evaluation-harness wants to call it. Needs the package lm_eval."""
+"""Adapter that gives a model of this project the interface of the lm-evaluation-harness. Needs the package lm_eval."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,18 +8,19 @@ import torch.nn.functional as F
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-MAX_NEW_TOKENS = 256  # where a task sets none
+MAX_NEW_TOKENS = 256  # for tasks that set no limit
 
 
 class HarnessModel(TemplateLM):
-    """model: causal, on its device. tokenizer: one of attnzoo.data.tokenizers. max_length: tokens read at once; of longer contexts the end
-    is read. batch_tokens: read at once in a batch, about."""
+    """model: causal, on its device. tokenizer: one of attnzoo.data.tokenizers. max_length: the longest input in tokens; longer ones
+    lose their beginning. batch_tokens: about as many tokens are in a batch."""
 
     def __init__(self, model: torch.nn.Module, tokenizer, *, max_length: int, batch_tokens: int):
         super().__init__()
         self.model, self.text, self.max_length, self.batch_tokens = model, tokenizer, max_length, batch_tokens
         self._device = next(model.parameters()).device
-        self.inputs = self.cut = self.short = 0  # read; of these without their beginning; with less room for the answer than the task gives
+        # numbers of inputs: all; truncated at the start; with less room for the answer than the task asks for
+        self.inputs = self.cut = self.short = 0
 
     @property
     def eot_token_id(self) -> int:
@@ -29,7 +30,7 @@ class HarnessModel(TemplateLM):
         return self.text.encode(string)
 
     def limits(self) -> str:
-        """How many inputs were read in part, or left no room for the answer; "" for none."""
+        """Says how many inputs were truncated, or left too little room for the answer; "" if none."""
         said = f"of {self.inputs} inputs are longer than max_length={self.max_length} allows"
         cut = f"{self.cut} {said} and were read without their beginning" if self.cut else ""
         short = f"{self.short} {said} and left the answer less room than the task gives" if self.short else ""
@@ -43,7 +44,7 @@ class HarnessModel(TemplateLM):
 
     @torch.inference_mode()
     def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]], **kwargs) -> list[tuple[float, bool]]:
-        """(log-likelihood in nats, whether greedy decoding gives it) of each continuation behind its context."""
+        """For each continuation of a context: its log-likelihood in nats, and whether greedy decoding would produce it."""
         for _, _, continuation in requests:
             if len(continuation) > self.max_length:
                 raise ValueError(f"max_length={self.max_length} must be at least {len(continuation)}, a continuation's tokens")
@@ -58,7 +59,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def _score(self, pairs: Sequence[tuple[list[int], list[int]]], longest: int) -> list[tuple[float, bool]]:
-        """Padding stands behind the tokens, where a causal model does not see it."""
+        """Padding is on the right, where a causal model's earlier positions do not see it."""
         input_ids = torch.zeros(len(pairs), longest, dtype=torch.int64)
         at, targets = [], []
         for row, (context, continuation) in enumerate(pairs):
@@ -76,7 +77,8 @@ class HarnessModel(TemplateLM):
         return [(-losses.sum().item(), bool(hits.all())) for losses, hits in parts]
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
-        """The log-likelihood in nats of whole texts, each token predicted once, after the end of text and in windows of max_length."""
+        """The log-likelihood in nats of whole texts, in windows of max_length. Each token is predicted once; the first follows the end of
+        text."""
         windows, owners = [], []
         for i, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])

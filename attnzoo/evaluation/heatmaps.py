@@ -1,4 +1,4 @@
-"""Heat maps of a grid of lengths and depths, side by side, in a map whose lightness grows with the value, with the numbers written in."""
+"""Heat maps over lengths and depths, one panel per run. Lighter cells have higher values, and each cell shows its number."""
 
 import math
 import textwrap
@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from attnzoo.evaluation.results import Row
 
-COLOUR_MAP = "cividis"  # made for colour-blind eyes; in grey it is a ramp
+COLOUR_MAP = "cividis"  # suits colour-blind readers, and its lightness is monotonic in grey
 PER_ROW = 3
 
 
 def heat_map(rows: Sequence[Row], labels: Mapping[tuple, str], title: str, unit: str):
-    """A figure with a panel a run: lengths to the right, depths downwards. What was not measured is left white and
-    crossed; what is NaN says so.
+    """A figure with one panel per run: lengths from left to right, depths from top to bottom. A cell that was not measured is white with a
+    cross; a NaN is white with "NaN".
 
     rows: values from 0 to 1 of one task and metric, with `length` and `depth`. labels: by `Row.line`.
     """

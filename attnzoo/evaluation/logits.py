@@ -1,4 +1,4 @@
-"""Whether a model's logits are numbers. The likeliest of NaN logits is the first token, which reads like an answer."""
+"""Checks for NaN logits. The argmax of NaN logits is a token like any other, so without a check it would pass as an answer."""
 
 import contextlib
 import math
@@ -13,16 +13,16 @@ from attnzoo.evaluation.results import Row
 
 @contextlib.contextmanager
 def watched(model: nn.Module) -> Iterator[Callable[[], str]]:
-    """Looks at everything that the model returns inside the block, also while it generates; gives a function that says what was wrong,
-    "" for nothing.
+    """Checks every output of the model inside the block for NaN, also while it generates. Yields a function that describes the NaN logits
+    found so far, "" if none.
 
-    model: as Fabric placed it, or plain. The host waits for the device only when the function is called.
+    model: plain, or wrapped by Fabric. The host waits for the device only when the yielded function is called.
     """
     broken: list[Tensor] = []
 
     def look(module: nn.Module, inputs: tuple, output: object) -> None:
         if isinstance(output, Tensor) and output.is_floating_point() and output.numel():
-            broken.append(output.amax().isnan())  # NaN if one is, without a second tensor of that size
+            broken.append(output.amax().isnan())  # amax is NaN if any element is, and needs no second tensor of that size
 
     def reason() -> str:
         n_broken = int(torch.stack(broken).sum()) if broken else 0
@@ -36,7 +36,7 @@ def watched(model: nn.Module) -> Iterator[Callable[[], str]]:
 
 
 def mark_nan(rows: Sequence[Row], reason: str) -> list[Row]:
-    """The rows of a measurement in which there were NaN logits: those that show it say why; if none does, none of them means anything."""
+    """The rows of a measurement with NaN logits, with `reason` as the note of each row that is NaN. If no row is NaN, all become NaN."""
     shows = [row.value is not None and math.isnan(row.value) for row in rows]
     return [
         replace(row, value=math.nan, stderr=None, note=reason) if row.value is not None and (shown or not any(shows)) else row

@@ -1,19 +1,19 @@
-"""LongPPL (Fang et al. 2024, arXiv:2410.23771): perplexity over those tokens alone whose probability the long context changes.
+"""LongPPL (Fang et al. 2024, arXiv:2410.23771): perplexity over only those tokens that a long context makes much likelier.
 
     LSD(t) = log P0(t | long) - log P0(t | short)     the long-short difference
     LCL(t) = log P0(t | long)                         the long-context likelihood
     t is a key token if LSD(t) > alpha and LCL(t) > beta; published: alpha = 2, beta = -2
     LongPPL = exp(-mean of log P(t | long) over the key tokens)
 
-`long` is everything before t in the window or document that is read at once; `short` is the last of it: K to K + stride - 1 tokens, because
-`stride` neighbouring tokens share a beginning (published: K = 4096, stride = 1024). A token whose long context is not longer than its short
-one is no key token. P is the evaluated model, P0 the evaluator, which has the same tokenizer here, so that tokens are compared and not
-pieces of text.
+`long` is everything before t in its window or document. `short` is the end of it, K to K + stride - 1 tokens, because `stride` neighbouring
+tokens share one start of their short contexts (published: K = 4096, stride = 1024). A token whose long context is not longer than its short
+one is no key token. P is the evaluated model, P0 the evaluator. Here both must have the same tokenizer, so that key tokens are tokens of
+both.
 
-The paper takes one strong evaluator for all models, because whoever is judged must not choose the tokens: a model that chooses by itself
-takes only what it predicts well (beta bounds its LongPPL by e^2), and the worse it reads, the less that is. So an evaluator is named where
-readings or runs are compared. Without one the model chooses by itself, which tells something about this one model only; a row's note says
-who chose.
+The paper uses one strong evaluator for all models, because a model should not choose the tokens that it is judged on: it would choose only
+tokens that it predicts well (beta bounds its LongPPL by e^2), and the fewer the worse it is. To compare readings or runs, name an
+evaluator. Without one each model chooses its own key tokens, and the result says something about this model only. A row's note says which
+model chose.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,17 +30,18 @@ from attnzoo.evaluation.perplexity import Scores, Window, mean_loss, place_windo
 from attnzoo.evaluation.results import Row, language_model_rows
 from attnzoo.signatures import Count
 
-ITSELF, ITS_CHECKPOINT = "the model itself", "its checkpoint"  # as notes say who chose
+ITSELF, ITS_CHECKPOINT = "the model itself", "its checkpoint"  # names in notes of the model that chose the key tokens
 Reader = Callable[[str | None, Mapping, Mapping], tuple[str, Callable[[], nn.Module]]]
 
 
 class LongPPL:
-    """Who chooses the key tokens, and by what.
+    """Which model chooses the key tokens, and the criteria.
 
-    alpha, beta: the thresholds. short_context: K, in tokens; None for three quarters of the training context. stride: tokens that share the
-    beginning of their short context; None for a third of K, so that by default no short context is longer than the training context.
-    ckpt_path: the evaluator, a checkpoint or a run folder; None for the evaluated checkpoint. attention, model: how the evaluator is read,
-    as by eval.py's groups of that name. With none of the three the evaluated model chooses by itself.
+    alpha, beta: the thresholds. short_context: K, in tokens; None for three quarters of the training context. stride: number of tokens
+    whose short contexts start at the same token; None for a third of K, so that by default no short context is longer than the training
+    context.
+    ckpt_path: the evaluator, a checkpoint or a run folder; None for the evaluated checkpoint. attention, model: overrides for the
+    evaluator, as in eval.py's groups of these names. If none of the three is given, the evaluated model is its own evaluator.
     """
 
     def __init__(self, *, alpha: float = 2.0, beta: float = -2.0, short_context: Count | None = None, stride: Count | None = None,
@@ -58,7 +59,7 @@ class LongPPL:
         return k, self.stride or max(1, k // 3)
 
     def settings(self, reader: Reader | None) -> dict[str, Any]:
-        """Plain JSON, all that decides which tokens are chosen beside the evaluated model."""
+        """Plain JSON of everything besides the evaluated model that decides which tokens are chosen."""
         evaluator = self._named(reader)
         return {"alpha": self.alpha, "beta": self.beta, "short_context": self.short_context, "stride": self.stride,
                 "evaluator": evaluator and evaluator[0]}
@@ -66,8 +67,8 @@ class LongPPL:
     def key_tokens(self, long: Scores, short: Scores, position: Tensor, k: int) -> Tensor:
         """Which of the n scored tokens are key tokens, bool (n,).
 
-        long: the evaluator's, of all n tokens. short: of those of them, in the same order, that stand behind at least k others in their
-        document. position: int64 (n,), where in its document each of the n tokens stands.
+        long: the evaluator's scores of all n tokens with their long contexts. short: its scores with short contexts, in the same order, of
+        those tokens with at least k tokens before them in their document. position: int64 (n,), each token's index in its document.
         """
         at = (position >= k).nonzero().squeeze(1)
         likely = long.nll[at] < -self.beta
@@ -76,10 +77,10 @@ class LongPPL:
 
     def rows(self, model: nn.Module, reader: Reader | None, task: str, length: int, documents: Mapping[int, Sequence[int]],
              windows: Sequence[Window], scores: Scores, *, context: int, batch_tokens: int) -> list[Row]:
-        """longppl, loss and share of the key tokens among the targets of `windows`, to which `model` gave `scores`.
+        """Rows for LongPPL, the mean loss of the key tokens, and their share among the targets of `windows`.
 
-        length: of the windows, in tokens. Below twice K there is no row, because few contexts are longer than the short ones. Where no
-        token is a key token a row without a value says so.
+        scores: those that `model` gave to the targets. length: of the windows, in tokens. Below 2 K there are no rows, because few
+        contexts are longer than the short ones. If no token is a key token, there is one row without a value that says so.
         """
         k, stride = self.short(context)
         if length < 2 * k:
@@ -91,7 +92,7 @@ class LongPPL:
             long = scores if evaluator is model else self._scores(evaluator, documents, windows, length, batch_tokens)
             behind = [replace(one, first=max(one.first, k)) for one in windows if one.end > k]
             short = self._scores(evaluator, documents, place_windows(behind, k + stride - 1, stride), k + stride - 1, batch_tokens)
-        except (UserError, ValueError, RuntimeError) as error:  # the memory's end is a RuntimeError
+        except (UserError, ValueError, RuntimeError) as error:  # running out of memory is a RuntimeError
             return [Row(**columns, note=f"the evaluator of LongPPL, {self._who()}, cannot read it: {str(error).partition(chr(10))[0]}")]
         if long.nll.isnan().any() or short.nll.isnan().any():
             return [Row(**columns, note=f"the losses of LongPPL's evaluator, {self._who()}, are NaN: no token can be chosen")]
@@ -105,7 +106,7 @@ class LongPPL:
         return [replace(perplexity, metric="longppl"), loss, share]
 
     def _named(self, reader: Reader | None) -> tuple[str, Callable[[], nn.Module]] | None:
-        """What identifies the evaluator, and how it is loaded; None where the model chooses by itself."""
+        """A string that identifies the evaluator, and a function that loads it; None where the model is its own evaluator."""
         if self.ckpt_path is None and not self.attention and not self.model:
             return None
         if reader is None:
@@ -131,7 +132,7 @@ class LongPPL:
         return " ".join([self.ckpt_path or ITS_CHECKPOINT, *(["read with"] if read else []), *read])
 
     def _scores(self, evaluator: nn.Module, documents: Mapping, windows: Sequence[Window], length: int, batch_tokens: int) -> Scores:
-        """As `perplexity.score`, but what the evaluator has read once serves all lengths and all models."""
+        """As `perplexity.score`, but scores are kept: the evaluator reads the same windows only once for all models."""
         texts = tuple((i, hash(torch.as_tensor(documents[i]).numpy().tobytes())) for i in sorted(documents))
         read, name = self._read.setdefault(evaluator, {}), (tuple(windows), length, batch_tokens, texts)
         if name not in read:

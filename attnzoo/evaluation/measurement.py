@@ -1,4 +1,4 @@
-"""What a task is made of: measurements that are done one by one, kept on disk as soon as they are done, and not done twice."""
+"""Measurements, the parts of a task. Each is stored on disk as soon as it is finished, and is not done twice."""
 
 import hashlib
 import json
@@ -19,9 +19,10 @@ FILE = "evaluations.jsonl"
 class Measurement:
     """One piece of a task, done as a whole or not at all.
 
-    task, length: of its rows; they name it on the screen, and where it fails. settings: plain JSON, all that decides the result beside
-    the checkpoint, its data and the machine. tokens: that the model reads, its share of the progress bar. measure: called with a function
-    that is told how many tokens were read; returns the rows. A ValueError or RuntimeError of it becomes a row without a value.
+    task, length: those of its rows; they name it on the screen and in errors. settings: plain JSON of everything that decides the result
+    besides the checkpoint, its data and the machine. tokens: how many the model reads, for the progress bar. measure: returns the rows; it
+    is called with a function that it must tell how many tokens were read. An error in it becomes a row without a
+    value; where several processes evaluate together, only a UserError or ValueError does.
     """
 
     task: str
@@ -33,27 +34,29 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a task does with one model: its measurements, and what is computed of all their rows (means over depths)."""
+    """What a task does with one model: its measurements, and `conclude`, which computes further rows from theirs (such as means)."""
 
     measurements: Sequence[Measurement]
     conclude: Callable[[list[Row]], list[Row]] = lambda rows: []
 
 
 def refusal(task: str, note: str) -> Plan:
-    """The plan of a task that does not go with this model or its data: one row that says why."""
+    """The plan of a task that does not suit this model or its data: one row without a value that says why."""
     return Plan([Measurement(task, lambda advance: [Row(task=task, note=note)], {"note": note})])
 
 
 class Store:
-    """Finished measurements as lines of a file: each is appended whole and reaches the disk before the next one starts. writes: whether new
-    ones are; another process may do it."""
+    """Finished measurements, one per line of a file. Each line is appended whole and is on disk before the next measurement starts.
+
+    writes: whether `add` writes to the file; False in all but one of several processes.
+    """
 
     def __init__(self, path: Path, writes: bool = True):
         self.path, self.writes = path, writes
 
     @cached_property
     def finished(self) -> dict[str, list[Row]]:
-        """The rows of every measurement by its key. A line that was cut off, by a full disk or a power failure, counts as not there."""
+        """The rows of every measurement by its key. A line that was cut off, by a full disk or a power failure, is ignored."""
         finished = {}
         try:
             lines = self.path.read_bytes().splitlines() if self.path.exists() else []
@@ -77,7 +80,7 @@ class Store:
             with self.path.open("ab+") as file:
                 if file.seek(0, os.SEEK_END) and _last_byte(file) != b"\n":
                     line = b"\n" + line
-                file.write(line)  # one write at the end of the file, whoever else appends
+                file.write(line)  # one write in append mode, so that lines of other processes stay whole
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
@@ -94,7 +97,7 @@ def _without_defaults(row: Row) -> dict[str, Any]:
 
 
 def key(*parts: Any) -> str:
-    """A name for what these plain JSON values describe."""
+    """A hash that identifies these plain JSON values."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

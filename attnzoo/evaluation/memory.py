@@ -1,4 +1,4 @@
-"""Whether a length can be read at all, told before it is tried: where the host's memory runs out the system ends the program."""
+"""Checks before a length is tried whether its memory can suffice. If the host ran out of memory, the system would kill the program."""
 
 from pathlib import Path
 
@@ -9,9 +9,10 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def least_bytes(model: torch.nn.Module, length: int) -> int:
-    """What one row of `length` tokens takes at the least: the residual stream in float32, and queries, keys and values in 16 bits.
+    """A lower bound of the bytes that one row of `length` tokens needs: the residual stream in float32, and queries, keys and values in
+    16 bits.
 
-    The operators' reference path holds the scores of all pairs of tokens besides, also at least in 16 bits.
+    The operators' reference path also holds the scores of all pairs of tokens, in at least 16 bits.
     """
     spec = model.blocks[0].attention.spec
     linear = length * (4 * spec.dim + 2 * spec.head_dim * (spec.n_heads + 2 * spec.n_kv_heads))
@@ -20,7 +21,7 @@ def least_bytes(model: torch.nn.Module, length: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """What can still be allocated on a GPU, or on the host (of its container, where that has a limit); None where nobody says."""
+    """Bytes that can still be allocated on the GPU or the host, within the container's limit if there is one; None where unknown."""
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
@@ -31,14 +32,14 @@ def free_bytes(device: torch.device) -> int | None:
         if limit == "max":
             return free
         kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        used = int((CGROUP / "memory.current").read_text()) - int(kinds["file"])  # the cache of files is given back when it is needed
+        used = int((CGROUP / "memory.current").read_text()) - int(kinds["file"])  # the page cache is freed on demand
         return min(free, int(limit) - used)
     except (OSError, ValueError, KeyError):
         return None
 
 
 def shortage(model: torch.nn.Module, length: int) -> str | None:
-    """Why a row of `length` tokens cannot be read; None where it may well be, or for a model that is no Transformer of attnzoo."""
+    """Why a row of `length` tokens cannot be read; None if it may fit, or if the model is no Transformer of attnzoo."""
     if not hasattr(model, "blocks"):
         return None
     needed, free = least_bytes(model, length), free_bytes(next(model.parameters()).device)

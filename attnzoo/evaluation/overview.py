@@ -1,4 +1,4 @@
-"""One line a run and reading: what each method gives at its training context and at the longest length, and what it costs."""
+"""A table with one line per run and reading: results at the training context and at the longest length, and costs."""
 
 from collections.abc import Sequence
 
@@ -6,14 +6,14 @@ import pandas as pd
 
 from attnzoo.evaluation.results import SHARES, Row, shown_metrics
 
-LINE = ["run", "reading"]  # what has a line of a table
+LINE = ["run", "reading"]  # the columns that identify a line of a table
 WITHOUT = ("", "cost", "validation", "loss_by_position", "effective_length")
 COSTS = {"prefill_seconds": "seconds to read", "peak_memory_gb": "GB"}
 
 
 def overview(rows: Sequence[Row]) -> pd.DataFrame:
-    """Indexed by run and reading, of text: a column a task and length, of seconds and memory at the longest length, of effective lengths,
-    and of why a reading gave nothing. Columns that would be empty are left out."""
+    """A table of text, indexed by run and reading, with columns for each task and length, for seconds and memory at the longest length, for
+    effective lengths, and for the reason where a reading has no result. Empty columns are left out."""
     shown = {task: "loss" if metric == "perplexity" else metric for task, metric in shown_metrics(rows).items()}
     parts = {task for task in shown for whole in shown if task.startswith(f"{whole}_")}
     wanted = {(task, metric): _label(task, metric) for task, metric in shown.items() if task not in WITHOUT and task not in parts}
@@ -37,7 +37,7 @@ def overview(rows: Sequence[Row]) -> pd.DataFrame:
 
 
 def _label(task: str, metric: str) -> str:
-    """perplexity_windows is called loss (windows), passkey's exact match passkey."""
+    """The column's title: "loss (windows)" for perplexity_windows, "passkey" for the exact match of passkey."""
     for before, name in (("perplexity_", metric), ("longppl_", "LongPPL")):
         if task.startswith(before):
             return f"{name} ({task.removeprefix(before)})"
@@ -45,12 +45,12 @@ def _label(task: str, metric: str) -> str:
 
 
 def _lengths(row: Row, longest: int | None) -> tuple[int | None, ...]:
-    """At which lengths a number is shown."""
+    """The lengths at which the row's task is shown."""
     return (longest,) if row.task == "cost" else (row.context, longest)
 
 
 def _place(name: str, order: Sequence[str]) -> int:
-    """Where a column stands: tasks as they came, then costs, then effective lengths."""
+    """A column's place in the table: tasks in their order, then costs, then effective lengths."""
     label = name.rpartition(" at ")[0]
     return order.index(label) if label in order else len(order)
 

@@ -1,4 +1,4 @@
-"""report.html: the tables, notes, plots and settings of an evaluation in one file that needs no other."""
+"""report.html: the tables, notes, plots and settings of an evaluation in one self-contained file."""
 
 import base64
 import datetime
@@ -55,7 +55,7 @@ class About:
 
 
 def page(rows: Sequence[Row], averages: Sequence[Row], plots: Sequence[Path], about: About) -> str:
-    """The whole file. Every text that is not written here is escaped; plots (PNG) are built in."""
+    """The HTML of the whole file. All text from outside this module is escaped, and the plots (PNG) are embedded."""
     day = datetime.datetime.now(datetime.UTC).isoformat(" ", "minutes")
     body = ["<h1>Evaluation</h1>", f"<p>{_text(day)}</p>", _listing(about.command)]
     body += ["<h2>At a glance</h2>", *_apart(overview(rows).reset_index())]
@@ -74,16 +74,16 @@ def page(rows: Sequence[Row], averages: Sequence[Row], plots: Sequence[Path], ab
 
 
 def _apart(table: pd.DataFrame) -> list[str]:
-    """The table in two, by whether a line is a checkpoint as trained."""
+    """Two tables: the checkpoints as trained, and the other readings."""
     trained = table["reading"] == ""
     both = ((TRAINED, table[trained]), (READ, table[~trained]))
     return [part for title, half in both if len(half) for part in (f"<h4>{_text(title)}</h4>", _table(half))]
 
 
 def _table(table: pd.DataFrame) -> str:
-    """Without the columns that are empty in every line."""
+    """The table as HTML, without columns that are empty in every line."""
     used = table.loc[:, (table != "").any()]
-    with pd.option_context("display.max_colwidth", None):  # which would cut long cells off
+    with pd.option_context("display.max_colwidth", None):  # else long cells are cut off
         return f'<div class="wide">{used.to_html(index=False, border=0, escape=True)}</div>'
 
 

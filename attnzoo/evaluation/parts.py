@@ -1,5 +1,5 @@
-"""An evaluation by several processes of one machine, one for each GPU: each measures its part of the readings, and what they kept is read
-again for one report."""
+"""An evaluation by several processes on one machine, one for each GPU. Each measures a part of the readings and stores its results; then
+one process makes the report from all stored results."""
 
 import logging
 import os
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 
 def own(pairs: Sequence[T], part: Sequence[int] | None) -> list[T]:
-    """Of part=[i, n] every n-th from the i-th on; all of them for None."""
+    """For part=[i, n] every n-th element, beginning with element i; for None all of them."""
     return list(pairs) if part is None else list(pairs[part[0] :: part[1]])
 
 
 def check(cfg: DictConfig) -> None:
-    """UserError for more devices than there are, and for what `devices` does not go with."""
+    """Raises UserError for more devices than there are, or for settings that `devices` cannot be combined with."""
     if cfg.devices == 1:
         return
     if cfg.part is not None:
@@ -40,7 +40,8 @@ def check(cfg: DictConfig) -> None:
 
 
 def measure(cfg: DictConfig) -> None:
-    """Starts the command once for each of `devices` with its part, and waits. What a process that failed has not measured is left."""
+    """Starts the command once for each of `devices` with its part, and waits. What a failed process has not measured is left for the
+    caller."""
     gpus, n = _gpus(cfg.accelerator), cfg.devices
     # only the first process logs
     told = [argument for argument in sys.argv if not argument.lstrip("+~").startswith("logger")]
@@ -72,7 +73,7 @@ def measure(cfg: DictConfig) -> None:
 
 
 def _gpus(accelerator: str) -> list[str] | None:
-    """As CUDA_VISIBLE_DEVICES names them; None where CPUs are taken."""
+    """The GPUs as CUDA_VISIBLE_DEVICES names them; None where the evaluation runs on the CPU."""
     if together.device_number(accelerator) is None:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,25 +1,25 @@
 """Perplexity by context length: what a model gains from more context, and where it breaks.
 
-Lengths can be compared only over the same predictions. So the targets are chosen first, by the data and the longest length alone, and every
-length of every model predicts exactly these: tokens that have at least as many tokens before them, in their own document, as the longest
-length. No window reaches into another document. Two protocols read the targets, each counted once:
+Lengths are comparable only if they predict the same tokens. The targets therefore depend only on the data and the longest length: they are
+tokens with at least that many tokens before them in their own document. Every length of every model predicts exactly these targets. No
+window reaches into another document. Two protocols differ in their windows; both count each target once:
 
 - `perplexity_windows`: non-overlapping windows of `length` tokens; a target sees 1 to `length` tokens ("nonoverlapping inference", Press et
   al. 2021, arXiv:2012.15832).
-- `perplexity_sliding`: windows of `length` tokens that move on by a stride, of which only the last `stride` predictions count; a target
+- `perplexity_sliding`: windows of `length` tokens that advance by a stride, where only the last `stride` predictions count; a target
   sees `length - stride + 1` to `length` tokens (Baevski and Auli 2019, arXiv:1809.10853).
 
 Two more views have targets of their own:
 
-- `perplexity_documents`: whole documents, each read once from its first token. `length` stands for documents longer than the length before
-  it in the list and at most `length`. Each length holds other documents: this compares models, not lengths.
-- `loss_by_position`: the loss of the non-overlapping windows by tokens of context.
+- `perplexity_documents`: whole documents, each read once from its first token. `length` stands for the documents of at most `length`
+  tokens that are longer than the previous length in the list. Lengths have different documents, so this compares models, not lengths.
+- `loss_by_position`: the loss in the non-overlapping windows by the number of tokens of context.
 
-Beside each of the first three stands LongPPL, over those of its targets that need a long context (longppl.py): `longppl_windows` and so on.
+Each of the first three also has LongPPL, over those of its targets that need a long context (longppl.py): `longppl_windows` and so on.
 
 A length that leaves fewer than `min_tokens` targets, because few documents are that long, gets a row that says so and does not narrow the
-targets of the others. The standard errors take documents as the independent draws; as all runs predict the same tokens, differences
-between them are surer than these errors.
+targets of the others. The standard errors treat documents as independent samples. As all runs predict the same tokens, differences
+between runs have smaller errors than these.
 """
 
 import math
@@ -63,7 +63,8 @@ class Window(Span):
 
 @dataclass(frozen=True)
 class Scores:
-    """Of each predicted token, all (n,): its document, the tokens of context it had, its negative log-likelihood in nats (float64)."""
+    """For each of n predicted tokens: its document, its number of context tokens, its negative log-likelihood in nats (float64); all
+    (n,)."""
 
     document: Tensor
     context: Tensor
@@ -81,7 +82,7 @@ def default_lengths(contexts: Sequence[int]) -> list[int]:
 def choose_targets(sizes: Sequence[int], length: int, max_tokens: int | None = None) -> list[Span]:
     """The tokens of documents of these sizes that have at least `length` tokens before them, in spans of at most `length`.
 
-    max_tokens: about as many are kept, in spans drawn evenly over the documents; None keeps all.
+    max_tokens: keep about this many tokens, in spans taken at regular intervals over all documents; None keeps all.
     """
     spans = [Span(i, first, min(first + length, size)) for i, size in enumerate(sizes) for first in range(length, size, length)]
     return _thin(spans, max_tokens)
@@ -115,7 +116,7 @@ def score(
     parts = []
     for i in range(0, len(windows), rows):
         batch = windows[i : i + rows]
-        # where a span ends before its window, what follows is padding: the model is causal, and nothing there is scored
+        # a window that is shorter than `length` is padded on the right: the model is causal, and padding is not scored
         input_ids = torch.zeros(len(batch), length, dtype=torch.int64)
         labels = torch.full_like(input_ids, IGNORED)
         for row, window in enumerate(batch):
@@ -131,9 +132,9 @@ def score(
 
 
 def _losses(model: torch.nn.Module, input_ids: Tensor, at: Tensor, targets: Tensor, **inputs: Any) -> Tensor:
-    """float32, like targets. Our models never have all logits in memory, which at 128k tokens are larger than all else."""
+    """Losses, float32, shape of targets. A Transformer of attnzoo computes them without all logits, the largest tensor at 128k tokens."""
     ours = getattr(model, "module", model)
-    if isinstance(ours, Transformer) and ours.head_matrix.dtype != torch.float64:  # which the kernels do not take
+    if isinstance(ours, Transformer) and ours.head_matrix.dtype != torch.float64:  # the kernels take no float64
         return model(input_ids, logits_at=at, targets=targets, reduction="none", **inputs)
     return F.cross_entropy(model(input_ids, logits_at=at, **inputs).float(), targets, reduction="none")
 
@@ -141,7 +142,7 @@ def _losses(model: torch.nn.Module, input_ids: Tensor, at: Tensor, targets: Tens
 def mean_and_stderr(sums: Tensor, counts: Tensor) -> tuple[float, float | None]:
     """The mean over all tokens and its standard error, from the sum and the number of tokens of each independent part, (parts,) float64.
 
-    The tokens of one document resemble each other: to count each as a draw would promise too much. None for fewer than two parts.
+    The tokens of a document are correlated, so a standard error over single tokens would be too small. It is None for fewer than two parts.
     """
     parts, total = len(sums), counts.sum()
     mean = sums.sum() / total
@@ -165,13 +166,12 @@ def by_length(
     longppl: "LongPPL | None" = None,
     reader: "Reader | None" = None,
 ) -> Plan:
-    """Loss, perplexity and bits per byte at every length, and the loss by position; the module's docstring says how.
+    """Loss, perplexity and bits per byte at every length, and the loss by position, as the module's docstring defines them.
 
     data: a data module; its `objective` and `documents(split)` are used. lengths: in tokens. context: the training context, in tokens.
     protocols: of windows, sliding, documents. stride: of the sliding windows, a float for a share of the length, an int for tokens.
-    min_tokens: targets without which a length is not run. max_tokens: about as many targets are used, None for all. batch_tokens: tokens
-    that the model reads at once. longppl: who chooses LongPPL's key tokens; None leaves LongPPL out. reader: gives an evaluator that
-    longppl names.
+    min_tokens: a length with fewer targets is not run. max_tokens: use about this many targets, None for all. batch_tokens: tokens that
+    the model reads at once. longppl: the options of LongPPL; None leaves it out. reader: loads the evaluator that longppl names.
     """
     if unknown := set(protocols) - set(PROTOCOLS):
         raise ValueError(f"protocols: {', '.join(sorted(unknown))} is none of {', '.join(PROTOCOLS)}")
@@ -222,9 +222,10 @@ def _measure(model, dataset, bytes_per_token, task, length, windows, context, ba
 
 
 def loss_by_position(length: int, scores: Scores, unit: int) -> list[Row]:
-    """The mean loss by tokens of context, in groups of which `depth` is the last: an octave each up to a quarter of `unit`, then a fourth.
+    """The mean loss by tokens of context, in groups. `depth` is the largest number of tokens in a group.
 
-    unit: the training context; a group ends there, so that a break behind it shows.
+    Up to a quarter of `unit` a group is an octave (its end is twice its start); beyond that each octave has four groups of equal width.
+    unit: the training context. A group ends there, so that a jump of the loss beyond it is visible.
     """
     octaves = range(-math.ceil(math.log2(unit)), math.ceil(math.log2(length / unit)) + 1)
     ends = {round(unit * 2.0**octave * quarter / 4) for octave in octaves for quarter in ((4, 5, 6, 7) if octave >= -2 else (4,))}
@@ -263,7 +264,7 @@ def _plan(sizes, lengths, protocols, stride, min_tokens, max_tokens) -> Iterator
 
 
 def _thin(spans: list, max_tokens: int | None) -> list:
-    """Spans drawn evenly, so that about max_tokens tokens remain."""
+    """Spans at regular intervals, so that about max_tokens tokens remain."""
     total = sum(span.end - span.first for span in spans)
     if max_tokens is None or total <= max_tokens:
         return spans
@@ -272,6 +273,6 @@ def _thin(spans: list, max_tokens: int | None) -> list:
 
 
 def mean_loss(scores: Scores, here: Tensor | slice = slice(None)) -> tuple[float, float | None]:
-    """The mean negative log-likelihood in nats over the tokens `here`, bool (n,), and its standard error with documents as the draws."""
+    """The mean negative log-likelihood in nats over the tokens `here`, bool (n,), and its standard error over documents."""
     _, document = scores.document[here].unique(return_inverse=True)
     return mean_and_stderr(torch.bincount(document, weights=scores.nll[here]), torch.bincount(document).double())

@@ -1,4 +1,5 @@
-"""Plots of a results table. Colour (Okabe and Ito), marker and line change together, so that grey and colour-blind eyes tell runs apart."""
+"""Plots of a results table. Runs differ in colour (Okabe and Ito), marker and line style, so they are distinct in grey or if
+colour-blind."""
 
 import math
 import textwrap
@@ -70,12 +71,12 @@ def draw(rows: Iterable[Row], folder: Path) -> list[Path]:
 
 
 def _is_part(task: str, rows: Sequence[Row]) -> bool:
-    """Whether it is one of several tasks whose mean is there too: ruler_vt of ruler."""
+    """Whether the rows also have the mean over a group that this task belongs to, such as ruler for ruler_vt."""
     return any(task.startswith(f"{row.task}_") for row in rows)
 
 
 def _longest(rows: Sequence[Row]) -> list[Row]:
-    """Of each run the rows of the longest length that it ran."""
+    """The rows of each run's longest length."""
     longest: dict[tuple, int] = {}
     for row in rows:
         longest[row.line] = max(row.length, longest.get(row.line, 0))
@@ -83,13 +84,13 @@ def _longest(rows: Sequence[Row]) -> list[Row]:
 
 
 def _curves(rows: Sequence[Row], panel_by: str, x: str, xlabel: str, path: Path) -> Path:
-    """A panel a task (or metric), a line a run with bars of one standard error, dotted vertical lines at the training contexts.
+    """One panel per task (or metric) with one curve per run. Bars are one standard error; dotted lines mark the training contexts.
 
-    A number that is not finite is a cross at the panel's upper edge, and the legend says so.
+    A value that is not finite is drawn as a cross at the panel's upper edge, which the legend explains.
     """
     names, labels = list(dict.fromkeys(getattr(row, panel_by) for row in rows)), _labels_with_breaks(rows)
     contexts = sorted({row.context for row in rows if row.context is not None})
-    together = len({row.metric for row in rows}) == 1  # panels of one unit have one scale
+    together = len({row.metric for row in rows}) == 1  # panels with the same unit share an axis
     figure, panels = _panels(len(names), [*labels.values(), *[TRAINING_CONTEXT][: len(contexts)]], sharey=together)
     for panel, name in zip(panels, names, strict=False):
         here = [row for row in rows if getattr(row, panel_by) == name]
@@ -114,7 +115,7 @@ def _against_cost(rows: Sequence[Row], quality: Sequence[Row]) -> list[tuple[Row
 
 
 def _quality_against_cost(pairs: Sequence[tuple[Row, float]], path: Path) -> Path:
-    """A panel a task, a line a run; its points are the lengths."""
+    """One panel per task with one curve per run, whose points are the lengths."""
     rows = [row for row, _ in pairs]
     names, labels = list(dict.fromkeys(row.task for row in rows)), _labels_with_breaks(rows)
     figure, panels = _panels(len(names), labels.values())
@@ -134,14 +135,14 @@ def _quality_against_cost(pairs: Sequence[tuple[Row, float]], path: Path) -> Pat
         panel.set_ylabel(UNITS.get(here[0][0].metric, here[0][0].metric))
         _scale(panel, [row for row, _ in here])
         _spread(panel.xaxis, [seconds for _, seconds in here])
-        panel.margins(x=0.12)  # for the last length
+        panel.margins(x=0.12)  # room for the label of the last length
     _finish(figure, panels, names)
     _hide_covered(figure, written)
     return _save(figure, path)
 
 
 def _hide_covered(figure, texts: Sequence) -> None:
-    """Of texts that would lie on each other the first one stays."""
+    """Hides each text that would overlap an earlier one that is shown."""
     figure.draw_without_rendering()
     shown = []
     for text in texts:
@@ -153,7 +154,7 @@ def _hide_covered(figure, texts: Sequence) -> None:
 
 
 def style_of(i: int, n: int) -> dict[str, Any]:
-    """Of curve i of n: a colour that no other has, of those for colour-blind eyes while they suffice; marker and line change as well."""
+    """The style of curve i of n: a unique colour, colour-blind safe while there are enough of these, with a marker and a line style."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
@@ -162,7 +163,7 @@ def style_of(i: int, n: int) -> dict[str, Any]:
 
 
 def _line(panel, style: Mapping[str, Any], label: str, xs: Sequence[float], points: Sequence[Row], floor: float) -> None:
-    """floor: where bars end below, on a logarithmic axis. A checkpoint as trained has a wider line than other readings."""
+    """Draws one curve. floor: the lowest value that error bars reach. Checkpoints as trained have wider lines than other readings."""
     width = 2.5 if all(row.reading == "" for row in points) else 1.2
     values, errors = [row.value for row in points], [row.stderr or 0 for row in points]
     below = [min(error, max(value - floor, 0)) for value, error in zip(values, errors, strict=True)]
@@ -180,7 +181,7 @@ def _scale(panel, rows: Sequence[Row]) -> None:
 
 
 def _floor(rows: Sequence[Row]) -> float:
-    """Where a bar that is longer than its value ends: below all values on a logarithmic axis, which has no zero; nowhere on others."""
+    """The lowest value of error bars: just below all values on a logarithmic axis, which has no zero; -inf (no limit) on a linear one."""
     values = _finite(row.value for row in rows)
     return min(values) / 1.5 if rows[0].metric not in SHARES and _is_logarithmic(values) else -math.inf
 
@@ -194,7 +195,7 @@ def _is_logarithmic(values: Sequence[float]) -> bool:
 
 
 def _spread(axis, values: Sequence[float]) -> None:
-    """Logarithmic where a run that breaks would flatten all others; with numbers as one writes them, 20 and 0.5 and 3M."""
+    """Makes the axis logarithmic if one run's large values would flatten all others. Tick labels are plain, such as 20, 0.5 and 3M."""
     from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter
 
     values = _finite(values)
@@ -224,18 +225,18 @@ def _number(value: float) -> str:
 
 
 def _finish(figure, panels, names: Sequence) -> None:
-    """One legend for all panels, and nothing where a grid has more places than panels."""
+    """Adds one legend for all panels, and hides the unused places of the grid."""
     for panel in panels[len(names) :]:
         panel.set_axis_off()
     handles, labels = panels[0].get_legend_handles_labels()
-    if TRAINING_CONTEXT in labels:  # behind the curves
+    if TRAINING_CONTEXT in labels:  # after the curves
         labels.append(labels.pop(i := labels.index(TRAINING_CONTEXT)))
         handles.append(handles.pop(i))
     figure.legend(handles, labels, loc="outside lower center", ncols=_legend_columns(labels, figure.get_figwidth()))
 
 
 def _entry_width(label: str) -> float:
-    """Of a line of the legend, in inches."""
+    """The width of a legend entry, in inches."""
     return 0.7 + 0.09 * len(label)
 
 
@@ -244,7 +245,7 @@ def _legend_columns(labels: Iterable[str], width: float) -> int:
 
 
 def _panels(n: int, labels: Iterable[str], **options):
-    """A figure for n panels, at most four beside each other, as wide and as high as the legend's labels need; and its panels."""
+    """A figure for n panels, at most four in a row, with room for a legend of these labels; and its panels."""
     labels = list(labels)
     n_columns = min(n, 4)
     n_rows = math.ceil(n / n_columns)
@@ -254,7 +255,7 @@ def _panels(n: int, labels: Iterable[str], **options):
 
 
 def _validation(rows: Sequence[Row], path: Path) -> Path:
-    """The runs below each other, each with a bar of one standard error."""
+    """Draws one row per run: its value with a bar of one standard error."""
     labels = {line: textwrap.fill(label, 45) for line, label in _labels(rows).items()}
     figure = _figure(7, 1.2 + sum(0.2 + 0.17 * (1 + labels[row.line].count("\n")) for row in rows))
     panel = figure.subplots()
@@ -270,12 +271,12 @@ def _validation(rows: Sequence[Row], path: Path) -> Path:
 
 
 def _labels(rows: Iterable[Row]) -> dict[tuple, str]:
-    """What the plots call each run: its variant, its folder, its overrides."""
+    """Each run's label in the plots: variant, folder and overrides."""
     return {row.line: " ".join(filter(None, (_name(row), *_said(row)))) for row in rows}
 
 
 def _labels_with_breaks(rows: Sequence[Row]) -> dict[tuple, str]:
-    """The same, and for each run with numbers that are not finite what they are."""
+    """As `_labels`; labels of runs with values that are not finite also say whether these are NaN or infinite."""
     labels = _labels(rows)
     for line in labels:
         values = [row.value for row in rows if row.line == line]
@@ -289,7 +290,7 @@ def _name(row: Row) -> str:
 
 
 def _said(row: Row) -> list[str]:
-    """The overrides without the variant, which the name says."""
+    """The overrides without the variant, which is in the name already."""
     return [override for override in row.reading.split(" ") if override != f"attention={row.attention}"]
 
 

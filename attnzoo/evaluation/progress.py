@@ -1,4 +1,4 @@
-"""How far a comparison is, on the screen."""
+"""The progress bar of a comparison."""
 
 import logging
 import time
@@ -12,11 +12,11 @@ log = logging.getLogger(__name__)
 
 
 class Progress:
-    """One bar over all measurements of all runs, in tokens; a run that is not planned yet is taken to be like those before it. Where there
-    is no terminal, a line now and then."""
+    """One bar in tokens over all measurements of all runs. A run that is not planned yet is estimated as the mean of those before it.
+    Without a terminal, progress is logged every `seconds`."""
 
     def __init__(self, n_readings: int, seconds: float = 15.0):
-        self.waiting, self.planned, self.done = n_readings, [], 0  # readings that are not planned, tokens of those that are, tokens read
+        self.waiting, self.planned, self.done = n_readings, [], 0  # readings not planned yet, tokens of each planned one, tokens read
         self.seconds, self.said = seconds, time.monotonic()
         self.bar = tqdm(total=0, unit="tok", unit_scale=True, smoothing=0.05, disable=None if together.is_first() else True)
         self.redirect = logging_redirect_tqdm()
@@ -49,4 +49,4 @@ class Progress:
             log.info(f"{self.bar.desc}: {min(self.done / self.bar.total, 1):.0%} of all {tqdm.format_sizeof(self.bar.total)} tokens read")
 
     def end_reading(self) -> None:
-        self.advance(max(0, sum(self.planned) - self.done))  # of a run that failed
+        self.advance(max(0, sum(self.planned) - self.done))  # what a failed run did not read

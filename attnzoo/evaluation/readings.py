@@ -1,4 +1,4 @@
-"""Readings: the ways in which a checkpoint is read, each a line of overrides such as "attention=dual_chunk", "" for none."""
+"""Readings: a reading is a way to run a checkpoint, given as a line of overrides such as "attention=dual_chunk" ("" for none)."""
 
 import difflib
 import re
@@ -20,14 +20,14 @@ from attnzoo.run import checks
 from attnzoo.run.command_line import composition_message
 from attnzoo.run.config import plain
 
-FOLDER = "evaluation/readings"  # of the lists, below configs/; a folder of the key's own name would make it one of Hydra's groups
+FOLDER = "evaluation/readings"  # of the lists, below configs/; a folder configs/readings would make `readings` a config group of Hydra
 CONTEXT = re.compile(r"\{context((?:[-*/]\d+)*)\}")
 GROUPS = ("attention=", "attention.", "layers=", "layers.", "model.")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """line: the overrides as on the command line. attention, model: what they change in the checkpoint's, as plain dicts."""
+    """line: the overrides as on the command line. attention, model: the options that they change in the checkpoint, as plain dicts."""
 
     line: str
     attention: dict[str, Any]
@@ -35,11 +35,12 @@ class Reading:
 
 
 def compose_readings(cfg: DictConfig) -> list[Reading]:
-    """What `readings` asks for, each composed over the command's other overrides; without it one reading, with the overrides of cfg itself.
+    """The readings that cfg.readings lists, each composed with the command's other overrides. None gives one reading with cfg's overrides.
 
-    cfg: configs/eval.yaml, composed. Its `readings` holds lines, or the name of a file of configs/evaluation/readings that does. In a line
-    {context} is the training context in tokens, {context/2-1} half of it less one. Raises UserError for a name that does not exist, and for
-    a line that cannot be composed, has a value of a wrong kind, or overrides anything but attention, layers and model.
+    cfg: configs/eval.yaml, composed. Its `readings` is a list of lines, or the name of a file of configs/evaluation/readings with such a
+    list. In a line {context} is the training context in tokens, and {context/2-1} is half of it less one. Raises UserError for a name
+    that does not exist, and for a line that cannot be composed, has a value of a wrong kind, or overrides anything but attention, layers
+    and model.
     """
     if cfg.readings is None:
         return [_reading("", cfg)]
@@ -67,7 +68,7 @@ def _for_context(lines: Sequence[str], cfg: DictConfig) -> list[str]:
         return list(lines)
     contexts = set()
     for run in find(cfg.ckpt_path, cfg.runs, cfg.checkpoint):
-        with suppress(UserError):  # told when it is the run's turn
+        with suppress(UserError):  # reported later, when the run is evaluated
             contexts.add(run.context())
     if len(contexts) != 1:
         raise UserError("readings: {context} is the training context, which must be the same for all runs, got "
@@ -77,7 +78,7 @@ def _for_context(lines: Sequence[str], cfg: DictConfig) -> list[str]:
 
 
 def _computed(value: int, steps: str) -> int:
-    """One step after the other, in whole numbers."""
+    """Applies the steps, such as "/2-1", from left to right in integer arithmetic."""
     for step, number in re.findall(r"([-*/])(\d+)", steps):
         value = value - int(number) if step == "-" else value * int(number) if step == "*" else value // max(1, int(number))
     return value

@@ -1,7 +1,7 @@
-"""Loss on tokens that repeat what stands earlier in the context, and on the others: the split by which associative recall shows.
+"""Loss on tokens that repeat earlier context, and on the other tokens. The difference shows how well a model recalls from its context.
 
-A token is a repetition if it ends an n-gram that stands in the window already ("AR hits": Arora et al. 2023, arXiv:2312.04927; Ye et al.
-2024, arXiv:2410.05258). They count rare n-grams only; here all of them count, also those that a model knows by heart.
+A token is a repetition if it ends an n-gram that also occurs earlier in the window ("AR hits": Arora et al. 2023, arXiv:2312.04927; Ye et
+al. 2024, arXiv:2410.05258). These papers count rare n-grams only. Here all n-grams count, also frequent ones that a model has memorised.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,11 @@ def repeats(
     model: torch.nn.Module, data, *, lengths: Sequence[int] = (), context: int, ngram: int = 8, max_tokens: int | None = None,
     batch_tokens: int = 8192,
 ) -> Plan:
-    """The loss of repeated_tokens, other_tokens and all_tokens, in windows of the training context that move on by half of it.
+    """The loss of repeated_tokens, other_tokens and all_tokens, in windows of the training context with a stride of half of it.
 
-    data: a data module of text. context: the training context. ngram: tokens, the repeated one included; eight bytes are about two words'
-    tokens. max_tokens: about as many are predicted, None for all. batch_tokens: read at once. lengths: not used, all tasks are given them.
+    data: a data module of text. context: the training context. ngram: its length in tokens, the repeated one included; with bytes, 8
+    is about two words. max_tokens: predict about this many, None for all. batch_tokens: read at once. lengths: not used, all tasks are
+    given them.
     """
     if ngram < 2:
         raise ValueError(f"ngram={ngram} must be at least 2")
@@ -40,7 +41,7 @@ def repeats(
 
 
 def is_repeated(tokens: np.ndarray, ngram: int) -> np.ndarray:
-    """Of each token whether it ends an n-gram that ended earlier in tokens (n,) too; bool (n,)."""
+    """For each of tokens (n,) whether the n-gram that it ends also occurs earlier in tokens; bool (n,)."""
     found = np.zeros(len(tokens), bool)
     if len(tokens) >= ngram:
         grams = np.lib.stride_tricks.sliding_window_view(np.ascontiguousarray(tokens), ngram)
@@ -54,7 +55,7 @@ def _measure(
 ) -> list[Row]:
     documents = {i: dataset[i]["input_ids"] for i in sorted({window.document for window in windows})}
     scores = score(model, documents, windows, context, batch_tokens=batch_tokens, advance=advance)
-    # score's order: window by window, and in each from its first target on
+    # in the order of score: by window, and in a window from its first target on
     repeated = torch.from_numpy(np.concatenate([
         is_repeated(documents[one.document][one.start : one.end], ngram)[one.first - one.start :] for one in windows
     ]))

@@ -1,4 +1,4 @@
-"""What a comparison leaves: averages, a summary, plots, a page, and what the loggers are told."""
+"""The output of a comparison: averages, a summary, plots, an HTML page, and metrics for the loggers."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -38,9 +38,9 @@ def conclude(rows: list[Row], loggers: Iterable, folder: Path, about: About) -> 
 
 
 def _tell(loggers: Iterable, rows: Sequence[Row], averages: Sequence[Row], plots: Sequence[Path]) -> None:
-    """Metrics eval/<task>/<length>, or <metric> where there is no length, for every logger (with several runs /<run> behind it). W&B gets a
-    table a task, one of its averages and the plots too, under keys of their own, because the last thing logged under a key replaces what
-    was there."""
+    """Logs metrics eval/<task>/<length> to every logger, with <metric> in place of a missing length; with several runs the run
+    (and reading) is appended. W&B also gets a table per task, one of its averages, and the plots. Each has its own key, because logging
+    under a key replaces what was there."""
     several, of_task = len({row.line for row in rows}) > 1, shown_metrics(rows)
     metrics = {
         "/".join(["eval", row.task, str(row.length or row.metric), *(filter(None, row.line) if several else [])]): row.value

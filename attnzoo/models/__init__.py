@@ -1,4 +1,4 @@
-"""GPT and BERT, and how a checkpoint's plain description becomes one of them."""
+"""GPT and BERT, and `from_config`, which builds one of them from the plain description in a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,10 +21,10 @@ def from_config(model: Mapping, attention: Mapping, *, trust: Sequence[str] = ()
     """Build a model from plain dictionaries, such as a checkpoint's.
 
     model, attention: `_target_` (the dotted name of a class) and its arguments, as in configs/model and configs/attention; an argument may
-    be such a dictionary itself. Only classes defined inside `attnzoo` or a module named in `trust` are built, and all targets are checked
-    before anything is imported, because a checkpoint may be a stranger's.
+    be such a dictionary itself. Only classes defined inside `attnzoo` or a module named in `trust` are built. All targets are checked
+    before anything is imported, because a checkpoint may come from an untrusted source.
 
-    Raises ValueError for a target that is not trusted or not there, and for an argument that it does not take or of a wrong kind.
+    Raises ValueError for a target that is not trusted or does not exist, and for an argument that is unknown or of a wrong type.
     """
     trusted = ("attnzoo", *trust)
     for name, config in (("model", model), ("attention", attention)):
@@ -54,7 +54,7 @@ def _arguments(config: Mapping, trusted: Sequence[str]) -> dict[str, Any]:
 
 
 def _build(value: Any, trusted: Sequence[str]) -> Any:
-    """An argument, with nested targets built."""
+    """The value of an argument, in which each nested `_target_` is replaced by the object that it describes."""
     if isinstance(value, Mapping):
         arguments = _arguments(value, trusted)
         if "_target_" not in value:

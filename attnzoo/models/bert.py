@@ -10,8 +10,8 @@ from attnzoo.models.transformer import Transformer
 class BERT(Transformer):
     """Predicts masked tokens. Arguments as in `attnzoo.models.transformer.Transformer`, and
 
-    type_vocab_size: kinds of segments, 0 for none; without token_type_ids all tokens are of kind 0.
-    A post-norm model also normalises its embeddings, as published. The head is dense, GELU, norm, then the output matrix with a bias.
+    type_vocab_size: the number of token types (segments), 0 for none. Without token_type_ids all tokens have type 0.
+    A post-norm model also normalises its embeddings, as published. The head: a dense layer, GELU, a norm, the output matrix with a bias.
     """
 
     causal = False

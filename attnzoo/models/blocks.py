@@ -1,4 +1,4 @@
-"""What all models are built of: norms, MLPs and the residual block."""
+"""The parts of all models: norms, MLPs and the residual block."""
 
 from typing import NamedTuple
 
@@ -25,38 +25,38 @@ def make_norm(kind: str, dim: int, eps: float, bias: bool) -> nn.Module:
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """norm(x), in the norm's own precision where what blocks add to is in 16 bits: its weights would lose more than x has lost."""
+    """norm(x), computed in the dtype of the norm's weights. Where x has 16 bits, casting the weights to x's dtype would lose more."""
     return norm(x.to(norm.weight.dtype))
 
 
 def in_compute_dtype(x: Tensor) -> Tensor:
-    """x in the dtype that autocast computes matrix products in; as it is without autocast."""
+    """x in the dtype in which autocast computes matrix products. Without autocast x is returned unchanged."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
 
 class Sum(NamedTuple):
-    """What pre-norm blocks add to, in two halves of 16 bits, and what was not added to it yet (..., dim)."""
+    """The residual stream of pre-norm blocks, in two halves of 16 bits, and a branch output (..., dim) that is not added to it yet."""
 
     stream: Stream
     branch: Tensor | None = None
 
     def rows(self, rows: Tensor) -> "Sum":
-        """Of some tokens, int64 (n,)."""
+        """The same for a subset of the tokens. rows: int64 (n,), their indices."""
         def of(x: Tensor | None) -> Tensor | None:
             return None if x is None else x.flatten(0, -2).index_select(0, rows)
 
         return Sum(Stream(*map(of, self.stream)), of(self.branch))
 
     def normed(self, norm: nn.Module, last: bool = False) -> tuple["Sum", Tensor]:
-        """Everything added up, None if it is read for the last time, and its norm."""
+        """Adds the branch to the stream. Returns the sum, or None if `last` (nothing reads the sum again), and its norm."""
         kind, bias = ("rmsnorm", None) if isinstance(norm, RMSNorm) else ("layernorm", norm.bias)
         stream, y = add_norm(self.stream, self.branch, norm.weight, bias, eps=norm.eps, kind=kind, last=last)
         return None if last else Sum(stream), y
 
 
 def default_mlp_dim(kind: str, dim: int) -> int:
-    """4 dim, or for SwiGLU's three matrices 8/3 dim rounded up to a multiple of 8: the same number of parameters."""
+    """4 dim, or 8/3 dim rounded up to a multiple of 8 for SwiGLU, whose third matrix makes the number of parameters about equal."""
     return 4 * dim if kind != "swiglu" else -(-8 * dim // 24) * 8
 
 
@@ -77,15 +77,15 @@ class MLP(nn.Module):
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         approximate = "tanh" if self.kind == "gelu_tanh" else "none"
         product = fp8.product_of(self.up_proj)
-        # torch.compile puts the rounding of GELU's result to 8 bits into one kernel with GELU, but not with an operator
+        # torch.compile fuses F.gelu with the rounding of its result to 8 bits; it cannot fuse a custom operator such as bias_gelu
         if x.is_cuda and x.dtype != torch.float64 and not (product is fp8.linear and torch.compiler.is_compiling()):
-            # bias and GELU in one pass, and backward the bias's sum with them
+            # one kernel adds the bias and applies GELU; its backward also sums the bias gradient
             return self.down_proj(bias_gelu(product(x, self.up_proj.weight), self.up_proj.bias, approximate=approximate))
         return self.down_proj(F.gelu(self.up_proj(x), approximate=approximate))
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a residual connection; the norm stands before each ("pre") or after each sum ("post")."""
+    """Attention and MLP, each with a residual connection. The norm is applied to the input of each ("pre") or to each sum ("post")."""
 
     def __init__(self, attention: Attention, *, dim: int, mlp: str, mlp_dim: int, norm: str, norm_eps: float, norm_position: str,
                  bias: bool, dropout: float):
@@ -100,8 +100,10 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor | Sum, seq: SequenceInfo, cache: KVCache | None = None, rows: Tensor | None = None) -> Tensor | Sum:
-        """x (..., dim); returns its shape, and a Sum of a Sum. rows: int64 (n,), indices of tokens: only these pass the MLP and come out,
-        (n, dim)."""
+        """x: (..., dim). The result has the same shape and type (Tensor or Sum).
+
+        rows: int64 (n,), indices of tokens. Only these tokens go through the MLP, and the result is (n, dim).
+        """
         if isinstance(x, Sum):
             x, y = x.normed(self.attention_norm)
             x = Sum(x.stream, self.dropout(self.attention(y, seq, cache)))
@@ -112,6 +114,6 @@ class Block(nn.Module):
             x = x.flatten(0, -2).index_select(0, rows)
         if self.pre_norm:
             return x + self.dropout(self.mlp(normed(self.mlp_norm, x)))
-        # autocast leaves norms in float32; what each norm scales anew need not travel so, at twice the bytes
+        # under autocast norms return float32; the next norm rescales the values anyway, so 16 bits suffice and take half the memory
         x = in_compute_dtype(self.attention_norm(x))
         return in_compute_dtype(self.mlp_norm(x + self.dropout(self.mlp(x))))

@@ -1,4 +1,4 @@
-"""A BERT that gives each sequence a class."""
+"""A BERT that classifies whole sequences."""
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,12 @@ POOLINGS = ("cls", "mean")
 class BERTClassifier(BERT):
     """Scores classes for whole sequences. Arguments as in `attnzoo.models.bert.BERT`, whose encoder it shares, and
 
-    n_classes: between which it decides.
-    pooling: what the head reads: "cls", the first token's final state, through a dense layer and tanh (BERT's pooler), or "mean", the mean
-        of all tokens' states, directly.
-    towers: sequences that are classed together: 1, or 2, pairs one after the other. Both go through the same encoder, and the classifier
-        reads what is pooled of them, a and b, as (a, b, a * b, a - b), through a hidden layer (Tay et al. 2020, arXiv:2011.04006).
+    n_classes: the number of classes.
+    pooling: the input of the head. "cls" is the first token's final state after a dense layer and tanh (BERT's pooler). "mean" is the mean
+        of all tokens' final states.
+    towers: the number of sequences that get one class together: 1, or 2 for pairs, whose sequences are neighbours in the batch. Both go
+        through the same encoder. The classifier reads their pooled states a and b as (a, b, a * b, a - b), through a hidden layer
+        (Tay et al. 2020, arXiv:2011.04006).
     """
 
     def __init__(self, *, n_classes: int, pooling: str = "cls", dropout: float = 0.0, towers: int = 1, **config):
@@ -45,10 +46,10 @@ class BERTClassifier(BERT):
         attention_mask: Tensor | None = None, max_tokens: int | None = None, token_type_ids: Tensor | None = None,
         cache: list[KVCache] | None = None,
     ) -> Tensor:
-        """Scores (sequences, n_classes): of the rows of input_ids (batch, seqlen), or of the cu_seqlens.shape[0] - 1 packed sequences.
+        """Scores (sequences, n_classes) of the rows of input_ids (batch, seqlen), or of the cu_seqlens.shape[0] - 1 packed sequences.
 
-        With two towers scores are (sequences / 2, n_classes), and an odd number of sequences raises ValueError. Inputs as in
-        `Transformer.forward`. Of a sequence without tokens the head reads zeros.
+        With two towers the scores are (sequences / 2, n_classes), and an odd number of sequences raises ValueError. Inputs as in
+        `Transformer.forward`. For a sequence without tokens the input of the head is zeros.
         """
         self._check_layout(input_ids, cu_seqlens, max_seqlen, attention_mask, cache)
         batch, seqlen = input_ids.shape if input_ids.dim() == 2 else (cu_seqlens.shape[0] - 1, max_seqlen)
@@ -77,11 +78,11 @@ class BERTClassifier(BERT):
         return self.classifier(pooled)
 
     def logits(self, x: Tensor) -> Tensor:
-        """The tokens' final states: what is scored here are sequences."""
+        """x unchanged: scores are computed for sequences, not for tokens."""
         return x
 
     def head_products(self) -> int:
-        """None for each token: the head reads one vector a sequence."""
+        """Zero per token, because the head reads one vector per sequence."""
         return 0
 
 
@@ -90,7 +91,7 @@ def _mean(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None) -> Tenso
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if cu_seqlens is None:
         return x.mean(dim=1)
-    # tokens behind the last sequence go into a row of their own
+    # tokens behind the last sequence are summed into an extra row, which is dropped
     sequence = torch.searchsorted(cu_seqlens[1:], torch.arange(x.shape[0], device=x.device, dtype=torch.int32), right=True)
     sums = x.new_zeros(len(lengths) + 1, x.shape[1]).index_add(0, sequence, x)
     return sums[:-1] / lengths.clamp(min=1)[:, None]

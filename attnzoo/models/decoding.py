@@ -1,4 +1,4 @@
-"""Token after token behind prompts, by a KV cache; on a GPU as a CUDA graph, which spares the host the launches of each token."""
+"""Decoding token by token with a KV cache. On a GPU a CUDA graph saves the host the kernel launches of each token."""
 
 import copy
 from collections import deque
@@ -11,17 +11,17 @@ from attnzoo.attention.cache import PAGE, KVCache, Newest, block_table
 from attnzoo.attention.joint import joined
 from attnzoo.models.blocks import in_compute_dtype
 
-AHEAD = 8  # tokens that a GPU is told to make before the host looks at the first of them
-WARM_UP = 2  # tokens that are made behind the prompts' own before a graph is captured: kernels are compiled and libraries take memory
-GRAPHED = WARM_UP + 2  # tokens from which on a graph makes them
-PAGES_FROM = 2**17  # tokens that copies of one beginning would have: what was measured, from there on its pages are faster on a GPU
+AHEAD = 8  # number of tokens that are queued on a GPU before the host reads the first of them
+WARM_UP = 2  # decoding steps after the first token and before a graph is captured; they compile kernels and let libraries allocate
+GRAPHED = WARM_UP + 2  # number of the first token that a graph computes, counted from 1
+PAGES_FROM = 2**17  # tokens in all copies of a common beginning from which on sharing its pages is faster, as measured on a GPU
 
 
 class Decoding:
-    """Draws the next token of each row, again and again; see `GPT.stream` for the arguments. The host waits in `on_host` alone.
+    """Draws the next token of each row, again and again; see `GPT.stream` for the arguments. Only `on_host` makes the host wait.
 
-    With a graph, or `lengths`, the caches have a fixed size, and where each row's next token stands only the device knows. The draws are
-    the same with a graph and without.
+    With a graph or `lengths` the caches have a fixed size, and the position of each row's next token is kept on the device only. The draws
+    are the same with and without a graph.
     """
 
     def __init__(self, model: nn.Module, input_ids: Tensor, max_new_tokens: int, *, lengths: Tensor | None = None, temperature: float = 1.0,
@@ -46,14 +46,14 @@ class Decoding:
         self.drawn: Tensor | None = None  # (batch * samples, 1), the tokens drawn last
         self.n_drawn = 0
         device = input_ids.device.type
-        # a weight that was cast outside of a graph would be freed before the graph is
+        # autocast's cache would free weights that it cast before the capture, while the graph still reads them
         self._autocast = {"device_type": device, "dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device),
                           "cache_enabled": not self.on_device}
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """The next token of each text, (batch * samples, 1), on the device; the next step writes over it. -1 where logits are NaN. Computed
-        under the autocast in which the object was made."""
+        """The next token of each text, (batch * samples, 1), on the device; the next step may overwrite it. -1 where logits are NaN. Uses
+        the autocast state that was active when the object was made."""
         if self.n_drawn >= self.max_new_tokens:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: as many are drawn already")
         if self.graphed and self.graph is None and self.n_drawn > WARM_UP:
@@ -71,7 +71,7 @@ class Decoding:
         return self.drawn
 
     def rewind(self) -> None:
-        """Back to behind the first token that was drawn."""
+        """Returns to the state after the first drawn token."""
         self.n_drawn = 1
         self.drawn.copy_(self._first)
         if self.on_device:
@@ -80,8 +80,8 @@ class Decoding:
             cache.length = self.input_ids.shape[1]
 
     def on_host(self, stop: Sequence[int] = ()) -> Iterator[Tensor]:
-        """The tokens, (batch * samples, 1) on the CPU, as many as there shall be, or up to where each row has drawn one of `stop`, which it
-        repeats from there on. A GPU is some tokens ahead. Raises ValueError for NaN."""
+        """Yields up to max_new_tokens tensors of tokens, (batch * samples, 1), on the CPU. Ends early once each row has drawn one of
+        `stop`; a row that has done so repeats that token. A GPU is some tokens ahead. Raises ValueError if logits are NaN."""
         stops = torch.tensor(list(stop), dtype=torch.int64)
         last = finished = None
         for drawn in self._copies():
@@ -107,7 +107,7 @@ class Decoding:
                 yield drawn
 
     def _read(self) -> None:
-        """The prompts, and the first token behind them."""
+        """Reads the prompts and draws the first token after them."""
         batch, seqlen = self.input_ids.shape
         ends = torch.full((batch,), seqlen, device=self.input_ids.device) if self.lengths is None else self.lengths.long()
         if self.shared:
@@ -131,18 +131,18 @@ class Decoding:
         self._first = self.drawn.clone()
 
     def _draw(self, newest: Tensor) -> None:
-        """As the lengths that the host knows say; a variant without a cache reads everything again."""
+        """One step where the host knows the cache's length. A variant without a cache reads the whole text again."""
         if self.caches is None:
             self.input_ids = newest = torch.cat([self.input_ids, newest], dim=1)
         last = torch.arange(1, newest.shape[0] + 1, device=newest.device) * newest.shape[1] - 1
         self.drawn = self._drawn_from(self.model(newest, cache=self.caches, logits_at=last))
 
     def _draw_newest(self) -> None:
-        """What a graph holds."""
+        """One step with the positions on the device. This is what a graph captures."""
         newest = Newest(self.positions, self.caches[0].max_len)
         for cache in self.caches:
             cache.newest = newest
-        # past the model's hooks, which are no part of a graph
+        # calls forward directly to skip the module's hooks, which cannot be part of a graph
         logits = self.fast.forward(self.drawn.clamp(min=0), cache=self.caches)[:, -1]
         self.drawn.copy_(self._drawn_from(logits))
         self.positions += 1
@@ -159,7 +159,7 @@ class Decoding:
 
 
 def read_once(model: nn.Module, beginning: Tensor, rows: int, max_len: int) -> list[KVCache]:
-    """Caches of `rows` texts of up to max_len tokens that all begin with `beginning`, int64 (tokens,): read once, and copied."""
+    """Caches of `rows` texts of up to max_len tokens that all begin with `beginning`, int64 (tokens,). It is read once and copied."""
     caches = model.new_cache(1, max_len)
     model(beginning[None], cache=caches, logits_at=torch.full((1,), beginning.shape[0] - 1, device=beginning.device))
     for cache in caches:
@@ -178,7 +178,7 @@ def why_no_graph(model: nn.Module, device: torch.device) -> str | None:
 
 
 def _decoding_by_host(model: nn.Module) -> str:
-    """The names of the variants of its layers that cannot leave to the device where a token stands."""
+    """The names of the variants in its layers that need token positions on the host while decoding."""
     return ", ".join(sorted({block.attention.name for block in model.blocks if not block.attention.decodes_on_device}))
 
 
@@ -192,10 +192,10 @@ def draw(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top
     weights = (logits / temperature).softmax(-1)
     if top_p is not None:
         ordered, indices = weights.sort(-1, descending=True)
-        # a token goes when those before it reach p already; the first always stays
+        # a token is dropped if the likelier ones already sum to p; the first always stays
         ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_p, 0)
         weights = torch.zeros_like(weights).scatter(-1, indices, ordered)
-    # as torch.multinomial draws one, which waits for the device to look at the weights
+    # the same draw as torch.multinomial, which would wait for the device to check the weights
     score, token = (weights / torch.empty_like(weights).exponential_(generator=generator)).max(-1, keepdim=True)
     return token.masked_fill(score.isnan(), -1)
 
@@ -236,8 +236,8 @@ def _reads_pages(model: nn.Module) -> bool:
 
 
 def _prepared(model: nn.Module) -> nn.Module:
-    """The model in eval mode with its matrices as their products read them: in autocast's dtype, and those that read x joined. All else
-    is the model's own."""
+    """A copy of the model in eval mode, prepared for fast decoding. Weights of linear layers are cast to autocast's dtype, and the
+    matrices of an attention layer's `projections` are concatenated. All other tensors are shared with the model."""
     own = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     fast = copy.deepcopy(model, own).eval()
     if fast.head is None:

@@ -1,4 +1,4 @@
-"""GPT: the causal model, GPT-2 (Radford et al. 2019) or later by its options."""
+"""GPT: the causal model. Its options give GPT-2 (Radford et al. 2019) or a later design."""
 
 from collections.abc import Iterator, Sequence
 
@@ -21,27 +21,29 @@ class GPT(Transformer):
         self.init_weights(residual_std=INIT_STD / (2 * len(self.blocks)) ** 0.5)
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, **options) -> Tensor:
-        """Continue each row: (batch, seqlen) to (batch * samples, seqlen + max_new_tokens), or fewer if all stop. options: of `stream`."""
+        """Continue each row: (batch, seqlen) to (batch * samples, seqlen + max_new_tokens), or fewer if all stop. options: see `stream`."""
         new = list(self.stream(input_ids, max_new_tokens, **options))
         input_ids = input_ids.repeat_interleave(options.get("samples", 1), dim=0)
         return torch.cat([input_ids, torch.cat(new, dim=1).to(input_ids.device)], dim=1) if new else input_ids
 
     def stream(self, input_ids: Tensor, max_new_tokens: int, *, stop: Sequence[int] = (), **options) -> Iterator[Tensor]:
-        """The next tokens of each row of input_ids (batch, seqlen), one (batch * samples, 1) on the CPU after the other, in eval mode and
-        with the KV cache. A variant without one reads everything again for each token.
+        """Yields the next token of each row of input_ids (batch, seqlen) as a CPU tensor (batch * samples, 1), again and again. The model
+        is in eval mode and uses the KV cache. A variant without a cache reads the whole text again for each token.
 
-        lengths: int64 (batch,), tokens of each row where they differ; what lies behind them is not read.
+        lengths: int64 (batch,), the number of tokens in each row where rows differ; later tokens of a row are not read.
         temperature: logits are divided by it; 0 takes the likeliest token. top_k: draw among the k likeliest. top_p: draw among the
         likeliest whose probabilities, after temperature and top_k, sum to p or more (Holtzman et al. 2020).
         generator: on input_ids' device.
-        samples: texts that go on with each row, which is read once; they are neighbours, and the draws those of as many equal rows.
-        shared: the first tokens of all rows, which are equal, and are then read once; of a model with `reads_in_parts`.
-        pages: texts that begin alike, by `samples` or `shared`, read their beginnings in the pages of one of them, once. Of a model with
-        attention=flash. None takes pages where copies would have 2^17 tokens or more on a GPU, and `graph` or `lengths` let it.
-        stop: tokens that end a row, which repeats its own until all rows have one.
-        graph: each token is the replay of a CUDA graph, or ValueError says why it cannot be; None takes one where it can.
+        samples: the number of continuations of each row. The row is read once. Its continuations are neighbours in the output and are the
+        same draws as those of that many equal rows.
+        shared: the number of leading tokens that are equal in all rows. They are read once. Needs a model with `reads_in_parts`.
+        pages: texts with a common beginning, from `samples` or `shared`, read it from the cache pages of one of them. Needs
+        attention=flash. None uses pages on a GPU if copies would take 2^17 tokens or more, and a graph or `lengths` is used.
+        stop: tokens that end a row. A row that has ended repeats its stop token until all rows have ended.
+        graph: True computes each token by replaying a CUDA graph and raises ValueError where that is impossible. None uses a graph if
+        possible.
 
-        On a GPU some tokens are made ahead of the one that is given. Raises ValueError where no token can be drawn, because logits are NaN.
+        A GPU computes some tokens ahead of the one that is yielded. Raises ValueError if logits are NaN, so that no token can be drawn.
         """
         training = self.training
         self.eval()
@@ -51,5 +53,5 @@ class GPT(Transformer):
             self.train(training)
 
     def decoding(self, input_ids: Tensor, max_new_tokens: int, **options) -> Decoding:
-        """What draws one token of each row after the other, of a model in eval mode. options: as of `stream`, without `stop`."""
+        """The object that draws the tokens step by step. The model must be in eval mode. options: as in `stream`, without `stop`."""
         return Decoding(self, input_ids, max_new_tokens, **options)

@@ -1,4 +1,4 @@
-"""The trunk that GPT and BERT share: embeddings, blocks, output layer; dense, padded and packed input; counts for the log."""
+"""The base class of GPT and BERT: embeddings, blocks and output layer; dense, padded and packed input; parameter and FLOP counts."""
 
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
@@ -29,31 +29,33 @@ INIT_STD = 0.02
 class Transformer(nn.Module):
     """Token ids to logits over the vocabulary.
 
-    vocab_size: the tokenizer's. pad_vocab_multiple: rows of the embedding and output matrices are rounded up to a multiple of it, which
-        matrix products like; the logits that come out are vocab_size wide.
+    vocab_size: the tokenizer's. pad_vocab_multiple: the number of rows of the embedding and output matrices is rounded up to a multiple of
+        it, for faster matrix products; the returned logits are vocab_size wide.
     dim, n_layers, n_heads, n_kv_heads (default n_heads), head_dim (default dim / n_heads): the usual sizes.
     attention: called with an AttentionSpec for each layer, returns the layer; a class such as attnzoo.attention.flash.FlashAttention.
-    train_context: tokens read at once in training (recorded, and handed to the attention layers).
-    mlp: gelu | gelu_tanh | swiglu, mlp_dim wide (default as many parameters as 4 dim without a gate).
+    train_context: the sequence length in training, in tokens (recorded, and passed to the attention layers).
+    mlp: gelu | gelu_tanh | swiglu. mlp_dim: its width (default: as many parameters as an MLP without a gate of width 4 dim).
     norm: layernorm | rmsnorm, norm_eps, norm_position: pre | post.
     positions: learned (an embedding of max_positions rows, default train_context) | rotary (rope_base, rope_scaling, rope_factor,
         rope_options, partial_rotary_factor, rope_proportion: see `attnzoo.attention.base.AttentionSpec`) | alibi | none. original_context:
-        tokens that the positions were trained on before the context was extended (default train_context).
-    qk_norm: normalise queries and keys by head. attention_temperature, attention_gate: `temperature` and `gate` of the AttentionSpec.
-    layers: which of these, and of the attention, differ by layer, see `attnzoo.layers`; None for layers that are all alike.
+        the context length, in tokens, that the positions were trained on before it was extended (default train_context).
+    qk_norm: normalise queries and keys per head. attention_temperature, attention_gate: `temperature` and `gate` of the AttentionSpec.
+    layers: the options of the model and of the attention that differ by layer, see `attnzoo.layers`; None if all layers are alike.
     tie_embeddings: the output matrix is the token embedding. bias: in linear layers and LayerNorm.
     dropout: after the embedding, attention and MLP; attention_dropout: on attention weights.
-    autocast_residual: under autocast what blocks add to is in the dtype of their products, too, and not in float32, as it is between
-        post-norm blocks always. torch.compile then keeps these sums for the backward, and not what norms made of them in float32: half
-        the bytes of all norms. Without autocast nothing changes.
-    split_residual: in training under bfloat16 autocast what pre-norm blocks add to is in float32 to the bit, but in two halves of 16 bits
-        (`attnzoo_kernels.add_norm`): the gradient between blocks, and what norms keep for the backward, have 16 bits.
+    autocast_residual: under autocast the residual stream has autocast's dtype and not float32. Between post-norm blocks that is always
+        so. torch.compile then keeps these sums for the backward, not the norms' float32 results, which halves the memory that norms
+        take. Without autocast nothing changes.
+    split_residual: in training under bfloat16 autocast the residual stream of pre-norm blocks is stored as two halves of 16 bits, which
+        together are its exact float32 value (`attnzoo_kernels.add_norm`). The gradient between blocks, and what norms keep for the
+        backward, have 16 bits.
     """
 
     causal: bool
-    head_in_8_bits: bool | None = False  # whether the output layer has 8-bit products in training; None where there is no such layer
-    extra_loss: Tensor | None = None  # (), the sum of what layers added to `SequenceInfo.losses` in the last pass, with its graph
-    recompute_every: int | None = None  # in training, of every k-th block only the input is kept, and the backward computes the rest again
+    head_in_8_bits: bool | None = False  # whether the output layer multiplies in 8 bits in training; None: there is no such layer
+    # (), the sum of the losses that layers added to `SequenceInfo.losses` in the last pass; differentiable
+    extra_loss: Tensor | None = None
+    recompute_every: int | None = None  # in training every k-th block keeps only its input, and the backward recomputes the rest
 
     def __init__(
         self, *, vocab_size: int, dim: int, n_layers: int, n_heads: int, attention: Callable[[AttentionSpec], Attention],
@@ -113,7 +115,7 @@ class Transformer(nn.Module):
         self.make_norm = partial(make_norm, norm, dim, norm_eps, bias)
         self.final_norm = self.make_norm() if norm_position == "pre" else nn.Identity()
         self.head = None if tie_embeddings else nn.Linear(dim, rows, bias=False)
-        # a subclass's own
+        # set by subclasses that have them
         self.type_embedding, self.embedding_norm, self.head_bias = None, nn.Identity(), None
 
     def _make_position_embedding(self, positions: str, max_positions: int) -> nn.Embedding | None:
@@ -125,7 +127,7 @@ class Transformer(nn.Module):
         return nn.Embedding(max_positions, self.dim)
 
     def init_weights(self, residual_std: float = INIT_STD) -> None:
-        """Normal with std 0.02, zero biases; `residual_std` for the projections into the residual stream."""
+        """Normal with std 0.02, zero biases; `residual_std` is for the projections that write to the residual stream."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=INIT_STD)
@@ -141,22 +143,22 @@ class Transformer(nn.Module):
         cache: list[KVCache] | None = None, parents: Tensor | None = None, logits_at: Tensor | None = None, targets: Tensor | None = None,
         target_weights: Tensor | None = None, reduction: str = "sum", context: "ContextParallel | None" = None,
     ) -> Tensor:
-        """Logits in the layout of input_ids, (..., vocab_size), or (n, vocab_size) with `logits_at`; with `targets` their losses.
+        """Returns logits in the layout of input_ids, (..., vocab_size), or (n, vocab_size) with `logits_at`; with `targets` losses instead.
 
         input_ids: int64, (batch, seqlen), or packed (total,) with cu_seqlens (int32, sequences + 1) and max_seqlen (int).
         position_ids: like input_ids; by default each sequence counts from 0, after `cache`'s tokens.
         attention_mask: (batch, seqlen), nonzero where a token is real; padding is removed once here and its logits are zeros.
-        max_tokens: how many tokens are real, or an upper bound; without it the host waits for the device to count them.
-        token_type_ids: like input_ids, for models that have types. cache: from `new_cache`, input_ids are then the next tokens.
-        parents: int32 (segments,), of packed trees whose segments cu_seqlens bounds, see `attnzoo.batch.Inputs`; max_seqlen is then at
-            least the longest path's.
-        logits_at: int64 (n,), indices into input_ids.flatten() whose logits are wanted; a place may be named more than once.
-        targets: int64, one for each of the logits, flat, -100 where nothing is asked: their cross-entropy comes without all logits in
-            memory (`attnzoo_kernels.linear_cross_entropy`), summed up, (), or with reduction="none" that of each, like targets. Padded
-            input has the latter with `logits_at` alone.
-        target_weights: float32, as targets, factors of their losses; all 1 by default.
-        context: the plan by which several processes read these sequences together. What is of tokens is this process's part by
-            `context.shard` (position_ids, too), cu_seqlens and max_seqlen are of the whole.
+        max_tokens: the number of real tokens, or an upper bound; without it the host waits for the device to count them.
+        token_type_ids: like input_ids, for models that have types. cache: from `new_cache`; input_ids are then the next tokens.
+        parents: int32 (segments,), for packed trees, whose segments cu_seqlens delimits, see `attnzoo.batch.Inputs`; max_seqlen is then
+            at least the length of the longest path.
+        logits_at: int64 (n,), indices into input_ids.flatten() of the wanted logits; an index may occur more than once.
+        targets: int64, flat, one per row of logits, -100 where there is no target. The result is then their cross-entropy, computed
+            without all logits in memory (`attnzoo_kernels.linear_cross_entropy`): the sum, (), or with reduction="none" one loss per
+            target. Padded input supports "none" only with `logits_at`.
+        target_weights: float32, same shape as targets, factors of their losses; 1 by default.
+        context: the plan by which several processes share these sequences. Per-token tensors, position_ids too, are then this process's
+            part by `context.shard`; cu_seqlens and max_seqlen describe the whole sequences.
         """
         self._check_layout(input_ids, cu_seqlens, max_seqlen, attention_mask, cache, parents)
         if context is not None:
@@ -186,7 +188,7 @@ class Transformer(nn.Module):
             x = Sum(Stream(x))
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
-            # behind the last attention each token is alone, and the others' outputs are not asked for
+            # after the last attention tokens no longer interact, so that only those in logits_at need the MLP
             rest = (seq, None if cache is None else cache[layer], logits_at if layer == last else None)
             again = self.recompute_every and self.training and torch.is_grad_enabled() and layer % self.recompute_every == 0
             x = checkpoint(block, x, *rest, use_reentrant=False) if again else block(x, *rest)
@@ -198,12 +200,12 @@ class Transformer(nn.Module):
         return self.logits(x) if targets is None else self.loss(x, targets, reduction, target_weights)
 
     def _splits(self, x: Tensor) -> bool:
-        """Whether `split_residual` holds for a pass that begins with x."""
+        """Whether `split_residual` takes effect in a forward pass whose embeddings are x."""
         autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16
         return self.split_residual and self.training and autocast and x.dtype == torch.float32
 
     def take_extra_loss(self) -> Tensor | None:
-        """The last pass's `extra_loss`, which is then forgotten."""
+        """Returns the last pass's `extra_loss` and resets it to None."""
         extra, self.extra_loss = self.extra_loss, None
         return extra
 
@@ -215,14 +217,14 @@ class Transformer(nn.Module):
         position_ids, token_type_ids = (
             None if ids is None else padding.remove_padding(ids.expand(batch, seqlen), indices) for ids in (position_ids, token_type_ids))
         if batch == 0:
-            cu_seqlens = cu_seqlens.new_zeros(2)  # attention wants a sequence, if an empty one
+            cu_seqlens = cu_seqlens.new_zeros(2)  # attention needs at least one sequence, even an empty one
         packed = {"position_ids": position_ids, "cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "token_type_ids": token_type_ids}
         if logits_at is None and targets is None:
             return padding.pad_input(self.forward(tokens, **packed), indices, batch, seqlen)
         if logits_at is None:
             if reduction != "sum":
                 raise ValueError(f"reduction={reduction!r}: must be 'sum' for padded input without logits_at")
-            # what stands behind the last token comes out as zero
+            # remove_padding fills unused rows with zeros; the shift by IGNORED turns these into IGNORED
             targets = padding.remove_padding(targets.view(batch, seqlen) - IGNORED, indices) + IGNORED
             weights = None if weights is None else padding.remove_padding(weights.view(batch, seqlen), indices)
             return self.forward(tokens, **packed, targets=targets, target_weights=weights)
@@ -277,18 +279,18 @@ class Transformer(nn.Module):
         return in_compute_dtype(x) if self.autocast_residual else x
 
     def logits(self, x: Tensor) -> Tensor:
-        """The output layer, (..., vocab_size): a view without the padded part of the vocabulary."""
+        """The logits (..., vocab_size), a view without the padded part of the vocabulary. x: the last block's output, (..., dim)."""
         product = fp8.linear if self.head_in_8_bits and self.training else F.linear
         return product(self.head_input(x), self.head_matrix, self.head_bias)[..., : self.vocab_size]
 
     def loss(self, x: Tensor, targets: Tensor, reduction: str = "sum", weights: Tensor | None = None) -> Tensor:
-        """The output layer's cross-entropy, each target's times its weight; a target that does not count has none."""
+        """The cross-entropy of the output layer. Each target's loss is multiplied by its weight; for an ignored target it is zero."""
         x = in_compute_dtype(self.head_input(x)).flatten(0, -2)
         return linear_cross_entropy(x, self.head_matrix, targets, bias=self.head_bias, token_weights=weights, vocab_size=self.vocab_size,
                                     ignore_index=IGNORED, reduction=reduction, fp8=bool(self.head_in_8_bits and self.training))
 
     def head_input(self, x: Tensor) -> Tensor:
-        """What the output layer multiplies."""
+        """The input of the output layer's matrix product."""
         return x
 
     @property
@@ -306,13 +308,13 @@ class Transformer(nn.Module):
 
     @property
     def reads_in_parts(self) -> bool:
-        """Whether a text that is read in parts, with a cache, gives what it gives when it is read at once."""
+        """Whether reading a text in parts, with a cache, gives the same result as reading it at once."""
         by_length = any(block.attention.spec.rope_scaling in ("dynamic", "longrope") for block in self.blocks)
         return self.causal and self.supports.cache and not by_length
 
     @property
     def n_parameters(self) -> int:
-        """Trainable and frozen parameters, tied ones once, without the padded part of the vocabulary."""
+        """The number of trainable and frozen parameters. Tied ones count once; the padded part of the vocabulary does not count."""
         rows = self.token_embedding.num_embeddings
         by_token = (self.token_embedding.weight, self.head_bias, None if self.head is None else self.head.weight)
         unused = sum(p.numel() // rows * (rows - self.vocab_size) for p in by_token if p is not None)
@@ -321,7 +323,7 @@ class Transformer(nn.Module):
     def flops(self, lengths: list[int], *, n_logits: int | None = None) -> float:
         """Floating point operations of forward and backward over sequences of these lengths, matrix products only.
 
-        n_logits: positions that the last MLP and the output layer are applied to, by default all.
+        n_logits: the number of positions that the last MLP and the output layer are applied to, by default all.
         """
         tokens = sum(lengths)
         n_logits = tokens if n_logits is None else n_logits
@@ -344,7 +346,7 @@ class Transformer(nn.Module):
 
 def _attention(make: Callable[[AttentionSpec], Attention], layers: Mapping[str, Any] | None, kind: str | None, mixable: Mapping[str, Any],
                **shared: Any) -> Attention:
-    """The attention of a layer of this kind; ValueErrors name the kind."""
+    """Builds the attention of a layer of this kind. ValueErrors are raised with the kind's name."""
     try:
         own = ((layers or {}).get(kind) or {}).get("attention") or {}
         if callable(own):
@@ -368,5 +370,6 @@ def _check_sizes(**sizes) -> None:
 
 
 def _without_repeated_end(cu_seqlens: Tensor) -> Tensor:
-    """cu_seqlens without its padding, which keeps shapes static on a GPU, and on a CPU would cost a row of max_seqlen tokens each."""
+    """cu_seqlens without its repeated last values. They keep shapes static on a GPU; on a CPU each would cost a row of max_seqlen
+    tokens."""
     return cu_seqlens[: max(2, int((cu_seqlens < cu_seqlens[-1]).sum()) + 1)]

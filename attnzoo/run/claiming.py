@@ -1,4 +1,4 @@
-"""What Hydra does about run folders before a job starts, made safe: it opens a folder that exists as if it were new. No torch."""
+"""Claims run folders before Hydra writes in them, because Hydra would open an existing folder as if it were new. Imports no torch."""
 
 import atexit
 import shutil

@@ -1,4 +1,4 @@
-"""`init_from`: a run that begins with trained weights and nothing else of theirs: optimizer, schedule, data and steps are new."""
+"""`init_from`: a run that starts from trained weights. Optimizer state, schedule, data and the step count start anew."""
 
 import fnmatch
 import json
@@ -103,7 +103,7 @@ def _set_contexts(cfg: DictConfig, trained: Trained, named: "_Named") -> None:
 
 
 def _extends(layer: Mapping[str, Any]) -> bool:
-    """Whether layers of this description read longer contexts by what they know of the trained one."""
+    """Whether layers of this description extend the context and, for that, need to know the trained context length."""
     temperature = layer.get("attention_temperature", "none")
     return (layer.get("rope_scaling", "none") != "none" or get_class(layer["attention"]["_target_"]).extends_context
             or (temperature.get("name") if isinstance(temperature, Mapping) else temperature) in ("log", "yarn"))

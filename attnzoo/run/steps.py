@@ -1,4 +1,4 @@
-"""The end of an optimizer step: the one place from which metrics, progress and checkpoints hang, and where a run stops."""
+"""The end of an optimizer step: the only place where metrics are logged, progress is shown, checkpoints are saved and a run stops."""
 
 import logging
 import math
@@ -123,7 +123,8 @@ class StepLoop(_TrainingEpochLoop):
 
     def save(self, path: Any) -> None:
         """Writes a checkpoint from which Lightning goes on with the next micro-batch, without a validation at this step."""
-        # it knows how to go on from a file of before the batch was counted; after that it skips one batch or one step of the log
+        # Lightning resumes correctly from a file that was saved before the batch was counted; from a later one it would skip a batch or a
+        # log step
         counts = (self.batch_progress.total, self.batch_progress.current)
         for count in counts:
             count.completed -= 1

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: flags, upon which the training loop acts at the end of an optimizer step."""
+"""Signals that ask a run to stop. They only set a flag; the training loop acts on it at the end of an optimizer step."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What the jobs of a sweep, which share one process, must not leave to each other."""
+"""Isolation between the jobs of a sweep, which share one process."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""When checkpoints are written, so that a run can be stopped anywhere and go on exactly; the file itself: attnzoo.checkpoint."""
+"""When checkpoints are written, so that a run can be stopped anywhere and resumed exactly. For the file format see attnzoo.checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from attnzoo.run.steps import StepCallback, check_losses, is_last_step
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Files that are whole or absent, and load without running code."""
+    """Writes checkpoint files that are either complete or absent, and loads them without running code from them."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         save(checkpoint, path)
@@ -25,15 +25,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 class FinalValidation(lightning.Callback):
-    """Validates after the last step, wherever the interval stands."""
+    """Validates after the last step, even in the middle of a validation interval."""
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if is_last_step(trainer):
-            trainer.should_stop = True  # which makes Lightning validate before it leaves the loop
+            trainer.should_stop = True  # makes Lightning validate before it leaves the loop
 
 
 class FiniteLoss(lightning.Callback):
-    """Ends a run whose validation loss is no number, before such weights become the best ones."""
+    """Ends a run whose validation loss is NaN or infinite, before its weights can be saved as the best ones."""
 
     def on_validation_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
@@ -45,8 +45,8 @@ class LastCheckpoint(StepCallback):
 
     every_n_steps: None for the steps after which validation is due, in a run without validation too.
 
-    It is written at the end of an optimizer step, behind a validation that is due, and never after an exception, which may strike in the
-    middle of a step: the run then goes on from the last interval and repeats the same losses.
+    The file is written at the end of an optimizer step, after a validation that is due. It is never written after an exception, which may
+    occur in the middle of a step. The run then resumes from the last checkpoint and repeats the same losses.
     """
 
     def __init__(self, run_dir: str, every_n_steps: int | None = None):

@@ -12,7 +12,7 @@ ENCODERS = ("attnzoo.models.BERT", "attnzoo.models.bert.BERT")
 
 
 class Classification(TokenPrediction):
-    """Trains a BERTClassifier; `labels` int64 (sequences,). See TokenPrediction; a target is a sequence here."""
+    """Trains a BERTClassifier; `labels` int64 (sequences,). See TokenPrediction; here each sequence is one target."""
 
     predicts_tokens = False
 
@@ -22,7 +22,7 @@ class Classification(TokenPrediction):
 
     @staticmethod
     def model_config(model: dict[str, Any], task: dict[str, Any], data: Any) -> dict[str, Any]:
-        """BERT's configuration as the classifier's. UserError for other models, and for data without classes."""
+        """Turns a BERT's configuration into that of a BERTClassifier. UserError for other models, and for data without classes."""
         if not hasattr(data, "classes"):
             raise UserError("task=classification needs data with a class for each text; take data=listops or data=text_classification")
         if model["_target_"] not in ENCODERS:
@@ -36,7 +36,7 @@ class Classification(TokenPrediction):
 
     @torch.no_grad()
     def sample(self, tokenizer, tokens: list[int], max_new_tokens: int, temperature: float, seed: int) -> str:
-        """The end of the text of `tokens` and how likely the three likeliest classes are; of pairs, beside the first pair's second text."""
+        """The end of the text of `tokens`, and the probabilities of the three likeliest classes. For pairs, the second text is fixed."""
         data, context = self.trainer.datamodule, self.model.train_context
         tokens, classes = tokens[:context], data.classes
         sequences = [tokens] if self.model.towers == 1 else [tokens, data.documents("validation")[1]["input_ids"][:context].tolist()]

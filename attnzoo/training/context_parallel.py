@@ -1,4 +1,4 @@
-"""The ranks of a run that read the same sequences together (`trainer.context_parallel`): who they are, and what each has of a batch."""
+"""The ranks of a run that read the same sequences together (`trainer.context_parallel`), and the part of a batch that each has."""
 
 from collections.abc import Sequence
 
@@ -13,9 +13,9 @@ from attnzoo_kernels.context_placement import deal
 
 
 class ContextGroup:
-    """`trainer.context_parallel` neighbouring ranks. Gradients are averaged over all ranks as ever: each rank has its share of the loss.
+    """`trainer.context_parallel` neighbouring ranks. Each rank has its share of the loss; gradients are averaged over all ranks as usual.
 
-    layers: the model's attention, whose pairs of queries and keys are divided.
+    layers: the model's attention layers, whose pairs of queries and keys are divided among the ranks.
     """
 
     def __init__(self, trainer: lightning.Trainer, layers: Sequence[Attention]):
@@ -26,16 +26,16 @@ class ContextGroup:
         self.windows = [layer.keys_before if self.causal else -1 for layer in layers]
 
     def own(self, batch: Batch, lengths: Sequence[int] | None) -> Batch:
-        """This rank's tokens of a batch that all ranks of the group have. Labels stand with the tokens that predict them already.
+        """This rank's part of a batch that all ranks of the group have. Labels are already aligned with the tokens that predict them.
 
-        lengths: of the sequences, where the host knows them. Then the chunks of packed ones are dealt.
+        lengths: of the sequences, where the host knows them. Chunks of packed sequences are then distributed to balance the work.
         """
         total, dealt = batch["input_ids"].shape[-1], {}
         if "cu_seqlens" in batch and lengths is not None:
             owned = deal(total, lengths, self.ranks, causal=self.causal, windows=self.windows)
             dealt = {"owned": owned, "documents": lengths}
         plan = ContextParallel(total, self.group, **dealt)
-        # the labels say by themselves which logits count
+        # the labels alone show which logits count: elsewhere they are IGNORED
         own: Batch = {name: value for name, value in batch.items() if name != "logits_at"} | {"context": plan}
         for name, fill in (("input_ids", 0), ("labels", IGNORED), ("position_ids", 0), ("token_type_ids", 0)):
             if isinstance(own.get(name), torch.Tensor):

@@ -10,7 +10,7 @@ class LanguageModeling(TokenPrediction):
 
     @torch.no_grad()
     def sample(self, tokenizer, tokens: list[int], max_new_tokens: int, temperature: float, seed: int) -> str:
-        """The text of the first of `tokens` and how the model goes on, within the training context."""
+        """The text of the first few of `tokens`, and the model's continuation of it, within the training context."""
         context = self.model.train_context
         prompt = tokens[: min(32, max(1, context // 4))]
         generator = torch.Generator(self.device).manual_seed(seed)

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class MetricsCSV(Logger):
-    """`metrics.csv` in `save_dir`: one row a call, on the disk when the call returns, in a file that was there too."""
+    """Writes `metrics.csv` in `save_dir`. Each call adds a row, to an existing file too, and has written it when it returns."""
 
     def __init__(self, save_dir: str):
         super().__init__()
@@ -42,7 +42,7 @@ class MetricsCSV(Logger):
         return self._folder.metrics
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Nothing: the run folder holds config.yaml."""
+        """Does nothing, because the run folder holds config.yaml."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -59,9 +59,9 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def forget_from(self, step: int) -> int:
-        """Drops the rows of `step` and later, which a run that goes on from a checkpoint writes again, and what cannot be read.
+        """Drops unreadable rows and the rows of `step` and later, which a run that resumes from a checkpoint writes again.
 
-        Returns the last step that was there, -1 without any.
+        Returns the last step that the file had, or -1 if it had none.
         """
         if not self.path.exists():
             return -1
@@ -84,19 +84,19 @@ def _text(rows: Iterable[list]) -> str:
 
 
 def _append(path: Path, line: str) -> None:
-    """Adds the line, or nothing and raises UserError."""
+    """Appends the line. If that fails, the file stays as it was and UserError is raised."""
     size = path.stat().st_size
     try:
         with path.open("ab") as file:
             file.write(line.encode())
     except OSError as error:
         with contextlib.suppress(OSError):
-            os.truncate(path, size)  # a part of the line may have found room
+            os.truncate(path, size)  # a part of the line may have been written
         raise UserError(f"could not write {path}: {error.strerror}; what was there is whole. Make room and resume") from error
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Header and rows. Left out are rows that are not whole, as the last one after a crash of the machine; without a header all are."""
+    """Header and rows. Incomplete rows, such as the last one after a crash, are left out. Without a valid header the result is empty."""
     if not path.exists():
         return [], []
     text = path.read_bytes().decode(errors="replace").replace("\0", "")
@@ -111,7 +111,7 @@ def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
 
 
 def read_metrics(path: str | os.PathLike) -> dict[str, list[tuple[int, float]]]:
-    """metrics.csv as (step, value) pairs by metric; steps counted from 1. What is damaged is left out."""
+    """metrics.csv as (step, value) pairs by metric; steps are counted from 1. Damaged rows and values are left out."""
     series: dict[str, list[tuple[int, float]]] = {}
     for row in _read(Path(path))[1]:
         for name, value in row.items():
@@ -122,7 +122,7 @@ def read_metrics(path: str | os.PathLike) -> dict[str, list[tuple[int, float]]]:
 
 
 class SafeWandbLogger(WandbLogger):
-    """W&B that cannot end a run: once it fails, metrics go to metrics.csv alone. Steps that it has are not sent again by a resume."""
+    """A W&B logger whose errors do not end a run: metrics then go to metrics.csv only. A resumed run does not send a step twice."""
 
     lost = False
     has_until = -1  # the last step, counted from 0, that an earlier start sent
@@ -131,7 +131,7 @@ class SafeWandbLogger(WandbLogger):
     def log_hyperparams(self, params: Any) -> None:
         try:
             super().log_hyperparams(params)
-        except ConnectionError as error:  # of a service that died in an earlier job of a sweep; what W&B refuses at its start is an error
+        except ConnectionError as error:  # W&B's service died in an earlier job of a sweep; other errors at the start are raised
             self._lose(error)
 
     @rank_zero_only
@@ -147,14 +147,14 @@ class SafeWandbLogger(WandbLogger):
     def _guarded(self, call: Any, *arguments: Any) -> None:
         try:
             call(*arguments)
-        except Exception as error:  # its own, of its service, of the network
+        except Exception as error:  # from W&B itself, its service or the network
             self._lose(error)
 
     def _lose(self, error: Exception) -> None:
         from wandb.sdk.lib.import_hooks import unregister_all_post_import_hooks
 
         self.lost = True
-        unregister_all_post_import_hooks()  # through which a later import would fail
+        unregister_all_post_import_hooks()  # with them a later import would fail
         log.warning(f"W&B failed ({type(error).__name__}: {error}); the run goes on, its metrics are in metrics.csv alone")
 
 

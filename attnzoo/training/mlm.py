@@ -1,4 +1,4 @@
-"""Masked language modelling: predict the tokens behind masks."""
+"""Masked language modelling: predict the masked tokens."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""What language modelling and masked language modelling share: the loss over target tokens, the step, the metrics."""
+"""The LightningModule that all tasks share: the loss over targets, the training step and the metrics."""
 
 import math
 from collections.abc import Callable
@@ -21,32 +21,32 @@ READ = {"input_ids", "labels", "weights", *INPUTS}
 
 
 def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """logits (n, classes), float32 (float64 for a float64 model), and targets int64 (n,), -100 where nothing is asked."""
+    """logits (n, classes), float32 (float64 for a float64 model), and targets int64 (n,), -100 where there is no target."""
     logits = model(batch["input_ids"], **_inputs(batch))
     return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32)), _targets(batch)
 
 
 def summed_loss(model: nn.Module, batch: Batch, fused: bool = False) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats summed over a batch's targets, and the number of targets, both (), at least float32. A target with a weight
-    counts as often as that says, in both. fused: all logits are never in memory. What layers learn from besides
-    (`Transformer.extra_loss`) is in the gradient alone."""
+    """Cross-entropy in nats summed over a batch's targets, and the number of targets, both (), at least float32. Weights multiply
+    both a target's loss and its count. fused: the logits are never in memory all at once. The layers' own losses
+    (`Transformer.extra_loss`) contribute to the gradient but not to the value."""
     if not fused:
         loss, count = cross_entropy(*predict(model, batch), batch.get("weights"))
     else:
         targets, weights = _targets(batch), batch.get("weights")
         weighted = {} if weights is None else {"target_weights": weights}
         loss, count = _counted(model(batch["input_ids"], targets=targets, **weighted, **_inputs(batch)), targets, weights)
-    take = getattr(model, "take_extra_loss", None) if model.training else None  # a model of others has none
+    take = getattr(model, "take_extra_loss", None) if model.training else None  # a model that is not attnzoo's has none
     extra = None if take is None else take()
     return (loss if extra is None else loss + (extra - extra.detach())), count
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The same, of `predict`'s result."""
+    """`summed_loss` without the extra loss, from the result of `predict`."""
     if weights is None:
         return _counted(F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum"), targets)
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-    return _counted((losses * weights).sum(), targets, weights)  # a product of vectors would be in 16 bits under autocast
+    return _counted((losses * weights).sum(), targets, weights)  # not torch.dot, which autocast computes in 16 bits
 
 
 def _counted(loss: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -64,17 +64,17 @@ def _targets(batch: Batch) -> Tensor:
 
 
 class TokenPrediction(lightning.LightningModule):
-    """Trains a model to predict `labels`. Losses are means over all targets of an optimizer step, however it is split.
+    """Trains a model to predict `labels`. Losses are means over all targets of an optimizer step, however they are split into batches.
 
     model: called as model(input_ids, **inputs) -> logits (..., vocab_size), or (n, vocab_size) with `logits_at`.
     optimizer: `.build(module, total_steps=...)` returns the optimizer and its schedule, see attnzoo.training.optimizer.
-    bytes_per_token: bytes of text for one predicted validation token; None where that means nothing.
-    record: plain JSON types, what a checkpoint must know to be loaded (attnzoo.checkpoint).
+    bytes_per_token: mean bytes of text per predicted validation token; None where that has no meaning.
+    record: what a checkpoint must contain to be loaded, in plain JSON types (attnzoo.checkpoint).
     seed: of dropout. compile: torch.compile for model and loss together, in training; a string is its mode.
-    activation_checkpointing: k keeps only the input of every k-th block for the backward, which computes the rest again (Chen et al. 2016,
+    activation_checkpointing: with k, every k-th block keeps only its input, and the backward recomputes the rest (Chen et al. 2016,
         arXiv:1604.06174); None keeps all.
-    fused_loss: output layer and loss of a training step are one operator (`attnzoo_kernels.linear_cross_entropy`); None: on a GPU, where
-        the model has an output for each token, and with torch.compile where all of them have targets.
+    fused_loss: output layer and loss of a training step are one operator (`attnzoo_kernels.linear_cross_entropy`). None: only on a GPU, for
+        models with an output per token, and not in float64; with torch.compile only where logits are computed for all tokens.
     """
 
     def __init__(
@@ -92,27 +92,27 @@ class TokenPrediction(lightning.LightningModule):
         self.bytes_per_token = bytes_per_token
         self.record = record
         self.seed = seed
-        # before any sharding: the size, names of what is decayed, and what a checkpoint must fit
+        # read before any sharding: the number of parameters, the names of matrices (for weight decay), and the shapes in a checkpoint
         self.n_parameters = model.n_parameters
         self.matrices = {name for name, parameter in self.named_parameters() if parameter.ndim >= 2}
         self.shapes = {name: value.shape for name, value in self.state_dict().items()}
         self._training_loss: Callable = summed_loss
         if compile:
-            # what a pass keeps for its later blocks (SequenceInfo.once) is not made again in the backward
+            # recomputation in the backward must not repeat what the forward stores for later blocks (SequenceInfo.once)
             torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
             self._training_loss = torch.compile(summed_loss) if compile is True else torch.compile(summed_loss, mode=compile)
-        # sums and not MeanMetric, which forgets its weights with this nan_strategy (torchmetrics 1.9)
+        # sums, because MeanMetric ignores its weights with this nan_strategy (torchmetrics 1.9)
         self._validation_loss, self._validation_count = SumMetric(nan_strategy="disable"), SumMetric(nan_strategy="disable")
         self._accuracy = MulticlassAccuracy(self.n_classes, average="micro", ignore_index=IGNORED, validate_args=False)
         self._totals: Tensor | None = None
         self.context: Any = None  # the ContextGroup of this rank, where several read one sequence
         self.step_loss: Tensor | None = None  # (), of the last optimizer step, summed over its targets
 
-    predicts_tokens = True  # the model's outputs are its output layer's, one for each target
+    predicts_tokens = True  # the model has one output, from its output layer, for each target
 
     @property
     def n_classes(self) -> int:
-        """Between which the model decides."""
+        """The number of classes that the model decides between."""
         return self.model.vocab_size
 
     @staticmethod
@@ -123,7 +123,7 @@ class TokenPrediction(lightning.LightningModule):
     def setup(self, stage: str) -> None:
         if self.context is not None or sharing(self.trainer) == 1:
             return
-        from attnzoo.training.context_parallel import ContextGroup  # which builds of PyTorch without distributed lack
+        from attnzoo.training.context_parallel import ContextGroup  # fails with a PyTorch that is built without torch.distributed
 
         layers = [block.attention for block in self.model.blocks]
         for layer in layers:
@@ -131,12 +131,12 @@ class TokenPrediction(lightning.LightningModule):
         self.context = ContextGroup(self.trainer, layers)
 
     def _read(self, batch: Batch) -> Batch:
-        # what else a batch holds (counts, lengths) changes from step to step and would make torch.compile start again
+        # other entries of a batch (counts, lengths) change from step to step and would make torch.compile recompile
         read: Batch = {name: value for name, value in batch.items() if name in READ}
         return read if self.context is None else self.context.own(read, batch.get("lengths"))
 
     # With S(x) the sum of x over micro-batches and ranks, the gradient must be that of S(loss) / S(count). Without accumulation S(count) is
-    # known before the backward pass; with it only at the last micro-batch, so that the gradients are scaled then.
+    # known before the backward pass. With it, S(count) is known only at the last micro-batch, and the gradients are scaled then.
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss, count = self._training_loss(self.model, self._read(batch), self._fuses(batch))
@@ -149,10 +149,10 @@ class TokenPrediction(lightning.LightningModule):
         return loss * self.trainer.world_size / self._totals[1].clamp(min=1)
 
     def _fuses(self, batch: Batch) -> bool:
-        """Whether output layer and loss of a batch are one operator."""
+        """Whether output layer and loss are one operator for this batch."""
         if self.fused_loss is not None:
             return self.fused_loss
-        # few logits are few bytes, and Inductor's kernels for them do not stand behind the operator's
+        # with logits_at there are few logits, which need little memory, and Inductor's kernels are as fast as the operator
         return self.device.type == "cuda" and self.dtype != torch.float64 and not (self.compiled and "logits_at" in batch)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -180,10 +180,10 @@ class TokenPrediction(lightning.LightningModule):
             torch.distributed.all_reduce(totals)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        # Dropout depends on the seed and the place in the run alone, so that a resumed run repeats it.
+        # Dropout depends only on the seed, the step, the micro-batch and the rank, so that a resumed run repeats it.
         place = np.random.SeedSequence([self.seed, self.global_step, batch_idx, self.global_rank])
         seed = int(place.generate_state(1, np.uint64)[0])
-        # torch.manual_seed goes on to all kinds of devices, and keeps a formatted stack for each that is not there
+        # not torch.manual_seed, which seeds all device types and stores a formatted stack trace for each that is absent
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)
@@ -231,7 +231,7 @@ class TokenPrediction(lightning.LightningModule):
         self.log_dict(self.validation_metrics(loss, self._accuracy.compute()), sync_dist=True)
 
     def validation_metrics(self, loss: Tensor, accuracy: Tensor) -> dict[str, Tensor]:
-        """What is logged of a validation: loss in nats per target, and the share of targets that the likeliest class meets."""
+        """The metrics to log after validation. loss: nats per target. accuracy: the share of targets that the likeliest class equals."""
         metrics = {"val/loss": loss, "val/ppl": loss.exp(), "val/accuracy": accuracy}
         if self.bytes_per_token is not None:
             metrics["val/bpb"] = loss / math.log(2) / self.bytes_per_token

@@ -21,10 +21,10 @@ FSDP_PREFIX = "_fsdp_wrapped_module."
 
 @dataclass(frozen=True)
 class AdamWRecipe:
-    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): fused, decay on matrices (embeddings among them), none on biases and norms.
+    """AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101): fused, with weight decay on matrices (embeddings too), not on biases and norms.
 
-    The learning rate grows to lr in warmup_steps optimizer steps (below 1: a share of all) and then moves as schedule says; it ends at
-    final_lr after total_steps optimizer steps (null: where training ends).
+    The learning rate grows to lr in warmup_steps optimizer steps (below 1: a share of all steps) and then follows schedule. It reaches
+    final_lr after total_steps optimizer steps (null: at the end of training).
     """
 
     lr: Positive
@@ -49,10 +49,10 @@ class AdamWRecipe:
         total_steps: Callable[[], float],
         scaled_gradients: bool,
     ) -> tuple[Optimizer, LambdaLR]:
-        """parameters: by name. matrices: names to decay, given because FSDP's shards have lost their shape.
+        """parameters: by name. matrices: the names of those to decay; they are given, because FSDP's shards have lost their shape.
 
-        total_steps: asked when it is needed, because the length of an epoch is not known before training begins. scaled_gradients: fp16;
-        the fused step would unscale them after the clipping.
+        total_steps: called when it is needed, because the length of an epoch is not known before training begins. scaled_gradients: True
+        for fp16, where the step is not fused: a fused step would unscale gradients only after they are clipped.
         """
         from torch.optim.lr_scheduler import LambdaLR
 
@@ -79,7 +79,7 @@ class AdamWRecipe:
         if 0 < warmup < 1:
             warmup = round(warmup * self._total(total_steps))
         if step < warmup:
-            return (step + 1) / (warmup + 1)  # the first step must train, too
+            return (step + 1) / (warmup + 1)  # above zero, so that the first step trains too
         if step == warmup or self.schedule.decay_share == 0:
             return 1.0
         return self.schedule.factor(step - warmup, max(1, self._total(total_steps) - warmup), self.final_lr / self.lr)
@@ -94,9 +94,10 @@ class AdamWRecipe:
 
 @dataclass(frozen=True)
 class MuonRecipe(AdamWRecipe):
-    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for the matrices below the model's `blocks`, else AdamW.
+    """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for the matrices inside the model's `blocks`, AdamW for the
+    rest.
 
-    Steps of Muon are scaled to the root mean square of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that both have one learning rate.
+    Muon's updates are scaled to the RMS of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that both use the same learning rate.
     momentum, nesterov, ns_steps: torch.optim.Muon's.
     """
 

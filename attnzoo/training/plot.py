@@ -35,7 +35,7 @@ class LossPlot(lightning.Callback):
             return
         try:
             self.on_train_end(trainer, pl_module)
-        except UserError as error:  # the disk is full: the first exception tells
+        except UserError as error:  # the disk is full; the first exception is still raised
             log.warning(str(error))
 
 

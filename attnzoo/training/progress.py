@@ -20,7 +20,7 @@ SHOWN = (
 
 
 class StepProgress(ProgressBar, StepCallback):
-    """Moves when something is logged: reading a loss in every step would make the host wait for the GPU each time."""
+    """A progress bar that is updated only when metrics are logged: reading the loss in every step would make the host wait for the GPU."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class StepProgress(ProgressBar, StepCallback):
         if "val bpb" in shown:  # there is room for one of them
             shown.pop("val acc", None)
         self.bar.set_postfix(shown, refresh=False)
-        with contextlib.suppress(BrokenPipeError):  # `| tee` dies of the Ctrl-C that stops the run, too
+        with contextlib.suppress(BrokenPipeError):  # the Ctrl-C that stops the run also ends a `| tee`
             self.bar.update(trainer.global_step - self.bar.n)
 
     def on_validation_start(self, trainer: lightning.Trainer, *_: Any) -> None:
@@ -84,6 +84,6 @@ class StepProgress(ProgressBar, StepCallback):
 
 
 def _bar(desc: str, unit: str, total: float, **options: Any) -> tqdm:
-    """A bar on a terminal; a log file gets a line now and then, and none of what is over sooner."""
+    """A progress bar. In a log file it writes a line at most every 15 seconds, and none for a validation that is shorter than that."""
     rate = {} if sys.stderr.isatty() else {"mininterval": 15, "delay": 15 if unit == "batch" else 0, "ncols": 120}
     return tqdm(total=total if total != float("inf") else None, desc=desc, unit=unit, dynamic_ncols=True, **rate, **options)

@@ -1,4 +1,4 @@
-"""What a run was: versions, commit, command, data, results."""
+"""record.json, the description of a run: versions, commit, command, data, results."""
 
 import datetime
 import importlib.metadata
@@ -27,7 +27,7 @@ PACKAGES = ("attnzoo", "torch", "triton", "lightning", "torchmetrics", "hydra-co
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, of what computes and of what reads; None for what is not installed."""
+    """Versions of Python, CUDA and the PACKAGES; None for what is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for name in PACKAGES:
         try:
@@ -45,14 +45,15 @@ def git_state() -> dict[str, Any] | None:
         return subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed copy may lie inside a stranger's repository
+        git("ls-files", "--error-unmatch", Path(__file__).name)  # an installed copy may lie inside another project's repository
         return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 class RunRecord(lightning.Callback):
-    """Keeps record.json up to date from the first step to the end, whichever it is, and metrics.csv free of steps that are done again."""
+    """Writes record.json at the start and at the end of a run, however it ends. Removes from metrics.csv the steps that will be
+    repeated."""
 
     def __init__(self, run_dir: str):
         self.folder = RunFolder(Path(run_dir))
@@ -95,11 +96,11 @@ class RunRecord(lightning.Callback):
         self._finish(trainer, "finished", trainer.callback_metrics)
 
     def on_exception(self, trainer: lightning.Trainer, pl_module: Any, exception: BaseException) -> None:
-        # no metrics: after an error of the GPU, reading one would raise another
+        # without metrics: after a GPU error, reading one would raise another error
         reason = str(exception) if isinstance(exception, UserError) else repr(exception)
         try:
             self._finish(trainer, "interrupted" if isinstance(exception, KeyboardInterrupt | SystemExit) else f"failed: {reason}", {})
-        except UserError as error:  # the disk is full: the first exception tells
+        except UserError as error:  # the disk is full; the first exception is still raised
             log.warning(str(error))
 
     def _finish(self, trainer: lightning.Trainer, status: str, metrics: dict[str, torch.Tensor]) -> None:

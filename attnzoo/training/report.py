@@ -1,4 +1,4 @@
-"""What a run says on the screen, at its beginning and at its end."""
+"""The messages that a run prints at its beginning and at its end."""
 
 import logging
 import os
@@ -24,15 +24,15 @@ HARMLESS = (
 
 
 def quiet() -> None:
-    """Leave out what is no news: Lightning's advertisements and remarks, and warnings that call for no action. A terminal that knows no
-    Unicode is shown escapes instead of an error."""
+    """Silences Lightning's advertisements and remarks, and warnings that need no action. On a terminal without Unicode, characters are
+    escaped instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).setLevel(logging.WARNING)
-    # SLURM's requeueing, and a process that failed
+    # these two report SLURM's requeueing and processes that failed
     for name in ("lightning.pytorch.trainer.connectors.signal_connector", "lightning.fabric.strategies.launchers.subprocess_script"):
         logging.getLogger(name).setLevel(logging.INFO)
     for message in HARMLESS:
@@ -40,7 +40,7 @@ def quiet() -> None:
 
 
 def beginning(names: list[str], trainer: lightning.Trainer, module: Any, data: Any, run_dir: Path) -> str:
-    """What is trained, where, and where its files go. names: what was chosen on the command line."""
+    """What is trained, on which device, and where its files go. names: the options chosen for the config groups."""
     device = trainer.strategy.root_device
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     step = data.batch_size * data.seq_len * trainer.world_size // sharing(trainer) * trainer.accumulate_grad_batches
@@ -51,7 +51,7 @@ def beginning(names: list[str], trainer: lightning.Trainer, module: Any, data: A
 
 
 def _in_8_bits(layers: dict[str, list[str]] | None) -> str:
-    """Which linear layers compute so, of all blocks in one."""
+    """A line that lists the linear layers that compute in 8 bits, once for all blocks."""
     if layers is None:
         return ""
     others = ", ".join([*layers["bfloat16"], "attention itself"])
@@ -59,7 +59,7 @@ def _in_8_bits(layers: dict[str, list[str]] | None) -> str:
 
 
 def end(run_dir: Path, metrics: dict[str, float], sweep: Path | None = None) -> str:
-    """The result, a sample, where things lie, and what to do next. sweep: the folder of the runs that this is one of."""
+    """The result, a sample, the paths of the files, and the next command. sweep: the folder of the sweep that the run belongs to."""
     lines = []
     if "val/loss" in metrics:
         lines.append(validation(metrics))
@@ -80,12 +80,12 @@ def end(run_dir: Path, metrics: dict[str, float], sweep: Path | None = None) -> 
 
 
 def visible(text: str) -> str:
-    """With control characters, which a terminal would obey, in their escaped form."""
+    """The text with control characters, which a terminal would interpret, escaped."""
     return "".join(char if char.isprintable() or char == "\t" else char.encode("unicode_escape").decode() for char in text)
 
 
 def unsent(run_dir: Path) -> list[str]:
-    """How to upload what W&B kept in a run folder without a connection; no line where there is nothing."""
+    """A line on how to upload the W&B data of an offline run; no line where there is none."""
     kept = RunFolder(run_dir).wandb
     return [f"W&B:        offline; wandb sync {_short(kept)}/offline-run-* uploads it"] if any(kept.glob("offline-run-*")) else []
 
@@ -99,7 +99,7 @@ def validation(metrics: dict[str, float]) -> str:
 
 
 def override(key: str, path: str) -> str:
-    """key=path as it is typed: quoted for Hydra and for the shell where the path has characters that they would read."""
+    """key=path as it is typed, quoted where the path has characters that Hydra or the shell would interpret."""
     if re.fullmatch(r"[\w./+-]+", path):
         return f"{key}={path}"
     escaped = path.replace('"', '\\"')

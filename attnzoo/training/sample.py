@@ -1,4 +1,4 @@
-"""What the trained model writes."""
+"""The sample of text that the trained model writes."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from attnzoo.run.folder import RunFolder
 
 
 class Sample(lightning.Callback):
-    """At the end, writes the run folder's sample: how the model goes on from (or fills in) the beginning of a validation document.
+    """At the end of training, writes the run folder's sample: the model continues, or fills in, the beginning of a validation document.
 
     prompt: a text to start from in place of the document. max_new_tokens, temperature: for generation.
     """

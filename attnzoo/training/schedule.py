@@ -1,4 +1,4 @@
-"""How the learning rate moves between the warm-up and the end, by the schedules of transformers."""
+"""The learning rate between the warm-up and the end, computed by the schedules of transformers."""
 
 import functools
 from collections.abc import Callable
@@ -10,9 +10,9 @@ from attnzoo.signatures import Share, check_options
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate stays until the last `decay_share` of the steps after the warm-up, in which it falls.
+    """The learning rate is constant after the warm-up and decays over the last `decay_share` of these steps.
 
-    decay: along half a cosine, a line, or one minus the square root of the time.
+    decay: the shape of the decay: half a cosine, linear, or one minus the square root of the elapsed share of the decay.
     """
 
     decay: Literal["cosine", "linear", "1-sqrt"]
@@ -32,6 +32,6 @@ def _stages(decay: str, n_stable: int, n_decay: int, final: float) -> Callable[[
     import torch
     from transformers import get_wsd_schedule
 
-    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # which the function asks for
+    unused = torch.optim.SGD([torch.zeros(1)], lr=1.0)  # required by get_wsd_schedule
     schedule = get_wsd_schedule(unused, 0, n_decay, num_stable_steps=n_stable, decay_type=decay, min_lr_ratio=final)
     return schedule.lr_lambdas[0]

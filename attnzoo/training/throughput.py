@@ -9,12 +9,12 @@ from lightning.fabric.utilities.throughput import get_available_flops
 
 from attnzoo.batch import Batch, sharing
 
-# Dense products, as for the H100 SXM; Lightning's table does not know plain "NVIDIA H200" and counts 2:4 sparsity for its kin.
+# Dense peak, same as the H100 SXM. Lightning's table lacks the name "NVIDIA H200" and counts 2:4 sparsity for related GPUs.
 H200_FLOPS = {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 494.7e12}
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Floating point operations a second that the device can do in this precision at the very most, of fp8 in bfloat16; None if unknown."""
+    """The device's peak floating point operations per second in this precision, for fp8 those in bfloat16; None if unknown."""
     dtype = torch.bfloat16 if precision.startswith(("bf16", "fp8")) else torch.float16 if precision.startswith("16") else torch.float32
     if device.type == "cuda" and "h200" in torch.cuda.get_device_name(device).lower():
         return H200_FLOPS[dtype]
@@ -22,7 +22,7 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def sequence_lengths(batch: Batch) -> list[int]:
-    """Lengths of a batch's sequences, or of the paths in its trees, without padding; on the host, no GPU is asked."""
+    """Lengths of a batch's sequences, or of the paths in its trees, without padding. Does not wait for the GPU."""
     if "lengths" in batch:
         return batch["lengths"].tolist()
     rows, length = batch["input_ids"].shape
@@ -32,15 +32,15 @@ def sequence_lengths(batch: Batch) -> list[int]:
 class Throughput(lightning.Callback):
     """Logs perf/tokens_per_second and perf/mfu over the steps since the last log, and perf/peak_memory_gb of the GPU.
 
-    Tokens and flops are those of real tokens, what sequences share once, and of the output layer where it is applied;
-    perf/packing_efficiency is the share of the batches' slots that hold a token, the others being padding.
+    Padding does not count as tokens or flops, tokens that sequences share count once, and the output layer counts where it is applied.
+    perf/packing_efficiency is the share of the batches' positions that hold a token and not padding.
 
-    Lightning's ThroughputMonitor waits for the GPU in every step; this one only when something is logged anyway. Validation does not count.
-    The ranks are taken to be equally fast.
+    Lightning's ThroughputMonitor waits for the GPU in every step; this one only in steps that are logged. Time in validation is excluded.
+    All ranks are assumed to be equally fast.
     """
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        # a part of a model cannot tell its flops
+        # the FLOPs of a sharded model cannot be computed from one rank's part
         self.peak = None if pl_module.is_sharded else peak_flops(pl_module.device, str(trainer.precision))
         self._restart(trainer)
 
