@@ -61,7 +61,7 @@ def collect(folders: Sequence[str], into: Path, name: str = "zoo") -> None:
     for folder, record in runs.items():
         config = OmegaConf.load(folder / "config.yaml")
         names[folder] = " ".join([variant(record), *config.tags[1:]])
-        if not (folder / "metrics.csv").exists():
+        if not config.tags or not (folder / "metrics.csv").exists():  # without tags it is of no experiment
             continue
         metrics = read(folder / "metrics.csv")
         training.append(_training(names[folder], record, config, metrics))

@@ -197,6 +197,9 @@ def test_cost_beside_quality_and_in_a_figure_of_its_own(results, capsys):
 
 def test_checkpoints_read_in_many_ways_have_files_of_their_own(results, capsys):
     (results.parent / "in/many").mkdir()
+    write_run(results.parent / "in/untagged", 1)  # of no experiment
+    untagged = results.parent / "in/untagged/config.yaml"
+    untagged.write_text(untagged.read_text().replace("[extrapolation]", "[]"))
     rows = [
         Row(run=f"flash_{seed}", seed=seed, reading=reading, task=task, metric=metric, length=length, value=value, count=4)
         for seed in (1, 2) for reading in ("", "attention=dual_chunk") for length in (1024, 4096, 32768) for task, metric, value in (
