@@ -88,6 +88,12 @@ def test_a_key_unlike_all_others_names_none(tmp_path):
     assert done.returncode == 1 and done.stderr == "error: zzz: there is no such key; --help lists all\n"
 
 
+def test_a_sweep_says_how_to_set_a_key_that_only_swept_options_have(tmp_path):
+    done = command(tmp_path, "train.py", "-m", "experiment=extrapolation_gpt_oss,extrapolation_alibi", "data.n_train=2000")
+    assert done.returncode == 1
+    assert "data.n_train: there is no such key; in a sweep over options that have it, write ++data.n_train" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -141,7 +141,10 @@ def composition_message(error: Exception) -> str:
         near = difflib.get_close_matches(str(cause.key), map(str, cause.parent_node))
         if not near and cause.parent_node._get_parent() is None:
             near = [path for path in _paths(OmegaConf.to_container(cause.parent_node)) if path.endswith(f".{cause.key}")]
-        return f"{cause.full_key}: there is no such key; {like_it(near)}--help lists all"
+        # Hydra composes a sweep once without the options that the sweep takes in turn
+        is_sweep = not near and not {"-m", "--multirun"}.isdisjoint(sys.argv)
+        in_sweep = f"in a sweep over options that have it, write ++{cause.full_key}; " if is_sweep else ""
+        return f"{cause.full_key}: there is no such key; {in_sweep}{like_it(near)}--help lists all"
     said = getattr(error, "override", None)  # of what cannot be parsed
     return (f"{said}: " if said else "") + " ".join(str(error).split())
 
