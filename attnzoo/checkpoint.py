@@ -32,7 +32,7 @@ class Checkpoint:
 
     model: nn.Module
     tokenizer: Any
-    task: str  # lm or mlm
+    task: str  # lm, mlm or classification
     context: int  # tokens read at once in training
     record: dict  # what the file says of model, attention, tokenizer, data and versions
     overrides: dict = field(default_factory=dict)  # what differs from the record, by group: {"attention": {...}, "model": {...}}

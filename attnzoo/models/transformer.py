@@ -53,7 +53,7 @@ class Transformer(nn.Module):
 
     causal: bool
     head_in_8_bits: bool | None = False  # whether the output layer multiplies in 8 bits in training; None: there is no such layer
-    # (), the sum of the losses that layers added to `SequenceInfo.losses` in the last pass; differentiable
+    # (), differentiable: the sum of what layers added to `SequenceInfo.losses` in the last pass
     extra_loss: Tensor | None = None
     recompute_every: int | None = None  # in training every k-th block keeps only its input, and the backward recomputes the rest
 

@@ -1,1 +1,1 @@
-"""A run: its command line, its folder, how it is stopped and resumed. Importing this imports neither torch nor Lightning."""
+"""A run: its command line, its folder, stopping and resuming. Importing this package imports neither torch nor Lightning."""

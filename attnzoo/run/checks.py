@@ -1,4 +1,4 @@
-"""Every group of a composed config against the signatures of what it will build, before anything is built."""
+"""Checks every group of a composed config against the signature of the class that it configures, before anything is built."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,12 +25,12 @@ def check_training(cfg: DictConfig) -> None:
     _check_partial("attention", plain(cfg.attention))
     for where, config in _targets("", cfg):
         check_target(where, config)
-    if cfg.init_from is None:  # else the weights say what the model and its attention are
+    if cfg.init_from is None:  # otherwise the trained weights determine the model and its attention
         check_layers(cfg)
 
 
 def check_layers(cfg: DictConfig) -> None:
-    """Holds the attention of each kind of layer against its signature, and against what the variant supports in this model."""
+    """Checks the attention of each kind of layer against its signature, and against what the variant supports in this model."""
     from attnzoo.attention.temperature import make_temperature  # imports torch
 
     for kind, model in by_layer.by_kind(plain(cfg.model), plain(cfg.attention)).items():
@@ -53,14 +53,14 @@ def _check_partial(where: str, config: Mapping[str, Any]) -> None:
 
 
 def check_evaluation(cfg: DictConfig) -> None:
-    """The same for a config of eval.py."""
+    """Raises UserError or ValueError for a config of eval.py that cannot be run."""
     values.check_evaluation(cfg)
     for where, config in _targets("", cfg):
         check_target(where, config)
 
 
 def _targets(where: str, config: Any) -> Iterator[tuple[str, DictConfig]]:
-    """Whatever has a `_target_`, with its path."""
+    """Every mapping that has a `_target_`, with its dotted path."""
     if not OmegaConf.is_dict(config):
         return
     if config.get("_target_") is not None:

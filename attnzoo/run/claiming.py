@@ -19,9 +19,9 @@ from attnzoo.run.folder import RunFolder, new_folder, rank
 class ClaimRunFolder(Callback):
     """Claims the run folder before Hydra writes its log and `.hydra` in it.
 
-    A folder that is named after the time gets a number where another command took the name in the same second. A folder that the user names
-    is refused where a run is in it, but for a resume; eval.py opens its own again. Names may refer to what was chosen of some groups,
-    `${chosen:model,attention}`, which stands between underscores.
+    A folder that is named after the time gets a number if another command took the name in the same second. A folder that the user names
+    is refused if it holds a run, except for a resume; eval.py may reuse its folder. In names, `${chosen:model,attention}` stands for the
+    options chosen for these config groups, joined by underscores.
     """
 
     def __init__(self):
@@ -30,10 +30,10 @@ class ClaimRunFolder(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         if "run_dir" not in config:  # generate.py writes nothing
             return
-        HydraConfig.instance().set_config(config)  # which Hydra itself does later, and the folder's name refers to
+        HydraConfig.instance().set_config(config)  # Hydra itself does so later, but the folder's name refers to it
         folder, stamped = Path(config.hydra.run.dir), _is_stamped(config.hydra.run)
         if (number := rank()) > 0:
-            # an outer launcher (srun, torchrun) lets every rank name the folder by its own clock
+            # with an outer launcher (srun, torchrun) every rank names the folder after its own clock
             folder = Path(own_folder()) if stamped else folder
             name = config.hydra.job.name if config.hydra.job.name.startswith("train_ddp") else f"{config.hydra.job.name}_rank_{number}"
             _change(config, {"run.dir": str(folder), "job.name": name, "output_subdir": None})
@@ -55,7 +55,7 @@ class ClaimRunFolder(Callback):
             folder = str(_new(Path(config.hydra.sweep.dir)))
         except UserError as error:
             _leave(error)
-        # each job composes its configuration anew, from these
+        # each job composes its configuration again, from these overrides
         _change(config, {"sweep.dir": folder, "overrides.hydra": [*config.hydra.overrides.hydra, f"hydra.sweep.dir='{folder}'"]})
 
 
@@ -95,7 +95,7 @@ def _change(config: DictConfig, values: dict[str, Any]) -> None:
 
 
 def own_folder() -> str:
-    """A folder for what a rank other than the first would write, which goes with the process."""
+    """A temporary folder for what a rank other than the first writes. It is deleted when the process ends."""
     folder = tempfile.mkdtemp(prefix="attnzoo_")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -103,4 +103,4 @@ def own_folder() -> str:
 
 def _leave(error: UserError) -> None:
     print(f"error: {error}", file=sys.stderr)
-    raise SystemExit(1) from error  # Hydra makes a warning of any other exception
+    raise SystemExit(1) from error  # Hydra turns any other exception into a warning

@@ -1,4 +1,4 @@
-"""The commands train.py and eval.py: Hydra around a function, errors in one line, Ctrl-C without a traceback. No torch here."""
+"""The base of all commands, such as train.py: Hydra, one-line error messages, Ctrl-C without a traceback. No torch here."""
 
 import contextlib
 import difflib
@@ -16,15 +16,16 @@ from typing import Any
 from attnzoo.errors import UserError, like_it
 from attnzoo.run.folder import RunFolder
 
-# keys of earlier versions
+# keys of earlier versions and their present names
 RENAMED = {"variants": "readings", "again": "remeasure", "group_by_length": "batching", "balance_lengths": "batching"}
-EXTRAS = {"optuna": "optuna", "submitit_slurm": "slurm", "submitit_local": "slurm"}  # of this project, by what Hydra does not find
+# this project's optional dependencies, by the Hydra option that needs them
+EXTRAS = {"optuna": "optuna", "submitit_slurm": "slurm", "submitit_local": "slurm"}
 
 
 def command(configs: Path, name: str, texts: Sequence[str] = ()) -> Callable[[Callable], Callable[[], None]]:
-    """Makes a function of a config the command that composes configs/<name>.yaml; `${options:attention}` are the names of the files in the
-    folder configs/attention. The function is called with errors in one line and has to call `begins` when its work begins. Values
-    of the keys `texts` are taken as they are typed."""
+    """A decorator that turns a function of a config into a command that composes configs/<name>.yaml. In the config,
+    `${options:attention}` stands for the names of the files in configs/attention. Errors of the function are printed in one line. The
+    function must call `begins` when its work begins. Values of the keys in `texts` are taken literally."""
 
     def decorate(function: Callable) -> Callable[[], None]:
         @functools.wraps(function)
@@ -34,12 +35,12 @@ def command(configs: Path, name: str, texts: Sequence[str] = ()) -> Callable[[Ca
             import hydra
 
             register_options(configs)
-            sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))  # argparse wants them first
+            sys.argv[1:] = sorted(sys.argv[1:], key=lambda argument: argument not in ("-m", "--multirun"))  # argparse needs them first
             sys.argv[1:] = [as_typed(argument, texts) for argument in sys.argv[1:]]
             try:
                 with one_line_compositions():
                     hydra.main(version_base="1.3", config_path=str(configs), config_name=name)(with_one_line_errors)()
-            except KeyboardInterrupt:  # of a sweep, or between two of its jobs
+            except KeyboardInterrupt:  # raised by a job of a sweep, or between two jobs
                 if os.environ.get("HYDRA_FULL_ERROR") == "1":
                     raise
                 sys.exit(130)
@@ -56,7 +57,7 @@ def command(configs: Path, name: str, texts: Sequence[str] = ()) -> Callable[[Ca
 
 
 def as_typed(argument: str, texts: Sequence[str]) -> str:
-    """An override whose value Hydra will take literally, where its key is one of `texts`: `prompt=f(x)` would be a syntax error."""
+    """Quotes the value of an override whose key is in `texts`, so that Hydra takes it literally: `prompt=f(x)` would be a syntax error."""
     key, equals, value = argument.partition("=")
     if key not in texts or not equals:
         return argument
@@ -66,8 +67,8 @@ def as_typed(argument: str, texts: Sequence[str]) -> str:
 
 
 def let_threads_sleep() -> None:
-    """PyTorch's threads wait for each other in a loop for some microseconds instead of a millisecond, and then sleep. Where other programs
-    use the cores, too, training on a CPU is some times as fast, and elsewhere hardly slower. Before torch is imported."""
+    """Makes PyTorch's CPU threads spin for microseconds instead of a millisecond before they sleep. If other programs use the cores too,
+    training on a CPU is several times as fast; otherwise it is hardly slower. Must be called before torch is imported."""
     if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
         os.environ["GOMP_SPINCOUNT"] = "10000"
 
@@ -79,10 +80,10 @@ def begins() -> None:
 
 
 def _leave(*_: Any) -> None:
-    """At once and without a word, because an import that is interrupted may hide the exception, or raise another one."""
+    """Exits at once and silently, because an interrupted import may hide the exception or raise another one."""
     try:
         remove_refused_run()
-    finally:  # whatever is half imported
+    finally:  # even if a module is only half imported
         os._exit(130)
 
 
@@ -98,15 +99,15 @@ def register_options(configs: Path) -> None:
 
 @contextlib.contextmanager
 def one_line_compositions() -> Iterator[None]:
-    """Hydra's errors about the command in one line, with the keys or options that are like what was said. What is said on stderr is held
-    back until the work begins, because Hydra tells its error there itself."""
+    """Shows Hydra's errors about the command in one line, with similar keys or options. Output to stderr is held back until the work
+    begins, because Hydra prints its own error message there."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     sys.stderr = held = io.StringIO()
     try:
         yield
-    except SystemExit as leaving:  # Hydra leaves while it handles its error
+    except SystemExit as leaving:  # Hydra exits while it handles its error
         error = leaving.__context__
         if sys.stderr is held and isinstance(error, HydraException | OmegaConfBaseException | ValueError):
             held.seek(0)
@@ -124,7 +125,7 @@ def _show_stderr() -> None:
 
 
 def composition_message(error: Exception) -> str:
-    """What is wrong with a command, in one line, with what is like it."""
+    """What is wrong with a command, in one line, with similar names."""
     from hydra.errors import MissingConfigException
     from omegaconf import OmegaConf
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError
@@ -145,12 +146,12 @@ def composition_message(error: Exception) -> str:
         is_sweep = not near and not {"-m", "--multirun"}.isdisjoint(sys.argv)
         in_sweep = f"in a sweep over options that have it, write ++{cause.full_key}; " if is_sweep else ""
         return f"{cause.full_key}: there is no such key; {in_sweep}{like_it(near)}--help lists all"
-    said = getattr(error, "override", None)  # of what cannot be parsed
+    said = getattr(error, "override", None)  # the override that cannot be parsed
     return (f"{said}: " if said else "") + " ".join(str(error).split())
 
 
 def _paths(config: dict, before: str = "") -> Iterator[str]:
-    """All keys, dotted, but for Hydra's own."""
+    """All keys in dotted form, without those inside `hydra`."""
     for key, value in config.items():
         yield f"{before}{key}"
         if isinstance(value, dict) and key != "hydra":
@@ -167,7 +168,7 @@ def is_sweep() -> bool:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """What the user can put right becomes one line and exit code 1; HYDRA_FULL_ERROR=1 shows the whole traceback."""
+    """Errors that the user can fix become one line and exit code 1; HYDRA_FULL_ERROR=1 shows the whole traceback."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -188,7 +189,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def remove_refused_run() -> None:
-    """Removes the run folder of a command that was refused before it wrote anything but what Hydra writes."""
+    """Removes the run folder of a command that was refused, if it holds only what Hydra writes."""
     from hydra.core.hydra_config import HydraConfig
 
     if not HydraConfig.initialized():

@@ -1,4 +1,4 @@
-"""A composed config as plain Python, and what was chosen for its groups. No torch here."""
+"""A composed config as plain Python, and the options chosen for its groups. No torch here."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def plain(node: DictConfig | None) -> dict[str, Any]:
 
 
 def choices(*groups: str) -> list[str]:
-    """What was chosen for these config groups; nothing outside a Hydra application."""
+    """The options chosen for these config groups; an empty list outside a Hydra application."""
     if not HydraConfig.initialized():
         return []
     chosen = HydraConfig.get().runtime.choices

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, whatever stops the program that writes them."""
+"""Writes files that are either complete or absent, even if the program is stopped while it writes."""
 
 import contextlib
 import os
@@ -11,10 +11,10 @@ from attnzoo.errors import UserError
 
 
 def write_whole(path: str | os.PathLike, content: str | bytes | Callable[[IO[bytes]], Any]) -> None:
-    """Writes the file beside its name, waits for the disk and renames it: the file that was there stays until the new one is whole.
+    """Writes a temporary file in the same folder, syncs it to disk and renames it. An earlier file stays until the new one is complete.
 
-    content: text, which becomes UTF-8 whatever the locale, bytes, or a function that is given the open binary file.
-    Raises UserError where the file cannot be written, as on a full disk; the file that was there is then untouched.
+    content: text (written as UTF-8 in any locale), bytes, or a function that is called with the open binary file.
+    Raises UserError where the file cannot be written, as on a full disk; an earlier file is then unchanged.
     """
     path = Path(path)
     part = path.with_name(f".{path.name}.part")
@@ -57,7 +57,7 @@ def _reason(error: Exception, path: Path) -> str:
 def _sync_folder(folder: Path) -> None:
     try:
         handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # not every system opens folders
+    except OSError:  # some systems cannot open folders
         return
     try:
         os.fsync(handle)

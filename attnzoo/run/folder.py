@@ -1,4 +1,4 @@
-"""The folder of one run: claimed by one process, opened again only by a resume. Its files' names stand here alone. No torch."""
+"""The folder of one run. One process claims it, and only a resume opens it again. All its file names are defined here. No torch."""
 
 import contextlib
 import json
@@ -13,12 +13,12 @@ from filelock import FileLock, Timeout
 from attnzoo.errors import UserError
 
 LOCK = ".lock"
-_held: dict[Path, FileLock] = {}  # the folders that this process writes in
+_held: dict[Path, FileLock] = {}  # the folders that this process has locked
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The names of what a run folder holds. Making one touches no file; `claim` makes it this process's own."""
+    """The paths of the files in a run folder. Creating this object touches no file; `claim` locks the folder for this process."""
 
     path: Path
 
@@ -27,7 +27,7 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """Everything that the run was told, resolved."""
+        """The complete config of the run, with interpolations resolved."""
         return self.path / self.CONFIG
 
     @property
@@ -71,7 +71,7 @@ class RunFolder:
         return self.path / LOCK
 
     def checkpoint(self, prefer: str = "best") -> Path | None:
-        """best.ckpt or last.ckpt, whichever is preferred and there, else the other; None without either."""
+        """The preferred one of best.ckpt and last.ckpt if it exists, else the other; None if neither exists."""
         both = (self.best, self.last) if prefer == "best" else (self.last, self.best)
         return next((path for path in both if path.is_file()), None)
 
@@ -79,7 +79,7 @@ class RunFolder:
         return self.record.exists() or self.config.exists() or self.checkpoints.exists()
 
     def read_record(self) -> dict[str, Any]:
-        """The content of record.json; empty where there is none, or one that a crash of the machine left empty or cut."""
+        """The content of record.json; empty where the file is missing, or where a crash left it empty or incomplete."""
         try:
             content = json.loads(self.record.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -89,8 +89,8 @@ class RunFolder:
     def claim(self, *, again: bool) -> None:
         """Makes the folder and locks it until `release` or the end of this process.
 
-        again: whether a run that is in it may be opened, as a resume does. Raises UserError where another process is at work in the
-        folder, where it holds a run that is not to be opened, and where it cannot be written.
+        again: whether the folder may already hold a run, as for a resume. Raises UserError if another process works in the folder, if it
+        holds a run and `again` is False, and if it cannot be written.
         """
         path = self.path.absolute()
         if path not in _held:
@@ -108,22 +108,22 @@ class RunFolder:
             raise UserError(f"{self.path} holds a run already; add resume=auto to go on with it, or set another hydra.run.dir")
 
     def release(self) -> None:
-        """Gives the folder back."""
+        """Unlocks the folder."""
         if (lock := _held.pop(self.path.absolute(), None)) is not None:
             with contextlib.suppress(OSError):
                 self.lock.unlink(missing_ok=True)
             lock.release()
 
     def remove_if_refused(self, *hydras: str) -> None:
-        """Removes a folder in which nothing lies but what Hydra (these names) and `claim` put there, and gives it back."""
-        with contextlib.suppress(OSError):  # another rank was quicker
+        """Removes the folder if it holds only the files of Hydra (these names) and the lock of `claim`. Unlocks it in any case."""
+        with contextlib.suppress(OSError):  # another rank removed it first
             if {path.name for path in self.path.iterdir()} <= {LOCK, *hydras}:
                 shutil.rmtree(self.path)
         self.release()
 
 
 def new_folder(path: Path) -> Path:
-    """Makes this folder, or where it exists one with a number behind its name; no two processes are given the same."""
+    """Creates this folder, or if it exists one with a number appended to the name. No two processes get the same folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     number, taken = 1, path
     while True:
@@ -136,7 +136,7 @@ def new_folder(path: Path) -> Path:
 
 
 def rank() -> int:
-    """0 for the one process of a run that claims its folder, as its launcher (Lightning, torchrun, SLURM) tells."""
+    """The rank that the launcher (Lightning, torchrun, SLURM) gives this process. 0 for the process that claims the run folder."""
     if os.environ.get("RANK", "").isdigit():
         return int(os.environ["RANK"])
     names = ("LOCAL_RANK", "NODE_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def build_loggers(cfg: DictConfig, run_dir: Path, job_type: str, *, resumed: bool = False) -> list[Any]:
-    """The loggers of cfg.logger. W&B is told the sweep as group, the job type, and model, attention and layers as tags."""
+    """The loggers of cfg.logger. W&B gets the sweep as group, the job type, and model, attention and layers as tags."""
     loggers = []
     for name, config in (cfg.get("logger") or {}).items():
         if config is not None:
@@ -34,7 +34,7 @@ def close_loggers(loggers: list[Any]) -> None:
         failed = sys.exc_info()[0] is not None
         try:
             wandb.finish(exit_code=1 if failed else 0)
-        except Exception as error:  # its service may be dead
+        except Exception as error:  # W&B's service may have died
             log.warning(f"W&B could not be closed ({type(error).__name__}: {error}); metrics.csv is whole")
 
 
@@ -51,7 +51,7 @@ def _wandb_arguments(cfg: DictConfig, run_dir: Path, job_type: str, resumed: boo
 
 
 def shared_folder(runs: str | list[str] | None) -> str | None:
-    """The name of the folder of runs, or of the one that all of a list are below."""
+    """The name of the folder `runs`, or of the innermost folder that contains all paths of a list."""
     if not runs:
         return None
     paths = [runs] if isinstance(runs, str) else list(runs)

@@ -1,4 +1,4 @@
-"""The other processes of a run, which Lightning starts by running the command again."""
+"""The processes of a run with several ranks: checks that their settings agree, and makes them end together."""
 
 import contextlib
 import os
@@ -20,11 +20,11 @@ OF_A_MACHINE = ("trainer.default_root_dir", "data.cache_dir", "data.paths", "dat
 
 
 def check_alike(config: dict[str, Any], record: dict[str, Any]) -> None:
-    """Raises ValueError on every rank where they were told different things, have other texts or other versions. Waits for all of them.
+    """Raises ValueError on every rank if the ranks differ in config, data files or package versions. Waits for all ranks.
 
-    config: of train.py, without interpolations. record: what a checkpoint knows.
+    config: of train.py, with interpolations resolved. record: the description that is written to a checkpoint.
     """
-    from attnzoo_kernels.context_parallel import check_alike as check  # which builds of PyTorch without distributed lack
+    from attnzoo_kernels.context_parallel import check_alike as check  # fails with a PyTorch that is built without torch.distributed
 
     told = _flatten_dict({key: config[key] for key in ALIKE if config.get(key) is not None}, delimiter=".")
     known = {"data.paths": record["data"].get("sha256"), **_flatten_dict({"versions": record["versions"]}, delimiter=".")}
@@ -33,8 +33,8 @@ def check_alike(config: dict[str, Any], record: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def end_together(trainer: lightning.Trainer) -> Iterator[None]:
-    """Where Lightning started the other processes of this machine: none of them outlives the first by more than some seconds, and the first
-    raises UserError that tells which of them failed. Other launchers see to that themselves."""
+    """For processes that Lightning itself started on this machine: the others end within seconds after the first one, and if one of them
+    fails, the first raises a UserError that names it. Other launchers do this themselves."""
     environment = trainer._accelerator_connector.cluster_environment
     if trainer.world_size == 1 or not isinstance(environment, LightningEnvironment):
         yield
@@ -53,7 +53,7 @@ def end_together(trainer: lightning.Trainer) -> Iterator[None]:
 
 
 def _end_after(parent: int, done: threading.Event) -> None:
-    """Ends this process, whatever it waits for, once its parent has ended. done: set when it ends by itself."""
+    """Ends this process once its parent has ended, even if it is blocked. done: set when the process ends by itself."""
     while not done.wait(1):
         if os.getppid() != parent:
             if not done.wait(5):
@@ -64,7 +64,7 @@ def _end_after(parent: int, done: threading.Event) -> None:
 
 def _failed(trainer: lightning.Trainer) -> str | None:
     """Which of the processes that this one started failed, and how."""
-    for _ in range(20):  # its connections are closed before it has ended
+    for _ in range(20):  # a failing process closes its connections before it has ended
         for rank, process in enumerate(getattr(trainer.strategy.launcher, "procs", ()), 1):
             if code := process.poll():
                 return f"rank {rank} " + (f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}")

@@ -1,4 +1,4 @@
-"""What a run goes on from: the checkpoint, and the best score so far."""
+"""What a run resumes from: the checkpoint, and the best score so far."""
 
 import logging
 from pathlib import Path
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def checkpoint_to_resume(resume: str | None, ckpt_path: str | None, folder: RunFolder) -> Path | None:
-    """With resume="auto" the run folder's last checkpoint, if there is one; else ckpt_path."""
+    """The run folder's last checkpoint if resume="auto" and it exists; otherwise ckpt_path."""
     if resume == "auto" and folder.last.is_file():
         return folder.last
     if resume == "auto" and ckpt_path is None:
@@ -25,15 +25,15 @@ def checkpoint_to_resume(resume: str | None, ckpt_path: str | None, folder: RunF
 
 
 def check_resumable(content: dict, path: Any) -> None:
-    """UserError for a checkpoint that has a model but not what training goes on with."""
+    """Raises UserError for a checkpoint without the states of optimizer, schedule and loops that resuming needs."""
     missing = [key for key in ("optimizer_states", "lr_schedulers", "loops") if not content.get(key)]
     if missing:
         raise UserError(f"{path} cannot be trained on: it has no {', '.join(missing)}. Take another checkpoint of the run")
 
 
 class BestScore(lightning.Callback):
-    """When a run goes on, its best checkpoint stays until a better one is found, also if the run crashed right behind the validation
-    that found it, so that the file that the run goes on from does not know the score yet."""
+    """When a run is resumed, keeps its best checkpoint until a better one is found. The score is read from the best checkpoint itself,
+    because a run that crashed right after that validation resumes from a file that does not have the score yet."""
 
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         if trainer.ckpt_path is None:
@@ -61,7 +61,7 @@ def _adopt(trainer: lightning.Trainer, callback: ModelCheckpoint) -> None:
 
 
 def _score(content: dict, monitor: str) -> float | None:
-    """What the callback that wrote a best checkpoint measured."""
+    """The score in a best checkpoint, from the state of the callback that wrote it."""
     for name, state in content.get("callbacks", {}).items():
         if name.startswith("ModelCheckpoint") and state.get("monitor") == monitor and state.get("best_model_score") is not None:
             return float(state["best_model_score"])

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer states split over the ranks, by PyTorch's `fully_shard` (FSDP2)."""
+"""A strategy that shards parameters, gradients and optimizer states over the ranks by PyTorch's `fully_shard` (FSDP2)."""
 
 import warnings
 from typing import Any
@@ -18,9 +18,10 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 class FullyShardStrategy(ModelParallelStrategy):
-    """Lightning's, over all ranks, on any device. A checkpoint is one file, the same as on one device, and either goes on from the other's.
+    """Lightning's ModelParallelStrategy over all ranks, on any device. A checkpoint is one file in the format of a run on one device, and
+    each kind of run can resume from the other's file.
 
-    options: of `ModelParallelStrategy`, but for the sizes of its mesh.
+    options: of `ModelParallelStrategy`, except the sizes of its mesh.
     """
 
     def __init__(self, **options: Any):
@@ -31,14 +32,14 @@ class FullyShardStrategy(ModelParallelStrategy):
         super().setup_environment()
 
     def shard(self, model: nn.Module) -> None:
-        """Splits each of the model's `blocks`, and what else the model has."""
-        # losses compute nothing in place on the model's outputs
+        """Shards each of the model's `blocks`, and then the rest of the model."""
+        # this warning does not apply, because losses do not modify the model's outputs in place
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
         for part in (*model.blocks, model):
             fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
-    # Lightning numbers the parameters of a saved optimizer as the module has them. A file of one device, and this one, numbers them as the
-    # optimizer's groups do.
+    # Lightning's strategy numbers the parameters of a saved optimizer in the module's order. These methods number them in the order of the
+    # optimizer's groups, as the file of a run on one device does.
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         optimizer = getattr(optimizer, "optimizer", optimizer)
@@ -51,7 +52,7 @@ class FullyShardStrategy(ModelParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         content = self.checkpoint_io.load_checkpoint(self.broadcast(checkpoint_path))
-        self.lightning_module.on_load_checkpoint(content)  # before the weights, which it may refuse
+        self.lightning_module.on_load_checkpoint(content)  # before the weights are loaded, because it may reject them
         set_model_state_dict(self.model, content["state_dict"], options=WHOLE)
         for optimizer, saved in zip(self.optimizers, content["optimizer_states"], strict=True):
             names = _names(get_optimizer_state_dict(self.model, optimizer))

@@ -36,7 +36,8 @@ class Classification(TokenPrediction):
 
     @torch.no_grad()
     def sample(self, tokenizer, tokens: list[int], max_new_tokens: int, temperature: float, seed: int) -> str:
-        """The end of the text of `tokens`, and the probabilities of the three likeliest classes. For pairs, the second text is fixed."""
+        """The end of the text of `tokens`, and the probabilities of the three likeliest classes. For pairs, the second
+        text is that of the first validation pair."""
         data, context = self.trainer.datamodule, self.model.train_context
         tokens, classes = tokens[:context], data.classes
         sequences = [tokens] if self.model.towers == 1 else [tokens, data.documents("validation")[1]["input_ids"][:context].tolist()]

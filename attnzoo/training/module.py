@@ -46,7 +46,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None
     if weights is None:
         return _counted(F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum"), targets)
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-    return _counted((losses * weights).sum(), targets, weights)  # not torch.dot, which autocast computes in 16 bits
+    return _counted((losses * weights).sum(), targets, weights)  # not losses @ weights, which autocast would compute in 16 bits
 
 
 def _counted(loss: Tensor, targets: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:

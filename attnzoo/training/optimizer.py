@@ -97,7 +97,7 @@ class MuonRecipe(AdamWRecipe):
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for the matrices inside the model's `blocks`, AdamW for the
     rest.
 
-    Muon's updates are scaled to the RMS of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that both use the same learning rate.
+    Muon's updates are scaled to the RMS of AdamW's (Liu et al. 2025, arXiv:2502.16982), so that both use one learning rate.
     momentum, nesterov, ns_steps: torch.optim.Muon's.
     """
 
