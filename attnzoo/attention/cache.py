@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 PAGE = 64  # tokens in a page
-# the most new tokens per row that the decoding kernel, which splits the keys, takes; more of them occupy the GPU without splitting
+# layers use the decoding kernel, which splits the keys, for at most this many new tokens per row; more occupy the GPU without splitting
 DECODED_TOKENS = 16
 
 

@@ -59,7 +59,7 @@ class Frames:
 
     def far_positions(self, position: Tensor) -> tuple[Tensor, Tensor]:
         """The far frame's positions of the queries and of the keys at `position`, each float64 and of its shape. A query is never placed
-        beyond its own position; this changes only queries that see no far key."""
+        beyond its own position."""
         p, zeros = position.double(), torch.zeros_like(position, dtype=torch.float64)
         constant = zeros + self.window
         queries, keys = {
