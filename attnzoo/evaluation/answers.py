@@ -17,7 +17,7 @@ from attnzoo.evaluation.results import SHARES, Row, mean_row
 from attnzoo.models.decoding import read_once
 
 WRONG = "zero: every answer is wrong, and no input was cut off"
-LLAMA2_AT_4K = 0.856  # score of Llama 2 7B in RULER at 4096 tokens, which RULER takes as its threshold
+LLAMA2_AT_4K = 0.856  # RULER's threshold: what Llama 2 7B scores at its training length
 
 
 @dataclass(frozen=True)

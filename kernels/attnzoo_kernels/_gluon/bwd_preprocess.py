@@ -72,9 +72,8 @@ def load_softmax(stats_ptr, stride_stats, index, inside):
 
 
 @triton.jit
-def lse_log2(stats_ptr, stride_stats, index, inside):
-    """The LSE in base 2; +inf for a row that sees no key or does not exist."""
-    row_max, log_sum = load_softmax(stats_ptr, stride_stats, index, inside)
+def lse_log2(row_max, log_sum):
+    """The LSE in base 2 from load_softmax; +inf for a row that sees no key or does not exist."""
     return tl.where(row_max == float("inf"), row_max, row_max + log_sum)
 
 
@@ -113,10 +112,10 @@ def write_statistics(out, residual_ptr, grads, stats_ptr, grad_lse_ptr, row_stat
     if HAS_GRAD_LSE:
         delta -= tl.load(grad_lse_ptr + at, mask=inside, other=0.0)
     place = row_stats_ptr + tile.number * (2 * BLOCK) + tl.arange(0, BLOCK)
-    tl.store(place, lse_log2(stats_ptr, stride_stats, at, inside))
+    row_max, log_sum = load_softmax(stats_ptr, stride_stats, at, inside)
+    tl.store(place, lse_log2(row_max, log_sum))
     tl.store(place + BLOCK, delta)
     if DSINKS:
-        row_max, log_sum = load_softmax(stats_ptr, stride_stats, at, inside)
         store_dsinks(sinks_ptr, dsinks_ptr, tile, delta, row_max, log_sum)
 
 

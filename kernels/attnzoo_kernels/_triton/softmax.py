@@ -13,7 +13,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LN2_HIGH = tl.constexpr(0.693145751953125)  # 15 bits, so that its product with an exponent is exact
 LN2_LOW = tl.constexpr(1.4286068202862268e-06)
-LAG = tl.constexpr(8.0)  # how far a row's maximum may lag behind, in base 2; weights are then up to 256, which 16-bit dtypes can hold
+LAG = tl.constexpr(8.0)  # how far a row's maximum may lag behind, in base 2; 16-bit dtypes hold the larger weights as well
 
 
 def _skipped_product(count: int) -> tuple[tl.constexpr, tl.constexpr]:

@@ -30,7 +30,7 @@ from attnzoo_kernels._triton.tiles import Operand, Place, Shape, head_rows, load
 from attnzoo_kernels.decode.shares import find_sequence, sequence_tiles, total_tiles
 from attnzoo_kernels.decode.tiles import decode_tile
 
-MERGED = 16384  # floats of partial results that the second kernel reads at once, such as 32 parts of four rows of width 128
+MERGED = 16384  # floats of partial results that the second kernel reads at once
 
 
 class Pages(NamedTuple):

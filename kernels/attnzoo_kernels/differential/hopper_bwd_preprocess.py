@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from attnzoo_kernels._gluon.bwd_preprocess import clear, load_tile, lse_log2, program_tile_of_queries, reset, statistics_of
+from attnzoo_kernels._gluon.bwd_preprocess import clear, load_softmax, load_tile, lse_log2, program_tile_of_queries, reset, statistics_of
 from attnzoo_kernels._triton.tiles import Operand, tile_source
 
 
@@ -24,7 +24,8 @@ def _store_lse(row_stats, apart, stats_ptr, stride_stats, at, inside):
     """Stores both branches' LSE in base 2 (+inf for a row that sees no key or does not exist), `apart` from each other in the row
     statistics. Returns the second one."""
     for branch in tl.static_range(2):
-        lse = lse_log2(stats_ptr + 2 * branch * stride_stats, stride_stats, at, inside)
+        row_max, log_sum = load_softmax(stats_ptr + 2 * branch * stride_stats, stride_stats, at, inside)
+        lse = lse_log2(row_max, log_sum)
         tl.store(row_stats + branch * apart, lse)
     return lse
 

@@ -13,7 +13,7 @@ from attnzoo_kernels._gluon.softmax import row_maximum
 
 KEYS = gl.constexpr(128)  # of a tile
 STAGES = gl.constexpr(4)  # tiles in flight
-WEIGHT_BITS = gl.constexpr(8)  # weights are scaled to at most 2**8, because e4m3 reaches from 2**-9 to 448
+WEIGHT_BITS = gl.constexpr(8)  # the base-2 logarithm of the largest scaled weight, just below what e4m3 can hold
 
 TO_E4M3 = gl.constexpr("""{
     .reg .b16 low, high;
