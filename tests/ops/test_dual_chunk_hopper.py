@@ -40,7 +40,8 @@ PACKED = tuple(Case(lengths_q=lengths, lengths_k=keys, heads=4, kv_heads=2, head
                for d, c in ((64, 256), (128, 250), (64, 192), (128, 192)) for lengths, keys in (
                    ((1, 0, 700, 129, 1000, 0), None), ((17, 0, 600, 5, 90), (970, 33, 170, 0, 640)))) + (
     Case(lengths_q=(3000, 1, 1700), heads=2, kv_heads=1, head_dim=64, chunk_size=1400, local_size=77),
-    Case(lengths_q=(1700, 3000), heads=2, head_dim=64, chunk_size=2048, local_size=512))
+    Case(lengths_q=(1700, 3000), heads=2, head_dim=64, chunk_size=2048, local_size=512),
+    Case(lengths_q=tuple(n * 37 % 90 for n in range(40)), head_dim=64, chunk_size=64, local_size=16))
 COVERED = [replace(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)
            for case in LENGTHS + UNLIKE + WHOLE + LONG + OPTIONS + PACKED + CORRECTNESS + LARGE
            if 32 < case.head_dim <= 128 and (case.value_dim or 64) > 32 and case.head_dim % 8 == 0 and (case.value_dim or 64) % 8 == 0

@@ -15,6 +15,7 @@ from benchmarks.accuracy import assert_accurate
 WINDOWS = ((-1, 0), (64, 0), (100, 30), (-1, 50), (200, -1))
 EDGES = tuple(Case(batch=2, seqlen_q=m, seqlen_k=n, heads=4, kv_heads=2, head_dim=d, window_size=window)
               for d in (64, 128) for m, n in ((192, 384), (333, 777), (777, 333)) for window in WINDOWS)
+MANY = tuple(Case(lengths_q=tuple(n * 37 % 90 for n in range(sequences)), head_dim=64, causal=True) for sequences in (33, 1100))
 WIDTHS = tuple(Case(seqlen_q=777, heads=2, head_dim=d, value_dim=v, causal=True) for d, v in ((40, 88), (64, 128), (96, 96), (128, 64)))
 LATENT = tuple(replace(case, head_dim=d, value_dim=v) for d, v, cases in (  # head dims that are read in parts
     (192, 128, (
@@ -29,7 +30,7 @@ LATENT = tuple(replace(case, head_dim=d, value_dim=v) for d, v, cases in (  # he
         Case(seqlen_q=113, seqlen_k=17, sinks=True, causal=True), Case(seqlen_q=777, sinks=True, causal=True))),
     *((d, v, (Case(seqlen_q=777, causal=True), Case(lengths_q=(97, 300)))) for d, v in ((136, 40), (160, 96), (192, 64))),
 ) for case in cases)
-COVERED = [replace(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float16) for case in CORRECTNESS + EDGES + WIDTHS
+COVERED = [replace(case, dtype=dtype) for dtype in (torch.bfloat16, torch.float16) for case in CORRECTNESS + EDGES + MANY + WIDTHS
            if 32 < case.head_dim <= 128 and 32 < (case.value_dim or case.head_dim) <= 128 and case.head_dim % 8 == 0
            and (case.value_dim or 8) % 8 == 0 and not (case.softcap or case.alibi)]
 COVERED += LATENT + tuple(replace(case, dtype=torch.float16) for case in LATENT[::4])

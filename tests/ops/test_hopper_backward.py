@@ -23,6 +23,7 @@ EXTRA = (
     *(Case(lengths_q=(300, 0, 64, 129, 1000, 1), heads=4, kv_heads=2, head_dim=d, causal=causal)
       for d in (64, 128) for causal in (False, True)),
     Case(lengths_q=(300, 0, 64, 129, 1000, 7), lengths_k=(200, 5, 128, 700, 900, 0), heads=4, kv_heads=2, head_dim=128, causal=True),
+    *(Case(lengths_q=tuple(n * 37 % 90 for n in range(sequences)), head_dim=64, causal=True) for sequences in (33, 1100)),
     Case(lengths_q=(500, 300), head_dim=96, window_size=(100, 30)),
     Case(lengths_q=(400, 700, 130), heads=2, head_dim=64, strided=True, causal=True),
     Case(batch=5, seqlen_q=1024, heads=8, head_dim=64, causal=True),  # more tiles than multiprocessors

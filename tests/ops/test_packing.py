@@ -103,8 +103,8 @@ def test_padding_and_back():
 
 
 @triton.jit
-def _places_kernel(places, cu_seqlens, other_cu_seqlens, n_seqs, total, BLOCK: tl.constexpr):
-    place = find_tile(cu_seqlens, other_cu_seqlens, tl.program_id(0), n_seqs, total, BLOCK)
+def _places_kernel(places, cu_seqlens, other_cu_seqlens, n_seqs, total, spacing, BLOCK: tl.constexpr):
+    place = find_tile(cu_seqlens, other_cu_seqlens, tl.program_id(0) * spacing, n_seqs, total, BLOCK)
     for field in tl.static_range(6):
         tl.store(places + tl.program_id(0) * 6 + field, place[field])
 
@@ -118,10 +118,28 @@ def test_every_row_has_one_tile(lengths, others, device):
     slots = total // block + len(lengths) + 1
     places = torch.empty(slots, 6, dtype=torch.int32, device=device)
     cu_seqlens, other_cu_seqlens = (torch.tensor(x, dtype=torch.int32, device=device) for x in (bounds, other_bounds))
-    _places_kernel[(slots,)](places, cu_seqlens, other_cu_seqlens, len(lengths), total, BLOCK=block)
+    _places_kernel[(slots,)](places, cu_seqlens, other_cu_seqlens, len(lengths), total, 1, BLOCK=block)
     seen = []
     for sequence, tile, first, length, other_first, other_length in places.tolist():
         assert (first, length) == ((*bounds, total)[sequence], (*lengths, behind)[sequence])
         assert (other_first, other_length) == (other_bounds[sequence], (*others, 0)[sequence])
         seen += [first + row for row in range(tile * block, min((tile + 1) * block, length))]
     assert sorted(seen) == list(range(total))
+
+
+@pytest.mark.parametrize("sequences", (127, 128, 16383, 16384, 17000))
+def test_tiles_of_many_sequences(sequences, device):
+    """The search for a sequence takes a stage more from 128 and from 16384 sequences on."""
+    block, behind, spacing = 32, 40, 97
+    lengths = torch.arange(sequences) * 37 % 90
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    total = bounds[-1].item() + behind
+    slots = torch.arange(0, total // block + sequences + 1, spacing)
+    places = torch.empty(len(slots), 6, dtype=torch.int32, device=device)
+    cu_seqlens = bounds.int().to(device)
+    _places_kernel[(len(slots),)](places, cu_seqlens, cu_seqlens, sequences, total, spacing, BLOCK=block)
+    first_slots = bounds // block + torch.arange(sequences + 1)
+    expected = torch.searchsorted(first_slots, slots, right=True) - 1
+    assert places[:, 0].tolist() == expected.tolist()
+    assert places[:, 1].tolist() == (slots - first_slots[expected]).tolist()
+    assert places[:, 2].tolist() == bounds[expected].tolist()

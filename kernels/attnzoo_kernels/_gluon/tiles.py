@@ -33,13 +33,18 @@ def first_slot(token, sequence, block, own):
 @gluon.jit
 def find_sequence(cu_seqlens, slot, n_seqs, BLOCK: gl.constexpr, own=None, FIRST_SLOT: gl.constexpr = first_slot):
     """The sequence that owns `slot`. Sequence b owns the slots from FIRST_SLOT(cu_seqlens[b], b, BLOCK, own) on. n_seqs stands for the rows
-    after the last sequence."""
+    after the last sequence. A warp compares 32 sequences at a time: first those that lie `step` apart, then all from the last of these that
+    begins at or before the slot."""
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    sequence = -1
-    for start in range(0, n_seqs + 1, 32):
-        b = start + lanes
+    step = 1
+    while step * 32 <= n_seqs:
+        step *= 32
+    sequence = 0
+    while step > 0:
+        b = sequence + lanes * step
         first = FIRST_SLOT(gl.load(cu_seqlens + b, mask=b <= n_seqs, other=0), b, BLOCK, own)
-        sequence += gl.sum(((first <= slot) & (b <= n_seqs)).to(gl.int32), 0)
+        sequence += (gl.sum(((first <= slot) & (b <= n_seqs)).to(gl.int32), 0) - 1) * step
+        step //= 32
     return sequence
 
 

@@ -86,30 +86,51 @@ def columns_of_program(WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def first_slot(token, sequence, block, own):
+    """FIRST_SLOT for tiles of `block` rows."""
+    return token // block + sequence
+
+
+@triton.jit
+def find_sequence(cu_seqlens, slot, n_seqs, BLOCK: tl.constexpr, own=None, FIRST_SLOT: tl.constexpr = first_slot):
+    """The sequence that owns `slot`. Sequence b owns the slots from FIRST_SLOT(cu_seqlens[b], b, BLOCK, own) on. n_seqs stands for the rows
+    after the last sequence.
+
+    128 sequences are compared at a time: first those that lie `step` apart, then all from the last of these that begins at or before the
+    slot.
+    """
+    # 32 lanes are one warp, which adds them up without the others; four loads are in flight at a time
+    lanes = tl.arange(0, 32)
+    step = 1
+    while step * 128 <= n_seqs:
+        step *= 128
+    sequence = 0
+    while step > 0:
+        before = tl.zeros([32], tl.int32)  # if carried by the loop, it would keep Triton 3.7 from overlapping loads in later loops
+        for part in tl.static_range(4):
+            b = sequence + (part * 32 + lanes) * step
+            first = FIRST_SLOT(tl.load(cu_seqlens + b, mask=b <= n_seqs, other=0), b, BLOCK, own)
+            before += ((b <= n_seqs) & (first <= slot)).to(tl.int32)
+        sequence += (tl.sum(before, 0) - 1) * step
+        step //= 128
+    return sequence
+
+
+@triton.jit
 def find_tile(cu_seqlens, other_cu_seqlens, slot, n_seqs, total, BLOCK: tl.constexpr):
     """The sequence and tile that `slot` stands for among packed sequences, and where the sequence lies on this side and on the other:
     (sequence, tile, first, length, other_first, other_length).
 
-    Sequence b owns the slots from cu_seqlens[b] // BLOCK + b on. These are at least as many as it has tiles, and finding them takes no
-    prefix sum over tiles. Sequence n_seqs stands for the rows after the last sequence. There are total // BLOCK + n_seqs + 1 slots. A tile
-    past the sequence's length is empty.
+    A sequence has at least as many slots as tiles, and finding them takes no prefix sum over tiles. Sequence n_seqs stands for the rows
+    after the last sequence. There are total // BLOCK + n_seqs + 1 slots. A tile past the sequence's length is empty.
     """
-    # 32 lanes are one warp, which adds them up without the others; four loads are in flight at a time
-    lanes = tl.arange(0, 32)
-    sequence = -1
-    for start in range(0, n_seqs + 1, 128):
-        before = tl.zeros([32], tl.int32)  # if carried by the loop, it would keep Triton 3.7 from overlapping loads in later loops
-        for part in tl.static_range(4):
-            b = start + part * 32 + lanes
-            bound = tl.load(cu_seqlens + b, mask=b <= n_seqs, other=0)
-            before += ((b <= n_seqs) & (bound // BLOCK + b <= slot)).to(tl.int32)
-        sequence += tl.sum(before, 0)
+    sequence = find_sequence(cu_seqlens, slot, n_seqs, BLOCK)
     after = tl.minimum(sequence + 1, n_seqs)
     first = tl.load(cu_seqlens + sequence)
     other_first = tl.load(other_cu_seqlens + sequence)
     length = tl.where(sequence == n_seqs, total, tl.load(cu_seqlens + after)) - first
     other_length = tl.load(other_cu_seqlens + after) - other_first
-    return sequence, slot - (first // BLOCK + sequence), first, length, other_first, other_length
+    return sequence, slot - first_slot(first, sequence, BLOCK, None), first, length, other_first, other_length
 
 
 @triton.jit

@@ -9,25 +9,22 @@ copy 0.
 import triton
 import triton.language as tl
 
-from attnzoo_kernels._triton.tiles import Place, sequence_rows
+from attnzoo_kernels._triton.tiles import Place, find_sequence, sequence_rows
+
+
+@triton.jit
+def first_slot(token, sequence, block, chunk):
+    """FIRST_SLOT of find_sequence for tiles that end at seams: n tokens that start anywhere in a chunk have at most
+    n // block + n // chunk + 3 tiles."""
+    return token // block + token // chunk + 3 * sequence
 
 
 @triton.jit
 def _find_chunk_tile(cu_seqlens, slot, n_seqs, total, chunk, BLOCK: tl.constexpr):
-    """Like tiles.find_tile for tiles that end at seams. Sequence b owns the slots from c // BLOCK + c // chunk + 3 b on, with c =
-    cu_seqlens[b].
-
-    n tokens that start anywhere in a chunk have at most n // BLOCK + n // chunk + 3 tiles.
-    """
-    lanes = tl.arange(0, 128)
-    sequence = -1
-    for start in range(0, n_seqs + 1, 128):
-        b = start + lanes
-        token = tl.load(cu_seqlens + b, mask=b <= n_seqs, other=0)
-        first_slot = token // BLOCK + token // chunk + 3 * b
-        sequence += tl.sum(((first_slot <= slot) & (b <= n_seqs)).to(tl.int32), 0)
+    """Like tiles.find_tile for tiles that end at seams: (sequence, tile, first, length)."""
+    sequence = find_sequence(cu_seqlens, slot, n_seqs, BLOCK, chunk, first_slot)
     first, end = sequence_rows(cu_seqlens, sequence, n_seqs, total)
-    return sequence, slot - (first // BLOCK + first // chunk + 3 * sequence), first, end - first
+    return sequence, slot - first_slot(first, sequence, BLOCK, chunk), first, end - first
 
 
 @triton.jit
