@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from attnzoo.attention import AttentionSpec, SequenceInfo
 from attnzoo.attention.moba import MoBAAttention
-from attnzoo.attention.routing import BlockUse
+from attnzoo.attention.routing import BlockUse, blocks_before, pairs_of_blocks
 from attnzoo.models import GPT
 from attnzoo_kernels import moba_attention
 
@@ -91,3 +91,11 @@ def test_a_context_of_few_blocks_is_warned_about():
 def test_what_it_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         MoBAAttention(AttentionSpec(**SPEC), **{"block_size": 4} | options)
+
+
+@pytest.mark.parametrize("block", (1, 3, 16))
+@pytest.mark.parametrize("top_k", (1, 2, 5))
+def test_pairs_are_counted_without_a_loop_over_tokens(block, top_k):
+    for length in (0, 1, 16, 17, 33, 100):
+        assert blocks_before(length, block) == sum(i // block for i in range(length))
+        assert pairs_of_blocks(length, block, top_k) == sum(min(i // block, top_k - 1) * block + i % block + 1 for i in range(length))

@@ -94,3 +94,11 @@ def test_a_context_of_few_blocks_is_warned_about():
 def test_what_it_refuses(options, message):
     with pytest.raises(ValueError, match=message):
         NSAttention(AttentionSpec(**SPEC), **SMALL | options)
+
+
+@pytest.mark.parametrize("length", (0, 1, 5, 6, 7, 8, 9, 50))
+def test_pairs_are_counted_without_a_loop_over_tokens(length):
+    layer = NSAttention(AttentionSpec(**SPEC), **SMALL)
+    compressed = [max(0, (t + 1 - 6) // 3 + 1) for t in range(length)]
+    expected = sum(n + min(t // 6, 3) * 6 + t % 6 + 1 + min(t + 1, 7) for t, n in enumerate(compressed))
+    assert layer.visible_pairs(length) == expected

@@ -8,7 +8,7 @@ import warnings
 from torch import Tensor
 
 from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
-from attnzoo.attention.routing import BlockUse
+from attnzoo.attention.routing import BlockUse, blocks_before, pairs_of_blocks
 from attnzoo_kernels import moba_attention
 
 
@@ -49,12 +49,12 @@ class MoBAAttention(Attention):
 
     def visible_pairs(self, length: int) -> int:
         """The number of pairs of a query and a key that the query reads, in one sequence of this length."""
-        return sum(min(i // self.block_size, self.top_k - 1) * self.block_size + i % self.block_size + 1 for i in range(length))
+        return pairs_of_blocks(length, self.block_size, self.top_k)
 
     def flops(self, lengths: list[int]) -> float:
         """Includes the products of queries and blocks' mean keys, which have no backward."""
         heads, width = self.head_shapes()["q"]
-        scores = sum(i // self.block_size for length in lengths for i in range(length))
+        scores = sum(blocks_before(length, self.block_size) for length in lengths)
         return super().flops(lengths) + 2.0 * heads * width * scores
 
     def metrics(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from attnzoo.attention.base import Attention, AttentionSpec, Impl, KVCache, SequenceInfo, Supports
 from attnzoo.attention.norm import RMSNorm
 from attnzoo.attention.positions import rotate
-from attnzoo.attention.routing import BlockUse
+from attnzoo.attention.routing import BlockUse, blocks_before, pairs_of_blocks
 from attnzoo.signatures import Count
 from attnzoo_kernels import msa_attention
 
@@ -104,13 +104,13 @@ class MSAttention(Attention):
         """The number of pairs of a query and a key that the query reads, in one sequence of this length."""
         if self.warmup:
             return super().visible_pairs(length)
-        return sum(min(i // self.block_size, self.top_k - 1) * self.block_size + i % self.block_size + 1 for i in range(length))
+        return pairs_of_blocks(length, self.block_size, self.top_k)
 
     def flops(self, lengths: list[int]) -> float:
         """Includes two products of the indexer: with all keys of earlier blocks, for the choice, which has no backward, and with the keys
         that are read, for the loss, which has one. The attention weights that the loss needs are counted once, as part of attention."""
         index = self.spec.n_kv_heads * self.index_dim
-        scored = 0 if self.warmup else sum(i // self.block_size * self.block_size for length in lengths for i in range(length))
+        scored = 0 if self.warmup else self.block_size * sum(blocks_before(length, self.block_size) for length in lengths)
         return super().flops(lengths) + 2.0 * index * scored + 6.0 * index * sum(map(self.visible_pairs, lengths))
 
     def metrics(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
-from attnzoo.attention.routing import BlockUse
+from attnzoo.attention.routing import BlockUse, blocks_before, pairs_of_blocks
 from attnzoo_kernels import nsa_attention
 from attnzoo_kernels.nsa import compressed_bounds
 
@@ -137,16 +137,21 @@ class NSAttention(Attention):
 
     def visible_pairs(self, length: int) -> int:
         """The number of scores that a head computes: pairs of a query and a key or compressed key, summed over the branches."""
-        size, stride, block, count, window = self.sizes.values()
-        return sum(max(0, (t + 1 - size) // stride + 1) + min(t // block, count - 1) * block + t % block + 1 + min(t + 1, window)
-                   for t in range(length))
+        inside = min(length, self.sizes["window"])
+        window = inside * (inside + 1) // 2 + (length - inside) * self.sizes["window"]
+        return self._compressed_pairs(length) + pairs_of_blocks(length, self.sizes["block_size"], self.sizes["block_count"]) + window
+
+    def _compressed_pairs(self, length: int) -> int:
+        """Of these, the pairs of a query and a compressed key."""
+        queries = max(length - self.sizes["compress_size"] + 1, 0)  # that see a compressed key
+        return queries + blocks_before(queries, self.sizes["compress_stride"])
 
     def flops(self, lengths: list[int]) -> float:
         """Includes gates and pooling, and the scores of compressed keys for the choice of blocks, which have no backward."""
         size, stride = self.sizes["compress_size"], self.sizes["compress_stride"]
         pooled = sum(max(0, (length - size) // stride + 1) for length in lengths) * self.spec.n_kv_heads
         weights = sum(linear.weight.numel() for pool in (self.k_pool, self.v_pool) for linear in pool.children())
-        scores = sum(max(0, (t + 1 - size) // stride + 1) for length in lengths for t in range(length))
+        scores = sum(map(self._compressed_pairs, lengths))
         return (super().flops(lengths) + 6.0 * self.branch_proj.weight.numel() * sum(lengths) + 6.0 * weights * pooled
                 + 2.0 * self.spec.n_heads * self.spec.head_dim * scores)
 

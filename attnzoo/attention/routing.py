@@ -1,4 +1,4 @@
-"""Metrics of how evenly blocks of keys are chosen, for variants whose queries choose blocks."""
+"""For variants whose queries choose blocks: how many keys they read, and metrics of how evenly blocks are chosen."""
 
 import math
 
@@ -8,6 +8,22 @@ from torch import Tensor
 from attnzoo.attention.base import SequenceInfo
 
 EVERY = 8  # only every 8th query is counted
+
+
+def blocks_before(length: int, block_size: int, limit: int | None = None) -> int:
+    """The number of blocks that end before a token's own block, at most `limit`, summed over the tokens of a sequence of this length."""
+    whole, rest = divmod(length, block_size)
+    limit = whole if limit is None else limit
+    few = min(whole, limit + 1)  # blocks with at most `limit` blocks before them
+    return block_size * (few * (few - 1) // 2 + (whole - few) * limit) + rest * min(whole, limit)
+
+
+def pairs_of_blocks(length: int, block_size: int, top_k: int) -> int:
+    """The number of pairs of a query and a key that the query reads, in one sequence of this length, if each query reads top_k blocks: its
+    own up to its own key, and earlier ones as far as there are any."""
+    whole, rest = divmod(length, block_size)
+    own = whole * (block_size * (block_size + 1) // 2) + rest * (rest + 1) // 2
+    return block_size * blocks_before(length, block_size, top_k - 1) + own
 
 
 class BlockUse:
