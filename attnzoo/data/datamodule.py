@@ -24,25 +24,26 @@ class TextDataModule(RowsDataModule):
 
     Args:
         source: where the documents come from, see `attnzoo.data.sources`.
-        tokenizer: "bytes", a Hugging Face tokenizer by name or path, or a tokenizer.
+        tokenizer: "bytes", the name or path of a Hugging Face tokenizer, or a tokenizer object.
         objective: "lm" or "mlm".
         seq_len: the training context in tokens.
         batch_size: rows of one device in one micro-step.
         eval_batch_size: the same for validation; None takes `batch_size`.
-        cross_documents: lm only: rows are one sequence each, whatever documents they hold.
-        packed: mlm only: sequences one after the other; else padded rows.
-        mask_rate, eval_mask_rate: mlm only: share of the tokens to guess, in training and in validation.
+        cross_documents: lm only: each row is a single sequence, even if it holds several documents.
+        packed: mlm only: True puts sequences one after the other; False pads them to rows.
+        mask_rate, eval_mask_rate: mlm only: share of the tokens to predict, in training and in validation.
         batching: mlm only: which sequences share a step in training: "random", "by_length", "scheduled" or "balanced", see
             `attnzoo.data.masking.MaskedRows`.
-        step_tokens: of the batching "scheduled".
-        min_seq_len: mlm only: sequences of random lengths from this to `seq_len`; None: as long as documents allow.
+        step_tokens: the fixed cost of a step for the batching "scheduled", as a number of tokens.
+        min_seq_len: mlm only: sequences have random lengths from this to `seq_len`; None makes them as long as documents allow.
         shuffle: whether each epoch has its own order of documents and rows.
-        seed: of shuffling and masks.
+        seed: the seed of shuffling and masks.
         num_workers: processes of each loader; 0 makes batches in the training process, which is fast enough for memory-mapped tokens.
-        cache_dir: where tokenised sources are kept; None takes the environment's ATTNZOO_CACHE, else ~/.cache/attnzoo.
+        cache_dir: where tokenised sources are kept; None takes the environment variable ATTNZOO_CACHE, or else ~/.cache/attnzoo.
 
     Raises:
-        ValueError: an argument is out of its range, or the tokenizer lacks a token that the objective needs.
+        ValueError: an argument is out of its range. On first access `tokenizer` raises it too, if the tokenizer cannot be loaded or lacks a
+            token that the objective needs.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class TextDataModule(RowsDataModule):
 
     @property
     def kind(self) -> str:
-        """What the record calls the source."""
+        """The source's name in records and errors."""
         return self.source.kind
 
     @functools.cached_property
@@ -121,20 +122,22 @@ class TextDataModule(RowsDataModule):
         return tokenizer
 
     def prepare_data(self) -> None:
-        """Tokenises the source unless the cache has it. Safe in several processes at once."""
+        """Tokenises the source unless its tokens are in the cache. Several processes may call this at once."""
         prepare(self.source, self.tokenizer, self.cache_dir)
 
     def setup(self, stage: str | None = None) -> None:
         """Opens the tokens; repeated calls do nothing.
 
         Raises:
-            ValueError: a split is shorter than one row, unless it is for validation. Then making rows of that split raises it.
+            ValueError: with the objective "lm" a split has no more than `seq_len` tokens. With the stage "validate" this is checked only
+                when rows of the split are made, by a loader.
+            ValueError, OSError: what `attnzoo.data.tokenized.prepare` raises.
         """
         if self._folder is not None:
             return
         folder = prepare(self.source, self.tokenizer, self.cache_dir)
         self.stores = {split: TokenStore(folder, split) for split in SPLITS}
-        if stage != "validate":  # which may read documents, and no rows
+        if stage != "validate":  # this stage may read documents only, and no rows
             for split in SPLITS:
                 self._check_length(split)
         self._folder = folder
@@ -174,14 +177,14 @@ class TextDataModule(RowsDataModule):
     def _settings(self) -> dict:
         record = self.record()
         settings = {"corpus": record["sha256"], "tokenizer": record["tokenizer"]["sha256"]}
-        # as runs have recorded it since there were two choices
+        # the form in which runs have recorded it since there were only two choices
         settings["group_by_length"] = self.batching == "by_length"
         if self.batching == "scheduled":
             settings["step_tokens"] = self.step_tokens
         return settings | {key: getattr(self, key) for key in ("objective", "seq_len", "seed", "shuffle", "mask_rate")}
 
     def record(self) -> dict:
-        """What the run was fed, as plain JSON: source, sha256 of its text, documents, bytes and tokens by split, tokenizer, versions."""
+        """The run's data as plain JSON: source, sha256 of its text, documents, bytes and tokens of each split, tokenizer, versions."""
         summary = {"name": self.tokenizer.name, "vocab_size": self.tokenizer.vocab_size, "sha256": tokenizers.fingerprint(self.tokenizer)}
         versions = {"python": platform.python_version(), **{name: version(name) for name in ("datasets", "tokenizers")}}
         return {**json.loads((self._folder / "record.json").read_text()), "tokenizer": summary, "versions": versions}
@@ -218,7 +221,7 @@ def hf(**options) -> TextDataModule:
 
 
 def _over(make_source, options: dict) -> TextDataModule:
-    by_length, balanced = (options.pop(key, False) for key in ("group_by_length", "balance_lengths"))  # as configs of earlier runs have it
+    by_length, balanced = (options.pop(key, False) for key in ("group_by_length", "balance_lengths"))  # keys in configs of earlier runs
     if by_length or balanced:
         options["batching"] = "balanced" if balanced else "by_length"
     keys = inspect.signature(make_source).parameters.keys() & options.keys()

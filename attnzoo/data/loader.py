@@ -1,13 +1,14 @@
-"""Batches by number: which rows stand in which batch is a pure function of (seed, epoch, step), so that a position is two integers.
+"""Loaders of numbered batches: the rows of a batch are a pure function of (seed, epoch, step), so that two integers are a position.
 
 The rows of a data set are an object with
 
-- `n_rows`: int, rows in an epoch;
-- `order(epoch, group) -> int64 (n_rows,)`: the rows in the epoch's order (`group`: the rows that all devices take together in a step);
-- `n_slots(group)`, where an order may hold numbers from `n_rows` on between the rows: how many numbers it has, in every epoch;
+- `n_rows`: int, the number of rows in an epoch;
+- `order(epoch, group) -> int64 (n_rows,)`: the rows in the epoch's order (`group`: the number of rows that all devices together take in a
+  step);
+- `n_slots(group)`, only if an order may also hold numbers from `n_rows` on: the length of an order, the same in every epoch;
 - `batch(epoch, rows) -> attnzoo.batch.Batch`: the batch of these rows. A number from `n_rows` on stands for padding.
 
-`W` devices with `batch_size` rows each take together exactly the rows that one device with `W * batch_size` rows takes in the same step.
+`W` devices with `batch_size` rows each together take exactly the rows that one device with `W * batch_size` rows takes in the same step.
 """
 
 import itertools
@@ -47,25 +48,29 @@ class _Batches(Dataset):
 
 
 def _as_it_is(batch: Batch) -> Batch:
-    # DataLoader's own makes tensors of numpy arrays: they would go to the GPU, and the host would wait to read them
+    # DataLoader's default makes tensors of numpy arrays; they would go to the GPU, and the host would have to wait to read them
     return batch
 
 
 def _outlive_sigterm(worker: int) -> None:
-    """`timeout` and schedulers send SIGTERM to all processes of a run: the training process ends its step first, and then its workers."""
+    """Makes a worker ignore SIGTERM, which `timeout` and schedulers send to all processes of a run.
+
+    The training process finishes its step first, and then it ends its workers.
+    """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class BatchLoader:
-    """All rows once, in a fixed order; the last batches are filled with padding, so that all devices take the same number of steps.
+    """All rows once, in a fixed order. The last batches are filled with padding, so that all devices take the same number of steps.
 
-    It is no `torch.utils.data.DataLoader` (it makes one for each epoch), so Lightning leaves it alone and injects no distributed sampler.
+    It is not a `torch.utils.data.DataLoader` (it makes a new one whenever it is iterated), so Lightning does not inject a distributed
+    sampler.
 
     Args:
         rows: see the module's docstring.
         batch_size: rows of one device in one step.
-        rank, world_size: which device this is, of how many.
-        num_workers: processes that make batches ahead; 0 makes them in this one.
+        rank, world_size: the number of this device, and the number of all devices.
+        num_workers: processes that make batches in advance; with 0 this process makes them.
         pin_memory: whether the batch's tensors lie in page-locked memory.
     """
 
@@ -82,7 +87,7 @@ class BatchLoader:
         return iter(self._from(0, 0))
 
     def _from(self, epoch: int, step: int) -> DataLoader:
-        self.batches.begin(epoch)  # once, here: forked workers share it
+        self.batches.begin(epoch)  # here once, because forked workers share it
         positions = ((epoch, i) for i in range(step, len(self)))
         return DataLoader(
             self.batches, batch_size=None, sampler=positions, collate_fn=_as_it_is, num_workers=self.num_workers,
@@ -90,16 +95,16 @@ class BatchLoader:
 
 
 class ResumableLoader(BatchLoader):
-    """Training batches without end, epoch after epoch, from any position on. An epoch's last batch is filled with its first rows.
+    """Training batches of one epoch after another without end, from any position on. An epoch's last batch is filled with its first rows.
 
-    Iterating gives `len()` batches from the position on, wherever that is in an epoch. Lightning's own count of epochs and batches plays no
-    part: it is not exact after every kind of interruption.
+    One iteration yields `len()` batches from the position on, even if that lies inside an epoch. Lightning's own count of epochs and
+    batches is not used, because it is not exact after every kind of interruption.
 
     Args:
         settings: plain JSON that the order of rows depends on (seed, sequence length, ...); a state with other settings is refused.
 
     Attributes:
-        position: batches given so far.
+        position: the number of batches yielded so far.
     """
 
     repeat = True
@@ -110,7 +115,7 @@ class ResumableLoader(BatchLoader):
         self.position = 0
 
     def __iter__(self) -> Iterator[Batch]:
-        # a generator: the position is read at the first batch, so a state that is loaded after iter() still counts
+        # this is a generator: it reads the position at the first batch, so a state that is loaded after iter() still counts
         left = len(self)
         while left:
             for batch in itertools.islice(self._from(*divmod(self.position, len(self))), left):
@@ -122,10 +127,10 @@ class ResumableLoader(BatchLoader):
         return {"position": self.position, "settings": self.settings}
 
     def load_state_dict(self, state: dict) -> None:
-        """Goes on after the last batch that was given before `state` was taken.
+        """Continues after the last batch that was yielded before `state` was taken.
 
         Raises:
-            ValueError: the state was taken under other settings, where the position means something else, or is no state.
+            ValueError: `state` has no position and settings, or it has other settings, with which a position means something else.
         """
         if not isinstance(state.get("settings"), dict) or not isinstance(state.get("position"), int):
             raise ValueError("cannot resume in the middle of the data: the checkpoint's state of the loader has no position and settings")

@@ -1,7 +1,7 @@
-"""Rows for masked language modelling: documents cut into sequences of at most `seq_len` tokens, some of them to be guessed.
+"""Rows for masked language modelling: documents are cut into sequences of at most `seq_len` tokens, some of which must be predicted.
 
-Of the tokens chosen at `mask_rate`, 80 % become the mask, 10 % a random token and 10 % stay (BERT, Devlin et al. 2019). What is
-chosen depends on (seed, epoch, sequence) only: the same on any number of devices, packed or padded, and after a resume.
+Of the tokens chosen at `mask_rate`, 80 % become the mask, 10 % a random token and 10 % stay (BERT, Devlin et al. 2019). The choice
+depends on (seed, epoch, sequence) only, so it is the same on any number of devices, packed or padded, and after a resume.
 """
 
 import math
@@ -15,27 +15,27 @@ from attnzoo.data.scheduling import batch_sizes
 from attnzoo.data.tokenized import TokenStore
 
 BATCHINGS = ("random", "by_length", "scheduled", "balanced")
-SLOTS, LOGITS = 128, 64  # static shapes are multiples of these, which tiles of matrix products divide
+SLOTS, LOGITS = 128, 64  # static shapes are multiples of these, so that they are divisible by the tiles of matrix products
 
 
 class MaskedRows:
-    """Sequences of whole documents, with the tokenizer's cls and sep around each where it has both.
+    """Sequences cut from documents; none crosses a document's end. If the tokenizer has cls and sep, they enclose every sequence.
 
     Args:
         store: the token documents.
-        seq_len: the longest sequence, cls and sep included.
-        tokenizer: gives `mask_id`, `pad_id`, `vocab_size` and, if any, `cls_id` and `sep_id`.
-        mask_rate: share of the tokens to guess; at least one in every sequence.
-        seed: of shuffling and masks.
+        seq_len: the length of the longest sequence, cls and sep included.
+        tokenizer: has `mask_id`, `pad_id` and `vocab_size`, and may have `cls_id` and `sep_id`.
+        mask_rate: share of the tokens to predict; at least one in every sequence.
+        seed: the seed of shuffling and masks.
         shuffle: whether epochs are shuffled.
-        packed: sequences one after the other without padding; else rows padded to a multiple of 64 tokens.
-        batching: which sequences share a step, one of BATCHINGS. "random": any. "by_length": those of like length, so that padded rows hold
-            less padding. "scheduled": those of like length, cut by `attnzoo.data.scheduling` where padding costs more than another
-            step, so that steps may have fewer rows. "balanced": those of all lengths, so that packed steps hold nearly the same number
-            of tokens, and are filled up to one static shape: nothing is compiled or captured again.
-        step_tokens: "scheduled" only: what a step costs beside its tokens, as a number of tokens.
-        min_seq_len: cut documents into sequences of random lengths from this to `seq_len`, the same in every epoch and for every seed;
-            None cuts them as long as they get.
+        packed: True puts the sequences one after the other without padding. False pads rows to a multiple of 64 tokens, at most `seq_len`.
+        batching: which sequences share a step if epochs are shuffled, one of BATCHINGS. "random": any. "by_length": those of similar
+            length, so that padded rows hold less padding. "scheduled": those of similar length; `attnzoo.data.scheduling` begins a new step
+            where that costs less than padding, so that steps may have fewer rows. "balanced": those of all lengths, so that packed steps
+            hold nearly the same number of tokens. They are filled up to one static shape, so that nothing is compiled or captured again.
+        step_tokens: "scheduled" only: the fixed cost of a step, expressed as a number of tokens.
+        min_seq_len: documents are cut into sequences of random lengths from this to `seq_len`, the same in every epoch and for every seed;
+            a sequence at a document's end may be shorter. None cuts sequences as long as possible.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class MaskedRows:
         self._steps: dict[int, np.ndarray] = {}
 
     def _cut(self, min_seq_len: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """Where each sequence begins in the store, and how many of its tokens it holds."""
+        """The position at which each sequence begins in the store, and the number of its tokens without cls and sep."""
         longest = self.seq_len - 2 * self.frame
         shortest = longest if min_seq_len is None else max(min_seq_len - 2 * self.frame, 1)
         text = self.store.lengths - 1  # without the end of text
-        n_parts = -(-text // shortest)  # at most
+        n_parts = -(-text // shortest)  # an upper bound
         document = np.repeat(np.arange(len(text)), n_parts)
         lengths = np.random.default_rng(0).integers(shortest, longest, len(document), endpoint=True)
         ends = np.cumsum(lengths)
-        before = np.concatenate([[0], ends])[np.cumsum(n_parts) - n_parts]  # what the documents before it drew
+        before = np.concatenate([[0], ends])[np.cumsum(n_parts) - n_parts]  # the sum of the lengths drawn for the documents before it
         begins = ends - lengths - before[document]
         used = begins < text[document]
         document, begins = document[used], begins[used]
         lengths = np.minimum(lengths[used], text[document] - begins)
-        if min_seq_len is not None:  # a document's last sequence joins the one before it, or shares with it, where it is too short
+        if min_seq_len is not None:  # a document's last sequence that is too short is joined to the one before it, or both are made equal
             tails = np.flatnonzero((lengths < shortest) & (begins > 0))
             both = lengths[tails - 1] + lengths[tails]
             lengths[tails] = np.where(both <= longest, 0, both // 2)
@@ -84,13 +84,16 @@ class MaskedRows:
             return self._scheduled(order, group, rng)
         if self.batching == "random":
             return order
-        # sort by length inside windows of 50 steps, then shuffle the steps; a last, smaller step stays last
+        # sort by length inside windows of 50 steps, then shuffle the steps; an incomplete last step stays last
         order = order[np.lexsort((self._lengths[order], np.arange(self.n_rows) // (50 * group)))]
         whole = self.n_rows // group * group
         return np.concatenate([rng.permutation(order[:whole].reshape(-1, group)).reshape(-1), order[whole:]])
 
     def _balanced(self, order: np.ndarray, group: int, rng: np.random.Generator) -> np.ndarray:
-        """One row of every length class in every step; a last, smaller step lacks those classes that the first step begins with."""
+        """An order in which every step has one row of every length class.
+
+        If the last step is incomplete, it lacks those classes that the first step begins with: loaders fill it with the first rows.
+        """
         order = order[np.argsort(self._lengths[order], kind="stable")]
         whole, rest = divmod(self.n_rows, group)
         spread = spread_out(group)
@@ -101,34 +104,35 @@ class MaskedRows:
         return np.concatenate([steps.reshape(-1), *(classes[c][whole:] for c in spread[group - rest :])])
 
     def n_slots(self, group: int) -> int:
-        """Places in an epoch's order: one a sequence, and in a schedule those of steps that are not full."""
+        """The number of places in an epoch's order: one for each sequence, and with a schedule also the empty places of its steps."""
         scheduled = self.batching == "scheduled" and self.shuffle
         return len(self._schedule(group)) * group if scheduled else self.n_rows
 
     def _schedule(self, group: int) -> np.ndarray:
-        """How many of the sequences, by length, stand in each step."""
+        """The number of sequences in each step, where the sequences are sorted by length."""
         if group not in self._steps:
             padded = self._padded(np.sort(self._lengths) + 2 * self.frame)
             self._steps[group] = batch_sizes(padded, group, lambda rows, longest: self.step_tokens + rows * longest)
         return self._steps[group]
 
     def _scheduled(self, order: np.ndarray, group: int, rng: np.random.Generator) -> np.ndarray:
-        """The schedule's steps in any order, and in any order the sequences of one length; places without a sequence hold `n_rows`."""
+        """The schedule's steps in random order. Sequences of equal length are in random order too. Empty places hold `n_rows`."""
         sizes = self._schedule(group)
         steps = np.full((len(sizes), group), self.n_rows)
-        # devices take neighbouring places of a step: each gets its share of the sequences
+        # every device takes neighbouring places of a step; the sequences are spread out, so that each device gets its share
         steps[spread_out(group) < sizes[:, None]] = order[np.argsort(self._lengths[order], kind="stable")]
         return rng.permutation(steps).reshape(-1)
 
     def _padded(self, lengths: np.ndarray) -> np.ndarray:
-        """What sequences of these lengths are padded to."""
+        """The lengths to which sequences of these lengths are padded."""
         return np.minimum(-(-lengths // 64) * 64, self.seq_len)
 
     def batch(self, epoch: int, rows: np.ndarray) -> Batch:
-        """The batch of these sequences: packed `(n_tokens,)`, or `(len(rows), longest)` with a mask. `logits_at` are the tokens to guess.
+        """The batch of these sequences: packed `(n_tokens,)`, or padded `(sequences, longest)` with a mask.
 
-        Numbers from `n_rows` on are left out, and a batch of nothing else is one padding token. With `balanced` packed batches are
-        filled up with padding behind the last sequence, and `logits_at` with indices of padding.
+        `logits_at` are the positions of the tokens to predict. Row numbers from `n_rows` on are left out, and a batch of such numbers only
+        has one padding token. With `balanced`, padding after the last sequence fills up packed batches, and positions of padding fill up
+        `logits_at`.
         """
         n_rows = len(rows)
         rows = rows[rows < self.n_rows]
@@ -162,19 +166,22 @@ class MaskedRows:
         }
 
     def _static_sizes(self, n_rows: int) -> tuple[int, int]:
-        """Slots and logits that nearly always suffice for a step of one sequence of each length class: five deviations above the mean."""
+        """Numbers of slots and logits that nearly always suffice for a step with one sequence of each length class.
+
+        They lie five standard deviations above the mean.
+        """
         if n_rows not in self._sizes:
             classes = [c for c in np.array_split(np.sort(self._lengths), n_rows) if len(c)]
             n_tokens, variance = n_rows * self._lengths.mean(), sum(c.var() for c in classes)
             rate = self.mask_rate
-            n_targets = rate * n_tokens + n_rows * ((1 - rate) ** self._lengths).mean()  # at least one in every sequence
+            n_targets = rate * n_tokens + n_rows * ((1 - rate) ** self._lengths).mean()  # every sequence has at least one target
             n_slots = n_tokens + 2 * self.frame * n_rows + 5 * math.sqrt(variance) + 1
             n_logits = n_targets + 5 * math.sqrt(rate * (1 - rate) * n_tokens + rate**2 * variance)
             self._sizes[n_rows] = round_up(n_slots, SLOTS), round_up(n_logits, LOGITS)
         return self._sizes[n_rows]
 
     def _sequences(self, epoch: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Input ids and labels of these sequences, one after the other, and their lengths."""
+        """The concatenated input ids and labels of these sequences, and their lengths."""
         texts = self._lengths[rows]
         lengths = texts + 2 * self.frame
         begins = np.cumsum(lengths) - lengths
@@ -188,14 +195,14 @@ class MaskedRows:
 
 def hide(ids: np.ndarray, at: np.ndarray, rows: np.ndarray, lengths: np.ndarray, mask_rate: float, tokenizer,
          seed: tuple[int, int]) -> np.ndarray:
-    """Masks tokens of `ids` in place, and returns the labels: what they were, IGNORED elsewhere.
+    """Masks tokens of `ids` in place. Returns the labels: the original ids of chosen tokens, IGNORED elsewhere.
 
-    at: places of the tokens that may be masked, of one sequence after the other; rows, lengths: the sequences' numbers and how many of the
-    places are theirs. At least one in every sequence is masked. seed: of the run and the epoch.
+    at: the positions in `ids` of the tokens that may be masked, one sequence after the other. rows, lengths: the number of each sequence,
+    and how many of these positions are its own. At least one token of every sequence is chosen. seed: the run's seed and the epoch.
     """
     draws = [np.random.default_rng([*seed, row]).random((3, n)) for row, n in zip(rows, lengths, strict=True)]
     for draw in draws:
-        draw[0, draw[0].argmin()] = 0  # always one to guess
+        draw[0, draw[0].argmin()] = 0  # at least one token is chosen
     chosen, kind, random = np.concatenate(draws, axis=1) if draws else np.empty((3, 0))
     chosen = chosen < mask_rate
     labels = np.full(len(ids), IGNORED, np.int64)
@@ -207,7 +214,10 @@ def hide(ids: np.ndarray, at: np.ndarray, rows: np.ndarray, lengths: np.ndarray,
 
 
 def spread_out(n: int) -> np.ndarray:
-    """0 .. n - 1 so that halves, quarters and so on, as far as n divides, each cover the whole range: what 2, 4, ... devices take."""
+    """The numbers 0 .. n - 1 in an order in which each half, each quarter and so on covers the whole range, as far as n can be halved.
+
+    These are the parts that 2, 4, ... devices take.
+    """
     if n % 2:
         return np.arange(n)
     half = 2 * spread_out(n // 2)

@@ -1,4 +1,4 @@
-"""Rows for language modelling: the documents one after the other, cut into rows of equal length, every token predicted.
+"""Rows for language modelling: the documents are concatenated and cut into rows of equal length, and every token is predicted.
 
 Without `cross_documents` a batch is packed: attention, positions and targets end where a document or a row ends.
 """
@@ -13,7 +13,7 @@ from attnzoo.data.tokenized import TokenStore
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """`arange(s, s + n)` for each start and length, one after the other: int64 `(sum(lengths),)`."""
+    """The concatenation of `arange(s, s + n)` for each start s and length n: int64 `(sum(lengths),)`."""
     first = np.cumsum(lengths) - lengths
     return np.repeat(starts - first, lengths) + np.arange(lengths.sum())
 
@@ -21,8 +21,8 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 def packed_fields(lengths: np.ndarray, max_seqlen: int, entries: int, slots: int | None = None) -> dict:
     """`cu_seqlens`, `max_seqlen`, `position_ids` and `lengths` of a packed batch of sequences of these lengths.
 
-    `cu_seqlens` has `entries` entries, its last value repeated, so that its shape stays the same; where they do not suffice, twice as many.
-    `position_ids` has `slots` entries, by default one for each token; zeros stand behind the last sequence.
+    `cu_seqlens` has `entries` entries, so that its shape stays the same; its last value is repeated. If `entries` is too small, it is
+    doubled until it suffices. `position_ids` has `slots` entries, by default one for each token; the entries after the last sequence are 0.
     """
     while entries <= len(lengths):
         entries *= 2
@@ -41,17 +41,17 @@ def packed_fields(lengths: np.ndarray, max_seqlen: int, entries: int, slots: int
 class CausalRows:
     """Rows of `seq_len` tokens with the next tokens as labels.
 
-    In training the stream of an epoch (documents and rows shuffled by seed and epoch, the first cut moved by a random offset) is a ring, so
-    every token is seen. In validation the documents keep their order and the last row is filled with padding.
+    In training (`ring`) the tokens of an epoch form a ring, so that every token is seen; in validation the last row is filled with padding.
+    With `shuffle` the order of the documents, the order of the rows and the offset of the first row are drawn from seed and epoch.
 
     Args:
         store: the token documents.
         seq_len: tokens in a row.
-        pad_id: the token in padding; its label is -100.
-        seed: of the shuffling.
-        shuffle: whether epochs are shuffled; without it each is the same.
-        ring: training; else validation.
-        cross_documents: whether a row is one sequence, whatever documents it holds.
+        pad_id: the padding token; its label is -100.
+        seed: the seed of the shuffling.
+        shuffle: whether epochs are shuffled; otherwise all epochs are the same.
+        ring: True for training, False for validation.
+        cross_documents: whether a row is a single sequence even if it holds several documents.
     """
 
     def __init__(self, store: TokenStore, seq_len: int, *, pad_id: int, seed: int, shuffle: bool, ring: bool, cross_documents: bool):
@@ -68,7 +68,7 @@ class CausalRows:
     def batch(self, epoch: int, rows: np.ndarray) -> Batch:
         """The batch of these rows: packed `(len(rows) * seq_len,)`, or `(len(rows), seq_len)` across documents.
 
-        Numbers from `n_rows` on are padding.
+        Row numbers from `n_rows` on give rows of padding.
         """
         self._plan(epoch)
         ids, real, cuts = self._windows(self._offset + rows * self.seq_len)
@@ -76,7 +76,7 @@ class CausalRows:
         if self.cross_documents:
             shape, fields = (len(rows), self.seq_len), {"lengths": np.full(len(rows), self.seq_len)}
         else:
-            labels.reshape(-1)[cuts - 1] = IGNORED  # a document's last token has nothing to predict
+            labels.reshape(-1)[cuts - 1] = IGNORED  # after a document's last token there is nothing to predict
             ends = np.union1d(cuts, np.arange(1, len(rows) + 1) * self.seq_len)
             shape, fields = (-1,), packed_fields(np.diff(ends, prepend=0), self.seq_len, self._entries(len(rows)))
         return {
@@ -88,12 +88,15 @@ class CausalRows:
         }
 
     def _entries(self, n_rows: int) -> int:
-        """Entries of `cu_seqlens` that nearly always suffice: rows, and documents that end in them plus four deviations, in eights."""
+        """A number of entries of `cu_seqlens` that nearly always suffices, a multiple of 8.
+
+        It counts the rows and the expected number of documents that end in them, plus four standard deviations of that number.
+        """
         n_ends = n_rows * self.seq_len * len(self.store.n_bytes) / len(self.store.tokens)
         return 8 * math.ceil((n_rows + 1 + n_ends + 4 * math.sqrt(n_ends)) / 8)
 
     def _plan(self, epoch: int) -> None:
-        """Lays out an epoch's stream: where each document starts in it (`_starts`) and in the store (`_sources`)."""
+        """Lays out the tokens of an epoch: where each document starts in the epoch (`_starts`) and in the store (`_sources`)."""
         if epoch == self._epoch:
             return
         offsets = self.store.offsets
@@ -101,7 +104,7 @@ class CausalRows:
         if self.shuffle:
             rng = np.random.default_rng([self.seed, epoch])
             documents, self._order, self._offset = rng.permutation(documents), rng.permutation(self.n_rows), int(rng.integers(self.seq_len))
-        if self.ring:  # on to the first documents again, until the last row has its tokens
+        if self.ring:  # the documents are repeated until the last row has all its tokens
             end = self._offset + self.n_rows * self.seq_len + 1
             documents = np.tile(documents, -(-end // offsets[-1]))
         self._sources = offsets[documents]
@@ -109,16 +112,18 @@ class CausalRows:
         self._epoch = epoch
 
     def _windows(self, begins: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The `seq_len + 1` tokens from each position of the stream on.
+        """The `seq_len + 1` tokens from each of these positions of the epoch on.
 
         Returns:
-            ids int64 and real bool `(len(begins), seq_len + 1)`, false beyond the stream's end, and where a document ends among the inputs:
-            sorted int64 positions, exclusive, in the flattened `(len(begins), seq_len)`.
+            ids: int64 `(len(begins), seq_len + 1)`.
+            real: bool of the same shape, false beyond the epoch's last token.
+            cuts: int64, sorted: the ends of the documents that end among the inputs, as exclusive positions in the flattened
+                `(len(begins), seq_len)`.
         """
         width = self.seq_len + 1
         stops = np.minimum(begins + width, self._starts[-1])
         begins = np.minimum(begins, stops)
-        # each window is a few pieces of documents
+        # each window consists of a few pieces of documents
         first = np.searchsorted(self._starts, begins, side="right") - 1
         count = np.searchsorted(self._starts, stops, side="left") - first
         document, row = ranges(first, count), np.repeat(np.arange(len(begins)), count)

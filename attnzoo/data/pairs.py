@@ -1,6 +1,6 @@
-"""Two texts and whether they belong together: Long Range Arena's Retrieval, and a stand-in for it from installed packages.
+"""Pairs of texts, classified by whether they belong together: Long Range Arena's Retrieval, and a substitute from installed packages.
 
-A source is as in `attnzoo.data.labelled`, with both texts of a pair one after the other, each with the pair's class.
+Sources work as those of `attnzoo.data.labelled`. The two texts of a pair are consecutive documents, each labelled with the pair's class.
 """
 
 from collections.abc import Iterator
@@ -15,21 +15,21 @@ SPLITS = ("train", "validation", "test")
 
 
 def _documents(split: str, number: int, texts: tuple[str, str], label: str) -> Iterator[dict]:
-    for side, text in enumerate(texts):  # an empty text would be left out, and its partner go with another
+    for side, text in enumerate(texts):  # an empty text would be left out, and its partner would be paired with another text
         yield {"text": text or " ", "path": f"{split}/{number}/{side}", "split": split, "n_replaced": 0, "label": label}
 
 
 class PairFiles:
-    """Long Range Arena's Retrieval as it is published: `*.train.tsv`, `*.eval.tsv`, `*.test.tsv`, a pair a line.
+    """Long Range Arena's Retrieval as it is published: `*.train.tsv`, `*.eval.tsv`, `*.test.tsv`, with one pair in each line.
 
-    A line has five columns: 0 or 1 (one paper cites the other), two ids, two texts.
+    A line has five columns: 0 or 1 (1: one paper cites the other), two ids, two texts.
 
     Args:
-        path: the folder of the three files.
+        path: the folder with the three files.
 
     Raises:
         FileNotFoundError: the folder or one of the files does not exist.
-        ValueError: several files fit, or a line is not a pair.
+        ValueError: several files have the same ending, or, when the files are read, a line is not a pair.
     """
 
     kind, splits, classes = "retrieval", SPLITS, ["apart", "linked"]
@@ -62,14 +62,18 @@ class PairFiles:
 
 
 class SamePackage:
-    """Pairs of source files of installed packages: do both belong to the same one? No file is in two splits.
+    """Pairs of source files of installed packages; the class tells whether both are of the same package. No file is in two splits.
 
     Args:
-        packages: at least two, by the names that they are imported by.
-        n_train, n_validation, n_test: pairs of each split.
-        generator_seed: other pairs.
+        packages: import names of at least two packages.
+        n_train, n_validation, n_test: number of pairs in each split.
+        generator_seed: another seed gives other pairs.
         least_bytes: smaller files are left out.
-        max_characters: of each file, from its beginning.
+        max_characters: at most so many characters of each file are used, from its beginning.
+
+    Raises:
+        ValueError: a number of pairs is not a whole number of at least 1, a package is not installed or has no sources, or a split does not
+            have at least two packages with at least two files each.
     """
 
     kind, splits, classes = "same_package", SPLITS, ["apart", "together"]
@@ -122,7 +126,7 @@ def _split(name: str) -> str:
 
 
 class PairRows(LabelledRows):
-    """Pairs of sequences, one after the other in a batch, framed and cut as in LabelledRows; a pair has one label."""
+    """Pairs of sequences, which are consecutive in a batch. Each has special tokens and is cut as in LabelledRows; a pair has one label."""
 
     towers = 2
 
@@ -138,21 +142,21 @@ class PairRows(LabelledRows):
 class PairDataModule(ClassificationDataModule):
     """Batches of pairs for a BERT whose classifier reads two sequences.
 
-    Arguments as in ClassificationDataModule; `batch_size` counts pairs. With objective "mlm" each text is a sequence by itself.
+    The arguments are those of ClassificationDataModule; `batch_size` counts pairs. With objective "mlm" each text is a row of its own.
     """
 
     towers, rows_class = 2, PairRows
 
 
 def retrieval(*, path: str, **options) -> PairDataModule:
-    """Long Range Arena's Retrieval from a folder, see `PairFiles`; other options are those of ClassificationDataModule."""
+    """Long Range Arena's Retrieval from a folder, see `PairFiles`; the other options are those of ClassificationDataModule."""
     return PairDataModule(PairFiles(path), **options)
 
 
 def same_package(
     *, packages: list[str], n_train: int, n_validation: int, n_test: int, generator_seed: int, **options
 ) -> PairDataModule:
-    """Pairs of source files, see `SamePackage`; other options are those of ClassificationDataModule."""
+    """Pairs of source files, see `SamePackage`; the other options are those of ClassificationDataModule."""
     return PairDataModule(SamePackage(packages, n_train, n_validation, n_test, generator_seed), **options)
 
 

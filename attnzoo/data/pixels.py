@@ -1,6 +1,7 @@
-"""Images as sequences of gray pixels with a class each: Pathfinder, and any folder or Hugging Face data set of images.
+"""Labelled images as sequences of gray pixels: Pathfinder, and any folder or Hugging Face data set of images.
 
-As `attnzoo.data.labelled`; a document's tokens are its pixels, row by row, and its text is their values as characters.
+Sources work as those of `attnzoo.data.labelled`. A document's tokens (`ids`) are its pixels, row by row, and its text has one character for
+each pixel, whose code is the pixel's value.
 """
 
 import itertools
@@ -23,7 +24,7 @@ FIRST_PIXEL = TOKENS.index("0")
 
 
 def pixel_tokenizer() -> tokenizers.HuggingFaceTokenizer:
-    """A token for each gray value from 0 to 255."""
+    """A tokenizer with one token for each gray value from 0 to 255."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(TOKENS)}))
@@ -40,13 +41,16 @@ def _document(image: np.ndarray, split: str, row: int, label: str) -> dict:
 
 
 class PathfinderSource:
-    """Images of `attnzoo.data.synthetic.pathfinder`, the same in every run of these sizes and this generator seed.
+    """Images of `attnzoo.data.synthetic.pathfinder`, the same in every run with the same sizes, settings and generator seed.
 
     Args:
-        n_train, n_validation, n_test: images of each split.
-        generator_seed: other images.
-        settings: of the task.
-        processes: that draw; None takes one for each core.
+        n_train, n_validation, n_test: number of images in each split.
+        generator_seed: another seed gives other images.
+        settings: the settings of the task.
+        processes: the number of processes that draw images; None takes one for each core.
+
+    Raises:
+        ValueError: a number of images is not a whole number of at least 1, or `generator_seed` is not a whole number of at least 0.
     """
 
     splits, classes = SPLITS, ["apart", "joined"]
@@ -89,15 +93,20 @@ class PathfinderSource:
 
 
 class ImageSource:
-    """Images with a class each, of a folder or of a Hugging Face data set, made gray and of one size.
+    """Labelled images from a folder or a Hugging Face data set, converted to gray and to one size.
 
     Args:
-        name: as `datasets.load_dataset` takes it, such as uoft-cs/cifar10; None reads `path`.
-        path: a folder with a folder for each class, or with train and test folders of these.
-        image_column, label_column: of the data set.
-        size: pixels of a side; other images are resized.
-        val_fraction: share of the training images for validation.
-        test_split: which split is the test; None where there is none.
+        name: the path that `datasets.load_dataset` takes, such as uoft-cs/cifar10; None reads `path`.
+        path: a folder with a folder for each class, or with train and test folders that have a folder for each class.
+        image_column, label_column: the columns with the images and their classes.
+        size: the height and width in pixels; images of other sizes are resized.
+        val_fraction: expected share of the training images for validation.
+        test_split: the name of the test split; None if there is none.
+
+    Raises:
+        FileNotFoundError: `path` is not a folder.
+        ValueError: not exactly one of `name` and `path` is given, `size` or `val_fraction` is out of its range, or, when the images are
+            read, a column is missing.
     """
 
     kind = "images"
@@ -159,7 +168,7 @@ def pathfinder(
 ) -> ClassificationDataModule:
     """Pathfinder with Long Range Arena's settings for 32 x 32 or 128 x 128 (Path-X) pixels.
 
-    Options of `attnzoo.data.synthetic.pathfinder.Settings` change the task, the others are those of ClassificationDataModule.
+    Options of `attnzoo.data.synthetic.pathfinder.Settings` change the task; the others are those of ClassificationDataModule.
     """
     known = {32: pathfinder_task.LRA_32, 128: pathfinder_task.LRA_128}
     if size not in known:

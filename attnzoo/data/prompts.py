@@ -1,7 +1,7 @@
-"""Where prompts and their continuations come from: JSON lines, and a set that is made by rule to try them.
+"""Where prompts and their continuations come from: JSON lines, and a set made by rule for experiments.
 
-As `attnzoo.data.sources`, but a prompt and each of its continuations are documents of their own, one behind the other, with `label` telling
-which is which.
+These sources work as those of `attnzoo.data.sources`, but the prompt and each of its continuations are separate documents, one after the
+other. A document's `label` tells which of the two it is.
 """
 
 import json
@@ -16,15 +16,16 @@ CLASSES = ("prompt", "continuation")
 
 
 class PromptFiles:
-    """Files of JSON lines, each `{"prompt": "...", "continuations": ["...", ...]}`; other keys are not read.
+    """Files of JSON lines, each `{"prompt": "...", "continuations": ["...", ...]}`; other keys are ignored.
 
     Args:
         paths: files, folders and globs.
-        val_paths: the same for validation; None splits `paths` by the prompts' texts, so that no prompt is in both.
-        val_fraction: share of the prompts for validation where there are no `val_paths`.
+        val_paths: the same for validation; None splits `paths` by a hash of the prompts, so that no prompt is in both splits.
+        val_fraction: share of the prompts for validation if there are no `val_paths`.
 
     Raises:
         FileNotFoundError: a path does not exist, or has no file.
+        ValueError: `val_fraction` is not between 0 and 1, or, when the files are read, a line is not as described here.
     """
 
     kind, classes = "continuations", CLASSES
@@ -68,12 +69,12 @@ def _read(path: Path) -> Iterator[tuple[int, str, list[str]]]:
 
 
 class NumberPrompts:
-    """Lines of numbers, with what can be said of them for continuations; the same in every run.
+    """Prompts that are lines of numbers, with statements about these numbers as continuations; the same in every run.
 
     Args:
-        n_train, n_validation: prompts of each split.
-        n_numbers: in a prompt, from 10 to 99.
-        n_continuations: of each prompt, at most as many as there are kinds (`KINDS`).
+        n_train, n_validation: number of prompts in each split.
+        n_numbers: how many numbers a prompt has; each is from 10 to 99.
+        n_continuations: how many continuations a prompt has, at most as many as there are kinds (`KINDS`).
     """
 
     kind, classes = "continuations", CLASSES

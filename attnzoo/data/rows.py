@@ -1,4 +1,4 @@
-"""The part of every data module that hands out batches: loaders over numbered rows, and the position that goes into the checkpoint."""
+"""The base class of every data module: it makes loaders over numbered rows, and puts their position into the checkpoint."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ class RowsDataModule(LightningDataModule):
     The train loader's position goes into the checkpoint with this module's state, so that a resumed run sees the batches that an
     uninterrupted one would have seen.
 
-    A subclass sets `kind` (what its record and errors call it), `batch_size`, `eval_batch_size`, `shuffle`, `num_workers`, and has
+    A subclass sets `kind` (its name in records and errors), `batch_size`, `eval_batch_size`, `shuffle`, `num_workers`, and has
 
     - `_rows(split, shuffle=False)`: the rows of "train", "validation" (and other splits);
     - `_settings()`: plain JSON that the order of the training rows depends on;
-    - `packs`: whether its batches reach attention as packed sequences, which those of padded rows do too;
-    - `trees`: whether these are segments of trees.
+    - `packs`: whether attention gets its batches as packed sequences; this is so for padded rows too, as the model removes the padding;
+    - `trees`: whether these sequences are segments of trees.
     """
 
     packs = False
@@ -38,7 +38,7 @@ class RowsDataModule(LightningDataModule):
         self._state: dict | None = None
 
     def setup(self, stage: str | None = None) -> None:
-        """Opens what the rows are made from; repeated calls do nothing."""
+        """Opens the data that the rows are made from; repeated calls do nothing."""
 
     def _rows(self, split: str, shuffle: bool = False) -> Any:
         raise NotImplementedError
@@ -47,7 +47,7 @@ class RowsDataModule(LightningDataModule):
         raise NotImplementedError
 
     def check_at_least(self, **least: int) -> None:
-        """Raises ValueError where one of these attributes is no whole number, or smaller."""
+        """Raises ValueError unless each of these attributes is a whole number, and at least as large as given here."""
         for key, bound in least.items():
             value = getattr(self, key)
             if not isinstance(value, int) or value < bound:
@@ -59,7 +59,7 @@ class RowsDataModule(LightningDataModule):
         return {"rank": rank, "world_size": world_size, "num_workers": self.num_workers, "pin_memory": torch.cuda.is_available()}
 
     def train_dataloader(self) -> BatchLoader:
-        if self.trainer and self.trainer.overfit_batches:  # the same few batches in every epoch
+        if self.trainer and self.trainer.overfit_batches:  # every epoch then has the same few batches
             return BatchLoader(self._rows("train"), self.batch_size, **self._loader_options())
         rows = self._rows("train", self.shuffle)
         self._train_loader = ResumableLoader(rows, self.batch_size, settings=self._settings(), **self._loader_options())

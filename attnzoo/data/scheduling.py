@@ -1,8 +1,8 @@
-"""Which sequences are padded together: batches of a sorted list of lengths by dynamic programming.
+"""Decides which sequences are padded together: cuts a sorted list of lengths into batches by dynamic programming.
 
-TurboTransformers (Fang et al. 2021, arXiv:2010.05680) schedules the requests that wait for an encoder so. Sequences of like length waste
-little padding, and few large batches waste little of what each costs beside its tokens. Among all ways to put sequences into batches one of
-the best cuts the sorted list of their lengths, for every cost that does not fall with the longest length.
+TurboTransformers (Fang et al. 2021, arXiv:2010.05680) schedules the waiting requests of an encoder in this way. Batches of sequences of
+similar length waste little on padding, and a small number of large batches wastes little on the fixed cost of a batch. If a batch's cost
+does not decrease when its longest length grows, one of the cheapest ways to form batches is to cut the sorted list of lengths.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ Cost = Callable[[np.ndarray, int], np.ndarray]
 
 
 def batch_sizes(lengths: np.ndarray, max_rows: int, cost: Cost) -> np.ndarray:
-    """Sequences in each batch, int64, of the cheapest way to cut a sorted list of lengths.
+    """The number of sequences in each batch, int64, for the cheapest way to cut a sorted list of lengths.
 
     Args:
         lengths: int (n,), in ascending order.
-        max_rows: sequences in a batch at most.
-        cost: called as cost(rows, longest), of batches with these numbers of sequences, int64 (k,), all padded to the length `longest`.
+        max_rows: the largest number of sequences in a batch.
+        cost: called as cost(rows, longest); returns the costs (k,) of batches of `rows` sequences, int64 (k,), padded to length `longest`.
 
     Raises:
         ValueError: the lengths are not sorted, or max_rows is below 1.
@@ -29,7 +29,7 @@ def batch_sizes(lengths: np.ndarray, max_rows: int, cost: Cost) -> np.ndarray:
     if (np.diff(lengths) < 0).any():
         raise ValueError("lengths must be in ascending order")
     n = len(lengths)
-    best, last = np.zeros(n + 1), np.zeros(n + 1, np.int64)  # of the first i sequences: the least cost, and the size of its last batch
+    best, last = np.zeros(n + 1), np.zeros(n + 1, np.int64)  # for the first i sequences: the least cost, and its last batch's size
     costs: dict[int, np.ndarray] = {}
     for i in range(1, n + 1):
         longest = int(lengths[i - 1])
@@ -37,7 +37,7 @@ def batch_sizes(lengths: np.ndarray, max_rows: int, cost: Cost) -> np.ndarray:
             costs[longest] = cost(np.arange(1, max_rows + 1), longest)
         rows = min(i, max_rows)
         total = best[i - rows : i][::-1] + costs[longest][:rows]
-        size = rows - int(total[::-1].argmin())  # of equals the largest batch
+        size = rows - int(total[::-1].argmin())  # among equal costs the largest batch
         best[i], last[i] = total[size - 1], size
     sizes = []
     while n:

@@ -1,8 +1,8 @@
 """Where documents come from: files, and Hugging Face data sets.
 
-A source tells cheaply what it is (`identity()`, the key of the token cache), gives its documents once and in a fixed order (`documents()`)
-and describes itself for the run's record (`record()`). A document is a dict with `text`, `path` (its name inside the source), `split`
-("train" or "validation") and `n_replaced`, the number of undecodable spots that became U+FFFD.
+A source has three methods. `identity()` cheaply returns what the key of the token cache is made of. `documents()` yields every document
+once, in a fixed order. `record()` describes the source in the run's record. A document is a dict with `text`, `path` (its name inside the
+source), `split` ("train" or "validation") and `n_replaced`, the number of undecodable spots that became U+FFFD.
 """
 
 import glob
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
-# by what datasets.load_dataset reads them with
+# suffixes of files that are not plain text, under the name of the reader that datasets.load_dataset has for them
 NOT_PLAIN = {
     "json": ("a JSON record a line", {".jsonl", ".ndjson"}),
     "parquet": ("a table", {".parquet"}),
@@ -27,21 +27,27 @@ NOT_PLAIN = {
 
 
 def stable_share(name: str) -> float:
-    """A number in [0, 1) that depends on `name` only, the same in every process, Python version and machine."""
+    """A number in [0, 1) that depends on `name` only. It is the same in every process, Python version and machine."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) / 2**64
 
 
 class FileSource:
-    """Text files, one document each, split by file. A file's name alone decides its split, so that adding files moves no other.
+    """Text files, one document each, split by file.
 
-    A single file is split by position: its last `val_fraction` of characters is the validation document.
+    A file is for validation if its name is in `val_names`. Without `val_names`, a hash of the name decides: it is compared with
+    `val_fraction`, so that adding files does not move other files to another split. There is one exception: if a split would have no file,
+    it gets the file with the nearest hash. A single file without `val_names` gives two documents: the last `val_fraction` of its characters
+    is the validation document, and the rest is the training document.
 
     Args:
-        kind: what the record and the cache call it.
-        files: path by name; names are relative, so that the split does not depend on where the files lie.
-        val_fraction: share of the files, or of the single file's characters, for validation.
-        val_names: the names of the validation files, in place of a share.
+        kind: the source's name in the record and in the cache.
+        files: the path of each file by its name. Names are relative, so that the split does not depend on where the files lie.
+        val_fraction: expected share of the files, or share of the single file's characters, for validation.
+        val_names: the names of the validation files; if there are any, `val_fraction` is not used.
         about: further plain facts for the record, such as versions.
+
+    Raises:
+        ValueError: `val_fraction` is not between 0 and 1.
     """
 
     def __init__(self, kind: str, files: dict[str, Path], val_fraction: float, *, val_names: Iterable[str] = (), about: dict | None = None):
@@ -62,7 +68,7 @@ class FileSource:
             yield from map(_read, self._parts(name))
 
     def _parts(self, name: str) -> list[tuple]:
-        """(name, path, split, begin, end), begin and end as shares of the file's characters."""
+        """A tuple (name, path, split, begin, end) for each document of a file; begin and end are shares of the file's characters."""
         path = self.files[name]
         if self.by_position:
             cut = 1 - self.val_fraction
@@ -75,7 +81,7 @@ class FileSource:
             return self.val_names
         names = sorted(self.files, key=stable_share)
         n_below = sum(stable_share(name) < self.val_fraction for name in names)
-        return set(names[: min(max(n_below, 1), len(names) - 1)])  # neither split stays without a file
+        return set(names[: min(max(n_below, 1), len(names) - 1)])  # each split has at least one file
 
 
 def _read(part: tuple[str, Path, str, float, float]) -> dict:
@@ -88,7 +94,12 @@ def _read(part: tuple[str, Path, str, float, float]) -> dict:
 
 
 def python_stdlib(val_fraction: float = 0.05) -> FileSource:
-    """The running Python's own standard library: every .py file outside its test folders."""
+    """The standard library of the running Python: every .py file outside its test folders and the folders of installed packages.
+
+    Raises:
+        FileNotFoundError: the library's folder has no .py files.
+        ValueError: `val_fraction` is not between 0 and 1.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     files = _python_files(root, {"test", "tests", "idle_test", "site-packages", "dist-packages"})
     if not files:
@@ -97,10 +108,10 @@ def python_stdlib(val_fraction: float = 0.05) -> FileSource:
 
 
 def python_packages(packages: str | list[str], val_fraction: float = 0.05) -> FileSource:
-    """The .py files of installed packages, found without importing them.
+    """The .py files of installed packages, which are found without importing the packages.
 
     Raises:
-        ValueError: a package is not installed, or has no sources.
+        ValueError: no package is named, a package is not installed or has no sources, or `val_fraction` is not between 0 and 1.
     """
     files, versions = {}, {}
     for package in [packages] if isinstance(packages, str) else packages:
@@ -119,21 +130,23 @@ def python_packages(packages: str | list[str], val_fraction: float = 0.05) -> Fi
 def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # the distribution has another name than the package, or there is none
+    except importlib.metadata.PackageNotFoundError:  # the distribution has another name than the package, or there is no distribution
         names = importlib.metadata.packages_distributions().get(package, [])
         return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names) or "unknown"
 
 
 def text_files(paths: str | list[str], val_paths: str | list[str] | None = None, val_fraction: float = 0.1) -> FileSource:
-    """Files, folders (all files below that are not hidden) and globs.
+    """A source of text files, given as files, folders (all files below them that are not hidden) and globs.
 
     Args:
-        paths: one or several.
+        paths: one path or several.
         val_paths: the validation files; None splits `paths`.
+        val_fraction: see FileSource.
 
     Raises:
         FileNotFoundError: a path does not exist, or a folder or glob has no file.
-        ValueError: a file is in both lists or no plain text, or there is none.
+        ValueError: a file is in both lists, a file is not plain text by its suffix, `paths` is empty, or `val_fraction` is not between 0
+            and 1.
     """
     train, val = text_paths("data.paths", paths), text_paths("data.val_paths", val_paths)
     for key, files in (("data.paths", train), ("data.val_paths", val)):
@@ -147,7 +160,7 @@ def text_files(paths: str | list[str], val_paths: str | list[str] | None = None,
 
 
 def _check_plain(key: str, files: dict[str, Path]) -> None:
-    """ValueError for files whose bytes are not the text that is in them."""
+    """Raises ValueError for files whose suffix says that they are not plain text."""
     for path in files.values():
         for reader, (kind, suffixes) in NOT_PLAIN.items():
             if path.suffix.lower() in suffixes:
@@ -164,8 +177,14 @@ def _python_files(root: Path, without: set[str] = frozenset()) -> dict[str, Path
 
 
 def text_paths(key: str, paths: str | list[str] | None) -> dict[str, Path]:
-    """Files, folders (all files below that are not hidden) and globs, by name: their path relative to the folder, to the glob's fixed
-    part or to their own folder. `key` is named in errors. FileNotFoundError where there is nothing."""
+    """The files that paths stand for, by name. A path is a file, a folder (all files below it that are not hidden) or a glob.
+
+    A file's name is its path relative to the given folder, to the glob's fixed part, or to its own folder. If another file has this name,
+    the absolute path is the name instead. A file that several paths stand for is listed once. Errors name `key`.
+
+    Raises:
+        FileNotFoundError: a path does not exist, or a folder or glob has no files.
+    """
     files, seen = {}, set()
     for given in [paths] if isinstance(paths, str) else paths or ():
         path = Path(given).expanduser()
@@ -193,12 +212,12 @@ class HubSource:
     """Any data set that `datasets.load_dataset` reads, from the hub or from local files (name "parquet", "json", ... with `data_files`).
 
     Args:
-        name, config, revision, data_files, streaming: as `load_dataset` has them (`name` is its path, `config` its name).
+        name, config, revision, data_files, streaming: arguments of `load_dataset`; `name` is its `path`, and `config` is its `name`.
         column: the column with the text.
-        split, val_split: split expressions; without `val_split` each document's number decides whether it is validation.
-        val_fraction: share of the documents for validation where there is no `val_split`.
-        max_documents, max_val_documents: how many are read of `split` and `val_split`; None reads all.
-        document_start: a regular expression; rows are joined until the next one matches, for sets that store lines.
+        split, val_split: split expressions; without `val_split` a hash of each document's number decides whether it is for validation.
+        val_fraction: expected share of the documents for validation if there is no `val_split`.
+        max_documents, max_val_documents: how many documents of `split` and `val_split` are read; None reads all.
+        document_start: a regular expression for data sets that store lines: a document begins at each row that it matches.
     """
 
     def __init__(
@@ -243,7 +262,7 @@ class HubSource:
     def _texts(self, split: str) -> Iterator[str]:
         column, start = self.options["column"], self.options["document_start"]
         loaded = self._load(split)
-        if column in (loaded.column_names or ()):  # streams of unknown features have no names yet
+        if column in (loaded.column_names or ()):  # streams with unknown features have no column names yet
             loaded = loaded.select_columns(column)
         rows = (text for batch in loaded.iter(batch_size=256) for text in self._column(batch))
         if start is None:
@@ -287,7 +306,7 @@ def document_of(split: str, number: int, text: str, validation: bool) -> dict:
 
 
 def file_stats(files: dict[str, Path]) -> list[tuple]:
-    """What tells a changed file without reading it."""
+    """Name, path, size in bytes and modification time in nanoseconds of each file: they show that a file has changed."""
     stats = ((name, str(path), path.stat()) for name, path in files.items())
     return [(name, path, stat.st_size, stat.st_mtime_ns) for name, path, stat in stats]
 

@@ -2,8 +2,8 @@
 
 A folder `<cache_dir>/<kind>-<key>` holds, for each split, `<split>.tokens.bin` (all documents one after the other, each ended by the
 end of text), `<split>.offsets.npy` (int64, documents + 1) and `<split>.bytes.npy` (int64, UTF-8 bytes of each document), and
-`record.json`; for labelled documents also `<split>.labels.npy` (int64, documents) and the classes' names in the record. The key hashes
-source and tokenizer. The folder gets its name only when it is whole, so that an interrupted write is
+`record.json`; for labelled documents also `<split>.labels.npy` (int64, documents) and the classes' names in the record. The key is a hash
+of the format's version, the source and the tokenizer. The folder gets its name only when it is complete, so that an interrupted write is
 never read.
 """
 
@@ -33,7 +33,7 @@ class TokenStore:
         tokens: uint16 or uint32 `(n_tokens,)`, memory-mapped.
         offsets: int64 `(n_documents + 1,)`; document i is `tokens[offsets[i] : offsets[i + 1]]`, its last token the end of text.
         n_bytes: int64 `(n_documents,)`, the UTF-8 bytes of each document's text.
-        labels: int64 `(n_documents,)`, each document's class; None where there are none.
+        labels: int64 `(n_documents,)`, the number of each document's class; None if the documents have no labels.
     """
 
     def __init__(self, folder: Path, split: str):
@@ -45,7 +45,7 @@ class TokenStore:
         labels = self.folder / f"{split}.labels.npy"
         self.labels = np.load(labels) if labels.exists() else None
 
-    def __reduce__(self):  # a pickled memory map would carry all its tokens to each worker
+    def __reduce__(self):  # a pickled memory map would send all its tokens to each worker
         return TokenStore, (self.folder, self.split)
 
     @property
@@ -63,11 +63,14 @@ class TokenStore:
 
 
 def prepare(source, tokenizer, cache_dir: str | Path) -> Path:
-    """The folder with the tokens of `source`; tokenises them first where that was not done yet. Safe to call from several processes.
+    """The folder with the tokens of `source`, which are made if they are not in the cache. Several processes may call this at once.
+
+    If it raises, the cache does not keep an incomplete folder.
 
     Raises:
-        ValueError: a split has no text.
-        OSError: a source file cannot be read, or the cache cannot be written (nothing half-written stays).
+        ValueError: a split has no text, labelled texts have a single class, a class has no text in the training split, or what the source
+            raises.
+        OSError: a source file cannot be read, or the cache cannot be written.
     """
     identity = json.dumps([FORMAT, source.identity(), fingerprint(tokenizer)], sort_keys=True)
     cache_dir = Path(cache_dir)
@@ -92,7 +95,7 @@ def prepare(source, tokenizer, cache_dir: str | Path) -> Path:
 
 
 def _write(source, tokenizer, folder: Path) -> None:
-    import datasets  # noqa: F401  # takes seconds, which the bar must not count
+    import datasets  # noqa: F401  # takes seconds, which the progress bar must not count
     from tqdm.auto import tqdm
 
     dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32)
@@ -117,7 +120,10 @@ def _write(source, tokenizer, folder: Path) -> None:
 
 
 def _save_labels(source, folder: Path, labels: dict[str, list[str]]) -> list[str]:
-    """Writes the class numbers of each split's documents; returns the classes' names, in the source's order or sorted."""
+    """Writes the class numbers of each split's documents. Returns the names of the classes, [] without labels.
+
+    The order is the source's `classes`. Without these, whole numbers come first, sorted by value, and then the other names, sorted.
+    """
     found = {label for of_split in labels.values() for label in of_split}
     classes = list(getattr(source, "classes", None) or sorted(found, key=lambda name: (0, int(name)) if name.isdecimal() else (1, name)))
     if labels and len(classes) < 2:
@@ -131,7 +137,7 @@ def _save_labels(source, folder: Path, labels: dict[str, list[str]]) -> list[str
 
 
 def _batched(documents, max_characters: int = 2**22) -> Iterator[list[dict]]:
-    """Enough documents at a time for a tokenizer's threads, bounded in memory."""
+    """Lists of documents, large enough to keep a tokenizer's threads busy, and bounded in memory."""
     batch, n = [], 0
     for document in documents:
         batch.append(document)

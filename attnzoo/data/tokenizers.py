@@ -1,8 +1,8 @@
 """Tokenizers: raw bytes, plain numbers, or any Hugging Face tokenizer, with one small interface and a record that rebuilds them.
 
-Every tokenizer has `name`, `vocab_size`, the ids `eos_id`, `pad_id`, `mask_id`, `cls_id`, `sep_id` (None where there is no such token), and
-`encode`, `encode_batch`, `decode`, `record` and `decode_stream`, which gives the text of token after token, where a character that is not
-whole yet waits. Text is text: a special token's name inside a document is encoded as ordinary characters.
+Every tokenizer has `name`, `vocab_size`, the ids `eos_id`, `pad_id`, `mask_id`, `cls_id`, `sep_id` (None if there is no such token), and
+`encode`, `encode_batch`, `decode`, `decode_stream` and `record`. `decode_stream` yields text token by token and holds back characters that
+are not complete yet. The name of a special token inside a document is encoded as ordinary text.
 """
 
 import codecs
@@ -15,7 +15,7 @@ import numpy as np
 
 
 class ByteTokenizer:
-    """UTF-8 bytes: ids 0 to 255 are the bytes, then end of text, padding and mask."""
+    """UTF-8 bytes: ids 0 to 255 are the bytes, 256 is the end of text, 257 padding and 258 the mask."""
 
     name = "bytes"
     eos_id, pad_id, mask_id = 256, 257, 258
@@ -41,7 +41,7 @@ class ByteTokenizer:
 
 
 class NumberTokenizer:
-    """Tokens that are numbers, for tasks without text; written as decimal numbers with blanks between them."""
+    """Tokens that are numbers, for tasks without text. As text they are decimal numbers, separated by spaces."""
 
     name = "numbers"
     pad_id = 0
@@ -51,7 +51,7 @@ class NumberTokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError for what is no number of this vocabulary."""
+        """Raises ValueError for a word that is not a number of this vocabulary."""
         words = text.split()
         if other := next((word for word in words if not word.isdecimal() or int(word) >= self.vocab_size), None):
             raise ValueError(f"{other!r} must be a number from 0 to {self.vocab_size - 1}: this model's tokens are numbers")
@@ -75,8 +75,9 @@ class HuggingFaceTokenizer:
 
     Args:
         backend: the fast tokenizer; padding and truncation are switched off.
-        name: what it was loaded from.
-        special_tokens: token text by role: "eos" (else "sep" ends a text), "pad" (else the end of text pads), "mask", "cls", "sep".
+        name: the file, folder or name on the hub that it was loaded from.
+        special_tokens: the token's text for each role: "eos", "pad", "mask", "cls", "sep". Without "eos" the token of "sep" ends a text,
+            and without "pad" the end of text pads.
     """
 
     roles = ("eos", "pad", "mask", "cls", "sep")
@@ -114,9 +115,10 @@ class HuggingFaceTokenizer:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError where no tokenizer is called so: no file, no folder, nothing in the cache of the Hugging Face hub or on it.
+    """Raises ValueError if `name` is not "bytes", not a path that exists, and neither in the Hugging Face cache nor on the hub.
 
-    The hub is asked once, for at most five seconds; transformers tries again for more than a minute.
+    It also raises if the hub cannot be reached. The hub is asked once, with a timeout of five seconds; transformers would retry for more
+    than a minute.
     """
     if name == "bytes" or Path(name).expanduser().exists():
         return
@@ -129,9 +131,9 @@ def check_name(name: str) -> None:
         HfApi().model_info(name, timeout=5)
     except RepositoryNotFoundError as error:
         raise ValueError(f"{_must_be(name)}: the hub has none of that name, or it is private") from error
-    except HfHubHTTPError:  # a mirror that answers otherwise; what reads the files will tell
+    except HfHubHTTPError:  # a mirror may answer differently; an error will then come up when the files are read
         return
-    except Exception as error:  # a name that none can have, no network, offline by the environment
+    except Exception as error:  # for instance an invalid name, no network, or offline mode set in the environment
         raise ValueError(f"{_must_be(name)}: {_reason(error)}") from error
 
 
@@ -159,7 +161,7 @@ def load(name: str):
         if path.is_file():
             return _from_file(path)
         loaded = AutoTokenizer.from_pretrained(str(path) if path.is_dir() else name)
-    except Exception as error:  # the hub, the parser and the file system each raise their own kinds
+    except Exception as error:  # the hub, the parser and the file system each raise exceptions of their own
         raise ValueError(f"{_must_be(name)}: {_reason(error)}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is None:
@@ -171,7 +173,7 @@ def _from_file(path: Path) -> HuggingFaceTokenizer:
     from tokenizers import Tokenizer
 
     backend = Tokenizer.from_file(str(path))
-    # a bare tokenizer.json does not say which of its special tokens plays which part: take the usual names
+    # a tokenizer.json alone does not say which role each of its special tokens has, so the usual names are looked up
     usual = {
         "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"),
         "pad": ("<pad>", "[PAD]", "<|padding|>"),
@@ -185,7 +187,7 @@ def _from_file(path: Path) -> HuggingFaceTokenizer:
 
 
 def from_record(record: dict):
-    """The tokenizer that wrote `record`; reads nothing but the record.
+    """The tokenizer that wrote `record`; no file is read.
 
     Raises:
         ValueError: `record` was not written by a tokenizer of this module.
@@ -202,6 +204,6 @@ def from_record(record: dict):
 
 
 def fingerprint(tokenizer) -> str:
-    """sha256 of everything that decides how `tokenizer` encodes, whatever path it was loaded from."""
+    """sha256 of everything that decides how `tokenizer` encodes; it does not depend on the path that it was loaded from."""
     record = {key: value for key, value in tokenizer.record().items() if key != "name"}
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Prompts and their continuations as trees of shared prefixes, or each sequence by itself."""
+"""Batches of prompts and their continuations, packed as trees of shared prefixes or as separate sequences."""
 
 import logging
 from typing import Any
@@ -17,18 +17,18 @@ log = logging.getLogger(__name__)
 
 
 class PromptRows:
-    """One row for each prompt: its sequences are the prompt with each continuation and the end of text behind it.
+    """One row for each prompt. A row has one sequence for each continuation: the prompt, the continuation and the end of text.
 
     Args:
-        store: prompts, each before its continuations, with their labels.
-        seq_len: the longest sequence; longer ones are cut, and a prompt that leaves no room is left out with its continuations.
-        pad_id: the token of a batch of nothing.
-        seed, shuffle: of the epochs' order.
-        trees: what the sequences of a batch share from their first token on is there once.
-        predict_prompts: whether prompts are predicted from their second token on, as often as they have continuations.
+        store: documents that are prompts, each followed by its continuations, with labels that tell them apart.
+        seq_len: the length of the longest sequence. Longer ones are cut. A prompt that leaves no room for a continuation is left out.
+        pad_id: the token in a batch without sequences.
+        seed, shuffle: the seed of the epochs' order, and whether epochs are shuffled at all.
+        trees: whether a prefix that sequences of a batch share is stored once.
+        predict_prompts: whether prompts are predicted from their second token on, once for each of their continuations.
 
     Attributes:
-        documents: int64 (n_rows, 2), the number of each prompt's document, and of the one behind its continuations.
+        documents: int64 (n_rows, 2), the number of the prompt's document, and the number after its last continuation's.
     """
 
     def __init__(self, store: TokenStore, seq_len: int, *, pad_id: int, seed: int, shuffle: bool, trees: bool, predict_prompts: bool):
@@ -43,16 +43,16 @@ class PromptRows:
         return np.random.default_rng([self.seed, epoch]).permutation(self.n_rows) if self.shuffle else np.arange(self.n_rows)
 
     def sequences(self, row: int) -> tuple[list[np.ndarray], int]:
-        """Token ids of a prompt with each of its continuations, int64, uncut, and the prompt's length."""
+        """The token ids of a prompt with each of its continuations, int64 and not cut, and the prompt's length in tokens."""
         prompt, *continuations = (np.array(self.store.tokens[slice(*self.store.offsets[document : document + 2])], np.int64)
                                   for document in range(*self.documents[row]))
         return [np.concatenate([prompt[:-1], text]) for text in continuations], len(prompt) - 1
 
     def batch(self, epoch: int, rows: np.ndarray) -> Batch:
-        """The packed batch of these prompts. Each token that is asked for is a target of the token before it, and weighs as many sequences
-        as ask for it.
+        """The packed batch of these prompts. Each target is predicted by the token before it. Its weight is the number of sequences in
+        which it is a target.
 
-        Numbers from `n_rows` on are left out, and a batch of nothing else is one padding token.
+        Row numbers from `n_rows` on are left out. A batch of such numbers only has one padding token.
         """
         sequences, first_asked = [], []
         for row in rows[rows < self.n_rows]:
@@ -62,7 +62,7 @@ class PromptRows:
         packed = pack(sequences or [np.array([self.pad_id])], first_asked or [1], share=self.trees)
         asked = np.flatnonzero(packed.counts)
         logits_at, labels, weights = packed.before[asked], packed.tokens[asked], packed.counts[asked]
-        if len(asked) == 0:  # a model needs one place to look at
+        if len(asked) == 0:  # a model needs at least one position to predict from
             logits_at, labels, weights = np.array([0]), np.array([IGNORED]), np.array([0])
         fields = packed_fields(packed.lengths, self.seq_len, len(packed.lengths) + 1)
         if self.trees:
@@ -83,14 +83,14 @@ class PromptRows:
 class ContinuationDataModule(TextDataModule):
     """Batches of prompts with their continuations for a GPT, packed as trees.
 
-    The loss is that of the sequences one by one: the mean over all targets of all sequences, where a token that several of them share
-    counts once for each. It does not depend on `trees`, nor on which prompts are in a batch.
+    The loss is that of separate sequences: the mean over all targets of all sequences, where a target that several sequences share counts
+    once for each of them. It depends neither on `trees` nor on which prompts share a batch.
 
     Args:
-        source: where they come from, see `attnzoo.data.prompts`.
-        trees: False packs each sequence by itself, for attention that takes no trees.
-        predict_prompts: whether the prompts' tokens are targets, too.
-        seq_len: the longest sequence in tokens.
+        source: where the prompts come from, see `attnzoo.data.prompts`.
+        trees: False packs each sequence by itself, for attention that does not support trees.
+        predict_prompts: whether the prompts' tokens are targets too.
+        seq_len: the length of the longest sequence in tokens.
         batch_size: prompts of one device in one micro-step.
         text: further keyword arguments of TextDataModule.
     """
@@ -108,7 +108,8 @@ class ContinuationDataModule(TextDataModule):
         """Opens the tokens; repeated calls do nothing.
 
         Raises:
-            ValueError: no prompt of a split leaves room for a continuation, or the tokenizer makes nothing of a text.
+            ValueError: no prompt of a split leaves room for a continuation, the tokenizer gives no tokens for a text, or what
+                `attnzoo.data.tokenized.prepare` raises.
         """
         if self._folder is not None:
             return
@@ -131,10 +132,10 @@ class ContinuationDataModule(TextDataModule):
                           trees=self.trees, predict_prompts=self.predict_prompts)
 
     def bytes_per_token(self, split: str) -> None:
-        """None: sequences are cut, and what they share counts more than once, so that a loss has no bits per byte of text."""
+        """None: sequences are cut, and shared tokens count more than once, so that a loss has no bits per byte of text."""
 
     def documents(self, split: str):
-        """The split's sequences: a `datasets.Dataset` of `input_ids` (a prompt, a continuation, the end of text) and `n_bytes`, as numpy
+        """The split's sequences as a `datasets.Dataset` of `input_ids` (a prompt, a continuation, the end of text) and `n_bytes`, as numpy
         int64."""
         import datasets
 
@@ -150,8 +151,8 @@ def continuations(
     *, paths: str | list[str] | None = None, val_paths: str | list[str] | None = None, val_fraction: float = 0.1, n_train: int = 5000,
     n_validation: int = 200, n_numbers: int = 12, n_continuations: int = 4, **options: Any
 ) -> ContinuationDataModule:
-    """A data module over JSON lines (`paths`, `val_paths`, `val_fraction`, see `attnzoo.data.prompts.PromptFiles`), or over a set that is
-    made (`n_train` and the others, see `NumberPrompts`); options are those of ContinuationDataModule."""
+    """A data module over JSON lines (`paths`, `val_paths`, `val_fraction`, see `attnzoo.data.prompts.PromptFiles`). Without `paths` it is
+    over generated prompts (`n_train` and so on, see `NumberPrompts`). The other options are those of ContinuationDataModule."""
     if paths is None and val_paths is not None:
         raise ValueError(f"data.val_paths={val_paths!r} must go with data.paths")
     if paths is None:

@@ -1,4 +1,4 @@
-"""Copying a string (Jelassi et al. 2024, arXiv:2402.01032), or out of blanks: selective copying (Gu & Dao 2023, arXiv:2312.00752).
+"""Copying a string (Jelassi et al. 2024, arXiv:2402.01032), or tokens among blanks: selective copying (Gu & Dao 2023, arXiv:2312.00752).
 
     input   a b c d : a b c          input   _ a _ _ b _ : a
     labels  - - - - a b c d          labels  - - - - - - a b
@@ -19,11 +19,11 @@ def example(
     """`input_ids` and `labels`, int64 `(seq_len,)`: tokens from 2 to vocab_size - 1, drawn independently, the separator 0, and the copy.
 
     Args:
-        n_tokens: how many to copy; where they do not fill the room before the separator, they stand at random places among blanks (1).
-            None: seq_len // 2.
+        n_tokens: the number of tokens to copy. If they do not fill the room before the separator, they stand at random places among blanks
+            (1). None stands for seq_len // 2.
 
     Raises:
-        ValueError: the row has no room for them, or the vocabulary has no two of them.
+        ValueError: `n_tokens` is below 1 or the row has no room for them, or the vocabulary has fewer than two tokens to copy.
     """
     check(seq_len, n_tokens, vocab_size)
     rng = np.random.default_rng(seed)
@@ -38,7 +38,7 @@ def example(
 
 
 def check(seq_len: int, n_tokens: int | None, vocab_size: int) -> None:
-    """Raises ValueError unless a row can be made of these sizes."""
+    """Raises ValueError unless a row of these sizes can be made."""
     if seq_len < 2:
         raise ValueError(f"seq_len={seq_len} must be at least 2")
     if n_tokens is not None and not 1 <= n_tokens <= seq_len // 2:

@@ -1,6 +1,7 @@
-"""Needles in a haystack: sentences hidden in filler at given depths, and a question about them at the end, to the token.
+"""Needles in a haystack: sentences hidden in filler at given depths, and a question about them at the end.
 
-Everything is put together from token ids, so that the length is met exactly with any tokenizer: `encode` each piece, then `hide` it.
+Examples are put together from token ids, so that they have exactly the given length with any tokenizer: `encode` each piece, then `hide`
+it.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,8 +22,8 @@ class Haystack:
 
     Attributes:
         input_ids: int64 `(length,)`.
-        answer: where the answer stands in `input_ids`, at its end; the prompt is `input_ids[: answer.start]`.
-        needles: where each needle stands, in the order given.
+        answer: the slice of `input_ids` with the answer, at the end; the prompt is `input_ids[: answer.start]`.
+        needles: the slice with each needle, in the order in which the needles were given.
     """
 
     input_ids: np.ndarray
@@ -39,7 +40,7 @@ class Haystack:
 
     @property
     def labels(self) -> np.ndarray:
-        """int64 `(length,)`, aligned with the logits: the answer's tokens, each one place before it stands; -100 elsewhere."""
+        """int64 `(length,)`, aligned with the logits: each token of the answer at the position before its own; -100 elsewhere."""
         labels = np.full(len(self.input_ids), IGNORED)
         labels[self.answer.start - 1 : self.answer.stop - 1] = self.answer_ids
         return labels
@@ -55,17 +56,17 @@ def hide(
     filler: Sequence[int],
     introduction: Sequence[int] = (),
 ) -> Haystack:
-    """introduction, filler with the needles in it, question, answer: `length` tokens in all, the answer's included.
+    """An example of `length` tokens in all: introduction, filler with the needles in it, question, answer.
 
     Args:
         needles: token ids of each hidden sentence.
-        depths: for each needle the share of the filler before it, 0 (directly behind the introduction) to 1 (before the question).
-        question, answer: token ids; both must hold at least one.
-        filler: token ids, cut to what is needed, or repeated if there are too few.
+        depths: for each needle the share of the filler before it, from 0 (directly after the introduction) to 1 (before the question).
+        question, answer: token ids, at least one each.
+        filler: token ids, at least one; they are cut to the room there is, or repeated if there are too few.
 
     Raises:
-        NoRoom: `length` does not hold all of it.
-        ValueError: a depth is out of range, or a part is missing.
+        NoRoom: `length` is too short for introduction, needles, question and answer.
+        ValueError: a depth is out of range, there is not one depth for each needle, or question, answer or filler are empty.
     """
     return hide_for_all(length, needles=needles, depths=depths, questions=[question], answers=[answer], filler=filler,
                         introduction=introduction)[0]
@@ -81,10 +82,10 @@ def hide_for_all(
     filler: Sequence[int],
     introduction: Sequence[int] = (),
 ) -> list[Haystack]:
-    """One text that is asked each of the questions: examples that begin alike, as `hide` makes one.
+    """An example as `hide` makes it for each of the questions about one text; the examples have a common prefix.
 
-    Depths are shares of the filler of the longest question and answer; shorter ones have more of it before them, so that all examples have
-    `length` tokens.
+    Depths are shares of the filler in the example with the longest question and answer. The other examples have more filler before their
+    question, so that all of them have `length` tokens. Raises what `hide` raises.
     """
     shortest = [min((len(part) for part in parts), default=0) for parts in (questions, answers, [filler])]
     if not all(shortest):
@@ -113,5 +114,5 @@ def hide_for_all(
 
 
 def noise(encode: Callable[[str], Sequence[int]]) -> np.ndarray:
-    """Token ids of the passkey task's own filler, five sentences that say nothing; `hide` repeats them."""
+    """Token ids of the passkey task's own filler, five sentences without information; `hide` repeats them."""
     return np.asarray(encode(NOISE), np.int64)

@@ -1,6 +1,7 @@
 """Induction heads (Olsson et al. 2022, arXiv:2209.11895) as a task (Fu et al. 2022, arXiv:2212.14052; Gu & Dao 2023, arXiv:2312.00752).
 
-Random tokens hold a special one, followed by some token; when it comes again at the row's end, the model must give that token:
+A special token stands at a random place among random tokens. When it occurs again at the row's end, the model must predict the token that
+followed it the first time:
 
     input   a b * c d a b *
     labels  - - - - - - - c
@@ -19,7 +20,7 @@ def example(seq_len: int, *, seed: int | Sequence[int], vocab_size: int = 16) ->
     """`input_ids` and `labels`, int64 `(seq_len,)`: tokens from 1 to vocab_size - 1, the special token 0 at a random place and at the end.
 
     Raises:
-        ValueError: the row has no room for them, or the vocabulary has no two other tokens.
+        ValueError: `seq_len` is below 3, or the vocabulary has fewer than two other tokens.
     """
     check(seq_len, vocab_size)
     rng = np.random.default_rng(seed)
@@ -31,7 +32,7 @@ def example(seq_len: int, *, seed: int | Sequence[int], vocab_size: int = 16) ->
 
 
 def check(seq_len: int, vocab_size: int) -> None:
-    """Raises ValueError unless a row can be made of these sizes."""
+    """Raises ValueError unless a row of these sizes can be made."""
     if seq_len < 3:
         raise ValueError(f"seq_len={seq_len} must be at least 3")
     if vocab_size < 3:

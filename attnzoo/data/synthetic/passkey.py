@@ -1,4 +1,4 @@
-"""Passkey retrieval (Mohtashami & Jaggi 2023, arXiv:2305.16300): a number hidden in filler, and asked for at the end."""
+"""Passkey retrieval (Mohtashami & Jaggi 2023, arXiv:2305.16300): a number is hidden in filler, and asked for at the end."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ NEEDLE = "\nThe pass key is {key}. Remember it. {key} is the pass key.\n"
 QUESTION = "\nWhat is the pass key? The pass key is"
 ANSWER = " {key}"
 KEYS = (1, 50000)
-# with distractors each key belongs to one of these, and the question names one
+# if a text has several keys, each belongs to one of these names, and a question is about one name
 NAMES = ("Accra", "Bern", "Cairo", "Delhi", "Essen", "Faro", "Graz", "Hanoi")
 NAMES += ("Izmir", "Jaffa", "Kyoto", "Lima", "Miami", "Nice", "Oslo", "Paris")
 NAMED_NEEDLE = "\nThe pass key of {name} is {key}. Remember it. {key} is the pass key of {name}.\n"
@@ -24,7 +24,7 @@ NAMED_QUESTION = "\nWhat is the pass key of {name}? The pass key of {name} is"
 
 def example(length: int, *, depth: float | None, encode: Callable[[str], Sequence[int]], seed: int | Sequence[int],
             **options: Any) -> haystack.Haystack:
-    """A text with one key that is asked for; arguments as of `examples`, where one depth is one key."""
+    """A text with a single key that is asked for. The arguments are those of `examples`, with one depth in place of several."""
     return examples(length, depths=[depth], encode=encode, seed=seed, **options)[0]
 
 
@@ -39,20 +39,21 @@ def examples(
     introduction: str = INTRODUCTION,
     distractors: int = 0,
 ) -> list[haystack.Haystack]:
-    """One text with a key at each depth, and the question for each: as many examples, which begin alike, each of `length` tokens:
-    introduction, filler with the keys' sentences in it, question and answer (a blank and the key's digits).
+    """One text with a key at each depth, and one example for each key, with the question about it. The examples have a common prefix.
+
+    An example has `length` tokens: introduction, filler with the keys' sentences in it, question and answer (a space and the key's digits).
 
     Args:
-        length: of everything in tokens, the answer included.
-        depths: share of the filler before each key, 0 to 1; None draws it.
-        encode: text to token ids, without special tokens; pieces are encoded one by one.
-        seed: of the keys (and depths): an int, or several such as (run, split, row).
-        filler: token ids, cut or repeated to what is needed; None takes the task's own five sentences.
+        length: tokens of an example, the answer included.
+        depths: share of the filler before each key, from 0 to 1; None draws it.
+        encode: text to token ids, without special tokens; each piece is encoded by itself.
+        seed: the seed of all that is drawn: an int, or a sequence of ints such as (run, split, row).
+        filler: token ids, cut or repeated to the room there is; None takes the task's own five sentences.
         keys: the smallest and the largest key.
-        distractors: further keys at depths of their own, which are not asked for. Where there are several keys, each has a name (NAMES).
+        distractors: number of further keys at random depths, which are not asked for. If a text has several keys, each has a name (NAMES).
 
     Raises:
-        ValueError: `length` has no room for the sentences, or an argument is out of its range.
+        ValueError: `length` has no room for the sentences (NoRoom), or an argument is out of its range.
     """
     low, high = keys
     if not 0 <= low <= high:

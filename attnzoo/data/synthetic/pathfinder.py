@@ -1,8 +1,11 @@
 """Pathfinder (Linsley et al. 2018, arXiv:1805.08315) as Long Range Arena sets it up (Tay et al. 2020, arXiv:2011.04006).
 
-An image holds two long dashed contours, shorter ones that distract, and two discs. In class 1 both discs lie on one contour, in class 0
-each lies on another. Many attempts grow side by side, dash by dash, and a pair of contours that meets an obstacle is dropped. Only the
-pairs that come to their end are drawn.
+An image holds two long dashed contours, shorter contours as distractors, and two discs. In class 1 both discs lie on the same contour, in
+class 0 on different ones. The program grows the contour pairs of many attempts at the same time, dash by dash. It drops a pair as soon as
+one of its contours has no room for the next dash, and draws only pairs that reach their full length.
+
+Each image has a mask with values from 0 to 1. It is 1 in a border of `padding` pixels. A dash raises it to the mask of the dash, which is
+the dash thickened by the margin, with values between 0 and 1 at its edge.
 """
 
 import functools
@@ -12,18 +15,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-CHUNK = 256  # images that are drawn together; the same chunk has the same images whatever the number of chunks
-ATTEMPTS = 2048  # pairs of contours that grow side by side
-OCCUPIED = 0.3  # of a mask, from which on a dash may not begin there
-OVERLAP = 1.8  # of two masks added up, from which on dashes touch
-TRIES = 3  # of a dash
-SNAKE_TRIES = 5  # of a distractor, which is left out then
-LEAST_ROOM = 0.01  # of the pixels, without which no distractor is begun
+CHUNK = 256  # images that are drawn together; the images of a chunk do not depend on the number of chunks
+ATTEMPTS = 2048  # pairs of contours that grow at the same time
+OCCUPIED = 0.3  # a pixel is occupied if the image's mask is above this there; a distractor's first dash must cover no such pixel
+OVERLAP = 1.8  # a further dash has room if the sum of the image's mask and the dash's own mask is below this in all pixels of the image
+TRIES = 3  # directions that are tried for each further dash of a contour
+SNAKE_TRIES = 5  # contours that are tried for each distractor; if none has room, the image gets one distractor less
+LEAST_ROOM = 0.01  # no distractor is begun if the share of the image's pixels that are not occupied is below this
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What Long Range Arena customises of the original generator; lengths in pixels, contours in dashes."""
+    """The settings of the original generator that Long Range Arena changes. Contour lengths are in dashes, all other lengths in pixels."""
 
     size: int = 32
     contour_length: int = 14
@@ -31,7 +34,7 @@ class Settings:
     n_distractors: int = 5
     dash_length: int = 2
     thickness: float = 0.5
-    margins: tuple[int, ...] = (1,)  # between dashes; one is drawn for each image
+    margins: tuple[int, ...] = (1,)  # possible margins between dashes; one is drawn for each chunk of images
     marker_radius: float = 1.5
     padding: int = 1
     seed_distance: int = 7
@@ -60,46 +63,47 @@ LRA_128 = Settings(size=128, distractor_length=4, n_distractors=8, dash_length=5
 
 
 class Dashes(NamedTuple):
-    """What dashes look like around the pixel that they are drawn from: line and mask (n, patch, patch), in 0 to 1.
+    """All possible dashes, as patches around the pixel from which a dash is drawn.
 
-    The first 360 have whole degrees, the others lead to the `steps`, one each.
+    The first 360 are for the first dash of a contour, one for each degree from -180 to 179. The others are for its further dashes, one for
+    each of the `steps`.
     """
 
-    orientation: np.ndarray  # (n,), in which a contour goes on
-    line: np.ndarray
-    mask: np.ndarray
-    steps: np.ndarray  # (n - 360, 2), from a pivot to the far end of the next dash
-    footprints: list[np.ndarray]  # of the first 360: offsets (m, 2) that must be free
-    cross: np.ndarray  # (m, 2), pixels no farther than the margin
+    orientation: np.ndarray  # (n,), radians, the direction in which a contour continues after the dash
+    line: np.ndarray  # (n, patch, patch), 0 to 1, the dash as it is drawn
+    mask: np.ndarray  # (n, patch, patch), 0 to 1, the dash thickened by the margin
+    steps: np.ndarray  # (n - 360, 2), offsets from a pivot to the far end of the next dash
+    footprints: list[np.ndarray]  # for each of the first 360: offsets (m, 2) of the pixels that must be free
+    cross: np.ndarray  # (m, 2), offsets no longer than the margin
 
 
 class Contours(NamedTuple):
-    """Growing contours, one or two an image: all fields begin with (images, contours)."""
+    """Growing contours, one or two in each image. The shapes of all fields begin with (images, contours), written as ... below."""
 
-    pivot: np.ndarray  # (..., 2), where the last dash turned
-    orientation: np.ndarray  # of the last dash
-    at: np.ndarray  # (..., dashes, 2), the pixels that dashes are drawn from
-    dash: np.ndarray  # (..., dashes), which they are
+    pivot: np.ndarray  # (..., 2), the pixel at which the last dash turned
+    orientation: np.ndarray  # (...), radians, the direction of the last dash
+    at: np.ndarray  # (..., dashes, 2), the pixels from which dashes are drawn
+    dash: np.ndarray  # (..., dashes), their numbers in Dashes
 
     def take(self, rows: np.ndarray) -> "Contours":
         return Contours(*(x[rows] for x in self))
 
 
 def _moved(at: np.ndarray, orientation: np.ndarray, distance: float) -> np.ndarray:
-    """Pixels at a distance from pixels (..., 2) of rows and columns, rounded up."""
+    """The pixels (row, column) at a distance from pixels (..., 2) in the direction `orientation` (radians), rounded up."""
     along = np.stack([np.sin(orientation), np.cos(orientation)], -1)
     return np.ceil(np.round(at + distance * along, 9)).astype(int)
 
 
 def _shrunk(large: np.ndarray, size: int) -> np.ndarray:
-    """An image of 0 to 255 at a lower resolution, in 0 to 1."""
+    """A lower resolution of an image: float32 (size, size) with values from 0 to 1, from values between 0 and 255."""
     from PIL import Image
 
     return np.asarray(Image.fromarray(large.astype(np.uint8)).resize((size, size), Image.Resampling.LANCZOS), np.float32) / 255
 
 
 def _disc(radius: int) -> np.ndarray:
-    """Offsets (n, 2) of the pixels no farther than the radius."""
+    """The offsets (n, 2) of all pixels within the radius."""
     y, x = np.mgrid[-radius : radius + 1, -radius : radius + 1]
     return np.argwhere(y**2 + x**2 <= radius**2) - radius
 
@@ -132,7 +136,7 @@ def _dashes(settings: Settings, margin: int) -> Dashes:
 
 
 class Artist:
-    """Draws images of one margin; they have a rim of half a patch, so that no dash needs clipping."""
+    """Draws images with one margin. They have a rim of half a patch, so that no dash needs clipping."""
 
     def __init__(self, settings: Settings, margin: int, rng: np.random.Generator):
         self.settings, self.margin, self.rng, self.dashes = settings, margin, rng, _dashes(settings, margin)
@@ -145,11 +149,11 @@ class Artist:
         self.span = np.arange(2 * self.rim + 1)
 
     def within(self, at: np.ndarray) -> np.ndarray:
-        """Whether pixels (..., 2) lie in the image."""
+        """bool (...), whether pixels (..., 2) lie in the image."""
         return ((at >= 0) & (at < self.settings.size)).all(-1)
 
     def window(self, at: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Indices of the patches around pixels (images, 2)."""
+        """The indices of a patch in each image, around pixels (images, 2)."""
         return np.arange(len(at))[:, None, None], (at[:, :1] + self.span)[:, :, None], (at[:, 1:] + self.span)[:, None, :]
 
     def occupy(self, mask: np.ndarray, at: np.ndarray, dash: np.ndarray) -> None:
@@ -157,13 +161,16 @@ class Artist:
         mask[index] = np.maximum(mask[index], self.dashes.mask[dash])
 
     def draw(self, image: np.ndarray, contours: Contours, contrast: float) -> None:
-        """All dashes of the contours."""
+        """Draws all dashes of the contours into the images, in place."""
         for at, dash in zip(contours.at.reshape(len(image), -1, 2).swapaxes(0, 1), contours.dash.reshape(len(image), -1).T, strict=True):
             index = self.window(at)
             image[index] = np.maximum(image[index], self.dashes.line[dash] * np.float32(contrast))
 
     def begin(self, tails: np.ndarray, degrees: np.ndarray, length: int) -> tuple[Contours, np.ndarray]:
-        """Contours whose first dashes go from tails (images, contours, 2) in degrees (images, contours); and where all are in the image."""
+        """Contours with a first dash from tails (images, contours, 2), and bool (images,), whether an image's dashes and pivots lie in it.
+
+        degrees: int (images, contours), the numbers of the dashes, below 360. length: the number of dashes that there is room for.
+        """
         orientation = self.dashes.orientation[degrees]
         head = _moved(tails, orientation, self.settings.dash_length)
         pivot = _moved(head, orientation - np.pi, self.settings.dash_length + self.margin)
@@ -172,7 +179,10 @@ class Artist:
         return Contours(pivot, orientation, at, dash), (self.within(tails) & self.within(head) & self.within(pivot)).all(1)
 
     def extend(self, mask: np.ndarray, contours: Contours, which: int, step: int) -> np.ndarray:
-        """Adds the dash `step` to a contour of each image; gives where there was room."""
+        """Adds the dash number `step` to a contour of each image, in place. Returns bool (images,), whether there was room for it.
+
+        It also marks the dash before that in the mask. The contours of images without room are not valid.
+        """
         settings, dashes, rows = self.settings, self.dashes, np.arange(len(mask))
         orientation = contours.orientation[:, which]
         pivot = _moved(contours.pivot[:, which], orientation, settings.dash_length + 2 * self.margin)
@@ -204,7 +214,7 @@ class Artist:
 
     @functools.cached_property
     def starts(self) -> list[np.ndarray]:
-        """Pixels (n, 2) from which the first dash of an image may go, by its orientation in degrees."""
+        """For each of the 360 first dashes: the pixels (n, 2) from which the first dash of an image's first contour may be drawn."""
         settings = self.settings
         free = np.zeros((settings.size, settings.size), bool)
         free[(slice(2 * settings.seed_distance, settings.size - 2 * settings.seed_distance),) * 2] = True
@@ -212,7 +222,7 @@ class Artist:
                 for footprint in self.dashes.footprints]
 
     def attempts(self) -> tuple[np.ndarray, Contours]:
-        """The masks and pairs of contours of those attempts that came to their end."""
+        """The masks and the contour pairs of those attempts whose contours both reached their full length."""
         rng, settings = self.rng, self.settings
         possible = np.flatnonzero([len(pixels) > 0 for pixels in self.starts])
         degrees = np.stack([possible[rng.integers(len(possible), size=ATTEMPTS)], rng.integers(360, size=ATTEMPTS)], 1)
@@ -231,7 +241,10 @@ class Artist:
         return mask, pairs
 
     def free_tails(self, mask: np.ndarray, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each image a random pixel from which a dash of this orientation has room; and whether there is one."""
+        """For each image a random pixel (images, 2) from which the dash of this number has room, and bool (images,), whether there is one.
+
+        The second result is also False if less than LEAST_ROOM of the image's pixels are free.
+        """
         size, rim = self.settings.size, self.rim
         lined = mask > OCCUPIED
         room = (~lined[:, self.inside, self.inside]).mean((1, 2)) >= LEAST_ROOM
@@ -252,7 +265,7 @@ class Artist:
         return np.stack([pixel // size, pixel % size], -1), (number > 0) & room
 
     def distract(self, image: np.ndarray, mask: np.ndarray) -> None:
-        """Draws one short contour in each image in which one of a few tries finds room."""
+        """Draws one distractor in each image in which one of SNAKE_TRIES tries finds room, in place."""
         length, todo = self.settings.distractor_length, np.arange(len(image))
         for _ in range(SNAKE_TRIES):
             if not len(todo):
@@ -274,7 +287,7 @@ class Artist:
                 todo = np.setdiff1d(todo, rows, assume_unique=True)
 
     def mark(self, image: np.ndarray, at: np.ndarray) -> None:
-        """Draws discs at pixels (images, 2)."""
+        """Draws a disc in each image, around pixels (images, 2), in place."""
         scale, radius = self.settings.antialias, self.settings.marker_radius
         half = math.ceil(radius) + 1
         y, x = np.mgrid[: (2 * half + 1) * scale, : (2 * half + 1) * scale] - half * scale
@@ -285,7 +298,7 @@ class Artist:
 
 
 def chunk(seed: int | tuple[int, ...], settings: Settings = LRA_32, count: int = CHUNK) -> tuple[np.ndarray, np.ndarray]:
-    """Images of one margin, uint8 (count, size, size), and their classes, int64 (count,)."""
+    """Images that share one margin, uint8 (count, size, size), and their classes, int64 (count,)."""
     rng = np.random.default_rng(seed)
     artist = Artist(settings, int(rng.choice(settings.margins)), rng)
     made: list[tuple[np.ndarray, Contours]] = []

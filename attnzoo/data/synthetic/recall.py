@@ -1,6 +1,6 @@
 """Multi-query associative recall, MQAR (Arora et al. 2023, arXiv:2312.04927), in the setting published with zoology.
 
-A row is `key value` pairs, then queries among blanks (token 0, or random ones). At each query the model must give
+A row consists of `key value` pairs, and then of queries among blanks (token 0, or random tokens). At each query the model must predict
 the value that followed the key:
 
     input   k1 v1 k2 v2  k2 0  0  0  k1 0
@@ -26,23 +26,24 @@ def example(
 ) -> tuple[np.ndarray, np.ndarray]:
     """`input_ids` and `labels`, int64 `(seq_len,)`; each of the `n_pairs` keys is asked for once.
 
-    Keys are distinct and come from 1 to vocab_size / 2 - 1, values are distinct and come from vocab_size / 2 to vocab_size - 1.
-    Queries stand at even distances 2 g behind the pairs; g is drawn without replacement with probability ~ (g + 1)^(power - 1), which
-    favours near ones.
+    Keys are distinct and lie between 1 and vocab_size // 2 - 1; values are distinct and lie between vocab_size // 2 and vocab_size - 1.
+    Queries stand at the even distances 2 g after the end of the pairs, g >= 0. The g are drawn without replacement, with probabilities
+    proportional to (g + 1)^(power - 1); a power below 1 favours small distances.
 
     Args:
         seq_len: even, at least 4 `n_pairs`.
-        random_fill: whether the other tokens behind the pairs are random ones of the whole vocabulary; else they are 0, as in the paper.
+        power: above 0.
+        random_fill: whether the other tokens after the pairs are drawn from the whole vocabulary; otherwise they are 0, as in the paper.
 
     Raises:
-        ValueError: the pairs and queries do not fit in the row or in the vocabulary.
+        ValueError: the pairs and queries do not fit into the row (NoRoom) or the vocabulary, or `n_pairs` or `power` is out of its range.
     """
     check(seq_len, n_pairs, vocab_size, power, random_fill)
     rng = np.random.default_rng(seed)
     half, begin = vocab_size // 2, 2 * n_pairs
     keys = 1 + rng.choice(half - 1, n_pairs, replace=False)
     values = half + rng.choice(vocab_size - half, n_pairs, replace=False)
-    # the order of independent exponential waiting times is that of drawing without replacement
+    # sorting independent exponential waiting times gives the same distribution as drawing without replacement
     rates = np.arange(1, (seq_len - begin) // 2 + 1) ** (power - 1.0)
     gaps = np.argsort(rng.exponential(size=len(rates)) / rates)[:n_pairs]
     input_ids = rng.integers(vocab_size, size=seq_len) if random_fill else np.zeros(seq_len, np.int64)
@@ -54,7 +55,7 @@ def example(
 
 
 def check(seq_len: int, n_pairs: int, vocab_size: int, power: float, random_fill: bool) -> None:
-    """Raises ValueError unless a row can be made of these sizes."""
+    """Raises ValueError unless a row of these sizes can be made."""
     if n_pairs < 1:
         raise ValueError(f"n_pairs={n_pairs} must be at least 1")
     if seq_len % 2 or seq_len < 4 * n_pairs:

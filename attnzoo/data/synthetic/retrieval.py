@@ -12,18 +12,22 @@ from attnzoo.data.synthetic.tasks import FORMAT, ExampleDataModule, fingerprint
 
 
 class PasskeyDataModule(ExampleDataModule):
-    """Rows of a text, most of them (`share`) with a passkey hidden in them and asked for at the end. Rows cross documents.
+    """Rows of a text in which a passkey is hidden, and asked for at the end. Rows cross documents.
 
-    Validation rows all hold a passkey, and only its blank and digits are predicted.
+    In training this is so for a `share` of the rows; the other rows are language modelling. All validation rows have a passkey, and their
+    only targets are the answer's tokens: a space and the key's digits.
 
     Args:
-        text: the text and its tokenizer; only its documents are used.
-        share: of the training rows that hold a passkey; the others are language modelling.
-        targets: what passkey rows predict in training: "answer", or "all" tokens.
-        depth: share of the text before the key; None: every depth.
+        text: a data module of text; its tokens and its tokenizer are used, but not its rows.
+        share: share of the training rows that have a passkey.
+        targets: the targets of passkey rows in training: "answer", or "all" tokens.
+        depth: share of the text before the key; None draws it for each row.
         keys: the smallest and the largest passkey.
-        distractors: further keys in a passkey's row, each with a name; several numbers: the rows take them in turn.
+        distractors: number of further keys in a row with a passkey; each key then has a name. The rows take several numbers in turn.
         rows: keyword arguments of ExampleDataModule.
+
+    Raises:
+        ValueError: an argument is out of its range, or `text` is not a TextDataModule.
     """
 
     kind = "passkey"
@@ -63,10 +67,11 @@ class PasskeyDataModule(ExampleDataModule):
         """Opens the text.
 
         Raises:
-            ValueError: a split of the text is shorter than a row, or a row has no room for the question.
+            ValueError: a row has no room for the passkeys, the question and the answer, or what TextDataModule.setup raises: for instance,
+                a split of the text is shorter than a row.
         """
         self.text.seq_len = self.seq_len
-        self.text.setup()  # whatever the stage: examples are cut from it as rows are
+        self.text.setup()  # without the stage, so that lengths are checked: examples are cut from the text as rows are
         try:
             passkey_task.example(
                 self.seq_len, depth=0.0, encode=self.tokenizer.encode, seed=0, filler=[0], keys=(self.keys[1], self.keys[1]),
@@ -76,12 +81,12 @@ class PasskeyDataModule(ExampleDataModule):
             raise ValueError(str(error).replace("length=", "data.seq_len=", 1)) from error
 
     def example_options(self) -> dict[str, Any]:
-        """Keyword arguments of `attnzoo.data.synthetic.passkey.example` that make the training's questions."""
+        """Keyword arguments of `attnzoo.data.synthetic.passkey.example` that make the same questions as in training."""
         return {"keys": self.keys}
 
     def example(self, split: str, row: int) -> tuple[np.ndarray, np.ndarray]:
         train, seed = split == "train", self._row_seed(split, row)
-        rng = np.random.default_rng((*seed, 1))  # beside the one that draws the key
+        rng = np.random.default_rng((*seed, 1))  # independent of the generator that draws the key
         tokens = self.text.stores[split].tokens
         begin = int(rng.integers(len(tokens) - self.seq_len))
         text = np.asarray(tokens[begin : begin + self.seq_len + 1], np.int64)
@@ -96,7 +101,7 @@ class PasskeyDataModule(ExampleDataModule):
         return made.input_ids, made.labels
 
     def record(self) -> dict:
-        """The text's record, and all that the rows depend on beside it, with a sha256 of both."""
+        """The text's record and everything else that the rows depend on, with a sha256 of both."""
         text = self.text.record()
         options = {key: getattr(self, key) for key in ("seq_len", "share", "targets", "depth", "seed", "n_train", "n_validation")}
         if any(self.distractors):
@@ -105,7 +110,7 @@ class PasskeyDataModule(ExampleDataModule):
         return {**text, "source": source, "sha256": fingerprint({**source, "text": text["sha256"], "tokenizer": text["tokenizer"]})}
 
     def documents(self, split: str):
-        """The text's whole documents, see TextDataModule."""
+        """The text's whole documents, see `TextDataModule.documents`."""
         return self.text.documents(split)
 
 

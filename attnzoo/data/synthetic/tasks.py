@@ -1,4 +1,4 @@
-"""Data modules of the tasks that are made of tokens by rule: training rows, and validation rows that are the same in every run."""
+"""Data modules of tasks whose rows are made by rule from tokens; the validation rows are the same in every run."""
 
 import functools
 import hashlib
@@ -17,20 +17,20 @@ from attnzoo.data.synthetic import induction as induction_task
 from attnzoo.data.synthetic import recall as recall_task
 from attnzoo.data.tokenizers import NumberTokenizer
 
-FORMAT = 1  # of the rows; another generator is another data set
+FORMAT = 1  # the version of the generators, part of the record: rows of another generator are another data set
 TRAIN, VALIDATION = 0, 1
-KEPT_TOKENS = 2**26  # rows are kept where an epoch has no more, which takes at most half a GB
+KEPT_TOKENS = 2**26  # rows are kept if an epoch has no more tokens than this; they take at most 512 MiB in each process
 
 
 class ExampleRows:
-    """Rows that a function makes one by one, as dense batches. Those of a small data set are made once (by each worker process).
+    """Rows that a function makes one by one, as dense batches. The rows of a small data set are made only once by each process.
 
     Args:
-        make: row number -> `input_ids` and `labels`, numpy int64 `(seq_len,)`.
-        n_rows: in an epoch; epochs repeat the rows.
+        make: maps the number of a row to its `input_ids` and `labels`, numpy int64 `(seq_len,)`.
+        n_rows: rows in an epoch; all epochs have the same rows.
         seq_len: tokens in a row.
-        pad_id: the token in padding; its label is -100.
-        seed, shuffle: of the epochs' order.
+        pad_id: the padding token; its label is -100.
+        seed, shuffle: the seed of the epochs' order, and whether epochs are shuffled at all.
     """
 
     def __init__(
@@ -43,13 +43,16 @@ class ExampleRows:
         return np.random.default_rng([self.seed, epoch]).permutation(self.n_rows) if self.shuffle else np.arange(self.n_rows)
 
     def batch(self, epoch: int, rows: np.ndarray) -> Batch:
-        """The batch `(len(rows), seq_len)` of these rows; `logits_at` are the places with a label. Numbers from `n_rows` on are padding."""
+        """The batch `(len(rows), seq_len)` of these rows. `logits_at` are the positions with a label.
+
+        Numbers from `n_rows` on give rows of padding.
+        """
         ids, labels = np.full((len(rows), self.seq_len), self.pad_id), np.full((len(rows), self.seq_len), IGNORED)
         for i, row in enumerate(rows):
             if row < self.n_rows:
                 ids[i], labels[i] = self._row(int(row))
         logits_at = np.flatnonzero(labels != IGNORED)
-        if len(logits_at) == 0:  # a batch of padding: a model needs one place to look at
+        if len(logits_at) == 0:  # a batch of padding; a model needs at least one position to predict from
             logits_at = np.zeros(1, np.int64)
         return {
             "input_ids": torch.from_numpy(ids),
@@ -71,16 +74,20 @@ class ExampleRows:
 
 
 class ExampleDataModule(RowsDataModule):
-    """Rows of `seq_len` tokens that are made one by one, for a causal model; `val/accuracy` is the share of answers that are right.
+    """Rows of `seq_len` tokens that are made one by one, for a causal model; `val/accuracy` is the share of correctly predicted targets.
 
     A subclass sets `kind` and `tokenizer`, and has `example(split, row)` and `record()`.
 
     Args:
         seq_len: tokens in a row.
-        batch_size, eval_batch_size: rows of one device in one micro-step; None takes `batch_size` for validation.
-        n_train, n_validation: rows; epochs repeat them, and the validation rows depend on no seed.
+        batch_size, eval_batch_size: rows of one device in one micro-step, in training and in validation; an `eval_batch_size` of None
+            stands for `batch_size`.
+        n_train, n_validation: number of rows in each split; all epochs have the same rows, and the validation rows depend on no seed.
         objective: must be "lm".
-        shuffle, seed, num_workers: of the loaders; `seed` also decides the training rows.
+        shuffle, seed, num_workers: options of the loaders; `seed` also decides the training rows.
+
+    Raises:
+        ValueError: an argument is out of its range.
     """
 
     def __init__(
@@ -99,11 +106,11 @@ class ExampleDataModule(RowsDataModule):
             )
 
     def example(self, split: str, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """`input_ids` and `labels`, int64 `(seq_len,)`, of a row of "train" or "validation"."""
+        """`input_ids` and `labels`, int64 `(seq_len,)`, of a row of the split "train" or "validation"."""
         raise NotImplementedError
 
     def record(self) -> dict:
-        """What the run was fed, as plain JSON: all that the rows depend on, with a sha256 of that."""
+        """The run's data as plain JSON: everything that the rows depend on, with a sha256 of that."""
         raise NotImplementedError
 
     def _row_seed(self, split: str, row: int) -> tuple[int, int, int]:
@@ -118,17 +125,20 @@ class ExampleDataModule(RowsDataModule):
         return {"examples": self.record()["sha256"], "shuffle": self.shuffle}
 
     def bytes_per_token(self, split: str) -> None:
-        """None: a loss of answers has no bits per byte of text."""
+        """None, because the loss of answers has no bits per byte of text."""
 
 
 class TokenTask(ExampleDataModule):
-    """Rows of a module of `attnzoo.data.synthetic` that is made of tokens, not of text.
+    """Rows of a task in `attnzoo.data.synthetic` that is made of tokens, not of text.
 
     Args:
-        task: the module; its `check` and `example` take `seq_len`, `vocab_size` and `options`.
-        options: keyword arguments of `example`; a list stands for several, which the rows take in turn.
-        vocab_size: of the task, and of the model.
+        task: the task's module; its `check` and `example` take `seq_len`, `vocab_size` and `options`.
+        options: keyword arguments of `example`; the rows take the values of a list in turn.
+        vocab_size: the vocabulary size of the task and of the model.
         rows: keyword arguments of ExampleDataModule.
+
+    Raises:
+        ValueError: an argument is out of its range, or the task cannot be made with these options.
     """
 
     def __init__(self, task: ModuleType, options: dict[str, Any], *, vocab_size: int, **rows):
@@ -146,7 +156,7 @@ class TokenTask(ExampleDataModule):
         return {"seq_len": self.seq_len, "vocab_size": self.vocab_size, **chosen}
 
     def example_options(self) -> dict[str, Any]:
-        """Keyword arguments of the task's `example` beside `seq_len` and `seed`, as in the first row."""
+        """Keyword arguments of the task's `example` for the first row, without `seq_len` and `seed`."""
         return {key: value for key, value in self._arguments(0).items() if key != "seq_len"}
 
     def example(self, split: str, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -158,7 +168,7 @@ class TokenTask(ExampleDataModule):
         return {"source": source, "sha256": fingerprint(source), "tokenizer": self.tokenizer.record()}
 
     def documents(self, split: str):
-        """The split's first rows (up to 1000), as a `datasets.Dataset` of `input_ids` (numpy int64)."""
+        """The split's first rows, at most 1000, as a `datasets.Dataset` of `input_ids` (numpy int64)."""
         import datasets
 
         n_rows = min(1000, self._rows(split).n_rows)
@@ -167,7 +177,7 @@ class TokenTask(ExampleDataModule):
 
 
 def check_arguments(check: Callable[..., None], arguments: Sequence[dict[str, Any]]) -> None:
-    """Calls `check` for each set; what it raises names the key as the command line does."""
+    """Calls `check` with each set of arguments. Turns its ValueError or TypeError into a ValueError that names keys as the command line."""
     for one in arguments:
         try:
             check(**one)
@@ -180,17 +190,17 @@ def fingerprint(source: dict[str, Any]) -> str:
 
 
 def recall(*, n_pairs: int | list[int], power: float, random_fill: bool, **options) -> TokenTask:
-    """Multi-query associative recall, see `attnzoo.data.synthetic.recall`; other options are those of TokenTask."""
+    """Multi-query associative recall, see `attnzoo.data.synthetic.recall`; the other options are those of TokenTask."""
     return TokenTask(recall_task, {"n_pairs": n_pairs, "power": power, "random_fill": random_fill}, **options)
 
 
 def copying(*, n_tokens: int | list[int] | None, **options) -> TokenTask:
-    """Copying and selective copying, see `attnzoo.data.synthetic.copying`; other options are those of TokenTask."""
+    """Copying and selective copying, see `attnzoo.data.synthetic.copying`; the other options are those of TokenTask."""
     return TokenTask(copying_task, {"n_tokens": n_tokens}, **options)
 
 
 def induction(**options) -> TokenTask:
-    """Induction heads, see `attnzoo.data.synthetic.induction`; other options are those of TokenTask."""
+    """Induction heads, see `attnzoo.data.synthetic.induction`; the other options are those of TokenTask."""
     return TokenTask(induction_task, {}, **options)
 
 
