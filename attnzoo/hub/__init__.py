@@ -1,6 +1,7 @@
-"""Hugging Face: weights in and out, our attention in transformers' models, our models in its Auto classes.
+"""Hugging Face: import and export of weights, our attention in transformers' models, our models in its Auto classes.
 
-Importing it imports transformers and registers `attnzoo_flash`, `attnzoo_block_sparse`, `attnzoo_gpt` and `attnzoo_bert` there.
+Importing this package imports transformers and registers `attnzoo_flash`, `attnzoo_block_sparse`, `attnzoo_gpt`, `attnzoo_bert` and the
+config of the Forgetting Transformer there.
 """
 
 from attnzoo.hub import auto, fox, interface

@@ -12,16 +12,16 @@ from attnzoo.hub.tokenizers import to_transformers
 
 
 def register() -> None:
-    """Tell transformers' Auto classes of both model types. `import attnzoo.hub` does it."""
+    """Registers both model types with transformers' Auto classes. `import attnzoo.hub` does it."""
     for auto, config, model in ((AutoModelForCausalLM, GPTConfig, GPTForCausalLM), (AutoModelForMaskedLM, BERTConfig, BERTForMaskedLM)):
         AutoConfig.register(config.model_type, config, exist_ok=True)
         auto.register(config, model, exist_ok=True)
 
 
 def from_checkpoint(path: str | Path, *, trust: tuple[str, ...] = ()) -> Any:
-    """A checkpoint, or a run folder's best, as a GPTForCausalLM or BERTForMaskedLM; save_pretrained writes its tokenizer, too.
+    """A checkpoint, or the best one of a run folder, as a GPTForCausalLM or BERTForMaskedLM. Its save_pretrained also writes the tokenizer.
 
-    Raises attnzoo.errors.UserError for a file that is none, and ValueError for a model of another kind.
+    Raises attnzoo.errors.UserError for a file that is not a checkpoint, and ValueError for a model of another kind.
     """
     read = trained.read(str(path), key="path")
     loaded = checkpoint.rebuild(read.content, read.where, trust=trust)

@@ -1,6 +1,6 @@
 """The configs of attnzoo's GPT and BERT for transformers: the plain descriptions of model and attention that a checkpoint holds.
 
-`attnzoo.models.from_config` builds the model from them; a config runs no code of its author.
+`attnzoo.models.from_config` builds the model from them. No code of a config's author runs.
 """
 
 from typing import Any
@@ -43,7 +43,7 @@ class BERTConfig(ZooConfig):
 
 
 def require(config: Any, **expected: Any) -> None:
-    """Raises ValueError for a transformers config that says otherwise."""
+    """Raises ValueError if a transformers config has another value for one of these attributes; attributes that it lacks are accepted."""
     for name, value in expected.items():
         found = getattr(config, name, value)
         if found != value:

@@ -1,4 +1,4 @@
-"""DeepSeek-V2's and V3's weights where all layers are dense: what their configs say of attention=mla, and how their rows are ordered."""
+"""Weights of DeepSeek-V2 and V3 models without experts: the options of attention=mla in their configs, and the order of their rows."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ CLASSES = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
 
 
 def check(config: Any) -> None:
-    """Raises ValueError for what our models do not have."""
+    """Raises ValueError for a config that our models do not support."""
     require(config, rope_interleave=True, num_key_value_heads=config.num_attention_heads)
     if config.first_k_dense_replace < config.num_hidden_layers:
         raise ValueError(f"{config.model_type} config first_k_dense_replace={config.first_k_dense_replace}: the layers behind that are "
@@ -20,15 +20,16 @@ def check(config: Any) -> None:
 
 
 def describe_attention(config: Any) -> dict[str, Any]:
-    """As `attnzoo.hub.attention_from_huggingface`."""
+    """See `attnzoo.hub.attention_from_huggingface`."""
     return {"_target_": "attnzoo.attention.mla.MLAttention", "_partial_": True, **{name: getattr(config, name) for name in WIDTHS}}
 
 
 def matrices(config: Any) -> dict[str, tuple[tuple[str, ...], Tensor | None]]:
-    """Of a layer's attention, by their names: the names of ours that each holds, one after another, and its rows in our order, None where
-    it is theirs.
+    """For each weight of a layer's attention, by its name there: the names of our weights that it holds, one after another, and the indices
+    that bring its rows into our order, None if the order is the same.
 
-    Channels that are rotated together are neighbours there and half the width apart here, and kv_b_proj has keys and values by head.
+    Channels that are rotated together are neighbours there and half the rotated width apart here. Their kv_b_proj holds the key and the
+    value of one head after another; here all keys come before all values.
     """
     rank, nope, rope, heads = config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim, config.num_attention_heads
     pairs = torch.arange(rope).view(-1, 2).T.flatten()

@@ -1,4 +1,4 @@
-"""Dual Chunk attention in transformers' decoders: a model that was trained on short contexts reads long ones, without new weights."""
+"""Dual Chunk attention in transformers' decoders: models trained on short contexts read long ones without new weights."""
 
 from collections.abc import Sequence
 
@@ -12,20 +12,22 @@ from attnzoo_kernels.dual_chunk.geometry import STAGES, geometry, stage_bits
 
 def use_dual_chunk(model: nn.Module, *, chunk_size: int | None = None, local_size: int | None = None, variant: str = "paper",
                    stages: Sequence[str] = STAGES, impl: str | None = None) -> nn.Module:
-    """Give a transformers decoder with rotary positions Dual Chunk attention (An et al. 2024, arXiv:2402.17463), in place; returns it.
+    """Gives a transformers decoder with rotary positions Dual Chunk attention (An et al. 2024, arXiv:2402.17463), in place; returns it.
 
-    transformers rotates queries and keys before attention sees them; here its rotary embedding becomes an identity, so that attention and
-    the KV cache get them un-rotated, and the rotation is the operator's, in float32, by the frequencies of the model's config. It rotates
-    again where another attention is chosen (`use_block_sparse`, `set_attn_implementation`), which needs a new cache; a further
-    `use_dual_chunk` or `use_two_frame` takes the place of an earlier one. The model gets a config of its own.
+    transformers rotates queries and keys before they reach attention. Here the model's rotary embedding becomes an identity, so that
+    attention and the KV cache get queries and keys without rotation. The operator rotates them, in float32, with the frequencies of the
+    model's config. The rotary embedding rotates again if another attention is chosen (`use_block_sparse`, `set_attn_implementation`); this
+    needs a new cache. A further `use_dual_chunk` or `use_two_frame` replaces an earlier one. The model gets its own copy of its config.
 
-    chunk_size: the context that the model was trained on, None for the config's max_position_embeddings. local_size: what of it is kept for
-    distances to the chunk before, None for a quarter. variant, stages, impl: see `attnzoo_kernels.dual_chunk_attention`.
+    chunk_size: the context that the model was trained on, None for the config's max_position_embeddings. local_size: the part of it that is
+    reserved for distances to the previous chunk, None for a quarter. variant, stages, impl: see `attnzoo_kernels.dual_chunk_attention`.
 
-    Prefill, decoding with a cache that holds exactly the tokens read (DynamicCache, transformers' default) and training work; rows of a
-    batch have one length. ValueError here for models without one rotary embedding, with frequencies that change with the length, where
-    no rotary style fits, or with layers that rotate otherwise or not at all (each is tried on a few tokens); at the forward pass for
-    padding, packed rows, other positions, sliding windows, softcap, sinks and dropout.
+    Prefill, decoding with a cache that holds exactly the tokens read (DynamicCache, transformers' default) and training are supported. All
+    rows of a batch must have the same length.
+
+    Raises ValueError for models without exactly one rotary embedding, with frequencies that change with the length, with an unknown style
+    of rotation, or with layers that rotate differently or not at all (each layer is tried on a few tokens). The forward pass raises
+    ValueError for padding, packed rows, other positions, sliding windows, softcap, sinks and dropout.
     """
     def make(rotary: nn.Module, context: int) -> _DualChunk:
         size = context if chunk_size is None else chunk_size
@@ -36,7 +38,7 @@ def use_dual_chunk(model: nn.Module, *, chunk_size: int | None = None, local_siz
 
 
 class _DualChunk(OwnRotation):
-    """Attention with the options and tables of one model."""
+    """Dual Chunk attention with the options and tables of one model."""
 
     title, implementation, converter = "dual chunk attention", "attnzoo_dual_chunk", "hub.use_dual_chunk"
 

@@ -1,7 +1,7 @@
-"""transformers' engine, `generate_batch`, with attnzoo_flash: new tokens read keys and values where the engine keeps them, in pages.
+"""transformers' engine, `generate_batch`, with attnzoo_flash: new tokens read keys and values directly from the engine's pages.
 
-The engine hands its block table to flash-attn alone, and not for layers with a window. Their pages are a ring that holds exactly the keys
-that the newest query sees. Attention does not look at their order, so that they are read as they lie.
+By itself the engine hands its block table to flash-attn only, and not for layers with a window. The pages of such a layer are a ring buffer
+that holds exactly the keys that the newest query sees. The order of keys does not matter to attention, so that they are read as they lie.
 """
 
 import functools
@@ -17,16 +17,17 @@ NAME = "attnzoo_flash"
 
 
 def use_pages(model: torch.nn.Module, *, share_prefixes: bool = False, gather: bool = False) -> torch.nn.Module:
-    """Choose how `generate_batch` with attnzoo_flash reads the engine's pages, in place; returns the model.
+    """Chooses how `generate_batch` with attnzoo_flash reads the engine's pages, in place; returns the model.
 
-    By default, and from transformers 5.20 on, batches of one new token of each text read pages where they lie. Batches with prompts in them
-    gather keys and values.
+    By default, with transformers 5.20 or later, batches with one new token of each text read the pages in place. Batches that contain
+    prompts gather keys and values from the pages.
 
-    share_prefixes: pages that several texts begin with are read once (`decode_attention(share_prefixes=True)`), which is for many samples
-        of long prompts and costs time where little is shared.
+    share_prefixes: pages that several texts begin with are read once (`decode_attention(share_prefixes=True)`). This is meant for many
+        samples of long prompts; it costs time if little is shared.
     gather: all batches gather, as with other attention.
-    The choice is written to the model's config, of which it gets a copy of its own, as `attnzoo_pages`. An engine that the model keeps was
-    made before: `model.destroy_cached_continuous_batching_manager()` gives it up.
+
+    The model gets its own copy of its config, and the choice is written there as `attnzoo_pages`. An engine that the model already keeps
+    does not change; `model.destroy_cached_continuous_batching_manager()` removes it.
     """
     own_configs(model)
     for config in {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}.values():
@@ -43,8 +44,8 @@ def _in_pages(config: Any) -> bool:
 
 
 def register() -> None:
-    """Have the engine hand over its block table, where a batch has one new token of each text. Before transformers 5.20 its pages are
-    others."""
+    """Makes the engine hand over its block table for batches with one new token of each text. Does nothing before transformers 5.20, whose
+    pages are different."""
     from transformers.generation.continuous_batching import PagedAttentionCache, initialization
 
     asked = initialization.ensure_decode_fast_path_is_available
@@ -62,7 +63,7 @@ def register() -> None:
     ring, pages = allocators["sliding_attention"], allocators["full_attention"]
 
     class SlidingAttentionCacheAllocator(ring):
-        """A ring whose pages attnzoo_flash reads."""
+        """The allocator of ring buffers, with the block table by which attnzoo_flash reads their pages."""
 
         def __init__(self, *arguments: Any, config: Any, **options: Any):
             super().__init__(*arguments, config=config, **options)
@@ -75,9 +76,9 @@ def register() -> None:
     update = PagedAttentionCache.update
 
     @functools.wraps(update)
-    @torch.compiler.disable  # as what it wraps
+    @torch.compiler.disable  # as the function that it wraps
     def leave_pages(self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """From transformers 5.24 on layers call it, and not attention: where attention reads pages, it puts new keys there by itself."""
+        """From transformers 5.24 on, layers call this instead of attention. If attention reads pages, it also writes the new keys there."""
         if kwargs.get("block_table") is None or not _in_pages(self.config):
             return update(self, key_states, value_states, layer_idx, kwargs)
         kwargs["cache"] = self
@@ -86,11 +87,11 @@ def register() -> None:
     PagedAttentionCache.update = leave_pages
 
 
-@torch.compiler.disable  # as PagedAttentionCache.update: layers have views of one tensor, which a compiled step would copy to write to
+@torch.compiler.disable  # as PagedAttentionCache.update: the layers' pages are views of one tensor, which a compiled step would copy
 def decode(module: torch.nn.Module, cache: Any, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], options: dict[str, Any]) -> Tensor:
-    """Attention of one new token of each text, (1, texts, heads, head_dim), over its pages, in which its key and value are put first.
+    """Attention of one new token of each text, (1, texts, heads, head_dim), over its pages, to which its key and value are added first.
 
-    given: what the engine hands to all layers. options: of `decode_attention`.
+    given: the arguments that the engine hands to all layers. options: those of `decode_attention`.
     """
     allocator = cache.layer_to_allocator[module.layer_idx]
     pages = allocator.get_cache_for_block_table(module.layer_idx)
@@ -100,7 +101,7 @@ def decode(module: torch.nn.Module, cache: Any, q: Tensor, k: Tensor, v: Tensor,
     if module.layer_idx == allocator.layer_indices[0] or name not in of_step:
         lengths = of_step[allocator.layer_type].diff()
         newest = (lengths - 1).clamp(min=0) if ring is None else given["position_ids"][0] % ring
-        of_step[name] = lengths, _places(newest, lengths, table, pages[0].shape[1], allocator.write_trash_index)  # for all layers
+        of_step[name] = lengths, _places(newest, lengths, table, pages[0].shape[1], allocator.write_trash_index)  # for all its layers
     lengths, places = of_step[name]
     q, k, v = (x.transpose(0, 1).to(pages[0].dtype) for x in (q, k, v))
     if q.is_cuda:
@@ -117,7 +118,7 @@ def decode(module: torch.nn.Module, cache: Any, q: Tensor, k: Tensor, v: Tensor,
 
 
 def _places(newest: Tensor, lengths: Tensor, table: Tensor, page: int, nowhere: int) -> Tensor:
-    """Where in all pages, one behind the other, the place `newest` of each text stands; that of an empty text is `nowhere`."""
+    """The index of each text's place `newest` in the concatenation of all pages; `nowhere` for an empty text."""
     newest = newest.long()
     places = table.gather(1, (newest // page)[:, None])[:, 0].long() * page + newest % page
     return places.masked_fill(lengths <= 0, nowhere)

@@ -1,6 +1,6 @@
-"""The Forgetting Transformer's published weights (Lin et al. 2025, arXiv:2503.02130), FoX and FoX (Pro): their config and their names.
+"""Config and parameter names of the Forgetting Transformer's published weights, FoX and FoX (Pro) (Lin et al. 2025, arXiv:2503.02130).
 
-transformers does not know the architecture, and no code of its authors runs here.
+transformers does not have this architecture, and no code of its authors runs here.
 """
 
 from typing import Any
@@ -11,14 +11,14 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig, PreTraine
 
 from attnzoo.hub.configs import require
 
-TRAINED_CONTEXT = 16384  # of all that are published; their configs do not say it
-QK_NORM_EPS = 1e-5  # whatever norm_eps is
+TRAINED_CONTEXT = 16384  # the same for all published models; their configs do not have it
+QK_NORM_EPS = 1e-5  # independent of norm_eps
 
 Parameter = tuple[tuple[str, ...], tuple[int, ...]]
 
 
 class FoXConfig(PreTrainedConfig):
-    """What decides how the published models compute, with the defaults that their authors' code has."""
+    """The options that decide how the published models compute, with the defaults of their authors' code."""
 
     model_type = "forgetting_transformer-project_fox"
     vocab_size: int = 32000
@@ -45,7 +45,7 @@ class FoXConfig(PreTrainedConfig):
 
 
 class FoXForCausalLM(PreTrainedModel):
-    """The published parameters, for `from_pretrained` to read. It computes nothing: `from_huggingface` makes a GPT of it."""
+    """The published parameters, so that `from_pretrained` can read them. It has no forward pass: `from_huggingface` makes a GPT of it."""
 
     config_class = FoXConfig
 
@@ -63,13 +63,13 @@ class FoXForCausalLM(PreTrainedModel):
 
 
 def register() -> None:
-    """Tell transformers of the config, unless the authors' own package has done so."""
+    """Registers the config with transformers, unless the authors' own package has done so."""
     if FoXConfig.model_type not in CONFIG_MAPPING:
         AutoConfig.register(FoXConfig.model_type, FoXConfig)
 
 
 def describe(config: Any) -> dict[str, Any]:
-    """As `attnzoo.hub.config_from_huggingface`."""
+    """See `attnzoo.hub.config_from_huggingface`."""
     require(config, num_kv_heads=None, window_size=None, hidden_act="swish", fgate_type="full", ogate_act="sigmoid",
             tie_word_embeddings=False, **({"qk_norm_share_param_across_head": True} if config.qk_norm else {}))
     return {
@@ -82,7 +82,7 @@ def describe(config: Any) -> dict[str, Any]:
 
 
 def describe_attention(config: Any) -> dict[str, Any]:
-    """As `attnzoo.hub.attention_from_huggingface`."""
+    """See `attnzoo.hub.attention_from_huggingface`."""
     return {
         "_target_": "attnzoo.attention.forgetting.ForgettingAttention", "_partial_": True, "shift_keys": config.use_k_shift,
         "shift_values": config.use_v_shift, "output_norm": config.use_output_norm, "qk_norm_eps": QK_NORM_EPS if config.qk_norm else None,
@@ -90,7 +90,7 @@ def describe_attention(config: Any) -> dict[str, Any]:
 
 
 def parameters(config: Any) -> dict[str, Parameter]:
-    """By their names: the names of our parameters that each holds, one after another, and its shape."""
+    """For each published parameter, by its name: the names of our parameters that it holds, one after another, and its shape."""
     width, heads, hidden = config.hidden_size, config.num_heads, _mlp_dim(config)
     square, by_head = (width, width), (heads, width)
     layer: dict[str, Parameter] = {
@@ -123,5 +123,5 @@ def parameters(config: Any) -> dict[str, Parameter]:
 
 
 def _mlp_dim(config: Any) -> int:
-    """hidden_ratio of three matrices in multiples of 256, where nothing else is given."""
+    """intermediate_size, or without it 2/3 of hidden_ratio (4 by default) times hidden_size, rounded up to a multiple of 256."""
     return config.intermediate_size or -(-int(config.hidden_size * (config.hidden_ratio or 4) * 2 / 3) // 256) * 256

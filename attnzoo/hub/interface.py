@@ -1,7 +1,7 @@
 """attnzoo's operators in transformers' models, as `attn_implementation="attnzoo_flash"` and `"attnzoo_block_sparse"`.
 
-Both read what transformers hands to its own flash attention: padding, packed sequences (cu_seq_lens or position_ids that start again),
-sliding windows, and in attnzoo_flash soft caps, learned sinks and dropout. Whatever else a model masks or adds raises.
+Both support what transformers hands to its own flash attention: padding, packed sequences (cu_seq_lens, or position_ids that start again)
+and sliding windows; attnzoo_flash also supports soft caps, learned sinks and dropout. Other masks and options raise ValueError.
 """
 
 import functools
@@ -26,13 +26,13 @@ MASKS = {
 
 
 def register() -> None:
-    """Give transformers both names. `import attnzoo.hub` does it."""
+    """Registers both names with transformers. `import attnzoo.hub` does it."""
     from transformers import AttentionInterface, AttentionMaskInterface, modeling_utils
 
     for name, function in FUNCTIONS.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, attention_mask)
-    # for any other name with "flash" in it a model looks for a package, or a kernel on the hub, when it is loaded
+    # without this, a model looks for a package or a kernel on the hub when it is loaded with a name that contains "flash"
     asked = modeling_utils.is_flash_attention_requested
 
     @functools.wraps(asked)
@@ -46,10 +46,10 @@ def register() -> None:
 
 
 def use_block_sparse(model: torch.nn.Module, pattern: str = "longformer", **options: Any) -> torch.nn.Module:
-    """Give a transformers model attnzoo_block_sparse with a pattern of `attnzoo_kernels.block_sparse.patterns`, in place; returns it.
+    """Gives a transformers model attnzoo_block_sparse with a pattern of `attnzoo_kernels.block_sparse.patterns`, in place; returns it.
 
-    The choice is written to the model's config, of which it gets a copy of its own, as `attnzoo_block_sparse`, which save_pretrained
-    keeps; without one it is longformer.
+    The model gets its own copy of its config, and the pattern is written there as `attnzoo_block_sparse`. save_pretrained keeps it. For a
+    config without this entry the pattern is longformer.
     """
     Pattern(pattern, **options)
     own_configs(model)
@@ -62,14 +62,14 @@ def use_block_sparse(model: torch.nn.Module, pattern: str = "longformer", **opti
 def flash(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
           scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None,
           s_aux: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, None]:
-    """`flash_attention` behind transformers' attention interface: query (batch, heads, seqlen, head_dim) to (batch, seqlen, heads, ...)."""
+    """`flash_attention` with transformers' attention interface: query (batch, heads, seqlen, head_dim) to (batch, seqlen, heads, ...)."""
     _refuse("attnzoo_flash", kwargs)
     options = _options(module, scaling, sliding_window, is_causal) | {"softcap": softcap or 0.0}
     options |= {"sinks": None if s_aux is None else s_aux.float()}
     cache = kwargs.pop("cache", None)
     if cache is not None and kwargs.get("block_table") is not None:
         return engine.decode(module, cache, *_operands(query, key, value), kwargs, options), None
-    if cache is not None:  # packed: what was read before, where there is any, is gathered from its pages, and the lengths go to kwargs
+    if cache is not None:  # packed: earlier keys and values, if any, are gathered from their pages, and `update` puts lengths in kwargs
         key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=kwargs)
     q, k, v = _operands(query, key, value)
 
@@ -86,7 +86,7 @@ def flash(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, at
 def block_sparse(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
                  scaling: float | None = None, sliding_window: int | None = None, is_causal: bool | None = None,
                  **kwargs: Any) -> tuple[Tensor, None]:
-    """`block_sparse_attention` in the pattern that the model's config names (see `use_block_sparse`), as `flash`."""
+    """As `flash`, with `block_sparse_attention` and the pattern that the model's config names (see `use_block_sparse`)."""
     _refuse("attnzoo_block_sparse", kwargs | {"dropout": dropout or None}, "softcap", "s_aux", "dropout", "cache")
     q, k, v = _operands(query, key, value)
     options = _options(module, scaling, sliding_window, is_causal)
@@ -106,12 +106,13 @@ def block_sparse(module: torch.nn.Module, query: Tensor, key: Tensor, value: Ten
 
 def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
                    mask_function: Callable | None = None, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """What the attention functions need of a model's mask: causality and windows they know from the model itself.
+    """The part of a model's mask that the attention functions need; the model itself tells them causality and windows. Returns one of
 
-    None: every key is real. bool (batch, keys): which keys are; keys beyond its width are not.
-    int32 (sequences + 1,): cu_seqlens of sequences packed into the flattened rows.
-    int64 (batch, tokens): the number of each token's sequence, while a CUDA graph is captured, when the host cannot count the sequences.
-        The attention functions then need cu_seq_lens_q, which transformers' engine gives them.
+    None: every key is real.
+    bool (batch, keys): which keys are real; keys beyond its width are not.
+    int32 (sequences + 1,): cu_seqlens of the sequences that are packed into the flattened rows.
+    int64 (batch, tokens): the number of each token's sequence, while a CUDA graph is captured, because the host then cannot count the
+        sequences. The attention functions then need cu_seq_lens_q, which transformers' engine gives them.
     """
     parts = _parts(mask_function) if mask_function is not None else {}
     for kind in parts.keys() - MASKS:
@@ -124,7 +125,7 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
         known = not isinstance(q_offset, Tensor)
         if "causal_mask_function" not in parts or known and q_offset + q_length == kv_offset + kv_length:
             return None
-        # a static cache: what it has room for and does not hold yet is no key
+        # a static cache: the places that it has not filled yet are not keys
         keys = torch.arange(kv_length, device=kwargs.get("device", None if known else q_offset.device)) + kv_offset
         return (keys < q_offset + q_length).expand(batch_size, -1)
     attention_mask = attention_mask[:, -kv_length:]
@@ -134,7 +135,7 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
 
 
 def _capturing() -> bool:
-    """Whether a CUDA graph is captured, in which nothing may wait for the device."""
+    """Whether a CUDA graph is being captured. The host must not wait for the device then."""
     return not torch.compiler.is_compiling() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -148,7 +149,7 @@ def _boundaries(sequence: Tensor) -> Tensor:
 
 @torch.compiler.disable
 def _parts(mask_function: Callable) -> dict[str, dict[str, Any]]:
-    """The functions that transformers made a mask of: what each holds, by name."""
+    """The functions of which transformers composed a mask: by name, the variables that each function holds."""
     kind = mask_function.__qualname__.partition(".")[0]
     variables = dict(inspect.getclosurevars(mask_function).nonlocals)
     if kind not in ("and_masks", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"):
@@ -167,7 +168,7 @@ def _refuse(name: str, given: dict[str, Any], *more: str) -> None:
 
 
 def _operands(*tensors: Tensor) -> Iterator[Tensor]:
-    """(batch, seqlen, heads, width) of one dtype, autocast's where it is on: rotary positions may have left some in float32."""
+    """The tensors as (batch, seqlen, heads, width). With autocast they get its dtype, because rotary positions may have left float32."""
     device = tensors[0].device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return (x.transpose(1, 2) if dtype is None else x.transpose(1, 2).to(dtype) for x in tensors)
@@ -175,7 +176,7 @@ def _operands(*tensors: Tensor) -> Iterator[Tensor]:
 
 def _options(module: torch.nn.Module, scaling: float | None, sliding_window: int | None, is_causal: bool | None) -> dict[str, Any]:
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # transformers counts the query's own key
+    # the window of transformers includes the query's own key
     side = -1 if sliding_window is None else sliding_window - 1
     return {"causal": bool(causal), "softmax_scale": scaling, "window_size": (side, 0 if causal else side)}
 
@@ -196,7 +197,7 @@ def _attend(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask
 
 
 def _attend_padded(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """mask: bool (batch, keys). Shapes stay those of the rows, so that the host does not wait for the number of real tokens."""
+    """mask: bool (batch, keys). No shape depends on the number of real tokens, so that the host does not wait for it."""
     if mask.dim() != 2 or mask.dtype != torch.bool:
         raise ValueError(f"attention_mask: must be (batch, keys), one number for each token, got {tuple(mask.shape)} {mask.dtype}; "
                          "masks of pairs of tokens need attn_implementation=\"sdpa\"")
@@ -208,7 +209,7 @@ def _attend_padded(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tenso
     if queries == keys:
         out = attend(padding.remove_padding(q.contiguous(), real.indices), k, v, cu_seqlens_q=real.cu_seqlens, **packing)
         return padding.pad_input(out, real.indices, batch, queries)
-    # over a cache the queries are each sequence's last tokens; those of padding on the left see no key
+    # with a cache the queries are each sequence's last tokens; queries of padding on the left see no key
     cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries
     return attend(q.flatten(0, 1), k, v, cu_seqlens_q=cu_seqlens_q, **packing).unflatten(0, (batch, queries))
 

@@ -1,4 +1,4 @@
-"""attnzoo's models as transformers' PreTrainedModel: what `attnzoo.hub.auto` registers."""
+"""attnzoo's models as subclasses of transformers' PreTrainedModel, which `attnzoo.hub.auto` registers."""
 
 import json
 import math
@@ -19,7 +19,7 @@ CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWith
 
 
 class LayerCaches:
-    """The KV caches of all layers as transformers' generation uses them; room doubles when it runs out."""
+    """The KV caches of all layers, with the interface that transformers' generation needs. Their room at least doubles when it runs out."""
 
     is_compileable = False
 
@@ -28,7 +28,7 @@ class LayerCaches:
 
     @property
     def is_linear(self) -> list[bool]:
-        """Which layers hold a state in place of keys."""
+        """For each layer whether it holds a state in place of keys; none does."""
         return [False] * len(self.layers)
 
     def get_seq_length(self, layer: int = 0) -> int:
@@ -41,18 +41,18 @@ class LayerCaches:
                 larger.append(*cache.read())
 
     def reorder_cache(self, beams: Tensor) -> None:
-        """Row b becomes what row beams[b] was."""
+        """Replaces the content of each row b by that of row beams[b]."""
         for cache in self.layers:
             cache.take(beams)
 
 
 class _Pretrained(PreTrainedModel):
     base_model_prefix = "model"
-    tokenizer: Any = None  # transformers', of a model that came from a checkpoint, and our own's record
-    tokenizer_record: dict | None = None
+    tokenizer: Any = None  # a transformers tokenizer; only a model that was made from a checkpoint has one
+    tokenizer_record: dict | None = None  # the record of our own tokenizer
 
     def save_pretrained(self, save_directory: str | os.PathLike, **options: Any) -> None:
-        """As transformers', and the tokenizer beside it."""
+        """Saves as transformers does, and also saves the tokenizer and its record if the model has one."""
         super().save_pretrained(save_directory, **options)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(save_directory)
@@ -67,7 +67,7 @@ class _Pretrained(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """The model initialises itself; what from_pretrained makes on the meta device is its buffers that no file holds."""
+        """Sets buffers that no file holds to NaN: from_pretrained makes them on the meta device. The model initialises itself."""
         for name in module._non_persistent_buffers_set:
             nn.init.constant_(getattr(module, name), math.nan)
 
@@ -81,15 +81,15 @@ class _Pretrained(PreTrainedModel):
 
 
 class GPTForCausalLM(_Pretrained, GenerationMixin):
-    """attnzoo.models.GPT with transformers' calling convention: labels are the input_ids, shifted here."""
+    """attnzoo.models.GPT with transformers' calling convention: labels are the input_ids, and the loss shifts them."""
 
     config_class = GPTConfig
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
                 labels: Tensor | None = None, past_key_values: LayerCaches | None = None, cache: LayerCaches | None = None,
                 use_cache: bool | None = None, **kwargs: Any) -> CausalLMOutputWithPast:
-        """With use_cache all rows must be whole; padded rows are read from their first token again (use_cache=False). past_key_values,
-        cache: two names of one thing."""
+        """With a cache no row may be padded. Padded rows need use_cache=False, and are then read from their first token again at each step.
+        past_key_values and cache are two names for the same argument."""
         batch, seqlen = input_ids.shape
         cache = past_key_values if cache is None else cache
         if use_cache and cache is None:
@@ -115,7 +115,7 @@ class GPTForCausalLM(_Pretrained, GenerationMixin):
 
 
 class BuiltGPT(GPTForCausalLM):
-    """The same around a GPT that there is already, whose description is not known."""
+    """GPTForCausalLM around an existing GPT, which is not built from the config."""
 
     def __init__(self, model: nn.Module, config: GPTConfig):
         PreTrainedModel.__init__(self, config)
@@ -123,13 +123,13 @@ class BuiltGPT(GPTForCausalLM):
 
 
 class BERTForMaskedLM(_Pretrained):
-    """attnzoo.models.BERT with transformers' calling convention: labels are -100 where nothing is masked."""
+    """attnzoo.models.BERT with transformers' calling convention: labels are -100 for tokens that are not targets."""
 
     config_class = BERTConfig
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None,
                 position_ids: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any) -> MaskedLMOutput:
-        if self.model.type_embedding is None:  # tokenizers give them to models that have no types
+        if self.model.type_embedding is None:  # tokenizers return them even for models without token types
             token_type_ids = None
         logits = self.read(input_ids, attention_mask, token_type_ids=token_type_ids, position_ids=position_ids)
         loss = None if labels is None else self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)

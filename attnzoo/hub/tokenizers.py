@@ -1,4 +1,4 @@
-"""Our tokenizers as transformers', so that AutoTokenizer and pipelines read what we export, with the same numbers for the same text."""
+"""Our tokenizers as transformers' tokenizers, so that AutoTokenizer and pipelines read what we export, with the same ids for a text."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from attnzoo.data.tokenizers import ByteTokenizer, HuggingFaceTokenizer, NumberTokenizer
 
-BYTE_SPECIALS = {"eos": "<|endoftext|>", "pad": "<|padding|>", "mask": "<|mask|>"}  # numbers 256 to 258
+BYTE_SPECIALS = {"eos": "<|endoftext|>", "pad": "<|padding|>", "mask": "<|mask|>"}  # ids 256 to 258
 
 
 def to_transformers(tokenizer: Any, *, context: int) -> PreTrainedTokenizerFast:
-    """One that encodes and decodes text as `tokenizer` does; context: its model_max_length, in tokens.
+    """A transformers tokenizer that encodes and decodes text as `tokenizer` does. context: its model_max_length, in tokens.
 
-    As in training, a special token's name inside a text is ordinary text (`split_special_tokens`), and no token is added to a text. Bytes
-    that are no UTF-8 cannot be put in: transformers' tokenizers take text. Words that are no numbers of a NumberTokenizer's are an error
-    there. ValueError for other tokenizers.
+    As in training, the name of a special token inside a text is ordinary text (`split_special_tokens`), and no token is added to a text.
+    Bytes that are not UTF-8 cannot be encoded, because transformers' tokenizers take text. If `tokenizer` is a NumberTokenizer, words that
+    are not numbers of its vocabulary are an error there. Raises ValueError for tokenizers of other classes.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         backend, special = Tokenizer.from_str(tokenizer.backend.to_str()), tokenizer.special_tokens
         backend.post_processor = None
     elif isinstance(tokenizer, ByteTokenizer):
-        # byte-level BPE that merges nothing
+        # byte-level BPE without merges
         backend = Tokenizer(models.BPE({character: byte for byte, character in bytes_to_unicode().items()}, []))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()

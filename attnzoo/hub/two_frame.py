@@ -1,4 +1,4 @@
-"""Two frames of positions in transformers' decoders: a model that was trained on short contexts reads long ones, without new weights."""
+"""Attention with two frames of positions in transformers' decoders: models trained on short contexts read long ones without new weights."""
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +11,20 @@ from attnzoo_kernels.dual_chunk.reference import rotate
 
 def use_two_frame(model: nn.Module, *, method: Method = "rerope", context: int | None = None, window: int | None = None,
                   factor: int | None = None, sinks: int | None = None, impl: str | None = None) -> nn.Module:
-    """Give a transformers decoder with rotary positions attention in two frames (`attnzoo.attention.two_frame.Frames` has the
-    formulas), in place; returns it.
+    """Gives a transformers decoder with rotary positions attention in two frames, in place; returns the model.
 
-    As in `use_dual_chunk`, the model's rotary embedding becomes an identity, attention and the KV cache get queries and keys un-rotated,
-    and it rotates again where another attention is chosen. A cache holds each key once. All of its keys are rotated for both frames at
-    each pass, so that decoding reads it more than once and needs room for two copies of one layer's keys.
+    `attnzoo.attention.two_frame.Frames` has the formulas. As with `use_dual_chunk`, the model's rotary embedding becomes an identity, and
+    attention and the KV cache get queries and keys without rotation; the rotary embedding rotates again if another attention is chosen. A
+    cache holds each key once. Each pass rotates all keys of the cache for both frames, so that decoding reads the cache more than once and
+    needs room for two copies of one layer's keys.
 
     method: "rerope" and "leaky_rerope" (Su 2023, https://kexue.fm/archives/9708), "self_extend" (Jin et al. 2024, arXiv:2401.01325),
     "lm_infinite" (Han et al. 2023, arXiv:2308.16137) or "streaming_llm" (Xiao et al. 2023, arXiv:2309.17453).
-    context: what the model was trained on, from which `window` has its default; None for the config's max_position_embeddings.
-    window, factor, sinks: as options of `attnzoo.attention.two_frame.TwoFrameAttention`. impl: see `attnzoo_kernels.two_frame_attention`.
+    context: the context that the model was trained on, from which the default of `window` follows; None for the config's
+    max_position_embeddings. window, factor, sinks: the options of `attnzoo.attention.two_frame.TwoFrameAttention`.
+    impl: see `attnzoo_kernels.two_frame_attention`.
 
-    What works and what raises ValueError is as in `use_dual_chunk`; further wrong options do.
+    Supports the same as `use_dual_chunk`, and raises ValueError in the same cases and for wrong options.
     """
     def make(rotary: nn.Module, trained: int) -> _TwoFrame:
         return _TwoFrame(rotary, Frames(method, trained if context is None else context, window, factor, sinks), impl)
@@ -34,7 +35,7 @@ def use_two_frame(model: nn.Module, *, method: Method = "rerope", context: int |
 
 
 class _TwoFrame(OwnRotation):
-    """Attention with the options and tables of one model."""
+    """Attention in two frames, with the options and tables of one model."""
 
     title, implementation, converter = "attention in two frames", "attnzoo_two_frame", "hub.use_two_frame"
 
@@ -44,8 +45,8 @@ class _TwoFrame(OwnRotation):
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, ...]] = {}
 
     def tables(self, tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """cos and sin of the near frame, the far queries and the far keys, each (1, at least tokens, rotary_dim / 2), one pair behind the
-        other: of any position, because a token's place in a frame depends on nothing else."""
+        """Six tables: cos and sin of the near frame, then of the far queries, then of the far keys. Each is (1, at least tokens,
+        rotary_dim / 2), with one row for each position, because a token's position in a frame depends on its position alone."""
         known = self._tables.get((device, dtype))
         if known is None or known[0].shape[1] < tokens:
             position = torch.arange(1 << (tokens - 1).bit_length(), dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Attention in transformers' decoders that rotates queries and keys by itself: what `use_dual_chunk` and `use_two_frame` share.
+"""The common part of `use_dual_chunk` and `use_two_frame`: attention that rotates queries and keys itself, in transformers' decoders.
 
-transformers rotates queries and keys before attention sees them. Here its rotary embedding becomes an identity, so that attention and the
-KV cache get them un-rotated. It rotates again where another attention is chosen.
+transformers rotates queries and keys before they reach attention. Here the model's rotary embedding becomes an identity, so that attention
+and the KV cache get queries and keys without rotation. The rotary embedding rotates again if another attention is chosen.
 """
 
 import functools
@@ -18,8 +18,11 @@ TRIAL = "attnzoo_trial"
 
 
 class OwnRotation:
-    """Attention over un-rotated queries and keys, with the options and the frequencies of one model. A subclass says what it is called
-    in messages (`title`), as an attn_implementation (`implementation`) and by whom a model gets it (`converter`), and attends."""
+    """Attention over queries and keys without rotation, with the options and the frequencies of one model.
+
+    A subclass has `attend`, its name in messages (`title`), its name as an attn_implementation (`implementation`), and the name of the
+    function that gives it to a model (`converter`).
+    """
 
     title: str
     implementation: str
@@ -27,7 +30,7 @@ class OwnRotation:
 
     def __init__(self, rotary: nn.Module):
         self.frequencies = rotary.inv_freq.double().cpu()
-        self.magnitude = rotary.attention_scaling  # of both tables, so of q and of k
+        self.magnitude = rotary.attention_scaling  # a factor of both tables, and so of q and of k
         self.interleaved = _is_interleaved(rotary)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> Tensor:
@@ -35,7 +38,7 @@ class OwnRotation:
         raise NotImplementedError
 
     def check(self, model: str, plain: list[tuple[Tensor, Tensor]], turned: list[tuple[Tensor, Tensor]]) -> None:
-        """Refuse models whose attention does not get `plain` queries and keys turned by this rotation and nothing else."""
+        """Raises ValueError unless each layer's `turned` queries and keys are the `plain` ones after this rotation and nothing else."""
         if not plain:
             raise ValueError(f"model: must call transformers' attention interface, as Llama, Mistral and Qwen do; {model} does not")
         for layer, pairs in enumerate(zip(plain, turned, strict=True)):
@@ -44,7 +47,7 @@ class OwnRotation:
                 if x.shape[-1] >= 2 * len(self.frequencies):
                     angles = torch.arange(x.shape[2], device=x.device)[None, :, None] * self.frequencies.to(x.device)
                     found = rotate(x.transpose(1, 2), angles.cos(), angles.sin(), self.interleaved).transpose(1, 2) * self.magnitude
-                # as a share of what the rotation changes, above which no rounding gets
+                # a share of the largest change by the rotation; rounding errors stay below it
                 allowed = 16 * max(torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps) * (expected - x).abs().max()
                 if not (found - expected).abs().max() < allowed:
                     raise ValueError(f"model: each layer must rotate queries and keys, and hand them to attention as they are then; layer "
@@ -65,8 +68,8 @@ class OwnRotation:
 
 
 def convert(model: nn.Module, make: Callable[[nn.Module, int], OwnRotation]) -> nn.Module:
-    """Give a decoder the attention that `make` returns for its rotary embedding and its config's max_position_embeddings, in place;
-    returns the model. Where that raises, the model is as it was."""
+    """Gives a decoder the attention that `make` returns for its rotary embedding and its config's max_position_embeddings, in place;
+    returns the model. If this raises, the model is as it was before."""
     from transformers import PreTrainedModel
 
     if not isinstance(model, PreTrainedModel):
@@ -84,7 +87,7 @@ def convert(model: nn.Module, make: Callable[[nn.Module, int], OwnRotation]) -> 
         model.set_submodule(name, unrotated)
         try:
             plain, _ = _queries_and_keys(model)
-        except RuntimeError as error:  # of shapes
+        except RuntimeError as error:  # shapes do not match
             raise ValueError(f"model: {type(model).__name__}'s layers do not take tables as Llama's do: {error}") from error
         attention.check(type(model).__name__, plain, turned)
     except BaseException:
@@ -110,7 +113,7 @@ def _install(model: nn.Module, implementation: str, attention: Callable, mask: C
 
 
 def _attend(kind: type[OwnRotation], module: nn.Module, *operands: Tensor | None, **options) -> tuple[Tensor, None]:
-    """transformers' attention function, for modules of models that were converted: the others' queries are rotated."""
+    """The attention function for transformers. Raises ValueError for modules of other models, whose queries are rotated already."""
     attention = getattr(module, "attnzoo_own_rotation", None)
     if not isinstance(attention, kind):
         raise ValueError(f"attn_implementation: {kind.implementation!r} is for models that {kind.converter} converted, got "
@@ -121,9 +124,9 @@ def _attend(kind: type[OwnRotation], module: nn.Module, *operands: Tensor | None
 
 @torch.no_grad()
 def _queries_and_keys(model: nn.Module, tokens: int = 5) -> tuple[list[tuple[Tensor, Tensor]], list[nn.Module]]:
-    """What each layer hands to attention, (batch, heads, tokens, width), and the modules that do.
+    """The queries and keys that each layer hands to attention, (batch, heads, tokens, width), and the modules that do so.
 
-    Attention gives zeros: no layer depends on those before it.
+    Attention returns zeros here, so that no layer's attention influences the layers after it.
     """
     seen, modules = [], []
 
@@ -138,7 +141,7 @@ def _queries_and_keys(model: nn.Module, tokens: int = 5) -> tuple[list[tuple[Ten
 
 
 class _Unrotated(nn.Module):
-    """Turns nothing where `implementation` is the attention, by multiplication by one, exact in every dtype; else as the model's own."""
+    """An identity (cos 1, sin 0, exact in every dtype) while the attention is `implementation`; otherwise the model's own embedding."""
 
     def __init__(self, own: nn.Module, attentions: list[nn.Module], implementation: str):
         super().__init__()
@@ -161,7 +164,7 @@ def _own(rotary: nn.Module) -> nn.Module:
 
 
 def _rotary_embedding(model: nn.Module) -> tuple[str, nn.Module]:
-    """Name of the model's rotary embedding and one like it, new and in float32, whatever the model was cast to."""
+    """The name of the model's rotary embedding, and a new one like it that is in float32 even if the model was cast."""
     replaced = {module.own for module in model.modules() if isinstance(module, _Unrotated)}
     found = {name: _own(module) for name, module in model.named_modules() if hasattr(_own(module), "inv_freq") and module not in replaced}
     if len(found) != 1 or not hasattr(next(iter(found.values())), "attention_scaling"):
@@ -176,7 +179,7 @@ def _rotary_embedding(model: nn.Module) -> tuple[str, nn.Module]:
 
 
 def _is_interleaved(rotary: nn.Module) -> bool:
-    """Which channels the model's own code pairs, by trial."""
+    """Whether the model's own code pairs neighbouring channels (True) or those half the width apart (False), by trial."""
     apply = getattr(sys.modules[type(rotary).__module__], "apply_rotary_pos_emb", None)
     width, rows = 2 * len(rotary.inv_freq), 5
     x = torch.randn(1, 1, rows, width, generator=torch.Generator().manual_seed(0))
@@ -190,7 +193,7 @@ def _is_interleaved(rotary: nn.Module) -> bool:
 
 
 def _no_mask(title: str, *, kv_length: int, attention_mask: Tensor | None = None, mask_function=None, **_) -> None:
-    """transformers' mask function: nothing to make, once it is known that the mask is the causal one."""
+    """The mask function for transformers. It makes no mask, and raises ValueError unless the mask is the causal one without padding."""
     from transformers.masking_utils import causal_mask_function
 
     if mask_function is not causal_mask_function:

@@ -1,4 +1,4 @@
-"""Hugging Face weights: GPT-2, BERT, FoX and Llama with its kin become attnzoo models, GPT-2 and BERT go back, with equal logits."""
+"""Hugging Face weights: imports GPT-2, BERT, FoX, Llama and similar models, and exports GPT-2 and BERT. The logits stay equal."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,8 +18,10 @@ _BY_TOKEN = ("token_embedding.weight", "head.weight", "head_bias")
 
 
 class _Weight(NamedTuple):
-    """A tensor of theirs and the parameters of ours that it holds, one after another; `transposed` as in GPT-2's Conv1D; `rows`: theirs in
-    our order, None where it is the same."""
+    """A tensor of the transformers model (`theirs`) and the parameters of ours that it holds, one after another.
+
+    transposed: whether it is stored as in GPT-2's Conv1D. rows: indices that bring its rows into our order, None if the order is the same.
+    """
 
     theirs: str
     ours: tuple[str, ...]
@@ -28,16 +30,17 @@ class _Weight(NamedTuple):
 
 
 def from_huggingface(source: str | Path | nn.Module, *, attention: Callable[[AttentionSpec], Attention] | None = None) -> GPT | BERT:
-    """A GPT or BERT with the weights of a GPT2LMHeadModel, BertForMaskedLM, the ForCausalLM of Llama, Mistral, Ministral3, Qwen3, Phi3,
-    SmolLM3, or DeepseekV2 and V3 without experts, or of a published Forgetting Transformer, float32, in training mode with the config's
-    dropout.
+    """A GPT or BERT in float32 with the weights of a transformers model, in training mode with the config's dropout.
 
-    source: a folder, a name on the hub, or the transformers model itself. attention: the variant's class, or any callable as in `GPT`,
-    None for `attention_from_huggingface`'s; parameters that only the variant has keep their initial values, and layers with a sliding
-    window need one that takes window_size. No code of the checkpoint's author runs.
+    The model is a GPT2LMHeadModel, a BertForMaskedLM, the ForCausalLM of Llama, Mistral, Ministral3, Qwen3, Phi3, SmolLM3, or of DeepseekV2
+    or V3 without experts, or a published Forgetting Transformer.
 
-    Raises ValueError for a missing or incomplete checkpoint, for options that attnzoo's models do not have, and for an attention whose
-    parameters are not those that the weights have.
+    source: a folder, a name on the hub, or the transformers model itself. attention: the variant's class, or any callable as in `GPT`; None
+    takes the attention that `attention_from_huggingface` describes. Parameters that only the variant has keep their initial values. Layers
+    with a sliding window need a variant that takes window_size. No code of the checkpoint's author runs.
+
+    Raises ValueError for a missing or incomplete checkpoint, for options that attnzoo's models do not have, and for an attention that lacks
+    a parameter of the weights, or has it in another shape.
     """
     theirs = source if isinstance(source, nn.Module) else _load(str(source))
     arguments = config_from_huggingface(theirs.config)
@@ -67,9 +70,9 @@ def from_huggingface(source: str | Path | nn.Module, *, attention: Callable[[Att
 
 
 def save_huggingface(model: GPT | BERT, path: str | Path, **config: Any) -> None:
-    """Write `config.json` and safetensors that GPT2LMHeadModel or BertForMaskedLM read with `from_pretrained`.
+    """Writes `config.json` and safetensors that GPT2LMHeadModel or BertForMaskedLM reads with `from_pretrained`.
 
-    config: entries to add, such as the tokenizer's eos_token_id, bos_token_id, pad_token_id (none are set otherwise).
+    config: entries to add, such as the tokenizer's eos_token_id, bos_token_id and pad_token_id, which are None otherwise.
     Raises ValueError for a model that their architecture cannot express, such as one with rotary positions or a window.
     """
     model_type = "gpt2" if isinstance(model, GPT) else "bert"
@@ -130,8 +133,8 @@ def _from_bert(config: Any) -> dict[str, Any]:
 
 
 def _from_llama(config: Any) -> dict[str, Any]:
-    """Of Llama and those that differ from it by a norm of queries and keys (Qwen3), partly rotated heads (Phi-3), windows in all or some
-    layers (Mistral, Qwen3, Phi-3), layers without rotation (SmolLM3), or Llama 4's temperature (Ministral 3)."""
+    """The description of Llama and of models that differ from it by a norm of queries and keys (Qwen3), partly rotated heads (Phi-3),
+    windows in all or some layers (Mistral, Qwen3, Phi-3), layers without rotation (SmolLM3), or Llama 4's temperature (Ministral 3)."""
     require(config, hidden_act="silu", attention_bias=False, mlp_bias=False, embd_pdrop=getattr(config, "resid_pdrop", 0.0))
     return {
         "_target_": "attnzoo.models.GPT", "vocab_size": config.vocab_size, "dim": config.hidden_size, "n_layers": config.num_hidden_layers,
@@ -149,7 +152,7 @@ def _from_deepseek(config: Any) -> dict[str, Any]:
 
 
 def _layers(config: Any) -> dict[str, Any] | None:
-    """The pattern of layers with a sliding window or without rotation; None where there are neither."""
+    """The pattern of layers with a sliding window or without rotation; None if there are no such layers."""
     n_layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None) or n_layers * ["sliding_attention"]
     if unknown := set(types) - {"full_attention", "sliding_attention"}:
@@ -160,7 +163,7 @@ def _layers(config: Any) -> dict[str, Any] | None:
     rotated = getattr(config, "no_rope_layers", None) or n_layers * [1]
     kinds = {
         "full": {}, "full_nope": {"positions": "none"},
-        "local": {"attention": {"window_size": [(window or 0) - 1, 0]}},  # transformers counts the query's own key
+        "local": {"attention": {"window_size": [(window or 0) - 1, 0]}},  # the window of transformers includes the query's own key
     }
     kinds["local_nope"] = kinds["local"] | kinds["full_nope"]
     pattern = [("local" if kind == "sliding_attention" else "full") + ("" if turned else "_nope")
@@ -172,12 +175,12 @@ def _layers(config: Any) -> dict[str, Any] | None:
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """The keys rope_* of the config's rope_parameters."""
+    """The model's options for rotation, and its attention temperature, that follow from the config's rope_parameters."""
     given = dict(config.rope_parameters)
     scaling, base, factor = given.pop("rope_type"), given.pop("rope_theta"), given.pop("factor", None)
     partial, origin = given.pop("partial_rotary_factor", 1.0), given.pop("original_max_position_embeddings", None)
     beta = given.pop("llama_4_scaling_beta", None)
-    given.pop("max_position_embeddings", None)  # the config's own
+    given.pop("max_position_embeddings", None)  # the config itself has it, too
     named = {"rope_base": base, "partial_rotary_factor": partial}
     if scaling == "default":
         return named
@@ -206,7 +209,7 @@ def _gelu(name: str) -> str:
 
 
 def _config_for_huggingface(model: GPT | BERT) -> dict[str, Any]:
-    """The arguments of GPT2Config or BertConfig; refuses what they cannot say."""
+    """The arguments of GPT2Config or BertConfig. Raises ValueError for a model that these cannot describe."""
     block = model.blocks[0]
     spec, norm = block.attention.spec, block.attention_norm
     gpt = isinstance(model, GPT)
@@ -280,12 +283,12 @@ def _load(source: str) -> nn.Module:
 
 
 def _used_rows(name: str, tensor: Tensor, vocab_size: int) -> Tensor:
-    """A view without the padding of the vocabulary."""
+    """A view of the parameter without the rows that pad the vocabulary."""
     return tensor[:vocab_size] if name in _BY_TOKEN else tensor
 
 
 def _weights(model: Transformer, model_type: str, config: Any = None) -> Iterator[_Weight]:
-    """Which tensor of theirs holds which parameters of ours. config: theirs, of weights that come in."""
+    """Which tensor of theirs holds which parameters of ours. config: the transformers config, needed for import only."""
     if model_type == fox.FoXConfig.model_type:
         yield from (_Weight(theirs, ours) for theirs, (ours, _) in fox.parameters(config).items())
         return
@@ -364,6 +367,6 @@ _BERT_BLOCK = {
 
 
 def _both(theirs: str, *ours: str, transposed: bool = False) -> Iterator[_Weight]:
-    """Weight and bias of a module."""
+    """The weight and the bias of a module."""
     yield _Weight(f"{theirs}.weight", tuple(f"{name}.weight" for name in ours), transposed)
     yield _Weight(f"{theirs}.bias", tuple(f"{name}.bias" for name in ours))
