@@ -1,4 +1,4 @@
-"""Accuracy of a classifier on held-out sequences (the test split, where the data have one), and what its training steps cost."""
+"""Accuracy of a classifier on held-out sequences (the test split, if the data have one), and the cost of its training steps."""
 
 import itertools
 import statistics
@@ -23,10 +23,10 @@ def accuracy(
 ) -> Plan:
     """Accuracy and loss (nats) over one split, and the cost of a step of training on the run's own batches.
 
-    data: a ClassificationDataModule. split: "test" or "validation"; None takes test where there is one. lengths, context: not used; every
+    data: a ClassificationDataModule. split: "test" or "validation"; None takes test if there is one. lengths, context: not used; every
     task is given them. The standard error treats sequences as the independent samples.
     steps: the number of training steps to time; None times none. A step is forward, loss and backward, without an optimizer and not
-    compiled. Rows: training_steps_per_second, of the median step, and on a GPU training_memory_gb, the peak in use.
+    compiled. This gives the rows training_steps_per_second, of the median step, and on a GPU training_memory_gb, the peak in use.
     """
     if steps is not None and steps < 1:
         raise ValueError(f"steps={steps} must be at least 1")
@@ -40,7 +40,7 @@ def accuracy(
     measurements = [Measurement(TASK, partial(_measure, model, data, split), settings, tokens, data.seq_len)]
     if steps:
         trained = {**settings, "split": "train", "batch_size": data.batch_size, "steps": steps}
-        read = data.batch_size * data.towers * data.seq_len * (1 + steps)  # at most
+        read = data.batch_size * data.towers * data.seq_len * (1 + steps)  # an upper bound
         measurements.append(Measurement(TASK, partial(_steps, model, data, steps), trained, read, data.seq_len))
     return Plan(measurements)
 

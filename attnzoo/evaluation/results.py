@@ -1,4 +1,4 @@
-"""The long-format table that every evaluation task fills, and what is chosen of it to be shown."""
+"""The long-format table that every evaluation task fills, and the choice of the metrics that are shown."""
 
 import csv
 import io
@@ -16,15 +16,22 @@ from attnzoo.run.files import write_whole
 
 @dataclass(frozen=True)
 class Row:
-    """One measured number. A task fills in the columns from `task` on, the comparison whose number it is.
+    """One measured number. A task fills in the columns from `task` on; the comparison of runs fills in the others.
 
-    run: the run's folder, seen from the folder that all compared runs share. attention: the variant. reading: what the evaluation changed
-    in the checkpoint's attention and model, as a line of overrides, "" for nothing. seed: the run's. settings: what the runs with unlike
-    seeds share, by which they are averaged. tokenizer: its name. data: the source and the beginning of the text's sha256. context: the
-    training context in tokens. length: the context length evaluated, in tokens. depth: the place inside it (loss_by_position: tokens of
-    context; passkey, needle: the share of the filler before the needle, 0 to 1). metric: what value is; of a task's metrics the first one
-    is the one that tables and plots show. value: None where there is none, note says why. count: tokens predicted, or examples, or
-    repetitions. stderr: standard error of value, None where there are fewer than two independent parts.
+    run: the run's folder, relative to the folder that all compared runs share.
+    attention: the variant.
+    reading: the evaluation's changes of the checkpoint's attention and model, as a line of overrides; "" without changes.
+    seed: the run's seed.
+    settings: a name for everything but the seed; runs with the same settings and different seeds are averaged.
+    tokenizer: its name.
+    data: the source and the beginning of the text's sha256.
+    context: the training context in tokens.
+    length: the evaluated context length in tokens.
+    depth: the place inside it (loss_by_position: tokens of context; passkey, needle: the share of the filler before the needle, 0 to 1).
+    metric: what is measured. Tables and plots show one metric of each task, see `shown_metrics`.
+    value: None if there is no value; then note says why.
+    count: the number of predicted tokens, of examples, or of repetitions.
+    stderr: the standard error of value, None if there are fewer than two independent parts.
     """
 
     run: str = ""
@@ -46,25 +53,25 @@ class Row:
 
     @property
     def line(self) -> tuple[str, str]:
-        """What one line of a table or of a plot stands for: a run in one reading."""
+        """The run and the reading: one line of a table or of a plot stands for this pair."""
         return self.run, self.reading
 
 
 COLUMNS = tuple(field.name for field in fields(Row))
-OLD_COLUMNS = {"overrides": "reading"}  # what files written before may call a column
+OLD_COLUMNS = {"overrides": "reading"}  # names of columns in older files, and the present names
 METRICS = ("loss", "perplexity", "bits_per_byte")
-SHARES = ("exact_match", "accuracy", "string_match")  # of right answers, from 0 to 1
+SHARES = ("exact_match", "accuracy", "string_match")  # metrics that are shares of right answers, from 0 to 1
 
 
 def with_new_names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a file, by the names that columns have today."""
+    """A row of a file with the present names of its columns."""
     return {OLD_COLUMNS.get(name, name): value for name, value in row.items()}
 
 
 def language_model_rows(loss: float, stderr: float | None, bytes_per_token: float | None, **columns) -> list[Row]:
-    """The rows of one mean loss in nats per token: loss, perplexity, bits per byte, each with its standard error.
+    """The rows for one mean loss in nats per token: loss, perplexity, bits per byte, each with its standard error.
 
-    bytes_per_token: of text; None where the tokens are no text, which has no bits per byte.
+    bytes_per_token: bytes of text per token; None if the tokens are not text. Then there is no row for bits per byte.
     """
     perplexity = math.exp(loss) if loss < 700 else loss * math.inf  # a broken model's loss would overflow
     values = {"loss": (loss, 1.0), "perplexity": (perplexity, perplexity)}
@@ -78,7 +85,7 @@ def language_model_rows(loss: float, stderr: float | None, bytes_per_token: floa
 
 
 def mean_row(values: Sequence[float], **columns) -> Row:
-    """The mean of independent values and its standard error."""
+    """A row with the mean of independent values and its standard error."""
     n = len(values)
     mean = math.fsum(values) / n
     spread = math.fsum((value - mean) ** 2 for value in values)
@@ -86,14 +93,14 @@ def mean_row(values: Sequence[float], **columns) -> Row:
 
 
 def frame(rows: Iterable[Row]) -> pd.DataFrame:
-    """The rows as a table with the columns COLUMNS, of Python's own objects: None stays apart from NaN, and whole numbers stay whole."""
+    """The rows as a table with the columns COLUMNS, as Python objects, so that None differs from NaN, and integers stay integers."""
     return pd.DataFrame([astuple(row) for row in rows], columns=list(COLUMNS), dtype=object)
 
 
 def pooled(rows: Iterable[Row], by: Sequence[str]) -> list[Row]:
     """The mean over rows of independent examples, weighted by their counts, for each combination of the columns `by`.
 
-    Rows without a value are left out. The standard error is None where one of the rows has none.
+    Rows without a value are left out. The standard error is None if one of the rows has none.
     """
     table = frame(row for row in rows if row.value is not None)
     means = []
@@ -111,12 +118,12 @@ def over_depths(rows: Iterable[Row]) -> list[Row]:
 
 
 def comparable_metric(rows: Iterable[Row]) -> str:
-    """perplexity, or bits_per_byte if the runs have unlike tokenizers: their tokens are not the same predictions."""
+    """perplexity, or bits_per_byte if the runs have different tokenizers, because they then predict different tokens."""
     return "perplexity" if len({row.tokenizer for row in rows if row.tokenizer}) < 2 else "bits_per_byte"
 
 
 def shown_metrics(rows: Iterable[Row]) -> dict[str, str]:
-    """By task the one metric that stands for it: the comparable one of a language model's, else the task's first."""
+    """For each task the metric that is shown: the comparable metric of language models if the task has it, otherwise the task's first."""
     rows = [row for row in rows if row.value is not None]
     language, shown = comparable_metric(rows), {}
     for row in rows:
@@ -128,7 +135,7 @@ def shown_metrics(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def write_csv(rows: Iterable[Row], path: Path) -> None:
-    """The table with every digit; None is an empty field. The file that was there is replaced when the new one is whole."""
+    """Writes the table with all digits; None becomes an empty field. An existing file is replaced only when the new one is complete."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(COLUMNS)
@@ -137,7 +144,7 @@ def write_csv(rows: Iterable[Row], path: Path) -> None:
 
 
 class Table:
-    """The rows so far, and their file, which is at most a few seconds old."""
+    """The rows so far, and their file. `add` writes the file if it was last written more than `seconds` ago."""
 
     def __init__(self, path: Path, seconds: float = 5.0):
         self.path, self.seconds, self.rows, self.written = path, seconds, [], -math.inf
@@ -149,6 +156,6 @@ class Table:
 
     def write(self) -> None:
         if not self.rows:
-            return  # what is refused leaves nothing
+            return  # an evaluation that is refused leaves no file
         write_csv(self.rows, self.path)
         self.written = time.monotonic()

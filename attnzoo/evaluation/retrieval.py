@@ -1,7 +1,8 @@
-"""A key hidden in filler and asked for at the end, over a grid of lengths and depths (format: attnzoo.data.synthetic.passkey).
+"""A key is hidden in filler and asked for at the end, over a grid of lengths and depths (format: attnzoo.data.synthetic.passkey).
 
-`passkey` hides it in five sentences that say nothing (Mohtashami and Jaggi 2023, arXiv:2305.16300), `needle` in the validation text. Length
-counts everything, the answer too. Both need a model that has learned to answer: `python train.py data=passkey` makes one.
+`passkey` hides it in five repeated sentences without information (Mohtashami and Jaggi 2023, arXiv:2305.16300), `needle` in the validation
+text. A length includes everything, also the answer. Both tasks need a model that has learned to answer: `python train.py data=passkey`
+makes one.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,14 +35,15 @@ def passkey(
     batch_tokens: int = 8192,
     effective_threshold: float = LLAMA2_AT_4K,
 ) -> Plan:
-    """Whether greedy decoding finds the key, at every length and depth, and what was likely in its place.
+    """Whether greedy decoding finds the key at every length and depth, and how likely the key's tokens are.
 
-    data: a data module; its `tokenizer` is used. depths: shares of the filler before the key, or how many from 0 to 1. examples: at each
-    length and depth. keys: the smallest and the largest; None: those that the run was trained on, else the published ones.
-    distractors: further keys at random depths, each with a name; the task is then called passkey_<keys in all>_keys.
-    one_text: a text has a key at every depth, each with a name, is read once and is asked for all of them; `examples` are then texts, and
+    data: a data module; its `tokenizer` is used. depths: shares of the filler before the key, or the number of evenly spaced depths from 0
+    to 1. examples: the number of examples at each length and depth. keys: the smallest and the largest key; None takes those of `data`, or
+    the published ones if it has none. distractors: the number of further keys at random depths; each key then has a name, and the task is
+    called passkey_<number of keys>_keys.
+    one_text: a text has a key at every depth, each with a name. It is read once and asked for all keys. `examples` then counts texts, and
     the task is called passkey_one_text. Models that do not read in parts (see `Transformer.reads_in_parts`) read it for each question.
-    batch_tokens: read at once. effective_threshold: the share of right answers beyond which a length counts as effective.
+    batch_tokens: tokens that are read at once. effective_threshold: the share of right answers above which a length counts as effective.
     """
     if (refused := _refused("passkey", data)) is not None:
         return refused
@@ -64,7 +66,7 @@ def needle(
     batch_tokens: int = 8192,
     effective_threshold: float = LLAMA2_AT_4K,
 ) -> Plan:
-    """The same in the validation text, from a random place of it on; a text shorter than the length is read again from its start."""
+    """As `passkey`, with the validation text as filler, from a random place on; at its end it continues with its beginning."""
     if (refused := _refused("needle", data)) is not None:
         return refused
     text = np.concatenate(list(data.documents(SPLIT)["input_ids"]))
@@ -85,7 +87,7 @@ def _refused(name: str, data) -> Plan | None:
 
 
 def is_text(data) -> bool:
-    """Whether a data module's documents are text, and its tokenizer takes some."""
+    """Whether a data module's documents are text: they have a number of bytes."""
     return hasattr(data, "documents") and "n_bytes" in data.documents(SPLIT).column_names
 
 
@@ -119,7 +121,7 @@ def _grid(
             raise ValueError(f"depths={depths}, distractors={distractors}: with one_text they must be at most {len(task.NAMES)} together")
 
     def measure(length: int, depths: Sequence[float], advance: Callable[[int], None]) -> list[Row]:
-        # the longest key first, so that a length has room for all keys or is refused for all
+        # first try the longest key, so that a length either has room for all keys or is refused
         task.examples(length, depths=depths, seed=0, filler=[0], keys=(keys[-1], keys[-1]), **options)
         texts = []
         for i in range(examples):
@@ -149,7 +151,7 @@ def _grid(
 
 
 def spread(depths: int | Sequence[float]) -> list[float]:
-    """Depths from 0 to 1: as many as asked for, evenly, or those that are given."""
+    """Depths from 0 to 1 in ascending order: a number of evenly spaced ones, or the given ones without duplicates."""
     if isinstance(depths, int):
         if depths < 1:
             raise ValueError(f"depths={depths} must be a number of depths, at least 1, or a list of depths from 0 to 1")

@@ -1,7 +1,7 @@
-"""RULER's retrieval and tracing tasks by length: the model goes on from the prompt, greedily; what it writes is searched for the answers.
+"""RULER's retrieval and tracing tasks by length: the model continues the prompt greedily, and its text is searched for the answers.
 
-Length counts the prompt and the tokens to be generated: as many as published, or twice the answer's where a tokenizer needs more for it.
-ruler_tasks.py has the tasks and says where they differ from the published ones; every row's note repeats it (DEVIATIONS).
+A length includes the prompt and the tokens to be generated. Their number is the published one, or twice that of the answer's tokens if this
+is larger. ruler_tasks.py defines the tasks and says how they differ from the published ones; every row's note repeats it (DEVIATIONS).
 """
 
 import math
@@ -19,7 +19,7 @@ from attnzoo.evaluation.retrieval import is_text
 from attnzoo.evaluation.ruler_tasks import DEPTHS, MULTIKEY, NEW_TOKENS, TASKS, ask, prompts, score
 
 METRIC = "string_match"
-# beside what ruler_tasks.py says of the texts
+# these come in addition to the differences of the texts that ruler_tasks.py lists
 DEVIATIONS = (
     "not comparable with published RULER: at most 9 of its 13 tasks, fewer examples, validation text for essays, shorter word lists, no "
     "worked example in vt; lengths count this model's tokens, bytes for a byte tokenizer, and the room of the answer"
@@ -42,10 +42,11 @@ def ruler(
 ) -> Plan:
     """The mean share of answers found, by task and length, and the mean over the tasks.
 
-    data: a data module; its `tokenizer` and `documents(split)` are used. tasks: of TASKS, None for all. examples: of each at each length,
-    questions that are asked. questions: of them to each text of the tasks of MULTIKEY, each for another key; the text is then read once,
-    where the model reads in parts (see `Transformer.reads_in_parts`). Published: 1.
-    effective_threshold: the share of answers beyond which a length counts as effective, RULER's own by default.
+    data: a data module; its `tokenizer` and `documents(split)` are used. tasks: some of TASKS, None for all. examples: the number of
+    questions of each task at each length. questions: for the tasks of MULTIKEY, how many of these questions each text is asked, each about
+    another key; published: 1. With several, a text is read once if the model reads in parts (see `Transformer.reads_in_parts`).
+    batch_tokens: tokens that are read at once. effective_threshold: the share of answers above which a length counts as effective, by
+    default RULER's own.
     """
     names = list(TASKS) if tasks is None else list(tasks)
     if unknown := set(names) - set(TASKS):
@@ -90,7 +91,7 @@ def _measure(
 ) -> list[Row]:
     device = next(model.parameters()).device
     of_text = [min(questions, examples - i) for i in range(0, examples, questions)]
-    # the same questions at every length, at other places
+    # every length has the same questions, at other places
     groups = [ask(name, np.random.default_rng((seed, TASKS.index(name), i)), n) for i, n in enumerate(of_text)]
     rngs = [np.random.default_rng((seed, TASKS.index(name), i, length)) for i in range(len(groups))]
     asked = [one for group in groups for one in group]
@@ -123,7 +124,7 @@ def _conclude(names: Sequence[str], effective_threshold: float, rows: list[Row])
 
 
 def _mean_over_tasks(n_tasks: int, rows: list[Row]) -> list[Row]:
-    """For lengths at which every task has a value."""
+    """The mean over several tasks, for each length at which every task has a value."""
     means = []
     for length in sorted({row.length for row in rows if row.value is not None}):
         here = [row for row in rows if row.length == length and row.value is not None]

@@ -1,9 +1,9 @@
-"""RULER's needle and variable tracking tasks (Hsieh et al. 2024, arXiv:2404.06654), made to the token for any tokenizer.
+"""RULER's needle and variable tracking tasks (Hsieh et al. 2024, arXiv:2404.06654), with prompts of exact length for any tokenizer.
 
-Sentences, numbers of keys, values and queries, places (40 depths, drawn without replacement) and metric are as published. Unlike there:
-the natural text is the run's validation text in place of Paul Graham's essays; keys are of a shorter list of words; needles stand between
-any two tokens of the filler, not only between its sentences; the noise has no line breaks; variable tracking has no worked example
-before it.
+The sentences, the numbers of keys, values and queries, the places (40 depths, drawn without replacement) and the metric are as published.
+These are the differences: the natural text is the run's validation text and not Paul Graham's essays; keys are from shorter lists of words;
+needles may stand between any two tokens of the filler, not only between its sentences; the noise has no line breaks; variable tracking has
+no worked example before it.
 """
 
 import uuid
@@ -38,8 +38,11 @@ DEPTHS = np.linspace(0, 1, 40)
 
 @dataclass(frozen=True)
 class Needles:
-    """haystack: "noise", "text", or "needles" (the rest is needles as well). key, value: "words", "numbers", "uuids". n_keys: hidden, each
-    with n_values; n_queries of them are asked for."""
+    """The needles of a task.
+
+    haystack: "noise", "text", or "needles" (the filler consists of further needles). key, value: "words", "numbers" or "uuids".
+    n_keys: the number of hidden keys. n_values: the number of values of each key. n_queries: the number of keys that are asked for.
+    """
 
     haystack: str
     key: str = "words"
@@ -62,12 +65,12 @@ NIAH = {
 N_HOPS = 4
 MULTIKEY = tuple(name for name in NIAH if "multikey" in name)
 TASKS = (*NIAH, "vt")
-NEW_TOKENS = {**dict.fromkeys(NIAH, 128), "vt": 30}  # to generate, as published
+NEW_TOKENS = {**dict.fromkeys(NIAH, 128), "vt": 30}  # the number of tokens to generate, as published
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: sentences to hide in filler, in their order if `ordered`, and what must come out."""
+    """A question about a text: the sentences to hide in filler, in this order if `ordered`, and the answers to find (`references`)."""
 
     introduction: str
     sentences: tuple[str, ...]
@@ -81,7 +84,7 @@ class Question:
 
 
 def ask(name: str, rng: np.random.Generator, questions: int = 1) -> list[Question]:
-    """What the task `name` asks of one text: one question, or of a task of MULTIKEY as many as are wanted, each for a key of its own."""
+    """The questions of the task `name` about one text: one, or for a task of MULTIKEY `questions` of them, each about another key."""
     return [_track_variables(rng)] if name == "vt" else _ask_for_needles(NIAH[name], questions if name in MULTIKEY else 1, rng)
 
 
@@ -95,10 +98,10 @@ def prompts(
     text: np.ndarray,
     rng: np.random.Generator,
 ) -> list[np.ndarray]:
-    """The prompt of each question of one text, int64 (length - n_new,): introduction, filler with the sentences in it, question.
+    """The prompt of each question about one text, int64 (length - n_new,): introduction, filler with the sentences in it, question.
 
-    n_new: tokens that are to follow. text: token ids of the natural text, read from a random place on. Raises NoRoom where `length` is too
-    short.
+    n_new: the number of tokens to generate after it. text: token ids of the natural text, read from a random place on. Raises NoRoom if
+    `length` is too short.
     """
     kind = NIAH[name].haystack if name in NIAH else "noise"
     needles = [encode(f"\n{sentence}\n") for sentence in asked[0].sentences]
@@ -112,26 +115,26 @@ def prompts(
         depths = rng.choice(DEPTHS, len(needles), replace=False)
         depths = np.sort(depths) if asked[0].ordered else depths
     filler = text[(rng.integers(len(text)) + np.arange(length)) % len(text)] if kind == "text" else haystack.noise(encode)
-    # the answer is not part of the prompt, but a haystack has one
+    # a haystack must have an answer: one token, which is not part of the prompt
     made = haystack.hide_for_all(length - n_new + 1, introduction=introduction, needles=needles, depths=list(map(float, depths)),
                                  questions=questions, answers=[[0]] * len(questions), filler=filler)
     return [one.prompt for one in made]
 
 
 def score(references: Sequence[str], text: str) -> float:
-    """The share of the references that occur in the text, in any case (RULER's string_match_all)."""
+    """The share of the references that occur in the text, without regard to case (RULER's string_match_all)."""
     return sum(reference.lower() in text.lower() for reference in references) / len(references)
 
 
 def _among_others(
     needles: list, question: str, task: Needles, room: int, encode: Callable, rng: np.random.Generator
 ) -> tuple[list, list[float]]:
-    """The needles at random places among as many others as there is room for, none with a key that is asked for; the rest of the filler
-    comes behind them."""
+    """The needles at random places among as many further needles as there is room for, and their depths. No further needle has a key that
+    is asked for. All depths are 0, so that the remaining filler comes after the needles."""
     others = []
     while True:
         key, value = _draw(task.key, rng), _draw(task.value, rng)
-        if f" {key} " in question:  # two answers: among thousands of needles a pair of words comes again
+        if f" {key} " in question:  # the question would have two answers; among thousands of needles a pair of words does occur again
             continue
         other = encode(f"\n{_needle(task, key, value)}\n")
         room -= len(other)

@@ -1,4 +1,4 @@
-"""Which checkpoints to evaluate: one file, or the runs below the folders of a sweep."""
+"""Finds the checkpoints to evaluate: one file, or the runs below the folders of a sweep."""
 
 import os
 import re
@@ -18,7 +18,7 @@ from attnzoo.run.folder import RunFolder
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: its name in the table, its folder, and its checkpoint (None: training wrote none)."""
+    """A training run: its name in the table, its folder, and its checkpoint (None if training wrote none)."""
 
     name: str
     folder: Path
@@ -29,7 +29,10 @@ class Run:
         return RunFolder(self.folder).config
 
     def config(self) -> dict[str, Any] | None:
-        """What the run was started with, None where the checkpoint was taken out of its folder. UserError for a damaged file."""
+        """The configuration that the run was started with, None if its file is missing, as for a checkpoint outside its run folder.
+
+        Raises UserError for a file that cannot be read, or that is not the configuration of a run.
+        """
         if not self.config_path.is_file():
             return None
         try:
@@ -41,7 +44,10 @@ class Run:
         return config
 
     def context(self) -> int:
-        """The training context in tokens. UserError where neither the configuration nor the checkpoint can be read."""
+        """The training context in tokens, from the configuration, or from the checkpoint if there is no configuration.
+
+        Raises UserError if the one that is used cannot be read.
+        """
         if (config := self.config()) is not None:
             return config["data"]["seq_len"]
         return read(self.existing_checkpoint())["attnzoo"]["context"]
@@ -53,10 +59,13 @@ class Run:
 
 
 def find(ckpt_path: str | None, runs: str | Sequence[str] | None, prefer: str = "best") -> list[Run]:
-    """The runs to evaluate, in natural order (run 2 before run 10), named by their folders relative to the one that all share.
+    """The runs to evaluate, without duplicates, named after their folders relative to the folder that all of them share.
 
-    ckpt_path: a checkpoint file, or a run folder. runs: folders of runs, run folders or checkpoint files, in any mixture.
-    prefer: best or last, where a folder has both. Raises UserError where there is nothing.
+    The runs below one given folder are in natural order (run 2 before run 10). If a run folder occurs with several checkpoints, their names
+    are appended to its name.
+
+    ckpt_path: a checkpoint file or a run folder. runs: folders of runs, run folders or checkpoint files, in any combination.
+    prefer: best or last, for folders that have both. Raises UserError if a path has no run, or if the arguments are wrong.
     """
     if (ckpt_path is None) == (runs is None):
         raise UserError("say what to evaluate: ckpt_path=<file or run folder> for one run, runs=<folder> or runs=[a,b] for several")
@@ -75,7 +84,7 @@ def find(ckpt_path: str | None, runs: str | Sequence[str] | None, prefer: str = 
 
 
 def _below(path: Path, prefer: str) -> list[tuple[Path, Path | None]]:
-    """(folder, checkpoint) of every run at or below a path."""
+    """The folder and the checkpoint of every run at or below a path."""
     if path.is_file():
         return [(path.parent.parent if path.parent.name == RunFolder.CHECKPOINTS else path.parent, path)]
     if not path.is_dir():
@@ -84,7 +93,7 @@ def _below(path: Path, prefer: str) -> list[tuple[Path, Path | None]]:
     for folder, below, files in os.walk(path):
         if RunFolder.CHECKPOINTS in below or RunFolder.CONFIG in files:
             folders.append(Path(folder))
-            below.clear()  # what a run keeps inside (W&B's files) is no other run
+            below.clear()  # folders inside a run folder (W&B's files) are not further runs
         else:
             below[:] = [name for name in below if not name.startswith(".")]
     if not folders:

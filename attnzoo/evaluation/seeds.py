@@ -1,4 +1,4 @@
-"""Averages over runs that differ in nothing but their seed."""
+"""Averages over runs that differ only in their seed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,21 +8,21 @@ import pandas as pd
 
 from attnzoo.evaluation.results import Row, frame
 
-# of a run's configuration, what does not change what is computed
+# keys of a run's configuration that do not change what is computed
 PLACES = ("run_dir", "ckpt_path", "resume", "tags", "logger", "debug", "activation_checkpointing", "fused_loss")
-# callbacks that only watch; any other may change what is trained, or which weights are kept
+# callbacks that only observe; any other may change what is trained, or which weights are kept
 WATCHING = (
     "attnzoo.training.checkpointing.LastCheckpoint", "attnzoo.training.throughput.Throughput", "attnzoo.training.progress.StepProgress",
     "attnzoo.training.record.RunRecord", "attnzoo.training.plot.LossPlot", "attnzoo.training.sample.Sample",
 )
 GROUP = ["settings", "reading", "task", "length", "depth", "metric"]
-FACTOR = 2.0  # between seeds, from which on a note says so
+FACTOR = 2.0  # if the values of the seeds differ by more than this factor, a note says so
 
 
 def average(rows: Sequence[Row]) -> list[Row]:
-    """For every group of runs with unlike seeds and equal `settings`, each number's mean over the seeds; empty without such groups.
+    """The mean of each number over runs with equal `settings` and different seeds; empty if there are no such runs.
 
-    stderr of these rows is the standard deviation between the seeds. A number that only one seed has is left out.
+    The stderr of these rows is the standard deviation between the runs. A number that only one seed has is left out.
     """
     table = frame(row for row in rows if row.value is not None and row.settings and row.seed is not None)
     groups = table.groupby(GROUP, sort=False, dropna=False)
@@ -30,7 +30,7 @@ def average(rows: Sequence[Row]) -> list[Row]:
 
 
 def shown(rows: Sequence[Row], averages: Sequence[Row]) -> list[Row]:
-    """What stands for all runs in one plot: the averages, and the rows of the runs that are in none."""
+    """The rows that represent all runs in one plot: the averages, and the rows of the runs that are not part of an average."""
     averaged = {(row.settings, row.reading) for row in averages}
     return [*averages, *(row for row in rows if (row.settings, row.reading) not in averaged)]
 
@@ -48,9 +48,10 @@ def _mean(group: pd.DataFrame) -> Row:
 
 
 def name_settings(configs: Mapping[str, Mapping[str, Any] | None]) -> dict[str, str]:
-    """What each run's configuration is called beside the others': the variant, and the keys in which the runs differ other than by seed.
+    """A name for each run's configuration: the variant, and the values of those keys, other than seeds, in which the runs differ.
 
-    configs: plain dicts by run, None for a run without one, which gets "". Runs get the same name only if their configurations are equal.
+    configs: plain dicts by run. A run without a configuration (None) gets the name "". Other runs get the same name only if their
+    configurations are equal except for seeds, places (PLACES) and callbacks that only observe.
     """
     flat = {run: _leaves(config) for run, config in configs.items() if config is not None}
     keys = dict.fromkeys(key for values in flat.values() for key in values)
@@ -72,7 +73,10 @@ def _said(key: str, value: Any) -> str:
 
 
 def _is_implied(key: str, flat: Mapping[str, Mapping]) -> bool:
-    """Whether it is an option of a variant, or of a callback, and all runs with this one agree in it: the name says as much."""
+    """Whether a key is an option of the variant or of a callback that has the same value in all runs with this variant or callback.
+
+    Then the variant or callback, which is part of the name, already determines the value.
+    """
     group, *names = key.split(".")
     target = {"attention": "attention._target_", "callbacks": f"callbacks.{names[0]}._target_"}.get(group) if names else None
     if target in (None, key):
@@ -84,7 +88,10 @@ def _is_implied(key: str, flat: Mapping[str, Mapping]) -> bool:
 
 
 def _leaves(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Values by dotted key, without seeds and places, callbacks that only watch, and what the model repeats or is told."""
+    """Values by dotted key, without seeds, places, callbacks that only observe, and callbacks' paths below the run folder.
+
+    Keys that only repeat others are left out too: model.attention, layers and trainer.default_root_dir.
+    """
     callbacks = {
         name: {key: value for key, value in options.items() if not str(value).startswith(f"{config.get('run_dir')}/")}
         for name, options in (config.get("callbacks") or {}).items() if options and options.get("_target_") not in WATCHING

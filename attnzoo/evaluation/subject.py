@@ -1,4 +1,4 @@
-"""A run made ready for evaluation: its model with its weights on a device, its data, and the columns that name it in the table."""
+"""Prepares a run for evaluation: its model with its weights on a device, its data, and the columns that identify it in the table."""
 
 import inspect
 import sys
@@ -25,18 +25,25 @@ from attnzoo.run.config import plain
 from attnzoo.targets import check_targets, resolve, targets
 from attnzoo.training.record import versions
 
-# sources that change no number
+# names of source files that do not influence any number
 SHOWING = ("plots.py", "heatmaps.py", "summary.py", "overview.py", "seeds.py", "compare.py", "progress.py", "report.py", "page.py")
-# of a run's `data`, what belongs to the objective and not to the text
+# keys of a run's `data` that belong to the objective and not to the text
 OBJECTIVE = ("cross_documents", "packed", "mask_rate", "eval_mask_rate")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """model: on its device, in eval mode. data: a data module, set up. context: the training context in tokens. columns: of every row.
-    identity: plain JSON, all that decides what is measured beside the task. broken: why no number of it means anything, "" mostly.
-    reader: called with a checkpoint (None: the same one) and overrides of attention and model, gives what identifies that model and a
-    function that loads it onto the device in the same precision."""
+    """A run that is ready for evaluation.
+
+    model: on its device, in eval mode.
+    data: a data module after `setup`.
+    context: the training context in tokens.
+    columns: columns that are the same in every row.
+    identity: plain JSON of everything that decides what is measured, except the task.
+    broken: the reason why none of its numbers has a meaning, "" if they do.
+    reader: called with the path of a checkpoint (None for the run's own) and overrides of attention and model. Returns a key that
+        identifies that model, and a function that loads it onto the device in the same precision.
+    """
 
     model: torch.nn.Module
     data: Any
@@ -52,13 +59,13 @@ class Subject:
 
 
 def prepare(run: Run, attention: dict, model: dict, cfg: DictConfig, build_data: Callable[[dict], Any]) -> Subject:
-    """Loads a run's checkpoint with these overrides of attention and model, and its data or those that cfg names instead."""
+    """Loads a run's checkpoint with these overrides of attention and model, and its data, or the data that cfg names instead."""
     path = run.existing_checkpoint()
     checkpoint = checkpoints.load(path, attention=attention, model=model, trust=tuple(cfg.trust))
     trained = run.config() or {}
     layer = attention if "_target_" in attention else {**checkpoint.record["attention"], **attention}
     precision = cfg.precision or trained.get("trainer", {}).get("precision", "32")
-    if precision == "fp8":  # a way to train, whose validation is in this one
+    if precision == "fp8":  # this is for training only; such a run is validated in bf16-mixed
         precision = "bf16-mixed"
     matmul_precision = trained.get("matmul_precision", "highest")
     torch.set_float32_matmul_precision(matmul_precision)
@@ -67,7 +74,7 @@ def prepare(run: Run, attention: dict, model: dict, cfg: DictConfig, build_data:
     device = next(placed.parameters()).device
     check_path(layer.get("impl"), device)
     data = build_data(_data_config(run, trained.get("data"), plain(cfg.get("data")), checkpoint, cfg.trust))
-    data.tokenizer = checkpoint.tokenizer  # the one that the model knows, whatever the data's configuration says
+    data.tokenizer = checkpoint.tokenizer  # the one that the model was trained with, even if the data's configuration names another
     data.prepare_data()
     data.setup("validate")
     identity = {
@@ -109,7 +116,7 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 
 def _code(model: torch.nn.Module) -> str:
-    """sha256 of what computes: this project's sources, and those of the model's layers wherever they are."""
+    """sha256 of the code that computes: this project's sources except SHOWING, and the source files of the model's layers."""
     packages = (find_spec(name).submodule_search_locations for name in ("attnzoo", "attnzoo_kernels"))
     files = {path for (folder,) in packages for path in Path(folder).rglob("*.py") if path.name not in SHOWING}
     files |= {Path(path) for module in model.modules() if (path := getattr(sys.modules[type(module).__module__], "__file__", None))}
@@ -117,16 +124,16 @@ def _code(model: torch.nn.Module) -> str:
 
 
 def _place(model: torch.nn.Module, accelerator: str, precision: str | int) -> torch.nn.Module:
-    """The model on a device, computing in the precision that a Trainer of these settings would."""
+    """The model on a device and in eval mode. It computes in the precision that a Trainer with these settings would use."""
     from lightning.fabric import Fabric
 
     number = together.device_number(accelerator)
     try:
         fabric = Fabric(accelerator=accelerator, devices=1 if number is None else [number], precision=precision)
-    except Exception as error:  # Lightning and what it imports for a device raise a dozen kinds
+    except Exception as error:  # Lightning and the packages that it imports for a device raise many kinds of exceptions
         raise UserError(f"accelerator={accelerator}, precision={precision}: {' '.join(str(error).split())}") from error
     placed = fabric.setup_module(model).eval()
-    placed.backward = fabric.backward  # which alone may start a backward pass
+    placed.backward = fabric.backward  # Fabric requires that it starts a backward pass
     if hasattr(model, "generate"):
         placed.mark_forward_method("generate")
         placed.mark_forward_method("decoding")
@@ -134,7 +141,7 @@ def _place(model: torch.nn.Module, accelerator: str, precision: str | int) -> to
 
 
 def _data_config(run: Run, trained: dict | None, override: dict, checkpoint: checkpoints.Checkpoint, trust: Sequence[str]) -> dict:
-    """The run's `data`; an override with `_target_` replaces the text that is read, without it its keys are merged."""
+    """The run's `data` with the keys of an override. An override with `_target_` replaces it, except for what belongs to the objective."""
     if trained is None and "_target_" not in override:
         raise UserError(f"{run.config_path} is missing, which says what data the run was validated on; say it with data=...")
     if "_target_" not in override:
@@ -145,7 +152,10 @@ def _data_config(run: Run, trained: dict | None, override: dict, checkpoint: che
 
 
 def _check_data(config: dict, trust: Sequence[str]) -> None:
-    """Refuses a run's data configuration that would call anything but attnzoo's data modules: it may be a stranger's."""
+    """Raises UserError for a run's data configuration that would call anything but attnzoo's data modules and what `trust` allows.
+
+    The run may come from a source that is not trusted.
+    """
     known = {f"attnzoo.data.{name}" for name in attnzoo.data.__all__}
     try:
         check_targets(config, trust, "data", known)
@@ -169,7 +179,7 @@ def _columns(run: Run, checkpoint: checkpoints.Checkpoint, data: dict) -> dict[s
 
 
 def _overrides(overrides: Mapping[str, Mapping]) -> Iterator[str]:
-    """As on the command line; of a variant that replaced another only the options that are not its defaults."""
+    """The overrides as on the command line. For a variant that replaced another, only the options that differ from its defaults."""
     for group, changes in overrides.items():
         defaults = {}
         if target := changes.get("_target_"):
@@ -183,5 +193,5 @@ def _overrides(overrides: Mapping[str, Mapping]) -> Iterator[str]:
 
 
 def _variant(target: str) -> str:
-    """attnzoo.attention.flash.FlashAttention is called flash."""
+    """The short name of a variant: flash for attnzoo.attention.flash.FlashAttention."""
     return target.split(".")[-2]

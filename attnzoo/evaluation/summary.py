@@ -1,4 +1,4 @@
-"""The tables for people, and summary.md of them."""
+"""Tables for people to read, and summary.md, which contains them."""
 
 from collections.abc import Sequence
 
@@ -12,9 +12,9 @@ HEAD = ["run", "attention", "reading", "data", "context"]
 
 
 def summary(rows: Sequence[Row], averages: Sequence[Row] = ()) -> str:
-    """Markdown: a table a task with a line a run, below what could not be run and why.
+    """Markdown text with a table for each task, which has a line for each run and reading, and then the warnings and the notes.
 
-    averages: of attnzoo.evaluation.seeds; where there are any, their tables stand first.
+    averages: the rows of attnzoo.evaluation.seeds; if there are any, their tables come first.
     """
     parts = ["# Evaluation"]
     if any(row.stderr for row in rows):
@@ -33,7 +33,7 @@ def summary(rows: Sequence[Row], averages: Sequence[Row] = ()) -> str:
 
 
 def warnings(rows: Sequence[Row]) -> list[str]:
-    """Why the runs' numbers cannot be compared, sentences."""
+    """Sentences that say why the runs' numbers cannot be compared."""
     said = []
     if len({row.data for row in rows if row.data}) > 1:
         said.append("The runs were evaluated on unlike data, so their numbers are not comparable; `data=...` gives all of them the same.")
@@ -52,7 +52,7 @@ def _sections(rows: Sequence[Row]) -> list[str]:
 
 
 def tables(rows: Sequence[Row]) -> list[tuple[str, pd.DataFrame]]:
-    """Of each task that has a number its title, and its table of text with a line a run and reading."""
+    """For each task that has a number: its title, and its table of text with a line for each run and reading."""
     whole, shown = [row for row in rows if row.depth is None], shown_metrics(rows)
     return [_table([row for row in whole if row.task == task], metric) for task, metric in shown.items() if _is_whole(whole, task)]
 
@@ -62,7 +62,10 @@ def _is_whole(rows: Sequence[Row], task: str) -> bool:
 
 
 def _table(rows: Sequence[Row], metric: str) -> tuple[str, pd.DataFrame]:
-    """A line a run, a column a length; or a column a metric where a task knows no lengths but its own, or the data's."""
+    """The title and the table of a task, with a line for each run and reading and a column for each length.
+
+    For validation and classification, and for tasks without lengths, there is a column for each metric instead.
+    """
     task, lengths = rows[0].task, sorted({row.length for row in rows if row.length is not None})
     if task == "validation":
         title, column, metrics, columns = task, "metric", METRICS, METRICS
@@ -79,7 +82,7 @@ def _table(rows: Sequence[Row], metric: str) -> tuple[str, pd.DataFrame]:
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Each note once, with the tasks, the lengths and, unless it holds for all of them, the runs."""
+    """Each note once, with its tasks and lengths, and with its runs unless it holds for all runs."""
     tasks: dict[tuple, list[str]] = {}  # by note, runs and lengths
     for task, note in dict.fromkeys((row.task, row.note) for row in rows if row.note):
         here = [row for row in rows if (row.task, row.note) == (task, note)]
@@ -100,7 +103,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def _place(length: int | None, rows: Sequence[Row]) -> str:
-    """A length, with the depths where a note is of some of them only."""
+    """A length, with the depths if all rows of a note have one."""
     if length is None:
         return ""
     if any(row.depth is None for row in rows):
@@ -109,7 +112,7 @@ def _place(length: int | None, rows: Sequence[Row]) -> str:
 
 
 def _markdown(table: pd.DataFrame) -> str:
-    """Without the columns that are empty in every line."""
+    """The table in Markdown, without the columns that are empty in every line."""
     used = table.loc[:, (table != "").any()]
     lines = [used.columns, ["---"] * used.shape[1], *used.itertuples(index=False, name=None)]
     return "\n".join("| " + " | ".join(_escaped(text).replace("|", "\\|") for text in map(str, cells)) + " |" for cells in lines)
@@ -120,5 +123,5 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text of a run's or a user's without tags and line breaks."""
+    """Text from a run or a user, with `<` escaped, so that it has no tags, and with spaces in place of line breaks."""
     return " ".join(text.replace("<", "&lt;").split("\n"))

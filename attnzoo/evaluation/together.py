@@ -1,6 +1,6 @@
 """Several processes, one for each GPU, that evaluate together: `torchrun --nproc-per-node 4 eval.py ...`.
 
-All do the same, and a long sequence is read by all of them (attnzoo_kernels.context_parallel). Only the first one writes.
+All processes do the same work, except that they share long sequences (attnzoo_kernels.context_parallel). Only the first one writes.
 """
 
 import logging
@@ -21,14 +21,17 @@ T = TypeVar("T")
 
 
 def begin(accelerator: str, told: dict[str, Any]) -> None:
-    """Joins the processes that torchrun started; nothing where there is one. Raises ValueError on all of them where they were told
-    different things or have other versions. told: the command, without what is a machine's own."""
+    """Joins the processes that torchrun started. Does nothing if there is only one.
+
+    told: the command, without settings that depend on the machine. Raises ValueError in all processes if their commands or their versions
+    differ.
+    """
     if not dist.is_available() or not dist.is_torchelastic_launched() or os.environ.get("WORLD_SIZE") == "1":
         return
     on_gpus = device_number(accelerator) is not None
     if on_gpus:
         torch.cuda.set_device(device_number(accelerator))
-    dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(minutes=30))  # kernels are compiled meanwhile
+    dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(minutes=30))  # a wait may include compiling kernels
     if not is_first():
         logging.disable(logging.INFO)
     from attnzoo_kernels.context_parallel import check_alike
@@ -42,7 +45,7 @@ def end() -> None:
 
 
 def device_number(accelerator: str) -> int | None:
-    """The number of this process's GPU; None for a CPU."""
+    """The number of this process's GPU; None if it uses the CPU."""
     return int(os.environ.get("LOCAL_RANK", 0)) if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available() else None
 
 
@@ -55,7 +58,7 @@ def is_first() -> bool:
 
 
 def of_first(value: T) -> T:
-    """The first process's value, in all of them."""
+    """The first process's value, in all processes."""
     if ranks() == 1:
         return value
     held = [value]
@@ -64,16 +67,17 @@ def of_first(value: T) -> T:
 
 
 def check(model: nn.Module) -> None:
-    """Raises ValueError for a model whose sequences several processes cannot read together."""
+    """With several processes, raises ValueError for a model whose sequences they cannot read together."""
     for block in model.blocks if ranks() > 1 else ():
         block.attention.check_context_parallel(packed=False)
 
 
 def losses(model: nn.Module, input_ids: Tensor, labels: Tensor, own_losses: Callable[..., Tensor]) -> Tensor:
-    """own_losses(model, input_ids, at, targets, **inputs) of the labels (batch, length) that are not IGNORED, flat (n,), by all processes.
+    """The losses of all labels that are not IGNORED, flat (n,) and on the host, computed by all processes together.
 
-    input_ids, labels: int64 (batch, length), on the host. at: int64 (n,), their places in the flattened input_ids. Rows that are too short
-    to be worth it are read by each process for itself.
+    input_ids, labels: int64 (batch, length), on the host. own_losses: called as own_losses(model, input_ids, at, targets, **inputs) with a
+    process's part of them; `at` is int64 (n,), the positions of the targets in the flattened input_ids. Rows that are too short to be
+    divided are read by each process for itself.
     """
     inputs = {}
     device = next(model.parameters()).device

@@ -1,7 +1,7 @@
 """Associative recall, copying and induction heads by length: the tasks of attnzoo.data.synthetic that are made of tokens, not of text.
 
-They need a model that was trained on them (`python train.py data=recall`); the options that are None are then the run's own. The rows that
-are asked here are other ones than in training, whatever the seeds.
+They need a model that was trained on them (`python train.py data=recall`). With any seed the rows differ from those of training and
+validation.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,13 +20,14 @@ from attnzoo.evaluation.results import Row
 from attnzoo.evaluation.retrieval import is_text
 
 METRICS = ("accuracy", "exact_match", "reciprocal_rank", "loss")
-EVALUATION = 2  # in the seeds, beside training's 0 and validation's 1
+EVALUATION = 2  # a part of the seeds, where training has 0 and validation 1
 
 
 def recall(model: torch.nn.Module, data, *, lengths: Sequence[int], n_pairs: int | None = None, **options) -> Plan:
-    """Multi-query associative recall: the share of queries that are answered.
+    """Multi-query associative recall: the share of queries that are answered right.
 
-    n_pairs: keys with a value, each asked for once; None: a sixteenth of the length, as published. options: as `_token_task` has them.
+    n_pairs: the number of keys with a value, each asked for once; None takes a sixteenth of the length, as published, and at least 1.
+    options: see `_token_task`. `power` and `random_fill` are those of a run that was trained on this task.
     """
     own = _own(data, recall_task)
     fixed = {key: own[key] for key in ("power", "random_fill") if key in own}
@@ -36,7 +37,7 @@ def recall(model: torch.nn.Module, data, *, lengths: Sequence[int], n_pairs: int
 def copying(model: torch.nn.Module, data, *, lengths: Sequence[int], n_tokens: int | None = None, **options) -> Plan:
     """Copying: the share of tokens that are right.
 
-    n_tokens: how many to copy, at random places among blanks; None: the run's, else half the length, without blanks.
+    n_tokens: the number of tokens to copy, at random places among blanks; None takes the run's, or else half the length, without blanks.
     """
     own = _own(data, copying_task).get("n_tokens")
     n_tokens = own if n_tokens is None else n_tokens
@@ -44,12 +45,12 @@ def copying(model: torch.nn.Module, data, *, lengths: Sequence[int], n_tokens: i
 
 
 def induction(model: torch.nn.Module, data, *, lengths: Sequence[int], **options) -> Plan:
-    """Induction heads: the share of rows whose last token is followed as it was before."""
+    """Induction heads: the share of rows in which the model predicts the token that followed the special token the first time."""
     return _token_task(induction_task, model, data, lengths, lambda length: {}, **options)
 
 
 def _own(data, task: ModuleType) -> dict[str, Any]:
-    """The keywords for `example` of a run that was trained on this task."""
+    """The keyword arguments for `example` of a run that was trained on this task; {} for other runs."""
     return data.example_options() if getattr(data, "task", None) is task else {}
 
 
@@ -66,7 +67,8 @@ def _token_task(
     seed: int = 0,
     batch_tokens: int = 8192,
 ) -> Plan:
-    """vocab_size: None: the run's, else as published, or as many as the model has. examples: rows at each length."""
+    """vocab_size: None takes the run's, or else the published one, but at most the model's. examples: the number of rows at each length.
+    batch_tokens: tokens that are read at once."""
     name = task.__name__.rpartition(".")[2]
     if data.objective != "lm":
         return refusal(name, "needs a causal language model")

@@ -1,4 +1,4 @@
-"""The validation loss of a checkpoint: training's loader, batches and weighting, so that it repeats what training reported."""
+"""The validation loss of a checkpoint, with training's loader, batches and weighting, so that it is the loss that training reported."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -10,15 +10,15 @@ from attnzoo.evaluation.perplexity import SPLIT, mean_and_stderr
 from attnzoo.evaluation.results import Row, language_model_rows
 from attnzoo.training.module import summed_loss
 
-# of a data module, what decides its batches
+# attributes of a data module that decide its batches
 SETTINGS = ("objective", "seq_len", "eval_batch_size", "cross_documents", "packed", "eval_mask_rate")
 
 
 def validation_loss(model: torch.nn.Module, data, *, lengths: Sequence[int] = (), context: int | None = None) -> Plan:
     """Loss, perplexity and bits per byte over the whole validation split, in training's rows and, for BERT, with its masks.
 
-    data: a data module; its `val_dataloader()`, `seq_len` and `bytes_per_token(split)` are used. lengths, context: not used, every task is
-    given them. The standard error takes batches as the independent draws.
+    data: a data module; its `val_dataloader()`, `seq_len` and `bytes_per_token(split)` are used. lengths, context: not used; every task is
+    given them. The standard error treats batches as the independent samples.
     """
     loader = data.val_dataloader()
     settings = {name: getattr(data, name, None) for name in SETTINGS}
