@@ -15,11 +15,11 @@ class Case:
     width: int
     kind: str = "layernorm"
     bias: bool = True
-    begins: bool = False  # with a stream in float32, and no branch
+    begins: bool = False  # the stream is one float32 tensor, and there is no branch
     last: bool = False
 
     def inputs(self, device: torch.device | str, seed: int = 0) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """x in float32, branch, weight, bias."""
+        """(x, branch or None, weight, bias or None); the branch is bfloat16, the others are float32."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -29,13 +29,13 @@ class Case:
         return x, None if self.begins else branch, 1 + 0.3 * normal(self.width), normal(self.width) if self.bias else None
 
     def gradients(self, device: torch.device | str, seed: int = 1) -> tuple[Tensor, Tensor]:
-        """Of the stream that comes out, and of the norm, bfloat16."""
+        """Gradients of the new stream and of the norm, both bfloat16."""
         generator = torch.Generator(device).manual_seed(seed)
         both = torch.randn(2, self.rows, self.width, generator=generator, device=device).to(torch.bfloat16)
         return both[0], both[1]
 
     def stream(self, x: Tensor) -> Stream:
-        """x as the operator takes it."""
+        """x as a Stream: in two halves, or under `begins` as it is."""
         if self.begins:
             return Stream(x)
         ones = torch.ones_like(x[0])

@@ -26,10 +26,10 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case(flash.Case):
-    """One problem over random blocks; fields as in `flash.cases.Case`. block_k follows block_q where it is None.
+    """One problem over random blocks; fields as in `flash.cases.Case`. If block_k is None, it equals block_q.
 
-    density: share of the blocks kept. diagonal: those on the diagonal too. masks: one layout for all, one by "head", one by "sequence" and
-    head. holes: a row and a column of blocks are dropped.
+    density: probability with which a block is kept. diagonal: blocks on the diagonal are kept, too. masks: "one" layout for all, one for
+    each "head", or one for each head of each "sequence". holes: a row and a column of blocks are dropped.
     """
 
     block_q: int = 64
@@ -41,7 +41,7 @@ class Case(flash.Case):
 
     @cached_property
     def mask(self) -> Tensor:
-        """bool (batch or 1, heads or 1, q_blocks, k_blocks), on the CPU, the same each time."""
+        """bool (batch or 1, heads or 1, q_blocks, k_blocks), on the CPU. It is the same each time."""
         longest_q, longest_k = (max(side) for side in zip(*self.lengths, strict=True))
         blocks = -(-longest_q // self.block_q), -(-longest_k // (self.block_k or self.block_q))
         batch = len(self.lengths) if self.masks == "sequence" else 1
@@ -54,7 +54,7 @@ class Case(flash.Case):
         return mask
 
     def pairs(self) -> float:
-        """Visible (query, key) pairs, over the batch, the mean of the heads."""
+        """Visible (query, key) pairs of one head, over the batch; the mean over the heads."""
         masks = self.mask.double().mean(1).expand(len(self.lengths), -1, -1)
         return sum(self._pairs(mask, *lengths) for mask, lengths in zip(masks, self.lengths, strict=True))
 
@@ -70,7 +70,7 @@ class Case(flash.Case):
 
     @property
     def kept(self) -> float:
-        """Share of the blocks that hold a visible pair which the layout keeps."""
+        """The share that the layout keeps of the blocks with a visible pair. Lengths are the first sequence's; windows are ignored."""
         m, n = self.lengths[0]
         block_k = self.block_k or self.block_q
         row, column = torch.arange(self.mask.shape[-2])[:, None], torch.arange(self.mask.shape[-1])
@@ -107,7 +107,7 @@ class Case(flash.Case):
 
 CORRECTNESS: tuple[Case, ...] = (
     *(Case(seqlen_q=n, block_q=16, causal=causal) for n in (17, 97, 1025) for causal in (False, True)),
-    *(Case(batch=4, heads=16, seqlen_q=1, block_q=16, density=1.0, causal=causal) for causal in (False, True)),  # many single sums
+    *(Case(batch=4, heads=16, seqlen_q=1, block_q=16, density=1.0, causal=causal) for causal in (False, True)),  # see SINGLE_ROWS
     *(Case(seqlen_q=113, seqlen_k=145, heads=1, block_q=m, block_k=n, causal=True, masks="head")
       for m, n in ((16, 32), (32, 16), (16, 256), (64, 16), (128, 64), (32, 32), (256, 128))),
     Case(seqlen_q=257, seqlen_k=113, block_q=16, causal=True),  # most rows see no key
@@ -132,6 +132,6 @@ CORRECTNESS: tuple[Case, ...] = (
 
 def benchmark_case(seqlen: int, density: float, block: int = 128, head_dim: int = 128, heads: int = 16, batch: int = 1,
                    **changes: Any) -> Case:
-    """Causal, blocks drawn at random for each head, plus the diagonal."""
+    """A causal case. The blocks of each head are drawn at random; those on the diagonal are kept, too."""
     return Case(batch=batch, seqlen_q=seqlen, heads=heads, head_dim=head_dim, block_q=block, density=density, diagonal=True, masks="head",
                 causal=True, **changes)

@@ -21,7 +21,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: `lengths` tokens in the cache of each sequence, NaN behind them up to `max_len` (the longest, where it is None).
+    """One problem: `lengths` tokens in the cache of each sequence, and NaN after them up to `max_len` (None: the longest length).
 
     `heads_first` stores the cache as (batch, kv_heads, max_len, head_dim); `strided` puts NaN between its rows; `q_scale` multiplies q.
     """
@@ -41,7 +41,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     heads_first: bool = False
     strided: bool = False
-    page: int | None = None  # rows of a page, in which the cache then lies in random order, NaN in the pages that nobody uses
+    page: int | None = None  # tokens of a page; None: no pages. Pages lie in random order, and unused ones hold NaN
     q_scale: float = 1.0
     fp8: bool = False  # caches in float8_e4m3fn with a scale for each key head
 
@@ -50,7 +50,7 @@ class Case:
         return len(self.lengths)
 
     def bytes(self) -> int:
-        """Of keys and values that the queries see, each counted once."""
+        """Bytes of the keys and values that the queries see, each counted once."""
         left = self.window_size[0]
         seen = sum(length if left < 0 else min(length, left + self.seqlen_q) for length in self.lengths)
         return seen * self.kv_heads * (self.head_dim + (self.value_dim or self.head_dim)) * (1 if self.fp8 else self.dtype.itemsize)
@@ -89,7 +89,7 @@ class Case:
         return Inputs(q, *caches, options)
 
     def _paged(self, caches: tuple[torch.Tensor, ...], generator: torch.Generator) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The caches in pages, and their table; -1 stands behind a sequence's pages."""
+        """The caches in pages, and their block table, in which -1 follows a sequence's pages."""
         device, max_len = caches[0].device, caches[0].shape[1]
         pages = -(-max_len // self.page)
         table = torch.randperm(self.batch * pages + 3, generator=generator, device=device)[: self.batch * pages].view(self.batch, pages)
@@ -141,7 +141,7 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(lengths=(257, 31, 80), seqlen_q=3, alibi=True),
     Case(lengths=(257, 0, 31), sinks=True),
     Case(lengths=(257, 31, 80), seqlen_q=3, softcap=5.0, alibi=True, sinks=True, window_size=(40, -1)),
-    Case(lengths=(257, 31, 80, 113, 64, 200, 150, 97), seqlen_q=4, q_scale=50.0),  # near-ties of few rows would decide the largest error
+    Case(lengths=(257, 31, 80, 113, 64, 200, 150, 97), seqlen_q=4, q_scale=50.0),  # with few rows, near-ties would decide the largest error
     Case(lengths=(257, 31, 80), heads_first=True),
     Case(lengths=(257, 31, 80), strided=True, max_len=300),
     Case(lengths=(257, 31, 0, 80), page=16),
@@ -155,7 +155,7 @@ CORRECTNESS: tuple[Case, ...] = (
 
 
 def benchmark_case(batch: int, length: int, **changes: Any) -> Case:
-    """Llama 3's 8 billion: 32 heads over 8 key heads of width 128."""
+    """The shape of Llama 3 8B: 32 query heads and 8 key heads of width 128."""
     return Case(**{"lengths": (length,) * batch, "heads": 32, "kv_heads": 8, "head_dim": 128} | changes)
 
 
@@ -169,7 +169,10 @@ class LatentInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class LatentCase(Case):
-    """One problem over latents of `value_dim` columns, `head_dim` with what lies behind them; no windows, biases, sinks and 8 bits."""
+    """One problem over latents. A row of the cache has `head_dim` columns; the first `value_dim` of them are the latent.
+
+    There are no windows, softcap, biases, sinks or 8-bit caches.
+    """
 
     heads: int = 16
     kv_heads: int = 1
@@ -177,7 +180,7 @@ class LatentCase(Case):
     value_dim: int = 512
 
     def bytes(self) -> int:
-        """Of the cache, each row counted once."""
+        """Bytes of the cache's rows, each counted once."""
         return sum(self.lengths) * self.head_dim * self.dtype.itemsize
 
     def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> LatentInputs:

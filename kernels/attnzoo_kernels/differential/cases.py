@@ -27,17 +27,18 @@ class Inputs(NamedTuple):
 class Case(flash_cases.Case):
     """One problem: `heads` pairs of query heads over `kv_heads` pairs of key heads; fields as in `flash.cases.Case`.
 
-    Queries and keys of the two paths are interleaved heads of one tensor, as the layers have them. lam: "scalar", "head" or "token";
-    shared_keys: both paths read the same keys.
+    The queries of the two paths are interleaved heads of one tensor, and so are the keys, as in the layers. lam: lambda is a "scalar", or
+    there is one for each "head", or one for each "token" and head. shared_keys: both paths read the same keys.
     """
 
     lam: str = "token"
     shared_keys: bool = False
 
     def flops(self, backward: bool = False) -> float:
-        """Floating-point operations of one pass: two score products and two value products per pair, and 2.5 times that backward.
+        """Floating-point operations of one pass: two score products and two value products per pair, and 2.5 times that in the backward.
 
-        The count of two calls of plain attention, so that times compare; the backward computes less, for it shares dO Vᵀ and dV.
+        This is the count of two calls of plain attention, so that times can be compared. The backward computes less, because both paths
+        share dO Vᵀ and dV.
         """
         return 2 * super().flops(backward)
 
@@ -88,13 +89,14 @@ LONG: tuple[Case, ...] = (
 
 
 def benchmark_case(seqlen: int, head_dim: int, causal: bool, tokens: int = 16384, hidden: int = 2048, **changes: Any) -> Case:
-    """Version 1's shape: `tokens` tokens in rows of `seqlen`, pairs whose values of width 2 head_dim fill `hidden`, a scalar lambda."""
+    """The shape of version 1: `tokens` tokens in rows of `seqlen` (one row at least), and a scalar lambda. Values have the width
+    2 head_dim, and there are as many pairs as fill `hidden` with them."""
     return Case(batch=max(1, tokens // seqlen), seqlen_q=seqlen, heads=hidden // head_dim // 2, head_dim=head_dim, causal=causal,
                 **({"value_dim": 2 * head_dim, "lam": "scalar"} | changes))
 
 
 def shared_benchmark_case(seqlen: int, head_dim: int, causal: bool, tokens: int = 16384, hidden: int = 2048, **changes: Any) -> Case:
-    """Version 2's shape: as many pairs as the baseline has heads, four to a key and value head, lambda per token and head."""
+    """The shape of version 2: as many pairs as the baseline has heads, four for each key and value head; lambda per token and head."""
     heads = hidden // head_dim
     return Case(batch=max(1, tokens // seqlen), seqlen_q=seqlen, heads=heads, kv_heads=max(1, heads // 4), head_dim=head_dim, causal=causal,
                 shared_keys=True, **changes)

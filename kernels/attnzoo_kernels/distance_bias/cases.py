@@ -1,4 +1,4 @@
-"""Shapes of `distance_bias_attention`: flash_attention's, with a table, shared by the tests and the benchmarks."""
+"""Shapes of `distance_bias_attention`: those of flash_attention, with a table of biases. Shared by the tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case(flash.Case):
-    """One problem; fields as in `flash.cases.Case`. distances: entries of the table, `origin` that of distance 0."""
+    """One problem; fields as in `flash.cases.Case`. distances: number of entries of the table. origin: the entry of distance 0."""
 
     distances: int = 40
     origin: int = 0
 
     def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> Inputs:
-        """Standard normal tensors in the operator's layout, a table of such numbers, and the options of the call."""
+        """Standard normal tensors in the operator's layout, a standard normal table, and the options of the call."""
         q, k, v, dout, options = super().inputs(device, seed)
         bias = torch.randn(self.heads, self.distances, generator=torch.Generator(device).manual_seed(seed + 1), device=device)
         options = {name: value for name, value in options.items() if name not in ("softcap", "dropout_p")}
@@ -45,8 +45,8 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(seqlen_q=97, causal=True, distances=97),
     Case(seqlen_q=97, causal=True, distances=1),
     Case(seqlen_q=97, distances=61, origin=30),
-    Case(seqlen_q=150, heads=1, distances=9, origin=4),  # far tiles before and behind
-    Case(seqlen_q=33, heads=1, distances=5, origin=-40),  # all have the first entry
+    Case(seqlen_q=150, heads=1, distances=9, origin=4),  # tiles of keys far before and far after the queries
+    Case(seqlen_q=33, heads=1, distances=5, origin=-40),  # all distances have the first entry
     *(Case(seqlen_q=m, seqlen_k=n, causal=True, distances=64) for m, n in ((17, 97), (113, 17))),
     *(Case(seqlen_q=97, heads=1, head_dim=d, value_dim=dv, causal=True) for d, dv in ((32, 32), (40, 80), (128, 128), (256, 256))),
     Case(batch=2, seqlen_q=50, heads=4, kv_heads=2, causal=True),
@@ -71,5 +71,5 @@ LONG: tuple[Case, ...] = (
 
 
 def benchmark_case(seqlen: int, head_dim: int, causal: bool, **changes: Any) -> Case:
-    """flash_attention's benchmark case, with a table."""
+    """The benchmark case of flash_attention, with a table of biases."""
     return Case(**vars(flash.benchmark_case(seqlen, head_dim, causal)) | changes)

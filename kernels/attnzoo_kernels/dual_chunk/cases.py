@@ -16,7 +16,7 @@ FLASH_OPTIONS = ("window_size", "softcap", "dropout_p")
 
 
 def rotary_tables(positions: int, rotary_dim: int, device: torch.device | str = "cpu", base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 (positions, rotary_dim / 2)."""
+    """(cos, sin), each float32 (positions, rotary_dim / 2)."""
     frequency = base ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64, device=device) / rotary_dim)
     angles = torch.arange(positions, dtype=torch.float64, device=device)[:, None] * frequency
     return angles.cos().float(), angles.sin().float()
@@ -24,7 +24,8 @@ def rotary_tables(positions: int, rotary_dim: int, device: torch.device | str = 
 
 @dataclass(frozen=True)
 class Case(flash.Case):
-    """A case of flash_attention, causal unless it says otherwise, over chunks. `rotary_dim` is all even channels where it is None."""
+    """One problem over chunks, causal by default; fields as in `flash.cases.Case`. rotary_dim: None for all channels, except the last of
+    an odd head_dim."""
 
     causal: bool = True
     chunk_size: int = 32
@@ -36,7 +37,7 @@ class Case(flash.Case):
     multiplier: bool = False
 
     def pairs(self) -> float:
-        """Visible (query, key) pairs of one head, over the batch; plain causal counts as half, as the field does."""
+        """Visible (query, key) pairs of one head, over the batch. Plain causal attention counts as half of all pairs, as is usual."""
         if self.stages == STAGES:
             return super().pairs()
         chunk = geometry(self.chunk_size, self.local_size, self.variant).chunk
@@ -46,7 +47,7 @@ class Case(flash.Case):
         """Standard normal tensors in the operator's layout and the options of the call."""
         q, k, v, dout, options = super().inputs(device, seed)
         options: dict[str, Any] = {name: value for name, value in options.items() if name not in FLASH_OPTIONS}
-        if self.packed and self.lengths_k is None:  # one tensor for both sides is how a path knows that lengths are equal
+        if self.packed and self.lengths_k is None:  # a path knows that both sides have equal lengths if both are one tensor
             options["cu_seqlens_k"] = options["cu_seqlens_q"]
         positions = geometry(self.chunk_size, self.local_size, self.variant).positions
         cos, sin = rotary_tables(positions, self.rotary_dim or self.head_dim // 2 * 2, device)
@@ -92,7 +93,7 @@ CORRECTNESS: tuple[Case, ...] = (
       for n, c, w in ((70, 24, 0), (97, 40, 8), (50, 40, 32), (33, 9, 2)) for variant in ("paper", "chunkllama")),
     *(Case(seqlen_q=m, seqlen_k=n, heads=2, kv_heads=1, head_dim=32, causal=causal)
       for m, n in ((17, 97), (60, 40), (200, 40)) for causal in (True, False)),
-    # chunks of whole tiles: one walk over all queries behind a key
+    # chunks of whole tiles: one loop over all queries after a key
     *(Case(seqlen_q=130, heads=1, head_dim=32, chunk_size=48, local_size=16, causal=causal) for causal in (True, False)),
     *(Case(seqlen_q=m, seqlen_k=n, heads=1, head_dim=32, chunk_size=40) for m, n in ((40, 136), (130, 34))),
     Case(lengths_q=(1, 0, 130, 33), heads=2, kv_heads=1, head_dim=32, chunk_size=40),

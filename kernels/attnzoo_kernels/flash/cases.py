@@ -21,11 +21,12 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One problem. `seqlen_k`, `kv_heads` and `value_dim` follow `seqlen_q`, `heads` and `head_dim` where they are None.
+    """One problem. If `seqlen_k`, `kv_heads` or `value_dim` is None, it equals `seqlen_q`, `heads` or `head_dim`.
 
-    With `lengths_q` (and `lengths_k`, else the same) the batch is packed and `batch`, `seqlen_q`, `seqlen_k` are not used.
-    `strided` makes q, k, v views of head-major storage with NaN behind every row; `q_scale` multiplies q, for large logits. `mean` is the
-    length, by coordinate, of a random direction that all keys of a head share, and all values another one, as in trained models.
+    With `lengths_q` the batch is packed, and `batch`, `seqlen_q` and `seqlen_k` are not used; `lengths_k` equals `lengths_q` if it is None.
+    `strided` makes q, k, v and dout views of head-major storage with NaN after every row; `q_scale` multiplies q, for large logits. With
+    `mean`, all keys of a head have one random vector added, and all values another one, as in trained models; `mean` is the standard
+    deviation of the coordinates of these vectors.
     """
 
     batch: int = 1
@@ -60,11 +61,11 @@ class Case:
         return list(zip(self.lengths_q, self.lengths_k or self.lengths_q, strict=True))
 
     def pairs(self) -> float:
-        """Visible (query, key) pairs of one head, over the batch; plain causal counts as half, as the field does."""
+        """Visible (query, key) pairs of one head, over the batch. Plain causal attention counts as half of all pairs, as is usual."""
         return sum(_pairs(m, n, self.causal, self.window_size) for m, n in self.lengths)
 
     def flops(self, backward: bool = False) -> float:
-        """Floating-point operations of one pass: 2 pairs heads (head_dim + value_dim), and 2.5 times that backward."""
+        """Floating-point operations of one pass: 2 * pairs * heads * (head_dim + value_dim), and 2.5 times that in the backward."""
         forward = 2 * self.pairs() * self.heads * (self.head_dim + (self.value_dim or self.head_dim))
         return 2.5 * forward if backward else forward
 
@@ -153,7 +154,7 @@ def mixed_lengths(longest: int, count: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-# of two rows the rule would compare two rounding errors: single queries come by the dozen
+# with two rows, the accuracy rule would only compare two rounding errors; cases of single queries therefore have 32 rows
 SINGLE_ROWS = {"batch": 4, "heads": 8}
 
 CORRECTNESS: tuple[Case, ...] = (
@@ -200,13 +201,13 @@ def benchmark_case(seqlen: int, head_dim: int, causal: bool, tokens: int = 16384
 
 
 def packed_benchmark_case(longest: int, head_dim: int, causal: bool, tokens: int = 16384, hidden: int = 2048, **changes: Any) -> Case:
-    """About `tokens` tokens in sequences of mixed lengths, the longest `longest`, their mean 0.6 of it."""
+    """About `tokens` tokens in sequences of mixed lengths; the longest has `longest` tokens, and the mean is 0.6 of that."""
     lengths = mixed_lengths(longest, max(3, round(tokens / (0.6 * longest))))
     return Case(lengths_q=lengths, heads=hidden // head_dim, head_dim=head_dim, causal=causal, **changes)
 
 
 def feature_cases(plain: Case) -> dict[str, Case]:
-    """The benchmark case `plain` with one feature each; cost is counted per visible pair against `plain`."""
+    """Variants of the benchmark case `plain` with one feature each. Their cost per visible pair is compared with that of `plain`."""
     return {
         "window 1024": replace(plain, window_size=(1023, 0)),
         "window 4096": replace(plain, window_size=(4095, 0)),

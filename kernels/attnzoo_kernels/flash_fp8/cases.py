@@ -6,7 +6,7 @@ from attnzoo_kernels.flash.cases import Case, Inputs
 
 
 def with_outliers(x: Inputs, seed: int = 7) -> Inputs:
-    """FlashAttention-3's: to standard normal q, k and v is added what has a standard deviation of 10 in one entry of a thousand."""
+    """Adds FlashAttention-3's outliers to standard normal q, k, v: normal numbers of standard deviation 10 to one entry in a thousand."""
     generator = torch.Generator(x.q.device).manual_seed(seed)
 
     def normal(like: torch.Tensor) -> torch.Tensor:

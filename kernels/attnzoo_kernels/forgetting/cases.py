@@ -25,8 +25,8 @@ class Inputs(NamedTuple):
 class Case(flash_cases.Case):
     """One causal problem; fields as in `flash.cases.Case`.
 
-    Forget gates are sigmoids of normal numbers about `gate`: of 6 they keep hundreds of tokens, of -3 a few. resets: the share of tokens
-    whose gates let through e^-30.
+    Forget gates are sigmoids of normal numbers with the mean `gate`: with 6 they keep hundreds of tokens, with -3 a few. resets: the
+    probability that the gate of a token and head is e^-30.
     """
 
     causal: bool = True
@@ -41,7 +41,7 @@ class Case(flash_cases.Case):
         logits = torch.randn(shape, generator=generator, device=device) + self.gate
         logits[torch.rand(shape, generator=generator, device=device) < self.resets] = -30.0
         options = {name: value for name, value in options.items() if name == "window_size" or "seqlen" in name}
-        if self.packed and self.lengths_k is None:  # one tensor for both sides is how a path knows that lengths are equal
+        if self.packed and self.lengths_k is None:  # a path knows that both sides have equal lengths if both are one tensor
             options["cu_seqlens_k"] = options["cu_seqlens_q"]
         return Inputs(q, k, v, torch.nn.functional.logsigmoid(logits), dout, options)
 
@@ -54,14 +54,14 @@ CORRECTNESS: tuple[Case, ...] = (
     *(Case(seqlen_q=m, seqlen_k=n, head_dim=32) for m, n in ((17, 97), (70, 40))),
     *(Case(seqlen_q=70, heads=1, head_dim=d, value_dim=dv) for d, dv in ((64, 64), (40, 111))),
     Case(batch=2, seqlen_q=40, heads=4, kv_heads=2, head_dim=32, strided=True),
-    Case(seqlen_q=97, heads=4, head_dim=32, q_scale=50.0),  # near-ties of one head would decide the largest error
+    Case(seqlen_q=97, heads=4, head_dim=32, q_scale=50.0),  # with one head, near-ties would decide the largest error
     Case(seqlen_q=161, heads=1, head_dim=32, gate=6.0, resets=0.1),
     Case(seqlen_q=161, heads=4, head_dim=32, gate=6.0, mean=3.0),
     Case(lengths_q=(1, 0, 70, 17, 33, 0), kv_heads=1, head_dim=32, gate=4.0),
     Case(lengths_q=(17, 0, 70, 5), lengths_k=(97, 33, 17, 0), head_dim=32, window_size=(16, 0)),
 )
 
-# tens of thousands of tokens' worth of c, of which few count
+# long sequences: c, the sum of the gates' logarithms, becomes large, and few of the keys count
 LONG: tuple[Case, ...] = (
     *(Case(seqlen_q=n, head_dim=d, gate=gate, resets=resets) for n, d, gate, resets in (
         (1025, 64, 2.0, 0.0), (1025, 128, 6.0, 0.05), (4096, 64, -3.0, 0.0), (4096, 128, 8.0, 0.1), (1023, 256, 4.0, 0.0))),

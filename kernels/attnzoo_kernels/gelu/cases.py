@@ -11,7 +11,7 @@ class Case:
     rows: int
     width: int
     dtype: torch.dtype = torch.bfloat16
-    bias_dtype: torch.dtype = torch.float32  # as autocast hands it over
+    bias_dtype: torch.dtype = torch.float32  # as under autocast
     scale: float = 2.0  # reaches the tails of the normal distribution
     tanh: bool = False
     bias: bool = True
@@ -21,7 +21,7 @@ class Case:
         return "tanh" if self.tanh else "none"
 
     def inputs(self, device: torch.device | str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor | None]:
-        """x and the output's gradient (rows, width), bias (width,) or None."""
+        """(x, gradient of the output, bias): (rows, width), (rows, width), and (width,) or None."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:

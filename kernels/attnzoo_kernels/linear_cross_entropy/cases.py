@@ -20,7 +20,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
     def inputs(self, device: torch.device | str, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """x, weight, targets (a seventh of which do not count) and the call's options."""
+        """(x, weight, targets, options of the call). Every seventh target is ignored."""
         generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:

@@ -39,7 +39,7 @@ class Case(flash_cases.Case):
         return {name: getattr(self, name) for name in ("compress_size", "compress_stride", "block_size", "block_count", "window")}
 
     def pairs(self) -> float:
-        """Pairs of a query and a key or compressed key of one head, where every query finds as many blocks as it may read."""
+        """Pairs of a query and a key or compressed key, of one head, over the batch, if every query reads as many blocks as it may."""
         total = 0
         for m, n in self.lengths:
             t = torch.arange(m) + n - m

@@ -9,7 +9,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of `seqlen` slots and `width` channels, left-aligned sequences of mean length `mean`, or a random pattern of so many tokens."""
+    """Padded rows of `seqlen` slots and `width` channels, with left-aligned sequences of mean length `mean`. scattered: as many tokens lie
+    in random slots instead."""
 
     batch: int
     seqlen: int
@@ -19,7 +20,7 @@ class Case:
     scattered: bool = False
 
     def lengths(self) -> list[int]:
-        """Spread evenly around the mean as widely as the rows allow, in a fixed random order."""
+        """Lengths that are spread evenly around the mean as widely as the rows allow, in a fixed random order."""
         high = min(self.seqlen, 2 * self.mean)
         low = 2 * self.mean - high
         lengths = [round(low + (high - low) * i / max(self.batch - 1, 1)) for i in range(self.batch)]
@@ -45,12 +46,12 @@ class Case:
 
     @property
     def remove_bytes(self) -> int:
-        """Read and written at least: each token once each way, and its index."""
+        """The least number of bytes read and written: each token is read and written once, and its index is read."""
         return self.tokens * (2 * self.width * self.dtype.itemsize + 8)
 
     @property
     def restore_bytes(self) -> int:
-        """Read and written at least: tokens and indices read, all slots written."""
+        """The least number of bytes read and written: tokens and indices are read, and all slots are written."""
         return (self.tokens + self.batch * self.seqlen) * self.width * self.dtype.itemsize + self.tokens * 8
 
     def __str__(self) -> str:

@@ -23,8 +23,8 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case(flash_cases.Case):
-    """One causal problem; fields as in `flash.cases.Case`. Each query gets `slots` numbers of blocks at random, without repetition, of
-    which some are no earlier block. shared: the heads of a key head choose together."""
+    """One causal problem; fields as in `flash.cases.Case`. Each query gets `slots` different random block numbers. Some of them are -1
+    (none), or not those of earlier blocks. shared: the query heads of one key head share their blocks."""
 
     causal: bool = True
     block_size: int = 16
@@ -32,7 +32,7 @@ class Case(flash_cases.Case):
     shared: bool = False
 
     def pairs(self) -> float:
-        """Visible pairs of one head where every query finds as many earlier blocks as it has slots."""
+        """Visible pairs of one head, over the batch, if every query reads `slots` earlier blocks, or all where there are fewer."""
         total = 0
         for m, n in self.lengths:
             position = torch.arange(m) + n - m
@@ -64,7 +64,7 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(seqlen_q=5, seqlen_k=97, head_dim=32, block_size=7),
     Case(seqlen_q=40, heads=1, head_dim=40, value_dim=48, block_size=32, strided=True),
     Case(seqlen_q=20, head_dim=32, block_size=1, slots=5),
-    Case(seqlen_q=49, heads=8, head_dim=32, q_scale=50.0),  # near-ties of one head would decide the largest error
+    Case(seqlen_q=49, heads=8, head_dim=32, q_scale=50.0),  # with one head, near-ties would decide the largest error
     Case(seqlen_q=33, head_dim=32, block_size=64),  # no earlier block
     Case(seqlen_q=33, head_dim=32, slots=0),
 )

@@ -1,4 +1,4 @@
-"""Shapes of `sigmoid_attention`: flash_attention's, with a bias, shared by the tests and the benchmarks."""
+"""Shapes of `sigmoid_attention`: those of flash_attention, with a bias. Shared by the tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CORRECTNESS: tuple[Case, ...] = (
     *(Case(seqlen_q=113, heads=1, head_dim=d, value_dim=dv) for d, dv in ((64, 128), (192, 128), (64, 16))),
     Case(batch=2, seqlen_q=50, heads=4, kv_heads=2, causal=True, softmax_scale=-0.2, sigmoid_bias=-3.0),
     Case(batch=2, seqlen_q=70, strided=True),
-    Case(seqlen_q=113, q_scale=50.0, causal=True),  # weights of one, and of nothing
+    Case(seqlen_q=113, q_scale=50.0, causal=True),  # weights close to one and to zero
     Case(seqlen_q=257, sigmoid_bias=0.0),
     Case(seqlen_q=257, window_size=(32, 16)),
     Case(seqlen_q=97, seqlen_k=17, window_size=(4, 4)),  # most rows see no key
@@ -47,5 +47,5 @@ CORRECTNESS: tuple[Case, ...] = (
 
 
 def benchmark_case(seqlen: int, head_dim: int, causal: bool, **changes: Any) -> Case:
-    """flash_attention's benchmark case, with the default bias."""
+    """The benchmark case of flash_attention, with the default bias."""
     return Case(**vars(flash.benchmark_case(seqlen, head_dim, causal, **changes)))

@@ -16,7 +16,8 @@ from attnzoo_kernels.tree.segments import reference_ranges
 
 @dataclass(frozen=True)
 class Case(RangeCase):
-    """One problem: segments by their parents and lengths. Made by `of`; its options are parents and cu_seqlens."""
+    """One problem: segments given by their parents and the bounds of their tokens. `of` makes it from the segments' lengths. The options of
+    the call are parents and cu_seqlens."""
 
     parents: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
@@ -30,7 +31,7 @@ class Case(RangeCase):
 
     @property
     def leaves(self) -> list[list[int]]:
-        """Tokens of every sequence from a root to a leaf."""
+        """For each leaf, the tokens of the sequence from its root to it."""
         paths = []
         for leaf in set(range(len(self.parents))) - set(self.parents):
             path, segment = [], leaf
@@ -47,7 +48,7 @@ class Case(RangeCase):
 
 
 def drawn(segments: int, longest: int, seed: int, **changes: Any) -> Case:
-    """Random trees: each segment hangs on the one before or one above it, or is a root."""
+    """Random trees. The parent of each segment is the segment before it or an ancestor of that one, or the segment is a root."""
     draw = random.Random(seed)
     parents: list[int] = []
     for segment in range(segments):
@@ -59,7 +60,7 @@ def drawn(segments: int, longest: int, seed: int, **changes: Any) -> Case:
 
 
 def rollouts(prompt: int, answer: int, answers: int, groups: int = 1, **changes: Any) -> Case:
-    """`groups` prompts, each with so many answers of one length."""
+    """`groups` prompts of `prompt` tokens, each with `answers` answers of `answer` tokens."""
     parents = tuple(p for group in range(groups) for p in (-1, *[group * (answers + 1)] * answers))
     return Case.of(parents, (prompt, *[answer] * answers) * groups, label=f"rollouts{prompt}+{answers}x{answer}", **changes)
 

@@ -13,14 +13,15 @@ from attnzoo_kernels.flash.cases import Inputs
 
 @dataclass(frozen=True)
 class Case(flash.Case):
-    """One causal problem; fields as in `flash.cases.Case`. The far queries and keys are drawn anew, as no rotation makes them."""
+    """One causal problem; fields as in `flash.cases.Case`. The queries and keys of the two frames are drawn independently, so no rotation
+    turns one frame into the other."""
 
     causal: bool = True
     near_keys: int = 24
     far_keys: int | None = None
 
     def pairs(self) -> float:
-        """Visible (query, key) pairs of one head, over the batch; plain causal counts as half, as the field does."""
+        """Visible (query, key) pairs of one head, over the batch. Plain causal attention counts as half of all pairs, as is usual."""
         if self.far_keys is None:
             return super().pairs()
         return sum(_limited_pairs(m, n, self.near_keys, self.far_keys) for m, n in self.lengths)
@@ -32,7 +33,7 @@ class Case(flash.Case):
         pairs = replace(self, heads=2 * self.heads, kv_heads=2 * kv_heads)
         q, k = (x.unflatten(-2, (-1, 2)) for x in super(Case, pairs).inputs(device, seed + 1)[:2])
         options = {name: value for name, value in options.items() if "seqlen" in name}
-        if self.packed and self.lengths_k is None:  # one tensor for both sides is how a path knows that lengths are equal
+        if self.packed and self.lengths_k is None:  # a path knows that both sides have equal lengths if both are one tensor
             options["cu_seqlens_k"] = options["cu_seqlens_q"]
         return Inputs(q, k, v, dout, options | {"near_keys": self.near_keys, "far_keys": self.far_keys})
 
@@ -50,11 +51,11 @@ CORRECTNESS: tuple[Case, ...] = (
     *(Case(seqlen_q=n, heads=1, head_dim=32) for n in (17, 25, 97)),
     *(Case(seqlen_q=97, heads=1, head_dim=32, near_keys=w, far_keys=n) for w, n in ((64, None), (200, None), (40, 3), (7, 45))),
     Case(seqlen_q=97, heads=1, head_dim=32, far_keys=0),
-    Case(seqlen_q=70, heads=3, head_dim=32, near_keys=1),  # of one key a head, the errors of few would be a lottery
+    Case(seqlen_q=70, heads=3, head_dim=32, near_keys=1),  # with one near key, few heads would leave the errors to chance
     *(Case(seqlen_q=m, seqlen_k=n, head_dim=32, kv_heads=1, far_keys=far) for m, n, far in ((17, 97, None), (70, 40, 9))),
     *(Case(seqlen_q=70, heads=1, head_dim=d, value_dim=dv) for d, dv in ((64, 64), (40, 111))),
     Case(batch=2, seqlen_q=40, heads=2, kv_heads=1, head_dim=32, near_keys=9, strided=True),
-    Case(seqlen_q=70, heads=3, head_dim=32, q_scale=50.0),  # near-ties of one head would decide the largest error
+    Case(seqlen_q=70, heads=3, head_dim=32, q_scale=50.0),  # with one head, near-ties would decide the largest error
     Case(lengths_q=(1, 0, 70, 17, 33, 0), kv_heads=1, head_dim=32, near_keys=16),
     Case(lengths_q=(17, 0, 70, 5), lengths_k=(97, 33, 17, 0), head_dim=32, far_keys=5),
 )
