@@ -8,7 +8,7 @@ from attnzoo_kernels.dispatch import without_autocast
 
 
 class _Split(torch.autograd.Function):
-    """float32 to its rounded half, which has the gradient, and the rest of its bits."""
+    """Splits float32 into two halves: x rounded to bfloat16, which carries the gradient, and the rest of its bits in int16."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ class _Split(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The halves to float32; the gradient is rounded."""
+    """Joins the halves to float32. The gradient is rounded to bfloat16."""
 
     @staticmethod
     def forward(ctx, high: Tensor, low: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class _Join(torch.autograd.Function):
 @without_autocast
 def add_norm_reference(high: Tensor, low: Tensor | None, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
                        rms: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Both halves of the sum, and its norm in bfloat16."""
+    """(high, low, norm): both halves of the sum, and its norm in bfloat16."""
     x = high if low is None else _Join.apply(high, low)
     x = x if branch is None else x + branch
     normed = F.rms_norm(x, x.shape[-1:], weight, eps) if rms else F.layer_norm(x, x.shape[-1:], weight, bias, eps)

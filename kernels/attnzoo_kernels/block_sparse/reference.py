@@ -9,7 +9,7 @@ from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
 
 
 def element_mask(mask: Tensor, block_q: int, block_k: int, rows: int, columns: int) -> Tensor:
-    """A layout's mask by element: bool (batch or 1, heads or 1, rows, columns)."""
+    """The mask of a layout for each query and key: bool (batch or 1, heads or 1, rows, columns)."""
     i = torch.arange(rows, device=mask.device) // block_q
     j = torch.arange(columns, device=mask.device) // block_k
     return mask[:, :, i[:, None], j]

@@ -12,13 +12,13 @@ def decode_attention_reference(q, k_cache, v_cache, *, cache_seqlens, block_tabl
                                sinks, k_scale=None, v_scale=None) -> tuple[Tensor, Tensor]:
     """Output (batch, seqlen_q, heads, value_dim) and log-sum-exp (batch, heads, seqlen_q). Arguments are checked by the caller."""
     batch, rows, heads, _ = q.shape
-    k_cache, v_cache = k_cache.to(q.dtype), v_cache.to(q.dtype)  # of 8 bits, exactly
+    k_cache, v_cache = k_cache.to(q.dtype), v_cache.to(q.dtype)  # exact for 8-bit caches
     if block_table is not None:
-        # pages one behind the other, as rows of a cache; what a table does not name may be anything
+        # each row's pages, one after the other; entries after a row's tokens may be anything
         k_cache, v_cache = (x[block_table.clamp(0, x.shape[0] - 1).long()].flatten(1, 2) for x in (k_cache, v_cache))
     columns, kv_heads = k_cache.shape[1:3]
     len_q, len_k = cache_seqlens.new_full((batch,), rows), cache_seqlens.clamp(max=columns)
-    # what lies behind a sequence may be anything, NaN too
+    # what lies after a sequence may be anything, even NaN
     unread = (torch.arange(columns, device=q.device) >= len_k[:, None])[:, :, None, None]
     k, v = k_cache.masked_fill(unread, 0), v_cache.masked_fill(unread, 0)
 

@@ -19,7 +19,7 @@ def distance_bias_attention_reference(q, k, v, bias, *, origin, window_size, sof
 
     scores = (q @ k.mT) * softmax_scale
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    own = torch.arange(rows, device=q.device) + (len_k - len_q)[:, None]  # the key at which a query stands
+    own = torch.arange(rows, device=q.device) + (len_k - len_q)[:, None]  # the position of each query among the keys
     distance = own[..., None] - torch.arange(columns, device=q.device)
     entry = (distance + origin).clamp(0, bias.shape[1] - 1)  # (batch, rows, columns)
     scores = scores + bias.to(scores.dtype)[:, entry].transpose(0, 1)

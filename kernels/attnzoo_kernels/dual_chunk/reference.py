@@ -9,7 +9,7 @@ from attnzoo_kernels.packing import pad_packed, sequence_lengths, unpad_packed
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """x (batch, rows, heads, width) with its first 2 * pairs channels rotated, in float32 at least; cos, sin (batch, rows, pairs)."""
+    """x (batch, rows, heads, width) with its first 2 * pairs channels rotated in float32 or float64. cos, sin: (batch, rows, pairs)."""
     pairs = cos.shape[-1]
     dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table.to(dtype).unsqueeze(-2) for table in (cos, sin))
@@ -39,7 +39,7 @@ def dual_chunk_attention_reference(q, k, v, *, cos, sin, geometry, stages, causa
     len_q = sequence_lengths(cu_seqlens_q, batch, rows, q.device)
     len_k = sequence_lengths(cu_seqlens_k, batch, columns, q.device)
 
-    # positions of queries (batch, rows, 1) and keys (1, 1, columns), and how many chunks lie between them
+    # positions of queries (batch, rows, 1) and keys (1, 1, columns), and by how many chunks they differ
     i = (torch.arange(rows, device=q.device) + (len_k - len_q)[:, None])[..., None]
     j = torch.arange(columns, device=q.device).expand(1, 1, -1)
     apart = i.div(geometry.chunk, rounding_mode="floor") - j.div(geometry.chunk, rounding_mode="floor")
@@ -56,7 +56,7 @@ def dual_chunk_attention_reference(q, k, v, *, cos, sin, geometry, stages, causa
     keys = [x.repeat_interleave(heads // kv_heads, dim=1) for x in keys]
     v = v.transpose(1, 2).repeat_interleave(heads // kv_heads, dim=1)
 
-    # the later of the two takes its stage's position, the earlier one its place in its chunk
+    # of a query and a key, the later one has the position of the stage, and the earlier one its position in its chunk
     scores = queries[0] @ keys[0].mT
     for n in (1, 2):
         distance = apart.clamp(-2, 2).unsqueeze(1)

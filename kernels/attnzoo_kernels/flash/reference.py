@@ -69,7 +69,7 @@ def flash_attention_reference(q, k, v, *, window_size, softmax_scale, softcap, a
     top = top.detach().masked_fill(top == -torch.inf, 0)
     weights = torch.exp(scores - top)
     if ranges is not None:
-        weights = weights * seen  # a key that two ranges show counts twice
+        weights = weights * seen  # a key that a query sees in two ranges counts twice
     norm = weights.sum(-1, keepdim=True)
     if sink is not None:
         norm = norm + torch.exp(sink - top)

@@ -7,12 +7,12 @@ from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.flash.reference import visible
 from attnzoo_kernels.flash_fp8.layout import BLOCK
 
-LARGEST = 448.0  # of e4m3
-WEIGHTS_LARGEST = 256.0  # what the kernel multiplies weights by, so that small ones are not lost
+LARGEST = 448.0  # the largest number of e4m3
+WEIGHTS_LARGEST = 256.0  # the kernel multiplies weights by this, so that small ones are not lost
 
 
 def rotation(width: int, device: torch.device | str = "cpu") -> Tensor:
-    """Orthonormal float64 (width, width): a Hadamard matrix whose rows have signs that look random but are always the same."""
+    """An orthonormal matrix, float64 (width, width): a Hadamard matrix whose rows are multiplied by pseudorandom, fixed signs."""
     index = torch.arange(width, device=device)
     common = index[:, None] & index
     for shift in (4, 2, 1):
@@ -39,7 +39,8 @@ def quantize_reference(x: Tensor, kv_heads: int, by_block: bool, rotate: bool) -
 
 
 def spread(descale: Tensor, x: Tensor) -> Tensor:
-    """A scale for each token and head of x (batch, seqlen, heads, width): (batch, seqlen, heads, 1), or seqlen 1 where it is all one."""
+    """The scale of each token and head of x (batch, seqlen, heads, width): (batch, seqlen, heads, 1), or (batch, 1, heads, 1) if all tokens
+    have the same."""
     descale = descale.to(x.dtype).repeat_interleave(x.shape[2] // descale.shape[1], 1)
     if descale.dim() == 2:
         return descale[:, None, :, None]
@@ -47,17 +48,18 @@ def spread(descale: Tensor, x: Tensor) -> Tensor:
 
 
 def usable(descale: Tensor) -> Tensor:
-    """NaN for a scale that is not positive and finite."""
+    """The scales, with NaN in place of those that are not positive and finite."""
     return descale.where((descale > 0) & (descale < torch.inf), torch.nan)
 
 
 @without_autocast
 def flash_fp8_reference(q, k, v, *, q_descale, k_descale, v_descale, causal, softmax_scale, dtype=torch.float32,
                         product=None) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of what the e4m3 values and their scales stand for, computed in `dtype`. Arguments are checked by the caller.
+    """Output and log-sum-exp of the e4m3 values times their scales, computed in `dtype`. Arguments are checked by the caller.
 
-    product: of e4m3 (..., rows, width) and (..., columns, width), to compute and round as the kernel does: with e4m3 weights, whose
-    products with BLOCK values each are added up in `dtype`.
+    product: None, or a function that gives the product (..., rows, columns) of e4m3 (..., rows, width) and (..., columns, width). With it
+    the reference rounds as the kernel does: weights are rounded to e4m3, and their products with BLOCK values at a time are added up in
+    `dtype`.
     """
     batch, rows, heads, _ = q.shape
     columns, kv_heads = k.shape[1:3]

@@ -14,13 +14,14 @@ from attnzoo_kernels.routed.reference import seen_blocks
 @without_autocast
 @torch.no_grad()
 def msa_blocks_reference(q, k, *, block_size, slots, **lengths) -> Tensor:
-    """Packed input is padded, looked at and packed again. Arguments are checked by the caller."""
+    """The blocks of each query, int32 (batch, seqlen_q, heads, slots) or (total, heads, slots), -1 for none. Packed input is padded, and
+    the blocks are packed again. Arguments are checked by the caller."""
     total_q = q.shape[0]
     (q,), (k,), len_q, len_k = padded([q], [k], **lengths)
     rows, columns = q.shape[1], k.shape[1]
     count = -(-columns // block_size)
     wide = torch.promote_types(q.dtype, torch.float32)
-    # the padding of a last block does not matter: no query comes behind it
+    # the padding of the last block does not matter, because no query comes after that block
     keys = F.pad(k.squeeze(2).to(wide), (0, 0, 0, count * block_size - columns)).unflatten(1, (count, block_size))
     scores = torch.einsum("bihd,bnjd->bihnj", q.to(wide), keys).amax(-1)
     own = (torch.arange(rows, device=q.device) + (len_k - len_q)[:, None]).div(block_size, rounding_mode="floor")
@@ -35,7 +36,7 @@ def msa_blocks_reference(q, k, *, block_size, slots, **lengths) -> Tensor:
 
 @without_autocast
 def msa_loss_reference(q, k, index_q, index_k, blocks, *, block_size, softmax_scale, **lengths) -> Tensor:
-    """-sum_j P_j log S_j, (batch, seqlen_q, kv_heads) or (total, kv_heads). blocks: None for all keys before a query."""
+    """-sum_j P_j log S_j, (batch, seqlen_q, kv_heads) or (total, kv_heads). blocks: None for all keys up to a query's own."""
     total_q, cu_seqlens_q = q.shape[0], lengths["cu_seqlens_q"]
     (q, index_q, *given), (k, index_k), len_q, len_k = padded(
         [q.detach(), index_q, *([] if blocks is None else [blocks])], [k.detach(), index_k], **lengths)

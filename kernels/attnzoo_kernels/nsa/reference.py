@@ -13,7 +13,7 @@ from attnzoo_kernels.routed.reference import seen_blocks
 
 
 def overlaps(compressed: int, count: int, size: int, stride: int, block_size: int, device: torch.device) -> Tensor:
-    """How many strides of tokens each compressed key shares with each block: (compressed, count)."""
+    """The overlap of each compressed key with each block, counted in strides: (compressed, count)."""
     start = torch.arange(compressed, device=device)[:, None] * stride
     block = torch.arange(count, device=device) * block_size
     shared = torch.minimum(start + size, block + block_size) - torch.maximum(start, block)
@@ -22,7 +22,10 @@ def overlaps(compressed: int, count: int, size: int, stride: int, block_size: in
 
 @torch.no_grad()
 def best_blocks(weights: Tensor, own: Tensor, kv_heads: int, count: int, size: int, stride: int, block_size: int, slots: int) -> Tensor:
-    """weights (batch, heads, rows, compressed) of compressed keys, own (batch, rows); int32 (batch, rows, kv_heads, slots)."""
+    """The blocks with the highest scores for each query, int32 (batch, rows, kv_heads, slots), -1 for none.
+
+    weights: (batch, heads, rows, compressed), attention weights of the compressed keys. own: (batch, rows), the block of each query.
+    """
     scores = block_scores(weights, own, kv_heads, count, size, stride, block_size)
     # stable: of equal scores the earlier block comes first
     best, blocks = F.pad(scores, (0, slots), value=-torch.inf).sort(dim=-1, descending=True, stable=True)
@@ -30,7 +33,8 @@ def best_blocks(weights: Tensor, own: Tensor, kv_heads: int, count: int, size: i
 
 
 def block_scores(weights: Tensor, own: Tensor, kv_heads: int, count: int, size: int, stride: int, block_size: int) -> Tensor:
-    """Of `count` blocks for each query, (batch, rows, kv_heads, count): +inf for what is always read, -inf for what never is."""
+    """Scores of `count` blocks for each query, (batch, rows, kv_heads, count). The first block and the one before the query's own have
+    +inf. The query's own block, which is read in any case, later ones and those with a NaN score have -inf."""
     shared = overlaps(weights.shape[-1], count, size, stride, block_size, weights.device).to(weights.dtype)
     scores = (weights @ shared).unflatten(1, (kv_heads, -1)).sum(2).transpose(1, 2)
     block, own = torch.arange(count, device=weights.device), own[:, :, None, None]

@@ -32,7 +32,7 @@ def _indices(kept: Tensor, seqused: Tensor, max_tokens: int) -> Indices:
 
 
 def document_lengths(lengths: Tensor, max_documents: int) -> tuple[Tensor, Tensor, Tensor]:
-    """cu_seqlens over the nonzero lengths, padded by its last value; tokens of each row; totals (tokens, documents, longest document)."""
+    """cu_seqlens over the nonzero lengths, padded with its last value; tokens of each row; totals (tokens, documents, longest document)."""
     flat = lengths.flatten().to(torch.int32)
     documents = (flat > 0).sum(dtype=torch.int32)
     entry = torch.where(flat > 0, (flat > 0).cumsum(0) - 1, max_documents).clamp(max=max_documents)
@@ -54,7 +54,7 @@ def remove(x: Tensor, indices: Tensor) -> Tensor:
 
 
 def restore(tokens: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    if tokens.is_floating_point() and tokens.element_size() == 1:  # PyTorch moves no float8 to indices
+    if tokens.is_floating_point() and tokens.element_size() == 1:  # index_copy does not take float8
         return restore(tokens.view(torch.uint8), indices, batch, seqlen).view(tokens.dtype)
     rows = tokens.new_zeros(batch * seqlen + 1, *tokens.shape[1:])
     return rows.index_copy(0, indices, tokens)[:-1].unflatten(0, (batch, seqlen))

@@ -10,7 +10,7 @@ from attnzoo_kernels.packing import heads_first, padded, unpadded
 
 
 def seen_blocks(blocks: Tensor, len_q: Tensor, len_k: Tensor, block_size: int, columns: int) -> Tensor:
-    """Which keys lie in a block that a query reads, its own or a chosen one: bool (batch, choosers, rows, columns), not causal yet."""
+    """Which keys lie in a block that a query reads, its own or a chosen one: bool (batch, choosers, rows, columns). No causal mask yet."""
     rows = blocks.shape[1]
     position = torch.arange(rows, device=blocks.device) + (len_k - len_q)[:, None]
     own = position.div(block_size, rounding_mode="floor")[:, None, :, None]

@@ -10,7 +10,7 @@ from attnzoo_kernels.packing import heads_first, padded, unpad_packed
 
 @without_autocast
 def sigmoid_attention_reference(q, k, v, *, window_size, softmax_scale, sigmoid_bias, alibi_slopes, **lengths) -> Tensor:
-    """Packed input is padded, attended to and packed again. Arguments are checked by the caller."""
+    """Output; packed input is padded, attended to and packed again. Arguments are checked by the caller."""
     total_q = q.shape[0]
     (q,), (k, v), len_q, len_k = padded([q], [k, v], **lengths)
     rows, columns = q.shape[1], k.shape[1]

@@ -11,8 +11,10 @@ from attnzoo_kernels.packing import heads_first, padded, unpadded
 
 @without_autocast
 def two_frame_attention_reference(q, k, v, *, near_keys, far_keys, softmax_scale, **lengths) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; packed input is padded, attended to and packed again. Arguments are checked by the caller, who gives the
-    frames of head h as heads 2 h (near) and 2 h + 1 (far) of q and k."""
+    """Output and log-sum-exp; packed input is padded, attended to and packed again. Arguments are checked by the caller.
+
+    Heads 2 h and 2 h + 1 of q and k are the near and the far frame of head h.
+    """
     total_q = q.shape[0]
     (q,), (k, v), len_q, len_k = padded([q], [k, v], **lengths)
     rows, columns = q.shape[1], k.shape[1]
