@@ -1,1 +1,1 @@
-"""Other libraries' signatures over the operators of attnzoo_kernels."""
+"""The operators of attnzoo_kernels under the signatures of other libraries."""

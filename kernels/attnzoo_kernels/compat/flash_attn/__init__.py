@@ -5,15 +5,15 @@
     from attnzoo_kernels.compat.flash_attn.layers.rotary import apply_rotary_emb
 
 Arguments, shapes and meanings are flash-attn's: causal masks and windows are aligned to the bottom right, `softcap <= 0` is off,
-`alibi_slopes` is float32 (heads,) or (batch, heads), and queries, keys and values whose last dimension is not contiguous are copied. More
-is accepted than there: float32, values wider or narrower than keys, CPU tensors.
+`alibi_slopes` is float32 (heads,) or (batch, heads), and queries, keys and values whose last dimension is not contiguous are copied.
+Unlike flash-attn, the functions also accept float32, values wider or narrower than keys, and CPU tensors.
 
 With `return_attn_probs=True` they return (out, softmax_lse, S_dmask). softmax_lse is float32, (batch, heads, seqlen_q) or
-(heads, total_q), and carries a gradient; it is -inf (flash-attn: +inf) in rows that see no key, where out is zero. S_dmask is an empty
-tensor, as flash-attn's is without dropout; with dropout flash-attn puts its attention matrix there, for its own tests, and here that
+(heads, total_q), and carries a gradient. In rows that see no key, out is zero and softmax_lse is -inf (+inf in flash-attn). S_dmask is an
+empty tensor, as in flash-attn without dropout. With dropout, flash-attn returns its attention matrix there, for its own tests; here that
 raises NotImplementedError.
 
-`deterministic=False` follows `torch.use_deterministic_algorithms`; True holds always.
+`deterministic=False` follows `torch.use_deterministic_algorithms`; True always asks for a deterministic result.
 """
 
 import torch
@@ -46,7 +46,7 @@ Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
 
 def _parts(name: str, x: Tensor, parts: int, packed: bool) -> tuple[Tensor, ...]:
-    """The queries, keys and values that lie side by side in x."""
+    """The parts of x, which lie side by side: queries, keys and values, or only keys and values."""
     checks.tensor(name, x)
     shape = f"({'total' if packed else 'batch, seqlen'}, {parts}, heads, head_dim)"
     if x.dim() != (4 if packed else 5) or x.shape[-3] != parts:
@@ -60,7 +60,7 @@ def _attend(
     checks.probability("dropout_p", dropout_p)
     if return_attn_probs and dropout_p > 0:
         raise NotImplementedError("return_attn_probs: S_dmask with dropout_p > 0 is not kept; use return_attn_probs=False or dropout_p=0.0")
-    # a longest sequence in a tensor is not waited for: no kernel reads it
+    # a max_seqlen that is a tensor is left out: the host would wait to read it, and no kernel needs it
     packing |= {name: None for name in ("max_seqlen_q", "max_seqlen_k") if isinstance(packing.get(name), Tensor)}
     out = flash_attention(
         *map(readable, (q, k, v)), causal=causal, softmax_scale=softmax_scale, window_size=plain_window(window_size),
@@ -139,8 +139,9 @@ def flash_attn_varlen_func(
 ) -> Result:
     """q (total_q, heads, head_dim), k and v (total_k, kv_heads, head_dim), cu_seqlens int32 (batch + 1,) -> out as q.
 
-    block_table: int32 (batch, max_blocks), as of `decode_attention`; k and v are then pages (num_blocks, page, kv_heads, head_dim). Up to
-    16 queries a sequence read them there. More queries, gradients and dropout need a copy of keys and values, batch * max_seqlen_k tokens.
+    block_table: int32 (batch, max_blocks), as in `decode_attention`; k and v are then pages (num_blocks, page, kv_heads, head_dim). With a
+    max_seqlen_q of at most 16, and without gradients or dropout, the pages are read in place. Otherwise keys and values are copied, in room
+    for batch * max_seqlen_k tokens.
     """
     if block_table is not None:
         block_table = _checked_pages(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table)

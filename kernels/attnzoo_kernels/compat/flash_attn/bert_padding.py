@@ -11,14 +11,14 @@ __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Rows `indices`, int64 (n,), of input (rows, ...): (n, ...). Rows may be taken more than once; their gradients are then added up."""
+    """The rows `indices`, int64 (n,), of input (rows, ...): (n, ...). A row may be taken several times; its gradients are then added up."""
     checks.tensor("input", input)
     _check_rows(indices, input.shape[0] if input.dim() else 0, input)
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """values (n, ...) at rows `indices`, int64 (n,) and all different, of (first_axis_dim, ...), which is zero elsewhere."""
+    """A tensor (first_axis_dim, ...) with values (n, ...) at the rows `indices`, int64 (n,) and all different, and zeros elsewhere."""
     checks.tensor("values", values)
     checks.integer("first_axis_dim", first_axis_dim, 0)
     _check_rows(indices, first_axis_dim, values)

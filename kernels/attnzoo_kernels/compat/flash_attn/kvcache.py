@@ -1,4 +1,4 @@
-"""flash-attn's functions over caches of keys and values, by `decode_attention`, which reads pages."""
+"""flash-attn's functions over caches of keys and values. They call `decode_attention`, which can read pages."""
 
 import math
 
@@ -12,7 +12,7 @@ from attnzoo_kernels.decode import check_pages, decode_attention
 from attnzoo_kernels.packing import behind_last
 from attnzoo_kernels.padding.inputs import values_known
 
-FEW = 16  # queries of a sequence that decode_attention is made for
+FEW = 16  # decode_attention is made for up to this many queries of a sequence
 
 
 @torch.no_grad()
@@ -37,21 +37,23 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the newest tokens over a cache, into which their keys and values are written first. It has no gradient.
+    """Attention of the newest tokens over a cache. With k and v, the new keys and values are first written to the cache. Without gradients.
 
     q: (batch, seqlen_q, heads, head_dim).
-    k_cache, v_cache: (rows, max_len, kv_heads, head_dim), or pages (num_blocks, page, kv_heads, head_dim) with block_table, of any size.
-    k, v: (batch, new, kv_heads, head_dim), which the cache takes in place from cache_seqlens on; it must have room for them.
-    rotary_cos, rotary_sin: (at least max_len, rotary_dim / 2). New keys are rotated by their places in the cache, and queries from
-        place cache_seqlens on, all by that one place where the mask is neither causal nor a window. Only with k and v.
-    cache_seqlens: tokens in the cache without the new ones, an int or int32 (batch,); None: the cache is full.
-    cache_batch_idx: whole numbers (batch,), the row of the cache that each sequence has; None: the first rows.
-    cache_leftpad: int32 (batch,), where in its row a sequence begins.
-    block_table: int32 (batch, max_blocks), as of `decode_attention`; the pages of new tokens must be there.
-    num_splits: taken, and not needed: keys are always shared out evenly.
-    The other arguments are those of `flash_attn_func`. Lengths and tables are not looked at on a GPU, and nothing waits for it.
+    k_cache, v_cache: (rows, max_len, kv_heads, head_dim), or with block_table pages (num_blocks, page, kv_heads, head_dim) of any size.
+    k, v: (batch, new, kv_heads, head_dim), written to the cache in place, from position cache_seqlens on. The cache must have room for
+        them.
+    rotary_cos, rotary_sin: (at least max_len, rotary_dim / 2), only with k and v. New keys are rotated by their positions in the cache.
+        With a causal mask or a window, queries are rotated by the positions from cache_seqlens on; otherwise all by position cache_seqlens.
+    cache_seqlens: number of tokens in the cache without the new ones, an int or int32 (batch,). None: the cache is full; not with k and v.
+    cache_batch_idx: whole numbers (batch,), the row of the cache for each sequence. None: the first rows.
+    cache_leftpad: whole numbers (batch,), the position at which each sequence begins in its row.
+    block_table: int32 (batch, max_blocks), as in `decode_attention`. It must name the pages of the new tokens, too.
+    num_splits: accepted and ignored: the work is always divided evenly.
+    The other arguments are those of `flash_attn_func`. On a GPU the values of lengths and tables are not checked, and the host does not
+    wait.
 
-    Returns out, as q, and with return_softmax_lse its log-sum-exp, float32 (batch, heads, seqlen_q).
+    Returns out, shaped as q, and with return_softmax_lse also its log-sum-exp, float32 (batch, heads, seqlen_q).
     Raises TypeError or ValueError naming the argument; NotImplementedError for pages together with cache_batch_idx or cache_leftpad.
     """
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -103,7 +105,7 @@ def flash_attn_with_kvcache(
 
 
 def plain_window(window_size) -> tuple[int, int]:
-    """flash-attn also takes a tensor, and anything negative for -1."""
+    """(left, right) of a window. As in flash-attn, it may be a tensor, and any negative number counts as -1."""
     sides = window_size.tolist() if isinstance(window_size, Tensor) else window_size
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         raise ValueError(f"window_size: must be two ints (left, right), got {window_size!r}")
@@ -113,13 +115,13 @@ def plain_window(window_size) -> tuple[int, int]:
 
 
 def plain_softcap(softcap: float) -> float:
-    """flash-attn also takes anything negative for 0."""
+    """As in flash-attn, any negative number counts as 0."""
     checks.number("softcap", softcap)
     return max(softcap, 0.0)
 
 
 def readable(x: Tensor) -> Tensor:
-    """A copy where the last dimension is not contiguous; what is no tensor is left to the operators' checks."""
+    """x, or a copy if its last dimension is not contiguous. What is not a dense tensor is left to the checks of the operators."""
     return x.contiguous() if isinstance(x, Tensor) and x.layout == torch.strided and x.dim() and x.stride(-1) != 1 else x
 
 
@@ -175,7 +177,7 @@ def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Ten
 
 
 def _behind_padding(k_cache: Tensor, v_cache: Tensor, rows: Tensor, leftpad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The caches as pages of a token each, which are views, and the pages of sequences that begin behind their padding."""
+    """The caches as views with pages of one token each, and the block table of sequences that begin after their left padding."""
     n_rows, max_len = k_cache.shape[:2]
     per_row = {x.stride(0) / (x.stride(1) or math.nan) if n_rows > 1 else float(max_len) for x in (k_cache, v_cache)}
     if len(per_row) > 1 or not (tokens := per_row.pop()).is_integer():
@@ -191,7 +193,8 @@ def decoded_pages(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seql
                   **options) -> tuple[Tensor, Tensor]:
     """`flash_attn_varlen_func` over pages for few queries: out (total_q, heads, head_dim) and log-sum-exp (heads, total_q).
 
-    The queries of each sequence become the end of a row of max_seqlen_q, where bottom-right masks leave them what they see."""
+    The queries of each sequence are put at the end of a row of max_seqlen_q. Masks aligned to the bottom right then let each query see the
+    same keys."""
     ends = cu_seqlens_q[1:].long()
     rows = q[(ends[:, None] + torch.arange(-max_seqlen_q, 0, device=q.device)).clamp(min=0)]
     out, lse = decode_attention(
@@ -203,7 +206,7 @@ def decoded_pages(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seql
 
 
 def packed_pages(k: Tensor, v: Tensor, cu_seqlens_k: Tensor, max_seqlen_k: int, block_table: Tensor) -> tuple[Tensor, Tensor]:
-    """Copies of keys and values out of their pages, packed, in room for batch * max_seqlen_k tokens, so that the host need not wait."""
+    """Packed copies of keys and values from their pages. They have room for batch * max_seqlen_k tokens, so that the host does not wait."""
     sequence, place = sequence_of_tokens(cu_seqlens_k, block_table.shape[0] * max_seqlen_k)
     page = block_table[sequence, (place // k.shape[1]).clamp(max=block_table.shape[1] - 1).long()].long()
     if values_known(page) and (wrong := (page < 0) | (page >= k.shape[0]))[: cu_seqlens_k[-1]].any():

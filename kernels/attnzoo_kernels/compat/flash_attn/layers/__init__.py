@@ -1,1 +1,1 @@
-"""flash-attn's folder of the same name."""
+"""The counterpart of flash-attn's package of the same name."""

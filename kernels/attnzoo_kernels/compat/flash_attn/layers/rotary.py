@@ -19,15 +19,18 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Rotates the first rotary_dim channels of x by its tokens' positions; the others stay. Computed in float32, of x's shape and dtype.
+    """Rotates the first rotary_dim channels of x by the positions of its tokens; the other channels stay as they are.
 
     x: (batch, seqlen, heads, head_dim), or packed (total, heads, head_dim) with cu_seqlens, int32 (batch + 1,).
-    cos, sin: (positions, rotary_dim / 2), of the angle of each pair of channels. A token at a position behind them stays as it is.
+    cos, sin: (positions, rotary_dim / 2), cosine and sine of the angle of each pair of channels. A token at a position beyond them stays as
+        it is.
     interleaved: pairs are channels 0 and 1, 2 and 3, and so on; otherwise 0 and rotary_dim / 2, 1 and rotary_dim / 2 + 1.
-    inplace: x itself is written, and returned; of a leaf that requires a gradient only what is returned carries it on.
-    seqlen_offsets: the position of a sequence's first token, an int or a whole number for each sequence, (batch,), from 0 on.
-    max_seqlen: taken, and not needed.
+    inplace: the result is written to the memory of x, and x is returned. If x is a leaf that requires a gradient, and gradients are on,
+        another tensor in the same memory is returned, and only that one carries the gradient.
+    seqlen_offsets: the position of each sequence's first token, at least 0: an int, or whole numbers (batch,).
+    max_seqlen: accepted and ignored.
 
+    Returns a tensor of x's shape and dtype. It is computed in float32, or in float64 for x in float64.
     Raises TypeError or ValueError naming the argument.
     """
     for name, given in (("x", x), ("cos", cos), ("sin", sin)):
@@ -62,7 +65,7 @@ def _check_offsets(offsets: int | Tensor, x: Tensor, batch: int) -> None:
 
 
 class _Stored(torch.autograd.Function):
-    """A value in the memory of x."""
+    """Writes a value to the memory of x. The gradient goes to the value."""
 
     @staticmethod
     def forward(ctx, value: Tensor, x: Tensor) -> Tensor:
