@@ -41,8 +41,8 @@ IMPLEMENTATIONS = ("triton", "reference")
 class Packing(NamedTuple):
     """Where the tokens of padded rows (batch, seqlen) go when they are packed.
 
-    indices: (tokens,) int64 into the flattened rows, ascending; entries behind the last token, up to a given bound, are batch * seqlen.
-    cu_seqlens: (batch + 1,) int32. max_seqlen: int, the longest sequence, or seqlen as a bound on it where the host did not wait.
+    indices: (tokens,) int64 into the flattened rows, ascending; entries after the last token, up to a given bound, are batch * seqlen.
+    cu_seqlens: (batch + 1,) int32. max_seqlen: int, the longest sequence, or seqlen as a bound on it if the host did not wait.
     seqused: (batch,) int32, real tokens of each row, without unused slots. total, longest: () int32 on the device.
     """
 
@@ -60,7 +60,7 @@ def token_indices(attention_mask: Tensor, unused_mask: Tensor | None = None, *, 
 
     attention_mask: (batch, seqlen), bool, integer or floating point, nonzero where a token is real, in any pattern, with any strides.
         Masks that are added to scores (0 and -inf) mean the opposite, so negative floating point values are refused.
-    unused_mask: likewise, nonzero where a slot is kept although it is not used.
+    unused_mask: a second such mask, nonzero where a slot is kept although it is not used.
     max_tokens: upper bound on the tokens kept; `indices` has as many entries (at most batch * seqlen), and the host does not wait.
 
     Raises TypeError or ValueError naming the argument; ValueError or a device-side assertion if more than max_tokens are kept.
@@ -112,7 +112,7 @@ def remove_padding(x: Tensor, indices: Tensor, *, impl: str | None = None) -> Te
 
 
 def pad_input(hidden: Tensor, indices: Tensor, batch: int, seqlen: int, *, impl: str | None = None) -> Tensor:
-    """Put packed tokens hidden (tokens, ...) back at `indices` of rows (batch, seqlen, ...), zeros everywhere else, in one pass.
+    """Put packed tokens hidden (tokens, ...) back at `indices` of rows (batch, seqlen, ...), with zeros everywhere else, in one pass.
 
     indices: as in `remove_padding`, whose derivative this is; tokens at entries batch * seqlen are left out.
     hidden: any dtype of 1 to 8 bytes; dimensions from the second on contiguous, tokens with any stride.
@@ -158,7 +158,7 @@ def unpad_input(hidden: Tensor, attention_mask: Tensor, unused_mask: Tensor | No
     attention_mask, unused_mask, max_tokens: as in `token_indices`. hidden: as x in `remove_padding`.
 
     Returns (tokens (tokens, ...), indices, cu_seqlens, max_seqlen, seqused) as in `Packing`. Without max_tokens their shapes are exact and
-    the host waits once; with it tokens behind the last one are zeros, and max_seqlen is seqlen.
+    the host waits once. With it, entries after the last token are zeros, and max_seqlen is seqlen.
     """
     inputs.rows("hidden", hidden, 2)
     inputs.mask("attention_mask", attention_mask, hidden)
@@ -174,11 +174,11 @@ def unpad_input_for_concatenated_sequences(
     """Remove the padding of rows that hold several documents one after the other, so that attention stays inside each document.
 
     hidden: (batch, seqlen, ...). attention_mask_in_length: (batch, seqlen) int32 or int64, the lengths of a row's documents in order and
-    zeros; the documents fill the row from its first slot on, e.g. [2, 3, 0, 0, 0, 0] for a a b b b . of seqlen 6.
+    zeros. The documents fill the row from its first slot on, for example [2, 3, 0, 0, 0, 0] for a a b b b . of seqlen 6.
     max_tokens, max_documents: upper bounds, both or neither.
 
-    Returns (tokens, indices, cu_seqlens, max_seqlen): cu_seqlens (documents + 1,) int32 over all documents, with bounds
-    (max_documents + 1,), padded by its last value; max_seqlen the longest document, with bounds seqlen.
+    Returns (tokens, indices, cu_seqlens, max_seqlen). cu_seqlens is (documents + 1,) int32 over all documents; with bounds it is
+    (max_documents + 1,), padded with its last value. max_seqlen is the longest document; with bounds it is seqlen.
     """
     inputs.rows("hidden", hidden, 2)
     lengths, seqlen = attention_mask_in_length, hidden.shape[1]
@@ -216,14 +216,14 @@ def _path(impl: str | None, x: Tensor) -> ModuleType:
 
 
 def _check_lengths(path: ModuleType, lengths: Tensor, seqlen: int) -> None:
-    """Raises for lengths that the rows do not have room for, unless the host has seen them or a kernel asserts it."""
+    """Raises for lengths that do not fit into the rows, unless the host has already checked them or a kernel asserts it."""
     if path is reference and not inputs.values_known(lengths):
         rows = lengths if lengths.dim() == 1 else lengths.sum(1)
         torch._assert_async((lengths >= 0).all() & (rows <= seqlen).all(), f"lengths: must be at least 0 and at most seqlen={seqlen} a row")
 
 
 def _check_bound(path: ModuleType, name: str, count: Tensor, most: int | None) -> None:
-    """Raises for a bound that is too low, where no kernel asserts it."""
+    """Raises for a bound that is too low, unless the host does not know the count and a kernel asserts it."""
     if most is None:
         return
     if inputs.values_known(count):
@@ -235,7 +235,7 @@ def _check_bound(path: ModuleType, name: str, count: Tensor, most: int | None) -
 
 def _packing(path: ModuleType, indices: Tensor, cu_seqlens: Tensor, seqused: Tensor, totals: Tensor, seqlen: int,
              max_tokens: int | None) -> Packing:
-    """The Packing, cut to the exact shapes, for which the host must wait, unless there is a bound."""
+    """The Packing. Without a bound it is cut to the exact shapes, for which the host must wait."""
     _check_bound(path, "max_tokens", totals[0], max_tokens)
     max_seqlen = seqlen
     if max_tokens is None:

@@ -51,7 +51,8 @@ def _row_slots(pointer, row, slot, seqlen, stride_b, stride_s):
             do_not_specialize_on_alignment=["values_ptr", "unused_ptr"])
 def padding_count_kernel(values_ptr, unused_ptr, counts_ptr, stride_vb, stride_vs, stride_ub, stride_us, seqlen, blocks,
                          DOCUMENTS: tl.constexpr, HAS_UNUSED: tl.constexpr, BLOCK: tl.constexpr):
-    """Counts by block, (n, rows * blocks): of a mask slots kept and real ones; of document lengths tokens, documents and the longest."""
+    """Writes counts of each block, (n, rows * blocks). Of a mask: kept slots, real tokens. Of document lengths: tokens, documents, longest
+    document."""
     program = tl.program_id(0)
     row = program // blocks
     slot = program % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -74,7 +75,8 @@ def padding_count_kernel(values_ptr, unused_ptr, counts_ptr, stride_vb, stride_v
 def padding_index_kernel(mask_ptr, unused_ptr, counts_ptr, indices_ptr, cu_seqlens_ptr, seqused_ptr, totals_ptr, stride_mb, stride_ms,
                          stride_ub, stride_us, batch, seqlen, blocks, max_tokens,
                          LENGTHS: tl.constexpr, HAS_UNUSED: tl.constexpr, BLOCK: tl.constexpr):
-    """Indices, cu_seqlens, seqused and totals. counts: padding_count_kernel's, or under LENGTHS the rows' lengths, and there is no mask."""
+    """Writes indices, cu_seqlens, seqused and totals. counts: those of padding_count_kernel; under LENGTHS the lengths of the rows, without
+    a mask."""
     program = tl.program_id(0)
     row = program // blocks
     block = program % blocks
@@ -97,7 +99,7 @@ def padding_index_kernel(mask_ptr, unused_ptr, counts_ptr, indices_ptr, cu_seqle
             used = _sum_first(counts_ptr + tl.num_programs(0) + row * blocks, blocks)
         per_row = blocks
 
-    # tokens take entries from the front; slots without one fill from the back, so that every entry behind the last token is written
+    # tokens take entries from the front, and slots without one from the back, so that every entry after the last token is written
     slots = batch * seqlen
     first = row * seqlen + block * BLOCK
     place = tl.cumsum(kept.to(tl.int32), 0)
@@ -123,7 +125,7 @@ def padding_index_kernel(mask_ptr, unused_ptr, counts_ptr, indices_ptr, cu_seqle
             do_not_specialize_on_alignment=["lengths_ptr"])
 def padding_document_kernel(lengths_ptr, counts_ptr, cu_seqlens_ptr, row_lengths_ptr, totals_ptr, stride_lb, stride_ls, seqlen, blocks,
                             max_documents, BLOCK: tl.constexpr):
-    """cu_seqlens over the nonzero lengths (padded by its last value), tokens of each row, totals."""
+    """Writes cu_seqlens over the nonzero lengths (padded with its last value), the tokens of each row, and totals."""
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     row = program // blocks
@@ -132,7 +134,7 @@ def padding_document_kernel(lengths_ptr, counts_ptr, cu_seqlens_ptr, row_lengths
     length = _row_slots(lengths_ptr, row, block * BLOCK + lane, seqlen, stride_lb, stride_ls).to(tl.int32)
     total = _sum_first(counts_ptr, programs)
     documents = _sum_first(counts_ptr + programs, programs)
-    # a document's entry is where it ends; the first is 1
+    # a document's entry in cu_seqlens holds its end; the entry of the first document is 1
     entry = _sum_first(counts_ptr + programs, program) + tl.cumsum((length != 0).to(tl.int32), 0)
     end = _sum_first(counts_ptr, program) + tl.cumsum(length, 0)
     tl.store(cu_seqlens_ptr + entry, end, mask=(length != 0) & (entry <= max_documents))

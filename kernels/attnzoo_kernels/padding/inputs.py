@@ -1,4 +1,4 @@
-"""Argument checks of padding removal. What needs the values is checked on CPU tensors only: on a GPU the host would have to wait."""
+"""Argument checks of padding removal. The host reads values of CPU tensors only, because it would have to wait for those of a GPU."""
 
 from collections.abc import Iterable, Sequence
 
@@ -19,7 +19,7 @@ def mask(name: str, value: Tensor, like: Tensor | None = None) -> None:
 
 
 def not_additive(name: str, value: Tensor) -> None:
-    """Refuses a mask that is added to scores, 0 where a token is real: padding would be kept and tokens thrown away."""
+    """Refuses a mask that is added to scores, which is 0 where a token is real. With it, padding would be kept and tokens dropped."""
     if not value.is_floating_point():
         return
     right, must = (value >= 0).all(), f"{name}: must be at least 0, and above 0 where a token is real"
@@ -45,7 +45,7 @@ def slots(batch: int, seqlen: int) -> int:
 
 
 def bound(name: str, value: int | None, most: int) -> int:
-    """How many entries to make room for: `value`, at most `most`."""
+    """The number of entries to make room for: `value`, but at most `most`; `most` if `value` is None."""
     if value is None:
         return most
     checks.integer(name, value, 0)
@@ -76,14 +76,14 @@ def host_lengths(value: Sequence[int], seqlen: int) -> list[int]:
 
 
 def to_device(value: list[int], device: torch.device | str | None) -> Tensor:
-    """(batch,) int32; pinned on its way to a GPU, so that the host does not wait."""
+    """The values as int32 (batch,) on a device. For a GPU they are copied from pinned memory, so that the host does not wait."""
     device = torch.device(device or "cpu")
     tensor = torch.tensor(value, dtype=torch.int32, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
 
 
 def rows(name: str, x: Tensor, leading: int) -> None:
-    """x (*leading, ...) whose trailing dimensions lie together in memory."""
+    """Checks that x has `leading` dimensions and then contiguous ones, and elements of 1, 2, 4 or 8 bytes."""
     checks.tensor(name, x)
     if x.dim() < leading:
         raise ValueError(f"{name}: must be {'(batch, seqlen, ...)' if leading == 2 else '(tokens, ...)'}, got shape {tuple(x.shape)}")
@@ -130,5 +130,5 @@ def indices(value: Tensor, x: Tensor, n_slots: int) -> None:
 
 
 def values_known(x: Tensor) -> bool:
-    """Whether looking at values costs no wait for a device and no break in a compiled graph."""
+    """Whether values can be read without a wait for a device and without a break in a compiled graph."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()

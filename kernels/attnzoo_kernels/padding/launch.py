@@ -1,16 +1,17 @@
-"""A launch with what stays the same from call to call of one layout, while the sizes may change."""
+"""A kernel launch that keeps what is the same in all calls of one layout. Sizes may change from call to call."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
-# assertions on the device stand for checks that would make the host wait; overflow checks of every sum are not wanted
+# assertions on the device replace checks for which the host would have to wait; checks of every sum for overflow are off
 ASSERTING = {"debug": True, "sanitize_overflow": False}
 
 
 @dataclass
 class Launch:
-    """From the second call on it goes to the compiled kernel, without Triton's look at every argument: the caller keeps one for each
-    device, dtype, stride and alignment that the kernel is specialised on. Numbers it is not specialised on must stay below 2**31.
+    """From the second call on, the compiled kernel is called directly, and Triton does not inspect every argument. So the caller keeps one
+    Launch for each combination of device, dtypes, strides and alignment that the kernel is specialised on. Integers that it is not
+    specialised on must stay below 2**31.
     """
 
     kernel: Any

@@ -18,7 +18,7 @@ def padding_add_norm_kernel(hidden_ptr, residual_ptr, weight_ptr, bias_ptr, indi
                             slots, tokens, eps, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
                             WINDOW: tl.constexpr):
     slot = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    # there are no more tokens than slots, so that all are looked at
+    # there are no more tokens than slots, so the order of all tokens is checked
     left_out = (_load_ascending(indices_ptr, slot, slots, tokens) == slots) & (slot < tokens)
     zero = tl.zeros([BLOCK_ROWS], tl.float32)
     tl.store(mean_ptr + slot, zero, mask=left_out)
@@ -60,7 +60,8 @@ def _plan(device: int, dtypes: tuple[torch.dtype, ...], width: int, strides: tup
 
 def launch_add_norm(hidden: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, indices: Tensor, batch: int, seqlen: int,
                     eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (batch, seqlen, width), and mean and reciprocal deviation of each token, float32 (tokens, 1), zero where it is left out."""
+    """Rows (batch, seqlen, width), and the mean and reciprocal standard deviation of each token, float32 (tokens, 1). These are zero for
+    tokens that are left out."""
     tokens, width = hidden.shape
     out = hidden.new_empty((batch, seqlen, width))
     new = torch.empty if out.numel() else torch.zeros

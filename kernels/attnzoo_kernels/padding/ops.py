@@ -66,7 +66,7 @@ def _restore(tokens: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor
 
 
 def _readable(grad: Tensor, leading: int) -> Tensor:
-    # autograd may hand over an expanded gradient, which no kernel can read row by row
+    # autograd may pass an expanded gradient, which no kernel can read row by row
     return grad if contiguous_rows(grad, leading) else grad.contiguous()
 
 
@@ -110,12 +110,12 @@ def _add_norm_setup(ctx, inputs, output):
 def _add_norm_backward(remove, ctx, grad, *_):
     hidden, residual, weight, bias, indices, mean, rstd = ctx.saved_tensors
     x, grad = hidden + residual, remove(_readable(grad, 2), indices)
-    parameters = (p.to(x.dtype if x.is_cuda else mean.dtype) for p in (weight, bias))  # a CPU's takes those of the statistics
+    parameters = (p.to(x.dtype if x.is_cuda else mean.dtype) for p in (weight, bias))  # on a CPU, in the statistics' dtype
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(grad, x, weight.shape, mean, rstd, *parameters, [True, True, True])
     return dx, dx, dweight.to(weight.dtype), dbias.to(bias.dtype), None, None, None, None
 
 
-# remove and restore are each other's derivative, as often as wanted
+# remove and restore are each other's derivative, and can be differentiated any number of times
 remove = autograd.differentiable(
     "padding_remove", "remove_padding", _remove, lambda x, indices: x.new_empty(indices.shape[0], *x.shape[2:]), _remove_setup,
     _remove_backward, lambda *inputs: restore(*inputs), lambda *inputs: torch.ops.attnzoo.padding_restore(*inputs), once=False)

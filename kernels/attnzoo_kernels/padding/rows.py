@@ -18,7 +18,7 @@ WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def _load_ascending(indices_ptr, token, slots, tokens):
-    """Indices of tokens, int32, after a look at their order; beyond the last token `slots`."""
+    """Loads the indices of tokens, int32, and asserts their order. After the last token they are `slots`."""
     index = tl.load(indices_ptr + token, mask=token < tokens, other=slots).to(tl.int32)
     following = tl.load(indices_ptr + token + 1, mask=token + 1 < tokens, other=slots).to(tl.int32)
     ordered = (index >= 0) & (index <= slots) & ((index < following) | (following == slots))
@@ -48,10 +48,10 @@ def padding_remove_kernel(x_ptr, indices_ptr, out_ptr, stride_xb, stride_xs, seq
 
 @triton.jit
 def _search(indices_ptr, slot, slots, tokens, NEAR: tl.constexpr):
-    """A token at most NEAR before the first one whose index is `slot` or more; 128 indices are looked at a time."""
+    """A token at most NEAR before the first one whose index is `slot` or more. Each step reads 128 indices."""
     lanes = tl.arange(0, 128)
     first = 0
-    # an index is never below its token's number
+    # a token's index is never less than the token's number
     end = tl.minimum(tokens, slot)
     while end - first > NEAR:
         step = tl.cdiv(end - first, 128)
@@ -66,7 +66,7 @@ def _search(indices_ptr, slot, slots, tokens, NEAR: tl.constexpr):
 def padding_restore_kernel(tokens_ptr, indices_ptr, out_ptr, stride_t, slots, tokens,
                            WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     slot = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    # there are no more tokens than slots, so that all are looked at
+    # there are no more tokens than slots, so the order of all tokens is checked
     _load_ascending(indices_ptr, slot, slots, tokens)
     first = _search(indices_ptr, tl.program_id(0) * BLOCK_ROWS, slots, tokens, BLOCK_ROWS)
     near = first + tl.arange(0, 2 * BLOCK_ROWS)
