@@ -18,5 +18,5 @@ TILES = Tiles()
 
 
 def warps(share: float, block: int) -> int:
-    """A power of two from 1 to 16, where share is one."""
+    """The warps of a program with a row of `block` elements, 1 to 16: a power of two if `share` is a power of two."""
     return max(1, min(16, int(share * block) // 1024))

@@ -13,10 +13,11 @@ APPROXIMATIONS = ("none", "tanh")
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: str = "none", impl: str | None = None) -> Tensor:
-    """y = z Φ(z) with z = x + bias and Φ the normal distribution function, in one pass. So is the backward, bias's gradient included.
+    """y = z Φ(z) with z = x + bias and Φ the normal distribution function, in one pass. So is the backward, with the gradient of bias.
 
-    x: (..., width), float16, bfloat16 or float32 (the reference also takes float64), contiguous: a product whose bias is left to this
-    function, which adds it in float32. bias: (width,), contiguous, of any floating point dtype; None is no bias.
+    x: (..., width), float16, bfloat16 or float32 (the reference also takes float64), contiguous. Usually it is a product whose bias is left
+    to this function. bias: (width,), contiguous, of any floating point dtype; None is no bias. The Triton path adds it in float32, the
+    reference in x's dtype.
     approximate: "none", or "tanh" for GPT-2's y = z (1 + tanh(sqrt(2 / π) (z + 0.044715 z³))) / 2.
 
     Returns x's shape and dtype. The derivative can be taken once; repeated runs give the same bits.

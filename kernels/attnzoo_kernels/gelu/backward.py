@@ -1,4 +1,4 @@
-"""bias_gelu's backward: each program goes down some rows of its columns and keeps their sum."""
+"""bias_gelu's backward: each program goes over some rows of its columns and keeps the sum of their gradients."""
 
 import torch
 import triton
@@ -34,7 +34,7 @@ def bias_gelu_bwd_kernel(x_ptr, bias_ptr, dout_ptr, dx_ptr, sums_ptr, rows, step
 
 
 def launch_backward(x: Tensor, bias: Tensor | None, dout: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """dx, and the bias's gradient in float32, empty without one."""
+    """dx, and the gradient of the bias in float32, which is empty without a bias."""
     dx, dout = torch.empty_like(x), dout.contiguous()
     width = x.shape[-1]
     if x.numel() == 0:

@@ -12,7 +12,7 @@ from attnzoo_kernels.gelu.tiles import by_erf, forward_tile
 
 @triton.jit
 def normal_cdf(z, ERF: tl.constexpr):
-    """Φ(z) and exp(-z² / 2); the formula is Abramowitz and Stegun's 7.1.26."""
+    """Φ(z) and exp(-z² / 2). Without ERF, Φ is computed by formula 7.1.26 of Abramowitz and Stegun."""
     if ERF:
         return 0.5 + 0.5 * tl.erf(z * 0.7071067811865476), tl.exp(-0.5 * z * z)
     t = 1.0 / (1.0 + 0.2316418882 * tl.abs(z))
@@ -27,14 +27,14 @@ def tanh_cdf(z):
     square = z * z
     doubled = z * (1.5957691216057308 + 0.0713548162726009 * square)
     falling = tl.exp(-tl.abs(doubled))
-    larger = 1.0 / (1.0 + falling)  # of the logistic function's values of 2 u and -2 u, whose product needs no difference from 1
+    larger = 1.0 / (1.0 + falling)  # of the logistic function's values at 2 u and -2 u; their product needs no difference from 1
     cdf = tl.where(doubled < 0, falling * larger, larger)
     return cdf, falling * larger * larger * (1.5957691216057308 + 0.2140644488178027 * square)
 
 
 @triton.jit
 def load_sum(x_ptr, bias_ptr, row, column, rows, WIDTH: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
-    """x + bias in float32 (bias_ptr may be None), where each element lies and which ones there are."""
+    """(x + bias in float32, offsets of the elements, mask of those that exist). bias_ptr may be None."""
     at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
     inside = (row < rows)[:, None]
     if bias_ptr is not None:

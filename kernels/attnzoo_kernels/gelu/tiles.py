@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-BACKWARD_PROGRAMS = 1024  # at least, where there are rows enough: each adds up a part of the bias's gradient
+BACKWARD_PROGRAMS = 1024  # at least, if there are enough tiles; each program adds up a part of the bias's gradient
 
 
 @dataclass(frozen=True)
@@ -15,19 +15,20 @@ class Tile:
 
 
 def forward_tile(width: int) -> Tile:
-    return Tile(8, min(512, 1 << (width - 1).bit_length()))  # 75.6 us; 8x256 83.2, 4x1024 with 8 warps 80.2
+    return Tile(8, min(512, 1 << (width - 1).bit_length()))  # 75.6 us; 8x256 takes 83.2 us, 4x1024 with 8 warps 80.2 us
 
 
 def backward_tile(width: int) -> Tile:
-    return Tile(8, min(256, 1 << (width - 1).bit_length()))  # 137 us; 4x512 164, 16x128 189
+    return Tile(8, min(256, 1 << (width - 1).bit_length()))  # 137 us; 4x512 takes 164 us, 16x128 189 us
 
 
 def backward_steps(rows: int, width: int, tile: Tile) -> int:
-    """Tiles that a program goes down."""
+    """The number of tiles that a program goes over, one below the other."""
     tiles = -(-rows // tile.rows) * -(-width // tile.columns)
     return max(1, min(tiles // BACKWARD_PROGRAMS, 32))
 
 
 def by_erf(dtype: torch.dtype) -> bool:
-    """float32 needs the error function itself; in 16 bits a formula right to 1.5e-7 is as good and a fifth faster."""
+    """Whether Φ is computed by the error function, which float32 needs. For 16 bits, a formula with errors up to 1.5e-7 is as good and a
+    fifth faster."""
     return dtype == torch.float32
