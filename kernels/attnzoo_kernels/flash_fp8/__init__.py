@@ -1,4 +1,4 @@
-"""FlashAttention in FP8 (Shah et al. 2024, arXiv:2407.08608): a forward for inference on Hopper, twice the matrix rate of bfloat16."""
+"""FlashAttention in FP8 (Shah et al. 2024, arXiv:2407.08608): a forward for inference on Hopper, at twice the matrix rate of bfloat16."""
 
 from typing import Any, NamedTuple
 
@@ -35,18 +35,18 @@ def quantize_fp8(q: Tensor, k: Tensor, v: Tensor, *, block: int | None = None, h
     q: (batch, seqlen_q, heads, head_dim), k: (batch, seqlen_k, kv_heads, head_dim), v: (batch, seqlen_k, kv_heads, value_dim), of one dtype
     (float16, bfloat16 or float32), last dimension contiguous; kv_heads divides heads.
     block: None: one scale for each sequence and key head, which all query heads of the group share, float32 (batch, kv_heads).
-        128: one scale for each 128 tokens of these, (batch, kv_heads, ceil(seqlen / 128)), so that an outlier costs no tokens of other
-        blocks precision.
+        128: one scale for each 128 tokens of these, (batch, kv_heads, ceil(seqlen / 128)), so that an outlier does not reduce the precision
+        of other blocks.
     hadamard: rotate q and k by one orthonormal matrix, a Hadamard matrix with random but fixed signs, which leaves q kᵀ as it is and
         spreads outliers over all columns; head_dim must be a power of two.
 
-    Returns Fp8Inputs, for `flash_attention_fp8(**inputs._asdict())`: q, k, v with their shapes, and q_descale, k_descale, v_descale:
-    a number is approximated by its e4m3 value times its scale. In memory, the tokens of v follow each other (stride 1 along seqlen), as
-    Hopper's matrix instructions need it; k and v have room for a multiple of 16 tokens. Inputs that are not finite give undefined
-    results. Without gradients.
+    Returns Fp8Inputs, for `flash_attention_fp8(**inputs._asdict())`: q, k, v with their shapes, and q_descale, k_descale, v_descale.
+    A number is approximated by its e4m3 value times its scale. The Triton path stores the tokens of v one after the other (stride 1 along
+    seqlen), as Hopper's matrix instructions need it, and gives q, k and v room for a multiple of 16 tokens. Inputs that are not finite give
+    undefined results. Without gradients.
     impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A named path runs, or the call raises.
 
-    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what is not there.
+    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what is not supported.
     """
     _refuse_packed(q, k, v)
     checks.attention_inputs(q, k, v, None, None, None, None)
@@ -99,8 +99,8 @@ def flash_attention_fp8(
     does: over the head_dim products of q and k, and over 128 tokens of v at a time (docs/performance/flash_fp8.md has the errors). It
     copies v if its tokens do not follow each other in memory, and k if its memory ends before a multiple of 4 tokens.
 
-    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks: packed
-    sequences, windows, softcap, ALiBi, sinks, dropout and gradients are not there at all.
+    Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks. No path
+    has packed sequences, windows, softcap, ALiBi, sinks, dropout or gradients.
     """
     _refuse_packed(q, k, v)
     _check_shapes(q, k, v)

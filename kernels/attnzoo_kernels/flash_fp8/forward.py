@@ -56,7 +56,7 @@ class OwnConfig:
 
 @gluon.jit
 def load_tile(tile, step, q_step, program, config):
-    """LOAD_TILE: the values of a tile of keys come with the next one."""
+    """LOAD_TILE: the values of a tile are loaded together with the keys of the next tile."""
     bars, own, k_desc, v_desc = program.bars, program.own, program.descs.k, program.descs.v
     k_full, v_tiles = bars.k_full, program.tiles.v
     begin, end = loaded_tiles(tile.row, tile.len_q, tile.len_k, program.problem, config)
@@ -73,7 +73,7 @@ def load_tile(tile, step, q_step, program, config):
                        box(own.k_halves.index(2 * slot + half), k_desc))
         if j == 0:
             load_queries(program.descs.q, tile, q_step, program, config)
-        else:  # values of the tile before
+        else:  # the values of the tile before
             before = await_empty_stage(bars.v_empty, step - 1, STAGES)
             async_load(v_desc, [tile.sequence, kv_head, 0, key + KEYS], k_full.index(slot), box(v_tiles.index(before), v_desc))
         if j == end - begin - 1:
@@ -88,7 +88,7 @@ def load_tile(tile, step, q_step, program, config):
 
 @gluon.jit
 def consume(program, config, ME: gl.constexpr):
-    """CONSUME: 64 rows of each tile."""
+    """CONSUME for 64 rows of each tile."""
     problem, rows, tiles, bars, own = program.problem, program.rows, program.tiles, program.bars, program.own
     BY_BLOCK: gl.constexpr = config.OPTIONS.BY_BLOCK
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
@@ -120,7 +120,7 @@ def consume(program, config, ME: gl.constexpr):
             v_scale = usable(gl.load(own.v_scales + kv_owner))
         mbarrier.arrive(bars.q_empty.index(q_place), count=1)
         i = seen.row + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
-        some = row_sum != 0  # NaN too
+        some = row_sum != 0  # true for NaN, too
         divisor = gl.where(some, row_sum, 1.0)
         lse = gl.where(some, (row_max - WEIGHT_BITS + gl.log2(divisor)) * LN2, -float("inf"))
         gl.store(rows.lse + owner.to(gl.int64) * problem.seqlen_q + i, lse, mask=i < seen.len_q)
@@ -172,7 +172,7 @@ def _query_descriptor(q: Tensor, width: int) -> TensorDescriptor:
 
 
 def _key_descriptor(k: Tensor, width: int) -> TensorDescriptor:
-    """Half of a tile: of every four keys two."""
+    """The descriptor of half a tile of keys: two of every four."""
     batch, seqlen, heads, head_dim = k.shape
     by_batch, by_row, by_head, _ = k.stride()
     shape, strides = (batch, heads, -(-seqlen // 4), 4, head_dim), (by_batch, by_head, 4 * by_row, by_row, 1)
@@ -180,7 +180,7 @@ def _key_descriptor(k: Tensor, width: int) -> TensorDescriptor:
 
 
 def _value_descriptor(v: Tensor, width: int) -> TensorDescriptor:
-    """Token by token."""
+    """The descriptor of values whose tokens follow each other in memory."""
     batch, seqlen, heads, value_dim = v.shape
     by_batch, _, by_head, by_column = v.stride()
     return descriptor_like(_template((batch, heads, value_dim, seqlen), (by_batch, by_head, by_column, 1), (1, 1, width, KEYS.value)), v)
@@ -221,7 +221,7 @@ def forward_reason(q: Tensor, k: Tensor, v: Tensor, out_dtype: torch.dtype) -> s
 
 
 def _keys(k: Tensor) -> Tensor:
-    """k, or a copy with room for whole fours of tokens, which TMA reads together."""
+    """k, or a copy with room for a multiple of four tokens, because TMA reads them by fours."""
     last = k.storage_offset() + sum((n - 1) * stride for n, stride in zip(k.shape, k.stride(), strict=True))
     if last + -k.shape[1] % 4 * k.stride(1) < k.untyped_storage().nbytes():
         return k
@@ -229,7 +229,7 @@ def _keys(k: Tensor) -> Tensor:
 
 
 def _values(v: Tensor) -> Tensor:
-    """v, or a copy whose tokens follow each other."""
+    """v, or a copy whose tokens follow each other in memory."""
     if v.stride(1) == 1 and tma_takes(v.permute(0, 2, 3, 1)):
         return v
     return quantized_like(v, True).copy_(v)
@@ -237,7 +237,7 @@ def _values(v: Tensor) -> Tensor:
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None,
                    causal: bool, softmax_scale: float, out_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Output and LSE of what forward_reason lets through."""
+    """Output and LSE of a call for which forward_reason gives None."""
     batch, seqlen_q, heads, _ = q.shape
     k, v = _keys(k), _values(v)
     descales = q_descale, k_descale, v_descale

@@ -4,11 +4,12 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # tokens that share a scale, where scales are by block
-ROOM = 16  # there is room for a multiple of so many tokens: TMA reads values by 16 bytes, and keys by four
+ROOM = 16  # there is room for a multiple of this many tokens, because TMA reads values by 16 bytes, and keys by four
 
 
 def quantized_like(x: Tensor, by_column: bool) -> Tensor:
-    """Uninitialised e4m3 of x's shape (batch, seqlen, heads, width) in room for whole ROOM tokens; by_column: tokens follow each other."""
+    """An uninitialised e4m3 tensor of x's shape (batch, seqlen, heads, width), with room for a multiple of ROOM tokens. by_column: tokens
+    follow each other in memory."""
     batch, seqlen, heads, width = x.shape
     room = (seqlen + ROOM - 1) // ROOM * ROOM
     order = (batch, heads, width, room) if by_column else (batch, room, heads, width)

@@ -11,7 +11,7 @@ from attnzoo_kernels._gluon.forward_mainloop import between, rows_and_columns
 from attnzoo_kernels._gluon.hopper import await_stage, give_back, mbarrier, release, stage_of, warpgroup_mma, warpgroup_mma_wait
 from attnzoo_kernels._gluon.softmax import row_maximum
 
-KEYS = gl.constexpr(128)  # of a tile
+KEYS = gl.constexpr(128)  # keys of a tile
 STAGES = gl.constexpr(4)  # tiles in flight
 WEIGHT_BITS = gl.constexpr(8)  # the base-2 logarithm of the largest scaled weight, just below what e4m3 can hold
 
@@ -38,7 +38,7 @@ def usable(scale):
 
 @gluon.jit
 def keys_seen(scores, row, first_key, len_q, len_k, CAUSAL: gl.constexpr):
-    """-inf where a query does not see a key."""
+    """Masks, by -inf, the keys that a query does not see."""
     i, column = rows_and_columns(scores, row, 0)
     half = column // (KEYS // 2)
     rest = column % (KEYS // 2)
@@ -51,7 +51,7 @@ def keys_seen(scores, row, first_key, len_q, len_k, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def of_four_keys(x):
-    """[M, KEYS], in columns (h, w, b), as four [M, KEYS / 4]: the first, second, third and fourth of each four keys."""
+    """Splits [M, KEYS], with columns (h, w, b), into four [M, KEYS / 4]: the first, second, third and fourth of each four keys."""
     fours = gl.permute(gl.reshape(x, [x.shape[0], 2, KEYS // 4, 2]), (0, 2, 1, 3))
     even, odd = gl.split(fours)
     first, third = gl.split(even)
@@ -61,13 +61,13 @@ def of_four_keys(x):
 
 @gluon.jit
 def packed(first, second, third, fourth):
-    """Weights in e4m3, four in an int32 of [M, KEYS / 4] (fault 5)."""
+    """Weights rounded to e4m3, four numbers in each int32 of [M, KEYS / 4] (fault 5)."""
     return gl.inline_asm_elementwise(TO_E4M3, "=r,r,r,r,r", [first, second, third, fourth], gl.int32, True, 1)
 
 
 @gluon.jit
 def unpacked(words, layout: gl.constexpr):
-    """What `packed` made, as the first operand of a product: e4m3 [M, KEYS], which costs no instruction."""
+    """The inverse of `packed`: e4m3 [M, KEYS] as the first operand of a product. It costs no instruction."""
     twice = gl.join(words, words)
     spread = gl.convert_layout(gl.reshape(gl.join(twice, twice), [words.shape[0], KEYS]), layout)
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [spread], gl.float8e4nv, True, 4)
@@ -75,7 +75,7 @@ def unpacked(words, layout: gl.constexpr):
 
 @gluon.jit
 def partial_sums(first, second, third, fourth):
-    """[M, 4]: a thread adds up what it holds."""
+    """Sums of the weights, [M, 4]: each thread adds up what it holds."""
     x = (first + second) + (third + fourth)
     return gl.sum(gl.reshape(x, [x.shape[0], KEYS // 16, 4]), 1)
 
@@ -84,10 +84,10 @@ def partial_sums(first, second, third, fourth):
 def take_steps(q, k_tiles, v_tiles, bars, step, last_step, tile, full_end, row, len_q, len_k, scale, k_scales,
                v_scales, v_scale, row_max, row_sum, p, acc, rescale, CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr,
                NOT_NEGATIVE: gl.constexpr):
-    """Steps of the mainloop from `step` on. NOT_NEGATIVE: no row's maximum was below zero before.
+    """Steps of the mainloop from `step` on. NOT_NEGATIVE: no row maximum is below zero before them.
 
-    What they carry on: the last tile and its values' scale, the maximum in base 2, partial sums, the weights, the accumulator without their
-    product, and the factor that it still needs.
+    Returns what they carry on: the last tile, the scale of its values, the row maximum in base 2, partial sums, the weights, the
+    accumulator without the product of these weights, and the factor by which it must still be multiplied.
     """
     WIDTH: gl.constexpr = acc.shape[1]
     score_row: gl.constexpr = row_max.type.layout
@@ -123,7 +123,7 @@ def take_steps(q, k_tiles, v_tiles, bars, step, last_step, tile, full_end, row, 
         next_rescale = gl.exp2(row_max - base)
         first, second, third, fourth = of_four_keys(scores)
         offset = gl.convert_layout(base - WEIGHT_BITS, gl.SliceLayout(1, first.type.layout))[:, None]
-        if WIDTH == 128:  # half of them beside the product; three warp groups make enough beside each other's
+        if WIDTH == 128:  # half of the exponentials beside the product; three warp groups compute enough beside each other's products
             first = gl.exp2(first * tile_scale - offset)
             second = gl.exp2(second * tile_scale - offset)
             # fault 4: it never waits
@@ -150,14 +150,16 @@ def take_steps(q, k_tiles, v_tiles, bars, step, last_step, tile, full_end, row, 
 @gluon.jit
 def mainloop(q, k_tiles, v_tiles, bars, step, skipped, taken, span, scale, k_scales, v_scales, ROWS: gl.constexpr, WIDTH: gl.constexpr,
              CAUSAL: gl.constexpr, LOOP_MASK: gl.constexpr, BY_BLOCK: gl.constexpr):
-    """Tiles of keys span.end - 1 down to span.loaded_begin, which need a mask from full_end on; LOOP_MASK: not the first one only.
-    BY_BLOCK: each has scales. A tile's values wait together with the keys of the next one, or in v_full by `taken`, if they are the last.
-    skipped: of the tiles that were loaded before these, the last one's values are to be given back.
+    """Tiles of keys span.end - 1 down to span.loaded_begin. Those from full_end on need a mask; LOOP_MASK: not only the first tile may need
+    one. BY_BLOCK: each tile has scales of its own. A tile's values arrive with the keys of the next tile; those of the last tile arrive at
+    the barrier v_full of `taken`. skipped: the number of tiles that were skipped before these. The values of the last one of them are still
+    to be released.
 
-    The weights of a tile times its values are a product of their own, which ordinary instructions add to those before: matrix
+    Each product of a tile's weights and values is computed alone, and ordinary instructions add it to the accumulator, because matrix
     instructions lose the small bits of what they add up.
 
-    Returns the accumulator, the last product still in flight, the maximum in base 2, the sum, the scale of both products and the next step.
+    Returns the accumulator, the last product still in flight, the row maximum in base 2, the row sum, the scale of both products and the
+    next step.
     """
     scores_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 32])
@@ -166,7 +168,7 @@ def mainloop(q, k_tiles, v_tiles, bars, step, skipped, taken, span, scale, k_sca
     no_scores = gl.zeros([ROWS, KEYS], gl.float32, scores_layout)
     no_product = gl.zeros([ROWS, WIDTH], gl.float32, acc_layout)
 
-    begin, full_end, len_q = span.loaded_begin, span.full_end, span.len_q  # without a window all see the first tile
+    begin, full_end, len_q = span.loaded_begin, span.full_end, span.len_q  # without a window all rows see the first tile
     end = unknown(span.end)
     row = unknown(span.row)
     len_k = unknown(span.len_k)

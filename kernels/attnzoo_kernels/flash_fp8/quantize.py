@@ -1,4 +1,4 @@
-"""The kernels that make e4m3 of queries, keys and values: scales, rotation, and values written token by token for each column."""
+"""The kernels that quantise queries, keys and values to e4m3: scales, rotation, and values whose tokens follow each other in memory."""
 
 import functools
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from attnzoo_kernels.flash_fp8.layout import BLOCK, ROOM, quantized_like
 
 @triton.jit
 def signed_hadamard(WIDTH: tl.constexpr, dtype: tl.constexpr):
-    """[WIDTH, WIDTH] of 1 and -1; `reference.rotation` says the same."""
+    """[WIDTH, WIDTH] of 1 and -1, with the same signs as `reference.rotation`."""
     i = tl.arange(0, WIDTH)
     common = i[:, None] & i[None, :]
     common = common ^ (common >> 4)
@@ -41,7 +41,7 @@ def load_part(x_ptr, first, left, stride_row, hadamard, WIDTH: tl.constexpr, BLO
 
 @triton.jit
 def place_of(stride_batch, stride_row, stride_head, kv_heads, group, blocks, BLOCK_T: tl.constexpr, ALIGNED: tl.constexpr):
-    """(where this program's tokens of its first head begin, number of the key head over the batch, block)."""
+    """(offset of this program's tokens of its first head, index of the key head over the batch, block)."""
     owner = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     head = (owner % kv_heads).to(tl.int64) * group
@@ -78,7 +78,8 @@ def quantize_kernel(x_ptr, largest_ptr, out_ptr, descale_ptr, stride_batch, stri
                     stride_out_head, stride_out_column, seqlen, room, kv_heads, group, blocks, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr,
                     BLOCK_T: tl.constexpr, ROWS: tl.constexpr, ROTATE: tl.constexpr, ALIGNED: tl.constexpr, BY_BLOCK: tl.constexpr,
                     BY_COLUMN: tl.constexpr):
-    """BY_BLOCK: the scale is this block's; else that of all blocks' largest. BY_COLUMN: tokens follow each other in memory."""
+    """BY_BLOCK: the scale is this block's; otherwise it is that of the largest magnitude in all blocks. BY_COLUMN: tokens follow each other
+    in memory."""
     hadamard = signed_hadamard(BLOCK_D, x_ptr.dtype.element_ty)
     at, owner, block = place_of(stride_batch, stride_row, stride_head, kv_heads, group, blocks, BLOCK_T, ALIGNED)
     out_at, _, _ = place_of(stride_out_batch, stride_out_row, stride_out_head, kv_heads, group, blocks, BLOCK_T, ALIGNED)
@@ -115,7 +116,7 @@ def quantize_kernel(x_ptr, largest_ptr, out_ptr, descale_ptr, stride_batch, stri
                 tl.store(place, x, mask=(row < out_left)[:, None] & (column < WIDTH)[None, :])
 
 
-ROWS = 64  # tokens at once: what a warp group's matrix instruction takes
+ROWS = 64  # tokens at once: as many as a matrix instruction of a warp group takes
 
 
 class _Plan(NamedTuple):
@@ -140,7 +141,8 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, shape: torch.
 
 
 def launch_quantize(x: Tensor, kv_heads: int, by_block: bool, rotate: bool, by_column: bool) -> tuple[Tensor, Tensor]:
-    """x (batch, seqlen, heads, width) as `reference.quantize_reference` gives it. by_column: tokens follow each other in memory."""
+    """The values and scales of x (batch, seqlen, heads, width), as `reference.quantize_reference` returns them. by_column: tokens follow
+    each other in memory."""
     batch, _, heads, _ = x.shape
     out = quantized_like(x, by_column)
     plan = _plan(x.device, x.dtype, are_aligned(x), x.shape, x.stride(), out.stride(), kv_heads, by_block, rotate)

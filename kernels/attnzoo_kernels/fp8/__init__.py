@@ -31,7 +31,8 @@ def why_not(device: torch.device) -> str | None:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch.nn.functional.linear by products of 8-bit floats, forward and backward, with sums in float32.
 
-    x: (..., in_features), weight: (out_features, in_features), bias: (out_features,), of float32 or 16 bits; both sizes multiples of 16.
+    x: (..., in_features), weight: (out_features, in_features), bias: (out_features,), of float32 or 16 bits. in_features and out_features
+    are multiples of 16.
 
     Returns (..., out_features) in autocast's dtype, to which x is rounded first, or in x's without autocast. The derivative can be taken
     once. An infinity or NaN in x or weight makes all of the result NaN, and one in the result's gradient makes all gradients NaN.
@@ -48,7 +49,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     flat = x.reshape(-1, x.shape[-1]).to(dtype)
-    with torch.autocast(device, enabled=False):  # where a CPU has no such product, PyTorch takes another, which autocast would round
+    with torch.autocast(device, enabled=False):  # PyTorch may use another product on a CPU, which autocast would round
         out = _Product.apply(flat, weight).view(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias.to(dtype)
 

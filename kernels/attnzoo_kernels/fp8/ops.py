@@ -1,5 +1,5 @@
-"""Matrices rounded to 8 bits, as they stand and transposed: by kernels, which are imported then, from compute capability 9.0 on, and by
-PyTorch elsewhere."""
+"""Matrices rounded to 8 bits, both as they are and transposed. Kernels do it from compute capability 9.0 on, and are imported only then;
+PyTorch does it elsewhere."""
 
 import torch
 import torch.nn.functional as F
@@ -7,24 +7,25 @@ from torch import Tensor
 
 from attnzoo_kernels import autograd
 
-MULTIPLE = 16  # of all sizes of a product
-SMALLEST = 2.0**-64  # a tensor whose elements are all smaller is rounded as if this were its largest one, so that the scale is a number
+MULTIPLE = 16  # the sizes of a weight and the padded number of rows are multiples of it
+SMALLEST = 2.0**-64  # a tensor whose elements are all smaller is rounded as if this were its largest one, so that the scale is finite
 
 
 def filled(rows: int) -> int:
-    """The next multiple."""
+    """`rows` rounded up to a multiple of MULTIPLE."""
     return -(-rows // MULTIPLE) * MULTIPLE
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Below 9.0 Triton rounds by way of float16, which it cuts off, so that not all numbers go to the nearest."""
+    """Whether kernels round on a device. Below 9.0 Triton rounds by way of float16, which it truncates, so that not all numbers are rounded
+    to nearest."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x in 8 bits, and the float32 unit () in which it is counted: x is nearly the one times the other."""
+    """x in 8 bits, and its unit, float32 (). x is approximated by their product."""
     largest = x.abs().amax().float().clamp(min=SMALLEST)
-    unit = largest / torch.full_like(largest, torch.finfo(dtype).max)  # a GPU divides by a number by way of its reciprocal
+    unit = largest / torch.full_like(largest, torch.finfo(dtype).max)  # a GPU would multiply by a Python number's reciprocal
     return (x.float() * (1 / unit)).to(dtype), unit
 
 
@@ -43,5 +44,5 @@ def _fake_round_both_ways(x, dtype):
     return torch.empty_like(x, dtype=dtype), by_columns, x.new_empty((), dtype=torch.float32)
 
 
-# x (rows, columns), contiguous, in 8 bits; the same as (columns, rows filled up with zeros to a multiple); their unit
+# takes x (rows, columns), contiguous; gives x in 8 bits, its transpose, whose rows are padded with zeros to `filled(rows)`, and their unit
 round_both_ways = autograd.forward_only("round_both_ways", _round_both_ways, _fake_round_both_ways)

@@ -9,12 +9,13 @@ from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.fp8.ops import SMALLEST, filled
 
 ROWS, COLUMNS, WARPS = 64, 128, 4  # of a tile
-PROGRAMS, BLOCK = 1024, 8192  # that look for the largest element, and how many elements each has in registers
+PROGRAMS, BLOCK = 1024, 8192  # programs that find the largest element, and how many elements each holds in registers at once
 
 
 @triton.jit
 def largest_kernel(x_ptr, largest_ptr, n, BLOCK: tl.constexpr):
-    """Of every num_programs-th block of x, as float32. The bits of magnitudes have their order, and NaN is above infinity."""
+    """Each program writes the largest magnitude in every num_programs-th block of x, as float32. The bits of magnitudes, as integers, are
+    ordered as these are, and NaN is above infinity."""
     INTEGER: tl.constexpr = tl.int32 if x_ptr.dtype.element_ty == tl.float32 else tl.int16
     MAGNITUDE: tl.constexpr = 0x7FFFFFFF if x_ptr.dtype.element_ty == tl.float32 else 0x7FFF
     # [BLOCK]
@@ -29,7 +30,7 @@ def largest_kernel(x_ptr, largest_ptr, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def unit_kernel(largest_ptr, unit_ptr, smallest, highest, PROGRAMS: tl.constexpr):
-    """The largest of all as a share of the highest number that there is."""
+    """Writes the unit: the largest magnitude, at least `smallest`, divided by `highest`, the largest number of the 8-bit dtype."""
     bits = tl.load(largest_ptr + tl.arange(0, PROGRAMS)).to(tl.int32, bitcast=True)
     largest = tl.max(bits, 0).to(tl.float32, bitcast=True)
     tl.store(unit_ptr, tl.div_rn(tl.where(largest < smallest, smallest, largest), highest))
@@ -42,9 +43,10 @@ def _in_units(x, unit, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def rounding_kernel(x_ptr, unit_ptr, values_ptr, by_columns_ptr, rows, columns, length, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A program has a tile of x (rows, columns). by_columns (columns, length) has zeros behind the rows, or NaN where the unit is that.
+    """Each program has a tile of x (rows, columns). It writes the tile transposed to by_columns (columns, length), which has zeros after
+    the rows, or NaN if the unit is NaN.
 
-    x is counted in units and rounded, and also written to values. Without a unit it has 8 bits already.
+    With a unit, x is multiplied by 1 / unit, rounded, and also written to values. Without one, x has 8 bits already.
     """
     across = tl.cdiv(columns, COLUMNS)
     column = (tl.program_id(0) % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
@@ -79,7 +81,7 @@ def launch_rounding(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tens
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Of 8-bit x (rows, columns), contiguous."""
+    """The transpose of 8-bit x (rows, columns), contiguous: (columns, filled(rows)), padded with zeros."""
     out = x.new_empty(x.shape[1], filled(x.shape[0]))
     with on_device_of(x):
         _launch(x.view(torch.uint8), None, None, out.view(torch.uint8))
