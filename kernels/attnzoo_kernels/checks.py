@@ -95,7 +95,7 @@ def positive_scale(softmax_scale: float, *queries: Tensor) -> tuple:
 
 
 def deterministic(value: bool | None) -> bool:
-    """As asked for; None follows torch."""
+    """`value`; None follows torch.are_deterministic_algorithms_enabled()."""
     if value is None:
         return torch.are_deterministic_algorithms_enabled()
     flag("deterministic", value, " or None")

@@ -3,9 +3,10 @@
 Element (b, h, i, j) reads a 15-bit field of the four words of philox(key=seed, counter=(j', i', b * heads + h, offset)). i' is i without
 its bit 3, and j' is j without its bits 4, 3 and 0; these four bits choose the field. So the mask depends neither on tiles nor on lengths,
 and one call of Philox serves 16 elements, which one thread of a matrix product holds. The fields are the two halves of a word, and of the
-word rotated by a byte, each without its first bit: seven bits of a field are its own, the last eight are shared with a neighbour's. Each
-element is kept with the exact probability, a multiple of 2**-15. Two elements that share bits are nearly independent: their covariance is
-below 2**-8. Seven rounds are the fewest with which Philox passed BigCrush in its authors' tests.
+word rotated by a byte, each without its highest bit. The upper seven bits of the four fields are different bits of the word; the lower
+eight bits of a field contain the upper seven of another one. Each element is kept with the exact probability, a multiple of 2**-15. Two
+elements that share bits are nearly independent: their covariance is below 2**-8. Seven rounds are the fewest with which Philox passed
+BigCrush in its authors' tests.
 """
 
 import torch
@@ -20,7 +21,7 @@ def new_rng_state(device: torch.device) -> Tensor:
 
 
 def drop_threshold(dropout_p: float) -> int:
-    """Fields below this are dropped; the probability to be kept is 1 - threshold / 32768."""
+    """Elements whose field is below this are dropped; the probability of being kept is 1 - threshold / 32768."""
     return min(round(dropout_p * 32768), 32767)
 
 
@@ -37,9 +38,9 @@ def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
 
 def keep_mask(rng_state: Tensor, dropout_p: float, shape: tuple[int, int, int, int],
               corner: tuple[int, int, int] = (0, 0, 0)) -> tuple[Tensor, float]:
-    """Which attention weights stay: bool (batch, heads, queries, keys), and the probability to stay.
+    """Which attention weights are kept: bool (batch, heads, queries, keys), and the probability of being kept.
 
-    corner: the first batch * heads, query and key, for a part of the whole mask.
+    corner: the first (batch * heads) index, query and key, for a part of the whole mask.
     """
     batch, heads, rows, columns = shape
     device = rng_state.device

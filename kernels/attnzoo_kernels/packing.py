@@ -1,11 +1,12 @@
-"""Packed tokens <-> padded rows by cu_seqlens alone: static shapes, no wait for the device. For references and dense fallbacks."""
+"""Conversion between packed tokens and padded rows by cu_seqlens alone. If max_seqlen is given, shapes are static and the host does not
+wait. For references and dense fallbacks."""
 
 import torch
 from torch import Tensor
 
 
 def sequence_lengths(cu_seqlens: Tensor | None, batch: int, seqlen: int, device: torch.device) -> Tensor:
-    """Length of each sequence, (batch,) int64; `seqlen` for all where nothing is packed."""
+    """Length of each sequence, (batch,) int64; without cu_seqlens all have the length `seqlen`."""
     if cu_seqlens is None:
         return torch.full((batch,), seqlen, device=device)
     return cu_seqlens.diff().long()
@@ -30,7 +31,7 @@ def pad_packed(tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> Te
 
 
 def token_positions(cu_seqlens: Tensor, total: int, cu_seqlens_k: Tensor | None = None) -> Tensor:
-    """Position of each packed token in its sequence, (total,) int64; with cu_seqlens_k in its sequence of keys, aligned to the end.
+    """Position of each packed token in its sequence, (total,) int64; with cu_seqlens_k, in its sequence of keys, aligned to the end.
 
     Tokens after the last sequence count as its continuation.
     """
@@ -80,6 +81,6 @@ def unpadded(out: Tensor, lse: Tensor, cu_seqlens_q: Tensor | None, total: int) 
 
 
 def heads_first(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(batch, heads, seqlen, width); a key head serves a contiguous group of query heads."""
+    """q, k and v as (batch, heads, seqlen, width). Key heads are repeated: each serves a contiguous group of query heads."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return q, *(x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
