@@ -1,7 +1,7 @@
 """Attention over chosen blocks of keys: MoBA, MSA and NSA beside dense attention, FlexAttention with a mask of the blocks, and fla's NSA.
 
     python -m benchmarks.routed                             # MoBA by length
-    python -m benchmarks.routed moba selected msa nsa lists indexer
+    python -m benchmarks.routed moba selected msa nsa lists indexer rows
     python -m benchmarks.routed selected nsa --heads 64 --kv-heads 4 --compress-size 64 --compress-stride 64    # fla takes these
 
 Queries and keys are random, and each query chooses its blocks by them: no two choose alike, so that the blocks of a tile of queries are
@@ -351,7 +351,36 @@ def indexer(session: Session) -> Iterator[list[Row]]:
             columns, Prepared({}, {}, {}), "forward", "ms", ms, ms=ms)
 
 
-TABLES = {f.__name__: f for f in (moba, selected, msa, nsa, lists, indexer)}
+def rows(session: Session) -> Iterator[list[Row]]:
+    """Milliseconds of forward and backward over many short sequences, at the sizes of experiment=extrapolation_moba, _nsa and _msa."""
+    o = session.options
+
+    def leaf(seqlen: int, heads: int, width: int = 64) -> Tensor:
+        return torch.randn(o.rows, seqlen, heads, width, device=session.device, dtype=session.dtype).requires_grad_()
+
+    (q, k, v), seqlen = (leaf(o.row_length, 8) for _ in range(3)), o.row_length
+    compressed, gates = [leaf((seqlen - 32) // 16 + 1, 8) for _ in range(2)], leaf(seqlen, 8, 3)
+    index, dout = (leaf(seqlen, 8), leaf(seqlen, 1)), torch.randn_like(v)
+
+    def learn() -> Any:
+        out, loss = msa_attention(q, k, v, *index, block_size=64, top_k=4, return_loss=True)
+        return torch.autograd.grad((out, loss), (q, k, v, *index), (dout, torch.ones_like(loss)))
+
+    def derive(attend: Callable[..., Tensor], *leaves: Tensor, **options: Any) -> Callable[[], Any]:
+        return lambda: torch.autograd.grad(attend(*leaves, **options), leaves, dout)
+
+    sizes = {"compress_size": 32, "compress_stride": 16, "block_size": 64, "block_count": 4, "window": 128}
+    calls = {"flash": derive(flash_attention, q, k, v, causal=True), "moba": derive(moba_attention, q, k, v, block_size=64, top_k=3),
+             "nsa": derive(nsa_attention, q, k, v, *compressed, gates, **sizes), "msa with its loss": learn}
+    readings = session.timing.measure({name: Candidate(call, nullcontext) for name, call in calls.items()})
+    ms = {name: statistics.median(times) for name, times in readings.items()}
+    case = cases.Case(batch=o.rows, seqlen_q=seqlen, heads=8, head_dim=64, block_size=64, slots=2, dtype=session.dtype)
+    columns = [Entry(name, session.backends[0], case, None, {}, float) for name in calls]
+    line = Line("routed", "rows", f"d64, {o.rows} rows, blocks of 64", seqlen)
+    yield line.rows(columns, Prepared({}, {}, {}), "forward", "ms", ms, ms=ms)
+
+
+TABLES = {f.__name__: f for f in (moba, selected, msa, nsa, lists, indexer, rows)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -370,9 +399,12 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--compress-stride", type=harness.positive, default=16)
     command.add_argument("--block-count", type=harness.positive, default=16)
     command.add_argument("--window", type=harness.positive, default=512)
+    command.add_argument("--rows", type=harness.positive, default=64, help="sequences of the table rows (default: 64)")
+    command.add_argument("--row-length", type=harness.positive, default=1024, help="tokens of each of them (default: 1024)")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
         command.set_defaults(lengths=[64], selected_lengths=[96], heads=4, kv_heads=2, head_dim=16, block_size=16, selected_size=16,
-                             index_size=16, block_count=3, window=16)
+                             index_size=16, block_count=3, window=16, rows=2,
+                             row_length=192)
     plots = dict.fromkeys(("moba", "selected", "msa", "nsa"), "sequence length")
     return harness.main(command, TABLES, BACKENDS, DRY_RUN, plots, arguments)
 

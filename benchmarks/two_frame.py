@@ -11,7 +11,6 @@ reference.
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 from torch import Tensor
@@ -19,7 +18,6 @@ from torch import Tensor
 from attnzoo_kernels import two_frame_attention
 from attnzoo_kernels.flash.cases import Case as FlashCase
 from attnzoo_kernels.flash.cases import Inputs
-from attnzoo_kernels.two_frame import tiles
 from attnzoo_kernels.two_frame.cases import Case, benchmark_case
 from benchmarks import flash, harness, peers
 from benchmarks.harness import Backend, Entry, Line, Pass, Session, differentiable
@@ -42,27 +40,17 @@ class Check(flash.Check):
         return self.x.q.shape[-3] // self.x.k.shape[-3]
 
 
-def attnzoo(impl: str, scope: Callable[[], AbstractContextManager] = nullcontext) -> Callable[[Case, Inputs], Pass]:
+def attnzoo(impl: str) -> Callable[[Case, Inputs], Pass]:
     def make(case: Case, x: Inputs) -> Pass:
-        return differentiable(functools.partial(two_frame_attention, impl=impl, **x.options), (x.q, x.k, x.v), x.dout, scope=scope)
+        return differentiable(functools.partial(two_frame_attention, impl=impl, **x.options), (x.q, x.k, x.v), x.dout)
 
     return make
-
-
-@contextmanager
-def in_two_loops() -> Iterator[None]:
-    before, tiles.IN_TWO_LOOPS = tiles.IN_TWO_LOOPS, True
-    try:
-        yield
-    finally:
-        tiles.IN_TWO_LOOPS = before
 
 
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("attnzoo-gluon", attnzoo("gluon")),
-        Backend("attnzoo-gluon-two-loops", attnzoo("gluon", in_two_loops), on_request=True),
         Backend("attnzoo-triton", attnzoo("triton")),
         *(replace(backend, name=name) for name, backend in FLASH.items()),
         Backend("attnzoo-reference", attnzoo("reference")),

@@ -7,7 +7,6 @@ import torch
 from compiled_kernels import compiled_kernels
 
 from attnzoo_kernels import two_frame, two_frame_attention
-from attnzoo_kernels.two_frame import tiles
 from attnzoo_kernels.two_frame.cases import CORRECTNESS, LARGE, Case
 from benchmarks.accuracy import assert_accurate
 
@@ -45,10 +44,8 @@ def run(inputs, impl: str | None, dtype: torch.dtype | None = None, deterministi
 
 
 @pytest.mark.hopper
-@pytest.mark.parametrize("in_two_loops", (False, True))
 @pytest.mark.parametrize("case", COVERED, ids=str)
-def test_error_is_at_most_twice_that_of_eager(case, in_two_loops, poisoned, monkeypatch):
-    monkeypatch.setattr(tiles, "IN_TWO_LOOPS", in_two_loops)
+def test_error_is_at_most_twice_that_of_eager(case, poisoned):
     inputs = case.inputs("cuda")
     assert_accurate(run(inputs, "gluon"), run(inputs, "reference"), run(inputs, "reference", torch.float64))
 

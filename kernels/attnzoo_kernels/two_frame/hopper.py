@@ -23,8 +23,8 @@ from attnzoo_kernels._gluon.tile_scheduler import Span, Tile, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
-from attnzoo_kernels.two_frame import tiles
 from attnzoo_kernels.two_frame.options import Options
+from attnzoo_kernels.two_frame.tiles import FEW, hopper_forward_tile
 
 
 class Own(NamedTuple):
@@ -172,10 +172,11 @@ HOOKS = {"HAS_LEFT": True, "HAS_RIGHT": True, "MASK_IN_LOOP": True, "INDEX_EARLY
 
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layout, k: Layout, v: Layout, out: Layout, options: Options,
-          tile: ForwardTile | None, in_two_loops: bool) -> ForwardPlan:
+          tile: ForwardTile | None) -> ForwardPlan:
     _, seqlen_q, seqlen_k = options.sizes(out[0], v[0])
     width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
-    tile = tile or tiles.hopper_forward_tile(width, value_width, in_two_loops)
+    in_two_loops = options.far_keys >= FEW
+    tile = tile or hopper_forward_tile(width, value_width, in_two_loops)
     shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
     scalars = {"own_1": options.near_keys, "own_2": options.far_keys,
                "head_group": heads_in_l2(seqlen_k, 2 * width + value_width) * (out[0][-2] // v[0][-2])}
@@ -199,7 +200,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
     """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through."""
     out, lse, stats = outputs(q[..., ::2, :], v.shape[-1])
     same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
-    plan = _plan(q.device, q.dtype, same_lengths, *map(layout, (q, k, v, out)), options, tile, tiles.IN_TWO_LOOPS)
+    plan = _plan(q.device, q.dtype, same_lengths, *map(layout, (q, k, v, out)), options, tile)
     with on_device_of(q):
         plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, None, None, cu_seqlens_q,
                     cu_seqlens_k, tile_counter(q.device))

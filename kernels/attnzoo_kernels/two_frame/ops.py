@@ -4,8 +4,6 @@ from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
 
-FEW = 128  # far keys, below which plain Triton's backward is faster (docs/performance/two_frame.md)
-
 
 @autograd.readable(0, 1, 2, like=(2,))
 def _forward(
@@ -45,6 +43,7 @@ def _gradients(
 
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.two_frame import hopper_backward
+        from attnzoo_kernels.two_frame.tiles import FEW
 
         if impl is None and far_keys < FEW:
             return "plain Triton is faster with few far keys"
