@@ -30,6 +30,8 @@ class Inputs(TypedDict, total=False):
     logits_at: int64 (n,), the flat indices of the places whose logits are computed; without it all are.
     context: the plan by which several devices read these sequences together; the tensors of tokens are then this device's part, and
         cu_seqlens and max_seqlen are of the whole.
+    dropout_states: int64 (layers, 2), seed and offset of each layer's attention dropout, the same on all devices of `context`. Without it
+        each device draws its own.
     """
 
     position_ids: Tensor
@@ -41,6 +43,7 @@ class Inputs(TypedDict, total=False):
     token_type_ids: Tensor
     logits_at: Tensor
     context: "ContextParallel"
+    dropout_states: Tensor
 
 
 class Batch(Inputs):

@@ -15,6 +15,8 @@ from commands import PRELOAD
 MODELS: tuple[tuple[str, dict[str, Any]], ...] = (  # with positions and kinds of model that go with them
     ("flash", {"window_size": [40, 0], "positions": "alibi", "attention_temperature": "ssmax"}),
     ("flash", {"softcap": 2.0}),
+    ("flash", {"attention_dropout": 0.3, "window_size": [20, 0]}),
+    ("flash", {"attention_dropout": 0.3, "kind": "BERT", "positions": "learned"}),
     ("differential", {"version": 2}),
     ("distance_bias", {"max_distance": 70}),
     ("forgetting", {"attention_gate": "head"}),
@@ -25,12 +27,14 @@ MODELS: tuple[tuple[str, dict[str, Any]], ...] = (  # with positions and kinds o
     ("sdpa", {"positions": "alibi", "packed": False}),
     ("block_sparse", {"block": 16, "pattern": {"name": "longformer", "window": 1, "n_global": 1}}),
 )
-OF_MODEL = ("kind", "positions", "attention_temperature", "attention_gate")
+OF_MODEL = ("kind", "positions", "attention_temperature", "attention_gate", "attention_dropout")
 RUNS = {  # by the ranks that share a sequence
     "packed": (2, ["data.seq_len=300", "data.batch_size=1", "trainer.max_steps=40", "optimizer.lr=1e-2"]),
     "accumulated": (4, ["data.seq_len=600", "data.batch_size=1", "batch_tokens=1200", "data.cross_documents=true",
                         "activation_checkpointing=1", "trainer.max_steps=4"]),
     "dealt": (2, ["data.seq_len=1000", "data.batch_size=1", "trainer.max_steps=3"]),  # four chunks a rank
+    "dropout": (4, ["data.seq_len=600", "data.batch_size=1", "model.attention_dropout=0.2", "activation_checkpointing=1",
+                    "trainer.max_steps=4"]),
     "bert": (2, ["model=bert_tiny", "data.seq_len=300", "data.batch_size=1", "trainer.max_steps=4"]),
 }
 COMMON = ["trainer.precision=64-true", "callbacks.sample=null", "callbacks.plot=null", "model.dim=16", "trainer.val_check_interval=40"]
@@ -61,6 +65,7 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
     from attnzoo.models import from_config
     from attnzoo_kernels.context_parallel import ContextParallel
     from attnzoo_kernels.context_placement import deal
+    from attnzoo_kernels.dropout import new_rng_state
 
     of_model = {key: value for key, value in options.items() if key in OF_MODEL}
     kind = of_model.pop("kind", "GPT")
@@ -81,6 +86,8 @@ def check_model(name: str, options: dict[str, Any], packed: bool) -> None:
         lengths = (1, 40, 14, 145)  # and tokens behind them
         inputs = {"cu_seqlens": torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32), "max_seqlen": 145}
     targets[..., -1] = -100
+    if "attention_dropout" in of_model:
+        inputs["dropout_states"] = torch.stack([new_rng_state(ids.device) for _ in model.blocks])
 
     def gradients(loss: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.autograd.grad(loss, tuple(model.parameters()), allow_unused=True))

@@ -153,7 +153,8 @@ def test_devices_must_be_groups(tmp_path):
 @pytest.mark.parametrize("kind, model, attention, packed, reason", (
     ("BERT", {}, {"_target_": "attnzoo.attention.sdpa.SDPAttention"}, True, "cannot read packed sequences by attention=sdpa; set trainer."),
     ("GPT", {}, {"_target_": "attnzoo.attention.sdpa.SDPAttention"}, True, "set data.cross_documents=true"),
-    ("GPT", {"attention_dropout": 0.1}, {"_target_": FLASH}, True, "needs model.attention_dropout=0, got 0.1"),
+    ("GPT", {"attention_dropout": 0.1}, {"_target_": "attnzoo.attention.mla.MLAttention"}, True,
+     "attention=mla needs model.attention_dropout=0, got 0.1"),
     ("GPT", {"rope_scaling": "dynamic", "rope_factor": 2.0}, {"_target_": FLASH}, True, "rope_scaling=dynamic looks at the longest"),
     ("BERT", {"positions": "alibi"}, {"_target_": FLASH}, True, "does not go with model.positions=alibi in a bidirectional model"),
     ("BERT", {}, {"_target_": FLASH, "window_size": [4, 4]}, True, r"window_size=\[-1,-1\] in a bidirectional model, got \[4, 4\]"),

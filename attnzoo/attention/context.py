@@ -15,7 +15,8 @@ GROUPS = 1  # groups of heads: while one group is computed, the keys of the next
 
 def attend_in_context(layer: "Attention", q: Tensor, kept: Sequence[Tensor], seq: "SequenceInfo", *rest: Tensor) -> Tensor:
     """`attend` with the queries of this process's tokens and the keys of all processes' tokens."""
-    window = layer.keys_before if layer.spec.causal else -1
+    # a dropout mask counts a sequence's keys from its first one
+    window = layer.keys_before if layer.spec.causal and layer.dropout_p == 0 else -1
     parts, passes = seq.once(("parts", window), lambda: seq.parts(layer.spec.causal, window))
     n = 1 + len(rest)
     groups = math.gcd(GROUPS, *(x.shape[q.dim() - 2] for x in (q, *rest, *kept))) if layer.divides_heads else 1

@@ -22,7 +22,7 @@ class FlashAttention(WindowedAttention):
     sinks: whether each head learns a logit that is added to the softmax's denominator, so that the weights may sum to less than 1.
     """
 
-    supports = Supports(trees=True, context_parallel=("dense", "packed"))
+    supports = Supports(trees=True, context_parallel=("dense", "packed"), context_dropout=True)
 
     def __init__(self, spec: AttentionSpec, *, impl: Impl | None = None, window_size: Sequence[int] = (-1, -1), softcap: float = 0.0,
                  sinks: bool = False):
@@ -42,7 +42,7 @@ class FlashAttention(WindowedAttention):
 
     @property
     def divides_heads(self) -> bool:
-        return self.sinks is None and self.spec.positions != "alibi"
+        return self.sinks is None and self.spec.positions != "alibi" and self.dropout_p == 0
 
     def check_trees(self) -> None:
         super().check_trees()
@@ -64,8 +64,8 @@ class FlashAttention(WindowedAttention):
         return flash_attention(
             q, k, v, causal=self.spec.causal, window_size=self.window_size, softcap=self.softcap,
             alibi_slopes=self.alibi_slopes(seq, q.shape[-2], q.device), sinks=None if self.sinks is None else self.sinks.float(),
-            dropout_p=self.dropout_p, cu_seqlens_q=seq.cu_seqlens, cu_seqlens_k=seq.cu_seqlens_k, max_seqlen_q=seq.max_seqlen,
-            max_seqlen_k=seq.max_seqlen_k, impl=self.impl)
+            dropout_p=self.dropout_p, dropout_state=seq.dropout_state(self.spec.layer, q.shape[0]), cu_seqlens_q=seq.cu_seqlens,
+            cu_seqlens_k=seq.cu_seqlens_k, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen_k, impl=self.impl)
 
     def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
         if not self.decodes_by_kernel(q):

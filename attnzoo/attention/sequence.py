@@ -41,6 +41,9 @@ class SequenceInfo:
     context: the plan of context parallelism (`attnzoo_kernels.context_parallel`). position_ids are then those of this process's tokens,
         while cu_seqlens and max_seqlen describe the whole sequences.
     losses: auxiliary losses, which layers add in training.
+    dropout_states: for context parallelism, int64 (layers, 2): seed and offset of each layer's attention dropout; None: layers draw them.
+    first_rows: in a part of context parallelism, int64 (sequences,), or (1,) if dense: the index of the part's first query in each whole
+        sequence.
     """
 
     position_ids: Tensor | None = None
@@ -50,6 +53,8 @@ class SequenceInfo:
     keys: tuple[Tensor, int] | None = None
     context: "ContextParallel | None" = None
     parents: Tensor | None = None
+    dropout_states: Tensor | None = None
+    first_rows: Tensor | None = None
     losses: Losses = field(default_factory=lambda: Losses(), repr=False, compare=False)  # torch.compile cannot call the class
 
     @property
@@ -64,6 +69,15 @@ class SequenceInfo:
     def tree_ranges(self) -> KeyRanges:
         """The keys that each query of a tree sees. All layers of a pass share these tables."""
         return self.once("tree ranges", lambda: tree_ranges(self.parents, self.cu_seqlens))
+
+    def dropout_state(self, layer: int, batch: int) -> Tensor | None:
+        """`flash_attention`'s dropout_state for a layer; None if the operator draws its own. batch: rows of a dense batch."""
+        if self.dropout_states is None:
+            return None
+        state = self.dropout_states[layer]
+        if self.first_rows is None:
+            return state
+        return torch.cat([state, self.first_rows if self.cu_seqlens is not None else self.first_rows.expand(batch)])
 
     def context_lengths(self, causal: bool) -> Tensor:
         """The number of tokens that each token may see, by causality and packing alone: int64, in the layout of position_ids."""
@@ -91,5 +105,10 @@ class SequenceInfo:
         for part, position_ids in zip(parts, self.position_ids.chunk(len(parts), -1), strict=True):
             of = part.lengths
             keys = (of["cu_seqlens_k"], of["max_seqlen_k"]) if of else None
-            passes.append(SequenceInfo(position_ids, of.get("cu_seqlens_q"), of.get("max_seqlen_q"), keys=keys))
+            first_rows = None
+            if self.dropout_states is not None:
+                starts = position_ids.new_zeros(1) if self.cu_seqlens is None else self.cu_seqlens[:-1].long()
+                first_rows = (part.begin - starts).clamp(min=0)
+            passes.append(SequenceInfo(position_ids, of.get("cu_seqlens_q"), of.get("max_seqlen_q"), keys=keys,
+                                       dropout_states=self.dropout_states, first_rows=first_rows))
         return parts, passes

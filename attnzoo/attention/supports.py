@@ -20,6 +20,7 @@ class Supports:
     trees: `attend` respects `seq.parents`.
     context_parallel: the layouts that work with context parallelism. "dense": `attend` takes fewer queries than keys, and the queries
         belong to the last tokens, as with a cache; "packed": `attend` also respects `seq.cu_seqlens_k`.
+    context_dropout: attention dropout works with context parallelism: `attend` respects `seq.dropout_state`.
     """
 
     causal: bool = True
@@ -30,6 +31,7 @@ class Supports:
     cache: bool = True
     trees: bool = False
     context_parallel: tuple[str, ...] = ()
+    context_dropout: bool = False
 
     def common(self, other: "Supports") -> "Supports":
         """What both support."""
@@ -46,8 +48,8 @@ def check_context_parallel(layer: "Attention", packed: bool) -> None:
         way_out = "set data.cross_documents=true" if spec.causal and "dense" in ways else "set trainer.context_parallel=1"
         raise ValueError(f"trainer.context_parallel: several devices cannot read {kind} sequences by attention={layer.name}; {way_out}, "
                          "or attention=flash")
-    if spec.dropout > 0:
-        raise ValueError(f"trainer.context_parallel: needs model.attention_dropout=0, got {spec.dropout}")
+    if spec.dropout > 0 and not layer.supports.context_dropout:
+        raise ValueError(f"trainer.context_parallel: attention={layer.name} needs model.attention_dropout=0, got {spec.dropout}")
     if spec.rope_scaling in ("dynamic", "longrope"):  # they depend on the longest position, which a device's own tokens do not show
         raise ValueError(f"trainer.context_parallel: model.rope_scaling={spec.rope_scaling} looks at the longest position")
     if not spec.causal and (spec.positions == "alibi" or layer.temperature is not None):

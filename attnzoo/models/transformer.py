@@ -142,6 +142,7 @@ class Transformer(nn.Module):
         attention_mask: Tensor | None = None, max_tokens: int | None = None, token_type_ids: Tensor | None = None,
         cache: list[KVCache] | None = None, parents: Tensor | None = None, logits_at: Tensor | None = None, targets: Tensor | None = None,
         target_weights: Tensor | None = None, reduction: str = "sum", context: "ContextParallel | None" = None,
+        dropout_states: Tensor | None = None,
     ) -> Tensor:
         """Returns logits in the layout of input_ids, (..., vocab_size), or (n, vocab_size) with `logits_at`; with `targets` losses instead.
 
@@ -159,6 +160,7 @@ class Transformer(nn.Module):
         target_weights: float32, same shape as targets, factors of their losses; 1 by default.
         context: the plan by which several processes share these sequences. Per-token tensors, position_ids too, are then this process's
             part by `context.shard`; cu_seqlens and max_seqlen describe the whole sequences.
+        dropout_states: int64 (layers, 2), seeds of attention dropout that all processes of `context` share, see `attnzoo.batch.Inputs`.
         """
         self._check_layout(input_ids, cu_seqlens, max_seqlen, attention_mask, cache, parents)
         if context is not None:
@@ -182,7 +184,7 @@ class Transformer(nn.Module):
             position_ids = position_ids if context is None else context.shard(position_ids, -1)
         if cu_seqlens is not None and parents is None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
             cu_seqlens = _without_repeated_end(cu_seqlens)
-        seq = SequenceInfo(position_ids, cu_seqlens, max_seqlen, context=context, parents=parents)
+        seq = SequenceInfo(position_ids, cu_seqlens, max_seqlen, context=context, parents=parents, dropout_states=dropout_states)
         x = self.embed(input_ids, position_ids, token_type_ids)
         if self._splits(x) and cache is None:
             x = Sum(Stream(x))

@@ -181,12 +181,16 @@ class TokenPrediction(lightning.LightningModule):
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         # Dropout depends only on the seed, the step, the micro-batch and the rank, so that a resumed run repeats it.
-        place = np.random.SeedSequence([self.seed, self.global_step, batch_idx, self.global_rank])
-        seed = int(place.generate_state(1, np.uint64)[0])
+        seed = self._seed_of(batch_idx, self.global_rank)
         # not torch.manual_seed, which seeds all device types and stores a formatted stack trace for each that is absent
         torch.default_generator.manual_seed(seed)
         if self.device.type != "cpu":
             torch.get_device_module(self.device).manual_seed(seed)
+        if self.context is not None:
+            self.context.draw_dropout(self._seed_of(batch_idx, self.context.data_rank), self.device)
+
+    def _seed_of(self, batch_idx: int, rank: int) -> int:
+        return int(np.random.SeedSequence([self.seed, self.global_step, batch_idx, rank]).generate_state(1, np.uint64)[0])
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if is_log_step(self.trainer):

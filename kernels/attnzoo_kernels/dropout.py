@@ -15,9 +15,19 @@ from torch import Tensor
 _MASK32 = 0xFFFFFFFF
 
 
-def new_rng_state(device: torch.device) -> Tensor:
-    """Seed and offset, (2,) int64 on the device, drawn from torch's generator of that device (no host synchronisation)."""
-    return torch.randint(0, 2**31 - 1, (2,), dtype=torch.int64, device=device)
+def new_rng_state(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """Seed and offset, (2,) int64 on the device, drawn from `generator`, or from torch's own of that device (no host synchronisation)."""
+    return torch.randint(0, 2**31 - 1, (2,), dtype=torch.int64, device=device, generator=generator)
+
+
+def check_state(name: str, state: Tensor, like: Tensor, sequences: int) -> None:
+    """Raises where `state` is not seed and offset, and perhaps each sequence's first row, on the device of `like`."""
+    if not isinstance(state, Tensor) or state.dtype != torch.int64:
+        raise TypeError(f"{name}: must be an int64 tensor, got {state.dtype if isinstance(state, Tensor) else type(state).__name__}")
+    if tuple(state.shape) not in ((2,), (2 + sequences,)):
+        raise ValueError(f"{name}: must have shape (2,) or {(2 + sequences,)}, got {tuple(state.shape)}")
+    if state.device != like.device:
+        raise ValueError(f"{name}: must be on the device {like.device}, got {state.device}")
 
 
 def drop_threshold(dropout_p: float) -> int:
@@ -40,6 +50,7 @@ def keep_mask(rng_state: Tensor, dropout_p: float, shape: tuple[int, int, int, i
               corner: tuple[int, int, int] = (0, 0, 0)) -> tuple[Tensor, float]:
     """Which attention weights are kept: bool (batch, heads, queries, keys), and the probability of being kept.
 
+    rng_state: seed and offset, and perhaps for each sequence the row of its mask that its first query has.
     corner: the first (batch * heads) index, query and key, for a part of the whole mask.
     """
     batch, heads, rows, columns = shape
@@ -48,6 +59,8 @@ def keep_mask(rng_state: Tensor, dropout_p: float, shape: tuple[int, int, int, i
     i = torch.arange(rows, device=device).view(1, -1, 1) + corner[1]
     j = torch.arange(columns, device=device).view(1, 1, -1) + corner[2]
     head = torch.arange(batch * heads, device=device).view(-1, 1, 1) + corner[0]
+    if rng_state.shape[0] > 2:
+        i = i + rng_state[2:][head // heads]
     zero = torch.zeros((batch * heads, rows, columns), dtype=torch.int64, device=device)
     words = philox(seed, [(j // 32 * 4 + j // 2 % 4) + zero, (i // 16 * 8 + i % 8) + zero, head + zero, offset + zero])
     word = torch.stack(words).gather(0, (i // 8 % 2 * 2 + j // 8 % 2 + zero)[None]).squeeze(0)

@@ -25,7 +25,7 @@ def tensors(dtype, packed, kv_heads, widths, tokens=256, heads=4):
 def flash():
     from attnzoo_kernels.flash import ops
 
-    for dtype, widths, (left, right), packed, kv_heads, softcap, alibi, sinks, dropout, exact_delta in (
+    for dtype, widths, (left, right), packed, kv_heads, softcap, alibi, sinks, dropout, grad_lse in (
             (BF16, (64, 64), FULL, False, 4, 0.0, False, False, 0.0, False),
             (BF16, (128, 128), CAUSAL, False, 2, 0.0, False, True, 0.0, True),
             (BF16, (128, 128), FULL, False, 4, 0.0, False, False, 0.1, False),
@@ -36,13 +36,15 @@ def flash():
             (BF16, (128, 128), WINDOW, False, 4, 30.0, False, False, 0.0, False),
             (BF16, (64, 64), FULL, False, 4, 30.0, False, False, 0.1, False),
             (F32, (64, 64), WINDOW, False, 2, 0.0, False, True, 0.1, True),
+            (BF16, (64, 64), CAUSAL, True, 4, 0.0, False, False, 0.1, False),  # the rows of a part of each sequence, see dropout_state
+            (BF16, (128, 128), FULL, True, 2, 0.0, False, False, 0.1, False),
             (F32, (128, 40), CAUSAL, True, 4, 30.0, True, False, 0.0, False)):
         q, k, v, grad_out, bounds = tensors(dtype, packed, kv_heads, widths)
         slopes, sink, rng = (torch.zeros(4) if alibi else None, torch.zeros(4) if sinks else None,
-                             torch.zeros(2, dtype=torch.int64) if dropout else None)
+                             torch.zeros(4 if packed else 2, dtype=torch.int64) if dropout else None)
         numbers = ("triton", True, widths[0] ** -0.5, left, right, softcap, dropout)
-        out, lse, stats = ops._forward(q, k, v, bounds, bounds, slopes, sink, rng, *numbers)
-        ops._gradients(grad_out, lse if exact_delta else None, q, k, v, out, stats, bounds, bounds, slopes, rng, exact_delta, *numbers)
+        out, lse, stats, residual = ops._forward(q, k, v, bounds, bounds, slopes, sink, rng, sinks, *numbers)
+        ops._gradients(grad_out, lse if grad_lse else None, q, k, v, out, residual, stats, bounds, bounds, slopes, rng, sink, *numbers)
 
 
 def ranges():
@@ -54,8 +56,8 @@ def ranges():
                                           (BF16, (256, 256), -1, 4), (F32, (64, 64), 48, 2)):
         q, k, v, grad_out, _ = tensors(dtype, True, kv_heads, widths)
         numbers = ("triton", True, widths[0] ** -0.5, left, -1, 0.0, 0.0)
-        out, lse, stats = ops._forward(q, k, v, table, table, None, None, None, *numbers)
-        ops._gradients(grad_out, lse, q, k, v, out, stats, table, table, None, None, False, *numbers)
+        out, lse, stats, residual = ops._forward(q, k, v, table, table, None, None, None, False, *numbers)
+        ops._gradients(grad_out, lse, q, k, v, out, residual, stats, table, table, None, None, None, *numbers)
 
 
 def block_sparse():

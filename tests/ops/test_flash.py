@@ -174,6 +174,50 @@ def test_dropout_mask_is_a_function_of_position(device):
     torch.testing.assert_close(weights[weights > 0], torch.full_like(weights[weights > 0], 1 / values / probability))
 
 
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("impl", ("triton", "cpu", "reference"))
+def test_parts_of_queries_drop_what_the_whole_drops(impl, packed, device):
+    """dropout_state says which rows of its sequence's mask a part has; they need not begin where tiles do."""
+    if impl == "cpu" and device == "cuda":
+        pytest.skip("takes CPU tensors")
+    generator = torch.Generator(device).manual_seed(0)
+    rows, bounds = ((150,), (0, 60, 60, 150)) if packed else ((2, 150), None)
+    tensors = [torch.randn(*rows, 2, width, device=device, generator=generator).requires_grad_() for width in (16, 16, 24)]
+    q, k, v = tensors
+    dout, seed = torch.randn(*rows, 2, 24, device=device, generator=generator), torch.tensor([123, 7], device=device)
+    options = {"dropout_p": 0.3, "impl": impl}
+
+    def lengths(of_q):
+        names = ("cu_seqlens_q", "cu_seqlens_k")
+        return {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in zip(names, (of_q, bounds), strict=True)}
+
+    whole = flash_attention(q, k, v, dropout_state=seed, **options, **(lengths(bounds) if packed else {}))
+    expected = torch.autograd.grad(whole, tensors, dout)
+    outs, of_q, of_k, of_v = [], [], 0, 0
+    for begin, end in ((0, 37), (37, 101), (101, 150)):
+        at, own = (slice(begin, end),) if packed else (slice(None), slice(begin, end)), {}
+        first = [max(begin - n, 0) for n in bounds[:-1]] if packed else [begin, begin]
+        if packed:
+            own = lengths([min(max(n - begin, 0), end - begin) for n in bounds])
+        part = q.detach()[at].requires_grad_()
+        out = flash_attention(part, k, v, dropout_state=torch.cat([seed, torch.tensor(first, device=device)]), **options, **own)
+        dq, dk, dv = torch.autograd.grad(out, (part, k, v), dout[at])
+        outs.append(out), of_q.append(dq)
+        of_k, of_v = of_k + dk, of_v + dv
+    found = torch.cat(outs, -3), torch.cat(of_q, -3), of_k, of_v
+    for one, other in zip(found, (whole, *expected), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_states_are_checked():
+    x = torch.randn(2, 5, 1, 8)
+    for state, error, message in (
+            (torch.zeros(2), TypeError, "dropout_state: must be an int64 tensor, got torch.float32"),
+            (torch.zeros(3, dtype=torch.int64), ValueError, r"dropout_state: must have shape \(2,\) or \(4,\), got \(3,\)")):
+        with pytest.raises(error, match=message):
+            flash_attention(x, x, x, dropout_p=0.1, dropout_state=state)
+
+
 def test_reference_gradients_by_gradcheck():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, n, h, 4, dtype=torch.float64, requires_grad=True) for n, h in ((5, 4), (7, 2), (7, 2)))

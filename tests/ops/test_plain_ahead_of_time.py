@@ -1,4 +1,5 @@
-"""Plain kernels of block_sparse, dual_chunk, routed attention and of training compile for sm_90, fit its shared memory, spill little."""
+"""Plain kernels of flash with all its options, block_sparse, dual_chunk, routed attention and of training compile for sm_90, fit its
+shared memory, spill little."""
 
 import pytest
 from compiled_kernels import compiled_kernels
@@ -9,6 +10,7 @@ SPILLED = 512  # bytes of stack a thread; the most is 296, of 16-bit packed dK/d
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operator, count", (
+    ("flash", 40), pytest.param("ranges", 15, marks=pytest.mark.tables),
     pytest.param("block_sparse", 24, marks=pytest.mark.tables), pytest.param("dual_chunk", 22, marks=pytest.mark.tables), ("routed", 38),
     ("training", 6)))
 def test_kernels_fit_and_spill_little(operator, count):

@@ -44,8 +44,8 @@ ATTENTION = (flash_attention, block_sparse_attention, differential_attention, du
              sigmoid_attention, distance_bias_attention, latent_decode_attention)
 DEFAULTS = {
     "causal": False, "softmax_scale": None, "window_size": (-1, -1), "softcap": 0.0, "alibi_slopes": None, "sinks": None, "dropout_p": 0.0,
-    "cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None, "max_seqlen_k": None, "return_lse": False, "deterministic": None,
-    "impl": None,
+    "dropout_state": None, "cu_seqlens_q": None, "cu_seqlens_k": None, "max_seqlen_q": None, "max_seqlen_k": None, "return_lse": False,
+    "deterministic": None, "impl": None,
 }
 TABLE = torch.linspace(0, 1, 8 * 8).view(8, 8)
 BOUNDS = torch.tensor([0, 2, 5], dtype=torch.int32)

@@ -37,6 +37,36 @@ def _in_place(even, odd, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _in_order(words, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The fields of words [BLOCK_M, counters, bit 3 of j, (bit 4 of j)], reordered to the tile's [BLOCK_M, BLOCK_N]."""
+    fields = tl.join(words << 17, words << 1)
+    if BLOCK_N >= 32:
+        # from [M, N / 32, j, bit 3 of j, bit 4 of j, bit 0 of j]
+        fields = tl.permute(fields.reshape(BLOCK_M, BLOCK_N // 32, 4, 2, 2, 2), (0, 1, 4, 3, 2, 5))
+    else:
+        fields = tl.permute(fields.reshape(BLOCK_M, 4, 2, 2), (0, 2, 1, 3))
+    return fields.reshape(BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def keep_rows(seed, offset, head, row, column, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """keep_tile for any row: each row computes its own words, of which it needs half."""
+    COUNTERS: tl.constexpr = BLOCK_N // 8 if BLOCK_N >= 32 else 4
+    rows = row + tl.arange(0, BLOCK_M)[:, None]
+    zero = tl.zeros([BLOCK_M, COUNTERS], tl.int32)
+    i, j = rows // 16 * 8 + rows % 8 + zero, column // 32 * 4 + tl.arange(0, COUNTERS)[None, :] + zero
+    w0, w1, w2, w3 = tl.philox(seed, j, i, head + zero, offset + zero, n_rounds=7)
+    upper = rows // 8 % 2 + zero == 1  # bit 3 of i
+    words = tl.join(tl.where(upper, w2, w0), tl.where(upper, w3, w1))
+    turned = (words << 8) | (words >> 24)
+    if BLOCK_N >= 32:
+        words = tl.join(words, turned)
+    else:
+        words = tl.where(column % 32 == 0, words, turned)
+    return _in_order(words, BLOCK_M, BLOCK_N) >= (threshold << 17).to(tl.uint32)
+
+
+@triton.jit
 def keep_tile(seed, offset, head, row, column, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Which weights of a tile are kept, bool [BLOCK_M, BLOCK_N]. head = batch * heads + h; row and column must be multiples of 16."""
     words = _words(seed, offset, head, row, column, BLOCK_M, BLOCK_N)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels import checks, dispatch
-from attnzoo_kernels.dropout import new_rng_state
+from attnzoo_kernels.dropout import check_state, new_rng_state
 from attnzoo_kernels.flash import ops
 from attnzoo_kernels.flash.cpu import flash_attention_cpu
 from attnzoo_kernels.flash.reference import flash_attention_reference
@@ -25,6 +25,7 @@ def flash_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
+    dropout_state: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int | None = None,
@@ -62,6 +63,9 @@ def flash_attention(
       dropout_p      in [0, 1): attention weights are zeroed with this probability, and the others divided by 1 - dropout_p. The mask
                      is a function of (seed, offset, batch, head, i, j); seed and offset are drawn from torch's generator.
                      `attnzoo_kernels.dropout` computes it.
+      dropout_state  int64 (2,): seed and offset to take instead. int64 (2 + batch,), or 2 + sequences: also, for each sequence, which
+                     row of its mask the first query has, where the queries are a part of a longer sequence. The keys must be the
+                     sequence's first ones.
     A query that sees no key gives zeros and LSE -inf (the sink with sinks), and finite gradients.
 
     softmax_scale: any finite number; default head_dim ** -0.5.
@@ -94,7 +98,9 @@ def flash_attention(
         checks.per_head("sinks", sinks, q, heads)
     softmax_scale = checks.softmax_scale(softmax_scale, head_dim)
     deterministic = checks.deterministic(deterministic)
-    rng_state = new_rng_state(q.device) if dropout_p > 0 and not dispatch.asking() else None
+    if dropout_state is not None:
+        check_state("dropout_state", dropout_state, q, cu_seqlens_q.shape[0] - 1 if packed and ranges is None else q.shape[0])
+    rng_state = None if dropout_p == 0 or dispatch.asking() else new_rng_state(q.device) if dropout_state is None else dropout_state
 
     differentiable_slopes = torch.is_grad_enabled() and alibi_slopes is not None and alibi_slopes.requires_grad
     why_not = "it has no ranges" if ranges is not None else "alibi_slopes require a gradient" if differentiable_slopes else None

@@ -42,7 +42,7 @@ from attnzoo_kernels.flash.tiles import dkdv_tile, dq_tile
 def _dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
     return dq_step(state, x,
                    Loaded(own.window, own.modifiers, own.slope, own.seed, own.offset, own.head,
-                          keys_bias(own.modifiers, own.key_bias, at, x), queries_distance(own.modifiers, x.place, at)),
+                          keys_bias(own.modifiers, own.key_bias, at, x), own.mask_row, queries_distance(own.modifiers, x.place, at)),
                    at, position, edge, MASKED, GUARD, range_seen if own.modifiers.RANGES else window_seen, modified, dropped_gradient,
                    ROW_BIAS=own.modifiers.HAS_ALIBI and own.modifiers.ONE_SIDED or own.modifiers.HAS_KEY_BIAS, SUMS=add_distances)
 
@@ -53,11 +53,11 @@ def _dq_loops(state, x, modifiers):
         state = walk_keys(_dq_step, state, x, modifiers, False, False)
     else:
         slope = load_slope(modifiers, x.place.sequence, x.place.head)
-        seed, offset = load_seed(modifiers)
+        seed, offset, mask_row = load_seed(modifiers, x.place.sequence)
         bias = load_key_bias(modifiers, x.place, x.place.head, x.i, x.shape.PRECISION == "ieee", True)
         first = first_key(modifiers, x.place, x.place.head)
         state = key_loops(_dq_step, state, x, Loaded(modifiers.window, modifiers, slope, seed, offset,
-                                                    x.place.sequence * modifiers.heads + x.place.head, bias), False, False,
+                                                    x.place.sequence * modifiers.heads + x.place.head, bias, mask_row), False, False,
                           first if modifiers.PRUNED else None)
     return state
 
@@ -102,7 +102,7 @@ def flash_bwd_dq_kernel(q_source, k_source, v_source, out_ptr, do_source, grad_l
 def _dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr):
     return dkdv_step(state, x,
                      Loaded(own.window, own.modifiers, own.slope, own.seed, own.offset, own.head,
-                            queries_bias(own.modifiers, own.key_bias, at, x), keys_distance(own.modifiers, x.place, at)),
+                            queries_bias(own.modifiers, own.key_bias, at, x), own.mask_row, keys_distance(own.modifiers, x.place, at)),
                      at, position, edge, MASKED, GUARD, range_seen_transposed if own.modifiers.RANGES else window_seen_transposed,
                      modified_transposed, dropped_gradient,
                      ROW_BIAS=own.modifiers.HAS_ALIBI and own.modifiers.ONE_SIDED or own.modifiers.HAS_KEY_BIAS,
@@ -122,13 +122,13 @@ def _dkdv_loops(state, x, modifiers):
 @triton.jit
 def _sequence_loops(state, x, modifiers):
     slope = load_slope(modifiers, x.place.sequence, x.head)
-    seed, offset = load_seed(modifiers)
+    seed, offset, mask_row = load_seed(modifiers, x.place.sequence)
     bias = load_key_bias(modifiers, x.place, x.head, x.j, x.shape.PRECISION == "ieee", False)
     last = last_query(modifiers, x.place, x.head)
     if modifiers.HAS_KEY_BIAS:
         state = (state[0], state[1], tl.zeros([x.shape.BLOCK_N], tl.float64 if x.shape.PRECISION == "ieee" else tl.float32))
     state = query_loops(_dkdv_step, state, x, Loaded(modifiers.window, modifiers, slope, seed, offset,
-                                            x.place.sequence * modifiers.heads + x.head, bias), modifiers.ONE_LOOP,
+                                            x.place.sequence * modifiers.heads + x.head, bias, mask_row), modifiers.ONE_LOOP,
                         last if modifiers.PRUNED else None)
     if modifiers.HAS_KEY_BIAS:
         _, at, inside = row_places(x.place, x.head, modifiers.seqlen_k, modifiers.heads, x.shape.BLOCK_N, x.shape.PACKED)

@@ -41,7 +41,7 @@ def _step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.con
     return forward_step(
         state, x,
         Loaded(own.window, own.modifiers, own.slope, own.seed, own.offset, own.head,
-               keys_bias(own.modifiers, own.key_bias, at, x), queries_distance(own.modifiers, x.place, at)),
+               keys_bias(own.modifiers, own.key_bias, at, x), own.mask_row, queries_distance(own.modifiers, x.place, at)),
         at, position, edge, MASKED, GUARD, range_seen if own.modifiers.RANGES else window_seen, modified, dropped,
         # under ALiBi and a maximum that lags ptxas 12.8 lets the products wait for each other
         LAGS=not own.modifiers.HAS_ALIBI and not own.modifiers.HAS_KEY_BIAS and not own.modifiers.HAS_DISTANCES,
@@ -62,12 +62,12 @@ def _loops(x, modifiers):
         state = walk_keys(_step, state, x, modifiers, modifiers.ONE_LOOP, True)
     else:
         slope = load_slope(modifiers, x.place.sequence, x.place.head)
-        seed, offset = load_seed(modifiers)
+        seed, offset, mask_row = load_seed(modifiers, x.place.sequence)
         bias = load_key_bias(modifiers, x.place, x.place.head, x.i, x.shape.PRECISION == "ieee", True)
         first = first_key(modifiers, x.place, x.place.head)
         state = key_loops(_step, state, x, Loaded(modifiers.window, modifiers, slope, seed, offset,
-                                                 x.place.sequence * modifiers.heads + x.place.head, bias), modifiers.ONE_LOOP, True,
-                          first if modifiers.PRUNED else None)
+                                                 x.place.sequence * modifiers.heads + x.place.head, bias, mask_row), modifiers.ONE_LOOP,
+                          True, first if modifiers.PRUNED else None)
     return state
 
 
@@ -136,9 +136,10 @@ def _launch(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: 
     # by Hopper's products, whose threads hold two rows of 64; ALiBi and dropout lose by it
     by_warp = (tma > 0 and architecture(device) == 90 and options.slopes_stride is None and options.dropout_p == 0
                and not options.key_bias and not options.distances)
+    pairs = not options.dropout_from_row and drop_pairs_hold(options.dropout_p, dtype, device)
     # beside a bias by distance ptxas would give weights the registers of the queries
-    constants |= {"DROP_PAIRS": drop_pairs_hold(options.dropout_p, dtype, device), "BY_WARP": by_warp, "HAS_SINKS": has_sinks,
-                  "RESIDUAL": residual, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma,
+    constants |= {"DROP_PAIRS": pairs, "BY_WARP": by_warp, "HAS_SINKS": has_sinks, "RESIDUAL": residual, "BLOCK_M": tile.block_m,
+                  "BLOCK_N": tile.block_n, "TMA": tma,
                   "Q_REGISTERS": tile.q_registers and not options.distances, "Q_SELECT": tile.q_select, "ONE_LOOP": tile.one_loop}
     scalars = (*operand_strides(q, k, v), stride_out, rows, *options.scalars(q[0], k[0]),
                options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype))

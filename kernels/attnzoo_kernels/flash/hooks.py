@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from attnzoo_kernels._triton.dropout import drop_pairs, keep_tile
+from attnzoo_kernels._triton.dropout import drop_pairs, keep_rows, keep_tile
 from attnzoo_kernels._triton.scores import alibi, scores_in_unit
 from attnzoo_kernels._triton.tiles import first_lse, load_in_place
-from attnzoo_kernels.flash.options import C_BLOCK, DISTANCE_PAD
+from attnzoo_kernels.flash.options import C_BLOCK, DISTANCE_PAD, DROPOUT_FROM_ROW
 
 BLOCK = tl.constexpr(C_BLOCK)
 PAD = tl.constexpr(DISTANCE_PAD)
+FROM_ROW = tl.constexpr(DROPOUT_FROM_ROW)
 
 
 class Modifiers(NamedTuple):
@@ -34,7 +35,7 @@ class Modifiers(NamedTuple):
     HAS_ALIBI: Any
     ONE_SIDED: Any
     HARDWARE_TANH: Any
-    HAS_DROPOUT: Any
+    HAS_DROPOUT: Any  # False, True, or FROM_ROW: rng_state also has the row of its mask that each sequence's first query has
     HAS_SINKS: Any
     DROP_PAIRS: Any
     BY_WARP: Any
@@ -79,6 +80,7 @@ class Loaded(NamedTuple):
     offset: Any
     head: Any  # its number over all sequences
     key_bias: Any  # TileBias
+    mask_row: Any = 0  # of the sequence's first query; see FROM_ROW
     distance: Any = 0  # table index for the first query and the first key of a step's tile; it may lie outside of the table
     END: Any = True  # fault 18
 
@@ -191,13 +193,17 @@ def keys_distance(m, place, at):
 
 
 @triton.jit
-def load_seed(m):
+def load_seed(m, sequence):
+    """(seed, offset, Loaded.mask_row)."""
     seed = 0
     offset = 0
+    row = 0
     if m.HAS_DROPOUT:
         seed = tl.load(m.rng_state)
         offset = tl.load(m.rng_state + 1).to(tl.int32)
-    return seed, offset
+        if m.HAS_DROPOUT == FROM_ROW:
+            row = tl.load(m.rng_state + 2 + tl.minimum(sequence, m.n_seqs - 1)).to(tl.int32)
+    return seed, offset, row
 
 
 @triton.jit
@@ -289,7 +295,11 @@ def modified_transposed(x, own, products, i, j, at):
 
 @triton.jit
 def _keep(own, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    return keep_tile(own.seed, own.offset, own.head, row, column, own.modifiers.drop_below, BLOCK_M, BLOCK_N)
+    if own.modifiers.HAS_DROPOUT == FROM_ROW:
+        keep = keep_rows(own.seed, own.offset, own.head, own.mask_row + row, column, own.modifiers.drop_below, BLOCK_M, BLOCK_N)
+    else:
+        keep = keep_tile(own.seed, own.offset, own.head, row, column, own.modifiers.drop_below, BLOCK_M, BLOCK_N)
+    return keep
 
 
 @triton.jit

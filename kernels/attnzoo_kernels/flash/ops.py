@@ -1,6 +1,7 @@
 """FlashAttention's launches behind autograd. Triton is imported in them."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,10 +11,11 @@ from attnzoo_kernels import autograd, dispatch
 NARROW = 256  # left windows below this are faster in plain Triton with sinks (docs/performance/flash.md)
 
 
-def _options(cu_seqlens_q, alibi_slopes, *numbers):
+def _options(cu_seqlens_q, alibi_slopes, rng_state, *numbers):
     from attnzoo_kernels.flash.options import Options
 
-    return Options.of(cu_seqlens_q, alibi_slopes, *numbers)
+    options = Options.of(cu_seqlens_q, alibi_slopes, *numbers)
+    return options if rng_state is None or rng_state.shape[0] == 2 else replace(options, dropout_from_row=True)
 
 
 def wants_residual(q: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, ranges: bool, impl: str | None, softcap: float,
@@ -48,7 +50,7 @@ def _forward(
         out, lse, stats, residual = _forward(*readable, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, residual_wanted, impl,
                                              deterministic, *numbers)
         return launch.narrowed(out, v), lse, stats, launch.narrowed(residual, v) if residual.numel() else residual
-    options = _options(cu_seqlens_q, alibi_slopes, *numbers)
+    options = _options(cu_seqlens_q, alibi_slopes, rng_state, *numbers)
     residual = _residual(q, v, residual_wanted)
     kept = residual if residual.numel() else None
 
@@ -88,7 +90,7 @@ def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, 
                                    alibi_slopes, rng_state, sinks, impl, deterministic, *numbers)
         narrow = tuple(map(launch.narrowed, wide, (q, k, v)))
         return *(narrow if into is None else (to.copy_(x) for to, x in zip(into, narrow, strict=True))), dsinks
-    options = _options(cu_seqlens_q, alibi_slopes, *numbers)
+    options = _options(cu_seqlens_q, alibi_slopes, rng_state, *numbers)
     arguments = (grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k)
     exact_delta = sinks is not None
 

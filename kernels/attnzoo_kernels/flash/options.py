@@ -40,6 +40,7 @@ class DistanceBias(NamedTuple):
 
 
 NO_DISTANCE_BIAS = DistanceBias(None)
+DROPOUT_FROM_ROW = 2  # a value of the kernels' HAS_DROPOUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class Options(Call):
     slopes_stride: int | None = None  # batch stride of ALiBi's slopes; None: no ALiBi
     softcap: float = 0.0
     dropout_p: float = 0.0
+    dropout_from_row: bool = False  # rng_state has the row of its mask that each sequence's first query has
     key_bias: bool = False
     ranges: bool = False  # `sequences` counts key ranges; queries and keys are one dense sequence each
     pruned: bool = False  # tiles are skipped by KeyBias's ends
@@ -92,7 +94,7 @@ class Options(Call):
             "HAS_ALIBI": self.slopes_stride is not None,
             "ONE_SIDED": self.window_right == 0,
             "HARDWARE_TANH": dtype != torch.float32 and architecture(device) >= 75 and torch.version.cuda is not None,
-            "HAS_DROPOUT": self.dropout_p > 0,
+            "HAS_DROPOUT": DROPOUT_FROM_ROW if self.dropout_from_row else self.dropout_p > 0,
             "HAS_KEY_BIAS": self.key_bias,
             "PRUNED": self.pruned,
             "RANGES": self.ranges,
