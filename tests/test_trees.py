@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from attnzoo import runner
 from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.sdpa import SDPAttention
+from attnzoo.data.prompts import PromptFiles
 from attnzoo.data.trees import PromptRows, continuations
 from attnzoo.data.trie import pack
 from attnzoo.models import BERT, GPT
@@ -216,6 +217,14 @@ def test_json_lines_are_split_by_prompt_and_read_whole(tmp_path):
 def test_a_wrong_line_is_named(tmp_path, line, says):
     with pytest.raises(ValueError, match=says):
         module(tmp_path, [{"prompt": "a", "continuations": ["b"]}, line])
+
+
+def test_a_wrong_line_for_validation_names_its_key(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "continuations": ["b"]}\n')
+    (tmp_path / "val.jsonl").write_text("no JSON\n")
+    source = PromptFiles(str(tmp_path / "train.jsonl"), str(tmp_path / "val.jsonl"))
+    with pytest.raises(ValueError, match="data.val_paths: line 1 of '.*val.jsonl' must be JSON"):
+        list(source.documents())
 
 
 @pytest.mark.slow

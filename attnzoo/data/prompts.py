@@ -13,6 +13,7 @@ import numpy as np
 from attnzoo.data.sources import check_fraction, file_stats, stable_share, text_paths
 
 CLASSES = ("prompt", "continuation")
+KEYS = {"train": "data.paths", "validation": "data.val_paths"}  # of the files, which errors name
 
 
 class PromptFiles:
@@ -32,7 +33,7 @@ class PromptFiles:
 
     def __init__(self, paths: str | list[str], val_paths: str | list[str] | None = None, val_fraction: float = 0.1):
         check_fraction(val_fraction)
-        self.files = {"train": text_paths("data.paths", paths), "validation": text_paths("data.val_paths", val_paths)}
+        self.files = {"train": text_paths(KEYS["train"], paths), "validation": text_paths(KEYS["validation"], val_paths)}
         self.val_fraction = val_fraction
 
     def record(self) -> dict:
@@ -45,12 +46,13 @@ class PromptFiles:
     def documents(self) -> Iterator[dict]:
         for given, files in self.files.items():
             for name, path in files.items():
-                for number, prompt, continuations in _read(path):
+                for number, prompt, continuations in _read(KEYS[given], path):
                     below = given == "train" and not self.files["validation"] and stable_share(prompt) < self.val_fraction
                     yield from _documents("validation" if below else given, f"{name}:{number}", prompt, continuations)
 
 
-def _read(path: Path) -> Iterator[tuple[int, str, list[str]]]:
+def _read(key: str, path: Path) -> Iterator[tuple[int, str, list[str]]]:
+    """(line number, prompt, continuations) of each line. Errors name `key`."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -58,13 +60,13 @@ def _read(path: Path) -> Iterator[tuple[int, str, list[str]]]:
             try:
                 row = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"data.paths: line {number} of {str(path)!r} must be JSON: {error}") from error
+                raise ValueError(f"{key}: line {number} of {str(path)!r} must be JSON: {error}") from error
             match row:
                 case {"prompt": str(prompt), "continuations": [_, *_] as continuations} if prompt and all(
                         isinstance(text, str) and text for text in continuations):
                     yield number, prompt, continuations
                 case _:
-                    raise ValueError(f"data.paths: line {number} of {str(path)!r} must be an object with a text for prompt and a list of "
+                    raise ValueError(f"{key}: line {number} of {str(path)!r} must be an object with a text for prompt and a list of "
                                      "texts for continuations, none of them empty")
 
 
