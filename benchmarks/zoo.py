@@ -4,6 +4,7 @@ CSV files, two figures and the tables of README.md and docs/results.md.
     python -m benchmarks.zoo collect runs/zoo outputs/zoo_eval    # folders of runs (train.py) and of evaluations (eval.py)
     python -m benchmarks.zoo show                                 # from the CSV files alone
     python -m benchmarks.zoo show --name readings                 # one checkpoint in many ways: a table for each model, and a figure
+    python -m benchmarks.zoo show --name lra                      # Long Range Arena
 
 `collect` names each run after its attention, its positions and its tags behind the first one; folders of unlike names join the evaluations
 to the runs. Runs of ListOps with tags=[listops_speed] say how fast, those without how well.
@@ -23,14 +24,14 @@ from omegaconf import OmegaConf
 from attnzoo.errors import UserError
 from attnzoo.evaluation.results import with_new_names
 from benchmarks.zoo_figures import draw, draw_costs, draw_readings
-from benchmarks.zoo_tables import COSTS, READINGS, SPEED, Table, markdown, read, readings, tables
+from benchmarks.zoo_tables import ARENA, COSTS, READINGS, SPEED, Table, arena, markdown, read, readings, tables
 
 RESULTS = Path(__file__).parent / "results"
 TRAINING = ("experiment", "variant", "seed", "parameters", "steps", "tokens", "tokens_per_second", "train_loss", "val_accuracy", "val_loss",
             "learning_rate", "context", "device", "torch", "triton", "commit")
 EVALUATION = ("variant", "reading", "impl", "seed", "task", "length", "depth", "metric", "value", "count", "stderr", "note")
 CURVES = ("experiment", "variant", "seed", "learning_rate", "length", "pairs", "step", "accuracy")
-METRICS = {"loss", "longppl", "exact_match", "accuracy", *(metric for _, metric, _ in COSTS)}
+METRICS = {"loss", "longppl", "exact_match", "accuracy", "training_steps_per_second", *(metric for _, metric, _ in COSTS)}
 
 
 def variant(record: dict) -> str:
@@ -149,7 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("what", choices=("collect", "show"))
     parser.add_argument("folders", nargs="*", help="of runs and evaluations, for collect")
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--name", default="zoo", help="what the files begin with; readings: of checkpoints read in many ways (zoo)")
+    parser.add_argument("--name", default="zoo",
+                        help="what the files begin with; readings: checkpoints read in many ways; lra: Long Range Arena (zoo)")
     given = parser.parse_args(arguments)
     if (given.what == "collect") != bool(given.folders):
         parser.error("collect needs the folders of runs and evaluations, show takes none")
@@ -163,6 +165,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for title, text in readings(table).items():
             print(f"\n{title}\n\n{text}")
         draw_readings(table, given.output / f"{given.name}.png")
+        return
+    if given.name == ARENA:
+        print(arena(table))
         return
     print(markdown(table))
     for title, text in tables(table).items():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 SPEED = "listops_speed"  # runs that were timed in turn
+ARENA = "lra"  # the name of the files of Long Range Arena
 READINGS = "readings"  # the name of the files of checkpoints that were read in many ways
 OMITTED = ("rope_factor=4", "rope_factor=32", "attention=sdpa", "local_size=128")  # in the figure and README.md, for room
 SHOWN = {"passkey": "exact_match", "perplexity_windows": "loss"}
@@ -191,6 +192,18 @@ def _listops(table: Table) -> str:
         rate = _cell([rate / 1e6 for rate in rates], 2) + " M" if rates else ""
         parts.append([name, runs[0]["steps"] if runs else "", _percent(test), _percent(best), str(len(runs)), rate, _cell(steps, 1)])
     return _grid(["", "steps", "test accuracy", "best on validation", "seeds", "tokens/s", "steps/s"], parts)
+
+
+def arena(table: Table) -> str:
+    """Long Range Arena, a line for each variant and task: accuracies, and what a step of training costs."""
+    parts = []
+    for name in dict.fromkeys(row["variant"] for row in table.training if row["experiment"] == ARENA):
+        runs, of_test = table.runs(name, ARENA), [(name, ""), "classification", None]
+        best = [max(float(row["accuracy"]) for row in table.curves if _is_of(row, run)) for run in runs]
+        parts.append([name, ", ".join(dict.fromkeys(run["steps"] for run in runs)), _percent(table.values(*of_test, "accuracy")),
+                      _percent(best), str(len(runs)), _cell(table.values(*of_test, "training_steps_per_second"), 1),
+                      _cell(table.values(*of_test, "training_memory_gb"), 1)])
+    return _grid(["", "steps", "test accuracy", "best on validation", "seeds", "steps/s", "GB"], parts)
 
 
 def _is_of(row: dict, run: dict) -> bool:

@@ -213,3 +213,15 @@ def test_checkpoints_read_in_many_ways_have_files_of_their_own(results, capsys):
     assert "| 2.50 ± 0.50 | 2.50 ± 0.50 |" in read_otherwise and read_otherwise.endswith("| 38 % (25 to 50) | 250 |")
     assert (results / "readings.png").read_bytes()[:4] == b"\x89PNG" and not (results / "readings-curves.csv").exists()
     assert "dual_chunk" in capsys.readouterr().out
+
+
+def test_long_range_arena_has_a_table_of_its_own(tmp_path, capsys):
+    for seed in (1, 2):
+        write_run(tmp_path / f"in/text_{seed}", seed, "lra, text", "movie_reviews")
+        rows = [Row(run=f"text_{seed}", seed=seed, task="classification", length=1024, metric=metric, value=value)
+                for metric, value in (("accuracy", 0.6 + seed / 100), ("training_steps_per_second", 7.0), ("training_memory_gb", 1.5))]
+        (tmp_path / f"in/eval_{seed}").mkdir()
+        write_csv(rows, tmp_path / f"in/eval_{seed}/results.csv")
+    (tmp_path / "out").mkdir()
+    zoo.main(["collect", str(tmp_path / "in"), "--output", str(tmp_path / "out"), "--name", "lra"])
+    assert "| flash text | 10 | 61.5 ± 0.5 % | 50.0 ± 0.0 % | 2 | 7.0 ± 0.0 | 1.5 ± 0.0 |" in capsys.readouterr().out
