@@ -30,9 +30,10 @@ class ContextGroup:
         self.windows = [layer.keys_before if self.causal else -1 for layer in layers]
 
     def draw_dropout(self, seed: int, device: torch.device) -> None:
-        """Draws the seeds of the layers' attention dropout. They are those that one device draws, so that its masks are the same."""
-        generator = torch.Generator(device).manual_seed(seed)
+        """Draws the seeds of the layers' attention dropout. One device draws the same ones if nothing else is dropped, and then has the same
+        masks."""
         if self.has_dropout:
+            generator = torch.Generator(device).manual_seed(seed)
             self.dropout = {"dropout_states": torch.stack([new_rng_state(device, generator) for _ in self.windows])}
 
     def own(self, batch: Batch, lengths: Sequence[int] | None) -> Batch:
