@@ -49,7 +49,8 @@ def check_context_parallel(layer: "Attention", packed: bool) -> None:
         raise ValueError(f"trainer.context_parallel: several devices cannot read {kind} sequences by attention={layer.name}; {way_out}, "
                          "or attention=flash")
     if spec.dropout > 0 and not layer.supports.context_dropout:
-        raise ValueError(f"trainer.context_parallel: attention={layer.name} needs model.attention_dropout=0, got {spec.dropout}")
+        raise ValueError(f"trainer.context_parallel: attention={layer.name} needs model.attention_dropout=0, got {spec.dropout}; set "
+                         "it, or attention=flash")
     if spec.rope_scaling in ("dynamic", "longrope"):  # they depend on the longest position, which a device's own tokens do not show
         raise ValueError(f"trainer.context_parallel: model.rope_scaling={spec.rope_scaling} looks at the longest position")
     if not spec.causal and (spec.positions == "alibi" or layer.temperature is not None):

@@ -30,7 +30,7 @@ class ContextGroup:
         self.windows = [layer.keys_before if self.causal else -1 for layer in layers]
 
     def draw_dropout(self, seed: int, device: torch.device) -> None:
-        """Draws the seeds of the layers' attention dropout. One device draws the same ones if nothing else is dropped, and then has the same
+        """Draws the seeds of the layers' attention dropout. If nothing else is dropped, one device draws the same ones and has the same
         masks."""
         if self.has_dropout:
             generator = torch.Generator(device).manual_seed(seed)

@@ -58,6 +58,7 @@ class ContextParallel(Placement):
         groups: heads are attended to in so many groups, one after the other, while the keys of later groups and the gradients of earlier
             ones are in transit. Queries, keys and output must then have their heads after the tokens, and `groups` must divide the numbers
             of heads. Attention gets one group's heads; for other tensors by head it uses `part.own_heads`. All ranks need the same number.
+            With dropout it must be 1, because a mask depends on the number of a head.
         """
         checks.integer("groups", groups, 1)
         dim = 0 if parts[0].lengths else 1

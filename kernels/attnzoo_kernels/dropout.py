@@ -51,7 +51,7 @@ def keep_mask(rng_state: Tensor, dropout_p: float, shape: tuple[int, int, int, i
     """Which attention weights are kept: bool (batch, heads, queries, keys), and the probability of being kept.
 
     rng_state: seed and offset, and perhaps for each sequence the row of its mask that its first query has.
-    corner: the first (batch * heads) index, query and key, for a part of the whole mask.
+    corner: the first (batch * heads) index, query and key, for a part of the whole mask. rng_state has the rows of all sequences then.
     """
     batch, heads, rows, columns = shape
     device = rng_state.device

@@ -63,9 +63,10 @@ def flash_attention(
       dropout_p      in [0, 1): attention weights are zeroed with this probability, and the others divided by 1 - dropout_p. The mask
                      is a function of (seed, offset, batch, head, i, j); seed and offset are drawn from torch's generator.
                      `attnzoo_kernels.dropout` computes it.
-      dropout_state  int64 (2,): seed and offset to take instead. int64 (2 + batch,), or 2 + sequences: also, for each sequence, which
-                     row of its mask the first query has, where the queries are a part of a longer sequence. The keys must be the
-                     sequence's first ones.
+      dropout_state  int64 (2,): the seed and offset, instead of drawn ones. Where q is a part of each sequence's queries, one entry for
+                     each sequence follows: the place of its first query, int64 (2 + batch,) or (2 + sequences,). k and v must then begin
+                     with the sequence's first key. Batch and heads must be whole: a part of them has other masks. Places are not
+                     checked. Unused if dropout_p is 0.
     A query that sees no key gives zeros and LSE -inf (the sink with sinks), and finite gradients.
 
     softmax_scale: any finite number; default head_dim ** -0.5.
