@@ -306,6 +306,14 @@ def order(q: Tensor, k: Tensor, blocks: Tensor, case: cases.Case) -> Any:
     return routes(blocks[0], Blocks.of(q, k, None, None, case.block_size), case.heads, case.heads, case.seqlen_q)
 
 
+def milliseconds(session: Session, line: Line, case: cases.Case, calls: dict[str, Callable[[], Any]]) -> list[Row]:
+    """A line with the median milliseconds of each call."""
+    readings = session.timing.measure({name: Candidate(call, nullcontext) for name, call in calls.items()})
+    ms = {name: statistics.median(times) for name, times in readings.items()}
+    columns = [Entry(name, session.backends[0], case, None, {}, float) for name in calls]
+    return line.rows(columns, Prepared({}, {}, {}), "forward", "ms", ms, ms=ms)
+
+
 def lists(session: Session) -> Iterator[list[Row]]:
     """Milliseconds of MoBA's forward, and of what it consists of beside products: the choice, and the order of pairs by block. On a GPU
     also the device's time alone, of a CUDA graph of each."""
@@ -319,11 +327,7 @@ def lists(session: Session) -> Iterator[list[Row]]:
         if x.q.is_cuda:  # a CPU's attention needs no order
             calls["order"] = functools.partial(order, x.q, x.k, choose(), case)
             calls |= {f"{name}, device": harness.replayed(call) for name, call in calls.items()}
-        readings = session.timing.measure({name: Candidate(call, nullcontext) for name, call in calls.items()})
-        ms = {name: statistics.median(times) for name, times in readings.items()}
-        columns = [Entry(name, session.backends[0], case, x, {}, float) for name in calls]
-        yield Line("routed", "lists", f"d{o.head_dim}, {o.top_k} blocks of {o.block_size}", seqlen).rows(
-            columns, Prepared({}, {}, {}), "forward", "ms", ms, ms=ms)
+        yield milliseconds(session, Line("routed", "lists", f"d{o.head_dim}, {o.top_k} blocks of {o.block_size}", seqlen), case, calls)
 
 
 def indexer(session: Session) -> Iterator[list[Row]]:
@@ -343,12 +347,8 @@ def indexer(session: Session) -> Iterator[list[Row]]:
             return torch.autograd.grad((out, loss), leaves, (dout, torch.ones_like(loss)))
 
         calls = {"choice": functools.partial(msa_blocks, *index, **sizes), "forward and backward": attend, "with the loss": learn}
-        candidates = {name: Candidate(call, nullcontext) for name, call in calls.items()}
-        readings = session.timing.measure(candidates)
-        ms = {name: statistics.median(times) for name, times in readings.items()}
-        columns = [Entry(name, session.backends[0], case, x, {}, float) for name in candidates]
-        yield Line("routed", "indexer", f"d{case.head_dim}, {o.block_count} blocks of {case.block_size}", seqlen).rows(
-            columns, Prepared({}, {}, {}), "forward", "ms", ms, ms=ms)
+        line = Line("routed", "indexer", f"d{case.head_dim}, {o.block_count} blocks of {case.block_size}", seqlen)
+        yield milliseconds(session, line, case, calls)
 
 
 def rows(session: Session) -> Iterator[list[Row]]:
@@ -372,12 +372,8 @@ def rows(session: Session) -> Iterator[list[Row]]:
     sizes = {"compress_size": 32, "compress_stride": 16, "block_size": 64, "block_count": 4, "window": 128}
     calls = {"flash": derive(flash_attention, q, k, v, causal=True), "moba": derive(moba_attention, q, k, v, block_size=64, top_k=3),
              "nsa": derive(nsa_attention, q, k, v, *compressed, gates, **sizes), "msa with its loss": learn}
-    readings = session.timing.measure({name: Candidate(call, nullcontext) for name, call in calls.items()})
-    ms = {name: statistics.median(times) for name, times in readings.items()}
     case = cases.Case(batch=o.rows, seqlen_q=seqlen, heads=8, head_dim=64, block_size=64, slots=2, dtype=session.dtype)
-    columns = [Entry(name, session.backends[0], case, None, {}, float) for name in calls]
-    line = Line("routed", "rows", f"d64, {o.rows} rows, blocks of 64", seqlen)
-    yield line.rows(columns, Prepared({}, {}, {}), "forward", "ms", ms, ms=ms)
+    yield milliseconds(session, Line("routed", "rows", f"d64, {o.rows} rows, blocks of 64", seqlen), case, calls)
 
 
 TABLES = {f.__name__: f for f in (moba, selected, msa, nsa, lists, indexer, rows)}

@@ -5,21 +5,32 @@ import triton.language as tl
 
 
 @triton.jit
-def _words(seed, offset, head, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """A tile's Philox words, and the same words rotated by a byte: [BLOCK_M / 2, counters, bit 3 of j, bit 3 of i, bit 4 of j]."""
-    # one call serves the elements that differ in bit 3 of i and bits 4, 3 and 0 of j; one thread of a matrix product holds them all
+def _philox(seed, offset, head, i, column, BLOCK_N: tl.constexpr):
+    """The four words of rows i [M, 1] and of a tile's columns, each [M, counters]."""
     COUNTERS: tl.constexpr = BLOCK_N // 8 if BLOCK_N >= 32 else 4
-    i = row // 2 + tl.arange(0, BLOCK_M // 2)[:, None]
     j = column // 32 * 4 + tl.arange(0, COUNTERS)[None, :]
-    zero = tl.zeros([BLOCK_M // 2, COUNTERS], tl.int32)
-    w0, w1, w2, w3 = tl.philox(seed, j + zero, i + zero, head + zero, offset + zero, n_rounds=7)
-    words = tl.join(tl.join(w0, w1), tl.join(w2, w3))
+    zero = tl.zeros([i.shape[0], COUNTERS], tl.int32)
+    return tl.philox(seed, j + zero, i + zero, head + zero, offset + zero, n_rounds=7)
+
+
+@triton.jit
+def _by_bit_4(words, column, BLOCK_N: tl.constexpr):
+    """The words for both values of bit 4 of j, as a last dimension: as they are, and rotated by a byte. A tile of 16 columns has one value
+    of this bit, and no such dimension."""
     turned = (words << 8) | (words >> 24)
     if BLOCK_N >= 32:
         words = tl.join(words, turned)
     else:
-        words = tl.where(column % 32 == 0, words, turned)  # a tile of 16 columns has one value of bit 4
+        words = tl.where(column % 32 == 0, words, turned)
     return words
+
+
+@triton.jit
+def _words(seed, offset, head, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A tile's words, [BLOCK_M / 2, counters, bit 3 of j, bit 3 of i, (bit 4 of j)]."""
+    # one call serves the elements that differ in bit 3 of i and bits 4, 3 and 0 of j; one thread of a matrix product holds them all
+    w0, w1, w2, w3 = _philox(seed, offset, head, row // 2 + tl.arange(0, BLOCK_M // 2)[:, None], column, BLOCK_N)
+    return _by_bit_4(tl.join(tl.join(w0, w1), tl.join(w2, w3)), column, BLOCK_N)
 
 
 @triton.jit
@@ -37,33 +48,20 @@ def _in_place(even, odd, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _in_order(words, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The fields of words [BLOCK_M, counters, bit 3 of j, (bit 4 of j)], reordered to the tile's [BLOCK_M, BLOCK_N]."""
+def keep_rows(seed, offset, head, row, column, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """keep_tile for any row: each row computes its own words, of which it needs half."""
+    rows = row + tl.arange(0, BLOCK_M)[:, None]
+    w0, w1, w2, w3 = _philox(seed, offset, head, rows // 16 * 8 + rows % 8, column, BLOCK_N)
+    upper = rows // 8 % 2 == 1  # bit 3 of i
+    words = _by_bit_4(tl.join(tl.where(upper, w2, w0), tl.where(upper, w3, w1)), column, BLOCK_N)
+    # each field is shifted to the upper end of its word, as in keep_tile
     fields = tl.join(words << 17, words << 1)
     if BLOCK_N >= 32:
         # from [M, N / 32, j, bit 3 of j, bit 4 of j, bit 0 of j]
         fields = tl.permute(fields.reshape(BLOCK_M, BLOCK_N // 32, 4, 2, 2, 2), (0, 1, 4, 3, 2, 5))
     else:
         fields = tl.permute(fields.reshape(BLOCK_M, 4, 2, 2), (0, 2, 1, 3))
-    return fields.reshape(BLOCK_M, BLOCK_N)
-
-
-@triton.jit
-def keep_rows(seed, offset, head, row, column, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """keep_tile for any row: each row computes its own words, of which it needs half."""
-    COUNTERS: tl.constexpr = BLOCK_N // 8 if BLOCK_N >= 32 else 4
-    rows = row + tl.arange(0, BLOCK_M)[:, None]
-    zero = tl.zeros([BLOCK_M, COUNTERS], tl.int32)
-    i, j = rows // 16 * 8 + rows % 8 + zero, column // 32 * 4 + tl.arange(0, COUNTERS)[None, :] + zero
-    w0, w1, w2, w3 = tl.philox(seed, j, i, head + zero, offset + zero, n_rounds=7)
-    upper = rows // 8 % 2 + zero == 1  # bit 3 of i
-    words = tl.join(tl.where(upper, w2, w0), tl.where(upper, w3, w1))
-    turned = (words << 8) | (words >> 24)
-    if BLOCK_N >= 32:
-        words = tl.join(words, turned)
-    else:
-        words = tl.where(column % 32 == 0, words, turned)
-    return _in_order(words, BLOCK_M, BLOCK_N) >= (threshold << 17).to(tl.uint32)
+    return fields.reshape(BLOCK_M, BLOCK_N) >= (threshold << 17).to(tl.uint32)
 
 
 @triton.jit
