@@ -33,7 +33,7 @@ def layout_by_torch(cu_seqlens_q, cu_seqlens_k, total_q, total_k, size):
 
 
 def routes_by_torch(chosen, layout, heads, kv_heads, total_k):
-    """place, cu_seqlens_q and cu_seqlens_k."""
+    """place, pair, cu_seqlens_q and cu_seqlens_k."""
     first, _, bounds_k, sequence, own = layout
     (choosers, slots), count = chosen.shape[1:], bounds_k.shape[0] - 1
     key_head = torch.arange(choosers, device=DEVICE, dtype=torch.int32) // (choosers // kv_heads)
@@ -44,7 +44,7 @@ def routes_by_torch(chosen, layout, heads, kv_heads, total_k):
     numbers = torch.arange(kv_heads * count + 1, device=DEVICE, dtype=torch.int32)
     bounds = torch.searchsorted(in_order, numbers, out_int32=True) * (heads // choosers)
     starts = torch.arange(kv_heads, device=DEVICE, dtype=torch.int32)[:, None] * total_k
-    return place.view(-1, slots), bounds, torch.cat([(starts + bounds_k[:-1]).flatten(), numbers.new_full((1,), kv_heads * total_k)])
+    return place.view(-1, slots), pair.int(), bounds, torch.cat([(starts + bounds_k[:-1]).flatten(), numbers.new_full((1,), kv_heads * total_k)])
 
 
 def cumulated(lengths):
@@ -87,7 +87,7 @@ def test_the_kernels_order_as_torch_does(lengths_q, lengths_k, more, size, heads
                            dtype=torch.int32)
     route = routes(chosen, blocks, heads, kv_heads, total_k)
     assert route.rows == heads // choosers
-    for name, wanted in zip(("place", "cu_seqlens_q", "cu_seqlens_k"), routes_by_torch(chosen, expected, heads, kv_heads, total_k),
+    for name, wanted in zip(("place", "pair", "cu_seqlens_q", "cu_seqlens_k"), routes_by_torch(chosen, expected, heads, kv_heads, total_k),
                             strict=True):
         result = getattr(route, name)
         assert result.dtype == torch.int32 and torch.equal(result, wanted), name

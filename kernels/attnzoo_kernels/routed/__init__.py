@@ -58,7 +58,8 @@ def routed_attention(
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: as in flash_attention.
     impl: "gluon" | "triton" | "cpu" | "reference". The first two name the kernels of the products, which are flash_attention's over packed
-        sequences; gathering and merging are always plain Triton. None takes what flash_attention takes on CUDA tensors, and cpu on CPU
+        sequences. Gathering and merging are always plain Triton, and so are in 16 bits the products with chosen blocks, if the blocks and
+        the widths are at most 128. None takes what flash_attention takes on CUDA tensors, and cpu on CPU
         ones. "cpu" is PyTorch's attention by blocks, in linear memory, with first derivatives only; in float32 it computes the scores of
         all keys before a query.
 
@@ -97,8 +98,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | Non
         if heads not in kept:
             kept[heads] = routes(blocks, layout, *heads, k.shape[0])
         route = kept[heads]
-        out, lse, _ = ops.forward(q, k, v, route.place, layout.bounds_q, layout.bounds_k, route.cu_seqlens_q, route.cu_seqlens_k,
-                                  route.rows, impl, deterministic, softmax_scale)
+        out, lse, _ = ops.forward(q, k, v, route.place, route.pair, layout.bounds_q, layout.bounds_k, route.cu_seqlens_q,
+                                  route.cu_seqlens_k, route.rows, layout.size, impl, deterministic, softmax_scale)
     else:
         out, lse = flash_attention(q, k, v, causal=True, softmax_scale=softmax_scale, cu_seqlens_q=layout.bounds_q,
                                    cu_seqlens_k=layout.bounds_k, return_lse=True, deterministic=deterministic, impl=impl)

@@ -95,12 +95,15 @@ def routed_number_kernel(chosen_ptr, first_ptr, sequence_ptr, own_ptr, number_pt
 
 
 @triton.jit(do_not_specialize=["pairs", "steps", "rows", "count", "none", "total_k"], do_not_specialize_on_alignment=["bounds_k_ptr"])
-def routed_order_kernel(number_ptr, pair_ptr, bounds_k_ptr, place_ptr, pairs_before_ptr, keys_before_ptr, pairs, steps, rows, count, none,
-                        total_k, BLOCK: tl.constexpr):
-    """Of numbers in order and the pairs that they belong to: each pair's place, and where each number's pairs and keys begin."""
+def routed_order_kernel(number_ptr, source_ptr, bounds_k_ptr, place_ptr, pair_ptr, pairs_before_ptr, keys_before_ptr, pairs, steps, rows,
+                        count, none, total_k, BLOCK: tl.constexpr):
+    """Of numbers in order and the pairs that they belong to: each pair's place, the pair at each place, and where each number's pairs and
+    keys begin."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < pairs
-    tl.store(place_ptr + tl.load(pair_ptr + at, mask=inside, other=0), at, mask=inside)
+    pair = tl.load(source_ptr + at, mask=inside, other=0)
+    tl.store(place_ptr + pair, at, mask=inside)
+    tl.store(pair_ptr + at, pair.to(tl.int32), mask=inside)
 
     inside = at <= none
     low = tl.zeros([BLOCK], tl.int32)
@@ -139,19 +142,20 @@ def launch_layout(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, tota
 
 
 def launch_order(chosen: Tensor, first: Tensor, bounds_k: Tensor, sequence: Tensor, own: Tensor, rows: int, kv_heads: int,
-                 total_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """place, cu_seqlens_q and cu_seqlens_k of Routes."""
+                 total_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """place, pair, cu_seqlens_q and cu_seqlens_k of Routes."""
     chosen = chosen.contiguous()
     total_q, choosers, slots = chosen.shape
     count, pairs = bounds_k.shape[0] - 1, chosen.numel()
     none = kv_heads * count
     # numbers of fewer bits take fewer sorting passes
     number = torch.empty(pairs, dtype=torch.int16 if none < 2**15 else torch.int32, device=chosen.device)
-    place, pairs_before, keys_before = (torch.empty(n, dtype=torch.int32, device=chosen.device) for n in (pairs, none + 1, none + 1))
+    place, pair, pairs_before, keys_before = (torch.empty(n, dtype=torch.int32, device=chosen.device)
+                                              for n in (pairs, pairs, none + 1, none + 1))
     write, arrange = launches(chosen.get_device(), (routed_number_kernel, routed_order_kernel), "BLOCK", BLOCK, number.dtype)
     with on_device_of(chosen):
         write(triton.cdiv(pairs, BLOCK), chosen, first, sequence, own, number, pairs, slots, choosers, choosers // kv_heads, count, none)
-        in_order, pair = torch.sort(number, stable=True)  # stable, so that queries are ascending in each block
-        arrange(triton.cdiv(max(pairs, none + 1), BLOCK), in_order, pair, bounds_k, place, pairs_before, keys_before, pairs,
-                pairs.bit_length(), rows, count, none, total_k)
-    return place.view(total_q * choosers, slots), pairs_before, keys_before
+        in_order, source = torch.sort(number, stable=True)  # stable, so that queries are ascending in each block
+        arrange(triton.cdiv(max(pairs, none + 1), BLOCK), in_order, source, bounds_k, place, pair, pairs_before, keys_before,
+                pairs, pairs.bit_length(), rows, count, none, total_k)
+    return place.view(total_q * choosers, slots), pair, pairs_before, keys_before

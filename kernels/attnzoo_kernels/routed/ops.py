@@ -41,14 +41,23 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).reshape(-1, 1, x.shape[-1])
 
 
+def walks(q: Tensor, v: Tensor, block_size: int) -> bool:
+    """Whether the kernels of walk.py take the chosen blocks."""
+    return q.dtype != torch.float32 and max(block_size, q.shape[-1], v.shape[-1]) <= 128
+
+
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, place: Tensor, bounds_q: Tensor, bounds_k: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int,
-    impl: str | None, deterministic: bool, softmax_scale: float,
+    q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor, bounds_q: Tensor, bounds_k: Tensor, chosen_q: Tensor, chosen_k: Tensor,
+    rows: int, block_size: int, impl: str | None, deterministic: bool, softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    from attnzoo_kernels.routed import walk
     from attnzoo_kernels.routed.parts import launch_merge, launch_spread
 
     options = impl, deterministic, softmax_scale
     own = _attend(q, k, v, Part(bounds_q, bounds_k, 0), *options)
+    if walks(q, v, block_size):
+        chosen = walk.launch_forward(q, k, v, place, pair, chosen_q, chosen_k, rows, block_size, softmax_scale)
+        return launch_merge(*own, *chosen, None, place, rows)
     chosen = _attend(launch_spread(q, None, place, rows)[0], _heads_first(k), _heads_first(v), Part(chosen_q, chosen_k, -1), *options)
     return launch_merge(*own, *chosen, place, rows)
 
@@ -59,15 +68,22 @@ def _fake_forward(q, k, v, *_):
 
 
 def _gradients(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, place: Tensor, bounds_q: Tensor,
-    bounds_k: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int, impl: str | None, deterministic: bool, softmax_scale: float,
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, place: Tensor, pair: Tensor,
+    bounds_q: Tensor, bounds_k: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int, block_size: int, impl: str | None,
+    deterministic: bool, softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    from attnzoo_kernels.routed import walk
     from attnzoo_kernels.routed.parts import launch_merge_backward, launch_spread, launch_sum
 
     options = impl, deterministic, softmax_scale
     own, chosen = Part(bounds_q, bounds_k, 0), Part(chosen_q, chosen_k, -1)
-    k_heads, v_heads = _heads_first(k), _heads_first(v)
     grad_out, grad_lse = grad_out.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    if walks(q, v, block_size):
+        dq, dk, dv = _derive(grad_out, grad_lse, q, k, v, out, stats, own, *options)
+        dparts = walk.launch_backward(grad_out, grad_lse, q, k, v, out, stats, place, pair, chosen_q, chosen_k, rows, block_size,
+                                      softmax_scale, dk, dv)
+        return launch_sum(dq, dparts, place, rows), dk, dv
+    k_heads, v_heads = _heads_first(k), _heads_first(v)
     parts_q, _ = launch_spread(q, None, place, rows)
     if q.dtype == torch.float32:
         own_out, _, own_stats = _attend(q, k, v, own, *options)
@@ -89,7 +105,7 @@ def _fake_gradients(grad_out, grad_lse, q, k, v, *_):
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.rows, ctx.impl, ctx.deterministic, ctx.softmax_scale = inputs
+    *tensors, ctx.rows, ctx.block_size, ctx.impl, ctx.deterministic, ctx.softmax_scale = inputs
     out, _, stats = output
     ctx.save_for_backward(*tensors, out, stats)
     ctx.set_materialize_grads(False)
@@ -98,8 +114,8 @@ def _setup_context(ctx, inputs, output):
 def _backward(gradients, ctx, grad_out, grad_lse, _):
     q, k, v, *integers, out, stats = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-    return *gradients(grad_out, grad_lse, q, k, v, out, stats, *integers, ctx.rows, ctx.impl, ctx.deterministic,
-                      ctx.softmax_scale), *(None,) * 9
+    return *gradients(grad_out, grad_lse, q, k, v, out, stats, *integers, ctx.rows, ctx.block_size, ctx.impl, ctx.deterministic,
+                      ctx.softmax_scale), *(None,) * 11
 
 
 forward = autograd.differentiable("routed_forward", "routed_attention", _forward, _fake_forward, _setup_context, _backward, _gradients,

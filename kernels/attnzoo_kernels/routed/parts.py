@@ -13,7 +13,7 @@ NUMBERS = ["tokens", "heads", "rows", "slots"]
 
 
 @triton.jit
-def _rows_of_program(tokens, heads, BLOCK_ROWS: tl.constexpr):
+def rows_of_program(tokens, heads, BLOCK_ROWS: tl.constexpr):
     """(token, head) pairs of a program as one number, which of them there are, and where their LSEs lie in (heads, tokens)."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     return row, row < tokens.to(tl.int64) * heads, row % heads * tokens + row // heads
@@ -44,7 +44,7 @@ def routed_spread_kernel(own_ptr, own_numbers_ptr, place_ptr, part_ptr, part_num
                          tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                          PER_ROW: tl.constexpr):
     """Copies each row, and its PER_ROW float32 numbers, to the places of its slots."""
-    row, inside, lse_at = _rows_of_program(tokens, heads, BLOCK_ROWS)
+    row, inside, lse_at = rows_of_program(tokens, heads, BLOCK_ROWS)
     column = tl.arange(0, BLOCK_WIDTH)
     pointers = own_ptr + (row // heads * stride_row + row % heads * stride_head)[:, None] + column[None, :]
     tile = tl.load(pointers, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
@@ -59,7 +59,7 @@ def routed_spread_kernel(own_ptr, own_numbers_ptr, place_ptr, part_ptr, part_num
 @triton.jit(do_not_specialize=NUMBERS)
 def routed_sum_kernel(own_ptr, part_ptr, place_ptr, out_ptr, tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
                       BLOCK_ROWS: tl.constexpr):
-    row, inside, _ = _rows_of_program(tokens, heads, BLOCK_ROWS)
+    row, inside, _ = rows_of_program(tokens, heads, BLOCK_ROWS)
     acc = load_tile(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
     for slot in range(slots):
         acc += load_tile(part_ptr, _part_row(place_ptr, row, inside, slot, rows, slots), inside, WIDTH, BLOCK_WIDTH)
@@ -84,7 +84,7 @@ def _load_top(lse_ptr, stats_ptr, stride_stats, at, inside, EXACT: tl.constexpr)
 def routed_merge_kernel(own_ptr, own_lse_ptr, own_stats_ptr, part_ptr, part_lse_ptr, part_stats_ptr, place_ptr, out_ptr, lse_ptr, stats_ptr,
                         stride_own, stride_part, tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
                         BLOCK_ROWS: tl.constexpr, EXACT: tl.constexpr):
-    row, inside, lse_at = _rows_of_program(tokens, heads, BLOCK_ROWS)
+    row, inside, lse_at = rows_of_program(tokens, heads, BLOCK_ROWS)
     own_top, own_sum = _load_top(own_lse_ptr, own_stats_ptr, stride_own, lse_at, inside, EXACT)
     base = own_top
     for slot in range(slots):
@@ -120,7 +120,7 @@ def routed_merge_bwd_kernel(dout_ptr, grad_lse_ptr, own_ptr, own_stats_ptr, part
                             down_ptr, down_lse_ptr, dpart_ptr, dpart_lse_ptr, stride_own, stride_part, tokens, heads, rows, slots,
                             WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):
     """The merge's backward, for float32. An empty row has base +inf, which makes all of its weights zero."""
-    row, inside, lse_at = _rows_of_program(tokens, heads, BLOCK_ROWS)
+    row, inside, lse_at = rows_of_program(tokens, heads, BLOCK_ROWS)
     base = tl.load(stats_ptr + lse_at, mask=inside, other=0.0)
     total = tl.load(stats_ptr + stride_own + lse_at, mask=inside, other=1.0)
     dlse = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -169,9 +169,9 @@ def launch_sum(own: Tensor, part: Tensor, place: Tensor, rows: int) -> Tensor:
     return out
 
 
-def launch_merge(own: Tensor, own_lse: Tensor, own_stats: Tensor, part: Tensor, part_lse: Tensor, part_stats: Tensor, place: Tensor,
-                 rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE and statistics of all parts together, as one forward would give them."""
+def launch_merge(own: Tensor, own_lse: Tensor, own_stats: Tensor, part: Tensor, part_lse: Tensor, part_stats: Tensor | None,
+                 place: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, LSE and statistics of all parts together, as one forward would give them. part_stats: read in float32 only."""
     out, lse, stats = (torch.empty_like(x) for x in (own, own_lse, own_stats))
     _launch(routed_merge_kernel, (own, own_lse, own_stats, part, part_lse, part_stats, place, out, lse, stats, own_lse.numel(),
                                   part_lse.numel()), own, place, rows, EXACT=own.dtype == torch.float32)

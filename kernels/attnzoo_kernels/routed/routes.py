@@ -49,11 +49,12 @@ class Routes(NamedTuple):
     """Pairs (query, chosen block), sorted by key head and block; pairs that stand for no block come last.
 
     A pair stands for `rows` query rows, those of the heads that choose together. place: (total_q * choosers, slots) int32, the position of
-    each pair after sorting. cu_seqlens_q (in pairs times rows) and cu_seqlens_k: int32 (kv_heads * count + 1,); the keys of one head follow
+    each pair after sorting. pair: int32, the pair at each position. cu_seqlens_q (in pairs times rows) and cu_seqlens_k: int32 (kv_heads * count + 1,); the keys of one head follow
     those of another.
     """
 
     place: Tensor
+    pair: Tensor
     rows: int
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -62,8 +63,8 @@ class Routes(NamedTuple):
 def routes(chosen: Tensor, blocks: Blocks, heads: int, kv_heads: int, total_k: int) -> Routes:
     """chosen: (total_q, choosers, slots) as routed_attention has them, without the batch."""
     rows = heads // chosen.shape[1]
-    place, bounds_q, bounds_k = _order(chosen, blocks.first, blocks.bounds_k, blocks.sequence, blocks.own, rows, kv_heads, total_k)
-    return Routes(place, rows, bounds_q, bounds_k)
+    place, pair, bounds_q, bounds_k = _order(chosen, blocks.first, blocks.bounds_k, blocks.sequence, blocks.own, rows, kv_heads, total_k)
+    return Routes(place, pair, rows, bounds_q, bounds_k)
 
 
 def _lay_out(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, total_k: int, size: int,
@@ -78,7 +79,7 @@ def _fake_layout(cu_seqlens_q, cu_seqlens_k, total_q, total_k, size, count):
 
 
 def _arrange(chosen: Tensor, first: Tensor, bounds_k: Tensor, sequence: Tensor, own: Tensor, rows: int, kv_heads: int,
-             total_k: int) -> tuple[Tensor, Tensor, Tensor]:
+             total_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from attnzoo_kernels.routed.lists import launch_order
 
     return launch_order(chosen, first, bounds_k, sequence, own, rows, kv_heads, total_k)
@@ -86,7 +87,7 @@ def _arrange(chosen: Tensor, first: Tensor, bounds_k: Tensor, sequence: Tensor, 
 
 def _fake_order(chosen, first, bounds_k, sequence, own, rows, kv_heads, total_k):
     numbers = kv_heads * (bounds_k.shape[0] - 1) + 1
-    return chosen.new_empty(chosen.shape[:2].numel(), chosen.shape[2]), *(chosen.new_empty(numbers) for _ in range(2))
+    return chosen.new_empty(chosen.shape[:2].numel(), chosen.shape[2]), *(chosen.new_empty(n) for n in (chosen.numel(), numbers, numbers))
 
 
 _layout = autograd.forward_only("routed_layout", _lay_out, _fake_layout)

@@ -1,0 +1,229 @@
+"""The chosen blocks in 16 bits: programs that go over the query rows of a block and gather them by the order of pairs. Beside the products,
+only the parts of the output and of dQ are written, which are merged and added up as in parts.py.
+
+A part row is the number of a pair in order times `rows`, plus the head among the `rows` that choose together. An own row is a token times
+the heads, plus the head. A block's part rows are divided among programs, CHUNK to each. The backward adds up dK and dV of a block's programs
+in their order, so that its results repeat.
+"""
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnzoo_kernels._triton.forward import normalised
+from attnzoo_kernels._triton.launch import block_width, on_device_of, value_block
+from attnzoo_kernels._triton.softmax import in_units, log_sum_exp, softmax_step
+from attnzoo_kernels._triton.tiles import find_tile, first_slot
+from attnzoo_kernels.routed.parts import BLOCK_ROWS, load_tile, rows_of_program, store_tile
+
+NUMBERS = ["heads", "rows", "slots", "count", "none", "total", "total_k"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    block_m: int  # part rows of a step
+    steps: int  # of a program at most
+    num_warps: int
+    num_stages: int
+
+
+@functools.cache
+def tiles(block_n: int, width: int) -> tuple[Tile, Tile]:
+    """Those of forward and backward, for blocks of up to block_n keys and the padded width of keys or values, whichever is larger."""
+    if block_n <= 64:
+        return (Tile(128, 4, 4, 3), Tile(64, 32, 4, 3)) if width <= 64 else (Tile(128, 4, 8, 3), Tile(64, 32, 8, 3))
+    return (Tile(128, 4, 8, 3), Tile(64, 32, 8, 3)) if width <= 64 else (Tile(128, 4, 8, 3), Tile(64, 32, 8, 3))
+
+
+@triton.jit
+def _rows_of_block(cu_seqlens_q, cu_seqlens_k, count, none, total, total_k, CHUNK: tl.constexpr):
+    """Of the block that this program belongs to: (this program's first part row, their number, first key, number of keys, key head). Block
+    `none` has the pairs that stand for no block, and no keys."""
+    number, chunk, first, length, key, keys = find_tile(cu_seqlens_q, cu_seqlens_k, tl.program_id(0), none, total, CHUNK)
+    head = number // count
+    return first + chunk * CHUNK, tl.minimum(length - chunk * CHUNK, CHUNK), key - head * total_k, keys, head
+
+
+@triton.jit
+def _load_block(ptr, strides, key, keys, head, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """[BLOCK_N, BLOCK_WIDTH], zero beyond the block's keys."""
+    lane, column = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_WIDTH)
+    pointers = ptr + tl.cast(head, tl.int64) * strides[1] + tl.cast(key, tl.int64) * strides[0] + lane[:, None] * strides[0] + column[None, :]
+    return tl.load(pointers, mask=(lane < keys)[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _own_rows(pair_ptr, part_row, inside, rows, slots):
+    return tl.load(pair_ptr + part_row // rows, mask=inside, other=0) // slots * rows + part_row % rows
+
+
+@triton.jit
+def _gather(ptr, strides, own_row, inside, heads, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """[BLOCK_M, BLOCK_WIDTH] of a tensor (tokens, heads, width)."""
+    column = tl.arange(0, BLOCK_WIDTH)
+    rows = ptr + (own_row // heads).to(tl.int64) * strides[0] + (own_row % heads).to(tl.int64) * strides[1]
+    return tl.load(rows[:, None] + column[None, :], mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, "softmax_scale"], do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
+def routed_walk_fwd_kernel(q_ptr, k_ptr, v_ptr, pair_ptr, cu_seqlens_q, cu_seqlens_k, part_ptr, lse_ptr, q_strides, k_strides, v_strides,
+                           softmax_scale, heads, rows, slots, count, none, total, total_k, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+                           BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+                           CHUNK: tl.constexpr):
+    """Output and LSE of each part row. Those that stand for no block give zeros and -inf."""
+    first, length, key, keys, head = _rows_of_block(cu_seqlens_q, cu_seqlens_k, count, none, total, total_k, CHUNK)
+    if length <= 0:
+        return
+    # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+    k = _load_block(k_ptr, k_strides, key, keys, head, HEAD_DIM, BLOCK_N, BLOCK_D)
+    v = _load_block(v_ptr, v_strides, key, keys, head, VALUE_DIM, BLOCK_N, BLOCK_DV)
+    is_key = tl.arange(0, BLOCK_N) < keys
+    for at in range(0, length, BLOCK_M):
+        row = first + at + tl.arange(0, BLOCK_M)
+        inside = at + tl.arange(0, BLOCK_M) < length
+        own_row = _own_rows(pair_ptr, row, inside, rows, slots)
+        # [BLOCK_M, BLOCK_D]
+        q = _gather(q_ptr, q_strides, own_row, inside & (keys > 0), heads, HEAD_DIM, BLOCK_D)
+        # [BLOCK_M, BLOCK_N]
+        scores = tl.where(is_key[None, :], tl.dot(q, tl.trans(k)), -float("inf"))
+        row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
+        weights, row_max, row_sum, _ = softmax_step(scores, row_max, tl.zeros([BLOCK_M], tl.float32), in_units(softmax_scale, False), True,
+                                                    False)
+        # [BLOCK_M, BLOCK_DV]
+        out = normalised(tl.dot(weights.to(v.dtype), v), row_sum, 1.0, "tf32")
+        store_tile(part_ptr, row.to(tl.int64), inside, out, VALUE_DIM, BLOCK_DV)
+        tl.store(lse_ptr + row, log_sum_exp(row_max, row_sum, False), mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "heads"], do_not_specialize_on_alignment=["grad_lse_ptr"])
+def routed_walk_stats_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats_ptr, tokens, heads, WIDTH: tl.constexpr,
+                             BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_GRAD_LSE: tl.constexpr):
+    """What the backward reads of each own row, side by side: the LSE in units of log2 and delta."""
+    row, inside, lse_at = rows_of_program(tokens, heads, BLOCK_ROWS)
+    delta = tl.sum(load_tile(out_ptr, row, inside, WIDTH, BLOCK_WIDTH) * load_tile(do_ptr, row, inside, WIDTH, BLOCK_WIDTH), 1)
+    if HAS_GRAD_LSE:
+        delta -= tl.load(grad_lse_ptr + lse_at, mask=inside, other=0.0)
+    row_max = tl.load(stats_ptr + lse_at, mask=inside, other=0.0)
+    sum_log2 = tl.load(stats_ptr + tokens.to(tl.int64) * heads + lse_at, mask=inside, other=0.0)
+    tl.store(row_stats_ptr + row * 2, row_max + sum_log2, mask=inside)
+    tl.store(row_stats_ptr + row * 2 + 1, delta, mask=inside)
+
+
+@triton.jit(do_not_specialize=[*NUMBERS, "softmax_scale"], do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
+def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr, cu_seqlens_q, cu_seqlens_k, dpart_ptr, dk_ptr, dv_ptr,
+                           q_strides, k_strides, v_strides, do_strides, softmax_scale, heads, rows, slots, count, none, total, total_k,
+                           HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                           BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr):
+    """dQ of each part row, zeros for those that stand for no block, and this program's dK and dV."""
+    first, length, key, keys, head = _rows_of_block(cu_seqlens_q, cu_seqlens_k, count, none, total, total_k, CHUNK)
+    if length <= 0:
+        return
+    # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
+    k = _load_block(k_ptr, k_strides, key, keys, head, HEAD_DIM, BLOCK_N, BLOCK_D)
+    v = _load_block(v_ptr, v_strides, key, keys, head, VALUE_DIM, BLOCK_N, BLOCK_DV)
+    is_key = tl.arange(0, BLOCK_N) < keys
+    unit = in_units(softmax_scale, False)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    for at in range(0, length, BLOCK_M):
+        row = first + at + tl.arange(0, BLOCK_M)
+        inside = at + tl.arange(0, BLOCK_M) < length
+        seen = inside & (keys > 0)
+        own_row = _own_rows(pair_ptr, row, inside, rows, slots)
+        # [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_DV]
+        q = _gather(q_ptr, q_strides, own_row, seen, heads, HEAD_DIM, BLOCK_D)
+        do = _gather(do_ptr, do_strides, own_row, seen, heads, VALUE_DIM, BLOCK_DV)
+        numbers = row_stats_ptr + own_row.to(tl.int64) * 2
+        lse_log2 = tl.load(numbers, mask=seen, other=float("inf"))
+        delta = tl.load(numbers + 1, mask=seen, other=0.0)
+        # [BLOCK_N, BLOCK_M]
+        weights = tl.exp2(tl.dot(k, tl.trans(q)) * unit - lse_log2[None, :])
+        weights = tl.where(is_key[:, None], weights, 0.0)
+        dv = tl.dot(weights.to(do.dtype), do, dv)
+        dscores = (weights * (tl.dot(v, tl.trans(do)) - delta[None, :])).to(q.dtype)
+        dk = tl.dot(dscores, q, dk)
+        dq = tl.dot(tl.trans(dscores), k) * softmax_scale
+        store_tile(dpart_ptr, row.to(tl.int64), inside, dq, HEAD_DIM, BLOCK_D)
+    at = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    store_tile(dk_ptr, at, is_key, dk * softmax_scale, HEAD_DIM, BLOCK_D)
+    store_tile(dv_ptr, at, is_key, dv, VALUE_DIM, BLOCK_DV)
+
+
+@triton.jit(do_not_specialize=["count", "total_k"], do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
+def routed_walk_sum_kernel(own_ptr, part_ptr, cu_seqlens_q, cu_seqlens_k, own_strides, count, total_k, WIDTH: tl.constexpr,
+                           BLOCK_WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Adds what a block's programs gave to own_ptr, in place, for BLOCK_ROWS of its keys."""
+    number = tl.program_id(0) // (BLOCK_N // BLOCK_ROWS)
+    lane = tl.program_id(0) % (BLOCK_N // BLOCK_ROWS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first, end = tl.load(cu_seqlens_q + number), tl.load(cu_seqlens_q + number + 1)
+    key = tl.load(cu_seqlens_k + number)
+    inside = lane < tl.load(cu_seqlens_k + number + 1) - key
+    if first == end:
+        return
+    column, head = tl.arange(0, BLOCK_WIDTH), number // count
+    pointers = own_ptr + (head.to(tl.int64) * own_strides[1] + (key - head * total_k + lane).to(tl.int64) * own_strides[0])[:, None]
+    pointers += column[None, :]
+    mask = inside[:, None] & (column < WIDTH)[None, :]
+    acc = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    program = first_slot(first, number, CHUNK, None)
+    for n in range(tl.cdiv(end - first, CHUNK)):
+        acc += load_tile(part_ptr, (program + n).to(tl.int64) * BLOCK_N + lane, inside, WIDTH, BLOCK_WIDTH)
+    tl.store(pointers, acc.to(own_ptr.dtype.element_ty), mask=mask)
+
+
+def _constants(q: Tensor, v: Tensor, block_size: int, backward: bool) -> dict[str, int]:
+    width, value_width = block_width(q.shape[-1]), value_block(q.shape[-1], v.shape[-1])
+    block_n = block_width(block_size)
+    tile = tiles(block_n, max(width, value_width))[backward]
+    return {"HEAD_DIM": q.shape[-1], "VALUE_DIM": v.shape[-1], "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": block_n,
+            "BLOCK_M": tile.block_m, "CHUNK": tile.block_m * tile.steps, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+
+
+def _numbers(q: Tensor, k: Tensor, place: Tensor, pair: Tensor, chosen_q: Tensor, rows: int) -> tuple[int, ...]:
+    """The kernels' NUMBERS."""
+    none = chosen_q.shape[0] - 1
+    return q.shape[1], rows, place.shape[1], none // k.shape[1], none, pair.numel() * rows, k.shape[0]
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int,
+                   block_size: int, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """Output (pairs * rows, 1, width) and LSE (1, pairs * rows) of the parts."""
+    *_, none, total, _ = numbers = _numbers(q, k, place, pair, chosen_q, rows)
+    constants = _constants(q, v, block_size, False)
+    part = q.new_empty(total, 1, v.shape[-1])
+    lse = torch.empty(1, total, dtype=torch.float32, device=q.device)
+    with on_device_of(q):
+        routed_walk_fwd_kernel[(total // constants["CHUNK"] + none + 1,)](
+            q, k, v, pair, chosen_q, chosen_k, part, lse, *(x.stride()[:2] for x in (q, k, v)), softmax_scale, *numbers, **constants)
+    return part, lse
+
+
+def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, place: Tensor,
+                    pair: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int, block_size: int, softmax_scale: float, dk: Tensor,
+                    dv: Tensor) -> Tensor:
+    """dQ of the parts, (pairs * rows, 1, width). What they give for keys and values is added to dk and dv. grad_out, grad_lse and out are
+    contiguous; out and stats are those of all parts together."""
+    tokens, heads, value_dim = out.shape
+    *_, count, none, total, total_k = numbers = _numbers(q, k, place, pair, chosen_q, rows)
+    constants = _constants(q, v, block_size, True)
+    block_n, chunk = constants["BLOCK_N"], constants["CHUNK"]
+    programs = total // chunk + none + 1
+    dpart = q.new_empty(total, 1, q.shape[-1])
+    row_stats, dk_part, dv_part = (stats.new_empty(n) for n in ((tokens, heads, 2), *((programs, block_n, x.shape[-1]) for x in (k, v))))
+    with on_device_of(q):
+        routed_walk_stats_kernel[(triton.cdiv(tokens * heads, BLOCK_ROWS),)](
+            out, grad_out, stats, grad_lse, row_stats, tokens, heads, WIDTH=value_dim, BLOCK_WIDTH=block_width(value_dim),
+            BLOCK_ROWS=BLOCK_ROWS, HAS_GRAD_LSE=grad_lse is not None, num_warps=4)
+        routed_walk_bwd_kernel[(programs,)](
+            q, k, v, grad_out, row_stats, pair, chosen_q, chosen_k, dpart, dk_part, dv_part,
+            *(x.stride()[:2] for x in (q, k, v, grad_out)), softmax_scale, *numbers, **constants)
+        for own, part in ((dk, dk_part), (dv, dv_part)):
+            width = own.shape[-1]
+            routed_walk_sum_kernel[(none * (block_n // BLOCK_ROWS),)](
+                own, part, chosen_q, chosen_k, own.stride()[:2], count, total_k, WIDTH=width, BLOCK_WIDTH=block_width(width),
+                BLOCK_N=block_n, BLOCK_ROWS=BLOCK_ROWS, CHUNK=chunk, num_warps=4)
+    return dpart
