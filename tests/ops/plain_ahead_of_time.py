@@ -168,7 +168,7 @@ def routed():
     from attnzoo_kernels.msa import choose as msa
     from attnzoo_kernels.nsa import choose as nsa
     from attnzoo_kernels.nsa import units
-    from attnzoo_kernels.routed import lists, parts
+    from attnzoo_kernels.routed import lists, parts, walk
 
     bounds = torch.tensor([0, 100, 256], dtype=torch.int32)
     for kv_heads in (2, 4000):  # numbers of blocks in 16 and in 32 bits
@@ -195,6 +195,15 @@ def routed():
         parts.launch_merge(q, lse, stats, part, part_lse, torch.stack((part_lse, part_lse)), place, 1)
         if dtype == F32:
             parts.launch_merge_backward(q, lse, q, stats, part, torch.stack((part_lse, part_lse)), place, q, stats, 1)
+    chosen = torch.zeros(2 * 19 + 1, dtype=torch.int32)
+    for widths, block, grad_lse in (((64, 64), 64, True), ((64, 64), 128, False), ((128, 128), 64, False), ((128, 128), 128, True),
+                                    ((128, 96), 16, False), ((40, 16), 64, False)):
+        q, k, v, grad_out, _ = tensors(BF16, True, 2, widths)
+        place, pair = torch.zeros(256 * 2, 3, dtype=torch.int32), torch.zeros(256 * 6, dtype=torch.int32)
+        indices = place, pair, chosen, chosen, 2, block, 0.1
+        walk.launch_forward(q, k, v, *indices)
+        walk.launch_backward(grad_out, lse if grad_lse else None, q, k, v, grad_out, stats, *indices, torch.zeros_like(k),
+                             torch.zeros_like(v))
 
 
 def training():

@@ -16,7 +16,8 @@ DEVICE = "cuda" if GPU else "cpu"
 TRITON = GPU or os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(not TRITON, reason="needs an NVIDIA GPU, or TRITON_INTERPRET=1")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32) if GPU else (torch.float16, torch.float32)  # the interpreter gets bfloat16 wrong
-CASES = [replace(case, dtype=dtype) for n, case in enumerate(CORRECTNESS) for m, dtype in enumerate(DTYPES) if GPU or (n + m) % 2 == 0]
+CASES = [replace(case, dtype=dtype) for n, case in enumerate(CORRECTNESS) for dtype in DTYPES
+         if GPU or dtype == torch.float16 or n % 2]
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
 

@@ -67,6 +67,9 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(seqlen_q=49, heads=8, head_dim=32, q_scale=50.0),  # with one head, near-ties would decide the largest error
     Case(seqlen_q=33, head_dim=32, block_size=64),  # no earlier block
     Case(seqlen_q=33, head_dim=32, slots=0),
+    Case(seqlen_q=300, heads=1, head_dim=32, block_size=144),  # larger than walk.py takes
+    Case(seqlen_q=40, heads=1, head_dim=32, value_dim=136),  # wider
+    Case(seqlen_q=150, heads=20, kv_heads=1, head_dim=16, value_dim=24, shared=True, slots=7),  # several programs for a block
 )
 
 LONG: tuple[Case, ...] = (

@@ -6,7 +6,6 @@ the heads, plus the head. A block's part rows are divided among programs, CHUNK 
 in their order, so that its results repeat.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +19,7 @@ from attnzoo_kernels._triton.softmax import in_units, log_sum_exp, softmax_step
 from attnzoo_kernels._triton.tiles import find_tile, first_slot
 from attnzoo_kernels.routed.parts import BLOCK_ROWS, load_tile, rows_of_program, store_tile
 
-NUMBERS = ["heads", "rows", "slots", "count", "none", "total", "total_k"]
+NUMBERS = ["count", "none", "total", "total_k"]
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,10 @@ class Tile:
     num_stages: int
 
 
-@functools.cache
-def tiles(block_n: int, width: int) -> tuple[Tile, Tile]:
-    """Those of forward and backward, for blocks of up to block_n keys and the padded width of keys or values, whichever is larger."""
-    if block_n <= 64:
-        return (Tile(128, 4, 4, 3), Tile(64, 32, 4, 3)) if width <= 64 else (Tile(128, 4, 8, 3), Tile(64, 32, 8, 3))
-    return (Tile(128, 4, 8, 3), Tile(64, 32, 8, 3)) if width <= 64 else (Tile(128, 4, 8, 3), Tile(64, 32, 8, 3))
+FORWARD = Tile(64, 8, 4, 3)
+# by whether blocks are larger than 64, and keys or values wider
+BACKWARD = {(False, False): Tile(64, 32, 4, 3), (False, True): Tile(32, 64, 4, 3), (True, False): Tile(64, 32, 8, 3),
+            (True, True): Tile(32, 64, 8, 3)}
 
 
 @triton.jit
@@ -57,23 +54,23 @@ def _load_block(ptr, strides, key, keys, head, WIDTH: tl.constexpr, BLOCK_N: tl.
 
 
 @triton.jit
-def _own_rows(pair_ptr, part_row, inside, rows, slots):
-    return tl.load(pair_ptr + part_row // rows, mask=inside, other=0) // slots * rows + part_row % rows
+def _own_rows(pair_ptr, part_row, inside, ROWS: tl.constexpr, SLOTS: tl.constexpr):
+    return tl.load(pair_ptr + part_row // ROWS, mask=inside, other=0) // SLOTS * ROWS + part_row % ROWS
 
 
 @triton.jit
-def _gather(ptr, strides, own_row, inside, heads, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+def _gather(ptr, strides, own_row, inside, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """[BLOCK_M, BLOCK_WIDTH] of a tensor (tokens, heads, width)."""
     column = tl.arange(0, BLOCK_WIDTH)
-    rows = ptr + (own_row // heads).to(tl.int64) * strides[0] + (own_row % heads).to(tl.int64) * strides[1]
+    rows = ptr + (own_row // HEADS).to(tl.int64) * strides[0] + (own_row % HEADS).to(tl.int64) * strides[1]
     return tl.load(rows[:, None] + column[None, :], mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=[*NUMBERS, "softmax_scale"], do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
 def routed_walk_fwd_kernel(q_ptr, k_ptr, v_ptr, pair_ptr, cu_seqlens_q, cu_seqlens_k, part_ptr, lse_ptr, q_strides, k_strides, v_strides,
-                           softmax_scale, heads, rows, slots, count, none, total, total_k, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-                           BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-                           CHUNK: tl.constexpr):
+                           softmax_scale, count, none, total, total_k, HEADS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
+                           HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                           BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr):
     """Output and LSE of each part row. Those that stand for no block give zeros and -inf."""
     first, length, key, keys, head = _rows_of_block(cu_seqlens_q, cu_seqlens_k, count, none, total, total_k, CHUNK)
     if length <= 0:
@@ -82,12 +79,13 @@ def routed_walk_fwd_kernel(q_ptr, k_ptr, v_ptr, pair_ptr, cu_seqlens_q, cu_seqle
     k = _load_block(k_ptr, k_strides, key, keys, head, HEAD_DIM, BLOCK_N, BLOCK_D)
     v = _load_block(v_ptr, v_strides, key, keys, head, VALUE_DIM, BLOCK_N, BLOCK_DV)
     is_key = tl.arange(0, BLOCK_N) < keys
+    part_ptr += first.to(tl.int64) * VALUE_DIM
     for at in range(0, length, BLOCK_M):
-        row = first + at + tl.arange(0, BLOCK_M)
-        inside = at + tl.arange(0, BLOCK_M) < length
-        own_row = _own_rows(pair_ptr, row, inside, rows, slots)
+        row = at + tl.arange(0, BLOCK_M)
+        inside = row < length
+        own_row = _own_rows(pair_ptr, first + row, inside, ROWS, SLOTS)
         # [BLOCK_M, BLOCK_D]
-        q = _gather(q_ptr, q_strides, own_row, inside & (keys > 0), heads, HEAD_DIM, BLOCK_D)
+        q = _gather(q_ptr, q_strides, own_row, inside & (keys > 0), HEADS, HEAD_DIM, BLOCK_D)
         # [BLOCK_M, BLOCK_N]
         scores = tl.where(is_key[None, :], tl.dot(q, tl.trans(k)), -float("inf"))
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -95,8 +93,8 @@ def routed_walk_fwd_kernel(q_ptr, k_ptr, v_ptr, pair_ptr, cu_seqlens_q, cu_seqle
                                                     False)
         # [BLOCK_M, BLOCK_DV]
         out = normalised(tl.dot(weights.to(v.dtype), v), row_sum, 1.0, "tf32")
-        store_tile(part_ptr, row.to(tl.int64), inside, out, VALUE_DIM, BLOCK_DV)
-        tl.store(lse_ptr + row, log_sum_exp(row_max, row_sum, False), mask=inside)
+        store_tile(part_ptr, row, inside, out, VALUE_DIM, BLOCK_DV)
+        tl.store(lse_ptr + first + row, log_sum_exp(row_max, row_sum, False), mask=inside)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads"], do_not_specialize_on_alignment=["grad_lse_ptr"])
@@ -115,8 +113,9 @@ def routed_walk_stats_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats
 
 @triton.jit(do_not_specialize=[*NUMBERS, "softmax_scale"], do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
 def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr, cu_seqlens_q, cu_seqlens_k, dpart_ptr, dk_ptr, dv_ptr,
-                           q_strides, k_strides, v_strides, do_strides, softmax_scale, heads, rows, slots, count, none, total, total_k,
-                           HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+                           q_strides, k_strides, v_strides, do_strides, softmax_scale, count, none, total, total_k, HEADS: tl.constexpr,
+                           ROWS: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+                           BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                            BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr):
     """dQ of each part row, zeros for those that stand for no block, and this program's dK and dV."""
     first, length, key, keys, head = _rows_of_block(cu_seqlens_q, cu_seqlens_k, count, none, total, total_k, CHUNK)
@@ -129,16 +128,17 @@ def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr,
     unit = in_units(softmax_scale, False)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dpart_ptr += first.to(tl.int64) * HEAD_DIM
     for at in range(0, length, BLOCK_M):
-        row = first + at + tl.arange(0, BLOCK_M)
-        inside = at + tl.arange(0, BLOCK_M) < length
+        row = at + tl.arange(0, BLOCK_M)
+        inside = row < length
         seen = inside & (keys > 0)
-        own_row = _own_rows(pair_ptr, row, inside, rows, slots)
+        own_row = _own_rows(pair_ptr, first + row, inside, ROWS, SLOTS)
         # [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_DV]
-        q = _gather(q_ptr, q_strides, own_row, seen, heads, HEAD_DIM, BLOCK_D)
-        do = _gather(do_ptr, do_strides, own_row, seen, heads, VALUE_DIM, BLOCK_DV)
+        q = _gather(q_ptr, q_strides, own_row, seen, HEADS, HEAD_DIM, BLOCK_D)
+        do = _gather(do_ptr, do_strides, own_row, seen, HEADS, VALUE_DIM, BLOCK_DV)
         numbers = row_stats_ptr + own_row.to(tl.int64) * 2
-        lse_log2 = tl.load(numbers, mask=seen, other=float("inf"))
+        lse_log2 = tl.load(numbers, mask=seen, other=0.0)
         delta = tl.load(numbers + 1, mask=seen, other=0.0)
         # [BLOCK_N, BLOCK_M]
         weights = tl.exp2(tl.dot(k, tl.trans(q)) * unit - lse_log2[None, :])
@@ -146,8 +146,8 @@ def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr,
         dv = tl.dot(weights.to(do.dtype), do, dv)
         dscores = (weights * (tl.dot(v, tl.trans(do)) - delta[None, :])).to(q.dtype)
         dk = tl.dot(dscores, q, dk)
-        dq = tl.dot(tl.trans(dscores), k) * softmax_scale
-        store_tile(dpart_ptr, row.to(tl.int64), inside, dq, HEAD_DIM, BLOCK_D)
+        dq = tl.trans(tl.dot(tl.trans(k), dscores)) * softmax_scale
+        store_tile(dpart_ptr, row, inside, dq, HEAD_DIM, BLOCK_D)
     at = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     store_tile(dk_ptr, at, is_key, dk * softmax_scale, HEAD_DIM, BLOCK_D)
     store_tile(dv_ptr, at, is_key, dv, VALUE_DIM, BLOCK_DV)
@@ -175,25 +175,26 @@ def routed_walk_sum_kernel(own_ptr, part_ptr, cu_seqlens_q, cu_seqlens_k, own_st
     tl.store(pointers, acc.to(own_ptr.dtype.element_ty), mask=mask)
 
 
-def _constants(q: Tensor, v: Tensor, block_size: int, backward: bool) -> dict[str, int]:
+def _constants(q: Tensor, v: Tensor, place: Tensor, rows: int, block_size: int, backward: bool) -> dict[str, int]:
     width, value_width = block_width(q.shape[-1]), value_block(q.shape[-1], v.shape[-1])
     block_n = block_width(block_size)
-    tile = tiles(block_n, max(width, value_width))[backward]
-    return {"HEAD_DIM": q.shape[-1], "VALUE_DIM": v.shape[-1], "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": block_n,
-            "BLOCK_M": tile.block_m, "CHUNK": tile.block_m * tile.steps, "num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    tile = BACKWARD[block_n > 64, max(width, value_width) > 64] if backward else FORWARD
+    return {"HEADS": q.shape[1], "ROWS": rows, "SLOTS": place.shape[1], "HEAD_DIM": q.shape[-1], "VALUE_DIM": v.shape[-1],
+            "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": block_n, "BLOCK_M": tile.block_m, "CHUNK": tile.block_m * tile.steps,
+            "num_warps": tile.num_warps, "num_stages": tile.num_stages}
 
 
-def _numbers(q: Tensor, k: Tensor, place: Tensor, pair: Tensor, chosen_q: Tensor, rows: int) -> tuple[int, ...]:
+def _numbers(k: Tensor, pair: Tensor, chosen_q: Tensor, rows: int) -> tuple[int, int, int, int]:
     """The kernels' NUMBERS."""
     none = chosen_q.shape[0] - 1
-    return q.shape[1], rows, place.shape[1], none // k.shape[1], none, pair.numel() * rows, k.shape[0]
+    return none // k.shape[1], none, pair.numel() * rows, k.shape[0]
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor, chosen_q: Tensor, chosen_k: Tensor, rows: int,
                    block_size: int, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """Output (pairs * rows, 1, width) and LSE (1, pairs * rows) of the parts."""
-    *_, none, total, _ = numbers = _numbers(q, k, place, pair, chosen_q, rows)
-    constants = _constants(q, v, block_size, False)
+    _, none, total, _ = numbers = _numbers(k, pair, chosen_q, rows)
+    constants = _constants(q, v, place, rows, block_size, False)
     part = q.new_empty(total, 1, v.shape[-1])
     lse = torch.empty(1, total, dtype=torch.float32, device=q.device)
     with on_device_of(q):
@@ -208,8 +209,8 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     """dQ of the parts, (pairs * rows, 1, width). What they give for keys and values is added to dk and dv. grad_out, grad_lse and out are
     contiguous; out and stats are those of all parts together."""
     tokens, heads, value_dim = out.shape
-    *_, count, none, total, total_k = numbers = _numbers(q, k, place, pair, chosen_q, rows)
-    constants = _constants(q, v, block_size, True)
+    count, none, total, total_k = numbers = _numbers(k, pair, chosen_q, rows)
+    constants = _constants(q, v, place, rows, block_size, True)
     block_n, chunk = constants["BLOCK_N"], constants["CHUNK"]
     programs = total // chunk + none + 1
     dpart = q.new_empty(total, 1, q.shape[-1])
