@@ -114,9 +114,11 @@ def test_it_compiles_to_what_eager_mode_computes():
 
 
 @pytest.mark.parametrize("impl", [pytest.param(path, marks=[needs_triton] * (path == "triton")) for path in PATHS])
-def test_empty_inputs(impl):
+@pytest.mark.parametrize("dtype", (torch.float16, torch.float32), ids=str)
+def test_empty_inputs(impl, dtype):
     for batch, queries, keys in ((0, 5, 5), (2, 0, 0), (2, 5, 0)):
-        leaves = [torch.zeros(batch, *rest, 16, device=DEVICE, requires_grad=True) for rest in ((queries, 4), (keys, 2), (keys, 2))]
+        leaves = [torch.zeros(batch, *rest, 16, device=DEVICE, dtype=dtype, requires_grad=True)
+                  for rest in ((queries, 4), (keys, 2), (keys, 2))]
         blocks = torch.zeros(batch, queries, 4, 2, device=DEVICE, dtype=torch.int32)
         routed_attention(*leaves, blocks, block_size=4, impl=impl).sum().backward()
         assert all(t.grad is not None and t.grad.shape == t.shape for t in leaves)

@@ -44,7 +44,8 @@ def routes_by_torch(chosen, layout, heads, kv_heads, total_k):
     numbers = torch.arange(kv_heads * count + 1, device=DEVICE, dtype=torch.int32)
     bounds = torch.searchsorted(in_order, numbers, out_int32=True) * (heads // choosers)
     starts = torch.arange(kv_heads, device=DEVICE, dtype=torch.int32)[:, None] * total_k
-    return place.view(-1, slots), pair.int(), bounds, torch.cat([(starts + bounds_k[:-1]).flatten(), numbers.new_full((1,), kv_heads * total_k)])
+    bounds_k = torch.cat([(starts + bounds_k[:-1]).flatten(), numbers.new_full((1,), kv_heads * total_k)])
+    return place.view(-1, slots), pair.int(), bounds, bounds_k
 
 
 def cumulated(lengths):

@@ -1,5 +1,5 @@
-"""Routed attention's launches behind autograd: flash's over packed sequences, and those that gather (spread) and merge. Triton is imported
-in them.
+"""Routed attention's launches behind autograd: flash's over packed sequences, and those that gather (spread) and merge. In 16 bits,
+chosen blocks of at most 128 keys have kernels of their own instead. Triton is imported in them.
 
 The backward keeps only what any attention keeps. In 16 bits, each part's backward uses the statistics of the whole row. Its weights are
 then those of the whole softmax, and it needs no output of its own. In float32, delta is added up from the weights of each part, which must

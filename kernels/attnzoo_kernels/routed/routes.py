@@ -49,8 +49,8 @@ class Routes(NamedTuple):
     """Pairs (query, chosen block), sorted by key head and block; pairs that stand for no block come last.
 
     A pair stands for `rows` query rows, those of the heads that choose together. place: (total_q * choosers, slots) int32, the position of
-    each pair after sorting. pair: int32, the pair at each position. cu_seqlens_q (in pairs times rows) and cu_seqlens_k: int32 (kv_heads * count + 1,); the keys of one head follow
-    those of another.
+    each pair after sorting. pair: (total_q * choosers * slots,) int32, the pair at each position. cu_seqlens_q (in pairs times rows) and
+    cu_seqlens_k: int32 (kv_heads * count + 1,); the keys of one head follow those of another.
     """
 
     place: Tensor
@@ -87,7 +87,8 @@ def _arrange(chosen: Tensor, first: Tensor, bounds_k: Tensor, sequence: Tensor, 
 
 def _fake_order(chosen, first, bounds_k, sequence, own, rows, kv_heads, total_k):
     numbers = kv_heads * (bounds_k.shape[0] - 1) + 1
-    return chosen.new_empty(chosen.shape[:2].numel(), chosen.shape[2]), *(chosen.new_empty(n) for n in (chosen.numel(), numbers, numbers))
+    place, pair = chosen.new_empty(chosen.shape[:2].numel(), chosen.shape[2]), chosen.new_empty(chosen.numel())
+    return place, pair, *(chosen.new_empty(numbers) for _ in range(2))
 
 
 _layout = autograd.forward_only("routed_layout", _lay_out, _fake_layout)

@@ -1,9 +1,9 @@
-"""The chosen blocks in 16 bits: programs that go over the query rows of a block and gather them by the order of pairs. Beside the products,
-only the parts of the output and of dQ are written, which are merged and added up as in parts.py.
+"""The chosen blocks in 16 bits: programs that go over the query rows of one block and gather them by the order of pairs. Beside dK and dV,
+only the parts of the output and of dQ are written; parts.py merges them and adds them up.
 
-A part row is the number of a pair in order times `rows`, plus the head among the `rows` that choose together. An own row is a token times
-the heads, plus the head. A block's part rows are divided among programs, CHUNK to each. The backward adds up dK and dV of a block's programs
-in their order, so that its results repeat.
+A part row is a pair's position times `rows`, plus the head among the `rows` heads that choose together. An own row is a token times the
+number of heads, plus the head. Each CHUNK part rows of a block have a program. What the programs of a block give for dK and dV is added up
+in their order, so that it repeats bit by bit.
 """
 
 from dataclasses import dataclass
@@ -49,12 +49,13 @@ def _rows_of_block(cu_seqlens_q, cu_seqlens_k, count, none, total, total_k, CHUN
 def _load_block(ptr, strides, key, keys, head, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """[BLOCK_N, BLOCK_WIDTH], zero beyond the block's keys."""
     lane, column = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_WIDTH)
-    pointers = ptr + tl.cast(head, tl.int64) * strides[1] + tl.cast(key, tl.int64) * strides[0] + lane[:, None] * strides[0] + column[None, :]
-    return tl.load(pointers, mask=(lane < keys)[:, None] & (column < WIDTH)[None, :], other=0.0)
+    rows = ptr + tl.cast(head, tl.int64) * strides[1] + tl.cast(key, tl.int64) * strides[0] + lane * strides[0]
+    return tl.load(rows[:, None] + column[None, :], mask=(lane < keys)[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
 def _own_rows(pair_ptr, part_row, inside, ROWS: tl.constexpr, SLOTS: tl.constexpr):
+    """The own rows of part rows. The numbers of a model are constants, because a division by another number takes many instructions."""
     return tl.load(pair_ptr + part_row // ROWS, mask=inside, other=0) // SLOTS * ROWS + part_row % ROWS
 
 
@@ -66,7 +67,7 @@ def _gather(ptr, strides, own_row, inside, HEADS: tl.constexpr, WIDTH: tl.conste
     return tl.load(rows[:, None] + column[None, :], mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, "softmax_scale"], do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
+@triton.jit(do_not_specialize=NUMBERS)
 def routed_walk_fwd_kernel(q_ptr, k_ptr, v_ptr, pair_ptr, cu_seqlens_q, cu_seqlens_k, part_ptr, lse_ptr, q_strides, k_strides, v_strides,
                            softmax_scale, count, none, total, total_k, HEADS: tl.constexpr, ROWS: tl.constexpr, SLOTS: tl.constexpr,
                            HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -111,7 +112,7 @@ def routed_walk_stats_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats
     tl.store(row_stats_ptr + row * 2 + 1, delta, mask=inside)
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, "softmax_scale"], do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
+@triton.jit(do_not_specialize=NUMBERS)
 def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr, cu_seqlens_q, cu_seqlens_k, dpart_ptr, dk_ptr, dv_ptr,
                            q_strides, k_strides, v_strides, do_strides, softmax_scale, count, none, total, total_k, HEADS: tl.constexpr,
                            ROWS: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -140,12 +141,13 @@ def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr,
         numbers = row_stats_ptr + own_row.to(tl.int64) * 2
         lse_log2 = tl.load(numbers, mask=seen, other=0.0)
         delta = tl.load(numbers + 1, mask=seen, other=0.0)
-        # [BLOCK_N, BLOCK_M]
+        # [BLOCK_N, BLOCK_M]; keys beyond the block's end may give any number. Rows beyond the chunk's end have q, dO and delta of zero
         weights = tl.exp2(tl.dot(k, tl.trans(q)) * unit - lse_log2[None, :])
         weights = tl.where(is_key[:, None], weights, 0.0)
         dv = tl.dot(weights.to(do.dtype), do, dv)
         dscores = (weights * (tl.dot(v, tl.trans(do)) - delta[None, :])).to(q.dtype)
         dk = tl.dot(dscores, q, dk)
+        # dQ by its transpose, so that both products read the same dS
         dq = tl.trans(tl.dot(tl.trans(k), dscores)) * softmax_scale
         store_tile(dpart_ptr, row, inside, dq, HEAD_DIM, BLOCK_D)
     at = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -153,7 +155,7 @@ def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr,
     store_tile(dv_ptr, at, is_key, dv, VALUE_DIM, BLOCK_DV)
 
 
-@triton.jit(do_not_specialize=["count", "total_k"], do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
+@triton.jit(do_not_specialize=["count", "total_k"])
 def routed_walk_sum_kernel(own_ptr, part_ptr, cu_seqlens_q, cu_seqlens_k, own_strides, count, total_k, WIDTH: tl.constexpr,
                            BLOCK_WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """Adds what a block's programs gave to own_ptr, in place, for BLOCK_ROWS of its keys."""
