@@ -116,8 +116,8 @@ def routed_walk_stats_kernel(out_ptr, do_ptr, stats_ptr, grad_lse_ptr, row_stats
 def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr, cu_seqlens_q, cu_seqlens_k, dpart_ptr, dk_ptr, dv_ptr,
                            q_strides, k_strides, v_strides, do_strides, softmax_scale, count, none, total, total_k, HEADS: tl.constexpr,
                            ROWS: tl.constexpr, SLOTS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-                           BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-                           BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr):
+                           BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+                           CHUNK: tl.constexpr):
     """dQ of each part row, zeros for those that stand for no block, and this program's dK and dV."""
     first, length, key, keys, head = _rows_of_block(cu_seqlens_q, cu_seqlens_k, count, none, total, total_k, CHUNK)
     if length <= 0:
