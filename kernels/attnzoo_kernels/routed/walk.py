@@ -30,10 +30,10 @@ class Tile:
     num_stages: int
 
 
-FORWARD = Tile(64, 8, 4, 3)
+FORWARD = Tile(64, 8, 4, 2)
 # by whether blocks are larger than 64, and keys or values wider
-BACKWARD = {(False, False): Tile(64, 32, 4, 3), (False, True): Tile(32, 64, 4, 3), (True, False): Tile(64, 32, 8, 3),
-            (True, True): Tile(32, 64, 8, 3)}
+BACKWARD = {(False, False): Tile(128, 8, 4, 2), (False, True): Tile(64, 32, 4, 2), (True, False): Tile(64, 32, 8, 2),
+            (True, True): Tile(64, 32, 8, 2)}
 
 
 @triton.jit
