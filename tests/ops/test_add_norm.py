@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.torch_version import TorchVersion
 
-from attnzoo_kernels.add_norm import Stream, add_norm
+from attnzoo_kernels.add_norm import Stream, add_norm, ops
 from attnzoo_kernels.add_norm.cases import BENCHMARK, CORRECTNESS, Case
 from attnzoo_kernels.add_norm.reference import _Join, _Split
 from benchmarks.accuracy import assert_accurate
@@ -118,3 +119,13 @@ def test_benchmark_runs(capsys):
     backends = ["attnzoo-reference", "eager"] + ["attnzoo-triton"] * (DEVICE == "cpu")
     assert benchmark.main([*tables, "--dry-run", "--backends", *backends]) == 0
     assert "allowed error" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("version, shown", (("2.11.0+cu130", False), ("2.13.0", True)))
+def test_messages_of_older_compilers_leave_arguments_out(monkeypatch, version, shown):
+    exc = pytest.importorskip("torch._inductor.exc")
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(exc.OperatorIssue, "operator_str", staticmethod(exc.OperatorIssue.operator_str))
+    ops.leave_arguments_out()
+    message = exc.MissingOperatorWithoutDecomp.operator_str("attnzoo.loss", ["a stream"], {})
+    assert "attnzoo.loss" in message and ("a stream" in message) == shown
