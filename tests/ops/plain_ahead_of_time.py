@@ -201,6 +201,8 @@ def routed():
         q, k, v, grad_out, _ = tensors(BF16, True, 2, widths)
         place, pair = torch.zeros(256 * 2, 3, dtype=torch.int32), torch.zeros(256 * 6, dtype=torch.int32)
         indices = place, pair, chosen, chosen, 2, block, 0.1
+        if not walk.takes(q, v, block):
+            continue
         walk.launch_forward(q, k, v, *indices)
         walk.launch_backward(grad_out, lse if grad_lse else None, q, k, v, grad_out, stats, *indices, torch.zeros_like(k),
                              torch.zeros_like(v))

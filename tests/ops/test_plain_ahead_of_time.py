@@ -5,6 +5,7 @@ import pytest
 from compiled_kernels import compiled_kernels
 
 SHARED_MEMORY = 232448
+LEAST_SHARED_MEMORY = 101376  # of sm_86, sm_89 and sm_120
 SPILLED = 512  # bytes of stack a thread; the most is 296, of 16-bit packed dK/dV at head dim 128
 
 
@@ -17,4 +18,13 @@ def test_kernels_fit_and_spill_little(operator, count):
     kernels = compiled_kernels("plain_ahead_of_time.py", 90, operator)
     assert len(kernels) == count
     wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["stack"] > SPILLED or kernel["stale"]]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.slow
+@pytest.mark.tables
+def test_kernels_of_chosen_blocks_fit_smaller_gpus():
+    kernels = [kernel for kernel in compiled_kernels("plain_ahead_of_time.py", 86, "routed") if "walk" in kernel["kernel"]]
+    assert len(kernels) == 22
+    wrong = [kernel for kernel in kernels if kernel["shared"] > LEAST_SHARED_MEMORY or kernel["stack"] > SPILLED]
     assert not wrong, "\n".join(map(str, wrong))

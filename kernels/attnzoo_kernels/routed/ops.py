@@ -41,11 +41,6 @@ def _heads_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1).reshape(-1, 1, x.shape[-1])
 
 
-def walks(q: Tensor, v: Tensor, block_size: int) -> bool:
-    """Whether the kernels of walk.py take the chosen blocks."""
-    return q.dtype != torch.float32 and max(block_size, q.shape[-1], v.shape[-1]) <= 128
-
-
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor, bounds_q: Tensor, bounds_k: Tensor, chosen_q: Tensor, chosen_k: Tensor,
     rows: int, block_size: int, impl: str | None, deterministic: bool, softmax_scale: float,
@@ -55,7 +50,7 @@ def _forward(
 
     options = impl, deterministic, softmax_scale
     own = _attend(q, k, v, Part(bounds_q, bounds_k, 0), *options)
-    if walks(q, v, block_size):
+    if walk.takes(q, v, block_size):
         chosen = walk.launch_forward(q, k, v, place, pair, chosen_q, chosen_k, rows, block_size, softmax_scale)
         return launch_merge(*own, *chosen, None, place, rows)
     chosen = _attend(launch_spread(q, None, place, rows)[0], _heads_first(k), _heads_first(v), Part(chosen_q, chosen_k, -1), *options)
@@ -78,7 +73,7 @@ def _gradients(
     options = impl, deterministic, softmax_scale
     own, chosen = Part(bounds_q, bounds_k, 0), Part(chosen_q, chosen_k, -1)
     grad_out, grad_lse = grad_out.contiguous(), None if grad_lse is None else grad_lse.contiguous()
-    if walks(q, v, block_size):
+    if walk.takes(q, v, block_size):
         dq, dk, dv = _derive(grad_out, grad_lse, q, k, v, out, stats, own, *options)
         dparts = walk.launch_backward(grad_out, grad_lse, q, k, v, out, stats, place, pair, chosen_q, chosen_k, rows, block_size,
                                       softmax_scale, dk, dv)

@@ -14,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.forward import normalised
-from attnzoo_kernels._triton.launch import block_width, on_device_of, value_block
+from attnzoo_kernels._triton.launch import architecture, block_width, on_device_of, value_block
 from attnzoo_kernels._triton.softmax import in_units, log_sum_exp, softmax_step
 from attnzoo_kernels._triton.tiles import find_tile, first_slot
+from attnzoo_kernels.flash.tiles import hopper_like
 from attnzoo_kernels.routed.parts import BLOCK_ROWS, load_tile, rows_of_program, store_tile
 
 NUMBERS = ["count", "none", "total", "total_k"]
@@ -30,10 +31,30 @@ class Tile:
     num_stages: int
 
 
-FORWARD = Tile(64, 8, 4, 2)
-# by whether blocks are larger than 64, and keys or values wider
-BACKWARD = {(False, False): Tile(128, 8, 4, 2), (False, True): Tile(64, 32, 4, 2), (True, False): Tile(64, 32, 8, 2),
-            (True, True): Tile(64, 32, 8, 2)}
+INTERPRETER = Tile(16, 2, 4, 1)  # arch 0: small tiles reach every branch of the code
+
+
+def forward_tile(arch: int) -> Tile:
+    return INTERPRETER if arch == 0 else Tile(64, 8, 4, 2)
+
+
+def backward_tile(arch: int, large: bool, wide: bool) -> Tile:
+    """large: blocks of more than 64 keys. wide: keys or values of more than 64. Hopper's were measured on an H200, but for those that are
+    large and not wide; the others are the largest that compile without spills for sm_80 and fit 99 KB of shared memory."""
+    if arch == 0:
+        return INTERPRETER
+    if hopper_like(arch):
+        return Tile(64, 32, 8, 2) if large else Tile(64, 32, 4, 2) if wide else Tile(128, 8, 4, 2)
+    return Tile(16, 64, 4, 2) if wide else Tile(32, 64, 4, 2)
+
+
+def takes(q: Tensor, v: Tensor, block_size: int) -> bool:
+    """Whether these kernels take the chosen blocks of a call. The backward of large blocks of wide keys needs Hopper's shared memory."""
+    width = max(q.shape[-1], v.shape[-1])
+    if q.dtype == torch.float32 or max(block_size, width) > 128:
+        return False
+    arch = architecture(q)
+    return min(block_size, width) <= 64 or arch == 0 or hopper_like(arch)
 
 
 @triton.jit
@@ -180,7 +201,8 @@ def routed_walk_sum_kernel(own_ptr, part_ptr, cu_seqlens_q, cu_seqlens_k, own_st
 def _constants(q: Tensor, v: Tensor, place: Tensor, rows: int, block_size: int, backward: bool) -> dict[str, int]:
     width, value_width = block_width(q.shape[-1]), value_block(q.shape[-1], v.shape[-1])
     block_n = block_width(block_size)
-    tile = BACKWARD[block_n > 64, max(width, value_width) > 64] if backward else FORWARD
+    arch = architecture(q)
+    tile = backward_tile(arch, block_n > 64, max(width, value_width) > 64) if backward else forward_tile(arch)
     return {"HEADS": q.shape[1], "ROWS": rows, "SLOTS": place.shape[1], "HEAD_DIM": q.shape[-1], "VALUE_DIM": v.shape[-1],
             "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": block_n, "BLOCK_M": tile.block_m, "CHUNK": tile.block_m * tile.steps,
             "num_warps": tile.num_warps, "num_stages": tile.num_stages}
