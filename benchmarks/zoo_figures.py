@@ -6,6 +6,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import LogLocator
+from matplotlib.transforms import Bbox
 
 from attnzoo.evaluation.plots import TRAINING_CONTEXT, style_of
 from benchmarks.zoo_tables import OMITTED, Table, label, reading_label
@@ -120,16 +121,25 @@ def _curves(panel, table: Table, lines: Sequence[tuple[str, str]], task: str, me
 
 
 def _points(panel, table: Table, looks: Mapping[tuple[str, str], dict], places: Mapping[tuple[str, str], float], length: int) -> None:
-    """Losses at a length, each seed's, over these places on the x axis. Names stand above, or below where a neighbour is close above."""
+    """Losses at a length, each seed's, over these places on the x axis. Names stand above, below or beside them, where they hide no other
+    name and no point."""
     points = [(line, place, losses) for line, place in places.items() if (losses := table.values(line, "perplexity_windows", length))]
     for line, place, losses in points:
         panel.plot([place] * len(losses), losses, markersize=8, **{**looks[line], "linestyle": ""})
     panel.margins(0.2, 0.15)
     panel.autoscale_view()
-    to_axes = panel.transData + panel.transAxes.inverted()
-    middles = [to_axes.transform((place, statistics.mean(losses))) for _, place, losses in points]
-    for (line, place, losses), (x, y) in zip(points, middles, strict=True):
-        is_below = any(abs(x - other_x) < 0.2 and 0 < other_y - y < 0.1 for other_x, other_y in middles)
-        end, offset, side = (min(losses), -8, "top") if is_below else (max(losses), 8, "bottom")
+    panel.get_figure(root=True).draw_without_rendering()  # lays the panels out
+    centers = (panel.transData.transform((place, loss)) for _, place, losses in points for loss in losses)
+    boxes = [Bbox.from_bounds(x - 6, y - 6, 12, 12) for x, y in centers]  # of points, then also of names
+    for line, place, losses in points:
         text = label(line).replace("flash, read with ", "")
-        panel.annotate(text, (place, end), textcoords="offset points", xytext=(0, offset), fontsize=8, ha="center", va=side)
+        high, low = max(losses), min(losses)
+        spots = [(high, (0, 8), "center", "bottom"), (low, (0, -8), "center", "top"), (low, (9, 0), "left", "center"),
+                 (low, (-9, 0), "right", "center")]
+        for n, (loss, offset, ha, va) in enumerate(spots):
+            name = panel.annotate(text, (place, loss), textcoords="offset points", xytext=offset, fontsize=8, ha=ha, va=va)
+            box = name.get_window_extent()
+            if n + 1 == len(spots) or not box.count_overlaps(boxes):
+                break
+            name.remove()
+        boxes.append(box)

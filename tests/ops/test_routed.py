@@ -139,3 +139,15 @@ def test_a_wrong_argument_is_named(change, error, message):
     arguments = {name: torch.zeros(1, 4, 2, 16) for name in ("q", "k", "v")} | {"blocks": BLOCKS, "block_size": 4} | change
     with pytest.raises(error, match=message):
         routed_attention(**arguments)
+
+
+@pytest.mark.parametrize("arch, width, block_size, dtype, taken", (
+    (90, 128, 128, torch.bfloat16, True), (90, 128, 129, torch.bfloat16, False), (90, 136, 64, torch.bfloat16, False),
+    (90, 64, 64, torch.float32, False), (86, 128, 64, torch.float16, True), (86, 64, 128, torch.float16, True),
+    (86, 128, 128, torch.float16, False), (120, 128, 128, torch.float16, False)))
+def test_chosen_blocks_have_kernels_of_their_own_where_they_fit(monkeypatch, arch, width, block_size, dtype, taken):
+    from attnzoo_kernels.routed import walk
+
+    monkeypatch.setattr(walk, "architecture", lambda where: arch)
+    x = torch.zeros(1, 1, width, dtype=dtype)
+    assert walk.takes(x, x, block_size) == taken
