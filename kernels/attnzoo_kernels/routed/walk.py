@@ -16,9 +16,9 @@ from torch import Tensor
 from attnzoo_kernels._triton.forward import normalised
 from attnzoo_kernels._triton.launch import architecture, block_width, on_device_of, value_block
 from attnzoo_kernels._triton.softmax import in_units, log_sum_exp, softmax_step
-from attnzoo_kernels._triton.tiles import find_tile, first_slot
+from attnzoo_kernels._triton.tiles import Operand, find_tile, first_slot, head_rows, load_rows, store_rows
 from attnzoo_kernels.flash.tiles import hopper_like
-from attnzoo_kernels.routed.parts import BLOCK_ROWS, load_tile, rows_of_program, store_tile
+from attnzoo_kernels.routed.parts import BLOCK_ROWS, gather_tile, load_tile, rows_of_program, store_tile
 
 NUMBERS = ["count", "none", "total", "total_k"]
 
@@ -67,25 +67,21 @@ def _rows_of_block(cu_seqlens_q, cu_seqlens_k, count, none, total, total_k, CHUN
 
 
 @triton.jit
+def _block_rows(ptr, strides, key, keys, head):
+    """The Rows of a block in a tensor (tokens, heads, width)."""
+    return head_rows(Operand(ptr, 0, strides[0], strides[1]), 0, head, key, keys, False)
+
+
+@triton.jit
 def _load_block(ptr, strides, key, keys, head, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """[BLOCK_N, BLOCK_WIDTH], zero beyond the block's keys."""
-    lane, column = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_WIDTH)
-    rows = ptr + tl.cast(head, tl.int64) * strides[1] + tl.cast(key, tl.int64) * strides[0] + lane * strides[0]
-    return tl.load(rows[:, None] + column[None, :], mask=(lane < keys)[:, None] & (column < WIDTH)[None, :], other=0.0)
+    return load_rows(_block_rows(ptr, strides, key, keys, head), 0, WIDTH, BLOCK_N, BLOCK_WIDTH, True, False)
 
 
 @triton.jit
 def _own_rows(pair_ptr, part_row, inside, ROWS: tl.constexpr, SLOTS: tl.constexpr):
     """The own rows of part rows. The numbers of a model are constants, because a division by another number takes many instructions."""
     return tl.load(pair_ptr + part_row // ROWS, mask=inside, other=0) // SLOTS * ROWS + part_row % ROWS
-
-
-@triton.jit
-def _gather(ptr, strides, own_row, inside, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """[BLOCK_M, BLOCK_WIDTH] of a tensor (tokens, heads, width)."""
-    column = tl.arange(0, BLOCK_WIDTH)
-    rows = ptr + (own_row // HEADS).to(tl.int64) * strides[0] + (own_row % HEADS).to(tl.int64) * strides[1]
-    return tl.load(rows[:, None] + column[None, :], mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -107,7 +103,7 @@ def routed_walk_fwd_kernel(q_ptr, k_ptr, v_ptr, pair_ptr, cu_seqlens_q, cu_seqle
         inside = row < length
         own_row = _own_rows(pair_ptr, first + row, inside, ROWS, SLOTS)
         # [BLOCK_M, BLOCK_D]
-        q = _gather(q_ptr, q_strides, own_row, inside & (keys > 0), HEADS, HEAD_DIM, BLOCK_D)
+        q = gather_tile(q_ptr, *q_strides, own_row, inside & (keys > 0), HEADS, HEAD_DIM, BLOCK_D)
         # [BLOCK_M, BLOCK_N]
         scores = tl.where(is_key[None, :], tl.dot(q, tl.trans(k)), -float("inf"))
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -157,8 +153,8 @@ def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr,
         seen = inside & (keys > 0)
         own_row = _own_rows(pair_ptr, first + row, inside, ROWS, SLOTS)
         # [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_DV]
-        q = _gather(q_ptr, q_strides, own_row, seen, HEADS, HEAD_DIM, BLOCK_D)
-        do = _gather(do_ptr, do_strides, own_row, seen, HEADS, VALUE_DIM, BLOCK_DV)
+        q = gather_tile(q_ptr, *q_strides, own_row, seen, HEADS, HEAD_DIM, BLOCK_D)
+        do = gather_tile(do_ptr, *do_strides, own_row, seen, HEADS, VALUE_DIM, BLOCK_DV)
         numbers = row_stats_ptr + own_row.to(tl.int64) * 2
         lse_log2 = tl.load(numbers, mask=seen, other=0.0)
         delta = tl.load(numbers + 1, mask=seen, other=0.0)
@@ -181,21 +177,20 @@ def routed_walk_sum_kernel(own_ptr, part_ptr, cu_seqlens_q, cu_seqlens_k, own_st
                            BLOCK_WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_ROWS: tl.constexpr, CHUNK: tl.constexpr):
     """Adds what a block's programs gave to own_ptr, in place, for BLOCK_ROWS of its keys."""
     number = tl.program_id(0) // (BLOCK_N // BLOCK_ROWS)
-    lane = tl.program_id(0) % (BLOCK_N // BLOCK_ROWS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    at = tl.program_id(0) % (BLOCK_N // BLOCK_ROWS) * BLOCK_ROWS
     first, end = tl.load(cu_seqlens_q + number), tl.load(cu_seqlens_q + number + 1)
-    key = tl.load(cu_seqlens_k + number)
-    inside = lane < tl.load(cu_seqlens_k + number + 1) - key
     if first == end:
         return
-    column, head = tl.arange(0, BLOCK_WIDTH), number // count
-    pointers = own_ptr + (head.to(tl.int64) * own_strides[1] + (key - head * total_k + lane).to(tl.int64) * own_strides[0])[:, None]
-    pointers += column[None, :]
-    mask = inside[:, None] & (column < WIDTH)[None, :]
-    acc = tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+    key = tl.load(cu_seqlens_k + number)
+    keys = tl.load(cu_seqlens_k + number + 1) - key
+    head = number // count
+    rows = _block_rows(own_ptr, own_strides, key - head * total_k, keys, head)
+    acc = load_rows(rows, at, WIDTH, BLOCK_ROWS, BLOCK_WIDTH, True, False).to(tl.float32)
+    lane = at + tl.arange(0, BLOCK_ROWS)
     program = first_slot(first, number, CHUNK, None)
     for n in range(tl.cdiv(end - first, CHUNK)):
-        acc += load_tile(part_ptr, (program + n).to(tl.int64) * BLOCK_N + lane, inside, WIDTH, BLOCK_WIDTH)
-    tl.store(pointers, acc.to(own_ptr.dtype.element_ty), mask=mask)
+        acc += load_tile(part_ptr, (program + n).to(tl.int64) * BLOCK_N + lane, lane < keys, WIDTH, BLOCK_WIDTH)
+    store_rows(rows, acc, at, WIDTH, BLOCK_ROWS, BLOCK_WIDTH)
 
 
 def _constants(q: Tensor, v: Tensor, place: Tensor, rows: int, block_size: int, backward: bool) -> dict[str, int]:
