@@ -244,28 +244,26 @@ def run_in_trainer(session: Session, case: Case, label: str, *settings: str) -> 
 
 
 def loss(session: Session) -> Iterator[list[Row]]:
-    """Training loss in nats over each tenth of the steps, by kind of run, the mean of the seeds, whose own are printed, too. All runs of a
-    seed have the same weights and batches, and the learning rate of GPT-2 small's recipe."""
+    """Training loss in nats over each tenth of the steps, by seed and kind of run. All runs of a seed have the same weights and batches, and
+    the learning rate of GPT-2 small's recipe."""
     options = session.options
     case, n_steps = cases(session)[0], 10 if options.dry_run else options.steps
     model = [] if options.dry_run else [f"model={options.model}", "model.vocab_size=null", "model.bias=false"]
-    curves: dict[str, list[list[float]]] = {label: [] for label in options.runs}
-    for label, seed in itertools.product(options.runs, options.seeds):
-        read, failure = run_in_trainer(session, case, label, *model, f"seed={seed}", f"trainer.max_steps={n_steps}", "optimizer.lr=6e-4",
-                                       "trainer.gradient_clip_val=1.0", "trainer.log_every_n_steps=1")
-        losses = [value for _, value in read.get("train/loss", [])]
-        if failure or len(losses) != n_steps:
-            yield [Row("gpt", "loss", "steps", n_steps, label, str(case), "train", "nats", note=failure or f"{len(losses)} losses")]
-            continue
-        curves[label].append([statistics.fmean(losses[n_steps * k // 10 : n_steps * (k + 1) // 10]) for k in range(10)])
-        tenths = " ".join(f"{mean:.4f}" for mean in curves[label][-1])
-        print(f"{label}, seed {seed}: mean loss of each tenth of {n_steps} steps: {tenths}", flush=True)
-    first = options.runs[0]
-    for k in range(10):
-        means = {label: statistics.fmean(curve[k] for curve in of_seeds) for label, of_seeds in curves.items() if of_seeds}
-        yield [Row("gpt", "loss", "steps", n_steps * (k + 1) // 10, label, str(case), "train", "nats", mean, baseline=first,
-                   spread=(max(c[k] for c in curves[label]) - min(c[k] for c in curves[label])) / mean,
-                   ratio=mean / means[first] if first in means else None) for label, mean in means.items()]
+    for seed in options.seeds:
+        first: list[float] | None = None
+        for label in options.runs:
+            read, failure = run_in_trainer(session, case, label, *model, f"seed={seed}", f"trainer.max_steps={n_steps}", "optimizer.lr=6e-4",
+                                           "trainer.gradient_clip_val=1.0", "trainer.log_every_n_steps=1")
+            losses = [value for _, value in read.get("train/loss", [])]
+            row = Row("gpt", "loss", f"{options.model}, seed {seed}", n_steps, label, str(case), "train", "nats", baseline=options.runs[0])
+            if failure or len(losses) != n_steps:
+                yield [replace(row, note=failure or f"{len(losses)} losses")]
+                continue
+            means = [statistics.fmean(losses[n_steps * k // 10 : n_steps * (k + 1) // 10]) for k in range(10)]
+            first = means if label == options.runs[0] else first
+            print(f"{label}, seed {seed}: mean loss of each tenth of {n_steps} steps: {' '.join(f'{mean:.4f}' for mean in means)}", flush=True)
+            yield [replace(row, x=n_steps * (k + 1) // 10, value=mean, ratio=mean / first[k] if first else None)
+                   for k, mean in enumerate(means)]
 
 
 def of_run(row: Row, case: Case, read: dict[str, list[tuple[int, float]]]) -> list[Row]:
