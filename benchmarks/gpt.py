@@ -205,15 +205,16 @@ def profile(session: Session) -> Iterator[list[Row]]:
         forget()
 
 
-# of a run inside the Trainer, by column
+# of a run inside the Trainer, by column. `usual`: as the model's configuration has it, with `split_residual`
+UNSPLIT = "model.split_residual=false"
 TRAINERS: dict[str, list[str]] = {
     "usual": [],
-    "residual": ["model.autocast_residual=true"],
-    "split": ["model.split_residual=true"],
+    "unsplit": [UNSPLIT],
+    "residual": [UNSPLIT, "model.autocast_residual=true"],
     "all logits": ["fused_loss=false"],
     "fp8": ["trainer.precision=fp8"],
-    "fp8 split": ["trainer.precision=fp8", "model.split_residual=true"],
-    "fp8 residual": ["trainer.precision=fp8", "model.autocast_residual=true"],
+    "fp8 unsplit": [UNSPLIT, "trainer.precision=fp8"],
+    "fp8 residual": [UNSPLIT, "trainer.precision=fp8", "model.autocast_residual=true"],
     "gate by element": ["model.attention_gate=elementwise"],
     "gate by head": ["model.attention_gate=head"],
 }
@@ -244,16 +245,16 @@ def run_in_trainer(session: Session, case: Case, label: str, *settings: str) -> 
 
 
 def loss(session: Session) -> Iterator[list[Row]]:
-    """Training loss in nats over each tenth of the steps, by seed and kind of run. All runs of a seed have the same weights and batches, and
-    the learning rate of GPT-2 small's recipe."""
+    """Training loss in nats over each tenth of the steps, by seed and kind of run. A seed's runs have the same weights and batches, and the
+    learning rate of GPT-2 small's recipe."""
     options = session.options
     case, n_steps = cases(session)[0], 10 if options.dry_run else options.steps
     model = [] if options.dry_run else [f"model={options.model}", "model.vocab_size=null", "model.bias=false"]
     for seed in options.seeds:
         first: list[float] | None = None
         for label in options.runs:
-            read, failure = run_in_trainer(session, case, label, *model, f"seed={seed}", f"trainer.max_steps={n_steps}", "optimizer.lr=6e-4",
-                                           "trainer.gradient_clip_val=1.0", "trainer.log_every_n_steps=1")
+            settings = f"seed={seed}", f"trainer.max_steps={n_steps}", "optimizer.lr=6e-4", "trainer.gradient_clip_val=1.0"
+            read, failure = run_in_trainer(session, case, label, *model, *settings, "trainer.log_every_n_steps=1")
             losses = [value for _, value in read.get("train/loss", [])]
             row = Row("gpt", "loss", f"{options.model}, seed {seed}", n_steps, label, str(case), "train", "nats", baseline=options.runs[0])
             if failure or len(losses) != n_steps:
@@ -261,7 +262,8 @@ def loss(session: Session) -> Iterator[list[Row]]:
                 continue
             means = [statistics.fmean(losses[n_steps * k // 10 : n_steps * (k + 1) // 10]) for k in range(10)]
             first = means if label == options.runs[0] else first
-            print(f"{label}, seed {seed}: mean loss of each tenth of {n_steps} steps: {' '.join(f'{mean:.4f}' for mean in means)}", flush=True)
+            tenths = " ".join(f"{mean:.4f}" for mean in means)
+            print(f"{label}, seed {seed}: mean loss of each tenth of {n_steps} steps: {tenths}", flush=True)
             yield [replace(row, x=n_steps * (k + 1) // 10, value=mean, ratio=mean / first[k] if first else None)
                    for k, mean in enumerate(means)]
 
@@ -284,7 +286,7 @@ TABLES = {f.__name__: f for f in (speed, profile, trainer, loss)}
 def main(arguments: list[str] | None = None) -> int:
     command = harness.parser("gpt", list(TABLES), list(BACKENDS))
     command.add_argument("--rows", nargs="+", type=harness.positive, default=[12, 32, 64], help="of 1024 tokens (default: 12 32 64)")
-    command.add_argument("--runs", nargs="+", choices=list(TRAINERS), default=["usual", "split"], help="inside the Trainer")
+    command.add_argument("--runs", nargs="+", choices=list(TRAINERS), default=["usual", "unsplit"], help="inside the Trainer")
     command.add_argument("--steps", type=harness.positive, default=1000, help="of a run for its loss (default: 1000)")
     command.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3], help="of runs for their loss (default: 1 2 3)")
     command.add_argument("--model", choices=("gpt2_small", "gpt2_medium"), default="gpt2_small", help="of runs for their loss")

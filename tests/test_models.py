@@ -241,6 +241,14 @@ def test_a_split_residual_has_the_same_loss(norm):
     assert gradients[0].dtype == gradients[1].dtype == torch.float32
 
 
+def test_weights_begin_with_the_standard_deviation_of_the_configuration():
+    found = {std: build(init_std=std).token_embedding.weight.std().item() for std in (0.02, 0.1)}
+    assert found == {std: pytest.approx(std, rel=0.1) for std in found}
+    for std in (0.0, float("inf")):
+        with pytest.raises(ValueError, match=f"model.init_std={std}: must be a positive number"):
+            build(init_std=std)
+
+
 @pytest.mark.parametrize("other", [{"autocast_residual": True}, {"norm_position": "post"}])
 def test_a_split_residual_needs_one_in_float32(other):
     with pytest.raises(ValueError, match=f"split_residual=true: does not go with model.{next(iter(other))}"):

@@ -5,7 +5,6 @@ from torch import Tensor, nn
 
 from attnzoo.attention.base import KVCache
 from attnzoo.models.bert import BERT
-from attnzoo.models.transformer import INIT_STD
 from attnzoo_kernels import padding
 
 POOLINGS = ("cls", "mean")
@@ -38,7 +37,7 @@ class BERTClassifier(BERT):
         self.classifier = nn.Sequential(nn.Dropout(dropout), *hidden, nn.Linear(self.dim, n_classes))
         for module in (*self.pooler.modules(), *self.classifier.modules()):
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=INIT_STD)
+                nn.init.normal_(module.weight, std=self.init_std)
                 nn.init.zeros_(module.bias)
 
     def forward(
@@ -91,7 +90,5 @@ def _mean(x: Tensor, cu_seqlens: Tensor | None, lengths: Tensor | None) -> Tenso
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if cu_seqlens is None:
         return x.mean(dim=1)
-    # tokens behind the last sequence are summed into an extra row, which is dropped
-    sequence = torch.searchsorted(cu_seqlens[1:], torch.arange(x.shape[0], device=x.device, dtype=torch.int32), right=True)
-    sums = x.new_zeros(len(lengths) + 1, x.shape[1]).index_add(0, sequence, x)
-    return sums[:-1] / lengths.clamp(min=1)[:, None]
+    sums = torch.segment_reduce(x, "sum", offsets=cu_seqlens.long(), initial=0, unsafe=True)  # else the host would wait to check offsets
+    return sums / lengths.clamp(min=1)[:, None]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnzoo.models.decoding import Decoding, draw
-from attnzoo.models.transformer import INIT_STD, Transformer
+from attnzoo.models.transformer import Transformer
 
 __all__ = ["GPT", "draw"]
 
@@ -18,7 +18,7 @@ class GPT(Transformer):
 
     def __init__(self, **config):
         super().__init__(**config)
-        self.init_weights(residual_std=INIT_STD / (2 * len(self.blocks)) ** 0.5)
+        self.init_weights(residual_std=self.init_std / (2 * len(self.blocks)) ** 0.5)
 
     def generate(self, input_ids: Tensor, max_new_tokens: int, **options) -> Tensor:
         """Continue each row: (batch, seqlen) to (batch * samples, seqlen + max_new_tokens), or fewer if all stop. options: see `stream`."""

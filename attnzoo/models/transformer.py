@@ -1,5 +1,6 @@
 """The base class of GPT and BERT: embeddings, blocks and output layer; dense, padded and packed input; parameter and FLOP counts."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,6 @@ from attnzoo_kernels.tree import tree_positions
 
 if TYPE_CHECKING:
     from attnzoo_kernels.context_parallel import ContextParallel
-
-INIT_STD = 0.02
 
 
 class Transformer(nn.Module):
@@ -49,6 +48,8 @@ class Transformer(nn.Module):
     split_residual: in training under bfloat16 autocast the residual stream of pre-norm blocks is stored as two halves of 16 bits, which
         together are its exact float32 value (`attnzoo_kernels.add_norm`). The gradient between blocks, and what norms keep for the
         backward, have 16 bits.
+    init_std: the standard deviation of the normal distribution that matrices and embeddings are drawn from. GPT-2 and BERT have 0.02. In a
+        narrow model that makes attention nearly uniform: `torch.nn.Linear` begins with 1 / sqrt(3 dim), 0.07 at width 64.
     """
 
     causal: bool
@@ -66,7 +67,7 @@ class Transformer(nn.Module):
         original_context: int | None = None, qk_norm: bool = False, attention_temperature: str | Mapping[str, Any] = "none",
         attention_gate: str = "none", layers: Mapping[str, Any] | None = None,
         tie_embeddings: bool = True, dropout: float = 0.0, attention_dropout: float = 0.0, bias: bool = True, pad_vocab_multiple: int = 1,
-        autocast_residual: bool = False, split_residual: bool = False,
+        autocast_residual: bool = False, split_residual: bool = False, init_std: float = 0.02,
     ):
         super().__init__()
         _check_sizes(vocab_size=vocab_size, dim=dim, n_layers=n_layers, n_heads=n_heads, train_context=train_context,
@@ -84,7 +85,9 @@ class Transformer(nn.Module):
             raise ValueError(f"model.positions={positions!r}: must be one of {', '.join(POSITIONS)}")
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"model.dropout={dropout}: must lie in [0, 1)")
-        self.vocab_size, self.dim, self.train_context = vocab_size, dim, train_context
+        if not 0.0 < init_std < math.inf:
+            raise ValueError(f"model.init_std={init_std}: must be a positive number")
+        self.vocab_size, self.dim, self.train_context, self.init_std = vocab_size, dim, train_context, init_std
         self.autocast_residual = autocast_residual or norm_position == "post"
         if split_residual and self.autocast_residual:
             reason = "autocast_residual=true" if autocast_residual else f"norm_position={norm_position}"
@@ -126,16 +129,17 @@ class Transformer(nn.Module):
                              f"set model.max_positions={self.train_context}, or model.positions=rotary")
         return nn.Embedding(max_positions, self.dim)
 
-    def init_weights(self, residual_std: float = INIT_STD) -> None:
-        """Normal with std 0.02, zero biases; `residual_std` is for the projections that write to the residual stream."""
+    def init_weights(self, residual_std: float | None = None) -> None:
+        """Normal with `init_std`, zero biases; `residual_std` (default init_std): of the projections that write to the residual stream."""
+        residual_std = self.init_std if residual_std is None else residual_std
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=INIT_STD)
+                nn.init.normal_(module.weight, std=self.init_std)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         for block in self.blocks:
             nn.init.normal_(block.mlp.down_proj.weight, std=residual_std)
-            block.attention.init_weights(INIT_STD, residual_std)
+            block.attention.init_weights(self.init_std, residual_std)
 
     def forward(
         self, input_ids: Tensor, *, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,

@@ -59,7 +59,7 @@ TRAINER = {
 MODEL = {
     **dict.fromkeys(("dim", "n_layers", "n_heads", "pad_vocab_multiple", "train_context"), Count),
     **dict.fromkeys(("vocab_size", "n_kv_heads", "head_dim", "mlp_dim", "max_positions", "original_context"), Count | None),
-    **dict.fromkeys(("norm_eps", "rope_base", "rope_factor"), Positive),
+    **dict.fromkeys(("norm_eps", "rope_base", "rope_factor", "init_std"), Positive),
     **dict.fromkeys(("dropout", "attention_dropout"), ShareBelowOne),
     **dict.fromkeys(("tie_embeddings", "bias", "qk_norm", "autocast_residual", "split_residual"), bool),
     "type_vocab_size": Natural,

@@ -10,6 +10,7 @@ from attnzoo_kernels._triton.softmax import LOG2E, exp_in_units, tanh
 from attnzoo_kernels.linear_cross_entropy.eight_bits import EightBits
 
 LOGITS = 2**28  # about the most logits of a chunk: half a gigabyte in 16 bits, so that the products are large
+CHUNKS = 4  # a call with more chunks than this has chunks of up to this many times the size, because each reads and writes all of dW
 BLOCK = 4096  # columns that a program has in registers
 KEPT = 26  # the most tiles of BLOCK // 2 columns in 16 bits that stay in registers
 
@@ -198,7 +199,8 @@ def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
     db = torch.zeros(rows if gradient and bias is not None else 0, dtype=torch.float32, device=x.device)
     products = None if tokens == 0 else EightBits(x, weight, scales, gradient) if fp8 else Plain(x, weight)
     block, tiles = _tiles(x, vocab_size)
-    n_chunks = max(1, -(-tokens * rows // LOGITS))  # equal sizes, because a small last chunk would leave a part of the GPU idle
+    small = -(-tokens * rows // LOGITS)
+    n_chunks = max(1, min(small, CHUNKS), -(-small // CHUNKS))  # equal sizes: a small last chunk would leave a part of the GPU idle
     for begin in range(0, tokens, step := 256 * max(1, -(-tokens // (256 * n_chunks)))):
         chunk = slice(begin, begin + step)
         logits = products.logits(chunk, bias)
