@@ -11,28 +11,49 @@ from attnzoo_kernels._triton.scores import alibi
 from attnzoo_kernels._triton.softmax import exp_in_units, in_units
 
 SHARING = tl.constexpr(4)  # weights of a thread that are computed with one reciprocal
+TOGETHER = tl.constexpr(16)  # on Hopper: weights of a thread that are computed by a series if all are small; as many as SHARING: never
+TERMS = 3  # of the series t - t^2 + t^3 ...
+SMALL = 2.0 ** (-12 / TERMS)  # small weights then have a relative error of at most 2^-12, an eighth of a rounding to bfloat16
 
 
-def _sigmoid(count: int) -> tuple[tl.constexpr, tl.constexpr]:
-    """Inline assembly and its constraints for sigmoid(x) of `count` scores, a power of two, with x in base 2, by one reciprocal.
+def _bits(x: float) -> str:
+    """Of a float32, in hexadecimal digits."""
+    return struct.pack(">f", x).hex()
 
-    With t = 2^x and a = 1 + t, a weight is t / a; all a share the reciprocal of their product. Scores of -inf give zero, and small weights
-    are exact to 2^-21. Scores are capped at 120 / count, so that the product stays finite; there a weight differs from one by 2^(-120 /
-    count).
+
+def _sigmoid(count: int, together: int) -> tuple[tl.constexpr, tl.constexpr]:
+    """Inline assembly and its constraints for sigmoid(x) from t = 2^x of `together` scores, with x in base 2.
+
+    A weight is t / (1 + t). In a warp whose t are all small it is a series. Else `count` weights, a power of two, have one reciprocal:
+    those of t and u are (t + t u) / d and (u + t u) / d with d = (1 + t) + (u + t u), and all d share the reciprocal of their product. They
+    are exact to 2^-21, close to zero, too. There t is capped at 2^(120 / count), so that the product stays finite, and a weight differs
+    from one by 2^(-120 / count) at most. Scores of -inf give zero, and NaN gives NaN.
     """
-    lines = [f".reg .f32 t<{count}>, p<{2 * count}>, r<{count}>;"]
-    for n in range(count):  # p: a tree of products, the root p1, whose leaves are the a; r: their reciprocals
-        lines.append(f"min.NaN.f32 t{n}, ${count + n}, 0f{struct.pack('>f', 120 / count).hex()}; ex2.approx.ftz.f32 t{n}, t{n}; "
-                     f"add.f32 p{count + n}, t{n}, 0f3F800000;")
-    lines += [f"mul.f32 p{n}, p{2 * n}, p{2 * n + 1};" for n in reversed(range(1, count))]
-    lines += [f"mul.f32 t{n}, t{n}, p{(count + n) ^ 1};" for n in range(count)]  # early, so that the leaves take no registers afterwards
-    lines.append("rcp.approx.ftz.f32 r1, p1;")
-    lines += [f"mul.f32 r{n}, r{n // 2}, p{n ^ 1};" for n in range(2, count)]
-    lines += [f"mul.f32 ${n}, t{n}, r{(count + n) // 2};" for n in range(count)]
-    return tl.constexpr("{ " + " ".join(lines) + " }"), tl.constexpr(",".join(["=&f"] * count + ["f"] * count))
+    lines = [f".reg .f32 t<{together}>, w<{together}>, p<{count}>, r<{count}>; .reg .b32 most, b; .reg .pred large;"]
+    powers = [f"${together + n}" for n in range(together)]
+    if together > count:
+        lines.append("mov.b32 most, 0;")  # floats that are not negative compare as integers do, and NaN is the largest
+        lines += [f"mov.b32 b, {t}; max.s32 most, most, b;" for t in powers]
+        lines.append(f"setp.gt.s32 large, most, 0x{_bits(SMALL)}; vote.sync.any.pred large, large, 0xffffffff; @large bra.uni LARGE;")
+        for n, t in enumerate(powers):
+            longer = f"fma.rn.f32 w{n}, t{n}, w{n}, {t}; "  # from k terms to k + 1
+            lines.append(f"neg.f32 t{n}, {t}; mov.b32 w{n}, {t}; {longer * (TERMS - 1)}mov.b32 ${n}, w{n};")
+        lines.append("bra.uni DONE; LARGE:")
+    lines += [f"min.NaN.f32 t{n}, {t}, 0f{_bits(2.0 ** (120 / count))};" for n, t in enumerate(powers)]
+    for first in range(0, together, count):  # p: a tree of products, the root p1, whose leaves are the d; r: their reciprocals
+        for n in range(first, first + count, 2):
+            lines.append(f"fma.rn.f32 w{n}, t{n}, t{n + 1}, t{n}; fma.rn.f32 w{n + 1}, t{n}, t{n + 1}, t{n + 1}; "
+                         f"add.f32 t{n}, t{n}, 0f{_bits(1.0)}; add.f32 p{(count + n - first) // 2}, t{n}, w{n + 1};")
+        lines += [f"mul.f32 p{n}, p{2 * n}, p{2 * n + 1};" for n in reversed(range(1, count // 2))]
+        lines.append("rcp.approx.ftz.f32 r1, p1;")
+        lines += [f"mul.f32 r{n}, r{n // 2}, p{n ^ 1};" for n in range(2, count)]
+        lines += [f"mul.f32 ${first + n}, w{first + n}, r{(count + n) // 2};" for n in range(count)]
+    lines.append("DONE:")
+    return tl.constexpr("{ " + " ".join(lines) + " }"), tl.constexpr(",".join(["=&f"] * together + ["f"] * together))
 
 
-SIGMOID, REGISTERS = _sigmoid(SHARING.value)
+SIGMOID, REGISTERS = _sigmoid(SHARING.value, SHARING.value)
+HOPPER_SIGMOID, HOPPER_REGISTERS = _sigmoid(SHARING.value, TOGETHER.value)
 
 
 class Given(NamedTuple):
@@ -97,7 +118,7 @@ def biased_transposed(x, own, products, i, j, at):
 
 @triton.jit
 def hardware_sigmoid(scores, unit, lse, row_sum, EXACT: tl.constexpr):
-    return tl.inline_asm_elementwise(SIGMOID, REGISTERS, [scores], dtype=tl.float32, is_pure=True, pack=SHARING)
+    return tl.inline_asm_elementwise(SIGMOID, REGISTERS, [tl.exp2(scores)], dtype=tl.float32, is_pure=True, pack=SHARING)
 
 
 @triton.jit

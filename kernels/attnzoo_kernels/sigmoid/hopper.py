@@ -18,14 +18,15 @@ from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile
-from attnzoo_kernels.sigmoid.hooks import REGISTERS, SHARING, SIGMOID
+from attnzoo_kernels.sigmoid.hooks import HOPPER_REGISTERS, HOPPER_SIGMOID, TOGETHER
 from attnzoo_kernels.sigmoid.options import Options
 
 
 @gluon.jit
 def sigmoid(scores):
     """Of scores in base 2."""
-    return gl.inline_asm_elementwise(SIGMOID, REGISTERS, [scores], dtype=gl.float32, is_pure=True, pack=SHARING)
+    powers = gl.exp2(scores)  # all at once: in the assembly, branches would separate them
+    return gl.inline_asm_elementwise(HOPPER_SIGMOID, HOPPER_REGISTERS, [powers], dtype=gl.float32, is_pure=True, pack=TOGETHER)
 
 
 @gluon.jit
