@@ -1,13 +1,14 @@
 """`sigmoid_attention` against softmax attention of the same shape, ours and its peers', and against its authors' kernels.
 
     python -m benchmarks.sigmoid                            # the main table
-    python -m benchmarks.sigmoid speed packed
+    python -m benchmarks.sigmoid speed large packed
 
 The softmax is a peer in time only: its results are checked against its own reference. The authors' kernels, `flash_sigmoid`, are built
 from github.com/apple/ml-sigmoid-attention; they take one bias for all calls and no packed sequences.
 """
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -83,6 +84,13 @@ def speed(session: Session) -> Iterator[list[Row]]:
         yield harness.compare(Line("sigmoid", "speed", panel, length), entries(session, case), session.options.directions, session.timing)
 
 
+def large(session: Session) -> Iterator[list[Row]]:
+    """The same with queries of 2 and 4 times the size: fewer weights are small, and the Hopper kernels take less time for small ones."""
+    for (panel, length, case), factor in itertools.product(flash.main_cases(session), (2.0, 4.0)):
+        line = Line("sigmoid", "large", f"{panel}, queries times {factor:g}", length)
+        yield harness.compare(line, entries(session, replace(case, q_scale=factor)), session.options.directions, session.timing)
+
+
 def packed(session: Session) -> Iterator[list[Row]]:
     """The same of packed sequences of mixed lengths."""
     o = session.options
@@ -91,7 +99,7 @@ def packed(session: Session) -> Iterator[list[Row]]:
         yield harness.compare(Line("sigmoid", "packed", panel, length), entries(session, case), o.directions, session.timing)
 
 
-TABLES = {f.__name__: f for f in (speed, packed)}
+TABLES = {f.__name__: f for f in (speed, large, packed)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -100,7 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--masks", nargs="+", choices=("full", "causal"), default=["full", "causal"])
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
         command.set_defaults(lengths=[32, 64], head_dims=[16], tokens=128, hidden=64)
-    plots = {"speed": "sequence length", "packed": "longest sequence"}
+    plots = {"speed": "sequence length", "large": "sequence length", "packed": "longest sequence"}
     return harness.main(command, TABLES, BACKENDS, ["attnzoo-reference"], plots, arguments)
 
 
