@@ -14,11 +14,13 @@ def main() -> None:
 
     hopper.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
     plans = compiled_plans(flash)
-    for head_dim, value_dim, length, packed, left in ((64, 64, 4096, False, -1), (128, 128, 4096, False, -1), (128, 128, 4096, True, 64),
-                                                      (64, 64, 512, True, -1), (64, 128, 1000, False, 64)):
+    for head_dim, value_dim, length, packed, left, dtype in (
+            (64, 64, 4096, False, -1, torch.bfloat16), (128, 128, 4096, False, -1, torch.bfloat16),
+            (128, 128, 4096, True, 64, torch.bfloat16), (64, 64, 512, True, -1, torch.bfloat16), (64, 128, 1000, False, 64, torch.bfloat16),
+            (128, 128, 512, False, -1, torch.float16), (64, 64, 4096, True, -1, torch.float16)):
         rows = (length,) if packed else (1, length)
-        q, k = torch.zeros(2, *rows, 4, head_dim, dtype=torch.bfloat16)
-        v = torch.zeros(*rows, 4, value_dim, dtype=torch.bfloat16)
+        q, k = torch.zeros(2, *rows, 4, head_dim, dtype=dtype)
+        v = torch.zeros(*rows, 4, value_dim, dtype=dtype)
         bounds = torch.zeros(2, dtype=torch.int32) if packed else None
         options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=0, key_bias=True)
         case = {"head_dim": head_dim, "value_dim": value_dim, "packed": packed, "window": left}
@@ -26,8 +28,10 @@ def main() -> None:
         bias = KeyBias(torch.zeros(c), torch.zeros(starts, dtype=torch.float64), torch.zeros(ends, dtype=torch.int32))
         launch = hopper._plan(q.device, q.dtype, packed, layout(q), layout(k), layout(v), options).launch
         launch.kernel, launch.other = WarmUp(launch.kernel), None
-        hopper.launch_forward(q, k, v, bounds, bounds, options, bias)
+        hopper.launch_forward(q, k, v, bounds, bounds, options, bias, blocks.empty_parts(q, k, options))
         report(launch.compiled, **case)
+        if dtype == torch.float16:
+            continue
         stats = torch.zeros(2, 4, length) if packed else torch.zeros(2, 1, 4, length)
         hopper_backward.launch_backward(v, None, q, k, v, v, stats, bounds, options, bias)
         report(plans[-1].mainloop.compiled, **case)

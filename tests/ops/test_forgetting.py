@@ -95,6 +95,22 @@ def test_sums_begin_anew_in_each_sequence_and_keep_their_last_bits():
     assert_close(high + low, c, rtol=2**-47, atol=0)
 
 
+@needs_triton
+@pytest.mark.parametrize("case", [Case(batch=2, seqlen_q=40, seqlen_k=300, heads=3, head_dim=16, gate=-3.0),
+                                  Case(lengths_q=(20, 0, 160), lengths_k=(390, 33, 160), heads=2, head_dim=16, resets=0.1)], ids=str)
+def test_parts_of_c_add_up_to_it(case):
+    from attnzoo_kernels.forgetting.blocks import empty_parts, key_bias
+
+    x = replace(case, dtype=torch.float16).inputs(DEVICE)
+    bounds = x.options.get("cu_seqlens_q"), x.options.get("cu_seqlens_k")
+    options = ops._options(bounds[0], x.k, 0.25, -1, False)
+    parts = empty_parts(x.q, x.k, options)
+    bias = key_bias(x.log_f, x.q, x.k, *bounds, options, parts=parts)
+    c = bias.c[: len(parts)]
+    assert c.abs().max() > 100
+    assert torch.equal(parts.float().sum(1), -c)
+
+
 # 128 gates of -3 are far beyond what scores of 16 columns make up for
 PRUNED = [Case(batch=2, seqlen_q=40, seqlen_k=300, kv_heads=1, head_dim=16, gate=-3.0),
           Case(lengths_q=(20, 0, 160), lengths_k=(390, 33, 160), heads=1, head_dim=16, gate=-3.0)]

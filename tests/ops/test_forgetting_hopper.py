@@ -48,6 +48,7 @@ def test_repeats_are_bitwise_equal(case):
 @pytest.mark.slow
 def test_kernels_fit_and_spill_little():
     kernels = compiled_kernels("forgetting_hopper_ahead_of_time.py")
-    assert {kernel["kernel"] for kernel in kernels} == {"hopper_fwd_kernel", "pair_bwd_kernel"}
-    wrong = [kernel for kernel in kernels if kernel["shared"] > 232448 or kernel["complaints"] or kernel["stack"] > 352]
+    assert {kernel["kernel"] for kernel in kernels} == {"forgetting_fwd_hopper_kernel", "pair_bwd_kernel"}
+    most = {"forgetting_fwd_hopper_kernel": 8, "pair_bwd_kernel": 352}
+    wrong = [kernel for kernel in kernels if kernel["shared"] > 232448 or kernel["complaints"] or kernel["stack"] > most[kernel["kernel"]]]
     assert not wrong, "\n".join(map(str, wrong))

@@ -85,9 +85,9 @@ def work_and_barriers(config, WORDS: gl.constexpr = 3):
     """Shared memory for WORDS int32 of each coming tile, which the consumers read, and the Barriers."""
     work = gl.allocate_shared_memory(gl.int32, [WORDS * WORK, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     PLACES: gl.constexpr = config.Q_SLOTS * config.CONSUMERS
-    bars = Barriers(barriers(PLACES, 1), barriers(PLACES, 1), barriers(config.STAGES, 1), barriers(config.STAGES, config.CONSUMERS),
-                    barriers(config.STAGES, 1), barriers(config.STAGES, config.CONSUMERS), barriers(WORK, 1),
-                    barriers(WORK, config.CONSUMERS))
+    bars = Barriers(barriers(PLACES, 1), barriers(PLACES, 1), barriers(config.STAGES, 1 if config.LOAD_BIAS is None else 2),
+                    barriers(config.STAGES, config.CONSUMERS), barriers(config.STAGES, 1), barriers(config.STAGES, config.CONSUMERS),
+                    barriers(WORK, 1), barriers(WORK, config.CONSUMERS))
     return work, bars
 
 

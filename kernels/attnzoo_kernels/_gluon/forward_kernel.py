@@ -63,7 +63,11 @@ class Config:
     # step, q_step)
     JOIN: gl.constexpr  # (row_max, row_sum, begun) -> (both with a key that has no value, the output's factor); may be left out
     COLUMN: gl.constexpr = column  # (tile of keys, span, FIRST) -> the tile's first key; FIRST: it is the consumer's first tile
-    KEY_BIAS: gl.constexpr  # (column, KEYS, span) -> [KEYS], subtracted from the products with KEYS keys, in their unit; may be left out
+    LOAD_BIAS: gl.constexpr  # (slot, tile, key): loads the bias of a tile of keys, with an arrival of its own at k_full; may be left out
+    KEY_BIAS: gl.constexpr  # (slot, KEYS) -> [16, KEYS] in shared memory, whose rows are added to the products with the slot's first KEYS
+    # keys; may be left out
+    APART: gl.constexpr  # (column, span) -> what the scores of a tile are too large by, in base 2 and in their unit; may be left out; not
+    # with WEIGHTS
     MASK: gl.constexpr = mask  # (scores, column, span) -> scores with -inf where a query does not see a key
     STEP_MASK: gl.constexpr = step_mask  # (scores, where) -> scores, by MASK if the step's tile needs it; under MASK_IN_LOOP
     INSIDE: gl.constexpr = inside  # (tile, span) -> (where the rows' lse and statistics lie, which of the rows exist)

@@ -15,7 +15,7 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from attnzoo_kernels._gluon.softmax import packed, partial_row_sums, softmax_step, unpacked
+from attnzoo_kernels._gluon.softmax import packed, partial_row_sums, softmax_step, subtrahend, unpacked
 
 BELOW_ZERO = gl.constexpr(8.0)  # in base 2: maxima down to minus this are raised to zero; the row's largest weight is then at least 2^-8
 
@@ -84,22 +84,27 @@ def parts_of(tiles, at, config):
 
 
 @gluon.jit
-def scores_in_flight(q, keys, nothing, config):
-    """Starts Q Kᵀ; with PARTS, the parts' products are summed in one accumulator. nothing: zeros of the result's shape."""
+def scores_in_flight(q, keys, slot, nothing, program, config):
+    """Starts the product of the queries and the keys in `slot`; with PARTS, the parts' products are summed in one accumulator, and with
+    KEY_BIAS that of ones and the bias, too. nothing: zeros of the result's shape."""
     if config.PARTS is None:
         pending = warpgroup_mma(q, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
     else:
         pending = nothing
         for part in gl.static_range(config.PARTS):
             pending = warpgroup_mma(q[part], keys[part].permute((1, 0)), pending, use_acc=part > 0, is_async=True)
+    if config.KEY_BIAS is not None:  # its type may be another one: the accumulator is float32
+        bias = config.KEY_BIAS(slot, nothing.shape[1], program, config)
+        ones = gl.full([ROWS, bias.shape[0]], 1.0, bias.dtype, gl.DotOperandLayout(0, nothing.type.layout, 2))
+        pending = warpgroup_mma(ones, bias, pending, is_async=True)
     return pending
 
 
 @gluon.jit
-def first_weights(q, keys, k_empty, masked, column, span, scale, program, config):
+def first_weights(q, keys, slot, k_empty, masked, column, span, scale, program, config):
     """(row_max, partial sums, weights) of the first tile of keys.
 
-    keys: the BLOCK_N keys of the tile, or their first half where no query sees the second. ROW_MAX_NOT_NEGATIVE: a maximum between
+    keys: the BLOCK_N keys in `slot`, or their first half where no query sees the second. ROW_MAX_NOT_NEGATIVE: a maximum between
     -BELOW_ZERO and zero is raised to zero, and the weights are `packed`.
     """
     KEYS: gl.constexpr = keys.shape[0] if config.PARTS is None else config.BLOCK_N
@@ -107,27 +112,25 @@ def first_weights(q, keys, k_empty, masked, column, span, scale, program, config
     tile_layout: gl.constexpr = product_layout(config.BLOCK_N)
     scores_layout: gl.constexpr = product_layout(KEYS)
     weights_layout: gl.constexpr = gl.DotOperandLayout(0, product_layout(config.BLOCK_DV), 2)
-    bias = 0
-    if config.KEY_BIAS is not None:
-        bias = config.KEY_BIAS(column, KEYS, span, program, config)
     if isinstance(q, gl.tensor):  # in registers: it has the layout for the product with a whole tile
         q = gl.convert_layout(q, gl.DotOperandLayout(0, scores_layout, 2))
     # [ROWS, KEYS]
-    pending = scores_in_flight(q, keys, gl.zeros([ROWS, KEYS], gl.float32, scores_layout), config)
+    pending = scores_in_flight(q, keys, slot, gl.zeros([ROWS, KEYS], gl.float32, scores_layout), program, config)
+    apart = None if config.APART is None else config.APART(column, span, program, config)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     release(k_empty)
-    if config.KEY_BIAS is not None:
-        scores = scores - bias[None, :]
     if masked:
         scores = config.MASK(scores, column, span, program, config)
     row_max = 0
     row_sum = 0
     if config.WEIGHTS is None:
         row_max = gl.max(scores, 1)
+        if apart is not None:
+            row_max = row_max - apart[1]
         if config.ROW_MAX_NOT_NEGATIVE:
             row_max = gl.where((row_max < 0) & (row_max >= -BELOW_ZERO / scale), 0.0, row_max)
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
-        weights = gl.exp2(scores * scale - (base * scale)[:, None])
+        weights = gl.exp2(scores * scale - subtrahend(base, scale, apart)[:, None])
         row_sum = gl.convert_layout(partial_row_sums(weights),
                                     partial_row_sums(gl.zeros([ROWS, config.BLOCK_N], gl.float32, tile_layout)).type.layout)
     else:
@@ -152,9 +155,9 @@ def first_step(q, slot, masked, column, span, scale, program, config):
     keys, k_empty = parts_of(program.tiles.k, slot, config), program.bars.k_empty.index(slot)
     HALF: gl.constexpr = config.BLOCK_N // 2
     if config.HALF_TILE and span.row + ROWS + (span.len_k - span.len_q + program.problem.window_right) <= column + HALF:
-        row_max, row_sum, p = first_weights(q, keys.slice(0, HALF), k_empty, masked, column, span, scale, program, config)
+        row_max, row_sum, p = first_weights(q, keys.slice(0, HALF), slot, k_empty, masked, column, span, scale, program, config)
     else:
-        row_max, row_sum, p = first_weights(q, keys, k_empty, masked, column, span, scale, program, config)
+        row_max, row_sum, p = first_weights(q, keys, slot, k_empty, masked, column, span, scale, program, config)
     # [ROWS, BLOCK_DV]
     return p, gl.zeros([ROWS, config.BLOCK_DV], gl.float32, product_layout(config.BLOCK_DV)), row_max, row_sum
 
@@ -165,7 +168,7 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
     """Step s of a mainloop: (weights, acc, row_max, partial sums).
 
     Two products run at once: queries times the keys of this step, and the weights `p` times the values of the step before. The softmax of
-    this step overlaps with the second product. where: the argument of STEP_MASK, which KEY_BIAS and WEIGHTS read, too. MASKED: False where
+    this step overlaps with the second product. where: the argument of STEP_MASK, which APART and WEIGHTS read, too. MASKED: False where
     no mask is needed. NOT_NEGATIVE: no row_max is negative.
     """
     bars, tiles = program.bars, program.tiles
@@ -175,28 +178,26 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
     no_scores = gl.zeros([ROWS, config.BLOCK_N], gl.float32, product_layout(config.BLOCK_N))
     slot, phase = stage_of(s, config.STAGES)
     before, phase_before = stage_of(s - 1, config.STAGES)
-    bias = 0
-    if config.KEY_BIAS is not None:  # loaded early, because it comes from global memory
-        span = where[2]
-        bias = config.KEY_BIAS(config.COLUMN(span.begin + last_step - 1 - s, span, False, program, config), config.BLOCK_N, span, program,
-                               config)
     if not config.K_BEFORE_PV:
         mbarrier.wait(bars.k_full.index(slot), phase)
     # [ROWS, BLOCK_N]
-    pending = scores_in_flight(q, parts_of(tiles.k, slot, config), no_scores, config)
+    pending = scores_in_flight(q, parts_of(tiles.k, slot, config), slot, no_scores, program, config)
     mbarrier.wait(bars.v_full.index(before), phase_before)
     weights = unpacked(p, weights_layout, dtype) if config.ROW_MAX_NOT_NEGATIVE else p
     # [ROWS, BLOCK_DV]
     acc_pending = warpgroup_mma(weights, tiles.v.index(before), acc, is_async=True)
+    apart = None
+    if config.APART is not None:  # from global memory, while the products run
+        span = where[2]
+        apart = config.APART(config.COLUMN(span.begin + last_step - 1 - s, span, False, program, config), span, program, config)
     scores = warpgroup_mma_wait(1, deps=(pending,))
     if not config.JOINT_RELEASE:
         release(bars.k_empty.index(slot))
-    if config.KEY_BIAS is not None:
-        scores = scores - bias[None, :]
     if config.MASK_IN_LOOP and MASKED:
         scores = config.STEP_MASK(scores, where, program, config)
     if config.WEIGHTS is None:
-        weights, row_max, row_sum, rescale = softmax_step(scores, row_max, row_sum, scale, config.EMPTY_ROWS, NOT_NEGATIVE)
+        weights, row_max, row_sum, rescale = softmax_step(scores, row_max, row_sum, scale, config.EMPTY_ROWS, NOT_NEGATIVE,
+                                                            apart)
     else:
         weights = config.WEIGHTS(scores, where, program, config)
     if config.K_BEFORE_PV:  # fault 4: the spin loop of this wait keeps the exponentials above the wait for the product

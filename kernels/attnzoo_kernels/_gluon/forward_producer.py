@@ -87,6 +87,8 @@ def produce_prefetched(program, config):
         key = (end - 1) * config.BLOCK_N
         for j in range(end - begin):
             load_keys(program.descs.k, step, keys, key, program, config)
+            if config.LOAD_BIAS is not None:
+                config.LOAD_BIAS(step % config.STAGES, tile, key, program, config)
             if j == end - begin - 1:  # before V, whose load may wait; not earlier, so that the first program to be ready gets the tile
                 tile = config.NEXT_TILE(next_index(problem), program, config)
                 taken += 1

@@ -21,15 +21,16 @@ from attnzoo_kernels.forgetting import gates
 from attnzoo_kernels.forgetting.gates import NEGLIGIBLE
 
 LOG2E = tl.constexpr(math.log2(math.e))
+PARTS = tl.constexpr(3)  # numbers of bfloat16 that hold a float32
 LAST = 2**23  # larger than any number of blocks
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "seqlen_k", "heads", "before"],
-            do_not_specialize_on_alignment=["c_ptr", "rows_ptr", "starts_ptr", "extremes_ptr", "cu_seqlens", "cu_seqlens_k"])
-def forgetting_blocks_kernel(c_ptr, rows_ptr, starts_ptr, extremes_ptr, cu_seqlens, cu_seqlens_k, unit, n_seqs, seqlen, seqlen_k, heads,
-                             before, PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
+            do_not_specialize_on_alignment=["c_ptr", "rows_ptr", "starts_ptr", "extremes_ptr", "parts_ptr", "cu_seqlens", "cu_seqlens_k"])
+def forgetting_blocks_kernel(c_ptr, rows_ptr, starts_ptr, extremes_ptr, parts_ptr, cu_seqlens, cu_seqlens_k, unit, n_seqs, seqlen, seqlen_k,
+                             heads, before, PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, IN_PARTS: tl.constexpr):
     """Stores c of a block of keys, or of a block of queries' own keys, and an extreme of it: the smallest c of keys, the largest c of
-    queries."""
+    queries. IN_PARTS: for keys also -c as three numbers of bfloat16, whose sum it is."""
     place = program_tile(cu_seqlens, cu_seqlens_k, n_seqs, seqlen, seqlen_k, heads, BLOCK, PACKED, False)
     lanes = tl.arange(0, BLOCK)
     rows = place.row + lanes
@@ -46,7 +47,14 @@ def forgetting_blocks_kernel(c_ptr, rows_ptr, starts_ptr, extremes_ptr, cu_seqle
     else:
         more = more / unit
         extreme = tl.min(tl.where(there, c, float("inf")), 0)
-    tl.store(rows_ptr + block * BLOCK + lanes, more.to(tl.float32))
+    more = more.to(tl.float32)
+    tl.store(rows_ptr + block * BLOCK + lanes, more)
+    if IN_PARTS and not QUERIES:
+        rest = -more
+        for part in tl.static_range(PARTS):  # the 8 bits of highest order of what is left; the last part is all of it
+            high = (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+            tl.store(parts_ptr + (block * PARTS + part) * BLOCK + lanes, high.to(tl.bfloat16))
+            rest -= high
     tl.store(starts_ptr + block, start * LOG2E)
     tl.store(extremes_ptr + block, extreme)
 
@@ -82,14 +90,15 @@ def forgetting_ends_kernel(extremes_ptr, farthest_ptr, ends_ptr, cu_seqlens, oth
 
 
 @functools.lru_cache(maxsize=1024)
-def _plans(device: torch.device, heads: int, sizes: tuple[int, int, int], call: Call) -> tuple[list[Launch], list[Launch]]:
+def _plans(device: torch.device, heads: int, sizes: tuple[int, int, int], call: Call, in_parts: bool) -> tuple[list[Launch], list[Launch]]:
     """Launches of both kernels for keys and for queries."""
     sequences, seqlen_q, seqlen_k = sizes
     of_keys, of_queries = (call.programs(heads, seqlen, sequences, C_BLOCK) for seqlen in (seqlen_k, seqlen_q))
     constants = [{"PACKED": call.packed, "QUERIES": queries, "BLOCK": C_BLOCK} for queries in (False, True)]
+    of_blocks = [of | {"IN_PARTS": in_parts} for of in constants]
     unit = call.softmax_scale * math.log2(math.e)
-    blocks = [Launch(forgetting_blocks_kernel, of_keys, (unit, sequences, seqlen_k, seqlen_k, heads, 0), constants[0], 4, 1),
-              Launch(forgetting_blocks_kernel, of_queries, (unit, sequences, seqlen_q, seqlen_k, heads, of_keys), constants[1], 4, 1)]
+    blocks = [Launch(forgetting_blocks_kernel, of_keys, (unit, sequences, seqlen_k, seqlen_k, heads, 0), of_blocks[0], 4, 1),
+              Launch(forgetting_blocks_kernel, of_queries, (unit, sequences, seqlen_q, seqlen_k, heads, of_keys), of_blocks[1], 4, 1)]
     ends = [Launch(forgetting_ends_kernel, of_keys, (sequences, seqlen_k, seqlen_q, heads, 0, of_keys), constants[0], 4, 1),
             Launch(forgetting_ends_kernel, of_queries, (sequences, seqlen_q, seqlen_k, heads, of_keys, 0), constants[1], 4, 1)]
     return blocks, ends
@@ -111,22 +120,29 @@ def shapes(q: Tensor, k: Tensor, log_f: Tensor, options: Options) -> tuple[tuple
     return (2, *log_f.mT.shape) if exact else (count, C_BLOCK), (0 if exact else count,), (count if options.pruned else 0,)
 
 
+def empty_parts(q: Tensor, k: Tensor, options: Options) -> Tensor:
+    """Room for the parts of c of a call's keys."""
+    sequences, _, seqlen_k = options.sizes(q.shape, k.shape)
+    count = options.programs(q.shape[-2], seqlen_k, sequences, C_BLOCK)
+    return torch.empty(count, PARTS.value, C_BLOCK, dtype=torch.bfloat16, device=q.device)
+
+
 def key_bias(log_f: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
-             prune: bool = True) -> KeyBias:
-    """The KeyBias of a call. prune=False: its ends skip nothing."""
+             prune: bool = True, parts: Tensor | None = None) -> KeyBias:
+    """The KeyBias of a call. prune=False: its ends skip nothing. parts: `empty_parts`, filled with -c of the blocks of keys."""
     c = gates.cumulative(log_f, cu_seqlens_k)
     exact = q.dtype == torch.float32
     of_rows, of_starts, of_ends = shapes(q, k, log_f, options)
     ends = torch.empty(of_ends, dtype=torch.int32, device=c.device)
     if 0 in q.shape or 0 in k.shape or exact and not options.pruned:
         return KeyBias(gates.in_two_parts(c) if exact else ends.new_empty(of_rows, dtype=torch.float32), c.new_empty(of_starts), ends)
-    blocks, ends_of = _plans(q.device, q.shape[-2], options.sizes(q.shape, k.shape), options)
+    blocks, ends_of = _plans(q.device, q.shape[-2], options.sizes(q.shape, k.shape), options, parts is not None)
     count = blocks[0].programs + blocks[1].programs
     rows = torch.empty(count, C_BLOCK, dtype=torch.float32, device=c.device)
     starts, extremes = c.new_empty(2, count)
     with on_device_of(c):
         for launch, bounds in zip(blocks, (cu_seqlens_k, cu_seqlens_q), strict=True):
-            launch(c, rows, starts, extremes, bounds, cu_seqlens_k)
+            launch(c, rows, starts, extremes, parts, bounds, cu_seqlens_k)
         if options.pruned and not prune:
             ends[: blocks[0].programs] = LAST
             ends[blocks[0].programs :] = 0

@@ -1,10 +1,11 @@
 """Forgetting attention's forward for Hopper: flash's, with a bias by key.
 
-A consumer's scores and statistics are relative to c at the start of its queries' block, as those of the plain kernels are.
+Tensor cores add a key's bias, relative to the start of its block, to its scores: it lies in shared memory in three parts (`empty_parts`).
+What is left is the same for all keys of a block, and goes with the rows' maxima. Statistics are relative to c at the start of the queries'
+block, as those of the plain kernels are.
 """
 
 import functools
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,11 +13,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS
-from attnzoo_kernels._gluon.forward_entry import hopper_fwd_kernel
-from attnzoo_kernels._gluon.forward_launch import ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_tile import ForwardTile
-from attnzoo_kernels._gluon.hopper import product_layout
+from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows, tiles_like
+from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
+from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
+from attnzoo_kernels._gluon.hopper import descriptor, load_tile, product_layout
 from attnzoo_kernels._gluon.tile_scheduler import Span, span, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout, outputs
@@ -30,21 +30,15 @@ BLOCK = gl.constexpr(C_BLOCK)
 
 
 class Gates(NamedTuple):
-    """KeyBias's tensors, and the factor from base 2 to the unit of the products."""
-
-    c: Any
+    desc: Any  # of the keys' parts; a box is a block
+    parts: Any  # [STAGES, 16, BLOCK] in shared memory; TMA fills the rows behind the three parts with zeros
+    c: Any  # of KeyBias, like starts
     starts: Any
-    unit: Any
-
-
-@gluon.jit
-def _own(tensors, numbers, scale):
-    """OWN."""
-    return Gates(*tensors, 1 / scale)
+    unit: Any  # the factor from base 2 to the unit of the products
 
 
 class Near(NamedTuple):
-    """For a consumer's span: the number of the first block of its sequence's and head's keys, that of its queries' block, and c at that
+    """For a consumer's span: the number of the first block of its sequence's and head's keys, that of its own queries' block, and c at that
     block's start."""
 
     keys: Any
@@ -63,8 +57,31 @@ def blocks_before(sequence, head, first, seqlen, problem, PACKED: gl.constexpr):
 
 
 @gluon.jit
+def _load_bias(slot, tile, key, program, config):
+    """LOAD_BIAS. Keys past a packed sequence's end may lie past the last block; they get zeros or another block's numbers, and nothing sees
+    them."""
+    problem = program.problem
+    block = blocks_before(tile.sequence, tile.head, tile.first_k, problem.seqlen_k, problem, config.PACKED) + key // BLOCK
+    load_tile(program.own.desc, program.own.parts, program.bars.k_full, slot, block, 0, 0)
+
+
+@gluon.jit
+def _key_bias(slot, KEYS: gl.constexpr, program, config):
+    """KEY_BIAS: the start of the keys' block minus c of the keys."""
+    return program.own.parts.index(slot).slice(0, KEYS, dim=1)
+
+
+@gluon.jit
+def _apart(column, s, program, config):
+    """APART: c at the start of the keys' block minus c at the start of the queries' block. It is below zero in first tiles of keys only."""
+    start = gl.load(program.own.starts + s.own.keys + column // BLOCK, mask=column < s.len_k, other=0.0)
+    apart = (start - s.own.start).to(gl.float32)
+    return apart, apart * program.own.unit
+
+
+@gluon.jit
 def _span(tile, ME: gl.constexpr, taken, program, config):
-    """SPAN, with a Near in `own`. A tile is one block of queries."""
+    """SPAN, with a Near in `own`. A consumer's queries lie in one block."""
     s = span(tile, ME, taken, program, config)
     problem = program.problem
     if config.PACKED:
@@ -72,20 +89,10 @@ def _span(tile, ME: gl.constexpr, taken, program, config):
     else:
         of_keys = problem.heads * problem.n_seqs * ((problem.seqlen_k + BLOCK - 1) // BLOCK)
     keys = blocks_before(tile.sequence, tile.head, tile.first_k, problem.seqlen_k, problem, config.PACKED)
-    queries = of_keys + blocks_before(tile.sequence, tile.head, tile.first_q, problem.seqlen_q, problem, config.PACKED) + tile.row // BLOCK
+    queries = of_keys + blocks_before(tile.sequence, tile.head, tile.first_q, problem.seqlen_q, problem, config.PACKED)
+    queries += gl.minimum(s.row, s.len_q - 1) // BLOCK
     return Span(s.row, s.len_q, s.len_k, s.loaded_begin, s.loaded_end, s.begin, s.full_begin, s.full_end, s.end,
                 Near(keys, queries, gl.load(program.own.starts + queries)))
-
-
-@gluon.jit
-def _key_bias(column, COUNT: gl.constexpr, s, program, config):
-    """KEY_BIAS. Keys past a packed sequence's end may lie past the last block; they count as zero, and nothing sees them."""
-    gates = program.own
-    there = column < s.len_k
-    block = s.own.keys + column // BLOCK
-    j = gl.arange(0, COUNT, gl.SliceLayout(0, product_layout(COUNT)))
-    apart = (gl.load(gates.starts + block, mask=there, other=0.0) - s.own.start).to(gl.float32)
-    return gl.load(gates.c + block.to(gl.int64) * BLOCK + column % BLOCK + j, mask=(j >= 0) & there, other=0.0) + apart * gates.unit
 
 
 @gluon.jit
@@ -95,7 +102,24 @@ def _more(tile, s, program, config):
     return gl.load(program.own.c + s.own.queries.to(gl.int64) * BLOCK + rows)
 
 
-HOOKS = {"OWN": _own, "SPAN": _span, "KEY_BIAS": _key_bias, "MORE": _more}
+@gluon.jit(do_not_specialize=SCALARS,
+           do_not_specialize_on_alignment=["lse_ptr", "stats_ptr", "c", "starts", "cu_seqlens_q", "cu_seqlens_k"])
+def forgetting_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, parts_desc, lse_ptr, stats_ptr, c, starts, cu_seqlens_q, cu_seqlens_k,
+                                 counter, stride_stats, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group,
+                                 head_group, n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+                                 CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
+                                 HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr,
+                                 K_BEFORE_PV: gl.constexpr, PREFETCH_TILE: gl.constexpr, HALF_TILE: gl.constexpr,
+                                 ROW_MAX_NOT_NEGATIVE: gl.constexpr):
+    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
+              Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
+                      window_right),
+              Rows(scale, lse_ptr, stats_ptr, stride_stats), Gates(parts_desc, tiles_like(parts_desc, STAGES), c, starts, 1 / scale),
+              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
+                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP,
+                     Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1, JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV,
+                     PREFETCH_TILE=PREFETCH_TILE, HALF_TILE=HALF_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, LOAD_BIAS=_load_bias,
+                     KEY_BIAS=_key_bias, APART=_apart, SPAN=_span, MORE=_more))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -111,23 +135,23 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, q: La
     _, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
     tile = hopper_forward_tile(width, value_width, length, causal=True, window=options.window_left >= 0, packed=options.packed)
-    if tile.consumers == 3:  # the bias would not fit into their registers, and a tile would not be one block of queries
-        tile = ForwardTile(128, 3, prefetch_tile=True)
-    tile = replace(tile, q_slots=1, joint_release=False, k_before_pv=False, row_max_not_negative=False)
     mask_in_loop = masks_in_loop(options.window_left, 0, 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q, ROWS.value)
     head_group = heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2])
-    return plan_forward(hopper_fwd_kernel, device, options, tile, q, k, v, {"head_group": head_group},
-                        {"MASK_IN_LOOP": mask_in_loop, "EMPTY_ROWS": mask_in_loop} | HOOKS)
+    half_tile = (width == value_width == 64 or length <= 512) and not (tile.consumers == 3 and mask_in_loop)  # as in flash
+    constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": half_tile,
+                 "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop}
+    return plan_forward(forgetting_fwd_hopper_kernel, device, options, tile, q, k, v, {"head_group": head_group}, constants)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
-                   bias: KeyBias) -> tuple[Tensor, Tensor, Tensor]:
+                   bias: KeyBias, parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through. It passes over
-    nothing."""
+    nothing. parts: of `blocks.key_bias`."""
     out, lse, stats = outputs(q, v.shape[-1])
     same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
     plan = _plan(q.device, q.dtype, same_lengths, layout(q), layout(k), layout(v), options)
     with on_device_of(q):
-        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, bias.c, bias.starts, cu_seqlens_q,
-                    cu_seqlens_k, tile_counter(q.device))
+        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out),
+                    descriptor(parts[:, :, None], 16, C_BLOCK), lse, stats, bias.c, bias.starts, cu_seqlens_q, cu_seqlens_k,
+                    tile_counter(q.device))
     return out, lse, stats

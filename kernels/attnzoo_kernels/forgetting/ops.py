@@ -34,13 +34,14 @@ def _forward(
         return "it passes over no tiles, which prune=True asks for" if prune else hopper.forward_reason(q, k, v, options)
 
     path = dispatch.choose("forgetting forward", impl, why_not_gluon)
-    from attnzoo_kernels.forgetting.blocks import key_bias
+    from attnzoo_kernels.forgetting.blocks import empty_parts, key_bias
 
-    bias = key_bias(log_f, q, k, cu_seqlens_q, cu_seqlens_k, options, path == "triton")
+    parts = empty_parts(q, k, options) if path == "gluon" else None
+    bias = key_bias(log_f, q, k, cu_seqlens_q, cu_seqlens_k, options, path == "triton", parts)
     if path == "gluon":
         from attnzoo_kernels.forgetting import hopper
 
-        return *hopper.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options, bias), *bias
+        return *hopper.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options, bias, parts), *bias
     from attnzoo_kernels.flash.forward import launch_forward
 
     return *launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, None, options, bias), *bias
