@@ -10,6 +10,10 @@ from torch import Tensor
 from attnzoo_kernels._triton.call import Call, packed_sequences
 from attnzoo_kernels._triton.launch import block_width, next_power_of_2
 
+NUMBERS = tl.constexpr(2**32)  # a key is an ordered score times NUMBERS, plus NUMBERS - 1 - block
+EMPTY = tl.constexpr(-(2**63) + 2**32)  # the key of slot 0 while it is empty; that of slot 1 is the next, and so on
+MISSING = tl.constexpr(2**63 - 1)  # the key of a slot that does not exist
+
 
 class Queries(NamedTuple):
     """A program's tile of queries, for SCORES."""
@@ -21,22 +25,26 @@ class Queries(NamedTuple):
 
 
 @triton.jit
-def keep_best(best, chosen, scores, block, SLOTS: tl.constexpr):
-    """Merges scores [M, N], of the ascending block numbers `block` [1, N], into `best` and `chosen` [M, SLOTS]. Of equal scores the lower
-    number is kept. Slots that do not exist have best +inf. Empty slots have -inf and different numbers below 0."""
-    left = tl.sum((scores > -float("inf")).to(tl.int32))
+def _key(score, block):
+    """int64 in the order in which blocks are chosen: of equal scores, that of the lower number is larger. -inf is less than EMPTY."""
+    bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)  # -0 is 0
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = ordered.to(tl.int64) * NUMBERS + (NUMBERS - 1 - block.to(tl.int64))
+    return tl.where(score == -float("inf"), EMPTY - 1, key)
+
+
+@triton.jit
+def keep_best(best, scores, block):
+    """Merges scores [M, N] of the ascending block numbers `block` [1, N] into the keys `best` [M, SLOTS], which are different."""
+    left = 1
     while left > 0:
         top = tl.max(scores, 1)
         number = tl.min(tl.where(scores == top[:, None], block, 2147483647), 1)
-        worst = tl.min(best, 1)
-        evicted = tl.max(tl.where(best == worst[:, None], chosen, -2147483648), 1)
-        better = top > worst
-        here = better[:, None] & (best == worst[:, None]) & (chosen == evicted[:, None])
-        best = tl.where(here, top[:, None], best)
-        chosen = tl.where(here, number[:, None], chosen)
-        scores = tl.where(better[:, None] & (block != number[:, None]), scores, -float("inf"))
-        left = tl.sum(better.to(tl.int32))
-    return best, chosen
+        key, worst = _key(top, number), tl.min(best, 1)
+        best = tl.where(best == worst[:, None], tl.maximum(key, worst)[:, None], best)
+        scores = tl.where(block == number[:, None], -float("inf"), scores)
+        left = tl.sum((key > worst).to(tl.int32))
+    return best
 
 
 @triton.jit
@@ -53,17 +61,16 @@ def choose_best(place, own, blocks_ptr, heads, block_size, slots, SCORES: tl.con
     earlier = tl.maximum(tl.minimum(place.row + BLOCK_M, place.length) - 1 + shift, 0) // block_size
     x = Queries(place, i, i[:, None] + shift, earlier)
     slot = tl.arange(0, SLOTS)
-    best = tl.zeros([BLOCK_M, SLOTS], tl.float32) + tl.where(slot < slots, -float("inf"), float("inf"))[None, :]
-    chosen = tl.zeros([BLOCK_M, SLOTS], tl.int32) - 1 - slot[None, :]
+    best = tl.zeros([BLOCK_M, SLOTS], tl.int64) + tl.where(slot < slots, EMPTY + slot.to(tl.int64), MISSING)[None, :]
     for at in range(0, earlier, BLOCK_N):
         block = at + tl.arange(0, BLOCK_N)
         # [BLOCK_M, BLOCK_N]
         scores = SCORES(x, own, block)
         scores = tl.where((block[None, :] < of_query[:, None]) & (scores == scores), scores, -float("inf"))
-        best, chosen = keep_best(best, chosen, scores, block[None, :], SLOTS)
+        best = keep_best(best, scores, block[None, :])
+    chosen = tl.where(best < EMPTY + SLOTS, -1, NUMBERS - 1 - (best & (NUMBERS - 1))).to(tl.int32)
     rows = ((place.first + i).to(tl.int64) * heads + place.head) * slots
-    tl.store(blocks_ptr + rows[:, None] + slot[None, :], tl.maximum(chosen, -1),
-             mask=(i < place.length)[:, None] & (slot < slots)[None, :])
+    tl.store(blocks_ptr + rows[:, None] + slot[None, :], chosen, mask=(i < place.length)[:, None] & (slot < slots)[None, :])
 
 
 def plan_choice(q: Tensor, cu_seqlens_q: Tensor, heads: int, slots: int, narrow: bool = False) -> tuple[int, int, dict[str, Any]]:
@@ -74,4 +81,4 @@ def plan_choice(q: Tensor, cu_seqlens_q: Tensor, heads: int, slots: int, narrow:
     block = 16 if narrow and exact and wide else 32 if exact or wide else 64
     return call.programs(heads, total, call.sequences, block), call.sequences, {
         "HEAD_DIM": width, "BLOCK_D": block_width(width), "SLOTS": next_power_of_2(slots), "BLOCK_M": block, "BLOCK_N": block,
-        "PRECISION": "ieee" if exact else "tf32", "num_warps": 8 if block_width(width) >= 128 else 4}
+        "PRECISION": "ieee" if exact else "tf32", "num_warps": 8 if exact and block_width(width) >= 128 else 4}
