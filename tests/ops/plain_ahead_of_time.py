@@ -195,6 +195,8 @@ def routed():
         parts.launch_merge(q, lse, stats, part, part_lse, torch.stack((part_lse, part_lse)), place, 1)
         if dtype == F32:
             parts.launch_merge_backward(q, lse, q, stats, part, torch.stack((part_lse, part_lse)), place, q, stats, 1)
+    q, k, lse = torch.zeros(256, 16, 128, dtype=BF16), torch.zeros(256, 4, 128, dtype=BF16), torch.zeros(16, 256)
+    nsa.launch_blocks(q, k, lse, bounds, bounds, bounds, 32, 16, 64, 15, 0.1)
     chosen = torch.zeros(2 * 19 + 1, dtype=torch.int32)
     for widths, block, grad_lse in (((64, 64), 64, True), ((64, 64), 128, False), ((128, 128), 64, False), ((128, 128), 128, True),
                                     ((128, 96), 16, False), ((40, 16), 64, False)):

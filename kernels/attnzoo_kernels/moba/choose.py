@@ -10,7 +10,7 @@ from torch import Tensor
 from attnzoo_kernels._triton.launch import block_width, on_device_of, strides
 from attnzoo_kernels._triton.softmax import score_dot
 from attnzoo_kernels._triton.tiles import Operand, head_rows, load_rows, program_tile
-from attnzoo_kernels.routed.best import choose_best, plan_choice
+from attnzoo_kernels.routed.best import choose_best, plan_choice, tile_size
 
 MEAN_ROWS = 64
 
@@ -44,7 +44,7 @@ class Means(NamedTuple):
 
 
 @triton.jit
-def _scores(x, own, block):
+def _scores(x, own, at, block):
     """SCORES: queries times means."""
     column = tl.arange(0, own.BLOCK_D)
     # [BLOCK_N, BLOCK_D]
@@ -73,7 +73,7 @@ def moba_blocks_kernel(q_ptr, means_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k,
                   BLOCK_M, BLOCK_D, True, False)
     first = tl.load(first_ptr + tl.minimum(place.sequence, n_seqs - 1))
     means = means_ptr + (place.head // group).to(tl.int64) * count * HEAD_DIM + first.to(tl.int64) * HEAD_DIM
-    choose_best(place, Means(q, means, HEAD_DIM, BLOCK_D, PRECISION), blocks_ptr, heads, block_size, slots, _scores, SLOTS, BLOCK_M,
+    choose_best(place, Means(q, means, HEAD_DIM, BLOCK_D, PRECISION), blocks_ptr, heads, block_size, slots, _scores, SLOTS, 1, BLOCK_M,
                 BLOCK_N)
 
 
@@ -87,10 +87,10 @@ def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tens
     if chosen.numel() == 0:
         return chosen
     means = torch.empty(kv_heads, count, width, dtype=torch.float32, device=q.device)
-    programs, sequences, constants = plan_choice(q, cu_seqlens_q, heads, slots)
+    programs, sequences, constants = plan_choice(q, cu_seqlens_q, heads, slots, tile_size(q), tile_size(q))
     with on_device_of(q):
         moba_means_kernel[(count, kv_heads)](k, bounds_k, means, *strides(k)[1:], block_size, count, HEAD_DIM=width,
                                              BLOCK_D=block_width(width), ROWS=MEAN_ROWS, num_warps=4)
         moba_blocks_kernel[(programs,)](q, means, chosen, cu_seqlens_q, cu_seqlens_k, first, *strides(q)[1:], sequences, total_q, total_k,
-                                        heads, heads // kv_heads, block_size, count, slots, **constants)
+                                        heads, heads // kv_heads, block_size, count, slots, **constants, num_warps=4)
     return chosen

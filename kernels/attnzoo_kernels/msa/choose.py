@@ -10,7 +10,7 @@ from torch import Tensor
 from attnzoo_kernels._triton.launch import on_device_of, strides
 from attnzoo_kernels._triton.softmax import score_dot
 from attnzoo_kernels._triton.tiles import Operand, head_rows, load_rows, program_tile
-from attnzoo_kernels.routed.best import choose_best, plan_choice
+from attnzoo_kernels.routed.best import choose_best, plan_choice, tile_size
 
 BLOCKS_AT_ONCE = 32  # at most: a sequence has few blocks
 
@@ -27,7 +27,7 @@ class Index(NamedTuple):
 
 
 @triton.jit
-def _scores(x, own, block):
+def _scores(x, own, at, block):
     """SCORES: the largest of a block, NaN where one is. One key of each block at a time."""
     column = tl.arange(0, own.BLOCK_D)
     there = (block < x.earlier)[:, None] & (column < own.HEAD_DIM)[None, :]
@@ -53,7 +53,7 @@ def msa_blocks_kernel(q_ptr, k_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k, stri
     q = load_rows(head_rows(Operand(q_ptr, 0, stride_qs, stride_qh), 0, place.head, place.first, place.length, False), place.row, HEAD_DIM,
                   BLOCK_M, BLOCK_D, True, False)
     keys = head_rows(Operand(k_ptr, 0, stride_ks, stride_kh), 0, 0, place.other_first, place.other_length, False)
-    choose_best(place, Index(q, keys, block_size, HEAD_DIM, BLOCK_D, PRECISION), blocks_ptr, heads, block_size, slots, _scores, SLOTS,
+    choose_best(place, Index(q, keys, block_size, HEAD_DIM, BLOCK_D, PRECISION), blocks_ptr, heads, block_size, slots, _scores, SLOTS, 1,
                 BLOCK_M, BLOCK_N)
 
 
@@ -63,9 +63,9 @@ def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tens
     chosen = torch.empty(total_q, heads, slots, dtype=torch.int32, device=q.device)
     if chosen.numel() == 0:
         return chosen
-    programs, sequences, constants = plan_choice(q, cu_seqlens_q, heads, slots)
-    constants["BLOCK_N"] = min(constants["BLOCK_N"], BLOCKS_AT_ONCE)
+    rows = tile_size(q)
+    programs, sequences, constants = plan_choice(q, cu_seqlens_q, heads, slots, rows, min(rows, BLOCKS_AT_ONCE))
     with on_device_of(q):
         msa_blocks_kernel[(programs,)](q, k, chosen, cu_seqlens_q, cu_seqlens_k, *strides(q)[1:], *strides(k)[1:], sequences, total_q,
-                                       k.shape[0], heads, block_size, slots, **constants)
+                                       k.shape[0], heads, block_size, slots, **constants, num_warps=8 if q.dtype == torch.float32 else 4)
     return chosen

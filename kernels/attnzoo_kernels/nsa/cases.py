@@ -74,6 +74,7 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(lengths_q=(1, 0, 40, 9), kv_heads=1, head_dim=32, **SMALL),
     Case(lengths_q=(7, 1), lengths_k=(41, 30), heads=3, kv_heads=1, head_dim=16, **SMALL),
     Case(seqlen_q=40, heads=1, head_dim=16, **SMALL | {"compress_stride": 8, "block_size": 16, "block_count": 2}),
+    Case(seqlen_q=60, heads=5, kv_heads=1, head_dim=16, **SMALL | {"compress_size": 16}),  # compressed keys of more than a block
     Case(seqlen_q=7, head_dim=16, **SMALL),  # no compressed key
 )
 

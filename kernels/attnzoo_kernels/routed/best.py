@@ -16,11 +16,11 @@ MISSING = tl.constexpr(2**63 - 1)  # the key of a slot that does not exist
 
 
 class Queries(NamedTuple):
-    """A program's tile of queries, for SCORES."""
+    """A program's tile of queries, for SCORES: rows [BLOCK_M * HEADS], of HEADS heads of each query."""
 
     place: Any
-    i: Any  # [BLOCK_M], their rows
-    position: Any  # [BLOCK_M, 1], each query's own key
+    i: Any  # [rows], the query
+    position: Any  # [rows, 1], the query's own key
     earlier: Any  # number of blocks before the last query's own block
 
 
@@ -48,37 +48,50 @@ def keep_best(best, scores, block):
 
 
 @triton.jit
-def choose_best(place, own, blocks_ptr, heads, block_size, slots, SCORES: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr):
-    """A whole program: a tile of queries goes over the blocks before them. blocks_ptr: int32 (queries, heads, slots).
+def load_queries(ptr, stride_row, stride_head, place, i, head, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """[rows, BLOCK_WIDTH] of a sequence's queries i and heads [rows]."""
+    column = tl.arange(0, BLOCK_WIDTH)
+    pointers = ptr + (place.first + i).to(tl.int64)[:, None] * stride_row + head.to(tl.int64)[:, None] * stride_head + column[None, :]
+    return tl.load(pointers, mask=(i < place.length)[:, None] & (column < WIDTH)[None, :], other=0.0)
 
-    SCORES(x, own, block) gives the scores [BLOCK_M, BLOCK_N] of the blocks `block` [BLOCK_N]. Some of these may lie after a query's own
-    block, or after the last block.
+
+@triton.jit
+def choose_best(place, own, blocks_ptr, heads, block_size, slots, SCORES: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr,
+                BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """A whole program: a tile of queries goes over the blocks before them. place.head: of heads // HEADS, HEADS of which choose in one
+    program. blocks_ptr: int32 (queries, heads, slots).
+
+    SCORES(x, own, at, block) gives the scores [BLOCK_M * HEADS, BLOCK_N] of the blocks `block` [BLOCK_N], the first of which is `at`. Some
+    of these may lie after a query's own block, or after the last block.
     """
-    i = place.row + tl.arange(0, BLOCK_M)
+    row = tl.arange(0, BLOCK_M * HEADS)
+    i = place.row + row // HEADS
     shift = place.other_length - place.length
     of_query = tl.maximum(i + shift, 0) // block_size
     earlier = tl.maximum(tl.minimum(place.row + BLOCK_M, place.length) - 1 + shift, 0) // block_size
     x = Queries(place, i, i[:, None] + shift, earlier)
     slot = tl.arange(0, SLOTS)
-    best = tl.zeros([BLOCK_M, SLOTS], tl.int64) + tl.where(slot < slots, EMPTY + slot.to(tl.int64), MISSING)[None, :]
+    best = tl.zeros([BLOCK_M * HEADS, SLOTS], tl.int64) + tl.where(slot < slots, EMPTY + slot.to(tl.int64), MISSING)[None, :]
     for at in range(0, earlier, BLOCK_N):
         block = at + tl.arange(0, BLOCK_N)
-        # [BLOCK_M, BLOCK_N]
-        scores = SCORES(x, own, block)
+        # [BLOCK_M * HEADS, BLOCK_N]
+        scores = SCORES(x, own, at, block)
         scores = tl.where((block[None, :] < of_query[:, None]) & (scores == scores), scores, -float("inf"))
         best = keep_best(best, scores, block[None, :])
     chosen = tl.where(best < EMPTY + SLOTS, -1, NUMBERS - 1 - (best & (NUMBERS - 1))).to(tl.int32)
-    rows = ((place.first + i).to(tl.int64) * heads + place.head) * slots
+    rows = ((place.first + i).to(tl.int64) * heads + place.head * HEADS + row % HEADS) * slots
     tl.store(blocks_ptr + rows[:, None] + slot[None, :], chosen, mask=(i < place.length)[:, None] & (slot < slots)[None, :])
 
 
-def plan_choice(q: Tensor, cu_seqlens_q: Tensor, heads: int, slots: int, narrow: bool = False) -> tuple[int, int, dict[str, Any]]:
-    """(programs, sequences, constants) of a choice by `heads` heads. narrow: tiles of wide float32 are half as large."""
+def tile_size(q: Tensor) -> int:
+    """Rows of a tile, and as many blocks."""
+    return 32 if q.dtype == torch.float32 or block_width(q.shape[-1]) > 128 else 64
+
+
+def plan_choice(q: Tensor, cu_seqlens_q: Tensor, heads: int, slots: int, queries: int, blocks: int) -> tuple[int, int, dict[str, Any]]:
+    """(programs, sequences, constants) of a choice whose tiles have `queries` queries of one of `heads` heads, and `blocks` blocks."""
     total, _, width = q.shape
     call = Call(sequences=packed_sequences(cu_seqlens_q), softmax_scale=1.0)
-    exact, wide = q.dtype == torch.float32, block_width(width) > 128
-    block = 16 if narrow and exact and wide else 32 if exact or wide else 64
-    return call.programs(heads, total, call.sequences, block), call.sequences, {
-        "HEAD_DIM": width, "BLOCK_D": block_width(width), "SLOTS": next_power_of_2(slots), "BLOCK_M": block, "BLOCK_N": block,
-        "PRECISION": "ieee" if exact else "tf32", "num_warps": 8 if exact and block_width(width) >= 128 else 4}
+    return call.programs(heads, total, call.sequences, queries), call.sequences, {
+        "HEAD_DIM": width, "BLOCK_D": block_width(width), "SLOTS": next_power_of_2(slots), "BLOCK_M": queries, "BLOCK_N": blocks,
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32"}
