@@ -196,6 +196,7 @@ def routed():
         if dtype == F32:
             parts.launch_merge_backward(q, lse, q, stats, part, torch.stack((part_lse, part_lse)), place, q, stats, 1)
     q, k, lse = torch.zeros(256, 16, 128, dtype=BF16), torch.zeros(256, 4, 128, dtype=BF16), torch.zeros(16, 256)
+    msa.launch_blocks(q[:, :4], k[:, :1], bounds, bounds, 16, 15)
     nsa.launch_blocks(q, k, lse, bounds, bounds, bounds, 32, 16, 64, 15, 0.1)
     chosen = torch.zeros(2 * 19 + 1, dtype=torch.int32)
     for widths, block, grad_lse in (((64, 64), 64, True), ((64, 64), 128, False), ((128, 128), 64, False), ((128, 128), 128, True),

@@ -7,16 +7,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import on_device_of, strides
+from attnzoo_kernels._triton.launch import architecture, on_device_of, strides
 from attnzoo_kernels._triton.softmax import score_dot
-from attnzoo_kernels._triton.tiles import Operand, head_rows, load_rows, program_tile
-from attnzoo_kernels.routed.best import choose_best, plan_choice, tile_size
+from attnzoo_kernels._triton.tiles import Operand, head_rows, program_tile
+from attnzoo_kernels.flash.tiles import hopper_like
+from attnzoo_kernels.routed.best import choose_best, load_queries, plan_choice, tile_size
 
-BLOCKS_AT_ONCE = 32  # at most: a sequence has few blocks
+
+def tile(q: Tensor) -> tuple[int, int, dict[str, int]]:
+    """(rows of a tile, blocks of a tile, the compiler's options). On Hopper, two programs of this many registers run at a time."""
+    if q.dtype != torch.float32 and q.shape[-1] <= 128 and hopper_like(architecture(q)):
+        return 128, 64, {"num_warps": 8, "maxnreg": 128}
+    return tile_size(q), 32, {"num_warps": 8 if q.dtype == torch.float32 else 4}  # a sequence has few blocks
 
 
 class Index(NamedTuple):
-    """A sequence's keys, and the queries [BLOCK_M, BLOCK_D] that meet them."""
+    """A sequence's keys, and the rows of queries [rows, BLOCK_D] that meet them."""
 
     q: Any
     keys: Any  # Rows
@@ -31,30 +37,30 @@ def _scores(x, own, at, block):
     """SCORES: the largest of a block, NaN where one is. One key of each block at a time."""
     column = tl.arange(0, own.BLOCK_D)
     there = (block < x.earlier)[:, None] & (column < own.HEAD_DIM)[None, :]
+    first = own.keys.source + (block * own.block_size).to(tl.int64)[:, None] * own.keys.stride + column[None, :]
     scores = tl.full([x.i.shape[0], block.shape[0]], -float("inf"), tl.float32)
     for offset in range(own.block_size):
-        row = (block * own.block_size + offset).to(tl.int64)
         # [BLOCK_N, BLOCK_D]
-        keys = tl.load(own.keys.source + row[:, None] * own.keys.stride + column[None, :], mask=there, other=0.0)
-        score = score_dot(own.q, keys, own.PRECISION)
-        scores = tl.where((score > scores) | (score != score), score, scores)
+        keys = tl.load(first + tl.cast(offset, tl.int64) * own.keys.stride, mask=there, other=0.0)
+        scores = tl.maximum(scores, score_dot(own.q, keys, own.PRECISION), propagate_nan=tl.PropagateNan.ALL)
     return scores
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen_q", "seqlen_k", "heads", "block_size", "slots"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k"])
 def msa_blocks_kernel(q_ptr, k_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k, stride_qs, stride_qh, stride_ks, stride_kh, n_seqs, seqlen_q,
-                      seqlen_k, heads, block_size, slots, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SLOTS: tl.constexpr,
-                      BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
-    place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, True, True)
+                      seqlen_k, heads, block_size, slots, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEADS: tl.constexpr,
+                      SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
+    """All heads have the same keys, which a program loads once for HEADS of them."""
+    place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads // HEADS, BLOCK_M, True, True)
     if place.row >= place.length:
         return
-    # [BLOCK_M, BLOCK_D]
-    q = load_rows(head_rows(Operand(q_ptr, 0, stride_qs, stride_qh), 0, place.head, place.first, place.length, False), place.row, HEAD_DIM,
-                  BLOCK_M, BLOCK_D, True, False)
+    row = tl.arange(0, BLOCK_M * HEADS)
+    # [BLOCK_M * HEADS, BLOCK_D]
+    q = load_queries(q_ptr, stride_qs, stride_qh, place, place.row + row // HEADS, place.head * HEADS + row % HEADS, HEAD_DIM, BLOCK_D)
     keys = head_rows(Operand(k_ptr, 0, stride_ks, stride_kh), 0, 0, place.other_first, place.other_length, False)
-    choose_best(place, Index(q, keys, block_size, HEAD_DIM, BLOCK_D, PRECISION), blocks_ptr, heads, block_size, slots, _scores, SLOTS, 1,
-                BLOCK_M, BLOCK_N)
+    choose_best(place, Index(q, keys, block_size, HEAD_DIM, BLOCK_D, PRECISION), blocks_ptr, heads, block_size, slots, _scores, SLOTS,
+                HEADS, BLOCK_M, BLOCK_N)
 
 
 def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_size: int, slots: int) -> Tensor:
@@ -63,9 +69,10 @@ def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tens
     chosen = torch.empty(total_q, heads, slots, dtype=torch.int32, device=q.device)
     if chosen.numel() == 0:
         return chosen
-    rows = tile_size(q)
-    programs, sequences, constants = plan_choice(q, cu_seqlens_q, heads, slots, rows, min(rows, BLOCKS_AT_ONCE))
+    rows, columns, options = tile(q)
+    together = min(heads & -heads, rows)  # the largest power of two that divides `heads`
+    programs, sequences, constants = plan_choice(q, cu_seqlens_q, heads // together, slots, rows // together, columns)
     with on_device_of(q):
         msa_blocks_kernel[(programs,)](q, k, chosen, cu_seqlens_q, cu_seqlens_k, *strides(q)[1:], *strides(k)[1:], sequences, total_q,
-                                       k.shape[0], heads, block_size, slots, **constants, num_warps=8 if q.dtype == torch.float32 else 4)
+                                       k.shape[0], heads, block_size, slots, HEADS=together, **constants, **options)
     return chosen
