@@ -81,7 +81,9 @@ def _load_block(ptr, strides, key, keys, head, WIDTH: tl.constexpr, BLOCK_N: tl.
 @triton.jit
 def _own_rows(pair_ptr, part_row, inside, ROWS: tl.constexpr, SLOTS: tl.constexpr):
     """The own rows of part rows. The numbers of a model are constants, because a division by another number takes many instructions."""
-    return tl.load(pair_ptr + part_row // ROWS, mask=inside, other=0) // SLOTS * ROWS + part_row % ROWS
+    part_row = part_row.to(tl.uint32)
+    pair = tl.load(pair_ptr + part_row // ROWS, mask=inside, other=0).to(tl.uint32)
+    return pair // SLOTS * ROWS + part_row % ROWS
 
 
 @triton.jit(do_not_specialize=NUMBERS)
