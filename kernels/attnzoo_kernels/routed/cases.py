@@ -63,7 +63,7 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(lengths_q=(17, 0, 50, 5), lengths_k=(70, 33, 17, 0), head_dim=32, shared=True, kv_heads=1),
     Case(seqlen_q=5, seqlen_k=97, head_dim=32, block_size=7),
     Case(seqlen_q=40, heads=1, head_dim=40, value_dim=48, block_size=32, strided=True),
-    Case(seqlen_q=20, head_dim=32, block_size=1, slots=5),
+    Case(seqlen_q=20, head_dim=32, block_size=1, slots=9),  # more slots than are merged at once
     Case(seqlen_q=49, heads=8, head_dim=32, q_scale=50.0),  # with one head, near-ties would decide the largest error
     Case(seqlen_q=33, head_dim=32, block_size=64),  # no earlier block
     Case(seqlen_q=33, head_dim=32, slots=0),

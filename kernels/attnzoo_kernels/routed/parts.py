@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import next_power_of_2, on_device_of
+from attnzoo_kernels._triton.launch import block_width, next_power_of_2, on_device_of
 from attnzoo_kernels._triton.softmax import LOG2E, exp_in_units
 
 BLOCK_ROWS = 16
@@ -23,6 +23,16 @@ def rows_of_program(tokens, heads, BLOCK_ROWS: tl.constexpr):
 def _part_row(place_ptr, row, inside, slot, rows, slots):
     """Where the row of a slot lies among the parts. `rows` heads choose together; their rows follow each other there."""
     return tl.load(place_ptr + row // rows * slots + slot, mask=inside, other=0).to(tl.int64) * rows + row % rows
+
+
+@triton.jit
+def _part_rows(place_ptr, first, tokens, heads, rows, slots, BLOCK_ROWS: tl.constexpr, SLOTS: tl.constexpr):
+    """_part_row of SLOTS slots from `first` on, [SLOTS * BLOCK_ROWS], and which of them there are. The rows of a slot follow each other."""
+    n = tl.arange(0, SLOTS * BLOCK_ROWS)
+    slot = first + n // BLOCK_ROWS
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + n % BLOCK_ROWS
+    there = (row < tokens.to(tl.int64) * heads) & (slot < slots)
+    return _part_row(place_ptr, row, there, slot, rows, slots), there
 
 
 @triton.jit
@@ -64,11 +74,13 @@ def routed_spread_kernel(own_ptr, own_numbers_ptr, place_ptr, part_ptr, part_num
 
 @triton.jit(do_not_specialize=NUMBERS)
 def routed_sum_kernel(own_ptr, part_ptr, place_ptr, out_ptr, tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-                      BLOCK_ROWS: tl.constexpr):
+                      BLOCK_ROWS: tl.constexpr, SLOTS: tl.constexpr):
     row, inside, _ = rows_of_program(tokens, heads, BLOCK_ROWS)
     acc = load_tile(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
-    for slot in range(slots):
-        acc += load_tile(part_ptr, _part_row(place_ptr, row, inside, slot, rows, slots), inside, WIDTH, BLOCK_WIDTH)
+    for first in range(0, slots, SLOTS):
+        part_row, there = _part_rows(place_ptr, first, tokens, heads, rows, slots, BLOCK_ROWS, SLOTS)
+        parts = load_tile(part_ptr, part_row, there, WIDTH, BLOCK_WIDTH)
+        acc += tl.sum(tl.reshape(parts, [SLOTS, BLOCK_ROWS, BLOCK_WIDTH]), 0)
     store_tile(out_ptr, row, inside, acc, WIDTH, BLOCK_WIDTH)
 
 
@@ -89,23 +101,22 @@ def _load_top(lse_ptr, stats_ptr, stride_stats, at, inside, EXACT: tl.constexpr)
 @triton.jit(do_not_specialize=[*NUMBERS, "stride_own", "stride_part"])
 def routed_merge_kernel(own_ptr, own_lse_ptr, own_stats_ptr, part_ptr, part_lse_ptr, part_stats_ptr, place_ptr, out_ptr, lse_ptr, stats_ptr,
                         stride_own, stride_part, tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
-                        BLOCK_ROWS: tl.constexpr, EXACT: tl.constexpr):
+                        BLOCK_ROWS: tl.constexpr, SLOTS: tl.constexpr, EXACT: tl.constexpr):
     row, inside, lse_at = rows_of_program(tokens, heads, BLOCK_ROWS)
-    own_top, own_sum = _load_top(own_lse_ptr, own_stats_ptr, stride_own, lse_at, inside, EXACT)
-    base = own_top
-    for slot in range(slots):
-        part_row = _part_row(place_ptr, row, inside, slot, rows, slots)
-        base = tl.maximum(base, _load_top(part_lse_ptr, part_stats_ptr, stride_part, part_row, inside, EXACT)[0])
-    empty = base == -float("inf")
-    base = tl.where(empty, 0.0, base)  # avoids inf - inf in a row that sees no key
-    total = own_sum * exp_in_units(own_top - base, True)
+    base, total = _load_top(own_lse_ptr, own_stats_ptr, stride_own, lse_at, inside, EXACT)
     acc = total[:, None] * load_tile(own_ptr, row, inside, WIDTH, BLOCK_WIDTH)
-    for slot in range(slots):
-        part_row = _part_row(place_ptr, row, inside, slot, rows, slots)
-        top, part_sum = _load_top(part_lse_ptr, part_stats_ptr, stride_part, part_row, inside, EXACT)
-        weight = part_sum * exp_in_units(top - base, True)
-        acc += weight[:, None] * load_tile(part_ptr, part_row, inside, WIDTH, BLOCK_WIDTH)
-        total += weight
+    for first in range(0, slots, SLOTS):
+        part_row, there = _part_rows(place_ptr, first, tokens, heads, rows, slots, BLOCK_ROWS, SLOTS)
+        parts = load_tile(part_ptr, part_row, there, WIDTH, BLOCK_WIDTH)
+        top, part_sum = _load_top(part_lse_ptr, part_stats_ptr, stride_part, part_row, there, EXACT)
+        top = tl.reshape(top, [SLOTS, BLOCK_ROWS])
+        old, base = base, tl.maximum(base, tl.max(top, 0))
+        finite = tl.where(base == -float("inf"), 0.0, base)  # avoids inf - inf in a row that sees no key
+        rescale = exp_in_units(old - finite, True)
+        weight = tl.reshape(part_sum, [SLOTS, BLOCK_ROWS]) * exp_in_units(top - finite[None, :], True)
+        acc = acc * rescale[:, None] + tl.sum(weight[:, :, None] * tl.reshape(parts, [SLOTS, BLOCK_ROWS, BLOCK_WIDTH]), 0)
+        total = total * rescale + tl.sum(weight, 0)
+    empty = base == -float("inf")
     total = tl.where(total > 0, total, 1.0)
     store_tile(out_ptr, row, inside, acc / total[:, None], WIDTH, BLOCK_WIDTH)
     tl.store(lse_ptr + lse_at, tl.where(empty, -float("inf"), base + tl.log(total)), mask=inside)
@@ -144,14 +155,23 @@ def routed_merge_bwd_kernel(dout_ptr, grad_lse_ptr, own_ptr, own_stats_ptr, part
                      WIDTH, BLOCK_WIDTH)
 
 
-def _launch(kernel, tensors: tuple, like: Tensor, place: Tensor, rows: int, **constants) -> None:
+def _launch(kernel, tensors: tuple, like: Tensor, place: Tensor, rows: int, block_rows: int = BLOCK_ROWS, **constants) -> None:
     """`like`: (tokens, heads, width), the rows that programs are for."""
     tokens, heads, width = like.shape
     if like.numel():
         with on_device_of(like):
-            kernel[(triton.cdiv(tokens * heads, BLOCK_ROWS),)](
-                *tensors, tokens, heads, rows, place.shape[1], WIDTH=width, BLOCK_WIDTH=max(16, next_power_of_2(width)),
-                BLOCK_ROWS=BLOCK_ROWS, **constants, num_warps=4)
+            kernel[(triton.cdiv(tokens * heads, block_rows),)](
+                *tensors, tokens, heads, rows, place.shape[1], WIDTH=width, BLOCK_WIDTH=block_width(width), BLOCK_ROWS=block_rows,
+                **constants, num_warps=4)
+
+
+def _at_once(part: Tensor, place: Tensor) -> dict[str, int]:
+    """How many rows a program merges, and how many of their slots it loads at once: 128 bytes a thread at most. The fewest rows are those
+    that have a thread for every 16 bytes."""
+    size = block_width(part.shape[-1]) * part.element_size()
+    block_rows, most = triton.cdiv(2048, size), 16384 // size
+    slots = min(next_power_of_2(place.shape[1]), most // block_rows)
+    return {"block_rows": min(most // slots, BLOCK_ROWS), "SLOTS": slots}
 
 
 def launch_spread(own: Tensor, numbers: Tensor | None, place: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
@@ -171,7 +191,7 @@ def launch_spread(own: Tensor, numbers: Tensor | None, place: Tensor, rows: int)
 def launch_sum(own: Tensor, part: Tensor, place: Tensor, rows: int) -> Tensor:
     """own (tokens, heads, width) and each row's slots of part (places * rows, 1, width), added up in their order."""
     out = torch.empty_like(own)
-    _launch(routed_sum_kernel, (own, part, place, out), out, place, rows)
+    _launch(routed_sum_kernel, (own, part, place, out), out, place, rows, **_at_once(part, place))
     return out
 
 
@@ -180,7 +200,7 @@ def launch_merge(own: Tensor, own_lse: Tensor, own_stats: Tensor, part: Tensor, 
     """Output, LSE and statistics of all parts together, as one forward would give them. part_stats: read in float32 only."""
     out, lse, stats = (torch.empty_like(x) for x in (own, own_lse, own_stats))
     _launch(routed_merge_kernel, (own, own_lse, own_stats, part, part_lse, part_stats, place, out, lse, stats, own_lse.numel(),
-                                  part_lse.numel()), own, place, rows, EXACT=own.dtype == torch.float32)
+                                  part_lse.numel()), own, place, rows, EXACT=own.dtype == torch.float32, **_at_once(part, place))
     return out, lse, stats
 
 
