@@ -42,6 +42,12 @@ def test_weights_of_tokens_are_as_exact_as_the_tensors():
     torch.testing.assert_close(ours, losses.sum() / factors.double().sum(), rtol=1e-13, atol=0)
 
 
+def test_chunks_grow_where_there_are_many():
+    from attnzoo_kernels.linear_cross_entropy.chunks import LOGITS, n_chunks
+
+    assert [n_chunks(n) for n in (0, 1, LOGITS, LOGITS + 1, 4 * LOGITS, 13 * LOGITS, 16 * LOGITS, 24 * LOGITS)] == [1, 1, 1, 2, 4, 4, 4, 6]
+
+
 def test_many_chunks_give_what_one_gives(monkeypatch):
     from attnzoo_kernels.linear_cross_entropy import chunks
 

@@ -9,8 +9,8 @@ from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels._triton.softmax import LOG2E, exp_in_units, tanh
 from attnzoo_kernels.linear_cross_entropy.eight_bits import EightBits
 
-LOGITS = 2**28  # about the most logits of a chunk: half a gigabyte in 16 bits, so that the products are large
-CHUNKS = 4  # a call with more chunks than this has chunks of up to this many times the size, because each reads and writes all of dW
+LOGITS = 2**28  # about the logits of a chunk: half a gigabyte in 16 bits, so that the products are large
+CHUNKS = 4  # a call with more chunks than this has larger ones, up to this many times the size: each chunk reads and writes all of dW
 BLOCK = 4096  # columns that a program has in registers
 KEPT = 26  # the most tiles of BLOCK // 2 columns in 16 bits that stay in registers
 
@@ -185,6 +185,12 @@ def _tiles(x: Tensor, vocab_size: int) -> tuple[int, int]:
     return (block, tiles) if x.element_size() == 2 and tiles <= KEPT else (min(BLOCK, triton.next_power_of_2(vocab_size)), 0)
 
 
+def n_chunks(logits: int) -> int:
+    """Into how many chunks a call with this many logits is cut."""
+    small = -(-logits // LOGITS)
+    return max(1, min(small, CHUNKS), -(-small // CHUNKS))
+
+
 def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scales: Tensor | None, ignore_index: int,
                 label_smoothing: float, z_loss: float, softcap: float, vocab_size: int, fp8: bool,
                 gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -199,9 +205,8 @@ def passed_over(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor,
     db = torch.zeros(rows if gradient and bias is not None else 0, dtype=torch.float32, device=x.device)
     products = None if tokens == 0 else EightBits(x, weight, scales, gradient) if fp8 else Plain(x, weight)
     block, tiles = _tiles(x, vocab_size)
-    small = -(-tokens * rows // LOGITS)
-    n_chunks = max(1, min(small, CHUNKS), -(-small // CHUNKS))  # equal sizes: a small last chunk would leave a part of the GPU idle
-    for begin in range(0, tokens, step := 256 * max(1, -(-tokens // (256 * n_chunks)))):
+    step = 256 * max(1, -(-tokens // (256 * n_chunks(tokens * rows))))  # equal sizes: a small last chunk would leave a part of the GPU idle
+    for begin in range(0, tokens, step):
         chunk = slice(begin, begin + step)
         logits = products.logits(chunk, bias)
         gradients = products.room(logits) if gradient else logits

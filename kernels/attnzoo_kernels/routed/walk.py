@@ -34,9 +34,10 @@ class Tile:
 INTERPRETER = Tile(16, 2, 4, 1)  # arch 0: small tiles reach every branch of the code
 
 
-def forward_tile(arch: int) -> Tile:
-    """One stage, whose loop prefetches nothing, so that four programs of a block of 64 keys of 128 run at a time instead of three."""
-    return INTERPRETER if arch == 0 else Tile(64, 8, 4, 1)
+def forward_tile(arch: int, large: bool) -> Tile:
+    """large: blocks of more than 64 keys. With one stage the loop prefetches nothing, and four programs of a block of 64 keys of 128 run at
+    a time instead of three."""
+    return INTERPRETER if arch == 0 else Tile(64, 8, 4, 2 if large else 1)
 
 
 def backward_tile(arch: int, large: bool, wide: bool) -> Tile:
@@ -199,8 +200,8 @@ def routed_walk_sum_kernel(own_ptr, part_ptr, cu_seqlens_q, cu_seqlens_k, own_st
 def _constants(q: Tensor, v: Tensor, place: Tensor, rows: int, block_size: int, backward: bool) -> dict[str, int]:
     width, value_width = block_width(q.shape[-1]), value_block(q.shape[-1], v.shape[-1])
     block_n = block_width(block_size)
-    arch = architecture(q)
-    tile = backward_tile(arch, block_n > 64, max(width, value_width) > 64) if backward else forward_tile(arch)
+    arch, large = architecture(q), block_n > 64
+    tile = backward_tile(arch, large, max(width, value_width) > 64) if backward else forward_tile(arch, large)
     return {"HEADS": q.shape[1], "ROWS": rows, "SLOTS": place.shape[1], "HEAD_DIM": q.shape[-1], "VALUE_DIM": v.shape[-1],
             "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": block_n, "BLOCK_M": tile.block_m, "CHUNK": tile.block_m * tile.steps,
             "num_warps": tile.num_warps, "num_stages": tile.num_stages}
