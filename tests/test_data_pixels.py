@@ -37,6 +37,23 @@ def test_contours_go_on_step_by_step_and_keep_clear_of_each_other():
     assert (np.abs(one[:, 1:, None] - two[:, None, 1:]).max(-1) > 0)[:, checked].all()
 
 
+def test_few_dashes_begin_a_contour_and_few_distractors_are_drawn_as_in_the_original_program(monkeypatch):
+    assert (np.flatnonzero(task._dashes(task.LRA_32, 1).begins) - 180).tolist() == list(range(-150, -120))
+    assert [task._dashes(task.LRA_128, margin).begins.sum() for margin in (2, 3)] == [354, 360]
+    with pytest.raises(ValueError, match="no contour can begin"):
+        task.chunk(0, task.Settings(dash_length=1))
+    drawn = []
+    draw = task.Artist.draw
+
+    def spy_draw(self, image, contours, contrast):
+        drawn.append(len(image) if contours.at.shape[1] == 1 else 0)
+        draw(self, image, contours, contrast)
+
+    monkeypatch.setattr(task.Artist, "draw", spy_draw)
+    task.chunk(0, task.LRA_32, count=256)
+    assert 0.9 < sum(drawn) / 256 < 1.4
+
+
 @pytest.mark.parametrize("label", (0, 1))
 def test_the_class_says_whether_the_discs_lie_on_one_contour(label, monkeypatch):
     """Every image of one class, from the contours that were drawn and the pixels that were marked."""

@@ -69,7 +69,7 @@ class PathfinderSource:
     def record(self) -> dict:
         rows = {f"n_{split}": n for split, n in self.n_rows.items()}
         settings = asdict(self.settings) | {"margins": list(self.settings.margins)}
-        return {"kind": self.kind, "format": 1, "generator_seed": self.generator_seed, **rows, **settings}
+        return {"kind": self.kind, "format": 2, "generator_seed": self.generator_seed, **rows, **settings}
 
     identity = record
 
