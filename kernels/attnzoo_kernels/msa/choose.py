@@ -11,7 +11,8 @@ from attnzoo_kernels._triton.launch import architecture, on_device_of, strides
 from attnzoo_kernels._triton.softmax import score_dot
 from attnzoo_kernels._triton.tiles import Operand, head_rows, program_tile
 from attnzoo_kernels.flash.tiles import hopper_like
-from attnzoo_kernels.routed.best import choose_best, load_queries, plan_choice, tile_size
+from attnzoo_kernels.routed.best import choose_best, plan_choice, tile_size
+from attnzoo_kernels.routed.parts import gather_tile
 
 
 def tile(q: Tensor) -> tuple[int, int, dict[str, int]]:
@@ -56,8 +57,9 @@ def msa_blocks_kernel(q_ptr, k_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k, stri
     if place.row >= place.length:
         return
     row = tl.arange(0, BLOCK_M * HEADS)
+    i = place.row + row // HEADS
     # [BLOCK_M * HEADS, BLOCK_D]
-    q = load_queries(q_ptr, stride_qs, stride_qh, place, place.row + row // HEADS, place.head * HEADS + row % HEADS, HEAD_DIM, BLOCK_D)
+    q = gather_tile(q_ptr, stride_qs, stride_qh, place.first + i, place.head * HEADS + row % HEADS, i < place.length, HEAD_DIM, BLOCK_D)
     keys = head_rows(Operand(k_ptr, 0, stride_ks, stride_kh), 0, 0, place.other_first, place.other_length, False)
     choose_best(place, Index(q, keys, block_size, HEAD_DIM, BLOCK_D, PRECISION), blocks_ptr, heads, block_size, slots, _scores, SLOTS,
                 HEADS, BLOCK_M, BLOCK_N)

@@ -12,7 +12,8 @@ from attnzoo_kernels._triton.launch import architecture, next_power_of_2, on_dev
 from attnzoo_kernels._triton.softmax import score_dot
 from attnzoo_kernels._triton.tiles import Operand, head_rows, program_tile
 from attnzoo_kernels.flash.tiles import hopper_like
-from attnzoo_kernels.routed.best import choose_best, load_queries, plan_choice, tile_size
+from attnzoo_kernels.routed.best import choose_best, plan_choice, tile_size
+from attnzoo_kernels.routed.parts import gather_tile
 
 LOG2E = math.log2(math.e)
 
@@ -85,7 +86,7 @@ def nsa_blocks_kernel(q_ptr, k_ptr, lse_ptr, blocks_ptr, cu_seqlens_q, cu_seqlen
         member = n * HEADS + row % HEADS
         head = place.head * group + tl.minimum(member, group - 1)
         # [BLOCK_M * HEADS, BLOCK_D]
-        queries += (load_queries(q_ptr, stride_qs, stride_qh, place, i, head, HEAD_DIM, BLOCK_D),)
+        queries += (gather_tile(q_ptr, stride_qs, stride_qh, place.first + i, head, i < place.length, HEAD_DIM, BLOCK_D),)
         lse = tl.load(lse_ptr + head.to(tl.int64) * seqlen_q + place.first + i, mask=i < place.length, other=0.0)
         # -inf also where a score is NaN; then the weights of all keys that the query sees are NaN, too
         lse = tl.where(lse == -float("inf"), float("nan"), lse * 1.4426950408889634)

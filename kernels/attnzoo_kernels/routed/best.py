@@ -18,7 +18,6 @@ MISSING = tl.constexpr(2**63 - 1)  # the key of a slot that does not exist
 class Queries(NamedTuple):
     """A program's tile of queries, for SCORES: rows [BLOCK_M * HEADS], of HEADS heads of each query."""
 
-    place: Any
     i: Any  # [rows], the query
     position: Any  # [rows, 1], the query's own key
     earlier: Any  # number of blocks before the last query's own block
@@ -48,14 +47,6 @@ def keep_best(best, scores, block):
 
 
 @triton.jit
-def load_queries(ptr, stride_row, stride_head, place, i, head, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """[rows, BLOCK_WIDTH] of a sequence's queries i and heads [rows]."""
-    column = tl.arange(0, BLOCK_WIDTH)
-    pointers = ptr + (place.first + i).to(tl.int64)[:, None] * stride_row + head.to(tl.int64)[:, None] * stride_head + column[None, :]
-    return tl.load(pointers, mask=(i < place.length)[:, None] & (column < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
 def choose_best(place, own, blocks_ptr, heads, block_size, slots, SCORES: tl.constexpr, SLOTS: tl.constexpr, HEADS: tl.constexpr,
                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A whole program: a tile of queries goes over the blocks before them. place.head: of heads // HEADS, HEADS of which choose in one
@@ -69,7 +60,7 @@ def choose_best(place, own, blocks_ptr, heads, block_size, slots, SCORES: tl.con
     shift = place.other_length - place.length
     of_query = tl.maximum(i + shift, 0) // block_size
     earlier = tl.maximum(tl.minimum(place.row + BLOCK_M, place.length) - 1 + shift, 0) // block_size
-    x = Queries(place, i, i[:, None] + shift, earlier)
+    x = Queries(i, i[:, None] + shift, earlier)
     slot = tl.arange(0, SLOTS)
     best = tl.zeros([BLOCK_M * HEADS, SLOTS], tl.int64) + tl.where(slot < slots, EMPTY + slot.to(tl.int64), MISSING)[None, :]
     for at in range(0, earlier, BLOCK_N):

@@ -36,10 +36,10 @@ def _part_rows(place_ptr, first, tokens, heads, rows, slots, BLOCK_ROWS: tl.cons
 
 
 @triton.jit
-def gather_tile(ptr, stride_row, stride_head, row, inside, heads, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """[rows, BLOCK_WIDTH] of (token, head) pairs of a tensor (tokens, heads, width), in its dtype."""
+def gather_tile(ptr, stride_row, stride_head, token, head, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """[rows, BLOCK_WIDTH] of tokens and heads [rows] of a tensor (tokens, heads, width), in its dtype."""
     column = tl.arange(0, BLOCK_WIDTH)
-    pointers = ptr + (row // heads).to(tl.int64) * stride_row + (row % heads).to(tl.int64) * stride_head
+    pointers = ptr + token.to(tl.int64) * stride_row + head.to(tl.int64) * stride_head
     return tl.load(pointers[:, None] + column[None, :], mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
@@ -63,7 +63,7 @@ def routed_spread_kernel(own_ptr, own_numbers_ptr, place_ptr, part_ptr, part_num
                          PER_ROW: tl.constexpr):
     """Copies each row, and its PER_ROW float32 numbers, to the places of its slots."""
     row, inside, lse_at = rows_of_program(tokens, heads, BLOCK_ROWS)
-    tile = gather_tile(own_ptr, stride_row, stride_head, row, inside, heads, WIDTH, BLOCK_WIDTH)
+    tile = gather_tile(own_ptr, stride_row, stride_head, row // heads, row % heads, inside, WIDTH, BLOCK_WIDTH)
     for slot in range(slots):
         at = _part_row(place_ptr, row, inside, slot, rows, slots)
         store_tile(part_ptr, at, inside, tile, WIDTH, BLOCK_WIDTH)

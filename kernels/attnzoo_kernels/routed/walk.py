@@ -107,7 +107,7 @@ def routed_walk_fwd_kernel(q_ptr, k_ptr, v_ptr, pair_ptr, cu_seqlens_q, cu_seqle
         inside = row < length
         own_row = _own_rows(pair_ptr, first + row, inside, ROWS, SLOTS)
         # [BLOCK_M, BLOCK_D]
-        q = gather_tile(q_ptr, *q_strides, own_row, inside & (keys > 0), HEADS, HEAD_DIM, BLOCK_D)
+        q = gather_tile(q_ptr, *q_strides, own_row // HEADS, own_row % HEADS, inside & (keys > 0), HEAD_DIM, BLOCK_D)
         # [BLOCK_M, BLOCK_N]
         scores = tl.where(is_key[None, :], tl.dot(q, tl.trans(k)), -float("inf"))
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -157,8 +157,8 @@ def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr,
         seen = inside & (keys > 0)
         own_row = _own_rows(pair_ptr, first + row, inside, ROWS, SLOTS)
         # [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_DV]
-        q = gather_tile(q_ptr, *q_strides, own_row, seen, HEADS, HEAD_DIM, BLOCK_D)
-        do = gather_tile(do_ptr, *do_strides, own_row, seen, HEADS, VALUE_DIM, BLOCK_DV)
+        q = gather_tile(q_ptr, *q_strides, own_row // HEADS, own_row % HEADS, seen, HEAD_DIM, BLOCK_D)
+        do = gather_tile(do_ptr, *do_strides, own_row // HEADS, own_row % HEADS, seen, VALUE_DIM, BLOCK_DV)
         numbers = row_stats_ptr + own_row.to(tl.int64) * 2
         lse_log2 = tl.load(numbers, mask=seen, other=0.0)
         delta = tl.load(numbers + 1, mask=seen, other=0.0)
