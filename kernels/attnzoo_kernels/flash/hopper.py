@@ -24,7 +24,7 @@ from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.flash.options import Options
-from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile
+from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile, takes_half_tile
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -79,9 +79,8 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_s
                                        packed=options.packed)
     shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
     mask_in_loop = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
-    # half of the first tile is left out where that gains, at width 128 in short calls only; three consumers whose loop masks would spill
-    half_tile = options.causal and (width == value_width == 64 or length <= 512) and not (tile.consumers == 3 and mask_in_loop)
-    constants = {"MASK_IN_LOOP": mask_in_loop, "EMPTY_ROWS": mask_in_loop, "HALF_TILE": half_tile and tile.part is None,
+    half_tile = options.causal and tile.part is None and takes_half_tile(tile, width, value_width, length, mask_in_loop)
+    constants = {"MASK_IN_LOOP": mask_in_loop, "EMPTY_ROWS": mask_in_loop, "HALF_TILE": half_tile,
                  "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop}
     constants |= (SINKS if has_sinks else {}) | (RESIDUAL if has_residual else {})
     columns = width + value_width

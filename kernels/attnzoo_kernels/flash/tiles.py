@@ -119,6 +119,12 @@ def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, *, causal: b
     return ForwardTile(128, 4, 3, 160, q_slots=2, joint_release=True, k_before_pv=True, prefetch_tile=True)
 
 
+def takes_half_tile(tile: ForwardTile, block_d: int, block_dv: int, seqlen_q: int, mask_in_loop: bool) -> bool:
+    """Whether a causal call leaves out half of its first tile of keys where no query sees it: where that gains, at width 128 in short calls
+    only. Three consumers whose loop masks would spill."""
+    return (block_d == block_dv == 64 or seqlen_q <= 512) and not (tile.consumers == 3 and mask_in_loop)
+
+
 def hopper_range_tile(block_d: int, block_dv: int, *, window: bool) -> ForwardTile:
     """Over key ranges: as for short causal sequences."""
     return ForwardTile(128, 2 if max(block_d, block_dv) == 128 else 3, prefetch_tile=not window)

@@ -23,7 +23,7 @@ from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.flash.hopper import forward_reason
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
-from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile
+from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile, takes_half_tile
 
 __all__ = ["forward_reason", "launch_forward"]
 BLOCK = gl.constexpr(C_BLOCK)
@@ -137,8 +137,7 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, q: La
     tile = hopper_forward_tile(width, value_width, length, causal=True, window=options.window_left >= 0, packed=options.packed)
     mask_in_loop = masks_in_loop(options.window_left, 0, 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q, ROWS.value)
     head_group = heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2])
-    half_tile = (width == value_width == 64 or length <= 512) and not (tile.consumers == 3 and mask_in_loop)  # as in flash
-    constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": half_tile,
+    constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": takes_half_tile(tile, width, value_width, length, mask_in_loop),
                  "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop}
     return plan_forward(forgetting_fwd_hopper_kernel, device, options, tile, q, k, v, {"head_group": head_group}, constants)
 

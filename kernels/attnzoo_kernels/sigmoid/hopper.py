@@ -17,7 +17,7 @@ from attnzoo_kernels._gluon.tile_scheduler import Span, span, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout
 from attnzoo_kernels._triton.launch import on_device_of
-from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile
+from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile, takes_half_tile
 from attnzoo_kernels.sigmoid.hooks import HOPPER_REGISTERS, HOPPER_SIGMOID, TOGETHER
 from attnzoo_kernels.sigmoid.options import Options
 
@@ -80,7 +80,7 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
     def of_length(length: int) -> ForwardPlan:
         own = tile or hopper_forward_tile(width, value_width, length, causal=options.causal, window=options.window_left >= 0,
                                           packed=options.packed)
-        half_tile = options.causal and (width == value_width == 64 or length <= 512) and not (own.consumers == 3 and mask_in_loop)
+        half_tile = options.causal and takes_half_tile(own, width, value_width, length, mask_in_loop)
         constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": half_tile, "OPTIONS": options.by_length} | HOOKS
         return plan_forward(hopper_fwd_kernel, device, options, own, q, k, v, scalars, constants)
 
