@@ -5,7 +5,7 @@ import pytest
 from compiled_kernels import compiled_kernels
 
 SHARED_MEMORY = 232448
-LEAST_SHARED_MEMORY = 101376  # of sm_86, sm_89 and sm_120
+LEAST_SHARED_MEMORY = 101376  # of the GPUs that have least
 SPILLED = 512  # bytes of stack a thread; the most is 296, of 16-bit packed dK/dV at head dim 128
 
 

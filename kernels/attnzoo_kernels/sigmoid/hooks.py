@@ -13,7 +13,7 @@ from attnzoo_kernels._triton.softmax import exp_in_units, in_units
 SHARING = tl.constexpr(4)  # weights of a thread that are computed with one reciprocal
 TOGETHER = tl.constexpr(16)  # on Hopper: weights of a thread that are computed by a series if all are small; as many as SHARING: never
 TERMS = 3  # of the series t - t^2 + t^3 ...
-SMALL = 2.0 ** (-12 / TERMS)  # small weights then have a relative error of at most 2^-12, an eighth of a rounding to bfloat16
+SMALL = 2.0 ** (-12 / TERMS)  # up to which the series, cut there, errs by much less than a rounding to bfloat16
 
 
 def _bits(x: float) -> str:
