@@ -22,9 +22,10 @@ from attnzoo.attention.msa import MSAttention
 from attnzoo.attention.nsa import NSAttention
 from attnzoo.attention.positions import rotate
 from attnzoo.attention.sdpa import SDPAttention, masked_attention
-from attnzoo.models import GPT, decoding
+from attnzoo.models import GPT, blocks, decoding
 from attnzoo.models.decoding import GRAPHED, _prepared, why_no_graph
 from attnzoo_kernels import dispatch
+from attnzoo_kernels.add_norm import add_norm
 from attnzoo_kernels.decode.append import append_rotated
 
 LENGTHS = (40, 1, 17)
@@ -216,6 +217,32 @@ def test_the_weights_of_decoding_are_the_model_s_own(attention):
     assert fast.blocks[0].attention.q_proj.weight.dtype == torch.bfloat16
     assert {id(p) for name, p in fast.named_parameters() if "norm" in name or "embedding" in name} <= before
     assert all(block.attention.joined is None for block in model.blocks) and all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("options", (
+    {}, {"norm": "rmsnorm", "bias": False, "mlp": "swiglu"}, {"positions": "learned", "mlp": "gelu_tanh"}, {"norm_position": "post"},
+    {"autocast_residual": True}))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_sums_and_norms_in_one_are_what_they_are_apart(dtype, options, monkeypatch):
+    """Bit by bit, because the stream keeps all bits of its float32. Where there is no such stream nothing is joined."""
+    torch.manual_seed(0)
+    model = GPT(**SIZES, **options, attention=FlashAttention).eval()
+    ids, lengths = prompts("cpu")
+    calls, found = [], []
+    monkeypatch.setattr(blocks, "add_norm", lambda *x, **how: (calls.append(how), add_norm(*x, **how))[1])
+    for joins in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            decoding = model.decoding(ids, 6, lengths=lengths, temperature=0, samples=2)
+        decoding.step()
+        decoding.fast.joins_norms = joins
+        logits = []
+        monkeypatch.setattr(decoding, "_drawn_from", lambda x, logits=logits: (logits.append(x), x.argmax(-1, keepdim=True))[1])
+        for _ in range(5):
+            decoding.step()
+        found.append(torch.stack(logits))
+    assert torch.equal(*found)
+    there = dtype == torch.bfloat16 and not model.autocast_residual
+    assert len(calls) == there * 5 * (2 * SIZES["n_layers"] + 1)
 
 
 @pytest.mark.parametrize("lengths", (None, torch.tensor(LENGTHS)))

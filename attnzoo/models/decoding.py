@@ -236,13 +236,14 @@ def _reads_pages(model: nn.Module) -> bool:
 
 
 def _prepared(model: nn.Module) -> nn.Module:
-    """A copy of the model in eval mode, prepared for fast decoding. Weights of linear layers are cast to autocast's dtype, and the
-    matrices of an attention layer's `projections` are concatenated. All other tensors are shared with the model."""
+    """A copy of the model in eval mode, prepared for fast decoding. Weights of linear layers are cast to autocast's dtype, the matrices of
+    an attention layer's `projections` are concatenated, and sums and norms are one kernel. All other tensors are shared with the model."""
     own = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     fast = copy.deepcopy(model, own).eval()
     if fast.head is None:
         fast.head = nn.Linear(*reversed(model.head_matrix.shape), bias=False, device="meta")
         fast.head.weight = model.head_matrix
+    fast.joins_norms = True
     exact = {layer for block in fast.blocks for part in block.attention.in_float32 for layer in part.modules()}
     for module in fast.modules():
         if isinstance(module, nn.Linear) and module not in exact:

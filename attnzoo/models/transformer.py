@@ -56,6 +56,7 @@ class Transformer(nn.Module):
     head_in_8_bits: bool | None = False  # whether the output layer multiplies in 8 bits in training; None: there is no such layer
     # (), differentiable: the sum of what layers added to `SequenceInfo.losses` in the last pass
     extra_loss: Tensor | None = None
+    joins_norms = False  # whether sums and norms are one kernel in any pass under bfloat16 autocast, as with `split_residual` in training
     recompute_every: int | None = None  # in training every k-th block keeps only its input, and the backward recomputes the rest
 
     def __init__(
@@ -190,7 +191,7 @@ class Transformer(nn.Module):
             cu_seqlens = _without_repeated_end(cu_seqlens)
         seq = SequenceInfo(position_ids, cu_seqlens, max_seqlen, context=context, parents=parents, dropout_states=dropout_states)
         x = self.embed(input_ids, position_ids, token_type_ids)
-        if self._splits(x) and cache is None:
+        if self._splits(x):
             x = Sum(Stream(x))
         last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
@@ -206,9 +207,9 @@ class Transformer(nn.Module):
         return self.logits(x) if targets is None else self.loss(x, targets, reduction, target_weights)
 
     def _splits(self, x: Tensor) -> bool:
-        """Whether `split_residual` takes effect in a forward pass whose embeddings are x."""
+        """Whether `split_residual`, or `joins_norms`, takes effect in a forward pass whose embeddings are x."""
         autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) == torch.bfloat16
-        return self.split_residual and self.training and autocast and x.dtype == torch.float32
+        return (self.split_residual and self.training or self.joins_norms) and autocast and x.dtype == torch.float32
 
     def take_extra_loss(self) -> Tensor | None:
         """Returns the last pass's `extra_loss` and resets it to None."""
