@@ -51,13 +51,18 @@ class Case:
         return {"input_ids": ids, "labels": ids}
 
 
-def gpt_tiny(variant: str, seqlen: int, impl: str | None) -> nn.Module:
-    """For a context of `seqlen` bytes, its weights the same at every call."""
-    overrides = [f"attention={variant}", f"data.seq_len={seqlen}", "model.vocab_size=256"] + [f"attention.impl={impl}"] * (impl is not None)
+def composed(*overrides: str) -> nn.Module:
+    """The model that `python train.py` makes of these overrides, its weights the same at every call."""
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        config = compose("train", overrides)
+        config = compose("train", list(overrides))
     torch.manual_seed(0)
-    return from_config(*(OmegaConf.to_container(part, resolve=True) for part in (config.model, config.attention))).train()
+    return from_config(*(OmegaConf.to_container(part, resolve=True) for part in (config.model, config.attention)))
+
+
+def gpt_tiny(variant: str, seqlen: int, impl: str | None) -> nn.Module:
+    """For a context of `seqlen` bytes."""
+    given = [f"attention.impl={impl}"] * (impl is not None)
+    return composed(f"attention={variant}", f"data.seq_len={seqlen}", "model.vocab_size=256", *given).train()
 
 
 def results(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype | None) -> list[Tensor]:

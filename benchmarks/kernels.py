@@ -37,7 +37,8 @@ def by_kind(name: str, call: Callable[[], object], steps: int = 5) -> dict[str, 
     for e in kernels:
         of_kind[kind_of(e.key)] = of_kind.get(kind_of(e.key), 0.0) + e.self_device_time_total / steps / 1e3
     of_kind["all kernels"] = sum(of_kind.values())
-    print(f"\n{name}: {of_kind['all kernels']:.2f} ms of kernels a step")
+    launches = sum(e.count for e in kernels) / steps
+    print(f"\n{name}: {of_kind['all kernels']:.2f} ms of kernels a step, {launches:.1f} launches")
     names = {e.key for e in kernels}
     if spans := [e.time_range for e in recorded.events() if e.device_type == DeviceType.CUDA and e.name in names]:
         whole = max(span.end for span in spans) - min(span.start for span in spans)

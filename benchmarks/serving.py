@@ -4,6 +4,7 @@
     python -m benchmarks.serving --size 7b --prompt 4096 --batches 1 8
     python -m benchmarks.serving --rounds 2          # in about two minutes
     python -m benchmarks.serving samples             # `num_samples` of generate.py behind a long prompt
+    python -m benchmarks.serving tokens --models gpt2_small gpt2_xl   # one text of generate.py: how fast the weights are read
     python -m benchmarks.serving --dry-run           # on the CPU, tiny
 
 The engine is the same for all: continuous batching, a cache in pages, samples that share their prompt's pages. A backend is an
@@ -24,8 +25,9 @@ import itertools
 import logging
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,10 @@ from attnzoo.attention.flash import FlashAttention
 from attnzoo.hub import use_pages
 from attnzoo.models import GPT, decoding
 from benchmarks import harness
+from benchmarks.accuracy import error_ratio
+from benchmarks.cpu import composed
 from benchmarks.harness import Backend, Entry, Line, Pass, Session
+from benchmarks.kernels import by_kind
 from benchmarks.report import Row
 from benchmarks.timing import Candidate, host_bench
 
@@ -246,7 +251,73 @@ def samples(session: Session) -> Iterator[list[Row]]:
         yield harness.compare(line, columns, ["forward"], replace(session.timing, bench=host_bench), unit="tokens/s")
 
 
-TABLES = {"speed": speed, "samples": samples}
+def tokens(session: Session) -> Iterator[list[Row]]:
+    """Our own decoding of one text, greedy, by models of configs/model with random weights: TB/s of the weights that a token reads, beside
+    a copy, tokens a second, and on a GPU milliseconds of a token's kernels by kind, and their number.
+
+    Before a figure is printed a step's logits are held against those of the whole text: within twice autocast's error against float32. A
+    reading is 16 steps, each a CUDA graph's replay on a GPU.
+    """
+    for name in session.options.models:
+        yield from tokens_of(session, name)
+
+
+def tokens_of(session: Session, name: str) -> Iterator[list[Row]]:
+    length, steps = session.options.prompt, 16
+    positions = length + steps + 2
+    with torch.device(session.device):
+        gpt = composed(f"model={name}", "attention=flash", f"data.seq_len={positions}", f"model.max_positions={positions}",
+                       "model.vocab_size=50257").eval()
+    prompt = torch.randint(gpt.vocab_size, (1, length), device=session.device)
+    autocast = functools.partial(torch.autocast, session.device, session.dtype, session.dtype != torch.float32)
+    with autocast():
+        found = gpt.decoding(prompt, steps + 2, lengths=torch.full((1,), length, device=session.device), temperature=0, graph=None)
+    text, last = torch.cat([prompt, found.step()], dim=1), torch.tensor([length], device=session.device)
+    with torch.no_grad():
+        exact = gpt(text, logits_at=last)
+        with autocast():
+            eager = gpt(text, logits_at=last)
+    with patch.object(found, "_drawn_from", wraps=found._drawn_from) as drawn_from:
+        found.step()
+    error = error_ratio(drawn_from.call_args.args[0], eager, exact)
+    for _ in range(2, decoding.GRAPHED):
+        found.step()
+    size = sum(layer.weight.nbytes for layer in found.fast.modules() if isinstance(layer, nn.Linear))
+    source, target = torch.zeros(2, size // 2, dtype=torch.uint8, device=session.device)  # a copy reads half and writes half
+
+    def written() -> Tensor:
+        found.rewind()
+        for _ in range(steps):
+            found.step()
+        return waited_for(found.drawn)
+
+    def copied() -> Tensor:
+        for _ in range(steps):
+            target.copy_(source)
+        return waited_for(target)
+
+    def column(label: str, call: Callable[[], Tensor], error: float) -> Entry:
+        backend = Backend(label, lambda case, x: Pass(call, lambda: (), []))
+        return Entry(label, backend, f"{name} behind {length}", None, {"forward": float(steps * size)}, lambda run: error)
+
+    line = Line("serving", "tokens", f"{name}, {size / 1e9:.3g} GB", length)
+    rows = harness.compare(line, [column("attnzoo", written, error), column("copy", copied, 0.0)], ["forward"],
+                           replace(session.timing, bench=host_bench), unit="TB/s")
+    yield rows
+    yield [replace(rows[0], unit="tokens/s", value=rows[0].ms and steps / rows[0].ms * 1e3)]
+    if session.device == "cuda":
+        found.rewind()
+        yield [replace(rows[0], panel=f"{name}, {kind}", unit="ms", value=ms, ms=ms, spread=None)
+               for kind, ms in by_kind(name, found.step, steps).items()]
+
+
+def waited_for(x: Tensor) -> Tensor:
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    return x
+
+
+TABLES = {"speed": speed, "samples": samples, "tokens": tokens}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -255,9 +326,10 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--batches", nargs="+", type=harness.positive, default=[1, 4, 16], help="prompts at once (default: 1 4 16)")
     command.add_argument("--samples", type=harness.positive, default=8, help="of each prompt (default: 8)")
     command.add_argument("--prompt", type=harness.positive, default=1024, help="tokens of a prompt (default: 1024)")
+    command.add_argument("--models", nargs="+", default=["gpt2_xl"], help="of configs/model, for `tokens` (default: gpt2_xl)")
     command.add_argument("--new-tokens", type=harness.positive, default=128, help="of each sample (default: 128)")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
-        command.set_defaults(size="tiny", batches=[2], prompt=12, new_tokens=4, dtype="float32")
+        command.set_defaults(size="tiny", models=["gpt_tiny"], batches=[2], prompt=12, new_tokens=4, dtype="float32")
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     return harness.main(command, TABLES, BACKENDS, None, {"speed": "prompts"}, arguments)
 

@@ -25,6 +25,16 @@ def test_dry_run_of_samples(tmp_path):
     assert [(row["label"], float(row["error"])) for row in rows] == [("the prompt's pages", 0), ("a copy each", 0)]
 
 
+@pytest.mark.parametrize("model", ("gpt_tiny", "gpt2_small"))
+def test_dry_run_of_tokens(model, tmp_path):
+    assert serving.main(["tokens", "--dry-run", "--models", model, "--dtype", "bfloat16", "--output", str(tmp_path)]) == 0
+    rows = list(csv.DictReader((tmp_path / "serving-tokens.csv").read_text().splitlines()))
+    assert [(row["label"], row["unit"]) for row in rows] == [("attnzoo", "TB/s"), ("copy", "TB/s"), ("attnzoo", "tokens/s")]
+    rates = [float(row["value"]) for row in rows]
+    assert float(rows[0]["error"]) <= 1 and float(rows[1]["ratio"]) == pytest.approx(rates[0] / rates[1], rel=1e-4)
+    assert rates[2] == pytest.approx(16e3 / float(rows[0]["ms"]), rel=1e-4)
+
+
 @pytest.mark.parametrize("changed", (False, True))
 def test_other_tokens_get_no_figure(changed, monkeypatch):
     stub = SimpleNamespace(to=lambda dtype: None, destroy_cached_continuous_batching_manager=lambda: None)
