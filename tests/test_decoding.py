@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hydra.utils import get_class
 from omegaconf import OmegaConf
 from test_generation import CONFIGS, SIZES, VARIANTS, build
@@ -23,10 +24,12 @@ from attnzoo.attention.nsa import NSAttention
 from attnzoo.attention.positions import rotate
 from attnzoo.attention.sdpa import SDPAttention, masked_attention
 from attnzoo.models import GPT, blocks, decoding
+from attnzoo.models.blocks import MLPS
 from attnzoo.models.decoding import GRAPHED, _prepared, why_no_graph
 from attnzoo_kernels import dispatch
 from attnzoo_kernels.add_norm import add_norm
 from attnzoo_kernels.decode.append import append_rotated
+from benchmarks.accuracy import assert_accurate
 
 LENGTHS = (40, 1, 17)
 OPTIONS = {
@@ -243,6 +246,26 @@ def test_sums_and_norms_in_one_are_what_they_are_apart(dtype, options, monkeypat
     assert torch.equal(*found)
     there = dtype == torch.bfloat16 and not model.autocast_residual
     assert len(calls) == there * 5 * (2 * SIZES["n_layers"] + 1)
+
+
+@pytest.mark.parametrize("bias", (True, False))
+@pytest.mark.parametrize("mlp", MLPS)
+def test_a_product_that_applies_the_tanh_gelu_gives_what_both_give(mlp, bias, device, monkeypatch):
+    """In 16 bits on a GPU it is cuBLAS's; elsewhere nothing takes it, and here plain PyTorch stands in for it."""
+    torch.manual_seed(0)
+    model = GPT(**SIZES, mlp=mlp, bias=bias, attention=FlashAttention).eval().to(device)
+    ids, _ = prompts(device)
+    with torch.no_grad(), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        fast, eager = _prepared(model), model(ids)
+        joins = mlp == "gelu_tanh" and bias
+        assert [block.mlp.joins_gelu for block in fast.blocks] == [joins and device == "cuda"] * SIZES["n_layers"]
+        if device == "cpu":
+            monkeypatch.setattr(torch, "_addmm_activation", lambda bias, x, weight, use_gelu: F.gelu(x @ weight + bias, approximate="tanh"))
+            for block in fast.blocks:
+                block.mlp.joins_gelu = joins
+        found = fast.forward(ids)
+    with torch.no_grad():
+        assert_accurate(found, eager, model.double()(ids) if device == "cpu" else model(ids))
 
 
 @pytest.mark.parametrize("lengths", (None, torch.tensor(LENGTHS)))

@@ -63,6 +63,8 @@ def default_mlp_dim(kind: str, dim: int) -> int:
 class MLP(nn.Module):
     """down(gelu(up x)) with the exact or the tanh GELU, or down(silu(gate x) * up x) (SwiGLU, Shazeer 2020, arXiv:2002.05202)."""
 
+    joins_gelu = False  # whether the product of `up_proj` itself adds its bias and applies the tanh GELU, as cuBLAS can; without gradients
+
     def __init__(self, kind: str, dim: int, hidden: int, bias: bool):
         super().__init__()
         if kind not in MLPS:
@@ -75,6 +77,9 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "swiglu":
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        if self.joins_gelu:
+            up = torch._addmm_activation(self.up_proj.bias, x.flatten(0, -2), self.up_proj.weight.t(), use_gelu=True)
+            return self.down_proj(up.unflatten(0, x.shape[:-1]))
         approximate = "tanh" if self.kind == "gelu_tanh" else "none"
         product = fp8.product_of(self.up_proj)
         # torch.compile fuses F.gelu with the rounding of its result to 8 bits; it cannot fuse a custom operator such as bias_gelu

@@ -237,7 +237,8 @@ def _reads_pages(model: nn.Module) -> bool:
 
 def _prepared(model: nn.Module) -> nn.Module:
     """A copy of the model in eval mode, prepared for fast decoding. Weights of linear layers are cast to autocast's dtype, the matrices of
-    an attention layer's `projections` are concatenated, and sums and norms are one kernel. All other tensors are shared with the model."""
+    an attention layer's `projections` are concatenated, and kernels are joined: sums with norms, and a tanh GELU with the product before
+    it. All other tensors are shared with the model."""
     own = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     fast = copy.deepcopy(model, own).eval()
     if fast.head is None:
@@ -249,8 +250,10 @@ def _prepared(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Linear) and module not in exact:
             module.weight = _compute(module.weight)
     for block in fast.blocks:
+        up, kind = block.mlp.up_proj, block.mlp.kind
+        block.mlp.joins_gelu = kind == "gelu_tanh" and up.weight.is_cuda and up.weight.itemsize == 2 and up.bias is not None
         for module in block.modules():
-            kept = module is block.mlp.up_proj and block.mlp.kind != "swiglu"  # bias_gelu adds its bias in float32
+            kept = module is up and kind != "swiglu" and not block.mlp.joins_gelu  # bias_gelu adds its bias in float32
             if isinstance(module, nn.Linear) and module.bias is not None and not kept and module not in exact:
                 module.bias = _compute(module.bias)
         attention = block.attention
