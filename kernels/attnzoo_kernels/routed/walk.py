@@ -34,10 +34,9 @@ class Tile:
 INTERPRETER = Tile(16, 2, 4, 1)  # arch 0: small tiles reach every branch of the code
 
 
-def forward_tile(arch: int, large: bool) -> Tile:
-    """large: blocks of more than 64 keys. With one stage the loop prefetches nothing, and four programs of a block of 64 keys of 128 run at
-    a time instead of three."""
-    return INTERPRETER if arch == 0 else Tile(64, 8, 4, 2 if large else 1)
+def forward_tile(arch: int) -> Tile:
+    """The kernel prefetches by itself, so that the loop has one stage."""
+    return INTERPRETER if arch == 0 else Tile(64, 8, 4, 1)
 
 
 def backward_tile(arch: int, large: bool, wide: bool) -> Tile:
@@ -102,12 +101,18 @@ def routed_walk_fwd_kernel(q_ptr, k_ptr, v_ptr, pair_ptr, cu_seqlens_q, cu_seqle
     v = _load_block(v_ptr, v_strides, key, keys, head, VALUE_DIM, BLOCK_N, BLOCK_DV)
     is_key = tl.arange(0, BLOCK_N) < keys
     part_ptr += first.to(tl.int64) * VALUE_DIM
+    # each step loads the query rows of the next one, and the numbers of the rows of the one after that
+    lane = tl.arange(0, BLOCK_M)
+    own_row = _own_rows(pair_ptr, first + lane, lane < length, ROWS, SLOTS)
+    next_q = gather_tile(q_ptr, *q_strides, own_row // HEADS, own_row % HEADS, (lane < length) & (keys > 0), HEAD_DIM, BLOCK_D)
+    own_row = _own_rows(pair_ptr, first + lane + BLOCK_M, lane + BLOCK_M < length, ROWS, SLOTS)
     for at in range(0, length, BLOCK_M):
-        row = at + tl.arange(0, BLOCK_M)
+        row = at + lane
         inside = row < length
-        own_row = _own_rows(pair_ptr, first + row, inside, ROWS, SLOTS)
         # [BLOCK_M, BLOCK_D]
-        q = gather_tile(q_ptr, *q_strides, own_row // HEADS, own_row % HEADS, inside & (keys > 0), HEAD_DIM, BLOCK_D)
+        q = next_q
+        next_q = gather_tile(q_ptr, *q_strides, own_row // HEADS, own_row % HEADS, (row + BLOCK_M < length) & (keys > 0), HEAD_DIM, BLOCK_D)
+        own_row = _own_rows(pair_ptr, first + row + 2 * BLOCK_M, row + 2 * BLOCK_M < length, ROWS, SLOTS)
         # [BLOCK_M, BLOCK_N]
         scores = tl.where(is_key[None, :], tl.dot(q, tl.trans(k)), -float("inf"))
         row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -200,8 +205,8 @@ def routed_walk_sum_kernel(own_ptr, part_ptr, cu_seqlens_q, cu_seqlens_k, own_st
 def _constants(q: Tensor, v: Tensor, place: Tensor, rows: int, block_size: int, backward: bool) -> dict[str, int]:
     width, value_width = block_width(q.shape[-1]), value_block(q.shape[-1], v.shape[-1])
     block_n = block_width(block_size)
-    arch, large = architecture(q), block_n > 64
-    tile = backward_tile(arch, large, max(width, value_width) > 64) if backward else forward_tile(arch, large)
+    arch = architecture(q)
+    tile = backward_tile(arch, block_n > 64, max(width, value_width) > 64) if backward else forward_tile(arch)
     return {"HEADS": q.shape[1], "ROWS": rows, "SLOTS": place.shape[1], "HEAD_DIM": q.shape[-1], "VALUE_DIM": v.shape[-1],
             "BLOCK_D": width, "BLOCK_DV": value_width, "BLOCK_N": block_n, "BLOCK_M": tile.block_m, "CHUNK": tile.block_m * tile.steps,
             "num_warps": tile.num_warps, "num_stages": tile.num_stages}
