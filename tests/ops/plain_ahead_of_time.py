@@ -212,15 +212,18 @@ def routed():
 
 
 def training():
-    """What is beside attention in a step: norms of a split stream."""
+    """What is beside attention in a step: norms of a split stream, and of post-norm blocks in bfloat16."""
     from attnzoo_kernels.add_norm import backward, forward
 
     x, weight = torch.zeros(256, 768, dtype=BF16), torch.zeros(768)
     low = x.to(torch.int16)
     for begins, rms, bias, last in ((False, False, None, False), (True, False, weight, False), (False, True, None, True)):
         given = (x.float(), None, None) if begins else (x, low, x)
-        high, _, _, means, scales = forward.launch_forward(*given, weight, bias, 1e-5, rms, last)
-        backward.launch_backward(high, x, None if last else x, weight, means, scales, bias is not None)
+        high, _, _, means, scales = forward.launch_forward(*given, None, weight, bias, 1e-5, rms, last)
+        backward.launch_backward(high, x, None if last else x, weight, means, scales, bias is not None, False)
+    weight = weight.to(BF16)
+    high, _, _, means, scales = forward.launch_forward(x, None, x, weight, weight, weight, 1e-5, False, True)
+    backward.launch_backward(high, x, None, weight, means, scales, True, True)
 
 
 def main() -> None:

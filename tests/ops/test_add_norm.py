@@ -74,6 +74,31 @@ def test_halves_are_all_bits():
     assert ((high.float() - x).abs() <= (x.to(torch.bfloat16).float() - x).abs())[finite].all()  # the nearest
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_a_post_norm_block_gives_the_stream_in_16_bits_and_the_bias_of_its_branch(impl, dtype, poisoned):
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    rows, vectors = (torch.randn(2 + n, 37, 40, generator=generator, device=DEVICE).to(torch.bfloat16) for n in (1, 0))
+    inputs = [*rows[:2], *(1 + vectors[0, :3]).to(dtype)]  # stream, branch, weight, bias, the branch's bias
+
+    def results(cast: torch.dtype | None, call) -> list[torch.Tensor]:
+        leaves = [x.detach().to(cast or x.dtype).requires_grad_() for x in inputs]
+        normed = call(*leaves)
+        return [normed, *torch.autograd.grad(normed, leaves, rows[2].to(normed.dtype))]
+
+    def plain(x, branch, weight, bias, branch_bias):
+        return F.layer_norm(x + (branch + branch_bias), x.shape[-1:], weight, bias)
+
+    def ours(x, branch, weight, bias, branch_bias):
+        return add_norm(Stream(x), branch, weight, bias, branch_bias=branch_bias, last=True, impl=impl)[1]
+
+    found, exact, eager = results(None, ours), results(torch.float64, plain), results(torch.bfloat16, plain)
+    for value, same_maths, truth in zip(found, eager, exact, strict=True):
+        assert_accurate(value, same_maths.to(value.dtype), truth)
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, results(None, compiled), strict=True))
+
+
 def test_empty_rows():
     weight = torch.ones(8, device=DEVICE, requires_grad=True)
     stream, normed = add_norm(Stream(torch.zeros(0, 8, device=DEVICE)), None, weight, impl="triton")
@@ -88,7 +113,7 @@ def test_operators_are_sound_and_compile():
     stream = case.stream(x)
     high, branch, weight = (t.detach().requires_grad_() for t in (stream.high, *rest))
     for low, last in ((stream.low, False), (stream.low, True)):
-        torch.library.opcheck(torch.ops.attnzoo.add_norm, (high, low, branch, weight, bias, 1e-5, False, last))
+        torch.library.opcheck(torch.ops.attnzoo.add_norm, (high, low, branch, None, weight, bias, 1e-5, False, last))
     compiled = torch.compile(add_norm, backend="aot_eager", fullgraph=True)
     for case in CORRECTNESS:
         assert all(torch.equal(a, b) for a, b in zip(run(case, "triton"), run(case, "triton", call=compiled), strict=True)), case

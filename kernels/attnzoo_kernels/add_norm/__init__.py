@@ -27,13 +27,16 @@ class Stream(NamedTuple):
     low: Tensor | None = None
 
 
-def add_norm(stream: Stream, branch: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, eps: float = 1e-5,
-             kind: str = "layernorm", last: bool = False, impl: str | None = None) -> tuple[Stream, Tensor]:
+def add_norm(stream: Stream, branch: Tensor | None, weight: Tensor, bias: Tensor | None = None, *, branch_bias: Tensor | None = None,
+             eps: float = 1e-5, kind: str = "layernorm", last: bool = False, impl: str | None = None) -> tuple[Stream, Tensor]:
     """Adds `branch` to a residual stream and normalises the sum: x = stream + branch, and (x - mean) / std * weight + bias.
 
-    stream: a `Stream` of shape (..., width). branch: (..., width), bfloat16; None adds nothing. weight, bias: float32, (width,).
+    stream: a `Stream` of shape (..., width). branch: (..., width), bfloat16; None adds nothing. weight, bias, branch_bias: (width,), all
+    float32 or all bfloat16.
+    branch_bias: is added, too. Usually the branch is a product whose bias is left to this function; its gradient then takes no pass more.
     kind: "layernorm" (Ba et al. 2016, arXiv:1607.06450) or "rmsnorm" (Zhang and Sennrich 2019, arXiv:1910.07467), which has no bias.
-    last: the stream is not needed after this call; None is returned in its place.
+    last: the stream is not needed after this call; None is returned in its place. It may then be `Stream(x)` with x in bfloat16, too: in
+    post-norm blocks each norm is the next stream.
 
     Returns (the new stream, its norm in bfloat16). Sums and norms are computed in float32, and the stream keeps all bits of its float32.
     Gradients of the stream are rounded to bfloat16 between calls, as those of branches are. The backward computes the norm from `high`,
@@ -46,14 +49,16 @@ def add_norm(stream: Stream, branch: Tensor | None, weight: Tensor, bias: Tensor
     checks.choice("kind", kind, NORMS)
     high, low = stream
     checks.tensor("stream.high", high)
-    wanted = torch.float32 if low is None else torch.bfloat16
-    if high.dtype != wanted or high.dim() < 1:
-        raise TypeError(f"stream.high: must be {wanted} of shape (..., width) {'without' if low is None else 'with'} stream.low, got "
-                        f"{high.dtype} of shape {tuple(high.shape)}")
+    wanted = (torch.float32, torch.bfloat16)[: 1 + last] if low is None else (torch.bfloat16,)
+    if high.dtype not in wanted or high.dim() < 1:
+        raise TypeError(f"stream.high: must be {' or '.join(map(str, wanted))} of shape (..., width) "
+                        f"{'without' if low is None else 'with'} stream.low, got {high.dtype} of shape {tuple(high.shape)}")
     if bias is not None and kind == "rmsnorm":
         raise ValueError("bias: must be None for kind='rmsnorm'")
+    of_weight = weight.dtype if weight.dtype == torch.bfloat16 else torch.float32
     for name, x, dtype, shape in (("stream.low", low, torch.int16, high.shape), ("branch", branch, torch.bfloat16, high.shape),
-                                  ("weight", weight, torch.float32, high.shape[-1:]), ("bias", bias, torch.float32, high.shape[-1:])):
+                                  ("weight", weight, of_weight, high.shape[-1:]), ("bias", bias, of_weight, high.shape[-1:]),
+                                  ("branch_bias", branch_bias, of_weight, high.shape[-1:])):
         if x is None:
             continue
         checks.tensor(name, x, "a tensor or None")
@@ -62,10 +67,10 @@ def add_norm(stream: Stream, branch: Tensor | None, weight: Tensor, bias: Tensor
         if x.device != high.device:
             raise ValueError(f"{name}: must be on the stream's device {high.device}, got {x.device}")
     if dispatch.takes_reference("add_norm", impl, "stream.high", high, IMPLEMENTATIONS):
-        high, low, normed = add_norm_reference(high, low, branch, weight, bias, eps, kind == "rmsnorm")
+        high, low, normed = add_norm_reference(high, low, branch, branch_bias, weight, bias, eps, kind == "rmsnorm")
     else:
         if high.shape[-1] > WIDEST:
             raise NotImplementedError(f'stream: impl="triton" takes a width of at most {WIDEST}, got {high.shape[-1]}; impl="reference" '
                                       "takes it")
-        high, low, normed, *_ = ops.add_norm(high, low, branch, weight, bias, eps, kind == "rmsnorm", last)
+        high, low, normed, *_ = ops.add_norm(high, low, branch, branch_bias, weight, bias, eps, kind == "rmsnorm", last)
     return None if last else Stream(high, low), normed

@@ -39,7 +39,7 @@ class Case:
         if self.begins:
             return Stream(x)
         ones = torch.ones_like(x[0])
-        return Stream(*add_norm_reference(x, None, None, ones, None, 1e-5, False)[:2])
+        return Stream(*add_norm_reference(x, None, None, None, ones, None, 1e-5, False)[:2])
 
     def __str__(self) -> str:
         names = [name for name in ("begins", "last") if getattr(self, name)] + ["without bias"] * (not self.bias)

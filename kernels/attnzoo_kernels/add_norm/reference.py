@@ -36,10 +36,12 @@ class _Join(torch.autograd.Function):
 
 
 @without_autocast
-def add_norm_reference(high: Tensor, low: Tensor | None, branch: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float,
-                       rms: bool) -> tuple[Tensor, Tensor, Tensor]:
+def add_norm_reference(high: Tensor, low: Tensor | None, branch: Tensor | None, branch_bias: Tensor | None, weight: Tensor,
+                       bias: Tensor | None, eps: float, rms: bool) -> tuple[Tensor, Tensor, Tensor]:
     """(high, low, norm): both halves of the sum, and its norm in bfloat16."""
-    x = high if low is None else _Join.apply(high, low)
-    x = x if branch is None else x + branch
+    x = high.float() if low is None else _Join.apply(high, low)
+    for added in (branch, branch_bias):
+        x = x if added is None else x + added
+    weight, bias = weight.float(), None if bias is None else bias.float()
     normed = F.rms_norm(x, x.shape[-1:], weight, eps) if rms else F.layer_norm(x, x.shape[-1:], weight, bias, eps)
     return *_Split.apply(x), normed.to(torch.bfloat16)

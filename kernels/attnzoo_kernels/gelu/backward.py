@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attnzoo_kernels._triton.column_sums import column_sums
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels._triton.tiles import columns_of_program
 from attnzoo_kernels.gelu.forward import load_sum, normal_cdf, tanh_cdf
@@ -34,17 +35,17 @@ def bias_gelu_bwd_kernel(x_ptr, bias_ptr, dout_ptr, dx_ptr, sums_ptr, rows, step
 
 
 def launch_backward(x: Tensor, bias: Tensor | None, dout: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """dx, and the gradient of the bias in float32, which is empty without a bias."""
+    """dx, and the gradient of the bias, which is empty without a bias."""
     dx, dout = torch.empty_like(x), dout.contiguous()
     width = x.shape[-1]
     if x.numel() == 0:
-        return dx, x.new_zeros(0 if bias is None else width, dtype=torch.float32)
+        return dx, x.new_empty(0) if bias is None else torch.zeros_like(bias)
     tile, rows = backward_tile(width), x.numel() // width
     steps = backward_steps(rows, width, tile)
     parts = triton.cdiv(rows, tile.rows * steps)
-    sums = None if bias is None else torch.empty(parts, width, dtype=torch.float32, device=x.device)
+    sums = None if bias is None else torch.empty(1, parts, width, dtype=torch.float32, device=x.device)
     with on_device_of(x):
         bias_gelu_bwd_kernel[(parts * triton.cdiv(width, tile.columns),)](
             x, bias, dout, dx, sums, rows, steps, WIDTH=width, BLOCK_ROWS=tile.rows, BLOCK_COLUMNS=tile.columns, ERF=by_erf(x.dtype),
             TANH=tanh, num_warps=tile.num_warps)
-    return dx, x.new_empty(0, dtype=torch.float32) if sums is None else sums.sum(0)
+    return dx, x.new_empty(0) if bias is None else column_sums(sums, bias.dtype)[0]

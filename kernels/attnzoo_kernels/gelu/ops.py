@@ -25,7 +25,7 @@ def _gradients(x: Tensor, bias: Tensor | None, dout: Tensor, tanh: bool) -> tupl
 
 
 def _fake_gradients(x, bias, dout, tanh):
-    return torch.empty_like(x), x.new_empty(0 if bias is None else bias.shape, dtype=torch.float32)
+    return torch.empty_like(x), x.new_empty(0) if bias is None else torch.empty_like(bias)
 
 
 def _setup_context(ctx, inputs, output):
@@ -36,7 +36,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(gradients, ctx, dout):
     x, bias = ctx.saved_tensors
     dx, dbias = gradients(x, bias, dout, ctx.tanh)
-    return dx, None if bias is None else dbias.to(bias.dtype), None
+    return dx, None if bias is None else dbias, None
 
 
 bias_gelu = autograd.differentiable("bias_gelu", "bias_gelu", _forward, _fake_forward, _setup_context, _backward, _gradients,
