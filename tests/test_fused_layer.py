@@ -8,16 +8,18 @@ import torch
 from hydra.utils import instantiate
 from test_configs import compose
 
+from attnzoo.models.blocks import Block
 from attnzoo.models.decoding import Decoding
+from benchmarks.accuracy import assert_accurate
 
 FORWARD = 8  # four products, attention, two norms with their residuals, GELU
 DECODING = 9  # four products, of which one applies GELU, appending, attention with its merge, two norms with their sums
-BOTH = 37  # as measured: ten with gradients, and 27 backward, of which 13 are Inductor's for the gradients of norms and biases
+BOTH = 30  # ten with gradients, and 20 backward
 
 
-def encoder(n_layers: int, device: str) -> torch.nn.Module:
+def encoder(n_layers: int, device: str, *options: str) -> torch.nn.Module:
     """BERT base of so many layers in bfloat16, whose outputs are the last layer's states."""
-    cfg = compose("model=bert_base", f"model.n_layers={n_layers}", "data.seq_len=512")
+    cfg = compose("model=bert_base", f"model.n_layers={n_layers}", "data.seq_len=512", *options)
     with torch.device(device):
         model = instantiate(cfg.model, vocab_size=1000, _convert_="all").to(torch.bfloat16)
     model.logits = lambda x: x
@@ -79,6 +81,30 @@ def test_a_layer_takes_few_kernels_in_decoding():
     """Where cuBLAS divides a product's inputs and sums the parts by a second kernel, which is its own choice, that one does not count."""
     two, three = ([name for name in kernels(decoded(n_layers, "cuda").step) if "splitKreduce" not in name] for n_layers in (2, 3))
     assert 0 < len(three) - len(two) <= DECODING, "kernels of three layers:\n" + "\n".join(three)
+
+
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+def test_sums_and_norms_in_one_kernel_are_as_exact_as_apart(norm, monkeypatch):
+    torch.manual_seed(0)
+    model = encoder(1, "cpu", f"model.norm={norm}", "model.dim=64", "model.n_heads=2")
+    model.zero_grad = lambda: None
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+
+    def gradients(dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        model.to(dtype)
+        for parameter in model.parameters():
+            parameter.grad = None
+        run(model, 1, "cpu")
+        return {name: parameter.grad for name, parameter in model.blocks.named_parameters()}
+
+    apart = gradients(torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(Block, "norms_sums", lambda self, x: True)
+        together = gradients(torch.bfloat16)
+    exact = gradients(torch.float64)
+    for name, truth in exact.items():
+        assert_accurate(together[name], apart[name], truth)
 
 
 def test_the_pass_that_is_counted_reaches_every_weight():

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attnzoo import fp8
 from attnzoo.attention import joint
 from attnzoo.attention.cache import DECODED_TOKENS, KVCache
 from attnzoo.attention.context import attend_in_context
@@ -249,8 +250,11 @@ class Attention(nn.Module):
         """Width of the MLP that follows this layer. A variant with more parameters than the baseline may make it narrower."""
         return baseline
 
-    def forward(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None = None) -> Tensor:
-        """x: (batch, seqlen, dim) or packed (total, dim); with `cache` only the new tokens. Returns x's shape."""
+    def forward(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None = None, add_bias: bool = True) -> Tensor:
+        """x: (batch, seqlen, dim) or packed (total, dim); with `cache` only the new tokens. Returns x's shape.
+
+        add_bias: whether `o_proj` adds its bias, which the caller else does.
+        """
         if seq.parents is not None:
             self.check_trees()
         elif seq.cu_seqlens is not None:
@@ -275,7 +279,8 @@ class Attention(nn.Module):
         if self.g_proj is not None:
             gate = self.g_proj(x).sigmoid()
             out = out * (gate.view_as(out) if self.spec.gate == "elementwise" else gate[..., None])
-        return self.o_proj(out.flatten(-2))
+        out = out.flatten(-2)
+        return self.o_proj(out) if add_bias else fp8.product_of(self.o_proj)(out, self.o_proj.weight)
 
     def _append_newest(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
         """Applies positions, appends what `kept` returns to the cache, and returns the queries. If the variant overrides neither step, one

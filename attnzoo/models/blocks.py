@@ -48,10 +48,10 @@ class Sum(NamedTuple):
 
         return Sum(Stream(*map(of, self.stream)), of(self.branch))
 
-    def normed(self, norm: nn.Module, last: bool = False) -> tuple["Sum", Tensor]:
+    def normed(self, norm: nn.Module, last: bool = False, branch_bias: Tensor | None = None) -> tuple["Sum", Tensor]:
         """Adds the branch to the stream. Returns the sum, or None if `last` (nothing reads the sum again), and its norm."""
         kind, bias = ("rmsnorm", None) if isinstance(norm, RMSNorm) else ("layernorm", norm.bias)
-        stream, y = add_norm(self.stream, self.branch, norm.weight, bias, eps=norm.eps, kind=kind, last=last)
+        stream, y = add_norm(self.stream, self.branch, norm.weight, bias, branch_bias=branch_bias, eps=norm.eps, kind=kind, last=last)
         return None if last else Sum(stream), y
 
 
@@ -74,19 +74,24 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(dim, hidden, bias=bias)
         self.down_proj = nn.Linear(hidden, dim, bias=bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
+        """add_bias: whether `down_proj` adds its bias, which the caller else does."""
+        x = self.hidden(x)
+        return self.down_proj(x) if add_bias else fp8.product_of(self.down_proj)(x, self.down_proj.weight)
+
+    def hidden(self, x: Tensor) -> Tensor:
         if self.kind == "swiglu":
-            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+            return F.silu(self.gate_proj(x)) * self.up_proj(x)
         if self.joins_gelu:
             up = torch._addmm_activation(self.up_proj.bias, x.flatten(0, -2), self.up_proj.weight.t(), use_gelu=True)
-            return self.down_proj(up.unflatten(0, x.shape[:-1]))
+            return up.unflatten(0, x.shape[:-1])
         approximate = "tanh" if self.kind == "gelu_tanh" else "none"
         product = fp8.product_of(self.up_proj)
         # torch.compile fuses F.gelu with the rounding of its result to 8 bits; it cannot fuse a custom operator such as bias_gelu
         if x.is_cuda and x.dtype != torch.float64 and not (product is fp8.linear and torch.compiler.is_compiling()):
             # one kernel adds the bias and applies GELU; its backward also sums the bias gradient
-            return self.down_proj(bias_gelu(product(x, self.up_proj.weight), self.up_proj.bias, approximate=approximate))
-        return self.down_proj(F.gelu(self.up_proj(x), approximate=approximate))
+            return bias_gelu(product(x, self.up_proj.weight), self.up_proj.bias, approximate=approximate)
+        return F.gelu(self.up_proj(x), approximate=approximate)
 
 
 class Block(nn.Module):
@@ -114,6 +119,11 @@ class Block(nn.Module):
             x = Sum(x.stream, self.dropout(self.attention(y, seq, cache)))
             x, y = (x if rows is None else x.rows(rows)).normed(self.mlp_norm)
             return Sum(x.stream, self.dropout(self.mlp(y)))
+        if rows is None and self.norms_sums(x):
+            # the norms' kernels also sum the gradients of the biases before them
+            _, x = Sum(Stream(x), self.attention(x, seq, cache, add_bias=False)).normed(
+                self.attention_norm, last=True, branch_bias=self.attention.o_proj.bias)
+            return Sum(Stream(x), self.mlp(x, add_bias=False)).normed(self.mlp_norm, last=True, branch_bias=self.mlp.down_proj.bias)[1]
         x = x + self.dropout(self.attention(normed(self.attention_norm, x) if self.pre_norm else x, seq, cache))
         if rows is not None:
             x = x.flatten(0, -2).index_select(0, rows)
@@ -122,3 +132,8 @@ class Block(nn.Module):
         # under autocast norms return float32; the next norm rescales the values anyway, so 16 bits suffice and take half the memory
         x = in_compute_dtype(self.attention_norm(x))
         return in_compute_dtype(self.mlp_norm(x + self.dropout(self.mlp(x))))
+
+    def norms_sums(self, x: Tensor) -> bool:
+        """Whether one kernel adds and normalises in this post-norm block. Without gradients torch.compile's own are as good."""
+        drops = self.training and self.dropout.p > 0
+        return not self.pre_norm and x.is_cuda and x.dtype == torch.bfloat16 and torch.is_grad_enabled() and not drops
