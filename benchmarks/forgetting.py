@@ -80,6 +80,7 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("attnzoo-gluon", attnzoo("gluon")),
+        Backend("attnzoo-gluon-pruned", attnzoo("gluon", True)),
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("attnzoo-triton-pruned", attnzoo("triton", True)),
         Backend("forgetting_transformer", upstream, lambda: missing("forgetting_transformer"), peers.PEER_LIMIT, late=True),

@@ -1,6 +1,8 @@
 """Compile forgetting attention's Gluon kernels for Hopper without one: `python forgetting_hopper_ahead_of_time.py 90` prints a JSON line
 per kernel."""
 
+import itertools
+
 import torch
 from hopper_ahead_of_time import WarmUp, compile_only, compiled_plans, report
 
@@ -14,23 +16,25 @@ def main() -> None:
 
     hopper.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
     plans = compiled_plans(flash)
-    for head_dim, value_dim, length, packed, left, dtype in (
-            (64, 64, 4096, False, -1, torch.bfloat16), (128, 128, 4096, False, -1, torch.bfloat16),
-            (128, 128, 4096, True, 64, torch.bfloat16), (64, 64, 512, True, -1, torch.bfloat16), (64, 128, 1000, False, 64, torch.bfloat16),
-            (128, 128, 512, False, -1, torch.float16), (64, 64, 4096, True, -1, torch.float16)):
+    bf16, fp16 = torch.bfloat16, torch.float16
+    shapes = ((64, 64, 4096, False, -1, bf16), (128, 128, 4096, False, -1, bf16), (128, 128, 4096, True, 64, bf16),
+              (64, 64, 512, True, -1, bf16), (64, 128, 1000, False, 64, bf16), (128, 128, 512, False, -1, fp16),
+              (64, 64, 4096, True, -1, fp16))
+    for pruned, (head_dim, value_dim, length, packed, left, dtype) in itertools.product((False, True), shapes):
         rows = (length,) if packed else (1, length)
         q, k = torch.zeros(2, *rows, 4, head_dim, dtype=dtype)
         v = torch.zeros(*rows, 4, value_dim, dtype=dtype)
         bounds = torch.zeros(2, dtype=torch.int32) if packed else None
-        options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=0, key_bias=True)
-        case = {"head_dim": head_dim, "value_dim": value_dim, "packed": packed, "window": left}
+        options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=0, key_bias=True,
+                          pruned=pruned)
+        case = {"head_dim": head_dim, "value_dim": value_dim, "packed": packed, "window": left, "pruned": pruned}
         c, starts, ends = blocks.shapes(q, k, torch.zeros(*rows, 4), options)
         bias = KeyBias(torch.zeros(c), torch.zeros(starts, dtype=torch.float64), torch.zeros(ends, dtype=torch.int32))
         launch = hopper._plan(q.device, q.dtype, packed, layout(q), layout(k), layout(v), options).launch
         launch.kernel, launch.other = WarmUp(launch.kernel), None
         hopper.launch_forward(q, k, v, bounds, bounds, options, bias, blocks.empty_parts(q, k, options))
         report(launch.compiled, **case)
-        if dtype == torch.float16:
+        if dtype == fp16:
             continue
         stats = torch.zeros(2, 4, length) if packed else torch.zeros(2, 1, 4, length)
         hopper_backward.launch_backward(v, None, q, k, v, v, stats, bounds, options, bias)

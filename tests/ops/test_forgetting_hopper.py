@@ -8,6 +8,7 @@ from compiled_kernels import compiled_kernels
 from test_forgetting import NAMES, run
 
 from attnzoo_kernels import dispatch, forgetting_attention
+from attnzoo_kernels.forgetting import ops
 from attnzoo_kernels.forgetting.cases import LONG, Case
 from benchmarks.accuracy import assert_accurate
 
@@ -29,6 +30,53 @@ def test_error_is_at_most_twice_that_of_eager(case):
     covered = case.dtype == torch.bfloat16 and all(m == n for m, n in case.lengths)
     assert dispatch.implementations_taken() == {"forgetting forward": ["gluon"], "forgetting backward": ["gluon" if covered else "triton"]}
     assert_accurate(ours, run(case, "reference"), run(case, "reference", torch.float64))
+
+
+# 50 gates of -3 leave nothing of a weight, so that not even a bit may change. At head dim 64 a tile of 2048 queries has 192
+PRUNED = tuple(replace(case, gate=-3.0, resets=0.0, dtype=torch.bfloat16) for case in (
+    *(case for case in EDGES if case.seqlen_q > 192), *PACKED,
+    *(Case(batch=2, seqlen_q=2048, seqlen_k=n, heads=4, kv_heads=kv_heads, head_dim=d)
+      for d in (64, 128) for n in (2048, 2100) for kv_heads in (1, 4))))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("case", COVERED, ids=str)
+def test_what_the_default_does_not_choose_keeps_the_rule_too(case):
+    dispatch.forget()
+    ours = run(case, "gluon", deterministic=False, prune=not ops.prunes(case.inputs().k, case.window_size[0], None))
+    assert dispatch.implementations_taken()["forgetting forward"] == ["gluon"]
+    assert_accurate(ours, run(case, "reference"), run(case, "reference", torch.float64))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("case", PRUNED, ids=str)
+def test_what_is_passed_over_changes_no_bit(case):
+    every, pruned = (run(case, "gluon", deterministic=False, prune=prune) for prune in (False, True))
+    assert [name for name in ("out", "lse", "dk", "dv") if not torch.equal(every[name], pruned[name])] == []
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_is_passed_over_is_not_read(head_dim, packed, kv_heads):
+    lengths = {"lengths_q": (2048, 0, 100)} if packed else {"seqlen_q": 2048}
+    case = Case(**lengths, heads=4, kv_heads=kv_heads, head_dim=head_dim, gate=-3.0, dtype=torch.bfloat16)
+    for prune in (False, True):
+        x = case.inputs("cuda")
+        q, k, v, log_f = (t.detach() for t in x[:4])
+        v, dout = v.clone(), x.dout.clone()
+        of_v, of_dout = (t if packed else t[0] for t in (v, dout))
+        of_v[:128] = torch.nan  # a weight of zero times NaN is NaN
+        of_dout[1920:2048] = torch.nan
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        out = forgetting_attention(*leaves, log_f, impl="gluon", deterministic=False, prune=prune, **x.options)
+        _, dk, dv = torch.autograd.grad(out, leaves, dout)
+        far = [t.detach() if packed else t.detach()[0] for t in (out, dk, dv)]
+        assert far[0][512:2048].isfinite().all().item() == prune
+        assert all(t[512:1536].isfinite().all().item() == prune for t in far[1:])
+        if packed:
+            assert all(t[2048:].isfinite().all() for t in far)
 
 
 @pytest.mark.hopper

@@ -55,11 +55,11 @@ class Config:
 
 @gluon.jit(do_not_specialize=["own_1", "own_2", "own_3", "own_4", "window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k",
                               "kv_heads", "head_group", "head_tiles", "n_tiles"],
-           do_not_specialize_on_alignment=["own_a", "own_b", "own_c", "own_d", "cu_seqlens_q", "cu_seqlens_k", "dq_semaphore"])
-def pair_bwd_kernel(own_a, own_b, own_c, own_d, q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc, v_tail_desc,
-                    do_tail_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, dv_from, dv_to, counter, dq_semaphore, cu_seqlens_q,
-                    cu_seqlens_k, own_1, own_2, own_3, own_4, softmax_scale, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k,
-                    kv_heads, stride_dk, stride_dv, group, head_group, head_tiles, n_tiles, HEAD_DIM: gl.constexpr,
+           do_not_specialize_on_alignment=["own_a", "own_b", "own_c", "own_d", "own_e", "cu_seqlens_q", "cu_seqlens_k", "dq_semaphore"])
+def pair_bwd_kernel(own_a, own_b, own_c, own_d, own_e, q_desc, k_desc, v_desc, do_desc, stats_desc, q_tail_desc, k_tail_desc,
+                    v_tail_desc, do_tail_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, dq_desc, dv_from, dv_to, counter, dq_semaphore,
+                    cu_seqlens_q, cu_seqlens_k, own_1, own_2, own_3, own_4, softmax_scale, scale, window_left, window_right, n_seqs,
+                    seqlen_q, seqlen_k, kv_heads, stride_dk, stride_dv, group, head_group, head_tiles, n_tiles, HEAD_DIM: gl.constexpr,
                     VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
                     ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr,
                     REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LISTED: gl.constexpr = False, OPTIONS: gl.constexpr = None,
@@ -83,9 +83,9 @@ def pair_bwd_kernel(own_a, own_b, own_c, own_d, q_desc, k_desc, v_desc, do_desc,
         smem = pair_tiles(q_desc.dtype, c)
         bars = pair_barriers(c)
         if OWN is not None:
-            own = OWN((own_a, own_b, own_c, own_d), (own_1, own_2, own_3, own_4), problem, q_desc.dtype, c)
+            own = OWN((own_a, own_b, own_c, own_d, own_e), (own_1, own_2, own_3, own_4), problem, q_desc.dtype, c)
     else:
-        own = OWN((own_a, own_b, own_c, own_d), (own_1, own_2, own_3, own_4), problem, q_desc.dtype, c)
+        own = OWN((own_a, own_b, own_c, own_d, own_e), (own_1, own_2, own_3, own_4), problem, q_desc.dtype, c)
         smem = pair_tiles(q_desc.dtype, c, COLUMNS(own))
         bars = pair_barriers(c)
     run_pair(Source(Operands(q_desc, k_desc, v_desc, do_desc), Operands(q_tail_desc, k_tail_desc, v_tail_desc, do_tail_desc), stats_desc),

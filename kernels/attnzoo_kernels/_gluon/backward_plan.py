@@ -37,8 +37,13 @@ def pair_tile(width: int, ordered: bool) -> Tile:
 
 
 def own_arguments(*own: Any) -> tuple:
-    """The variant's own arguments, filled up to four with None."""
+    """The variant's own numbers, filled up to four with None."""
     return *own, *(None,) * (4 - len(own))
+
+
+def own_tensors(*own: Any) -> tuple:
+    """The variant's own tensors, filled up to five with None."""
+    return *own, *(None,) * (5 - len(own))
 
 
 def mainloop_width(*widths: int) -> int:

@@ -14,7 +14,7 @@ from attnzoo_kernels._gluon.forward_consumer import consume, finish, inside
 from attnzoo_kernels._gluon.forward_mainloop import column, mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import produce_prefetched
 from attnzoo_kernels._gluon.hopper import constants, invalidate
-from attnzoo_kernels._gluon.tile_scheduler import next_tile, span, take
+from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, next_tile, span, take
 
 
 @constants
@@ -57,6 +57,8 @@ class Config:
     LOAD_TILE: gl.constexpr  # (tile, step, q_step) -> (step, q_step) after all loads of a tile; for produce_segments
     NEXT_ENTRY: gl.constexpr  # (j, tile) -> the tile of keys to load after the j-th; for forward_producer.load_segment; may be left out
     TAKE: gl.constexpr = take  # (taken) -> the next tile as consumers know it; its sequence is -1 after the last tile
+    LOADED: gl.constexpr = loaded_tiles  # (tile as the producer or as a consumer knows it) -> (begin, end) of the tiles of keys that the
+    # producer loads for a tile of queries, at least one; the same numbers for both
     SPAN: gl.constexpr = span  # (tile, ME, taken) -> a consumer's rows and the tiles of keys that they see
     BEGIN: gl.constexpr  # (tile, span) -> what JOIN and FINISH read from global memory, loaded early; may be left out
     MAINLOOP: gl.constexpr = mainloop  # (q, tile, span, taken, step, q_step, BRANCH, ME) -> (product in flight, row_max, row_sum,

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS
 from attnzoo_kernels._gluon.hopper import async_load, await_empty, beside, box, load_box, mbarrier, place, ring
-from attnzoo_kernels._gluon.tile_scheduler import leave_at_zero, loaded_tiles, next_index, publish, rows_of
+from attnzoo_kernels._gluon.tile_scheduler import leave_at_zero, next_index, publish, rows_of
 
 NONE = gl.constexpr((-1, 0, 0))  # the words that are published after the last tile
 
@@ -82,7 +82,7 @@ def produce_prefetched(program, config):
     tile = config.NEXT_TILE(gl.program_id(0), program, config)
     _start_tile(tile, taken, program, config)
     while tile.index < problem.n_tiles:
-        begin, end = loaded_tiles(tile.row, tile.len_q, tile.len_k, problem, config)
+        begin, end = config.LOADED(tile, program, config)
         keys = Keys(tile.sequence, tile.head // problem.group, tile.first_k, tile.len_k)
         key = (end - 1) * config.BLOCK_N
         for j in range(end - begin):
@@ -124,7 +124,7 @@ def load_segment(q_desc, k_desc, tile, keys, first, entry, tiles, step, q_step, 
 def load_one_segment(tile, step, q_step, program, config):
     """LOAD_TILE for all keys that a tile sees. The queries are loaded after the first keys. If there is one query slot, loading them
     earlier, before the last values of the tile before, would hold these values up until the consumers release the slot."""
-    begin, end = loaded_tiles(tile.row, tile.len_q, tile.len_k, program.problem, config)
+    begin, end = config.LOADED(tile, program, config)
     keys = Keys(tile.sequence, tile.head // program.problem.group, tile.first_k, tile.len_k)
     return load_segment(program.descs.q, program.descs.k, tile, keys, 0, end - 1, end - begin, step, q_step, program, config)
 

@@ -164,10 +164,11 @@ def rows_of(ME: gl.constexpr, taken, config):
 
 
 @gluon.jit
-def loaded_tiles(row, len_q, len_k, problem, config):
-    """(begin, end): the tiles of keys that the producer loads for a tile of queries, at least one."""
-    begin, _, _, end = key_tiles(row, config.CONSUMERS * ROWS, len_q, len_k, problem.window_left, problem.window_right, config.BLOCK_N,
-                                 config.HAS_LEFT, config.HAS_RIGHT)
+def loaded_tiles(tile, program, config):
+    """LOADED of a causal mask, a window, or no mask."""
+    problem = program.problem
+    begin, _, _, end = key_tiles(tile.row, config.CONSUMERS * ROWS, tile.len_q, tile.len_k, problem.window_left, problem.window_right,
+                                 config.BLOCK_N, config.HAS_LEFT, config.HAS_RIGHT)
     return begin, gl.maximum(end, begin + 1)
 
 
@@ -175,7 +176,7 @@ def loaded_tiles(row, len_q, len_k, problem, config):
 def span(tile, ME: gl.constexpr, taken, program, config):
     """SPAN of a causal mask, a window, or no mask."""
     problem, len_q, len_k = program.problem, tile.len_q, tile.len_k
-    loaded_begin, loaded_end = loaded_tiles(tile.row, len_q, len_k, problem, config)
+    loaded_begin, loaded_end = config.LOADED(tile, program, config)
     row = tile.row + rows_of(ME, taken, config) * ROWS
     begin, full_begin, full_end, end = key_tiles(row, ROWS, len_q, len_k, problem.window_left, problem.window_right, config.BLOCK_N,
                                                  config.HAS_LEFT, config.HAS_RIGHT)

@@ -49,7 +49,7 @@ class OwnConfig:
 @gluon.jit
 def load_tile(tile, step, q_step, program, config):
     """LOAD_TILE: a segment of the second branch's keys, then one of the first branch's."""
-    begin, end = loaded_tiles(tile.row, tile.len_q, tile.len_k, program.problem, config)
+    begin, end = loaded_tiles(tile, program, config)
     keys = Keys(tile.sequence, tile.head // program.problem.group, tile.first_k, tile.len_k)
     step, q_step = load_segment(program.own.q2, program.own.k2, tile, keys, 0, end - 1, end - begin, step, q_step, program, config)
     return load_segment(program.descs.q, program.descs.k, tile, keys, 0, end - 1, end - begin, step, q_step, program, config)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_kernel import pair_bwd_kernel
-from attnzoo_kernels._gluon.backward_plan import Tile, copy_tails, own_arguments, tails
+from attnzoo_kernels._gluon.backward_plan import Tile, copy_tails, own_arguments, own_tensors, tails
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, ROWS
 from attnzoo_kernels._gluon.bwd_postprocess import bwd_postprocess_kernel
 from attnzoo_kernels._gluon.hopper import descriptor
@@ -109,7 +109,7 @@ def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Te
                              _read(columns, rows, rows, sequences, cu_seqlens_q), strict=True)
             sums = (null, dv_sums[n]) if branch == 1 else (dv_sums[n], null)
             plan.mainloops[branch][n](
-                *own_arguments(), *read, descriptor(row_stats[branch, n], 1, 2 * rows), *ends, descriptor(added, HALF.value, WIDTH),
+                *own_tensors(), *read, descriptor(row_stats[branch, n], 1, 2 * rows), *ends, descriptor(added, HALF.value, WIDTH),
                 descriptor(dv_n, HALF.value, WIDTH), added, dv_n, descriptor(dq_sum, 128, 32), *sums, counters[branch, n],
                 counters[branch, n], cu_seqlens_q, cu_seqlens_k)
             dk = added if dk is None else dk.add_(added)

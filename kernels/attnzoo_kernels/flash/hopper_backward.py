@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_kernel import pair_bwd_kernel
-from attnzoo_kernels._gluon.backward_plan import Tile, all_tails, copy_all_tails, frame, mainloop_width, own_arguments, pair_tile, sources
+from attnzoo_kernels._gluon.backward_plan import (
+    Tile,
+    all_tails,
+    copy_all_tails,
+    frame,
+    mainloop_width,
+    own_arguments,
+    own_tensors,
+    pair_tile,
+    sources,
+)
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
@@ -112,14 +122,14 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, stats: Tensor | None,
                     cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Call, deterministic: bool,
                     tile: Tile | None = None, into: tuple[Tensor, Tensor, Tensor] | None = None, rule: Rule = SOFTMAX,
-                    dv_sums: tuple[Tensor | None, Tensor | None] = (None, None), own: tuple[Tensor, ...] = (),
+                    dv_sums: tuple[Tensor | None, Tensor | None] = (None, None), own: tuple[Tensor | None, ...] = (),
                     residual: Tensor | None = None, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dQ, dK and dV, as the plain path's launch_backward gives them, for calls that backward_reason accepts, and the gradient of `sinks`,
     (heads,) in float64. sinks: given only if their gradient is wanted.
 
     into: where dQ, dK and dV are stored: 16-byte aligned, the heads of a row side by side. rule: another operator's Rule. If its rows have
     no statistics, out and stats are None. residual: O's rounding error, laid out as O is; delta is then free of that error. dv_sums:
-    dv_from and dv_to of `Gradients`, for calls that add up dV. own: up to four tensors for the rule's OWN.
+    dv_from and dv_to of `Gradients`, for calls that add up dV. own: up to five tensors for the rule's OWN.
     """
     grad_out = tma_gradient(grad_out)
     if grad_lse is not None:
@@ -138,7 +148,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         plan.preprocess(out, residual, grad_out, stats, grad_lse, row_stats, sinks, dsinks, dq_sum, counter, semaphore, cu_seqlens_q)
         if plan.tails is not None:
             ends = copy_all_tails(plan.tails, *tensors, cu_seqlens_q, cu_seqlens_k)
-        plan.mainloop(*own_arguments(*own), *sources(tensors, rows, width),
+        plan.mainloop(*own_tensors(*own), *sources(tensors, rows, width),
                       None if out is None else descriptor(row_stats, 1, 2 * rows), *sources(ends, rows, width),
                       descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width), dk, dv,
                       descriptor(dq_sum, rows * width // 64, 32), *dv_sums, counter, semaphore, cu_seqlens_q, cu_seqlens_k)

@@ -59,7 +59,7 @@ def load_tile(tile, step, q_step, program, config):
     """LOAD_TILE: the values of a tile are loaded together with the keys of the next tile."""
     bars, own, k_desc, v_desc = program.bars, program.own, program.descs.k, program.descs.v
     k_full, v_tiles = bars.k_full, program.tiles.v
-    begin, end = loaded_tiles(tile.row, tile.len_q, tile.len_k, program.problem, config)
+    begin, end = loaded_tiles(tile, program, config)
     kv_head = tile.head // program.problem.group
     key = (end - 1) * KEYS
     for j in range(end - begin):

@@ -46,10 +46,10 @@ def forgetting_attention(
         differentiable.
     deterministic: True: repeated runs give the same bits in the backward, too; it is then plain Triton's. None follows
         torch.are_deterministic_algorithms_enabled(). The forward always repeats bit by bit.
-    prune: True: plain Triton and the path for CPUs skip tiles whose weights together are too small to change a float32. In these, c_i - c_j
+    prune: True: the kernels and the path for CPUs skip tiles whose weights together are too small to change a float32. In these, c_i - c_j
         is below -(2 softmax_scale max|q| max|k| + log(seqlen_k) + 17), where |q| and |k| are lengths of the head's vectors. None: True from
         1024 keys (packed: tokens) on without a window. `blocks.passed_over` gives the share of skipped tiles. The reference skips none.
-    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128, not prune=True) | "triton" | "cpu" | "reference". None takes,
+    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128) | "triton" | "cpu" | "reference". None takes,
         on CUDA tensors, gluon if it supports the call (`why_not_gluon`), else triton; on CPU ones cpu. "cpu" is PyTorch's attention by
         tiles of queries, in linear memory, with first derivatives only. A named path runs, or the call raises. Gluon's backward
         supports bfloat16 and queries and keys of the same lengths (packed: with one cu_seqlens), not deterministic=True; for other calls

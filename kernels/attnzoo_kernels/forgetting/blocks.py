@@ -22,7 +22,6 @@ from attnzoo_kernels.forgetting.gates import NEGLIGIBLE
 
 LOG2E = tl.constexpr(math.log2(math.e))
 PARTS = tl.constexpr(3)  # numbers of bfloat16 that hold a float32
-LAST = 2**23  # larger than any number of blocks
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "seqlen_k", "heads", "before"],
@@ -128,8 +127,8 @@ def empty_parts(q: Tensor, k: Tensor, options: Options) -> Tensor:
 
 
 def key_bias(log_f: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
-             prune: bool = True, parts: Tensor | None = None) -> KeyBias:
-    """The KeyBias of a call. prune=False: its ends skip nothing. parts: `empty_parts`, filled with -c of the blocks of keys."""
+             parts: Tensor | None = None) -> KeyBias:
+    """The KeyBias of a call. parts: `empty_parts`, filled with -c of the blocks of keys."""
     c = gates.cumulative(log_f, cu_seqlens_k)
     exact = q.dtype == torch.float32
     of_rows, of_starts, of_ends = shapes(q, k, log_f, options)
@@ -143,10 +142,7 @@ def key_bias(log_f: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, c
     with on_device_of(c):
         for launch, bounds in zip(blocks, (cu_seqlens_k, cu_seqlens_q), strict=True):
             launch(c, rows, starts, extremes, parts, bounds, cu_seqlens_k)
-        if options.pruned and not prune:
-            ends[: blocks[0].programs] = LAST
-            ends[blocks[0].programs :] = 0
-        elif options.pruned:
+        if options.pruned:
             farthest = _farthest(q, k, options.softmax_scale, options.packed).contiguous()
             for launch, bounds in zip(ends_of, ((cu_seqlens_k, cu_seqlens_q), (cu_seqlens_q, cu_seqlens_k)), strict=True):
                 launch(extremes, farthest, ends, *bounds)

@@ -17,7 +17,7 @@ from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows, til
 from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.hopper import descriptor, load_tile, product_layout
-from attnzoo_kernels._gluon.tile_scheduler import Span, span, tile_counter
+from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, loaded_tiles, next_tile, span, take, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
@@ -35,6 +35,7 @@ class Gates(NamedTuple):
     c: Any  # of KeyBias, like starts
     starts: Any
     unit: Any  # the factor from base 2 to the unit of the products
+    ends: Any  # of the blocks of queries, from KeyBias; None without pruning
 
 
 class Near(NamedTuple):
@@ -80,9 +81,51 @@ def _apart(column, s, program, config):
 
 
 @gluon.jit
+def _first_tile(tile, there, program, config):
+    """Under pruning, which is OPTIONS, the first tile of keys that a tile of queries does not skip: what NEXT_TILE and TAKE add to it."""
+    first = ()
+    if config.OPTIONS:
+        problem = program.problem
+        ends = program.own.ends + blocks_before(tile.sequence, tile.head, tile.first_q, problem.seqlen_q, problem, config.PACKED)
+        first = gl.load(ends + tile.row // BLOCK, mask=there, other=0)
+        if config.CONSUMERS * ROWS > BLOCK:  # 192 queries lie in two blocks
+            last = gl.minimum(tile.row + config.CONSUMERS * ROWS, tile.len_q) - 1
+            first = gl.minimum(first, gl.load(ends + last // BLOCK, mask=there, other=0))
+    return first
+
+
+@gluon.jit
+def _next_tile(index, program, config):
+    """NEXT_TILE."""
+    t = next_tile(index, program, config)
+    return Tile(t.index, t.words, t.sequence, t.head, t.row, t.first_q, t.len_q, t.first_k, t.len_k,
+                _first_tile(t, t.index < program.problem.n_tiles, program, config))
+
+
+@gluon.jit
+def _take(taken, program, config):
+    """TAKE."""
+    t = take(taken, program, config)
+    return Taken(t.sequence, t.head, t.row, t.first_q, t.len_q, t.first_k, t.len_k, _first_tile(t, t.sequence >= 0, program, config))
+
+
+@gluon.jit
+def _loaded(tile, program, config):
+    """LOADED."""
+    begin, end = loaded_tiles(tile, program, config)
+    if config.OPTIONS:
+        begin = gl.minimum(gl.maximum(begin, tile.own), end - 1)
+    return begin, end
+
+
+@gluon.jit
 def _span(tile, ME: gl.constexpr, taken, program, config):
     """SPAN, with a Near in `own`. A consumer's queries lie in one block."""
     s = span(tile, ME, taken, program, config)
+    begin, end = s.begin, s.end
+    if config.OPTIONS:
+        begin = gl.maximum(begin, s.loaded_begin)
+        end = gl.maximum(end, begin + 1)
     problem = program.problem
     if config.PACKED:
         of_keys = problem.heads * (problem.seqlen_k // BLOCK + problem.n_seqs + 1)
@@ -91,7 +134,7 @@ def _span(tile, ME: gl.constexpr, taken, program, config):
     keys = blocks_before(tile.sequence, tile.head, tile.first_k, problem.seqlen_k, problem, config.PACKED)
     queries = of_keys + blocks_before(tile.sequence, tile.head, tile.first_q, problem.seqlen_q, problem, config.PACKED)
     queries += gl.minimum(s.row, s.len_q - 1) // BLOCK
-    return Span(s.row, s.len_q, s.len_k, s.loaded_begin, s.loaded_end, s.begin, s.full_begin, s.full_end, s.end,
+    return Span(s.row, s.len_q, s.len_k, s.loaded_begin, s.loaded_end, begin, s.full_begin, s.full_end, end,
                 Near(keys, queries, gl.load(program.own.starts + queries)))
 
 
@@ -103,23 +146,24 @@ def _more(tile, s, program, config):
 
 
 @gluon.jit(do_not_specialize=SCALARS,
-           do_not_specialize_on_alignment=["lse_ptr", "stats_ptr", "c", "starts", "cu_seqlens_q", "cu_seqlens_k"])
-def forgetting_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, parts_desc, lse_ptr, stats_ptr, c, starts, cu_seqlens_q, cu_seqlens_k,
-                                 counter, stride_stats, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group,
-                                 head_group, n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+           do_not_specialize_on_alignment=["lse_ptr", "stats_ptr", "c", "starts", "ends", "cu_seqlens_q", "cu_seqlens_k"])
+def forgetting_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, parts_desc, lse_ptr, stats_ptr, c, starts, ends, cu_seqlens_q,
+                                 cu_seqlens_k, counter, stride_stats, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads,
+                                 group, head_group, n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
                                  CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
                                  HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr,
                                  K_BEFORE_PV: gl.constexpr, PREFETCH_TILE: gl.constexpr, HALF_TILE: gl.constexpr,
-                                 ROW_MAX_NOT_NEGATIVE: gl.constexpr):
+                                 ROW_MAX_NOT_NEGATIVE: gl.constexpr, PRUNED: gl.constexpr):
     run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
               Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
                       window_right),
-              Rows(scale, lse_ptr, stats_ptr, stride_stats), Gates(parts_desc, tiles_like(parts_desc, STAGES), c, starts, 1 / scale),
+              Rows(scale, lse_ptr, stats_ptr, stride_stats), Gates(parts_desc, tiles_like(parts_desc, STAGES), c, starts, 1 / scale, ends),
               Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
                      HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP,
                      Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1, JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV,
-                     PREFETCH_TILE=PREFETCH_TILE, HALF_TILE=HALF_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, LOAD_BIAS=_load_bias,
-                     KEY_BIAS=_key_bias, APART=_apart, SPAN=_span, MORE=_more))
+                     PREFETCH_TILE=PREFETCH_TILE, HALF_TILE=HALF_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, OPTIONS=PRUNED,
+                     NEXT_TILE=_next_tile, TAKE=_take, LOADED=_loaded, LOAD_BIAS=_load_bias, KEY_BIAS=_key_bias, APART=_apart, SPAN=_span,
+                     MORE=_more))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -138,19 +182,21 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, q: La
     mask_in_loop = masks_in_loop(options.window_left, 0, 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q, ROWS.value)
     head_group = heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2])
     constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": takes_half_tile(tile, width, value_width, length, mask_in_loop),
-                 "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop}
+                 "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop, "PRUNED": options.pruned}
     return plan_forward(forgetting_fwd_hopper_kernel, device, options, tile, q, k, v, {"head_group": head_group}, constants)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
                    bias: KeyBias, parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through. It passes over
-    nothing. parts: of `blocks.key_bias`."""
+    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through. parts: of
+    `blocks.key_bias`."""
     out, lse, stats = outputs(q, v.shape[-1])
     same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
+    sequences, _, seqlen_k = options.sizes(q.shape, k.shape)
+    of_keys = options.programs(q.shape[-2], seqlen_k, sequences, C_BLOCK)
     plan = _plan(q.device, q.dtype, same_lengths, layout(q), layout(k), layout(v), options)
     with on_device_of(q):
         plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out),
-                    descriptor(parts[:, :, None], 16, C_BLOCK), lse, stats, bias.c, bias.starts, cu_seqlens_q, cu_seqlens_k,
-                    tile_counter(q.device))
+                    descriptor(parts[:, :, None], 16, C_BLOCK), lse, stats, bias.c, bias.starts,
+                    bias.ends[of_keys:] if options.pruned else None, cu_seqlens_q, cu_seqlens_k, tile_counter(q.device))
     return out, lse, stats

@@ -15,7 +15,7 @@ from attnzoo_kernels import autograd
 from attnzoo_kernels._gluon.backward_consume import head_steps
 from attnzoo_kernels._gluon.backward_step import add_weights, masked_scores, products, row_statistics
 from attnzoo_kernels._gluon.backward_sums import add_rows, by_row, dscores_of, first_column, no_sums, ones_and_columns, sum_in_flight
-from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, word
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, KeyTile, next_key_tile, word
 from attnzoo_kernels._gluon.hopper import product_layout, warpgroup_mma_wait
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
@@ -29,6 +29,7 @@ class Own(NamedTuple):
     starts: Any
     columns: Any  # where the sums of dS by key are stored, in blocks like c's
     rows: Any  # to which the sums of dS by query are added, in tiles like those of dQ
+    ends: Any  # of KeyBias; () without pruning
     ones: Any
     numbers: Any  # the columns of pair_tiles
 
@@ -36,14 +37,45 @@ class Own(NamedTuple):
 @gluon.jit
 def _own(tensors, numbers, problem, dtype: gl.constexpr, c):
     """OWN."""
+    ends = ()  # Triton 3.6 returns no struct with None in it
+    if tensors[4] is not None:
+        ends = tensors[4]
     ones, columns = ones_and_columns(dtype, c)
-    return Own(*tensors, ones, columns)
+    return Own(tensors[0], tensors[1], tensors[2], tensors[3], ends, ones, columns)
 
 
 @gluon.jit
 def _columns(own):
     """COLUMNS."""
     return own.numbers
+
+
+@gluon.jit
+def _blocks(batch, number, kv_head, key, problem, c):
+    """(number of the block of c with the keys from `key` on for a group's first query head, blocks of a query head)."""
+    if c.PACKED:
+        head_tiles = problem.seqlen_k // BLOCK + problem.n_seqs + 1
+        block = kv_head * problem.group * head_tiles + number % head_tiles
+    else:
+        head_tiles = (problem.seqlen_k + KEYS - 1) // KEYS
+        block = (batch * problem.kv_heads + kv_head) * problem.group * head_tiles + key // KEYS
+    return block, head_tiles
+
+
+@gluon.jit
+def _pruned_tile(problem, own, c):
+    """TILE: next_key_tile, whose steps end with the last queries that do not skip it for some query head of the group."""
+    t, sequence, first_q = next_key_tile(problem, own, c)
+    block, head_tiles = _blocks(t.batch, t.number, t.kv_head, t.key, problem, c)
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    last = 0
+    for first in range(0, problem.group, 32):
+        member = first + lanes
+        there = (member < problem.group) & (t.more != 0)
+        last = gl.maximum(last, gl.max(gl.load(own.ends + (block + member * head_tiles), mask=there, other=0), 0))
+    end = gl.maximum(gl.minimum(t.end, last * (BLOCK // c.ROWS)), t.begin)
+    return KeyTile(t.more, t.batch, t.kv_head, t.key, t.begin, gl.minimum(t.full_begin, end), gl.minimum(t.full_end, end), end, t.len_q,
+                   t.len_k, t.first_k, t.dq_tile, t.number), sequence, first_q
 
 
 class Head(NamedTuple):
@@ -91,12 +123,9 @@ def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, prob
     key = word(smem.work, slot, "key")
     kv_head = word(smem.work, slot, "kv_head")
     if c.PACKED:
-        head_tiles = problem.seqlen_k // BLOCK + problem.n_seqs + 1
-        tile = kv_head * problem.group * head_tiles + word(smem.work, slot, "number") % head_tiles
+        tile, head_tiles = _blocks(0, word(smem.work, slot, "number"), kv_head, key, problem, c)
     else:
-        head_tiles = (problem.seqlen_k + KEYS - 1) // KEYS
-        owner = word(smem.work, slot, "batch") * problem.kv_heads + kv_head
-        tile = owner * problem.group * head_tiles + key // KEYS
+        tile, head_tiles = _blocks(word(smem.work, slot, "batch"), 0, kv_head, key, problem, c)
     before = at - bounds[0]
     for _ in range(problem.group):
         start = gl.load(own.starts + tile)
@@ -113,6 +142,7 @@ def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, prob
 
 
 HOOKS = (("OWN", _own), ("COLUMNS", _columns), ("MAINLOOP", _mainloop), ("STEP", _step))
+PRUNED = (("TILE", _pruned_tile),)
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
@@ -137,7 +167,8 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     tile = flash.Tile(ROWS, dq_warp=True) if max(q.shape[-1], v.shape[-1]) <= 64 else flash.Tile(ROWS)
     dq, dk, dv, _ = flash.launch_backward(
         grad_out, grad_lse, q, k, v, out, stats, cu_seqlens, cu_seqlens, options, False, tile,
-        rule=flash.Rule(HOOKS), own=(bias.c, bias.starts, columns, rows))
+        rule=flash.Rule(HOOKS + PRUNED if options.pruned else HOOKS),
+        own=(bias.c, bias.starts, columns, rows, bias.ends if options.pruned else None))
     shape = autograd.lse_shape(q, options.packed)
     return dq, dk, dv, by_row(columns, shape, cu_seqlens, C_BLOCK), by_row(rows, shape, cu_seqlens, ROWS)
 

@@ -31,13 +31,13 @@ def _forward(
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.forgetting import hopper
 
-        return "it passes over no tiles, which prune=True asks for" if prune else hopper.forward_reason(q, k, v, options)
+        return hopper.forward_reason(q, k, v, options)
 
     path = dispatch.choose("forgetting forward", impl, why_not_gluon)
     from attnzoo_kernels.forgetting.blocks import empty_parts, key_bias
 
     parts = empty_parts(q, k, options) if path == "gluon" else None
-    bias = key_bias(log_f, q, k, cu_seqlens_q, cu_seqlens_k, options, path == "triton", parts)
+    bias = key_bias(log_f, q, k, cu_seqlens_q, cu_seqlens_k, options, parts)
     if path == "gluon":
         from attnzoo_kernels.forgetting import hopper
 
