@@ -17,8 +17,8 @@ from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows, til
 from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.hopper import descriptor, load_tile, product_layout
-from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, loaded_tiles, next_tile, span, take, tile_counter
-from attnzoo_kernels._gluon.tiles import masks_in_loop
+from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, loaded_tiles, next_tile, span, take, take_words, tile_counter
+from attnzoo_kernels._gluon.tiles import both_bounds, masks_in_loop
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.flash.hopper import forward_reason
@@ -81,32 +81,32 @@ def _apart(column, s, program, config):
 
 
 @gluon.jit
-def _first_tile(tile, there, program, config):
-    """Under pruning, which is OPTIONS, the first tile of keys that a tile of queries does not skip: what NEXT_TILE and TAKE add to it."""
-    first = ()
+def _next_tile(index, program, config):
+    """NEXT_TILE. Under pruning, which is OPTIONS, the consumers also get the first tile of keys that a tile of queries does not skip."""
+    t = next_tile(index, program, config)
+    words, first = t.words, t.own
     if config.OPTIONS:
         problem = program.problem
-        ends = program.own.ends + blocks_before(tile.sequence, tile.head, tile.first_q, problem.seqlen_q, problem, config.PACKED)
-        first = gl.load(ends + tile.row // BLOCK, mask=there, other=0)
+        there = t.index < problem.n_tiles
+        ends = program.own.ends + blocks_before(t.sequence, t.head, t.first_q, problem.seqlen_q, problem, config.PACKED)
+        first = gl.load(ends + t.row // BLOCK, mask=there, other=0)
         if config.CONSUMERS * ROWS > BLOCK:  # 192 queries lie in two blocks
-            last = gl.minimum(tile.row + config.CONSUMERS * ROWS, tile.len_q) - 1
+            last = gl.minimum(t.row + config.CONSUMERS * ROWS, t.len_q) - 1
             first = gl.minimum(first, gl.load(ends + last // BLOCK, mask=there, other=0))
-    return first
-
-
-@gluon.jit
-def _next_tile(index, program, config):
-    """NEXT_TILE."""
-    t = next_tile(index, program, config)
-    return Tile(t.index, t.words, t.sequence, t.head, t.row, t.first_q, t.len_q, t.first_k, t.len_k,
-                _first_tile(t, t.index < program.problem.n_tiles, program, config))
+        words = words + (first,)
+    return Tile(t.index, words, t.sequence, t.head, t.row, t.first_q, t.len_q, t.first_k, t.len_k, first)
 
 
 @gluon.jit
 def _take(taken, program, config):
     """TAKE."""
-    t = take(taken, program, config)
-    return Taken(t.sequence, t.head, t.row, t.first_q, t.len_q, t.first_k, t.len_k, _first_tile(t, t.sequence >= 0, program, config))
+    if config.OPTIONS:
+        sequence, head, row, first = take_words(4, taken, program)
+        first_q, len_q, first_k, len_k = both_bounds(gl.maximum(sequence, 0), program.problem, config.PACKED)
+        tile = Taken(sequence, head, row, first_q, len_q, first_k, len_k, first)
+    else:
+        tile = take(taken, program, config)
+    return tile
 
 
 @gluon.jit
@@ -163,7 +163,7 @@ def forgetting_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, parts_desc, l
                      Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1, JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV,
                      PREFETCH_TILE=PREFETCH_TILE, HALF_TILE=HALF_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, OPTIONS=PRUNED,
                      NEXT_TILE=_next_tile, TAKE=_take, LOADED=_loaded, LOAD_BIAS=_load_bias, KEY_BIAS=_key_bias, APART=_apart, SPAN=_span,
-                     MORE=_more))
+                     MORE=_more), 4 if PRUNED else 3)
 
 
 @functools.lru_cache(maxsize=1024)
