@@ -175,8 +175,12 @@ def products(q_tiles, smem, bars, step, c, ME: gl.constexpr):
 
 
 @gluon.jit
-def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME: gl.constexpr, DV_PENDING: gl.constexpr):
+def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME: gl.constexpr, DV_PENDING: gl.constexpr,
+             START_SUMS: gl.constexpr = None, END_SUMS: gl.constexpr = None, more=None):
     """Adds a step's share to the sums dK and dV and hands on this consumer's half of dQ. Returns the sums.
+
+    START_SUMS(more, ds, c) starts two products of this consumer's dS, in shared memory, before the wait for the other's. END_SUMS(products,
+    more, dq_tile, c) makes the third sum of them while the product for dK runs. They may be left out, and are not for DQ_LAGS.
 
     p: the weights; under DV_PENDING their product is in flight in `dv` already. dv and p are None if dV is not made. Under DQ_LAGS, dQ is
     that of the step before, if there was one in this tile (`some`); then a consumer need not wait for the other's dS of the same step.
@@ -194,6 +198,8 @@ def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, st
     fence_async_shared()
     barrier()
     release(bars.ds_full[ME].index(ds_slot))
+    if START_SUMS is not None:
+        first, second = START_SUMS(more, smem.ds.index(ds_slot * 2 + ME), c)
     ds = gl.convert_layout(dscores, gl.DotOperandLayout(0, dk.type.layout, 2))
     if c.DQ_LAGS:
         dq_pending = dq_before(smem, bars, step, some, c, ME)
@@ -204,18 +210,24 @@ def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, st
     dk_pending = warpgroup_mma(ds, q_tiles.index(stage), dk, is_async=True)
     if dv is None:
         dq = warpgroup_mma_wait(1, deps=(dq_pending,))
-    else:
+    elif START_SUMS is None:
         dv, dq, p = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p))
+    else:
+        dv, dq, p, first, second = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p, first, second))
     if c.DQ_LAGS:
         if some:
             hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME)
     else:
         hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME)
+    if START_SUMS is not None:
+        more = END_SUMS((first, second), more, dq_tile, c)
     dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
     release(bars.step_empty.index(stage))
     sums = (dk,)
     if dv is not None:
         sums = (dk, dv)
+    if START_SUMS is not None:
+        sums = (dk, dv, more)
     return sums
 
 
@@ -228,7 +240,7 @@ def softmax_gradient(weights, dweights, smem, stage, c):
 
 @gluon.jit
 def add_weights(dk, dv, weights, dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME: gl.constexpr,
-                GRADIENT: gl.constexpr = softmax_gradient):
+                GRADIENT: gl.constexpr = softmax_gradient, START_SUMS: gl.constexpr = None, END_SUMS: gl.constexpr = None, more=None):
     """add_step from a step's weights and their gradients, which are still in flight; GRADIENT makes gradients of scores of them. dv: None
     if dV is not made."""
     p = None
@@ -236,7 +248,8 @@ def add_weights(dk, dv, weights, dweights_pending, smem, bars, dq_desc, dq_tile,
         p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
     dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
     dscores = GRADIENT(weights, dweights, smem, stage, c).to(smem.q.dtype)
-    return add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, False)
+    return add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, False, START_SUMS,
+                    END_SUMS, more)
 
 
 @gluon.jit

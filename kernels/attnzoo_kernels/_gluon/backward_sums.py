@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_step import column_numbers
 from attnzoo_kernels._gluon.backward_tiles import HALF
-from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_layout, ring, warpgroup_mma
+from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_layout, warpgroup_mma
 
 
 @gluon.jit
@@ -26,13 +26,6 @@ def ones_and_columns(dtype: gl.constexpr, c):
     fence_async_shared()
     barrier()
     return ones, columns
-
-
-@gluon.jit
-def dscores_of(smem, step, ME: gl.constexpr):
-    """A consumer's dS [HALF, ROWS] of a step, in shared memory."""
-    slot, _ = ring(step, 2)
-    return smem.ds.index(slot * 2 + ME)
 
 
 @gluon.jit

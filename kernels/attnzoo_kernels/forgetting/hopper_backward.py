@@ -14,9 +14,9 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels import autograd
 from attnzoo_kernels._gluon.backward_consume import head_steps
 from attnzoo_kernels._gluon.backward_step import add_weights, masked_scores, products, row_statistics
-from attnzoo_kernels._gluon.backward_sums import add_rows, by_row, dscores_of, first_column, no_sums, ones_and_columns, sum_in_flight
+from attnzoo_kernels._gluon.backward_sums import add_rows, by_row, first_column, no_sums, ones_and_columns, sum_in_flight
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, KeyTile, next_key_tile, word
-from attnzoo_kernels._gluon.hopper import product_layout, warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import product_layout
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
 
@@ -91,6 +91,21 @@ class Head(NamedTuple):
 
 
 @gluon.jit
+def _start_sums(more, ds, c):
+    """START_SUMS: of the 64 queries of a step, by key and by query."""
+    dc, _, ones = more
+    return sum_in_flight(ds, 0, False, dc, ones), sum_in_flight(ds, 0, True, no_sums(), ones)
+
+
+@gluon.jit
+def _end_sums(products, more, dq_tile, c):
+    """END_SUMS."""
+    dc, rows = products
+    add_rows(rows, more[1], dq_tile, 0, c)
+    return dc
+
+
+@gluon.jit
 def _step(dk, dv, dc, smem, bars, dq_desc, made, step, some, head, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
     """STEP: pair_step with the bias and the sums of dS. dc: the sums by key. made: the step's own tile of dQ, because DQ_LAGS is never used
     here."""
@@ -104,14 +119,8 @@ def _step(dk, dv, dc, smem, bars, dq_desc, made, step, some, head, low, high, c,
     x = x - (row_statistics(smem.stats, stage, 0, ROWS, gl.SliceLayout(0, scores.type.layout)) + apart)[None, :]
     if MASKED:
         x = masked_scores(x, smem.columns, low, high, c)
-    dk, dv = add_weights(dk, dv, gl.exp2(x), dweights_pending, smem, bars, dq_desc, made, step, stage, some, c, ME)
-    ds = dscores_of(smem, step, ME)
-    for n in gl.static_range(ROWS // 64):
-        dc_pending = sum_in_flight(ds, n * 64, False, dc, own.ones)
-        rows_pending = sum_in_flight(ds, n * 64, True, no_sums(), own.ones)
-        dc, rows = warpgroup_mma_wait(0, deps=(dc_pending, rows_pending))
-        add_rows(rows, own.rows, made, n * 64, c)
-    return dk, dv, dc
+    return add_weights(dk, dv, gl.exp2(x), dweights_pending, smem, bars, dq_desc, made, step, stage, some, c, ME,
+                       START_SUMS=_start_sums, END_SUMS=_end_sums, more=(dc, own.rows, own.ones))
 
 
 @gluon.jit
