@@ -32,13 +32,6 @@ def test_error_is_at_most_twice_that_of_eager(case):
     assert_accurate(ours, run(case, "reference"), run(case, "reference", torch.float64))
 
 
-# 50 gates of -3 leave nothing of a weight, so that not even a bit may change. At head dim 64 a tile of 2048 queries has 192
-PRUNED = tuple(replace(case, gate=-3.0, resets=0.0, dtype=torch.bfloat16) for case in (
-    *(case for case in EDGES if case.seqlen_q > 192), *PACKED,
-    *(Case(batch=2, seqlen_q=2048, seqlen_k=n, heads=4, kv_heads=kv_heads, head_dim=d)
-      for d in (64, 128) for n in (2048, 2100) for kv_heads in (1, 4))))
-
-
 @pytest.mark.hopper
 @pytest.mark.parametrize("case", COVERED, ids=str)
 def test_what_the_default_does_not_choose_keeps_the_rule_too(case):
@@ -48,8 +41,34 @@ def test_what_the_default_does_not_choose_keeps_the_rule_too(case):
     assert_accurate(ours, run(case, "reference"), run(case, "reference", torch.float64))
 
 
+# 50 gates of -3 leave nothing of a weight, so that not even a bit may change. Most of 2000 tokens is passed over then.
+# At head dim 64 a tile of so many queries has 192
+MOST = tuple(replace(case, gate=-3.0, dtype=torch.bfloat16) for d in (64, 128) for kv_heads in (1, 4) for case in (
+    *(Case(batch=2, seqlen_q=m, seqlen_k=n, heads=4, kv_heads=kv_heads, head_dim=d) for m, n in ((2048, 2048), (2000, 2000), (2048, 2100))),
+    Case(lengths_q=(2048, 0, 100, 1999), heads=4, kv_heads=kv_heads, head_dim=d)))
+SOME = tuple(replace(case, gate=-3.0, resets=0.0, dtype=torch.bfloat16) for case in EDGES + PACKED[::2]
+             if case.packed or case.seqlen_q > 192)
+NOTHING = tuple(replace(case, gate=6.0) for case in MOST)
+SHARES = [*((case, 0.6, 0.9) for case in MOST), *((case, 0.01, 0.9) for case in SOME), *((case, 0, 0) for case in NOTHING)]
+
+
 @pytest.mark.hopper
-@pytest.mark.parametrize("case", PRUNED, ids=str)
+@pytest.mark.parametrize("case, least, most", SHARES, ids=str)
+def test_pruning_keeps_the_rule(case, least, most):
+    from attnzoo_kernels.forgetting.blocks import passed_over
+
+    x = case.inputs("cuda")
+    bounds = {name: bound for name, bound in x.options.items() if name.startswith("cu_seqlens")}
+    assert least <= passed_over(x.q, x.k, x.log_f, softmax_scale=case.head_dim**-0.5, **bounds) <= most
+    dispatch.forget()
+    ours = run(case, "gluon", deterministic=False, prune=True)
+    same = all(m == n for m, n in case.lengths)
+    assert dispatch.implementations_taken() == {"forgetting forward": ["gluon"], "forgetting backward": ["gluon" if same else "triton"]}
+    assert_accurate(ours, run(case, "reference"), run(case, "reference", torch.float64))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("case", MOST + SOME, ids=str)
 def test_what_is_passed_over_changes_no_bit(case):
     every, pruned = (run(case, "gluon", deterministic=False, prune=prune) for prune in (False, True))
     assert [name for name in ("out", "lse", "dk", "dv") if not torch.equal(every[name], pruned[name])] == []
@@ -59,10 +78,10 @@ def test_what_is_passed_over_changes_no_bit(case):
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_what_is_passed_over_is_not_read(head_dim, packed, kv_heads):
+def test_the_default_does_not_read_what_is_passed_over(head_dim, packed, kv_heads):
     lengths = {"lengths_q": (2048, 0, 100)} if packed else {"seqlen_q": 2048}
     case = Case(**lengths, heads=4, kv_heads=kv_heads, head_dim=head_dim, gate=-3.0, dtype=torch.bfloat16)
-    for prune in (False, True):
+    for pruned, choice in ((False, {"impl": "gluon", "prune": False}), (True, {})):
         x = case.inputs("cuda")
         q, k, v, log_f = (t.detach() for t in x[:4])
         v, dout = v.clone(), x.dout.clone()
@@ -70,11 +89,13 @@ def test_what_is_passed_over_is_not_read(head_dim, packed, kv_heads):
         of_v[:128] = torch.nan  # a weight of zero times NaN is NaN
         of_dout[1920:2048] = torch.nan
         leaves = [t.requires_grad_() for t in (q, k, v)]
-        out = forgetting_attention(*leaves, log_f, impl="gluon", deterministic=False, prune=prune, **x.options)
+        dispatch.forget()
+        out = forgetting_attention(*leaves, log_f, deterministic=False, **choice, **x.options)
         _, dk, dv = torch.autograd.grad(out, leaves, dout)
+        assert dispatch.implementations_taken() == {"forgetting forward": ["gluon"], "forgetting backward": ["gluon"]}
         far = [t.detach() if packed else t.detach()[0] for t in (out, dk, dv)]
-        assert far[0][512:2048].isfinite().all().item() == prune
-        assert all(t[512:1536].isfinite().all().item() == prune for t in far[1:])
+        assert far[0][512:2048].isfinite().all().item() == pruned
+        assert all(t[512:1536].isfinite().all().item() == pruned for t in far[1:])
         if packed:
             assert all(t[2048:].isfinite().all() for t in far)
 
