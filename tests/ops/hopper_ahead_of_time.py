@@ -48,7 +48,7 @@ def report(kernel, **case) -> None:
     """
     registers, stack = resources(kernel.asm["cubin"])
     assert "Used" in kernel.metadata.ptxas_log
-    serialised = [line for line in kernel.metadata.ptxas_log.splitlines() if re.search("C751[0234]", line)]
+    serialised = [line for line in kernel.metadata.ptxas_log.splitlines() if re.search("C751[02345]", line)]
     print(json.dumps({"kernel": kernel.metadata.name, **case, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
                       "complaints": serialised + shared_with_barriers(kernel.asm["ptx"])}), flush=True)
 
