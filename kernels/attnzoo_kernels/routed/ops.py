@@ -74,7 +74,8 @@ def _gradients(
     own, chosen = Part(bounds_q, bounds_k, 0), Part(chosen_q, chosen_k, -1)
     grad_out, grad_lse = grad_out.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     if walk.takes(q, v, block_size):
-        dq, dk, dv = _derive(grad_out, grad_lse, q, k, v, out, stats, own, *options)
+        # over sequences as short as these blocks, plain Triton's backward is the faster one
+        dq, dk, dv = _derive(grad_out, grad_lse, q, k, v, out, stats, own, impl or "triton", deterministic, softmax_scale)
         dparts = walk.launch_backward(grad_out, grad_lse, q, k, v, out, stats, place, pair, chosen_q, chosen_k, rows, block_size,
                                       softmax_scale, dk, dv)
         return launch_sum(dq, dparts, place, rows), dk, dv
