@@ -34,7 +34,7 @@ SPEEDS = {
     "BERT-base training, 64 rows of 128": "label == 'huggingface' and unit == 'tokens/s' and panel.str.contains('328')",
     "BERT-base training, 64 rows of 512": "label == 'huggingface' and unit == 'tokens/s' and panel.str.contains('512')",
     "GPT-2 small training": "label == 'nanogpt' and unit == 'tokens/s'",
-    "`tree_attention`": "label == 'flex'",
+    "`tree_attention`": "label == 'flex' and x == 12288",
 }
 NOT_COMPOSED = ("--help", "hydra/launcher=submitit_slurm")  # the latter is an extra
 
