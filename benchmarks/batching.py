@@ -121,8 +121,29 @@ def timed(options: argparse.Namespace) -> None:
                    "tokens_a_second": round(rate), "over_random": round(rate / found["random"], 3), **machine.describe(bert.DEVICE)}
                   for way, rate in found.items()]
     write(options.output / "batching-time.csv", table)
+    draw(table, options.output / "batching-time.png")
     for row in table:
         print(f"{row['lengths']:>10} {row['way']:<30} {row['tokens_a_second']:>9} tokens/s, {row['over_random']:.2f} of random")
+
+
+def draw(table: list[dict], path: Path) -> None:
+    """A bar for each way, by kind of lengths."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    kinds = list(dict.fromkeys(row["lengths"] for row in table))
+    figure, panels = pyplot.subplots(1, len(kinds), figsize=(9, 2.8), sharex=True, sharey=True, layout="constrained")
+    for panel, kind in zip(panels, kinds, strict=True):
+        rows = [row for row in table if row["lengths"] == kind]
+        bars = panel.barh([row["way"] for row in rows], [int(row["tokens_a_second"]) for row in rows])
+        panel.bar_label(bars, [f"{float(row['over_random']):.2f} times" for row in rows], padding=3)
+        panel.set(title=f"{kind} lengths", xlabel="real tokens a second")
+        panel.margins(x=0.35)
+    panels[0].invert_yaxis()  # `sharey` turns the other panels, too
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
 
 
 def write(path: Path, table: list[dict]) -> None:
