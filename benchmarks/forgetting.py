@@ -5,8 +5,9 @@
     python -m benchmarks.forgetting trained --checkpoint runs/a --lengths 16384    # the gates of a trained model, layer by layer
 
 The softmax is a peer in time only: its results are checked against its own reference. `forgetting_transformer` is built from
-github.com/zhixuan-lin/forgetting-transformer, without its pruning; `fla` is flash-linear-attention. Ours run with pruning and without.
-A panel's name has the share of tiles that pruning leaves out. `trained` takes queries, keys, values and gates from a checkpoint of
+github.com/zhixuan-lin/forgetting-transformer, without its pruning; `fla` is flash-linear-attention. Ours run with pruning and without. A
+panel's name has the share of tiles that pruning leaves out. `--graphs` times each call as a CUDA graph, without the host's share: a pruned
+call of one sequence with few heads is shorter than its launches. `trained` takes queries, keys, values and gates from a checkpoint of
 experiment=extrapolation_forgetting that reads the Python sources of attnzoo.
 """
 
@@ -27,7 +28,7 @@ from attnzoo_kernels import flash_attention, forgetting_attention
 from attnzoo_kernels.flash.cases import mixed_lengths
 from attnzoo_kernels.forgetting.cases import Case, Inputs, benchmark_case
 from benchmarks import flash, harness, peers
-from benchmarks.harness import Backend, Entry, Line, Pass, Session, differentiable
+from benchmarks.harness import Backend, Entry, Line, Pass, Session, differentiable, replayed
 from benchmarks.report import Row
 
 
@@ -117,8 +118,22 @@ def entries(session: Session, case: Case) -> list[Entry]:
     x = case.inputs(session.device)
     plain = flash.Inputs(*x[:3], x.dout, x.options | {"causal": True})
     check, check_plain = Check(case, x, session.options.directions), flash.Check(case, plain, session.options.directions)
-    return [Entry(backend.name, backend, case, x, work, check_plain if backend.name.startswith("softmax") else check)
-            for backend in session.backends]
+    return [Entry(backend.name, in_graphs(backend) if session.options.graphs else backend, case, x, work,
+                  check_plain if backend.name.startswith("softmax") else check) for backend in session.backends]
+
+
+def in_graphs(backend: Backend) -> Backend:
+    """Its forward and its backward as CUDA graphs; on a CPU as they are."""
+
+    def make(case: Case, x: Inputs) -> Pass:
+        run = backend.make(case, x)
+        if not x.q.is_cuda:
+            return run
+        stream = torch.cuda.Stream()  # of both: autograd runs a backward on the stream of its forward
+        with run.scope():
+            return replace(run, forward=replayed(run.forward, stream), backward=replayed(run.backward, stream))
+
+    return replace(backend, make=make)
 
 
 def panel(session: Session, case: Case) -> str:
@@ -211,6 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
     harness.add_sizes(command, [2048, 8192, 16384])
     command.add_argument("--gate", type=float, default=4.0, help="the mean of the gates' logits")
     command.add_argument("--checkpoint", help="of the table trained: a run of attention=forgetting")
+    command.add_argument("--graphs", action="store_true", help="time each call as a CUDA graph")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
         command.set_defaults(lengths=[32, 64], head_dims=[16], tokens=128, hidden=64)
     plots = {"speed": "sequence length", "packed": "longest sequence"}
