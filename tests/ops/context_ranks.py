@@ -1,10 +1,15 @@
 """What each rank of tests/ops/test_context_parallel.py does: output and every gradient of its own tokens against one process."""
 
 import contextlib
+import datetime
+import faulthandler
 import itertools
 import multiprocessing
 import os
+import pathlib
 import tempfile
+import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -253,38 +258,35 @@ def check_benchmark() -> None:
 def main(rank: int, ranks: int, sizes: tuple[int, ...], store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    for size in sizes:
+        group = dist.new_group(range(size))
+        for name, case in CASES.items() if rank < size else ():
+            for packed in (True, False)[not case.packed :]:
+                check(name, packed, group, ((name == "causal", 1), (False, 2), (True, 2)))
+    check_memory()
+    check_order()
+    check_recomputed()
+    check_refused()
+    check_benchmark()
+    check_alike(dtype="float32", total=3)
     try:
-        for size in sizes:
-            group = dist.new_group(range(size))
-            for name, case in CASES.items() if rank < size else ():
-                for packed in (True, False)[not case.packed :]:
-                    check(name, packed, group, ((name == "causal", 1), (False, 2), (True, 2)))
-        check_memory()
-        check_order()
-        check_recomputed()
-        check_refused()
-        check_benchmark()
-        check_alike(dtype="float32", total=3)
-        try:
-            check_alike(dtype="float32", total=3 + rank)
-        except ValueError as error:
-            assert str(error).startswith("total: must be the same on all ranks, got 3 on rank 0, 4 on rank 1")
-        else:
-            raise AssertionError("unlike values were not refused")
-    finally:
-        dist.destroy_process_group()
+        check_alike(dtype="float32", total=3 + rank)
+    except ValueError as error:
+        assert str(error).startswith("total: must be the same on all ranks, got 3 on rank 0, 4 on rank 1")
+    else:
+        raise AssertionError("unlike values were not refused")
+    dist.destroy_process_group()
 
 
 def main_gpu(rank: int, ranks: int, name: str, packed: bool, store: str) -> None:
     """In bfloat16. Gradients repeat, and are as near as the field's rule asks; the forward of chunks that are long enough for one entry of
-    the tile tables is one GPU's bit by bit."""
+    the tile tables is one GPU's bit by bit, but for packed sigmoid attention."""
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank))
-    try:
-        check_gpu(name, packed, scale=30, accurate=True)
-        check_gpu(name, packed, scale=150, accurate=False)
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=torch.device("cuda", rank),
+                            timeout=datetime.timedelta(seconds=60))
+    check_gpu(name, packed, scale=30, accurate=True)
+    check_gpu(name, packed, scale=150, accurate=False)
+    dist.destroy_process_group()
 
 
 def check_gpu(name: str, packed: bool, scale: int, accurate: bool) -> None:
@@ -294,9 +296,9 @@ def check_gpu(name: str, packed: bool, scale: int, accurate: bool) -> None:
     *tensors, lengths = inputs(case, packed, scale=scale, device="cuda")
     n = len(case.queries)
 
-    def gradients(dtype: torch.dtype, impl: str | None) -> list[torch.Tensor]:
+    def reference(dtype: torch.dtype) -> list[torch.Tensor]:
         q, k, w = in_dtype(dtype)
-        out = case.attention(q, k, {**lengths, "impl": impl}, w)
+        out = case.attention(q, k, {**lengths, "impl": "reference"}, w)
         return [out.detach(), *torch.autograd.grad(out, (*q, *k), dout.to(out.dtype))]
 
     def in_dtype(dtype: torch.dtype) -> tuple:
@@ -306,13 +308,12 @@ def check_gpu(name: str, packed: bool, scale: int, accurate: bool) -> None:
                      for group in tensors[:2]) + (tensors[2].detach().to(wide).requires_grad_(),)
 
     q, k, w = in_dtype(torch.bfloat16)
-    with torch.no_grad():
-        shape = case.attention(q, k, lengths, w).shape
+    shape = q[0].shape  # and the output's
     dout = torch.randn(shape, generator=torch.Generator("cuda").manual_seed(2), device="cuda", dtype=torch.float64)
     dim = 0 if packed else 1
     with deterministic():
-        exact, eager = (gradients(dtype, "reference") for dtype in (torch.float64, torch.bfloat16)) if accurate else (None, None)
-        of_one = None if accurate else gradients(torch.bfloat16, None)[0]
+        exact, eager = map(reference, (torch.float64, torch.bfloat16)) if accurate else (None, None)
+        of_one = None if accurate else case.attention(q, k, lengths, w).detach()
         for placed in ({}, dealt(packed, shape[dim], scale, dist.get_world_size(), 4, case))[: 1 + packed]:
             plan = ContextParallel(shape[dim], **placed)
             real = plan.shard(torch.ones(plan.total, device="cuda"), 0).bool()
@@ -330,8 +331,22 @@ def check_gpu(name: str, packed: bool, scale: int, accurate: bool) -> None:
             if accurate:
                 for results in (one, two):
                     assert_accurate(results, [own(x) for x in eager], [own(x) for x in exact])
+            elif name == "sigmoid" and packed:
+                # weights of rows that lie 8 apart in a tile share a reciprocal, and in a part a document's rows lie elsewhere in a tile: a
+                # few in a million weights are rounded the other way
+                torch.testing.assert_close(one[0], own(of_one), rtol=2**-7, atol=2**-6)
             elif case.window < 0 or not packed:  # else tiles of a document's keys begin elsewhere
                 assert torch.equal(one[0], own(of_one)), f"{name}, {placed}: the forward is not one GPU's"
+
+
+def main_failing(rank: int, ranks: int, hangs: bool, store: str) -> None:
+    """The last rank does not come to a collective in which the others wait."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    if rank < ranks - 1:
+        dist.barrier()
+    elif hangs:
+        time.sleep(100)
+    raise RuntimeError(f"of rank {rank}")
 
 
 @contextlib.contextmanager
@@ -341,10 +356,32 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-def run(ranks: int, *arguments: Any, target: Callable = main, start_method: str = "forkserver") -> None:
+def run(ranks: int, *arguments: Any, target: Callable = main, start_method: str = "forkserver", seconds: int = 300) -> None:
     """target(rank, ranks, *arguments, a file to meet at) in as many processes. By default a server that has imported torch once forks them.
+    The first rank that fails ends all, and the error begins with its traceback. Ranks that take longer than `seconds` say where they are.
     """
     multiprocessing.set_forkserver_preload(["torch", "sympy", "attnzoo_kernels", "benchmarks.context_parallel"])
-    with tempfile.TemporaryDirectory() as folder:
-        meeting = os.path.join(folder, "store")
-        torch.multiprocessing.start_processes(target, (ranks, *arguments, meeting), ranks, start_method=start_method)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        processes = torch.multiprocessing.start_processes(_run_rank, (ranks, arguments, target, folder, seconds), ranks, join=False,
+                                                          start_method=start_method)
+        try:
+            while not processes.join(grace_period=5):  # in which other ranks that fail, too, can say so
+                pass
+        except torch.multiprocessing.ProcessExitedException as error:
+            said = sorted((file for file in folder.glob("[0-9]*") if file.stat().st_size), key=os.path.getmtime)
+            raise AssertionError("\n".join((str(error), *(f"Rank {file.name}:\n{file.read_text()}" for file in said)))) from None
+
+
+def _run_rank(rank: int, ranks: int, arguments: tuple, target: Callable, folder: pathlib.Path, seconds: int) -> None:
+    with (folder / str(rank)).open("w") as said:
+        faulthandler.enable(said)  # NCCL aborts the process when a collective's time is over
+        faulthandler.dump_traceback_later(seconds, exit=True, file=said)
+        try:
+            target(rank, ranks, *arguments, str(folder / "store"))
+        except Exception:
+            traceback.print_exc(file=said)
+            said.flush()
+            os._exit(1)  # at once: to leave the process group, NCCL waits for the other ranks, which may wait for this one in a collective
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.disable()

@@ -3,6 +3,7 @@
 import importlib.util
 import random
 import sys
+import time
 from itertools import product
 
 import context_ranks
@@ -155,6 +156,17 @@ def test_ranks_compute_what_one_process_computes(ranks, sizes):
     context_ranks.run(ranks, sizes)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("hangs, message", ((False, "Rank 2:\n(?s:.*)RuntimeError: of rank 2"),
+                                            (True, "Rank 2:\nTimeout(?s:.*)context_ranks.py\", line \\d+ in main_failing")),
+                         ids=("fails", "hangs"))
+def test_a_rank_that_fails_or_hangs_ends_all(hangs, message):
+    begin = time.monotonic()
+    with pytest.raises(AssertionError, match=message):
+        context_ranks.run(3, hangs, target=context_ranks.main_failing, seconds=10 if hangs else 100)
+    assert time.monotonic() - begin < 60
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("packed", (True, False), ids=("packed", "dense"))
 @pytest.mark.parametrize("name", ("causal", "both directions", "window, sinks", "differential", "sigmoid"))
@@ -162,7 +174,7 @@ def test_ranks_compute_what_one_process_computes(ranks, sizes):
 def test_gpus_compute_what_one_computes(ranks, name, packed):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    context_ranks.run(ranks, name, packed, target=context_ranks.main_gpu, start_method="spawn")
+    context_ranks.run(ranks, name, packed, target=context_ranks.main_gpu, start_method="spawn", seconds=150)
 
 
 def test_pytorch_stands_in_for_flash_attn():
