@@ -48,9 +48,11 @@ def flash():
 
 
 def ranges():
-    """Those of flash over key ranges."""
+    """Those of flash over key ranges, and that of their tables."""
+    from attnzoo_kernels._triton.range_tables import launch_tables
     from attnzoo_kernels.flash import ops
 
+    launch_tables(torch.zeros(10, 5, dtype=torch.int32))
     table = torch.zeros(3, 8, dtype=torch.int32)
     for dtype, widths, left, kv_heads in ((BF16, (64, 64), -1, 4), (BF16, (128, 128), -1, 2), (BF16, (128, 128), 48, 2),
                                           (BF16, (256, 256), -1, 4), (F32, (64, 64), 48, 2)):
@@ -245,7 +247,7 @@ def main() -> None:
         compiled.clear()
         globals()[operator]()
         for name, constants, kernel in {id(kernel): (name, constants, kernel) for name, constants, kernel in compiled}.values():
-            if operator not in ("routed", "training") and "PRECISION" not in constants:
+            if operator not in ("routed", "training") and "PRECISION" not in constants and "WIDE" not in constants:
                 continue
             registers, stack = resources(kernel.asm["cubin"])
             shown = {key: constants.get(key) for key in ("HEAD_DIM", "VALUE_DIM", "PRECISION", "BLOCK_M", "BLOCK_N", "PACKED", "TMA")}

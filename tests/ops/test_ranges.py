@@ -120,6 +120,22 @@ def test_tables_lead_to_all_that_touch_a_tile_and_past_the_others(count):
             assert sorted(met) == sorted(p for p in places if p[0] < row + 16 and p[1] > row)
 
 
+@needs_triton
+@pytest.mark.parametrize("count", (1, 7, 63, 64, 65, 256, 257, 1000))
+@pytest.mark.parametrize("places", (12, 1000, 2**31 - 2))
+def test_tables_are_sorted_and_linked(count, places):
+    """Few places: many ranges that are equal, begin together, or are empty."""
+    draw = random.Random(count)
+    rows = [[draw.randint(0, places) for _ in range(4)] + [draw.randrange(3)] for _ in range(count)]
+    for side, table in enumerate(make_tables(torch.tensor(rows, dtype=torch.int32, device=DEVICE)).tolist()):
+        turned = [row if side == 0 else [*row[2:4], *row[:2], row[4]] for row in rows]
+        wanted = [row if row[0] < row[1] and row[2] < row[3] else [0, 0, *row[2:]] for row in turned]
+        wanted.sort(key=lambda row: (row[0], -row[1]))
+        ends = [row[1] for row in wanted]
+        links = [next((j for j in reversed(range(i)) if ends[j] > end), -1) for i, end in enumerate(ends)]
+        assert [entry[:6] for entry in table] == [[*row, link] for row, link in zip(wanted, links, strict=True)]
+
+
 def test_what_ranges_mean():
     ranges = torch.tensor([[0, 2, 0, 3, 0], [2, 4, 1, 4, 1], [2, 5, 4, 6, 2], [4, 5, 4, 5, 0]], dtype=torch.int32)
     seen = [[1, 1, 1, 0, 0, 0],
