@@ -60,9 +60,9 @@ def routed_attention(
     impl: "gluon" | "triton" | "cpu" | "reference". The first two name the kernels of the products, which are flash_attention's over packed
         sequences. Gathering and merging are always plain Triton, and so are in 16 bits the products with chosen blocks, where block_size
         and both widths are at most 128 (on GPUs other than Hopper's and sm_100's, also block_size or both widths at most 64). None takes
-        what flash_attention takes on CUDA tensors, but triton in the backward where the products with chosen blocks are plain Triton,
-        and cpu on CPU ones. "cpu" is PyTorch's attention by blocks, in linear memory, with
-        first derivatives only; in float32 it computes the scores of all keys before a query.
+        what flash_attention takes on CUDA tensors, but triton in the backward where the products with chosen blocks are plain Triton, and
+        cpu on CPU ones. "cpu" is PyTorch's attention by blocks, in linear memory, with first derivatives only; in float32 it computes the
+        scores of all keys before a query.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

@@ -44,6 +44,12 @@ def gather_tile(ptr, stride_row, stride_head, token, head, inside, WIDTH: tl.con
 
 
 @triton.jit
+def gather_rows(ptr, strides, row, inside, heads, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """gather_tile of rows [rows] that count the heads of all tokens. strides: of tokens and heads."""
+    return gather_tile(ptr, *strides, row // heads, row % heads, inside, WIDTH, BLOCK_WIDTH)
+
+
+@triton.jit
 def load_tile(ptr, row, inside, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
     """[BLOCK_ROWS, BLOCK_WIDTH] in float32."""
     column = tl.arange(0, BLOCK_WIDTH)
@@ -63,7 +69,7 @@ def routed_spread_kernel(own_ptr, own_numbers_ptr, place_ptr, part_ptr, part_num
                          PER_ROW: tl.constexpr):
     """Copies each row, and its PER_ROW float32 numbers, to the places of its slots."""
     row, inside, lse_at = rows_of_program(tokens, heads, BLOCK_ROWS)
-    tile = gather_tile(own_ptr, stride_row, stride_head, row // heads, row % heads, inside, WIDTH, BLOCK_WIDTH)
+    tile = gather_rows(own_ptr, (stride_row, stride_head), row, inside, heads, WIDTH, BLOCK_WIDTH)
     for slot in range(slots):
         at = _part_row(place_ptr, row, inside, slot, rows, slots)
         store_tile(part_ptr, at, inside, tile, WIDTH, BLOCK_WIDTH)

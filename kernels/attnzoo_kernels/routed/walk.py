@@ -18,7 +18,7 @@ from attnzoo_kernels._triton.launch import architecture, block_width, on_device_
 from attnzoo_kernels._triton.softmax import in_units, log_sum_exp, softmax_step
 from attnzoo_kernels._triton.tiles import Operand, find_tile, first_slot, head_rows, load_rows, store_rows
 from attnzoo_kernels.flash.tiles import hopper_like
-from attnzoo_kernels.routed.parts import BLOCK_ROWS, gather_tile, load_tile, rows_of_program, store_tile
+from attnzoo_kernels.routed.parts import BLOCK_ROWS, gather_rows, load_tile, rows_of_program, store_tile
 
 NUMBERS = ["count", "none", "total", "total_k"]
 
@@ -104,14 +104,14 @@ def routed_walk_fwd_kernel(q_ptr, k_ptr, v_ptr, pair_ptr, cu_seqlens_q, cu_seqle
     # each step loads the query rows of the next one, and the numbers of the rows of the one after that
     lane = tl.arange(0, BLOCK_M)
     own_row = _own_rows(pair_ptr, first + lane, lane < length, ROWS, SLOTS)
-    next_q = gather_tile(q_ptr, *q_strides, own_row // HEADS, own_row % HEADS, (lane < length) & (keys > 0), HEAD_DIM, BLOCK_D)
+    next_q = gather_rows(q_ptr, q_strides, own_row, (lane < length) & (keys > 0), HEADS, HEAD_DIM, BLOCK_D)
     own_row = _own_rows(pair_ptr, first + lane + BLOCK_M, lane + BLOCK_M < length, ROWS, SLOTS)
     for at in range(0, length, BLOCK_M):
         row = at + lane
         inside = row < length
         # [BLOCK_M, BLOCK_D]
         q = next_q
-        next_q = gather_tile(q_ptr, *q_strides, own_row // HEADS, own_row % HEADS, (row + BLOCK_M < length) & (keys > 0), HEAD_DIM, BLOCK_D)
+        next_q = gather_rows(q_ptr, q_strides, own_row, (row + BLOCK_M < length) & (keys > 0), HEADS, HEAD_DIM, BLOCK_D)
         own_row = _own_rows(pair_ptr, first + row + 2 * BLOCK_M, row + 2 * BLOCK_M < length, ROWS, SLOTS)
         # [BLOCK_M, BLOCK_N]
         scores = tl.where(is_key[None, :], tl.dot(q, tl.trans(k)), -float("inf"))
@@ -162,8 +162,8 @@ def routed_walk_bwd_kernel(q_ptr, k_ptr, v_ptr, do_ptr, row_stats_ptr, pair_ptr,
         seen = inside & (keys > 0)
         own_row = _own_rows(pair_ptr, first + row, inside, ROWS, SLOTS)
         # [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_DV]
-        q = gather_tile(q_ptr, *q_strides, own_row // HEADS, own_row % HEADS, seen, HEAD_DIM, BLOCK_D)
-        do = gather_tile(do_ptr, *do_strides, own_row // HEADS, own_row % HEADS, seen, VALUE_DIM, BLOCK_DV)
+        q = gather_rows(q_ptr, q_strides, own_row, seen, HEADS, HEAD_DIM, BLOCK_D)
+        do = gather_rows(do_ptr, do_strides, own_row, seen, HEADS, VALUE_DIM, BLOCK_DV)
         numbers = row_stats_ptr + own_row.to(tl.int64) * 2
         lse_log2 = tl.load(numbers, mask=seen, other=0.0)
         delta = tl.load(numbers + 1, mask=seen, other=0.0)
