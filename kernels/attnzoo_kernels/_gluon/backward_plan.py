@@ -3,7 +3,6 @@ descriptors."""
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +12,8 @@ from attnzoo_kernels._gluon.bwd_preprocess import bwd_all_tails_kernel, bwd_prep
 from attnzoo_kernels._gluon.hopper import descriptor
 from attnzoo_kernels._triton.call import Call, Layout, strides
 from attnzoo_kernels._triton.launch import Launch
+
+OWN_TENSORS, OWN_NUMBERS = 5, 4  # of a variant, in pair_bwd_kernel and bwd_preprocess_kernel
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,9 @@ def pair_tile(width: int, ordered: bool) -> Tile:
     return Tile(8192 // width, dq_warp=ordered or width == 64)
 
 
-def own_arguments(*own: Any) -> tuple:
-    """The variant's own numbers, filled up to four with None."""
-    return *own, *(None,) * (4 - len(own))
-
-
-def own_tensors(*own: Any) -> tuple:
-    """The variant's own tensors, filled up to five with None."""
-    return *own, *(None,) * (5 - len(own))
+def filled(own: tuple, count: int) -> tuple:
+    """The variant's own arguments, filled up to `count` with None."""
+    return *own, *(None,) * (count - len(own))
 
 
 def mainloop_width(*widths: int) -> int:
@@ -92,7 +88,7 @@ def frame(call: Call, q: Layout, out: Layout | None, grad_out: Layout, dq: Layou
     programs = call.programs(heads, seqlen_q, sequences, rows)
     return Launch(
         bwd_preprocess_kernel, programs,
-        (*strides(out or grad_out, grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads, *own_arguments()),
+        (*strides(out or grad_out, grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads, *filled((), OWN_NUMBERS)),
         of_rows | {"VALUE_DIM": value_dim, "SEMAPHORES": 1 if ordered else 0, "HAS_GRAD_LSE": has_grad_lse, "STATISTICS": out is not None,
                    "CLEAR": None if ordered else clear_tile, "RESIDUAL": residual, "DSINKS": dsinks},
         4, 1), Launch(

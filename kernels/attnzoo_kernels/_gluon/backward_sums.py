@@ -29,14 +29,13 @@ def ones_and_columns(dtype: gl.constexpr, c):
 
 
 @gluon.jit
-def sum_in_flight(ds, FROM: gl.constexpr, BY_ROW: gl.constexpr, acc, ones):
-    """Starts to add up 64 columns of dS [HALF, ROWS] from FROM on: over queries for each key, or, BY_ROW, over keys for each query.
-    `first_column` of the product is the sum."""
-    part = ds.slice(FROM, 64, dim=1)
+def sum_in_flight(ds, BY_ROW: gl.constexpr, acc, ones):
+    """Starts to add up dS [HALF, 64]: over queries for each key, or, BY_ROW, over keys for each query. `first_column` of the product is the
+    sum."""
     if BY_ROW:
-        part = part.permute((1, 0))
+        ds = ds.permute((1, 0))
     # [64, 64] x [64, 8]
-    return warpgroup_mma(part, ones.permute((1, 0)), acc, is_async=True)
+    return warpgroup_mma(ds, ones.permute((1, 0)), acc, is_async=True)
 
 
 @gluon.jit
@@ -51,10 +50,10 @@ def first_column(x):
 
 
 @gluon.jit
-def add_rows(sums, sums_ptr, tile, FROM: gl.constexpr, c):
-    """Adds the sums of 64 queries, from FROM on in a tile of dQ, to those in memory, in any order."""
-    lanes = gl.arange(0, 64, gl.SliceLayout(1, sums.type.layout))
-    gl.atomic_add(sums_ptr + tile.to(gl.int64) * c.ROWS + FROM + lanes, first_column(sums), sem="relaxed")
+def add_rows(sums, sums_ptr, tile, c):
+    """Adds the sums of the queries of a tile of dQ to those in memory, in any order."""
+    lanes = gl.arange(0, c.ROWS, gl.SliceLayout(1, sums.type.layout))
+    gl.atomic_add(sums_ptr + tile.to(gl.int64) * c.ROWS + lanes, first_column(sums), sem="relaxed")
 
 
 def by_row(x: Tensor, shape: tuple[int, ...], cu_seqlens: Tensor | None, block: int) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_kernel import pair_bwd_kernel
-from attnzoo_kernels._gluon.backward_plan import Tile, copy_tails, own_arguments, own_tensors, tails
+from attnzoo_kernels._gluon.backward_plan import OWN_NUMBERS, OWN_TENSORS, Tile, copy_tails, filled, tails
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, ROWS
 from attnzoo_kernels._gluon.bwd_postprocess import bwd_postprocess_kernel
 from attnzoo_kernels._gluon.hopper import descriptor
@@ -58,7 +58,7 @@ def _plan(device: torch.device, dtype: torch.dtype, q: Layout, q2: Layout, k: La
         of_rows | {"VALUE_DIM": value_dim, "VALUE_TILES": -(-value_dim // WIDTH)}, 8, 1)
     programs = min(key_tiles, multiprocessors(device))
     head_group = heads_together(sequences * kv_heads, seqlen_q * WIDTH * 8 * group, -(-seqlen_k // KEYS.value), programs, False)
-    scalars = (*own_arguments(), options.softmax_scale, options.softmax_scale * math.log2(math.e), left, right, sequences, seqlen_q,
+    scalars = (*filled((), OWN_NUMBERS), options.softmax_scale, options.softmax_scale * math.log2(math.e), left, right, sequences, seqlen_q,
                seqlen_k, kv_heads)
     widths = [min(WIDTH, value_dim - first) for first in range(0, value_dim, WIDTH)]
     mainloops = tuple(tuple(Launch(
@@ -109,7 +109,7 @@ def launch_backward(grad_out: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Te
                              _read(columns, rows, rows, sequences, cu_seqlens_q), strict=True)
             sums = (null, dv_sums[n]) if branch == 1 else (dv_sums[n], null)
             plan.mainloops[branch][n](
-                *own_tensors(), *read, descriptor(row_stats[branch, n], 1, 2 * rows), *ends, descriptor(added, HALF.value, WIDTH),
+                *filled((), OWN_TENSORS), *read, descriptor(row_stats[branch, n], 1, 2 * rows), *ends, descriptor(added, HALF.value, WIDTH),
                 descriptor(dv_n, HALF.value, WIDTH), added, dv_n, descriptor(dq_sum, 128, 32), *sums, counters[branch, n],
                 counters[branch, n], cu_seqlens_q, cu_seqlens_k)
             dk = added if dk is None else dk.add_(added)

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_kernel import pair_bwd_kernel
 from attnzoo_kernels._gluon.backward_plan import (
+    OWN_NUMBERS,
+    OWN_TENSORS,
     Tile,
     all_tails,
     copy_all_tails,
+    filled,
     frame,
     mainloop_width,
-    own_arguments,
-    own_tensors,
     pair_tile,
     sources,
 )
@@ -111,7 +112,7 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     head_tiles = query_tiles // heads if packed else query_tiles // (heads * sequences)
     mainloop = Launch(
         pair_bwd_kernel, min(key_tiles, programs),
-        (*own_arguments(*rule.numbers), options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left,
+        (*filled(rule.numbers, OWN_NUMBERS), options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left,
          options.window_right, sequences, seqlen_q, seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles,
          key_tiles),
         {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
@@ -148,7 +149,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         plan.preprocess(out, residual, grad_out, stats, grad_lse, row_stats, sinks, dsinks, dq_sum, counter, semaphore, cu_seqlens_q)
         if plan.tails is not None:
             ends = copy_all_tails(plan.tails, *tensors, cu_seqlens_q, cu_seqlens_k)
-        plan.mainloop(*own_tensors(*own), *sources(tensors, rows, width),
+        plan.mainloop(*filled(own, OWN_TENSORS), *sources(tensors, rows, width),
                       None if out is None else descriptor(row_stats, 1, 2 * rows), *sources(ends, rows, width),
                       descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width), dk, dv,
                       descriptor(dq_sum, rows * width // 64, 32), *dv_sums, counter, semaphore, cu_seqlens_q, cu_seqlens_k)

@@ -94,14 +94,14 @@ class Head(NamedTuple):
 def _start_sums(more, ds, c):
     """START_SUMS: of the 64 queries of a step, by key and by query."""
     dc, _, ones = more
-    return sum_in_flight(ds, 0, False, dc, ones), sum_in_flight(ds, 0, True, no_sums(), ones)
+    return sum_in_flight(ds, False, dc, ones), sum_in_flight(ds, True, no_sums(), ones)
 
 
 @gluon.jit
 def _end_sums(products, more, dq_tile, c):
     """END_SUMS."""
     dc, rows = products
-    add_rows(rows, more[1], dq_tile, 0, c)
+    add_rows(rows, more[1], dq_tile, c)
     return dc
 
 
@@ -131,10 +131,7 @@ def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, prob
     dq_tile = word(smem.work, slot, "dq_tile")
     key = word(smem.work, slot, "key")
     kv_head = word(smem.work, slot, "kv_head")
-    if c.PACKED:
-        tile, head_tiles = _blocks(0, word(smem.work, slot, "number"), kv_head, key, problem, c)
-    else:
-        tile, head_tiles = _blocks(word(smem.work, slot, "batch"), 0, kv_head, key, problem, c)
+    tile, head_tiles = _blocks(word(smem.work, slot, "batch"), word(smem.work, slot, "number"), kv_head, key, problem, c)
     before = at - bounds[0]
     for _ in range(problem.group):
         start = gl.load(own.starts + tile)
