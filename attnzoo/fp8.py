@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnzoo_kernels.fp8 import MULTIPLE, linear, why_not
 
-__all__ = ["Float8Linear", "convert", "linear", "product_of", "why_not"]
+__all__ = ["Float8Linear", "convert", "linear", "product_of", "why_not", "without_bias"]
 
 
 class Float8Linear(nn.Linear):
@@ -26,6 +26,11 @@ class Float8Linear(nn.Linear):
 def product_of(*layers: nn.Linear) -> Callable[..., Tensor]:
     """How layers that share a product compute it, as a function of input, weight and bias."""
     return linear if all(isinstance(layer, Float8Linear) and layer.training for layer in layers) else F.linear
+
+
+def without_bias(layer: nn.Linear, x: Tensor) -> Tensor:
+    """The layer's product; its bias is left to what follows."""
+    return product_of(layer)(x, layer.weight)
 
 
 def convert(model: nn.Module) -> dict[str, list[str]]:

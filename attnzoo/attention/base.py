@@ -280,7 +280,7 @@ class Attention(nn.Module):
             gate = self.g_proj(x).sigmoid()
             out = out * (gate.view_as(out) if self.spec.gate == "elementwise" else gate[..., None])
         out = out.flatten(-2)
-        return self.o_proj(out) if add_bias else fp8.product_of(self.o_proj)(out, self.o_proj.weight)
+        return self.o_proj(out) if add_bias else fp8.without_bias(self.o_proj, out)
 
     def _append_newest(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
         """Applies positions, appends what `kept` returns to the cache, and returns the queries. If the variant overrides neither step, one

@@ -77,7 +77,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
         """add_bias: whether `down_proj` adds its bias, which the caller else does."""
         x = self.hidden(x)
-        return self.down_proj(x) if add_bias else fp8.product_of(self.down_proj)(x, self.down_proj.weight)
+        return self.down_proj(x) if add_bias else fp8.without_bias(self.down_proj, x)
 
     def hidden(self, x: Tensor) -> Tensor:
         if self.kind == "swiglu":
@@ -121,8 +121,8 @@ class Block(nn.Module):
             return Sum(x.stream, self.dropout(self.mlp(y)))
         if rows is None and self.norms_sums(x):
             # the norms' kernels also sum the gradients of the biases before them
-            _, x = Sum(Stream(x), self.attention(x, seq, cache, add_bias=False)).normed(
-                self.attention_norm, last=True, branch_bias=self.attention.o_proj.bias)
+            x = Sum(Stream(x), self.attention(x, seq, cache, add_bias=False)).normed(
+                self.attention_norm, last=True, branch_bias=self.attention.o_proj.bias)[1]
             return Sum(Stream(x), self.mlp(x, add_bias=False)).normed(self.mlp_norm, last=True, branch_bias=self.mlp.down_proj.bias)[1]
         x = x + self.dropout(self.attention(normed(self.attention_norm, x) if self.pre_norm else x, seq, cache))
         if rows is not None:
