@@ -141,7 +141,7 @@ class DifferentialAttention(Attention):
             if width < 1:
                 raise ValueError(f"attention.match_parameters=true: the MLP of width {baseline} cannot make up for {ours - theirs} more "
                                  "parameters in attention; set model.mlp_dim higher or attention.match_parameters=false")
-        if spec.layer == 0 and not next(self.parameters()).is_meta:  # the model whose settings are checked first is
+        if spec.layer == 0 and not next(self.parameters()).is_meta:  # a run first makes its model without memory, to check the settings
             log.info(f"attention=differential, version {self.version}: {ours + unit * width} parameters in attention and MLP of a layer "
                      f"(MLP width {width}), the baseline has {theirs + unit * baseline} (MLP width {baseline})")
         return width

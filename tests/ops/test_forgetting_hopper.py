@@ -41,8 +41,8 @@ def test_what_the_default_does_not_choose_keeps_the_rule_too(case):
     assert_accurate(ours, run(case, "reference"), run(case, "reference", torch.float64))
 
 
-# 50 gates of -3 leave nothing of a weight, so that not even a bit may change. Most of 2000 tokens is passed over then.
-# At head dim 64 a tile of so many queries has 192
+# The gates of MOST and SOME leave nothing of a weight within a block, so that not even a bit may change. MOST is passed over for the most
+# part, and its tiles of queries at head dim 64 lie in two blocks
 MOST = tuple(replace(case, gate=-3.0, dtype=torch.bfloat16) for d in (64, 128) for kv_heads in (1, 4) for case in (
     *(Case(batch=2, seqlen_q=m, seqlen_k=n, heads=4, kv_heads=kv_heads, head_dim=d) for m, n in ((2048, 2048), (2000, 2000), (2048, 2100))),
     Case(lengths_q=(2048, 0, 100, 1999), heads=4, kv_heads=kv_heads, head_dim=d)))

@@ -120,8 +120,8 @@ def hopper_forward_tile(block_d: int, block_dv: int, seqlen_q: int, *, causal: b
 
 
 def takes_half_tile(tile: ForwardTile, block_d: int, block_dv: int, seqlen_q: int, mask_in_loop: bool) -> bool:
-    """Whether a causal call leaves out half of its first tile of keys where no query sees it: where that gains, at width 128 in short calls
-    only. Three consumers whose loop masks would spill."""
+    """Whether a causal call leaves out half of its first tile of keys where no query sees it. At width 128 that gains in short calls only,
+    and three consumers whose loop masks would spill."""
     return (block_d == block_dv == 64 or seqlen_q <= 512) and not (tile.consumers == 3 and mask_in_loop)
 
 
