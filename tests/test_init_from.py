@@ -210,6 +210,25 @@ def test_a_longer_table_of_learned_positions(tmp_path, how):
     assert done["loaded"] == len(model.state_dict()) - (how == "new")
 
 
+def test_positions_of_pixels_are_interpolated_along_rows_and_columns(tmp_path):
+    theirs = write_checkpoint(tmp_path / "a.ckpt", context=16, positions="learned", max_positions=1 + 4 * 4).position_embedding.weight
+    model = built(positions="learned", max_positions=1 + 12 * 12)
+    initial.load(model, trained.read(str(tmp_path / "a.ckpt"), key="init_from"), positions="interpolate_image")
+    ours = model.position_embedding.weight
+    torch.testing.assert_close(ours[0], theirs[0])
+    before, after = theirs[1:].view(4, 4, -1), ours[1:].view(12, 12, -1)
+    torch.testing.assert_close(after[1::3, 1::3], before)  # the centres of the old pixels
+    torch.testing.assert_close(after[4, 2], (2 * before[1, 0] + before[1, 1]) / 3)
+    torch.testing.assert_close(after[2, 4], (2 * before[0, 1] + before[1, 1]) / 3)
+
+
+def test_positions_of_pixels_need_square_images(tmp_path):
+    write_checkpoint(tmp_path / "a.ckpt", context=16, positions="learned", max_positions=17)
+    with pytest.raises(UserError, match=r"init_positions=interpolate_image: both tables .* n \* n \+ 1, got 17 and 95"):
+        initial.load(built(positions="learned", max_positions=95), trained.read(str(tmp_path / "a.ckpt"), key="init_from"),
+                     positions="interpolate_image")
+
+
 def test_a_name_that_nothing_has_is_refused(tmp_path):
     write_checkpoint(tmp_path / "a.ckpt")
     names = r"token_embedding.weight, blocks.\*.attention.q_proj.weight"
@@ -315,7 +334,7 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path, given, message):
     (["init_from=a", "ckpt_path=b"], "set one of them"),
     (["init_new=[positions]"], "set init_from, or leave them out"),
     (["init_from=a", "init_new=positions"], "init_new='positions': must be a list"),
-    (["init_from=a", "init_positions=stretch"], "init_positions='stretch': must be interpolate or repeat or null"),
+    (["init_from=a", "init_positions=stretch"], "init_positions='stretch': must be interpolate or interpolate_image or repeat or null"),
     (["init_from=[a]"], "init_from=.*: must be a text or null"),
 ])
 def test_contradictions_are_refused(tmp_path, overrides, message):

@@ -3,6 +3,7 @@
 import fnmatch
 import json
 import logging
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -134,7 +135,8 @@ def load(model: nn.Module, trained: Trained, *, new: Sequence[str] = (), positio
     """Copies the weights into the model. Returns what was done, in plain types: `loaded`, a number, and the names `new` and `left_out`.
 
     new: parts ("vocabulary", "positions") and names of parameters, with wildcards, that keep their initial values. positions: how a table
-    of learned positions of another length is made ("interpolate" between its rows, or "repeat" them). UserError for other shapes.
+    of learned positions of another length is made: "interpolate" between its rows; "interpolate_image", the same in two dimensions, for one
+    token in front of the pixels of a square image; or "repeat" them. UserError for other shapes.
     """
     state = model.state_dict()
     if idle := [part for part in new if not any(_begins_anew(name, [part]) for name in state)]:
@@ -183,6 +185,14 @@ def _begins_anew(name: str, new: Iterable[str]) -> bool:
 def _resized(table: Tensor, rows: int, how: str) -> Tensor:
     if how == "repeat":  # as Longformer's (Beltagy et al. 2020, arXiv:2004.05150)
         return table.repeat(-(-rows // len(table)), 1)[:rows]
+    if how == "interpolate_image":
+        old, new = (math.isqrt(n - 1) for n in (len(table), rows))
+        if old**2 != len(table) - 1 or new**2 != rows - 1:
+            raise UserError(f"init_positions=interpolate_image: both tables of learned positions must have one row and those of a square "
+                            f"image, n * n + 1, got {len(table)} and {rows}")
+        image = table[1:].float().T.view(1, -1, old, old)
+        pixels = F.interpolate(image, (new, new), mode="bilinear").flatten(2)[0].T
+        return torch.cat([table[:1], pixels.to(table.dtype)])
     return F.interpolate(table.float().T[None], rows, mode="linear", align_corners=True)[0].T.to(table.dtype)
 
 

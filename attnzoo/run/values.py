@@ -35,7 +35,7 @@ TOP = {
     "activation_checkpointing": Count | None,
     "init_from": str | None,
     "init_new": list[str],
-    "init_positions": Literal["interpolate", "repeat"] | None,
+    "init_positions": Literal["interpolate", "interpolate_image", "repeat"] | None,
     "compile": bool | str,
     "fused_loss": bool | None,
 }
