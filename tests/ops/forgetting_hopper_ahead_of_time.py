@@ -30,14 +30,15 @@ def main() -> None:
         case = {"head_dim": head_dim, "value_dim": value_dim, "packed": packed, "window": left, "pruned": pruned}
         c, starts, ends = blocks.shapes(q, k, torch.zeros(*rows, 4), options)
         bias = KeyBias(torch.zeros(c), torch.zeros(starts, dtype=torch.float64), torch.zeros(ends, dtype=torch.int32))
-        launch = hopper._plan(q.device, q.dtype, packed, layout(q), layout(k), layout(v), options).launch
-        launch.kernel, launch.other = WarmUp(launch.kernel), None
-        hopper.launch_forward(q, k, v, bounds, bounds, options, bias, blocks.empty_parts(q, k, options))
-        report(launch.compiled, **case)
+        for residual in (None,) if dtype == fp16 else (None, torch.zeros_like(v)):
+            launch = hopper._plan(q.device, q.dtype, packed, residual is not None, layout(q), layout(k), layout(v), options).launch
+            launch.kernel, launch.other = WarmUp(launch.kernel), None
+            hopper.launch_forward(q, k, v, bounds, bounds, options, bias, blocks.empty_parts(q, k, options), residual)
+            report(launch.compiled, **case, residual=residual is not None)
         if dtype == fp16:
             continue
         stats = torch.zeros(2, 4, length) if packed else torch.zeros(2, 1, 4, length)
-        hopper_backward.launch_backward(v, None, q, k, v, v, stats, bounds, options, bias)
+        hopper_backward.launch_backward(v, None, q, k, v, v, stats, bounds, options, bias, residual)
         report(plans[-1].mainloop.compiled, **case)
 
 

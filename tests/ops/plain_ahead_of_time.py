@@ -132,8 +132,8 @@ def forgetting():
             (F32, (128, 96), 48, True, 2, True, False)):
         q, k, v, grad_out, bounds = tensors(dtype, packed, kv_heads, widths)
         numbers = ("triton", True, widths[0] ** -0.5, left, prune)
-        out, lse, *saved = ops._forward(q, k, v, torch.zeros(q.shape[:-1]), bounds, bounds, *numbers)
-        ops._gradients(grad_out, lse if packed else None, q, k, v, out, *saved, bounds, bounds, needs_dlog_f, *numbers)
+        out, residual, lse, *saved = ops._forward(q, k, v, torch.zeros(q.shape[:-1]), bounds, bounds, packed, *numbers)
+        ops._gradients(grad_out, lse if packed else None, q, k, v, out, residual, *saved, bounds, bounds, needs_dlog_f, *numbers)
 
 
 def distance_bias():

@@ -169,11 +169,12 @@ def test_the_path_for_cpus_leaves_out_what_does_not_count(case, monkeypatch):
 
 
 @needs_triton
-def test_custom_operators_and_the_eager_path_agree_and_compile():
+@pytest.mark.parametrize("residual_wanted", [False, True])
+def test_custom_operators_and_the_eager_path_agree_and_compile(residual_wanted):
     x = Case(lengths_q=(9, 0, 11), head_dim=16, dtype=torch.float16).inputs(DEVICE)
     inputs = tuple(t.detach().requires_grad_() for t in x[:4])
     bounds = x.options["cu_seqlens_q"]
-    arguments = (*inputs, bounds, bounds, "triton", True, 0.25, -1, True)
+    arguments = (*inputs, bounds, bounds, residual_wanted, "triton", True, 0.25, -1, True)
     torch.library.opcheck(torch.ops.attnzoo.forgetting_forward, arguments,
                           test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
@@ -186,6 +187,20 @@ def test_custom_operators_and_the_eager_path_agree_and_compile():
                    torch.compile(attend, fullgraph=True, backend="aot_eager")(*inputs)):
         assert torch.equal(result, expected)
         assert all(map(torch.equal, torch.autograd.grad(result, inputs, x.dout), wanted))
+
+
+def test_the_residual_is_kept_where_hoppers_backward_may_need_it():
+    q, k, v = (torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    log_f = torch.zeros(1, 8, 2)
+    assert ops.wants_residual(q, k, v, log_f, "gluon", False)
+    assert ops.wants_residual(q, k, v, log_f, None, False) == (ops.BACKWARD == "gluon")
+    assert ops.wants_residual(*(x.detach() for x in (q, k, v)), log_f.requires_grad_(), "gluon", False)
+    others = ((q, k, v, log_f, "triton", False), (q, k, v, log_f, "gluon", True), (q[:, :5], k, v, log_f, "gluon", False),
+              (q.half(), k.half(), v.half(), log_f, "gluon", False), (q[..., :32], k[..., :32], v[..., :32], log_f, "gluon", False),
+              (*(x.detach() for x in (q, k, v, log_f)), "gluon", False))
+    assert not any(ops.wants_residual(*call) for call in others)
+    with torch.no_grad():
+        assert not ops.wants_residual(q, k, v, log_f, "gluon", False)
 
 
 @pytest.mark.parametrize("impl", [pytest.param(path, marks=[needs_triton] * (path == "triton")) for path in PATHS])

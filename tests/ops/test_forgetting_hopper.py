@@ -41,6 +41,35 @@ def test_what_the_default_does_not_choose_keeps_the_rule_too(case):
     assert_accurate(ours, run(case, "reference"), run(case, "reference", torch.float64))
 
 
+# without the residual the gradient of log f has 1.2 to 3.3 of what the rule allows, in a model of the kernels, and 0.3 to 0.5 with it
+MEANS = tuple(replace(case, head_dim=d, gate=gate, mean=1.0, dtype=torch.bfloat16) for d in (64, 128) for gate in (4.0, 6.0) for case in (
+    Case(seqlen_q=1024, heads=4), Case(seqlen_q=2048, heads=4, kv_heads=2), Case(lengths_q=(1000, 0, 300, 2048), heads=4)))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("case", MEANS, ids=str)
+def test_keys_and_values_with_a_mean_keep_the_rule(case):
+    dispatch.forget()
+    ours = run(case, "gluon", deterministic=False)
+    assert dispatch.implementations_taken() == {"forgetting forward": ["gluon"], "forgetting backward": ["gluon"]}
+    assert_accurate(ours, run(case, "reference"), run(case, "reference", torch.float64))
+
+
+@pytest.mark.hopper
+@pytest.mark.parametrize("case", MEANS + (replace(MEANS[0], window_size=(100, 0)),), ids=str)
+def test_the_residual_is_what_rounding_takes_from_the_output(case):
+    """Weights are rounded, too, so that an error is left."""
+    x = case.inputs("cuda")
+    bounds = [x.options.get(f"cu_seqlens_{side}") for side in "qk"]
+    numbers = "gluon", False, case.head_dim**-0.5, case.window_size[0], None
+    out, residual, *_ = ops.forward(*x[:4], *bounds, True, *numbers)
+    plain, nothing, *_ = ops.forward(*x[:4], *bounds, False, *numbers)
+    assert torch.equal(out, plain) and nothing.numel() == 0
+    exact = forgetting_attention(*(t.double() for t in x[:4]), impl="reference", **x.options)
+    assert (residual.abs() <= out.abs() * 2.0**-8).all() and (residual != 0).double().mean() > 0.5
+    assert torch.linalg.vector_norm(out.double() + residual - exact) < 0.9 * torch.linalg.vector_norm(out - exact)
+
+
 # The gates of MOST and SOME leave nothing of a weight within a block, so that not even a bit may change. MOST is passed over for the most
 # part, and its tiles of queries at head dim 64 lie in two blocks
 MOST = tuple(replace(case, gate=-3.0, dtype=torch.bfloat16) for d in (64, 128) for kv_heads in (1, 4) for case in (
@@ -92,7 +121,7 @@ def test_the_default_does_not_read_what_is_passed_over(head_dim, packed, kv_head
         dispatch.forget()
         out = forgetting_attention(*leaves, log_f, deterministic=False, **choice, **x.options)
         _, dk, dv = torch.autograd.grad(out, leaves, dout)
-        taken = {"forgetting forward": ["gluon"], "forgetting backward": [choice.get("impl", "triton")]}
+        taken = {"forgetting forward": ["gluon"], "forgetting backward": [choice.get("impl", ops.BACKWARD)]}
         assert dispatch.implementations_taken() == taken
         far = [t.detach() if packed else t.detach()[0] for t in (out, dk, dv)]
         assert far[0][512:2048].isfinite().all().item() == pruned
@@ -119,6 +148,7 @@ def test_repeats_are_bitwise_equal(case):
 def test_kernels_fit_and_spill_little():
     kernels = compiled_kernels("forgetting_hopper_ahead_of_time.py")
     assert {kernel["kernel"] for kernel in kernels} == {"forgetting_fwd_hopper_kernel", "pair_bwd_kernel"}
-    most = {"forgetting_fwd_hopper_kernel": 8, "pair_bwd_kernel": 352}
-    wrong = [kernel for kernel in kernels if kernel["shared"] > 232448 or kernel["complaints"] or kernel["stack"] > most[kernel["kernel"]]]
+    most = {("forgetting_fwd_hopper_kernel", False): 8, ("forgetting_fwd_hopper_kernel", True): 40, ("pair_bwd_kernel", False): 352}
+    wrong = [kernel for kernel in kernels if kernel["shared"] > 232448 or kernel["complaints"]
+             or kernel["stack"] > most[kernel["kernel"], kernel.get("residual", False)]]
     assert not wrong, "\n".join(map(str, wrong))

@@ -21,7 +21,7 @@ def _options(cu_seqlens_q, alibi_slopes, rng_state, *numbers):
 def wants_residual(q: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None, ranges: bool, impl: str | None, softcap: float,
                    dropout_p: float) -> bool:
     """Whether the output's rounding error is wanted: for the gradient of sinks in Hopper's backward up to head dim 128. Plain Triton does
-    not use it. torch.compile traces this function, so the device is checked in `_residual`."""
+    not use it. torch.compile traces this function, so the device is checked in `empty_residual`."""
     if not torch.is_grad_enabled() or sinks is None or not sinks.requires_grad or impl == "triton":
         return False
     if alibi_slopes is not None or ranges or softcap > 0 or dropout_p > 0 or q.dtype == torch.float32:
@@ -29,7 +29,7 @@ def wants_residual(q: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Ten
     return 32 < max(q.shape[-1], v.shape[-1]) <= 128
 
 
-def _residual(q: Tensor, v: Tensor, wanted: bool) -> Tensor:
+def empty_residual(q: Tensor, v: Tensor, wanted: bool) -> Tensor:
     """A tensor like the output for its rounding error; empty if it is not wanted or the GPU is not a Hopper."""
     from attnzoo_kernels._triton.launch import architecture
 
@@ -51,7 +51,7 @@ def _forward(
                                              deterministic, *numbers)
         return launch.narrowed(out, v), lse, stats, launch.narrowed(residual, v) if residual.numel() else residual
     options = _options(cu_seqlens_q, alibi_slopes, rng_state, *numbers)
-    residual = _residual(q, v, residual_wanted)
+    residual = empty_residual(q, v, residual_wanted)
     kept = residual if residual.numel() else None
 
     def why_not_gluon() -> str | None:
@@ -75,7 +75,7 @@ def _forward(
 
 
 def _fake_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, alibi_slopes, sinks, rng_state, residual_wanted, *_):
-    return *autograd.fake_softmax(q, k, v), _residual(q, v, residual_wanted)
+    return *autograd.fake_softmax(q, k, v), empty_residual(q, v, residual_wanted)
 
 
 def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, cu_seqlens_q, cu_seqlens_k, alibi_slopes, rng_state, sinks, impl,

@@ -52,9 +52,10 @@ def forgetting_attention(
     impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128) | "triton" | "cpu" | "reference". None takes,
         on CUDA tensors, gluon's forward if it supports the call (`why_not_gluon`), else triton's, and triton's backward; on CPU ones cpu.
         "cpu" is PyTorch's attention by tiles of queries, in linear memory, with first derivatives only. A named path runs, or the call
-        raises. Gluon's backward is faster and less exact: where keys or values have a mean, its gradients can have more than twice the
-        error of eager attention. It supports bfloat16 and queries and keys of the same lengths (packed: with one cu_seqlens), not
-        deterministic=True; for other calls impl="gluon" takes plain Triton's backward.
+        raises. Gluon's backward is faster and less exact, and the output's rounding error is kept for it, as large as the output.
+        Where keys have a large mean, its gradients can have more than twice the error of eager attention. It supports bfloat16 and queries
+        and keys of the same lengths (packed: with one cu_seqlens), not deterministic=True; for other calls impl="gluon" takes plain
+        Triton's backward.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -78,8 +79,8 @@ def forgetting_attention(
         if log_f.dtype != torch.float32:
             raise NotImplementedError(f'log_f: impl="triton" takes float32, got {log_f.dtype}; impl="reference" takes it')
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
-        out, lse, *_ = ops.forward(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, impl, deterministic, softmax_scale, left,
-                                    prune)
+        wanted = ops.wants_residual(q, k, v, log_f, impl, deterministic)
+        out, _, lse, *_ = ops.forward(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, wanted, impl, deterministic, softmax_scale, left, prune)
     return (out, lse) if return_lse else out
 
 

@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows, tiles_like
+from attnzoo_kernels._gluon.forward_consumer import finish, finish_with_residual
 from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.hopper import descriptor, load_tile, product_layout
@@ -36,6 +37,7 @@ class Gates(NamedTuple):
     starts: Any
     unit: Any  # the factor from base 2 to the unit of the products
     ends: Any  # of the blocks of queries, from KeyBias; None without pruning
+    residual: Any  # for finish_with_residual; None without
 
 
 class Near(NamedTuple):
@@ -147,34 +149,37 @@ def _more(tile, s, program, config):
 
 @gluon.jit(do_not_specialize=SCALARS,
            do_not_specialize_on_alignment=["lse_ptr", "stats_ptr", "c", "starts", "ends", "cu_seqlens_q", "cu_seqlens_k"])
-def forgetting_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, parts_desc, lse_ptr, stats_ptr, c, starts, ends, cu_seqlens_q,
-                                 cu_seqlens_k, counter, stride_stats, scale, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads,
-                                 group, head_group, n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-                                 CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
-                                 HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr,
-                                 K_BEFORE_PV: gl.constexpr, PREFETCH_TILE: gl.constexpr, HALF_TILE: gl.constexpr,
-                                 ROW_MAX_NOT_NEGATIVE: gl.constexpr, PRUNED: gl.constexpr):
+def forgetting_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, residual_desc, parts_desc, lse_ptr, stats_ptr, c, starts, ends,
+                                 cu_seqlens_q, cu_seqlens_k, counter, stride_stats, scale, window_left, window_right, n_seqs, seqlen_q,
+                                 seqlen_k, heads, group, head_group, n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
+                                 STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PACKED: gl.constexpr,
+                                 HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr,
+                                 JOINT_RELEASE: gl.constexpr, K_BEFORE_PV: gl.constexpr, PREFETCH_TILE: gl.constexpr,
+                                 HALF_TILE: gl.constexpr, ROW_MAX_NOT_NEGATIVE: gl.constexpr, PRUNED: gl.constexpr,
+                                 FINISH: gl.constexpr = finish):
     run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
               Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
                       window_right),
-              Rows(scale, lse_ptr, stats_ptr, stride_stats), Gates(parts_desc, tiles_like(parts_desc, STAGES), c, starts, 1 / scale, ends),
+              Rows(scale, lse_ptr, stats_ptr, stride_stats),
+              Gates(parts_desc, tiles_like(parts_desc, STAGES), c, starts, 1 / scale, ends, residual_desc),
               Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
                      HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP,
                      Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1, JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV,
                      PREFETCH_TILE=PREFETCH_TILE, HALF_TILE=HALF_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, OPTIONS=PRUNED,
                      NEXT_TILE=_next_tile, TAKE=_take, LOADED=_loaded, LOAD_BIAS=_load_bias, KEY_BIAS=_key_bias, APART=_apart, SPAN=_span,
-                     MORE=_more), 4 if PRUNED else 3)
+                     MORE=_more, FINISH=FINISH), 4 if PRUNED else 3)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layout, k: Layout, v: Layout, options: Options) -> ForwardPlan:
+def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, has_residual: bool, q: Layout, k: Layout, v: Layout,
+          options: Options) -> ForwardPlan:
     """Of a call's mean length; the kernels of all other lengths are compiled with it."""
     sequences, seqlen_q, _ = options.sizes(q[0], k[0])
     lengths = seqlen_q // max(sequences, 1) if options.packed else seqlen_q, *FORWARD_LENGTHS
-    return compiled_together(_plan_of_length(length, device, same_lengths, q, k, v, options) for length in lengths)
+    return compiled_together(_plan_of_length(length, device, same_lengths, has_residual, q, k, v, options) for length in lengths)
 
 
-def _plan_of_length(length: int, device: torch.device, same_lengths: bool, q: Layout, k: Layout, v: Layout,
+def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_residual: bool, q: Layout, k: Layout, v: Layout,
                     options: Options) -> ForwardPlan:
     _, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
     width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
@@ -183,20 +188,22 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, q: La
     head_group = heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2])
     constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": takes_half_tile(tile, width, value_width, length, mask_in_loop),
                  "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop, "PRUNED": options.pruned}
+    if has_residual:
+        constants["FINISH"] = finish_with_residual
     return plan_forward(forgetting_fwd_hopper_kernel, device, options, tile, q, k, v, {"head_group": head_group}, constants)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
-                   bias: KeyBias, parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through. parts: of
-    `blocks.key_bias`."""
+                   bias: KeyBias, parts: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through; residual, too. parts:
+    of `blocks.key_bias`."""
     out, lse, stats = outputs(q, v.shape[-1])
     same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
     sequences, _, seqlen_k = options.sizes(q.shape, k.shape)
     of_keys = options.programs(q.shape[-2], seqlen_k, sequences, C_BLOCK)
-    plan = _plan(q.device, q.dtype, same_lengths, layout(q), layout(k), layout(v), options)
+    plan = _plan(q.device, q.dtype, same_lengths, residual is not None, layout(q), layout(k), layout(v), options)
     with on_device_of(q):
-        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out),
+        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), None if residual is None else plan.output(residual),
                     descriptor(parts[:, :, None], 16, C_BLOCK), lse, stats, bias.c, bias.starts,
                     bias.ends[of_keys:] if options.pruned else None, cu_seqlens_q, cu_seqlens_k, tile_counter(q.device))
     return out, lse, stats

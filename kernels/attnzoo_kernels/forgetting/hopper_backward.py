@@ -164,8 +164,10 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
-                    cu_seqlens: Tensor | None, options: Options, bias: KeyBias) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dQ, dK, dV and the sums of dS by key and by query, laid out as the LSE is, for calls that backward_reason accepts."""
+                    cu_seqlens: Tensor | None, options: Options, bias: KeyBias,
+                    residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """dQ, dK, dV and the sums of dS by key and by query, laid out as the LSE is, for calls that backward_reason accepts. residual: as flash
+    takes it."""
     sequences, seqlen, _ = options.sizes(q.shape, k.shape)
     heads = q.shape[-2]
     columns = torch.empty(options.programs(heads, seqlen, sequences, C_BLOCK) * C_BLOCK, dtype=torch.float32, device=q.device)
@@ -174,7 +176,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     dq, dk, dv, _ = flash.launch_backward(
         grad_out, grad_lse, q, k, v, out, stats, cu_seqlens, cu_seqlens, options, False, tile,
         rule=flash.Rule(HOOKS + PRUNED if options.pruned else HOOKS),
-        own=(bias.c, bias.starts, columns, rows, bias.ends if options.pruned else None))
+        own=(bias.c, bias.starts, columns, rows, bias.ends if options.pruned else None), residual=residual)
     shape = autograd.lse_shape(q, options.packed)
     return dq, dk, dv, by_row(columns, shape, cu_seqlens, C_BLOCK), by_row(rows, shape, cu_seqlens, ROWS)
 
