@@ -141,6 +141,18 @@ def test_tiles_are_passed_over_where_no_weight_in_them_counts(case):
     assert 0 < share == pytest.approx(passed_over(x.q, x.k, x.log_f, softmax_scale=0.25))
 
 
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_with_a_nan_nothing_is_passed_over(dtype):
+    from attnzoo_kernels.forgetting.blocks import passed_over
+
+    log_f = torch.full((1, 400, 1), -3.0, device=DEVICE)
+    q, k = torch.zeros(2, *log_f.shape, 16, dtype=dtype, device=DEVICE)
+    assert passed_over(q, k, log_f, softmax_scale=0.25) > 0
+    q[:, 300, :, 7] = torch.nan
+    assert passed_over(q, k, log_f, softmax_scale=0.25) == passed_over(k, q, log_f, softmax_scale=0.25) == 0
+
+
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

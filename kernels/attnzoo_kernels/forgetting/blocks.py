@@ -13,23 +13,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.call import Call, packed_sequences
-from attnzoo_kernels._triton.launch import Launch, on_device_of
-from attnzoo_kernels._triton.tiles import first_lse, program_tile
+from attnzoo_kernels._triton.call import Layout, layout, packed_sequences, strides
+from attnzoo_kernels._triton.launch import Launch, are_aligned, block_width, on_device_of
+from attnzoo_kernels._triton.tiles import Operand, first_lse, head_rows, load_rows, program_tile
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
 from attnzoo_kernels.forgetting import gates
 from attnzoo_kernels.forgetting.gates import NEGLIGIBLE
 
 LOG2E = tl.constexpr(math.log2(math.e))
+MARGIN = tl.constexpr(NEGLIGIBLE)
 PARTS = tl.constexpr(3)  # numbers of bfloat16 that hold a float32
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seqlen", "seqlen_k", "heads", "before"],
-            do_not_specialize_on_alignment=["c_ptr", "rows_ptr", "starts_ptr", "extremes_ptr", "parts_ptr", "cu_seqlens", "cu_seqlens_k"])
-def forgetting_blocks_kernel(c_ptr, rows_ptr, starts_ptr, extremes_ptr, parts_ptr, cu_seqlens, cu_seqlens_k, unit, n_seqs, seqlen, seqlen_k,
-                             heads, before, PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, IN_PARTS: tl.constexpr):
-    """Stores c of a block of keys, or of a block of queries' own keys, and an extreme of it: the smallest c of keys, the largest c of
-    queries. IN_PARTS: for keys also -c as three numbers of bfloat16, whose sum it is."""
+@triton.jit(do_not_specialize=["n_seqs", "seqlen", "seqlen_k", "heads", "group", "before"],
+            do_not_specialize_on_alignment=["c_ptr", "rows_ptr", "starts_ptr", "extremes_ptr", "longest_ptr", "parts_ptr", "cu_seqlens",
+                                            "cu_seqlens_k"])
+def forgetting_blocks_kernel(x_ptr, c_ptr, rows_ptr, starts_ptr, extremes_ptr, longest_ptr, parts_ptr, cu_seqlens, cu_seqlens_k,
+                             stride_batch, stride_row, stride_head, unit, n_seqs, seqlen, seqlen_k, heads, group, before,
+                             PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, IN_PARTS: tl.constexpr,
+                             PRUNED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """Stores c of a block of keys, or of a block of queries' own keys. x: these keys or queries. PRUNED: also the smallest c of keys, or
+    the largest c of queries, and the length of the longest row of x. IN_PARTS: for keys also -c as three numbers of bfloat16, whose sum it
+    is.
+    """
     place = program_tile(cu_seqlens, cu_seqlens_k, n_seqs, seqlen, seqlen_k, heads, BLOCK, PACKED, False)
     lanes = tl.arange(0, BLOCK)
     rows = place.row + lanes
@@ -41,11 +47,8 @@ def forgetting_blocks_kernel(c_ptr, rows_ptr, starts_ptr, extremes_ptr, parts_pt
     start = tl.load(c_ptr + first, mask=first < place.other_length, other=0.0)
     block = tl.program_id(0).to(tl.int64) + before
     more = tl.where(there, (c - start) * LOG2E, 0.0)
-    if QUERIES:
-        extreme = tl.max(tl.where(there, c, -float("inf")), 0)
-    else:
+    if not QUERIES:
         more = more / unit
-        extreme = tl.min(tl.where(there, c, float("inf")), 0)
     more = more.to(tl.float32)
     tl.store(rows_ptr + block * BLOCK + lanes, more)
     if IN_PARTS and not QUERIES:
@@ -55,26 +58,52 @@ def forgetting_blocks_kernel(c_ptr, rows_ptr, starts_ptr, extremes_ptr, parts_pt
             tl.store(parts_ptr + (block * PARTS + part) * BLOCK + lanes, high.to(tl.bfloat16))
             rest -= high
     tl.store(starts_ptr + block, start * LOG2E)
-    tl.store(extremes_ptr + block, extreme)
+    if PRUNED:
+        if QUERIES:
+            extreme = tl.max(tl.where(there, c, -float("inf")), 0)
+        else:
+            extreme = tl.min(tl.where(there, c, float("inf")), 0)
+        tl.store(extremes_ptr + block, extreme)
+        # [BLOCK, BLOCK_WIDTH]
+        x = load_rows(head_rows(Operand(x_ptr, stride_batch, stride_row, stride_head), place.batch, place.head // group, place.first,
+                                place.length, False), place.row, WIDTH, BLOCK, BLOCK_WIDTH, True, False).to(tl.float32)
+        squares = tl.sum(x * x, 1)
+        squares = tl.where(squares != squares, float("inf"), squares)  # a maximum does not see a NaN
+        tl.store(longest_ptr + block, tl.sqrt(tl.max(squares, 0)))
+
+
+@triton.jit
+def _longest(longest_ptr, first, count):
+    """The longest row of `count` blocks."""
+    longest = 0.0
+    for start in range(0, count, 128):
+        n = start + tl.arange(0, 128)
+        longest = tl.maximum(longest, tl.max(tl.load(longest_ptr + first + n, mask=n < count, other=0.0), 0))
+    return longest
 
 
 @triton.jit(do_not_specialize=["n_seqs", "seqlen", "other_seqlen", "heads", "before", "other_before"],
-            do_not_specialize_on_alignment=["extremes_ptr", "ends_ptr", "farthest_ptr", "cu_seqlens", "other_cu_seqlens"])
-def forgetting_ends_kernel(extremes_ptr, farthest_ptr, ends_ptr, cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, before,
-                           other_before, PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
+            do_not_specialize_on_alignment=["extremes_ptr", "longest_ptr", "ends_ptr", "cu_seqlens", "other_cu_seqlens"])
+def forgetting_ends_kernel(extremes_ptr, longest_ptr, ends_ptr, cu_seqlens, other_cu_seqlens, softmax_scale, n_seqs, seqlen, other_seqlen,
+                           heads, before, other_before, PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr):
     """Stores, for a block of queries, the first block of keys that it must not skip; for a block of keys, the end of the blocks of queries
-    that must not skip it."""
+    that must not skip it.
+
+    A weight is negligible, whatever q and k are, where c of the key lies `farthest` below c of the query: scores without gates differ by
+    at most twice the product of the longest q and the longest k, and a query sees its own key.
+    """
     place = program_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, heads, BLOCK, PACKED, False)
     if PACKED:
         others = place.head.to(tl.int64) * (other_seqlen // BLOCK + n_seqs + 1) + place.other_first // BLOCK + place.sequence
-        farthest = tl.load(farthest_ptr + place.head)
     else:
         others = (place.batch * heads + place.head).to(tl.int64) * tl.cdiv(other_seqlen, BLOCK)
-        farthest = tl.load(farthest_ptr + place.batch * heads + place.head)
     others += other_before
     block = tl.program_id(0).to(tl.int64) + before
     own = tl.load(extremes_ptr + block)
     count = tl.cdiv(place.other_length, BLOCK)
+    products = _longest(longest_ptr, block - place.row // BLOCK, tl.cdiv(place.length, BLOCK)) * _longest(longest_ptr, others, count)
+    n_keys = place.other_length if QUERIES else place.length
+    farthest = (2 * softmax_scale * products + tl.log(tl.maximum(n_keys, 1).to(tl.float32)) + MARGIN).to(tl.float64)
     end = count if QUERIES else 0
     for first in range(0, count, 128):
         n = first + tl.arange(0, 128)
@@ -89,26 +118,23 @@ def forgetting_ends_kernel(extremes_ptr, farthest_ptr, ends_ptr, cu_seqlens, oth
 
 
 @functools.lru_cache(maxsize=1024)
-def _plans(device: torch.device, heads: int, sizes: tuple[int, int, int], call: Call, in_parts: bool) -> tuple[list[Launch], list[Launch]]:
+def _plans(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k: Layout, call: Options,
+           in_parts: bool) -> tuple[list[Launch], list[Launch]]:
     """Launches of both kernels for keys and for queries."""
-    sequences, seqlen_q, seqlen_k = sizes
+    (*_, heads, width), (*_, kv_heads, _) = q[0], k[0]
+    sequences, seqlen_q, seqlen_k = call.sizes(q[0], k[0])
     of_keys, of_queries = (call.programs(heads, seqlen, sequences, C_BLOCK) for seqlen in (seqlen_k, seqlen_q))
     constants = [{"PACKED": call.packed, "QUERIES": queries, "BLOCK": C_BLOCK} for queries in (False, True)]
-    of_blocks = [of | {"IN_PARTS": in_parts} for of in constants]
-    unit = call.softmax_scale * math.log2(math.e)
-    blocks = [Launch(forgetting_blocks_kernel, of_keys, (unit, sequences, seqlen_k, seqlen_k, heads, 0), of_blocks[0], 4, 1),
-              Launch(forgetting_blocks_kernel, of_queries, (unit, sequences, seqlen_q, seqlen_k, heads, of_keys), of_blocks[1], 4, 1)]
-    ends = [Launch(forgetting_ends_kernel, of_keys, (sequences, seqlen_k, seqlen_q, heads, 0, of_keys), constants[0], 4, 1),
-            Launch(forgetting_ends_kernel, of_queries, (sequences, seqlen_q, seqlen_k, heads, of_keys, 0), constants[1], 4, 1)]
+    of_blocks = [of | {"IN_PARTS": in_parts, "PRUNED": call.pruned, "WIDTH": width, "BLOCK_WIDTH": block_width(width)} for of in constants]
+    scale, group = call.softmax_scale, heads // kv_heads
+    unit = scale * math.log2(math.e)
+    blocks = [Launch(forgetting_blocks_kernel, of_keys, (*strides(k), unit, sequences, seqlen_k, seqlen_k, heads, group, 0), of_blocks[0],
+                     4, 1),
+              Launch(forgetting_blocks_kernel, of_queries, (*strides(q), unit, sequences, seqlen_q, seqlen_k, heads, 1, of_keys),
+                     of_blocks[1], 4, 1)]
+    ends = [Launch(forgetting_ends_kernel, of_keys, (scale, sequences, seqlen_k, seqlen_q, heads, 0, of_keys), constants[0], 4, 1),
+            Launch(forgetting_ends_kernel, of_queries, (scale, sequences, seqlen_q, seqlen_k, heads, of_keys, 0), constants[1], 4, 1)]
     return blocks, ends
-
-
-def _farthest(q: Tensor, k: Tensor, softmax_scale: float, packed: bool) -> Tensor:
-    """How far c of a key must lie below c of a query for its weight to be negligible whatever q and k are, float64. Scores without gates
-    differ by at most twice the product of the longest q and the longest k, and a query sees its own key."""
-    longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(0 if packed else 1) for x in (q, k))
-    longest_k = longest_k.repeat_interleave(q.shape[-2] // k.shape[-2], dim=-1)
-    return (2 * softmax_scale * longest_q * longest_k).double() + (math.log(k.shape[0 if packed else 1]) + NEGLIGIBLE)
 
 
 def shapes(q: Tensor, k: Tensor, log_f: Tensor, options: Options) -> tuple[tuple[int, ...], ...]:
@@ -135,17 +161,16 @@ def key_bias(log_f: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, c
     ends = torch.empty(of_ends, dtype=torch.int32, device=c.device)
     if 0 in q.shape or 0 in k.shape or exact and not options.pruned:
         return KeyBias(gates.in_two_parts(c) if exact else ends.new_empty(of_rows, dtype=torch.float32), c.new_empty(of_starts), ends)
-    blocks, ends_of = _plans(q.device, q.shape[-2], options.sizes(q.shape, k.shape), options, parts is not None)
+    blocks, ends_of = _plans(q.device, q.dtype, are_aligned(q, k), layout(q), layout(k), options, parts is not None)
     count = blocks[0].programs + blocks[1].programs
-    rows = torch.empty(count, C_BLOCK, dtype=torch.float32, device=c.device)
-    starts, extremes = c.new_empty(2, count)
+    rows, longest = (torch.empty(*shape, dtype=torch.float32, device=c.device) for shape in ((count, C_BLOCK), of_ends))
+    starts, extremes = c.new_empty(count), c.new_empty(of_ends)
     with on_device_of(c):
-        for launch, bounds in zip(blocks, (cu_seqlens_k, cu_seqlens_q), strict=True):
-            launch(c, rows, starts, extremes, parts, bounds, cu_seqlens_k)
+        for launch, x, bounds in zip(blocks, (k, q), (cu_seqlens_k, cu_seqlens_q), strict=True):
+            launch(x, c, rows, starts, extremes, longest, parts, bounds, cu_seqlens_k)
         if options.pruned:
-            farthest = _farthest(q, k, options.softmax_scale, options.packed).contiguous()
             for launch, bounds in zip(ends_of, ((cu_seqlens_k, cu_seqlens_q), (cu_seqlens_q, cu_seqlens_k)), strict=True):
-                launch(extremes, farthest, ends, *bounds)
+                launch(extremes, longest, ends, *bounds)
     return KeyBias(gates.in_two_parts(c), c.new_empty(0), ends) if exact else KeyBias(rows, starts, ends)
 
 
