@@ -50,12 +50,11 @@ def forgetting_attention(
         is below -(2 softmax_scale max|q| max|k| + log(seqlen_k) + 17), where |q| and |k| are lengths of the head's vectors. None: True from
         1024 keys (packed: tokens) on without a window. `blocks.passed_over` gives the share of skipped tiles. The reference skips none.
     impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128) | "triton" | "cpu" | "reference". None takes,
-        on CUDA tensors, gluon's forward if it supports the call (`why_not_gluon`), else triton's, and triton's backward; on CPU ones cpu.
+        on CUDA tensors, gluon if it supports the call (`why_not_gluon`), else triton; on CPU ones cpu.
         "cpu" is PyTorch's attention by tiles of queries, in linear memory, with first derivatives only. A named path runs, or the call
         raises. Gluon's backward is faster and less exact, and the output's rounding error is kept for it, as large as the output.
         Where keys have a large mean, its gradients can have more than twice the error of eager attention. It supports bfloat16 and queries
-        and keys of the same lengths (packed: with one cu_seqlens), not deterministic=True; for other calls impl="gluon" takes plain
-        Triton's backward.
+        and keys of the same lengths (packed: with one cu_seqlens), not deterministic=True; other calls take plain Triton's backward.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -85,8 +84,8 @@ def forgetting_attention(
 
 
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, **options: Any) -> str | None:
-    """Why impl="gluon" does not take a call with these arguments of forgetting_attention; None where it does, and impl=None takes its
-    forward."""
+    """Why impl="gluon" does not take a call with these arguments of forgetting_attention; None where it does, and so does
+    impl=None."""
     return dispatch.why_not_gluon(forgetting_attention, q, k, v, log_f, **options)
 
 

@@ -7,7 +7,7 @@ from attnzoo_kernels import autograd, dispatch
 from attnzoo_kernels.flash.ops import empty_residual
 from attnzoo_kernels.forgetting import gates
 
-BACKWARD = "triton"  # what impl=None takes for gradients: "triton", or "gluon", which is Hopper's, where it supports the call
+BACKWARD = "gluon"  # what impl=None takes for gradients: "triton", or "gluon", which is Hopper's, where it supports the call
 FEWEST_KEYS = 1024  # with fewer, prune=None passes over nothing: what it takes to know which would cost more
 
 
