@@ -146,11 +146,22 @@ def _dashes(settings: Settings, margin: int) -> Dashes:
     return Dashes(onward, np.stack(lines), np.stack(masks), steps, footprints, begins, _disc(margin))
 
 
+@functools.lru_cache(maxsize=8)
+def _starts(settings: Settings, margin: int) -> list[np.ndarray]:
+    """For each of the 360 first dashes: the pixels (n, 2) from which an image's first contour may begin with it."""
+    dashes = _dashes(settings, margin)
+    free = np.zeros((settings.size, settings.size), bool)
+    free[(slice(2 * settings.seed_distance, settings.size - 2 * settings.seed_distance),) * 2] = True
+    return [np.array([at for at in np.argwhere(free & begins) if free[tuple((at + footprint).T)].all()], int).reshape(-1, 2)
+            for footprint, begins in zip(dashes.footprints, dashes.begins, strict=True)]
+
+
 class Artist:
     """Draws images with one margin. They have a rim of half a patch, so that no dash needs clipping."""
 
     def __init__(self, settings: Settings, margin: int, rng: np.random.Generator):
-        self.settings, self.margin, self.rng, self.dashes = settings, margin, rng, _dashes(settings, margin)
+        self.settings, self.margin, self.rng = settings, margin, rng
+        self.dashes, self.starts = _dashes(settings, margin), _starts(settings, margin)
         self.rim = self.dashes.line.shape[-1] // 2
         self.inside = slice(self.rim, self.rim + settings.size)
         side = settings.size + 2 * self.rim
@@ -163,18 +174,18 @@ class Artist:
         """bool (...), whether pixels (..., 2) lie in the image."""
         return ((at >= 0) & (at < self.settings.size)).all(-1)
 
-    def window(self, at: np.ndarray) -> tuple[np.ndarray, ...]:
-        """The indices of a patch in each image, around pixels (images, 2)."""
-        return np.arange(len(at))[:, None, None], (at[:, :1] + self.span)[:, :, None], (at[:, 1:] + self.span)[:, None, :]
+    def window(self, images: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The indices of a patch in each of these images, around pixels (images, 2)."""
+        return images[:, None, None], (at[:, :1] + self.span)[:, :, None], (at[:, 1:] + self.span)[:, None, :]
 
-    def occupy(self, mask: np.ndarray, at: np.ndarray, dash: np.ndarray) -> None:
-        index = self.window(at)
+    def occupy(self, mask: np.ndarray, images: np.ndarray, at: np.ndarray, dash: np.ndarray) -> None:
+        index = self.window(images, at)
         mask[index] = np.maximum(mask[index], self.dashes.mask[dash])
 
     def draw(self, image: np.ndarray, contours: Contours, contrast: float) -> None:
         """Draws all dashes of the contours into the images, in place."""
         for at, dash in zip(contours.at.reshape(len(image), -1, 2).swapaxes(0, 1), contours.dash.reshape(len(image), -1).T, strict=True):
-            index = self.window(at)
+            index = self.window(np.arange(len(image)), at)
             image[index] = np.maximum(image[index], self.dashes.line[dash] * np.float32(contrast))
 
     def begin(self, tails: np.ndarray, degrees: np.ndarray, length: int) -> tuple[Contours, np.ndarray]:
@@ -189,48 +200,41 @@ class Artist:
         at[..., 0, :], dash[..., 0] = tails.clip(0, self.settings.size - 1), degrees
         return Contours(pivot, orientation, at, dash), (self.within(tails) & self.within(head) & self.within(pivot)).all(1)
 
-    def extend(self, mask: np.ndarray, contours: Contours, which: int, step: int) -> np.ndarray:
+    def extend(self, mask: np.ndarray, images: np.ndarray, contours: Contours, which: int, step: int) -> np.ndarray:
         """Adds the dash number `step` to a contour of each image, in place. Returns bool (images,), whether there was room for it.
 
-        It also marks the dash before that in the mask. The contours of images without room are not valid.
+        images: the numbers of the contours' images among the masks. The dash before `step` is marked in these. The contours of images
+        without room are not valid.
         """
-        settings, dashes, rows = self.settings, self.dashes, np.arange(len(mask))
+        settings, dashes, rows = self.settings, self.dashes, np.arange(len(images))
         orientation = contours.orientation[:, which]
         pivot = _moved(contours.pivot[:, which], orientation, settings.dash_length + 2 * self.margin)
         ends = pivot[:, None] + dashes.steps
         inside = self.within(ends)
         ends = ends.clip(0, settings.size - 1)
-        near = ends[:, :, None] + dashes.cross + self.rim  # (images, steps, cross, 2)
-        taken = mask[rows[:, None, None], near[..., 0], near[..., 1]].max(2)
+        side = mask.shape[-1]
+        flat = images[:, None] * side**2 + (ends[..., 0] + self.rim) * side + ends[..., 1] + self.rim  # (images, steps)
+        taken = mask.reshape(-1)[flat[..., None] + dashes.cross @ (side, 1)].max(2)
         turn = np.abs(dashes.orientation[360:] - orientation[:, None])
         turn = np.minimum(np.minimum(turn, 2 * np.pi - turn) * settings.continuity, np.pi / 2)
         weight = np.where(inside, (1 - taken) * np.cos(turn) ** 2, 0).clip(min=0)
         cumulative = np.cumsum(weight, 1)
-        chosen, good = np.zeros(len(mask), int), np.zeros(len(mask), bool)
+        chosen, good = np.zeros(len(images), int), np.zeros(len(images), bool)
         open_rows = np.flatnonzero(cumulative[:, -1] >= 1e-4)
         for _ in range(TRIES):
             pick = self.rng.random(len(open_rows)) * cumulative[open_rows, -1]
             chosen[open_rows] = (cumulative[open_rows] > pick[:, None]).argmax(1)
             at = ends[open_rows, chosen[open_rows]]
-            _, y, x = self.window(at)
-            sums = mask[open_rows[:, None, None], y, x] + dashes.mask[360 + chosen[open_rows]]
+            in_mask, y, x = self.window(images[open_rows], at)
+            sums = mask[in_mask, y, x] + dashes.mask[360 + chosen[open_rows]]
             in_image = (y >= self.rim) & (y < self.inside.stop) & (x >= self.rim) & (x < self.inside.stop)
             free = np.where(in_image, sums, 0).max((1, 2)) < OVERLAP
             good[open_rows[free]] = True
             open_rows = open_rows[~free]
-        self.occupy(mask, contours.at[:, which, step - 1], contours.dash[:, which, step - 1])
+        self.occupy(mask, images, contours.at[:, which, step - 1], contours.dash[:, which, step - 1])
         contours.pivot[:, which], contours.orientation[:, which] = pivot, dashes.orientation[360 + chosen]
         contours.at[:, which, step], contours.dash[:, which, step] = ends[rows, chosen], 360 + chosen
         return good
-
-    @functools.cached_property
-    def starts(self) -> list[np.ndarray]:
-        """For each of the 360 first dashes: the pixels (n, 2) from which an image's first contour may begin with it."""
-        settings = self.settings
-        free = np.zeros((settings.size, settings.size), bool)
-        free[(slice(2 * settings.seed_distance, settings.size - 2 * settings.seed_distance),) * 2] = True
-        return [np.array([at for at in np.argwhere(free & begins) if free[tuple((at + footprint).T)].all()], int).reshape(-1, 2)
-                for footprint, begins in zip(self.dashes.footprints, self.dashes.begins, strict=True)]
 
     def attempts(self) -> tuple[np.ndarray, Contours]:
         """The masks and the contour pairs of those attempts whose contours both reached their full length."""
@@ -244,13 +248,13 @@ class Artist:
         other = np.round(tail + settings.seed_distance * np.stack([np.sin(angle), np.cos(angle)], -1)).astype(int)
         pairs, good = self.begin(np.stack([tail, other], 1), degrees, settings.contour_length)
         pairs = pairs.take(np.flatnonzero(good))
-        mask = self.blank[None].repeat(len(pairs.pivot), 0)
+        mask, images = self.blank[None].repeat(len(pairs.pivot), 0), np.arange(len(pairs.pivot))
         for step in range(1, settings.contour_length):
             for which in range(2):
-                good = np.flatnonzero(self.extend(mask, pairs, which, step))
-                mask, pairs = mask[good], pairs.take(good)
-        self.occupy(mask, pairs.at[:, 1, -1], pairs.dash[:, 1, -1])  # the first contour's last dash is no obstacle for distractors
-        return mask, pairs
+                good = np.flatnonzero(self.extend(mask, images, pairs, which, step))
+                images, pairs = images[good], pairs.take(good)
+        self.occupy(mask, images, pairs.at[:, 1, -1], pairs.dash[:, 1, -1])  # the first contour's last dash is no obstacle for distractors
+        return mask[images], pairs
 
     def free_tails(self, mask: np.ndarray, degrees: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each image a random pixel (images, 2) from which the dash of this number has room, and bool (images,), whether there is one.
@@ -289,15 +293,16 @@ class Artist:
             contours, good = self.begin(tail[:, None], degrees[:, None], length)
             good = np.flatnonzero(free & good)
             rows, contours = rows[good], contours.take(good)
-            tried = mask[rows]
+            tried, images = mask[rows], np.arange(len(rows))
             for step in range(1, length):
-                good = np.flatnonzero(self.extend(tried, contours, 0, step))
-                rows, contours, tried = rows[good], contours.take(good), tried[good]
+                good = np.flatnonzero(self.extend(tried, images, contours, 0, step))
+                images, contours = images[good], contours.take(good)
+            rows = rows[images]
             if len(rows):
-                self.occupy(tried, contours.at[:, 0, -1], contours.dash[:, 0, -1])
+                self.occupy(tried, images, contours.at[:, 0, -1], contours.dash[:, 0, -1])
                 drawn = image[rows]
                 self.draw(drawn, contours, self.settings.distractor_contrast)
-                image[rows], mask[rows] = drawn, tried
+                image[rows], mask[rows] = drawn, tried[images]
                 todo = np.setdiff1d(todo, rows, assume_unique=True)
 
     def mark(self, image: np.ndarray, at: np.ndarray) -> None:
