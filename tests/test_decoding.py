@@ -1,11 +1,13 @@
 """Decoding with caches of a fixed size, whose lengths only the device knows: the tokens are those of reading each row by itself."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hydra.utils import get_class
 from omegaconf import OmegaConf
-from test_generation import CONFIGS, SIZES, VARIANTS, build
+from test_generation import CONFIGS, SIZES, VARIANTS, build, read_again
 from torch import nn
 
 from attnzoo.attention import cache as cache_module
@@ -108,6 +110,25 @@ def test_decode_attention_gives_what_the_variants_own_kernels_give(name):
                 results.append(attend_newest(layer, q, cache, seq, *rest))
     for expected, found in zip(results[:2], results[2:], strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ("blocks that are chosen", "blocks of an indexer", "compressed keys"))
+def test_blocks_of_the_newest_tokens_are_read_as_pages(name, device):
+    """By the kernels, over caches of a fixed size; the tokens are those of reading the whole text again, in float64 and without a cache."""
+    torch.manual_seed(0)
+    model = GPT(**SIZES, attention=OPTIONS[name]).eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(4 if parameter.dim() > 1 else 1)
+    exact = copy.deepcopy(model).double()
+    for block in model.blocks:
+        block.attention.impl = "triton"
+    ids, lengths = prompts(device)
+    dispatch.forget()
+    together = model.to(device).generate(ids, 6, lengths=lengths, temperature=0)[:, ids.shape[1] :].cpu()
+    assert dispatch.implementations_taken()["decode forward"] == ["triton"]
+    for row, length in enumerate(LENGTHS):
+        assert torch.equal(together[row], read_again(exact, ids[row : row + 1, :length].cpu(), 6, None, {"temperature": 0})[0, length:])
 
 
 @pytest.mark.gpu

@@ -28,15 +28,15 @@ def main() -> None:
     shapes += [(2, torch.float32, width, 1) for width in WIDTHS]
     shapes.append((108, torch.bfloat16, 128, 1))  # two key heads a multiprocessor: another tile
     shapes = [(*shape, False, False) for shape in shapes]
-    shapes += [(batch, torch.bfloat16, 128, 1, True, False) for batch in (2, 108)]
+    shapes += [(batch, torch.bfloat16, 128, 1, page, False) for batch, page in itertools.product((2, 108), (16, 128))]
     if ARCH >= 89:
-        shapes += [(2, torch.bfloat16, 128, 1, paged, True) for paged in (False, True)]
-    for batch, dtype, width, queries, paged, fp8 in shapes:
-        q, cache = torch.zeros(batch, queries, 8, width, dtype=dtype), torch.zeros(batch, 16, 2, width, dtype=dtype)
+        shapes += [(2, torch.bfloat16, 128, 1, page, True) for page in (False, 16)]
+    for batch, dtype, width, queries, page, fp8 in shapes:
+        q, cache = torch.zeros(batch, queries, 8, width, dtype=dtype), torch.zeros(batch, page or 16, 2, width, dtype=dtype)
         scales = (torch.ones(2), torch.ones(2)) if fp8 else (None, None)
         cache = cache.to(torch.float8_e4m3fn) if fp8 else cache
         forward.launch_forward(q, cache, cache, torch.zeros(batch, dtype=torch.int32),
-                               torch.zeros(batch, 4, dtype=torch.int32) if paged else None, None, None, width**-0.5, -1, 0, 0.0, *scales)
+                               torch.zeros(batch, 4, dtype=torch.int32) if page else None, None, None, width**-0.5, -1, 0, 0.0, *scales)
     for name, constants, kernel in compiled:
         registers, stack = resources(kernel.asm["cubin"])
         shown = {key: constants[key] for key in ("VALUE_DIM", "PRECISION", "BLOCK_M")}

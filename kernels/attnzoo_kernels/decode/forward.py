@@ -433,13 +433,14 @@ class _Plan:
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, aligned: bool, has_sinks: bool, has_scales: tuple[bool, bool],
           slopes_stride: int | None, q: Layout, k: Layout, v: Layout, table: Layout | None, softmax_scale: float, window_left: int,
-          window_right: int, softcap: float, out_dtype: torch.dtype | None, at_most: int, has_prefix: bool) -> _Plan:
+          window_right: int, softcap: float, out_dtype: torch.dtype | None, at_most: int, has_prefix: bool, page: int | None) -> _Plan:
     # a Launch keeps its compiled kernel; so out_dtype and has_prefix, which only tensors show, must be in the key
     batch, queries, heads, head_dim = q[0]
     seqlen_q = queries
     if at_most:
         batch, seqlen_q = most_groups(batch), queries * at_most
-    n_pages, page, kv_heads = k[0][:3]
+    n_pages, length, kv_heads = k[0][:3]
+    n_pages, page = (n_pages, length) if page is None else (2**31 - 1, page)
     max_len = page if table is None else table[0][1] * page
     group, value_dim = heads // kv_heads, v[0][-1]
     block_d, block_dv = block_width(head_dim), block_width(value_dim)
@@ -492,10 +493,11 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block
                    sinks: Tensor | None, softmax_scale: float, window_left: int, window_right: int, softcap: float,
                    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
                    out_dtype: torch.dtype | None = None, group: Group | None = None,
-                   prefix: Prefix | None = None) -> tuple[Tensor, Tensor]:
+                   prefix: Prefix | None = None, page: int | None = None) -> tuple[Tensor, Tensor]:
     """Output (batch, seqlen_q, heads, value_dim), by default in q's dtype, and LSE (batch, heads, seqlen_q).
 
     With a group, cache_seqlens are by group; rows of sequences in no group are not written. With a prefix, they are the lengths after it.
+    page: rows of a page; only the strides and the first row of k and v are used then, and all numbers of pages are taken for right.
     """
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=out_dtype)
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
@@ -504,7 +506,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block
     slopes_stride = None if alibi_slopes is None else alibi_slopes.stride(0) if alibi_slopes.dim() == 2 else 0
     plan = _plan(q.device, q.dtype, k.dtype, are_aligned(q, k, v), sinks is not None, (k_scale is not None, v_scale is not None),
                  slopes_stride, layout(q), layout(k), layout(v), None if block_table is None else layout(block_table), softmax_scale,
-                 window_left, window_right, softcap, out_dtype, 0 if group is None else group.at_most, prefix is not None)
+                 window_left, window_right, softcap, out_dtype, 0 if group is None else group.at_most, prefix is not None, page)
     leaders, counts = (None, None) if group is None else (group.leaders, group.counts)
     acc = torch.empty(plan.acc_shape, dtype=torch.float32, device=q.device)
     stats = torch.empty(*plan.acc_shape[:2], 2, dtype=torch.float32, device=q.device)

@@ -53,6 +53,8 @@ def routed_attention(
     The kernels compute at most seqlen * (slots + 1) * block_size scores, whichever blocks are chosen. Their scratch memory grows with
     seqlen * slots: queries are gathered block by block (arXiv:2508.18224), and the partial results are merged by their LSE. For the
     backward no more is kept than by flash_attention. The host does not wait for the device.
+    Calls without gradients, outside of torch.compile, with at most 16 queries a sequence (max_seqlen_q where packed) take the kernels of
+    decode_attention, unless impl="gluon", and unless k and v are laid out otherwise than each other: these read a query's blocks in place.
 
     softmax_scale: any finite number; default head_dim ** -0.5.
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
@@ -90,10 +92,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | Non
         return routed_attention_reference(q, k, v, blocks, block_size=block_size, softmax_scale=softmax_scale, **lengths)
 
     autograd.refuse_wrapped("routed_attention", q, k, v, blocks)
+    softmax_scale, q = checks.positive_scale(softmax_scale, q)
+    if impl != "gluon" and not autograd.compiling():
+        from attnzoo_kernels.routed import decode
+
+        if decode.takes(q, k, v, blocks, block_size, q.shape[1] if lengths["cu_seqlens_q"] is None else lengths["max_seqlen_q"]):
+            return decode.attend(q, k, v, blocks, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size, softmax_scale)
     layout = layout or Blocks.of(q, k, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size)
     shape = q.shape[:-2]
     q, k, v, blocks = (x.flatten(0, -3) for x in (q, k, v, blocks))
-    softmax_scale, q = checks.positive_scale(softmax_scale, q)
     if blocks.shape[-1]:
         kept, heads = {} if kept is None else kept, (q.shape[1], k.shape[1])
         if heads not in kept:
