@@ -170,7 +170,7 @@ def routed():
     from attnzoo_kernels.msa import choose as msa
     from attnzoo_kernels.nsa import choose as nsa
     from attnzoo_kernels.nsa import units
-    from attnzoo_kernels.routed import decode, lists, parts, walk
+    from attnzoo_kernels.routed import best, decode, lists, parts, walk
 
     bounds = torch.tensor([0, 100, 256], dtype=torch.int32)
     for kv_heads in (2, 4000):  # numbers of blocks in 16 and in 32 bits
@@ -200,6 +200,12 @@ def routed():
     q, k, lse = torch.zeros(256, 16, 128, dtype=BF16), torch.zeros(256, 4, 128, dtype=BF16), torch.zeros(16, 256)
     msa.launch_blocks(q[:, :4], k[:, :1], bounds, bounds, 16, 15)
     nsa.launch_blocks(q, k, lse, bounds, bounds, bounds, 32, 16, 64, 15, 0.1)
+    best.multiprocessors = lambda device: 132
+    for few in (q[:2], q[:2].float()):  # divided among programs
+        keys = k.to(few.dtype)
+        moba.launch_blocks(few, keys, bounds, bounds, bounds, torch.arange(1100, dtype=torch.int32), 16, 3)
+        msa.launch_blocks(few[:, :4], keys[:, :1], bounds, bounds, 1, 15)
+        nsa.launch_blocks(few, keys, lse, bounds, bounds, bounds, 32, 16, 64, 15, 0.1)
     decode.launch_forward = lambda *_, **options: (q, lse)  # see decode_ahead_of_time.py
     for given in ((q, k, k, torch.zeros(256, 4, 3, dtype=torch.int32), bounds, bounds),
                   (q[None], k[None], k[None], torch.zeros(1, 256, 4, 3, dtype=torch.int32), None, None)):

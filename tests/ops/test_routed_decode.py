@@ -1,5 +1,6 @@
 """The newest queries of moba, msa and nsa, whose blocks decode's kernels read as pages of the cache: accuracy, bounds and what is taken."""
 
+import importlib
 import os
 from itertools import accumulate
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from paths import GPU
 
-from attnzoo_kernels import dispatch, moba_attention, msa_attention, nsa_attention, routed_attention
+from attnzoo_kernels import dispatch, moba_attention, moba_blocks, msa_attention, msa_blocks, nsa_attention, routed_attention
 from benchmarks.accuracy import assert_accurate
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -109,6 +110,37 @@ def test_a_few_queries_over_views_of_a_cache(queries, size, slots, shared, dtype
     eager, wanted = (routed_attention(*(x.to(to) for x in (q, k, v)), blocks, impl="reference", **options) for to in (dtype, torch.float64))
     assert by_pages
     assert_accurate(ours, eager, wanted)
+
+
+@needs_triton
+@pytest.mark.parametrize("integers", (False, True))
+@pytest.mark.parametrize("operator", ("moba", "msa", "nsa"))
+def test_several_programs_choose_for_a_query(operator, integers, monkeypatch):
+    """What the reference chooses; with whole numbers many scores are equal, and NaN lies behind the rows' ends."""
+    from attnzoo_kernels.routed import best
+
+    splits, launch_choice = [], best.launch_choice
+    module = importlib.import_module(f"attnzoo_kernels.{operator}.choose")
+    monkeypatch.setattr(best, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(module, "launch_choice", lambda *given: splits.append(given[-1]) or launch_choice(*given))
+    rows, (size, max_len) = (900, 1, 1400), {"moba": (1, 1500), "msa": (2, 1500), "nsa": (4, 1500)}[operator]
+    k, index_k = caches(1, 16, torch.float32, rows, max_len)
+    q, cmp = (draw(n, 2, 16, dtype=torch.float32, seed=seed) for n, seed in ((len(rows), 5), (k.shape[0] // 4, 6)))
+    if integers:
+        k, index_k, q, cmp = (x.mul(2).round().clamp(-2, 2) for x in (k, index_k, q, cmp))
+    lengths, results = packed(rows, max_len), []
+    for impl in ("triton", "reference"):
+        given = [x if impl == "triton" else exact(x, torch.float32) for x in (k, index_k)]
+        if operator == "nsa":
+            blocks = nsa_attention(q, given[0], given[0], *[cmp[:, :1]] * 2, torch.ones(len(rows), 2, 3, device=DEVICE), block_size=size,
+                                   block_count=5, return_blocks=True, impl=impl, **NSA | {"compress_size": 4}, **lengths)[1]
+        elif operator == "msa":
+            blocks = msa_blocks(q[:, :1], given[1], block_size=size, top_k=5, impl=impl, **lengths)
+        else:
+            blocks = moba_blocks(q, given[0], block_size=size, top_k=5, impl=impl, **lengths)
+        results.append(blocks.sort(-1).values)
+    assert torch.equal(*results) and splits == [{"moba": 5, "msa": 46, "nsa": 23}[operator]]
+    assert results[0][0].min() >= 0 and results[0][1].max() < 0
 
 
 @needs_triton

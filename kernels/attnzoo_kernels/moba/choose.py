@@ -10,7 +10,7 @@ from torch import Tensor
 from attnzoo_kernels._triton.launch import block_width, on_device_of, strides
 from attnzoo_kernels._triton.softmax import score_dot
 from attnzoo_kernels._triton.tiles import Operand, head_rows, load_rows, program_tile
-from attnzoo_kernels.routed.best import choose_best, plan_choice, tile_size
+from attnzoo_kernels.routed.best import choose_best, launch_choice, plan_choice, tile_size
 
 MEAN_ROWS = 64
 
@@ -83,14 +83,13 @@ def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tens
     total_q, heads, width = q.shape
     total_k, kv_heads, _ = k.shape
     count = bounds_k.shape[0] - 1
-    chosen = torch.empty(total_q, heads, slots, dtype=torch.int32, device=q.device)
-    if chosen.numel() == 0:
-        return chosen
+    if total_q * slots == 0:
+        return torch.empty(total_q, heads, slots, dtype=torch.int32, device=q.device)
     means = torch.empty(kv_heads, count, width, dtype=torch.float32, device=q.device)
-    programs, sequences, constants = plan_choice(q, cu_seqlens_q, heads, slots, tile_size(q), tile_size(q))
+    grid, sequences, constants = plan_choice(q, cu_seqlens_q, heads, slots, tile_size(q), tile_size(q), count // 256)
     with on_device_of(q):
         moba_means_kernel[(count, kv_heads)](k, bounds_k, means, *strides(k)[1:], block_size, count, HEAD_DIM=width,
                                              BLOCK_D=block_width(width), ROWS=MEAN_ROWS, num_warps=4)
-        moba_blocks_kernel[(programs,)](q, means, chosen, cu_seqlens_q, cu_seqlens_k, first, *strides(q)[1:], sequences, total_q, total_k,
-                                        heads, heads // kv_heads, block_size, count, slots, **constants, num_warps=4)
-    return chosen
+    return launch_choice(lambda blocks: moba_blocks_kernel[grid](
+        q, means, blocks, cu_seqlens_q, cu_seqlens_k, first, *strides(q)[1:], sequences, total_q, total_k, heads, heads // kv_heads,
+        block_size, count, slots, **constants, num_warps=4), q, heads, slots, grid[1])

@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import architecture, on_device_of, strides
+from attnzoo_kernels._triton.launch import architecture, strides
 from attnzoo_kernels._triton.softmax import score_dot
 from attnzoo_kernels._triton.tiles import Operand, head_rows, program_tile
 from attnzoo_kernels.flash.tiles import hopper_like
-from attnzoo_kernels.routed.best import choose_best, plan_choice, tile_size
+from attnzoo_kernels.routed.best import choose_best, few, launch_choice, plan_choice, tile_size
 from attnzoo_kernels.routed.parts import gather_tile
 
 
@@ -68,13 +68,12 @@ def msa_blocks_kernel(q_ptr, k_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k, stri
 def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_size: int, slots: int) -> Tensor:
     """q (total_q, heads, width), k (total_k, 1, width); int32 (total_q, heads, slots)."""
     total_q, heads, _ = q.shape
-    chosen = torch.empty(total_q, heads, slots, dtype=torch.int32, device=q.device)
-    if chosen.numel() == 0:
-        return chosen
-    rows, columns, options = tile(q)
+    if total_q * slots == 0:
+        return torch.empty(total_q, heads, slots, dtype=torch.int32, device=q.device)
+    rows, columns, options = (16, 16, {"num_warps": 4}) if few(q, cu_seqlens_q) else tile(q)
     together = min(heads & -heads, rows)  # the largest power of two that divides `heads`
-    programs, sequences, constants = plan_choice(q, cu_seqlens_q, heads // together, slots, rows // together, columns)
-    with on_device_of(q):
-        msa_blocks_kernel[(programs,)](q, k, chosen, cu_seqlens_q, cu_seqlens_k, *strides(q)[1:], *strides(k)[1:], sequences, total_q,
-                                       k.shape[0], heads, block_size, slots, HEADS=together, **constants, **options)
-    return chosen
+    grid, sequences, constants = plan_choice(q, cu_seqlens_q, heads // together, slots, rows // together, columns,
+                                             k.shape[0] // block_size // columns)
+    return launch_choice(lambda blocks: msa_blocks_kernel[grid](
+        q, k, blocks, cu_seqlens_q, cu_seqlens_k, *strides(q)[1:], *strides(k)[1:], sequences, total_q, k.shape[0], heads, block_size,
+        slots, HEADS=together, **constants, **options), q, heads, slots, grid[1])

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.launch import architecture, next_power_of_2, on_device_of, strides
+from attnzoo_kernels._triton.launch import architecture, next_power_of_2, strides
 from attnzoo_kernels._triton.softmax import score_dot
 from attnzoo_kernels._triton.tiles import Operand, head_rows, program_tile
 from attnzoo_kernels.flash.tiles import hopper_like
-from attnzoo_kernels.routed.best import choose_best, plan_choice, tile_size
+from attnzoo_kernels.routed.best import choose_best, few, launch_choice, plan_choice, tile_size
 from attnzoo_kernels.routed.parts import gather_tile
 
 LOG2E = math.log2(math.e)
@@ -105,16 +105,14 @@ def launch_blocks(q: Tensor, k_cmp: Tensor, lse: Tensor, cu_seqlens_q: Tensor, c
     """q (total_q, heads, head_dim), k_cmp (total_c, kv_heads, head_dim), lse (heads, total_q); int32 (total_q, kv_heads, slots)."""
     total_q, heads, _ = q.shape
     kv_heads = k_cmp.shape[1]
-    chosen = torch.empty(total_q, kv_heads, slots, dtype=torch.int32, device=q.device)
-    if chosen.numel() == 0:
-        return chosen
-    (rows, tiles), group = tile(q), heads // kv_heads
+    if total_q * slots == 0:
+        return torch.empty(total_q, kv_heads, slots, dtype=torch.int32, device=q.device)
+    (rows, tiles), group = (16, 1) if few(q, cu_seqlens_q) else tile(q), heads // kv_heads
     together = next_power_of_2(triton.cdiv(group, tiles))
-    programs, sequences, constants = plan_choice(q, cu_seqlens_q, kv_heads, slots, max(rows // together, 1), rows)
-    with on_device_of(q):
-        nsa_blocks_kernel[(programs,)](
-            q, k_cmp, lse, chosen, cu_seqlens_q, cu_seqlens_k, cu_seqlens_c, *strides(q)[1:], *strides(k_cmp)[1:], softmax_scale * LOG2E,
-            sequences, total_q, k_cmp.shape[0], kv_heads, group, compress_stride, slots,
-            OVERLAP=compress_size // compress_stride, PER_BLOCK=block_size // compress_stride, HEADS=together,
-            TILES=triton.cdiv(group, together), **constants, num_warps=4)
-    return chosen
+    per_block = block_size // compress_stride
+    grid, sequences, constants = plan_choice(q, cu_seqlens_q, kv_heads, slots, max(rows // together, 1), rows,
+                                             k_cmp.shape[0] // per_block // rows)
+    return launch_choice(lambda blocks: nsa_blocks_kernel[grid](
+        q, k_cmp, lse, blocks, cu_seqlens_q, cu_seqlens_k, cu_seqlens_c, *strides(q)[1:], *strides(k_cmp)[1:], softmax_scale * LOG2E,
+        sequences, total_q, k_cmp.shape[0], kv_heads, group, compress_stride, slots, OVERLAP=compress_size // compress_stride,
+        PER_BLOCK=per_block, HEADS=together, TILES=triton.cdiv(group, together), **constants, num_warps=4), q, kv_heads, slots, grid[1])

@@ -15,8 +15,8 @@ from attnzoo_kernels import autograd, dispatch
 from attnzoo_kernels._triton.launch import next_power_of_2, on_device_of, strides
 from attnzoo_kernels.decode.forward import launch_forward
 from attnzoo_kernels.routed.lists import bounds_of, last_up_to
+from attnzoo_kernels.routed.routes import FEW
 
-FEW = 16  # queries of a sequence; more occupy a GPU without dividing the keys
 ROWS = 8
 
 

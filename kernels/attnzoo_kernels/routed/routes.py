@@ -8,6 +8,8 @@ from torch import Tensor
 
 from attnzoo_kernels import autograd
 
+FEW = 16  # queries of a sequence; more occupy a GPU without dividing the keys
+
 
 class Blocks(NamedTuple):
     """The blocks of all sequences, numbered one sequence after the other. All tensors are int32.
