@@ -210,6 +210,7 @@ def routed():
     for given in ((q, k, k, torch.zeros(256, 4, 3, dtype=torch.int32), bounds, bounds),
                   (q[None], k[None], k[None], torch.zeros(1, 256, 4, 3, dtype=torch.int32), None, None)):
         decode.attend(*given, 16, 0.1)
+    decode.attend(q, k, k, None, bounds, bounds, 2**30, 0.1, bounds, 32, 16)
     chosen = torch.zeros(2 * 19 + 1, dtype=torch.int32)
     for widths, block, grad_lse in (((64, 64), 64, True), ((64, 64), 128, False), ((128, 128), 64, False), ((128, 128), 128, True),
                                     ((128, 96), 16, False), ((40, 16), 64, False)):

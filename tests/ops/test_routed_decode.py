@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from paths import GPU
 
 from attnzoo_kernels import dispatch, moba_attention, moba_blocks, msa_attention, msa_blocks, nsa_attention, routed_attention
+from attnzoo_kernels.nsa.cases import SMALL
+from attnzoo_kernels.nsa.cases import Case as NSACase
 from benchmarks.accuracy import assert_accurate
 
 DEVICE = "cuda" if GPU else "cpu"
@@ -109,6 +112,25 @@ def test_a_few_queries_over_views_of_a_cache(queries, size, slots, shared, dtype
     ours, by_pages = taken(lambda: routed_attention(q, k, v, blocks, impl="triton", **options))
     eager, wanted = (routed_attention(*(x.to(to) for x in (q, k, v)), blocks, impl="reference", **options) for to in (dtype, torch.float64))
     assert by_pages
+    assert_accurate(ours, eager, wanted)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", (
+    NSACase(lengths_q=(7, 1, 0, 3), lengths_k=(41, 30, 5, 2), heads=3, kv_heads=1, head_dim=16, **SMALL),
+    NSACase(batch=2, seqlen_q=9, seqlen_k=61, heads=6, kv_heads=2, head_dim=40, value_dim=24, **SMALL),
+    NSACase(seqlen_q=7, head_dim=16, **SMALL)), ids=str)  # no compressed key
+def test_a_few_queries_read_compressed_keys_in_place(case, dtype, poisoned):
+    x = replace(case, dtype=dtype).inputs(DEVICE)
+
+    def attend(dtype, impl, **changes):
+        floats = {name: value.to(dtype) for name, value in x.options.items() if name in ("k_window", "v_window")}
+        return nsa_attention(*(t.to(dtype) for t in x[:6]), return_blocks=True, impl=impl, **x.options | floats | changes)
+
+    (ours, blocks), by_pages = taken(lambda: attend(dtype, "triton", max_seqlen_q=9 if case.packed else None))
+    assert by_pages
+    eager, wanted = (attend(to, "reference", blocks=blocks)[0] for to in (dtype, torch.float64))
     assert_accurate(ours, eager, wanted)
 
 

@@ -12,10 +12,12 @@ from attnzoo_kernels.nsa.bounds import compressed_bounds
 from attnzoo_kernels.nsa.cpu import attend_compressed_on_cpu, choose_on_cpu
 from attnzoo_kernels.nsa.fold import Fold
 from attnzoo_kernels.nsa.reference import nsa_attention_reference
-from attnzoo_kernels.routed import check_blocks, routed_attention
+from attnzoo_kernels.routed import are_newest, check_blocks, routed_attention
 from attnzoo_kernels.routed.routes import even_bounds
 
 __all__ = ["compressed_bounds", "nsa_attention", "why_not_gluon"]
+
+LONGEST = 2**30  # keys of a page that holds all compressed keys of a sequence
 
 
 def nsa_attention(
@@ -108,15 +110,23 @@ def nsa_attention(
     else:
         fold = Fold.of(cu_seqlens_q, cu_seqlens_k, q_rows.shape[0], compress_size, compress_stride)
         bounds = fold.bounds
-        compressed, lse = flash_attention(fold.fold(q_rows, kv_heads), k_cmp, v_cmp, causal=True, cu_seqlens_q=fold.cu_seqlens_q,
-                                          cu_seqlens_k=bounds, return_lse=True, **options)
+        if are_newest(q_rows, k_cmp, v_cmp, 0, LONGEST, max_seqlen_q if packed else q.shape[1], impl):
+            from attnzoo_kernels.routed import decode
+
+            compressed, lse = decode.attend(q_rows, k_cmp, v_cmp, None, cu_seqlens_q, cu_seqlens_k, LONGEST, softmax_scale, bounds,
+                                            compress_size, compress_stride)
+            fold = fold.unfolded()
+        else:
+            compressed, lse = flash_attention(fold.fold(q_rows, kv_heads), k_cmp, v_cmp, causal=True, cu_seqlens_q=fold.cu_seqlens_q,
+                                              cu_seqlens_k=bounds, return_lse=True, **options)
+            lse = fold.unfold_lse(lse.detach(), kv_heads) if blocks is None else None
     if blocks is None:
         autograd.refuse_tangents("nsa_attention", 'impl="reference" takes it', q=q, k_cmp=k_cmp)
         given = cu_seqlens_q, cu_seqlens_k, bounds, *sizes.values(), block_count - 1, softmax_scale
         if on_cpu:
             blocks = choose_on_cpu(q_rows.detach(), k_cmp.detach(), *given)
         else:
-            blocks = ops.choose(q_rows.detach(), k_cmp.detach(), fold.unfold_lse(lse.detach(), kv_heads), *given)
+            blocks = ops.choose(q_rows.detach(), k_cmp.detach(), lse, *given)
         blocks = blocks.unflatten(0, shape)
     selected = routed_attention(q, k, v, blocks, block_size=block_size, **options, **lengths)
     if on_cpu:

@@ -8,6 +8,7 @@ keys. All integers stay on the device.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from attnzoo_kernels.nsa import ops
@@ -26,6 +27,11 @@ class Fold(NamedTuple):
     @classmethod
     def of(cls, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, total_q: int, size: int, stride: int) -> "Fold":
         return cls(stride, *ops.layout(cu_seqlens_q, cu_seqlens_k, total_q, size, stride))
+
+    def unfolded(self) -> "Fold":
+        """For `combine` of an attention to compressed keys that was not folded."""
+        rows = torch.arange(self.place.shape[0], dtype=torch.int32, device=self.place.device)
+        return Fold(1, self.bounds, self.cu_seqlens_q, rows, rows)
 
     def fold(self, q: Tensor, kv_heads: int) -> Tensor:
         """(total_q, heads, width) to (units, kv_heads * stride * group, width)."""

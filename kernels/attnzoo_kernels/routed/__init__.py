@@ -93,11 +93,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | Non
 
     autograd.refuse_wrapped("routed_attention", q, k, v, blocks)
     softmax_scale, q = checks.positive_scale(softmax_scale, q)
-    if impl != "gluon" and not autograd.compiling():
+    queries = q.shape[1] if lengths["cu_seqlens_q"] is None else lengths["max_seqlen_q"]
+    if are_newest(q, k, v, blocks.shape[-1], block_size, queries, impl):
         from attnzoo_kernels.routed import decode
 
-        if decode.takes(q, k, v, blocks, block_size, q.shape[1] if lengths["cu_seqlens_q"] is None else lengths["max_seqlen_q"]):
-            return decode.attend(q, k, v, blocks, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size, softmax_scale)
+        return decode.attend(q, k, v, blocks, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size, softmax_scale)
     layout = layout or Blocks.of(q, k, lengths["cu_seqlens_q"], lengths["cu_seqlens_k"], block_size)
     shape = q.shape[:-2]
     q, k, v, blocks = (x.flatten(0, -3) for x in (q, k, v, blocks))
@@ -114,6 +114,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | Non
     if len(shape) == 2:
         out, lse = out.unflatten(0, shape), lse.unflatten(1, shape).transpose(0, 1)
     return out, lse
+
+
+def are_newest(q: Tensor, k: Tensor, v: Tensor, slots: int, block_size: int, queries: int | None, impl: str | None) -> bool:
+    """Whether decode's kernels compute a call: the kernels' path, with few queries a sequence and without gradients."""
+    if impl == "gluon" or autograd.compiling():
+        return False
+    from attnzoo_kernels.routed import decode
+
+    return decode.takes(q, k, v, slots, block_size, queries)
 
 
 def choose_blocks(name: str, q: Tensor, k: Tensor, block_size: int, slots: int, impl: str | None, reference: Callable[..., Tensor],

@@ -99,8 +99,9 @@ def routed_best_kernel(keys_ptr, blocks_ptr, count, slots, COUNT: tl.constexpr, 
 
 
 def few(q: Tensor, cu_seqlens_q: Tensor) -> bool:
-    """Whether sequences have so few queries that several programs choose for one of them, each from a part of the blocks."""
-    return q.shape[0] <= FEW * packed_sequences(cu_seqlens_q)
+    """Whether sequences have so few queries that several programs choose for one of them, each from a part of the blocks. Repeated bounds
+    may pad cu_seqlens_q, so that many queries are not few in any case."""
+    return q.shape[0] <= FEW * min(packed_sequences(cu_seqlens_q), 64)
 
 
 def tile_size(q: Tensor) -> int:
