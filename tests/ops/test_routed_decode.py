@@ -196,7 +196,7 @@ def test_other_calls_keep_their_kernels():
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", ("moba", "msa", "nsa"))
 def test_a_graph_follows_lengths_and_nothing_waits(operator):
-    """At the sizes of a model, in bfloat16; NaN lies behind every row's tokens."""
+    """At the sizes of a model, in bfloat16."""
     max_len, count = 4100, 3
     k, v = (x.nan_to_num() for x in caches(4, 128, torch.bfloat16, (max_len,) * count, max_len))
     q, index_q, gates = (draw(count, *shape, dtype=torch.bfloat16, seed=n) for n, shape in enumerate(((16, 128), (4, 128), (16, 3))))
@@ -219,3 +219,17 @@ def test_a_graph_follows_lengths_and_nothing_waits(operator):
         graph.replay()
         out, by_pages = taken(attend)
         assert by_pages and torch.equal(captured, out) and out.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_no_compiling_for_a_longer_cache(compiled):
+    """Of rows whose length the host knows; the cache's size is fixed."""
+    caches = [draw(2, 5000, heads, 64, dtype=torch.bfloat16, seed=heads) for heads in (2, 2, 1)]
+    q, index_q = (draw(2, 1, heads, 64, dtype=torch.bfloat16, seed=heads) for heads in (8, 2))
+    for index, length in enumerate((4000, 4001, 4999, 4096)):
+        k, v, index_k = (x[:, :length] for x in caches)
+        moba_attention(q, k, v, block_size=64, top_k=4)
+        msa_attention(q, k, v, index_q, index_k, block_size=64, top_k=4)
+        if index == 0:
+            before = len(compiled)
+    assert len(compiled) == before, compiled[before:]
