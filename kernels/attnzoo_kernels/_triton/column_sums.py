@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnzoo_kernels._triton.launch import on_device_of
 
-BLOCK_PARTS, BLOCK_COLUMNS = 64, 32
+BLOCK_PARTS, BLOCK_COLUMNS, NUM_WARPS = 128, 16, 8
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -30,5 +30,5 @@ def column_sums(parts: Tensor, dtype: torch.dtype) -> Tensor:
     if sums.numel():
         with on_device_of(parts):
             column_sums_kernel[(triton.cdiv(width, BLOCK_COLUMNS), n)](parts, sums, count, WIDTH=width, BLOCK_PARTS=BLOCK_PARTS,
-                                                                       BLOCK_COLUMNS=BLOCK_COLUMNS)
+                                                                       BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=NUM_WARPS)
     return sums

@@ -10,6 +10,11 @@ from attnzoo_kernels._triton.launch import next_power_of_2, on_device_of
 from attnzoo_kernels.add_norm import tiles
 
 
+@triton.jit
+def _add_both(a, b, more_a, more_b):
+    return a + more_a, b + more_b
+
+
 @triton.jit(do_not_specialize=["rows", "steps"])
 def add_norm_bwd_kernel(high_ptr, dnormed_ptr, dstream_ptr, weight_ptr, means_ptr, scales_ptr, dx_ptr, dweights_ptr, dbiases_ptr,
                         dbranch_biases_ptr, rows, steps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, RMS: tl.constexpr, STAGES: tl.constexpr):
@@ -33,9 +38,11 @@ def add_norm_bwd_kernel(high_ptr, dnormed_ptr, dstream_ptr, weight_ptr, means_pt
         if dbiases_ptr is not None:
             dbias += dnormed
         dnormed *= weight
-        dx = dnormed - x * (tl.sum(x * dnormed, 0) / WIDTH)
-        if not RMS:
-            dx -= tl.sum(dnormed, 0) / WIDTH
+        if RMS:
+            dx = dnormed - x * (tl.sum(x * dnormed, 0) / WIDTH)
+        else:
+            along, mean = tl.reduce((x * dnormed, dnormed), 0, _add_both)  # one exchange between the warps
+            dx = dnormed - x * (along / WIDTH) - mean / WIDTH
         dx *= scale
         if dstream_ptr is not None:
             dx += tl.load(dstream_ptr + at, mask=inside, other=0.0).to(tl.float32)

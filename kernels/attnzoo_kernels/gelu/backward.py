@@ -8,7 +8,7 @@ from torch import Tensor
 from attnzoo_kernels._triton.column_sums import column_sums
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels._triton.tiles import columns_of_program
-from attnzoo_kernels.gelu.forward import load_sum, normal_cdf, tanh_cdf
+from attnzoo_kernels.gelu.forward import load_bias, load_sum, normal_cdf, tanh_cdf
 from attnzoo_kernels.gelu.tiles import backward_steps, backward_tile, by_erf
 
 
@@ -16,10 +16,10 @@ from attnzoo_kernels.gelu.tiles import backward_steps, backward_tile, by_erf
 def bias_gelu_bwd_kernel(x_ptr, bias_ptr, dout_ptr, dx_ptr, sums_ptr, rows, steps, WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
                          BLOCK_COLUMNS: tl.constexpr, ERF: tl.constexpr, TANH: tl.constexpr):
     part, column = columns_of_program(WIDTH, BLOCK_COLUMNS)
-    dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
+    bias, dbias = load_bias(bias_ptr, column, WIDTH), tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
     for step in range(steps):
         row = (part * steps + step) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        z, at, inside = load_sum(x_ptr, bias_ptr, row, column, rows, WIDTH, BLOCK_COLUMNS)
+        z, at, inside = load_sum(x_ptr, bias, row, column, rows, WIDTH, BLOCK_COLUMNS)
         # [BLOCK_ROWS, BLOCK_COLUMNS]
         dout = tl.load(dout_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if TANH:
