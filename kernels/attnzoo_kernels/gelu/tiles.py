@@ -19,7 +19,9 @@ def forward_tile(width: int) -> Tile:
 
 
 def backward_tile(width: int) -> Tile:
-    return Tile(8, min(256, 1 << (width - 1).bit_length()))  # the fastest of three
+    if width % 1024 == 0:
+        return Tile(2, 1024)  # the fastest of nine
+    return Tile(8, min(256, 1 << (width - 1).bit_length()))
 
 
 def backward_steps(rows: int, width: int, tile: Tile) -> int:
