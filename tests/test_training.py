@@ -142,6 +142,33 @@ def test_accumulation_changes_nothing(tmp_path):
     assert_same_losses(tmp_path / "four", tmp_path / "one")
 
 
+@pytest.mark.gpu
+def test_accumulation_changes_nothing_with_cuda_graphs(tmp_path):
+    losses = []
+    for name, *overrides in (("one", "data.batch_size=8", "compile=false"), ("four", "data.batch_size=2", "batch_tokens=256",
+                                                                           "compile=reduce-overhead")):
+        runner.train(compose_tiny(tmp_path / name, "trainer=gpu", "trainer.max_steps=6", *overrides))
+        losses.append(torch.tensor([float(loss) for loss in column(tmp_path / name, "train/loss")]))
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize(("mode", "kept"), (("reduce-overhead", False), ("default", True)))
+def test_gradients_that_a_graph_would_overwrite_are_copied_before_the_next_micro_batch(tmp_path, monkeypatch, mode, kept):
+    """After the first of two micro-batches the gradients lie elsewhere than the backward left them; after the second one they stay."""
+    places = []
+
+    def after(module):
+        before = [p.grad.data_ptr() for p in module.parameters()]
+        own(module)
+        places.append([p.grad.data_ptr() == place for p, place in zip(module.parameters(), before, strict=True)])
+
+    own = TokenPrediction.on_after_backward
+    monkeypatch.setattr(TokenPrediction, "on_after_backward", after)
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)
+    runner.train(compose_tiny(tmp_path, *double("data.batch_size=4", "batch_tokens=256", "trainer.max_steps=2", f"compile={mode}")))
+    assert [set(same) for same in places] == [{kept}, {True}] * 2
+
+
 @pytest.mark.parametrize("padded", (False, True))
 @pytest.mark.parametrize(("kind", "chosen", "weighted"), (("GPT", False, False), ("GPT", False, True), ("BERT", True, False)))
 def test_fused_loss_is_the_loss(kind, chosen, weighted, padded):

@@ -97,14 +97,20 @@ class TokenPrediction(lightning.LightningModule):
         self.matrices = {name for name, parameter in self.named_parameters() if parameter.ndim >= 2}
         self.shapes = {name: value.shape for name, value in self.state_dict().items()}
         self._training_loss: Callable = summed_loss
+        self.uses_graphs = False  # whether torch.compile makes CUDA graphs
         if compile:
             # recomputation in the backward must not repeat what the forward stores for later blocks (SequenceInfo.once)
             torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
             self._training_loss = torch.compile(summed_loss) if compile is True else torch.compile(summed_loss, mode=compile)
+            if compile is not True:
+                from torch._inductor import list_mode_options  # takes a second to import
+
+                self.uses_graphs = list_mode_options(compile).get("triton.cudagraphs", False)
         # sums, because MeanMetric ignores its weights with this nan_strategy (torchmetrics 1.9)
         self._validation_loss, self._validation_count = SumMetric(nan_strategy="disable"), SumMetric(nan_strategy="disable")
         self._accuracy = MulticlassAccuracy(self.n_classes, average="micro", ignore_index=IGNORED, validate_args=False)
         self._totals: Tensor | None = None
+        self._begins_step = True  # whether this micro-batch is the first of its optimizer step
         self.context: Any = None  # the ContextGroup of this rank, where several read one sequence
         self.step_loss: Tensor | None = None  # (), of the last optimizer step, summed over its targets
 
@@ -141,12 +147,20 @@ class TokenPrediction(lightning.LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss, count = self._training_loss(self.model, self._read(batch), self._fuses(batch))
         totals = torch.stack([loss.detach(), count])
+        self._begins_step = self._totals is None
         self._totals = totals if self._totals is None else self._totals + totals
         if self.trainer.accumulate_grad_batches > 1:
             return loss
         self._sum_over_ranks(self._totals)
         # the strategies average gradients over the ranks
         return loss * self.trainer.world_size / self._totals[1].clamp(min=1)
+
+    def on_after_backward(self) -> None:
+        # The first micro-batch's gradients lie where its CUDA graph left them, and the next replay would write over them.
+        if self.uses_graphs and self._begins_step and self.trainer.accumulate_grad_batches > 1 and not self.is_sharded:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
 
     def _fuses(self, batch: Batch) -> bool:
         """Whether output layer and loss are one operator for this batch."""
