@@ -45,6 +45,8 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(113, 111, torch.float16, torch.float16, tanh=True),
     Case(97, 1025, torch.float16, tanh=True, bias=False),
     Case(17, 40, torch.float32, bias=False),
+    Case(37, 2048, torch.float16),
+    Case(37, 2048, torch.float16, tanh=True),
 )
 
 BENCHMARK: tuple[Case, ...] = (Case(20992, 3072), Case(16384, 8192), Case(12288, 3072, tanh=True), Case(12288, 3072, tanh=True, bias=False))
