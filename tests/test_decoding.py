@@ -22,7 +22,7 @@ from attnzoo.attention.forgetting import ForgettingAttention
 from attnzoo.attention.mla import MLAttention
 from attnzoo.attention.moba import MoBAAttention
 from attnzoo.attention.msa import MSAttention
-from attnzoo.attention.nsa import NSAttention
+from attnzoo.attention.nsa import NSAttention, Pool
 from attnzoo.attention.positions import rotate
 from attnzoo.attention.sdpa import SDPAttention, masked_attention
 from attnzoo.models import GPT, blocks, decoding
@@ -87,7 +87,7 @@ def test_options_too(name, device):
 
 
 @pytest.mark.parametrize("name", ("differential", "differential V2", "dual chunk, yarn, in pages", "dual chunk, two stages",
-                                  "blocks in pages"))
+                                  "blocks in pages", "compressed keys"))
 def test_decode_attention_gives_what_the_variants_own_kernels_give(name):
     """Of the first token, of tokens beside borders of blocks and chunks, and of the last one there is room for."""
     torch.manual_seed(0)
@@ -110,6 +110,24 @@ def test_decode_attention_gives_what_the_variants_own_kernels_give(name):
                 results.append(attend_newest(layer, q, cache, seq, *rest))
     for expected, found in zip(results[:2], results[2:], strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("on_device", (False, True))
+def test_a_new_token_pools_the_window_that_it_ends(monkeypatch, on_device):
+    windows, own = [], Pool.forward
+
+    def forward(pool, chunks, rows):
+        pooled = own(pool, chunks, rows)
+        windows.append(pooled.shape[-3])
+        return pooled
+
+    monkeypatch.setattr(Pool, "forward", forward)
+    model = GPT(**SIZES, attention=OPTIONS["compressed keys"]).eval()
+    model.generate(torch.randint(53, (1, 21)), 6, lengths=torch.tensor([21]) if on_device else None, temperature=0)
+    calls = 2 * len(model.blocks)  # of keys and of values
+    assert windows[:calls] == [9] * calls  # windows of 4, begun every second token
+    # the last of 6 tokens is not read; where the host knows the length, it pools for every second token only
+    assert windows[calls:] == [1] * calls * (5 if on_device else 3)
 
 
 @pytest.mark.slow

@@ -367,10 +367,17 @@ class Attention(nn.Module):
 
         This default reads the cache's rows as packed sequences.
         """
-        queries, keys = seq.once("newest", cache.newest.packed)
-        rows = seq.once("newest rows", lambda: SequenceInfo(cache.newest.positions, queries, 1, keys=(keys, cache.max_len)))
         q, k, v, *rest = (x.flatten(0, 1) for x in (q, *cache.buffers, *rest))
-        return self.attend(q, k, v, rows, *rest)[:, None]
+        return self.attend(q, k, v, self.newest_rows(cache, seq), *rest)[:, None]
+
+    @staticmethod
+    def newest_rows(cache: KVCache, seq: SequenceInfo) -> SequenceInfo:
+        """The newest token of each row, and the cache's rows, as packed sequences (`Newest.packed`)."""
+        def made() -> SequenceInfo:
+            queries, keys = cache.newest.packed()
+            return SequenceInfo(cache.newest.positions, queries, 1, keys=(keys, cache.max_len))
+
+        return seq.once("newest rows", made)
 
     def decodes_by_kernel(self, q: Tensor) -> bool:
         """Whether `attend_cached` of a variant with an `impl` uses the kernel `decode_attention`; the host knows the cache's length."""

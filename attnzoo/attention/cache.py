@@ -39,6 +39,7 @@ class Newest:
 class KVCache:
     """The tensors of `Attention.kept` for the tokens read so far, each (batch, max_len, ...). Memory is allocated at the first append.
 
+    derived: what a variant has computed from the buffers for later tokens, each (batch, ...); empty for most variants.
     rotated: whether the keys, which a variant may cache before the rotation, have been rotated in place.
     newest: if set, each append writes one token per row, at `newest.places`, and `length` is ignored.
     block_table: if set, rows with a common prefix read it from the pages of one of them. int32 (batch, max_len / PAGE): page numbers into
@@ -48,6 +49,7 @@ class KVCache:
     def __init__(self, batch: int, max_len: int):
         self.batch, self.max_len, self.length = batch, max_len, 0
         self.buffers: tuple[Tensor, ...] = ()
+        self.derived: tuple[Tensor, ...] = ()
         self.newest: Newest | None = None
         self.block_table: Tensor | None = None
         self.rotated = False
@@ -84,7 +86,7 @@ class KVCache:
 
     def take(self, rows: Tensor) -> None:
         """Replaces the cache's rows by these, integer indices (new batch,), in the given order. A row that is named twice is copied."""
-        self.buffers = tuple(buffer.index_select(0, rows) for buffer in self.buffers)
+        self.buffers, self.derived = (tuple(x.index_select(0, rows) for x in tensors) for tensors in (self.buffers, self.derived))
         self.batch, self.block_table = rows.shape[0], None
 
     def read(self) -> tuple[Tensor, ...]:

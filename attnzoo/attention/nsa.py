@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
+from attnzoo.attention.base import Attention, AttentionSpec, Impl, KVCache, SequenceInfo, Supports
 from attnzoo.attention.routing import BlockUse, blocks_before, pairs_of_blocks
 from attnzoo_kernels import nsa_attention
 from attnzoo_kernels.nsa import compressed_bounds
@@ -116,8 +116,15 @@ class NSAttention(Attention):
         return q, *rest, gates.to(q.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo, gates: Tensor) -> Tensor:
+        return self._attend(q, k, v, *(self._compressed(pool, x, seq) for pool, x in self._pooled(k, v)), seq, gates)
+
+    def _pooled(self, k: Tensor, v: Tensor) -> tuple[tuple[Pool, Tensor], ...]:
+        """Each pool with the heads that it pools."""
+        heads = k.shape[-2] // self.branches
+        return (self.k_pool, k[..., :heads, :]), (self.v_pool, v[..., :heads, :])
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, k_cmp: Tensor, v_cmp: Tensor, seq: SequenceInfo, gates: Tensor) -> Tensor:
         keys, values = (x.chunk(self.branches, dim=-2) for x in (k, v))
-        k_cmp, v_cmp = self._compressed(self.k_pool, keys[0], seq), self._compressed(self.v_pool, values[0], seq)
         selected = min(1, self.branches - 1)
         out, blocks = nsa_attention(
             q, keys[selected], values[selected], k_cmp, v_cmp, gates, k_window=keys[-1], v_window=values[-1], return_blocks=True,
@@ -134,6 +141,33 @@ class NSAttention(Attention):
             return pool(x[:, : whole * stride].unflatten(1, (whole, stride)), None).to(x.dtype)
         tokens, rows = seq.once(("nsa", size, stride), lambda: _packed_chunks(seq.cu_seqlens_k, x.shape[0], size, stride))
         return pool(x[tokens], rows).to(x.dtype)
+
+    # A cache also keeps the compressed keys and values, so that a new token pools one window and not the whole text.
+
+    def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo, gates: Tensor) -> Tensor:
+        size, stride = self.sizes["compress_size"], self.sizes["compress_stride"]
+        k, v = cache.read()
+        pooled = self._pooled(k, v)
+        before = 0  # windows that were pooled before
+        if cache.derived:
+            before = max((cache.length - q.shape[1] - size) // stride + 1, 0)
+        else:
+            cache.derived = tuple(x.new_zeros(cache.batch, max(cache.max_len // stride, 1), *x.shape[2:]) for _, x in pooled)
+        count = max((cache.length - size) // stride + 1, 0)
+        if count > before:
+            for (pool, x), compressed in zip(pooled, cache.derived, strict=True):
+                chunks = x[:, before * stride : (count - 1) * stride + size].unflatten(1, (-1, stride))
+                compressed[:, before:count] = pool(chunks, None)
+        return self._attend(q, k, v, *(compressed[:, :count] for compressed in cache.derived), seq, gates)
+
+    def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo, gates: Tensor) -> Tensor:
+        q, k, v, gates, *kept = (x.flatten(0, 1) for x in (q, *cache.buffers, gates, *cache.derived))
+        size, stride = self.sizes["compress_size"], self.sizes["compress_stride"]
+        rows = self.newest_rows(cache, seq)
+        tokens, place, order = seq.once(("nsa newest", size, stride), lambda: _newest_windows(cache, rows.cu_seqlens_k, size, stride))
+        for (pool, x), compressed in zip(self._pooled(k, v), kept, strict=True):
+            compressed.index_copy_(0, place, pool(x[tokens], None).flatten(0, 1).to(x.dtype))
+        return self._attend(q, k, v, *(compressed[order] for compressed in kept), rows, gates)[:, None]
 
     def visible_pairs(self, length: int) -> int:
         """The number of scores that a head computes: pairs of a query and a key or compressed key, summed over the branches."""
@@ -170,16 +204,30 @@ def _packed_chunks(cu_seqlens: Tensor, total: int, size: int, stride: int) -> tu
     Chunks do not cross the boundaries of packed sequences. Both shapes are upper bounds; entries after the last one are unused.
     """
     count = total // stride
-    number = torch.arange(count, device=cu_seqlens.device)
-
-    def places(bounds: Tensor) -> tuple[Tensor, Tensor]:
-        """The sequence that each number falls into, and its index there. Numbers beyond the last bound count as the last sequence's."""
-        sequence = torch.searchsorted(bounds[1:].long(), number, right=True).clamp(max=bounds.shape[0] - 2)
-        return sequence, number - bounds[sequence]
-
     whole = cu_seqlens.diff() // stride
     first_chunk = torch.cat([whole.new_zeros(1), whole.cumsum(0)])
-    sequence, place = places(first_chunk)
+    sequence, place = _places(first_chunk, count)
     tokens = (cu_seqlens[sequence] + place * stride)[:, None] + torch.arange(stride, device=cu_seqlens.device)
-    sequence, place = places(compressed_bounds(cu_seqlens, size, stride))
+    sequence, place = _places(compressed_bounds(cu_seqlens, size, stride), count)
     return tokens.clamp(max=max(total - 1, 0)), first_chunk[sequence] + place
+
+
+def _places(bounds: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The sequence that each of the first numbers falls into, and its index there. Numbers beyond the last bound count as the last
+    sequence's."""
+    number = torch.arange(count, device=bounds.device)
+    sequence = torch.searchsorted(bounds[1:].long(), number, right=True).clamp(max=bounds.shape[0] - 2)
+    return sequence, number - bounds[sequence]
+
+
+def _newest_windows(cache: KVCache, cu_seqlens_k: Tensor, size: int, stride: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row's last window that is whole: its tokens in the cache, (batch, size // stride, stride), and its place in `derived`,
+    (batch,), both counted over all rows. Also the places of all compressed keys in the order of packed sequences,
+    (batch * max_len // stride,). A row without a whole window takes tokens that are no window's, and nothing reads what comes of them."""
+    newest, total = cache.newest, cache.batch * cache.max_len
+    row = torch.arange(cache.batch, device=cu_seqlens_k.device) * cache.derived[0].shape[1]
+    last = ((newest.lengths.long() - size) // stride).clamp(min=0)
+    tokens = (newest.row_starts + last * stride)[:, None] + torch.arange(size, device=last.device)
+    sequence, place = _places(compressed_bounds(cu_seqlens_k, size, stride), total // stride)
+    order = row[sequence // 2] + place.clamp(max=cache.derived[0].shape[1] - 1)  # every second sequence is the unused rest of a row
+    return tokens.clamp(max=total - 1).unflatten(1, (-1, stride)), row + last, order
