@@ -52,9 +52,10 @@ def forgetting_attention(
     impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128) | "triton" | "cpu" | "reference". None takes,
         on CUDA tensors, gluon if it supports the call (`why_not_gluon`), else triton; on CPU ones cpu.
         "cpu" is PyTorch's attention by tiles of queries, in linear memory, with first derivatives only. A named path runs, or the call
-        raises. Gluon's backward is faster and less exact, and the output's rounding error is kept for it, as large as the output.
-        Where keys have a large mean, its gradients can have more than twice the error of eager attention. It supports bfloat16 and queries
-        and keys of the same lengths (packed: with one cu_seqlens), not deterministic=True; other calls take plain Triton's backward.
+        raises. Gluon's backward supports bfloat16 and queries and keys of the same lengths (packed: with one cu_seqlens), and not
+        deterministic=True; other calls take plain Triton's backward. It is faster than that one and less exact, and the output's rounding
+        error is kept for it, a tensor like the output. Where keys and values have large means, its gradients can have more than twice the
+        error of eager attention.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

@@ -7,7 +7,6 @@ from attnzoo_kernels import autograd, dispatch
 from attnzoo_kernels.flash.ops import empty_residual
 from attnzoo_kernels.forgetting import gates
 
-BACKWARD = "gluon"  # what impl=None takes for gradients: "triton", or "gluon", which is Hopper's, where it supports the call
 FEWEST_KEYS = 1024  # with fewer, prune=None passes over nothing: what it takes to know which would cost more
 
 
@@ -25,7 +24,7 @@ def _options(cu_seqlens_q: Tensor | None, k: Tensor, softmax_scale: float, windo
 
 def wants_residual(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, impl: str | None, deterministic: bool) -> bool:
     """Like flash's: for gradients by Hopper's backward, whose delta would carry the output's rounding error into dQ, dK and the gates."""
-    if (impl or BACKWARD) == "triton" or deterministic or not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, log_f)):
+    if impl == "triton" or deterministic or not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, log_f)):
         return False
     return q.dtype == torch.bfloat16 and q.shape[:-2] == k.shape[:-2] and 32 < max(q.shape[-1], v.shape[-1]) <= 128
 
@@ -81,7 +80,7 @@ def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, c, starts, end
 
         return hopper_backward.backward_reason(q, k, v, cu_seqlens_q, cu_seqlens_k, options, deterministic)
 
-    if dispatch.choose_backward("forgetting backward", impl or BACKWARD, why_not_gluon) == "gluon":
+    if dispatch.choose_backward("forgetting backward", impl, why_not_gluon) == "gluon":
         from attnzoo_kernels.forgetting import hopper_backward
 
         dq, dk, dv, columns, rows = hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, options,
