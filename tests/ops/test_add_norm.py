@@ -150,7 +150,8 @@ def test_benchmark_runs(capsys):
 def test_messages_of_older_compilers_leave_arguments_out(monkeypatch, version, shown):
     exc = pytest.importorskip("torch._inductor.exc")
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    monkeypatch.setattr(exc.OperatorIssue, "operator_str", staticmethod(exc.OperatorIssue.operator_str))
+    # PyTorch's own may have been replaced before by a call that was compiled
+    monkeypatch.setattr(exc.OperatorIssue, "operator_str", staticmethod(lambda target, args, kwargs: f"{target} {args}"))
     ops.leave_arguments_out()
     message = exc.MissingOperatorWithoutDecomp.operator_str("attnzoo.loss", ["a stream"], {})
     assert "attnzoo.loss" in message and ("a stream" in message) == shown
