@@ -179,14 +179,16 @@ def prepare(entries: list[Entry]) -> Prepared:
 
 
 def compare(line: Line, entries: list[Entry], directions: Iterable[str], timing: Timing, unit: str = "TFLOP/s") -> list[Row]:
-    """Check all entries, then time them against each other, a direction at a time. The first entry is the baseline of the ratios."""
+    """Check all entries, then time them against each other, a direction at a time. The first entry is the baseline of the ratios. Values
+    are rates of the entries' work, or, with the unit "us", the time of a call."""
     ready = prepare(entries)
     rows: list[Row] = []
     for direction in directions:
         readings = timing.measure({label: Candidate(getattr(run, direction), run.scope) for label, run in ready.passes.items()})
         ms = {label: statistics.median(times) for label, times in readings.items()}
         spread = {label: (max(times) - min(times)) / ms[label] for label, times in readings.items()}
-        values = {e.label: e.work[direction] / ms[e.label] / 1e9 for e in entries if e.label in ms}
+        values = {e.label: ms[e.label] * 1e3 if unit == "us" else e.work[direction] / ms[e.label] / 1e9
+                  for e in entries if e.label in ms}
         rows += line.rows(entries, ready, direction, unit, values, ms=ms, spread=spread)
     return rows
 

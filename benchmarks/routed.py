@@ -1,7 +1,7 @@
 """Attention over chosen blocks of keys: MoBA, MSA and NSA beside dense attention, FlexAttention with a mask of the blocks, and fla's NSA.
 
     python -m benchmarks.routed                             # MoBA by length
-    python -m benchmarks.routed moba selected msa nsa lists indexer rows
+    python -m benchmarks.routed moba selected msa nsa lists indexer rows decode
     python -m benchmarks.routed selected nsa --heads 64 --kv-heads 4 --compress-size 64 --compress-stride 64    # fla takes these
 
 Queries and keys are random, and each query chooses its blocks by them: no two choose alike, so that the blocks of a tile of queries are
@@ -13,6 +13,7 @@ baseline beside them.
 """
 
 import functools
+import itertools
 import os
 import statistics
 import sys
@@ -26,12 +27,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnzoo_kernels import flash_attention, moba_attention, moba_blocks, msa_attention, msa_blocks, nsa_attention, routed_attention
+from attnzoo.attention.cache import Newest
+from attnzoo_kernels import (
+    decode_attention,
+    flash_attention,
+    moba_attention,
+    moba_blocks,
+    msa_attention,
+    msa_blocks,
+    nsa_attention,
+    routed_attention,
+)
+from attnzoo_kernels.decode import cases as decode_cases
 from attnzoo_kernels.flash import cases as dense_cases
 from attnzoo_kernels.nsa import cases as nsa_cases
+from attnzoo_kernels.nsa import compressed_bounds
 from attnzoo_kernels.routed import cases
 from attnzoo_kernels.routed.routes import Blocks, routes
-from benchmarks import flash, harness, peers
+from benchmarks import decode, flash, harness, peers
+from benchmarks.accuracy import error_ratio
 from benchmarks.block_sparse import DENSE, Dense, ordered
 from benchmarks.harness import Backend, Entry, Line, Pass, Prepared, Session, Unsupported, differentiable
 from benchmarks.report import Row
@@ -376,7 +390,75 @@ def rows(session: Session) -> Iterator[list[Row]]:
     yield milliseconds(session, Line("routed", "rows", f"d64, {o.rows} rows, blocks of 64", seqlen), case, calls)
 
 
-TABLES = {f.__name__: f for f in (moba, selected, msa, nsa, lists, indexer, rows)}
+def newest(session: Session, case: decode_cases.Case) -> Iterator[Entry]:
+    """Attention of each row's newest token, as layers with a cache call it, and choices alone. NaN lies behind the rows' tokens."""
+    o, rows, tokens, max_len = session.options, case.batch, case.lengths[0], case.max_len
+    x, generator = case.inputs(session.device), torch.Generator(session.device).manual_seed(1)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, device=session.device, generator=generator).to(session.dtype)
+
+    q, k, v = x.q[:, 0], *(t.flatten(0, 1) for t in x[1:3])
+    index = draw(rows, o.kv_heads, o.head_dim), draw(rows * max_len, 1, o.head_dim)
+    gates, compressed = draw(rows, o.heads, 3).sigmoid(), [draw(rows * max_len // o.compress_stride, o.kv_heads, o.head_dim) for _ in "kv"]
+    bounds_q, bounds_k = Newest(torch.full((rows,), tokens - 1, device=session.device), max_len).packed()
+    packed = {"cu_seqlens_q": bounds_q, "cu_seqlens_k": bounds_k, "max_seqlen_q": 1, "max_seqlen_k": max_len,
+              "impl": "reference" if o.dry_run else None}
+
+    def entry(label: str, call: Callable[[], Tensor], check: Callable[[Pass], float]) -> Entry:
+        backend = Backend(label, lambda *_: decode.only_forward(harness.replayed(call) if q.is_cuda else call))
+        return Entry(label, backend, case, x, {}, check)
+
+    def against(reference: Callable[..., Tensor], blocks: Tensor, *more: Tensor, **sizes: int) -> Callable[[Pass], float]:
+        """A check of the first and the last row. more: of the reference, by row, beside queries, keys and values."""
+        def exact(row: int, dtype: torch.dtype) -> Tensor:
+            leaves = (t[row : row + 1].to(dtype) for t in (x.q, *(t[:, :tokens] for t in x[1:3]), *more))
+            return reference(*leaves, blocks=blocks[row : row + 1, None], impl="reference", **sizes)[:, 0]
+
+        def check(run: Pass) -> float:
+            out = run.forward()
+            return max(error_ratio(out[row : row + 1], exact(row, q.dtype), exact(row, torch.float64)) for row in (0, rows - 1))
+
+        return check
+
+    yield entry("decode_attention", functools.partial(decode_attention, *x[:3], **x.options, impl=packed["impl"]), decode.check(case, x))
+    for name, attend, choose, of_index, size, count in (
+            ("moba", moba_attention, moba_blocks, (), o.block_size, o.top_k),
+            ("moba", moba_attention, moba_blocks, (), o.selected_size, o.block_count),
+            ("msa", msa_attention, msa_blocks, index, o.index_size, o.block_count)):
+        sizes = {"block_size": size, "top_k": count}
+        choice, label = functools.partial(choose, *(of_index or (q, k)), **sizes, **packed), f"{name}, {count} blocks of {size}"
+        blocks = choice()
+        yield entry(label, functools.partial(attend, q, k, v, *of_index, **sizes, **packed),
+                    against(routed_attention, blocks, block_size=size))
+        yield entry(f"{label}: choice", choice, lambda run, blocks=blocks: 0.0 if run.forward().equal(blocks) else float("inf"))
+
+    sizes = {"compress_size": o.compress_size, "compress_stride": o.compress_stride, "block_size": o.selected_size,
+             "block_count": o.block_count, "window": o.window}
+    count = (tokens - o.compress_size) // o.compress_stride + 1
+    starts = compressed_bounds(bounds_k, o.compress_size, o.compress_stride)[:-1:2].tolist()
+    call = functools.partial(nsa_attention, q, k, v, *compressed, gates, **sizes, **packed)
+    blocks = call(return_blocks=True)[1]
+    of_rows = (torch.stack([t[at : at + count] for at in starts]) for t in compressed)
+    check = against(nsa_attention, blocks, *of_rows, gates[:, None], **sizes)
+    yield entry("nsa", call, check)
+    yield entry("nsa, blocks given", functools.partial(call, blocks=blocks), check)
+    yield entry(f"{o.block_count} blocks of {o.selected_size}, given",
+                functools.partial(routed_attention, q, k, v, blocks, block_size=o.selected_size, **packed),
+                against(routed_attention, blocks, block_size=o.selected_size))
+
+
+def new_token(session: Session) -> Iterator[list[Row]]:
+    """Microseconds of one new token of each row behind a long cache, beside dense attention to all of it: a CUDA graph of each call."""
+    o = session.options
+    for batch, tokens in dict.fromkeys(decode.shape(session, *size) for size in itertools.product((1, 16), (4096, 16384, 65536))):
+        case = decode_cases.benchmark_case(batch, tokens, max_len=tokens + 64, heads=o.heads, kv_heads=o.kv_heads, head_dim=o.head_dim,
+                                           dtype=session.dtype)
+        yield harness.compare(Line("routed", "decode", f"batch {batch}", tokens), list(newest(session, case)), ["forward"], session.timing,
+                              unit="us")
+
+
+TABLES = {f.__name__: f for f in (moba, selected, msa, nsa, lists, indexer, rows)} | {"decode": new_token}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -398,9 +480,8 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--rows", type=harness.positive, default=64, help="sequences of the table rows (default: 64)")
     command.add_argument("--row-length", type=harness.positive, default=1024, help="tokens of each of them (default: 1024)")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):
-        command.set_defaults(lengths=[64], selected_lengths=[96], heads=4, kv_heads=2, head_dim=16, block_size=16, selected_size=16,
-                             index_size=16, block_count=3, window=16, rows=2,
-                             row_length=192)
+        command.set_defaults(lengths=[64], selected_lengths=[96], heads=4, kv_heads=2, head_dim=16, block_size=16, top_k=2,
+                             selected_size=16, index_size=16, block_count=3, window=16, rows=2, row_length=192)
     plots = dict.fromkeys(("moba", "selected", "msa", "nsa"), "sequence length")
     return harness.main(command, TABLES, BACKENDS, DRY_RUN, plots, arguments)
 
