@@ -26,8 +26,8 @@ ROWS = 8
 def routed_pages_kernel(blocks_ptr, cu_seqlens_q, cu_seqlens_k, starts_ptr, table_ptr, lengths_ptr, step_batch, step_row, step_head,
                         sequences, steps, seqlen_q, seqlen_k, size, rows, choosers, group, slots, width, stride, SLOTS: tl.constexpr,
                         ROWS: tl.constexpr):
-    """The pages (rows, slots + 1) of each row and how many keys they have. Dense if cu_seqlens_q is None. starts_ptr: where sequences begin
-    in a tensor with one key for every `stride` windows of `width` tokens; None if keys are tokens."""
+    """The pages (rows, slots + 1) of each row and how many keys they have. Dense if cu_seqlens_q is None. starts_ptr: where the keys of
+    each sequence begin, if a key stands for a window of `width` tokens, and windows are `stride` apart; None if keys are tokens."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     query = row // choosers
     inside = row < rows
@@ -42,7 +42,7 @@ def routed_pages_kernel(blocks_ptr, cu_seqlens_q, cu_seqlens_k, starts_ptr, tabl
             start_k = tl.load(starts_ptr + sequence, mask=inside, other=0)
         first = start_k * step_row
     first += row % choosers // group * step_head
-    seen = tl.maximum(position + 1 - width + stride, 0) // stride
+    seen = tl.maximum(position + 1 - width + stride, 0) // stride  # keys of the sequence up to the query's own
     own = tl.maximum(seen - 1, 0) // size
     slot = tl.arange(0, SLOTS)
     # [ROWS, SLOTS]
