@@ -150,10 +150,10 @@ class NSAttention(Attention):
         pooled = self._pooled(k, v)
         before = 0  # windows that were pooled before
         if cache.derived:
-            before = max((cache.length - q.shape[1] - size) // stride + 1, 0)
+            before = self._windows(cache.length - q.shape[1])
         else:
             cache.derived = tuple(x.new_zeros(cache.batch, max(cache.max_len // stride, 1), *x.shape[2:]) for _, x in pooled)
-        count = max((cache.length - size) // stride + 1, 0)
+        count = self._windows(cache.length)
         if count > before:
             for (pool, x), compressed in zip(pooled, cache.derived, strict=True):
                 chunks = x[:, before * stride : (count - 1) * stride + size].unflatten(1, (-1, stride))
@@ -175,6 +175,10 @@ class NSAttention(Attention):
         window = inside * (inside + 1) // 2 + (length - inside) * self.sizes["window"]
         return self._compressed_pairs(length) + pairs_of_blocks(length, self.sizes["block_size"], self.sizes["block_count"]) + window
 
+    def _windows(self, length: int) -> int:
+        """The number of compressed keys of a sequence."""
+        return max((length - self.sizes["compress_size"]) // self.sizes["compress_stride"] + 1, 0)
+
     def _compressed_pairs(self, length: int) -> int:
         """Of these, the pairs of a query and a compressed key."""
         queries = max(length - self.sizes["compress_size"] + 1, 0)  # that see a compressed key
@@ -182,8 +186,7 @@ class NSAttention(Attention):
 
     def flops(self, lengths: list[int]) -> float:
         """Includes gates and pooling, and the scores of compressed keys for the choice of blocks, which have no backward."""
-        size, stride = self.sizes["compress_size"], self.sizes["compress_stride"]
-        pooled = sum(max(0, (length - size) // stride + 1) for length in lengths) * self.spec.n_kv_heads
+        pooled = sum(map(self._windows, lengths)) * self.spec.n_kv_heads
         weights = sum(linear.weight.numel() for pool in (self.k_pool, self.v_pool) for linear in pool.children())
         scores = sum(map(self._compressed_pairs, lengths))
         return (super().flops(lengths) + 6.0 * self.branch_proj.weight.numel() * sum(lengths) + 6.0 * weights * pooled
@@ -224,10 +227,10 @@ def _newest_windows(cache: KVCache, cu_seqlens_k: Tensor, size: int, stride: int
     """Of each row's last window that is whole: its tokens in the cache, (batch, size // stride, stride), and its place in `derived`,
     (batch,), both counted over all rows. Also the places of all compressed keys in the order of packed sequences,
     (batch * max_len // stride,). A row without a whole window takes tokens that are no window's, and nothing reads what comes of them."""
-    newest, total = cache.newest, cache.batch * cache.max_len
-    row = torch.arange(cache.batch, device=cu_seqlens_k.device) * cache.derived[0].shape[1]
+    newest, total, room = cache.newest, cache.batch * cache.max_len, cache.derived[0].shape[1]
+    row = torch.arange(cache.batch, device=cu_seqlens_k.device) * room
     last = ((newest.lengths.long() - size) // stride).clamp(min=0)
     tokens = (newest.row_starts + last * stride)[:, None] + torch.arange(size, device=last.device)
     sequence, place = _places(compressed_bounds(cu_seqlens_k, size, stride), total // stride)
-    order = row[sequence // 2] + place.clamp(max=cache.derived[0].shape[1] - 1)  # every second sequence is the unused rest of a row
+    order = row[sequence // 2] + place.clamp(max=room - 1)  # every second sequence is the unused rest of a row
     return tokens.clamp(max=total - 1).unflatten(1, (-1, stride)), row + last, order
