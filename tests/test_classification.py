@@ -11,6 +11,7 @@ from tiny_run import ROOT, column
 from torch.testing import assert_close
 
 from attnzoo import checkpoint, runner
+from attnzoo.batch import IGNORED
 from attnzoo.models import BERTClassifier, from_config
 from attnzoo.run.command_line import one_line_errors
 from attnzoo.training.loggers import read_metrics
@@ -58,6 +59,8 @@ def test_packed_padded_and_single_sequences_get_the_same_scores(variant, pooling
     assert_close(model(**packed(sequences)), alone)
     assert_close(model(**padded(sequences)), alone)
     assert_close(model(**padded(sequences), max_tokens=sum(LENGTHS) + 3), alone)
+    filled = packed(sequences)
+    assert_close(model(**filled | {"input_ids": torch.cat([filled["input_ids"], torch.full((9,), 5)])}), alone)
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
@@ -199,6 +202,47 @@ def test_rows_are_framed_cut_and_the_same_packed_and_padded(tmp_path, reviews):
     assert texts == {d["text"][:11] for d in data.source.documents() if d["split"] == "validation"}
 
 
+@pytest.mark.parametrize("task", ["classification", "mlm"])
+def test_balanced_steps_have_one_shape_and_hold_the_same(tmp_path, task):
+    for i in range(90):
+        folder = tmp_path / "texts" / "xy"[i % 2]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{i}.txt").write_text("a word " * (1 + i * 7 % 40))
+    options = ["data=text_classification", f"data.path={tmp_path / 'texts'}", f"task={task}", "data.batch_size=8", "data.seq_len=200"]
+    balanced, plain = (build_data(tmp_path, *options, f"data.batching={batching}") for batching in ("balanced", "random"))
+    batches = list(balanced.train_dataloader())
+    (shapes,) = {tuple((key, value.shape) for key, value in batch.items() if isinstance(value, torch.Tensor)) for batch in batches}
+    assert len(plain_shapes := {batch["input_ids"].shape for batch in plain.train_dataloader()}) > 1
+    assert dict(shapes)["input_ids"][0] < max(plain_shapes)[0]
+    rows, other = balanced._rows("train", shuffle=True), plain._rows("train", shuffle=True)
+    for epoch in range(2):
+        order = rows.order(epoch, 8)
+        assert sorted(order) == list(range(rows.n_rows)) and order.tolist() != rows.order(epoch + 1, 8).tolist()
+    one, two = (each.batch(0, order[:8]) for each in (rows, other))
+    n, targets = two["n_tokens"], two["n_targets"]
+    assert (one["n_tokens"], one["n_targets"]) == (n, targets) and n < len(one["input_ids"]) == len(one["position_ids"])
+    assert all(torch.equal(one[key][:n], two[key]) for key in ("input_ids", "position_ids"))
+    assert torch.equal(one["cu_seqlens"], two["cu_seqlens"])
+    assert (one["input_ids"][n:] == balanced.tokenizer.pad_id).all() and not one["position_ids"][n:].any()
+    assert torch.equal(one["labels"][:len(two["labels"])], two["labels"])
+    if task == "mlm":
+        assert torch.equal(one["logits_at"][:targets], two["logits_at"]) and len(one["logits_at"]) > targets
+        assert (one["labels"][one["logits_at"][targets:]] == IGNORED).all()
+
+
+@pytest.mark.parametrize("options", [
+    ["data.batching=balanced"], ["data.batching=balanced", "task=mlm"], ["data.batching=scheduled", "data.packed=false"],
+    ["data.batching=by_length", "data.packed=false"],
+])  # fmt: skip
+def test_a_run_with_rows_put_together_by_length_goes_on_exactly(tmp_path, reviews, options):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    runner.train(compose(whole, *folders(reviews, "trainer.max_steps=4", *options)))
+    runner.train(compose(parts, *folders(reviews, "trainer.max_steps=2", "optimizer.total_steps=4", *options)))
+    last = parts / "run" / "checkpoints" / "last.ckpt"
+    runner.train(compose(parts, *folders(reviews, "trainer.max_steps=4", f"ckpt_path={last}", *options)))
+    assert column(parts, "train/loss") == column(whole, "train/loss")
+
+
 def test_a_tokenizer_with_cls_and_sep_frames_with_both(tmp_path, reviews):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -268,6 +312,8 @@ def write(folder, *names):
         (["data=text_classification", "data.path={two}", "task=lm", "model=gpt_tiny"],
          "data=text_classification must go with task=classification"),
         (["data=text_classification", "data.path={two}", "model=gpt_tiny"], "take model=bert_tiny"),
+        (["data=text_classification", "data.path={two}", "data.batching=balanced", "data.packed=false"],
+         "data.batching=balanced must go with data.packed=true"),
         (["data=text", "data.paths=[{two}]"], "texts with classes are data=text_classification and data=listops"),
         (["data=listops", "data.n_train=0"], "data.n_train=0"),
         (["data=listops", "data.min_length=1999"], "data.min_length=1999"),

@@ -76,6 +76,14 @@ def test_batches_of_pairs_hold_both_texts_and_masked_ones_each_by_itself(tmp_pat
     assert masked._rows("train").n_rows == 48 and "logits_at" in next(iter(masked.train_dataloader()))
 
 
+def test_balanced_steps_of_pairs_have_one_shape(tmp_path, papers):
+    data = build_data(tmp_path, "data=retrieval", f"data.path={papers}", "data.batch_size=5", "data.batching=balanced")
+    batches = list(data.train_dataloader())
+    assert len({tuple(batch[key].shape for key in ("input_ids", "labels", "cu_seqlens")) for batch in batches}) == 1
+    assert all(batch["cu_seqlens"][-1] == batch["n_tokens"] < len(batch["input_ids"]) and len(batch["lengths"]) == 10 for batch in batches)
+    assert sorted(data._rows("train", shuffle=True).order(0, 5)) == list(range(24))
+
+
 def test_pairs_of_source_files_have_the_label_of_their_packages_and_no_file_is_in_two_splits():
     source, again = (SamePackage(["lightning", "pydantic"], 30, 8, 8, generator_seed=0) for _ in range(2))
     documents = list(source.documents())

@@ -13,9 +13,10 @@ import torch
 
 from attnzoo.batch import IGNORED, Batch
 from attnzoo.data import tokenizers
+from attnzoo.data.batching import StaticShape, StepOrder, check_batching, fill_up, pad_rows, padded
 from attnzoo.data.labelled import ClassFolders, LabelledHubSource, ListOpsSource, MovieReviews
 from attnzoo.data.loader import BatchLoader
-from attnzoo.data.masking import hide, pad_rows, round_up
+from attnzoo.data.masking import hide
 from attnzoo.data.packing import packed_fields, ranges
 from attnzoo.data.rows import RowsDataModule
 from attnzoo.data.synthetic import listops as listops_task
@@ -35,45 +36,58 @@ class LabelledRows:
         tokenizer: has `eos_id` and `pad_id`, and may have `cls_id` and `sep_id`.
         seed, shuffle: the seed of the epochs' order, and whether epochs are shuffled at all.
         packed: True puts the sequences one after the other without padding. False pads rows to a multiple of 64 tokens, at most `seq_len`.
+        batching, step_tokens: which rows share a step, see `attnzoo.data.batching.StepOrder`. With "balanced" packed steps are filled up to
+            one static shape.
     """
 
     towers = 1  # sequences that share one label
 
-    def __init__(self, store: TokenStore, seq_len: int, *, tokenizer, seed: int, shuffle: bool, packed: bool):
-        self.store, self.seq_len, self.tokenizer, self.seed, self.shuffle, self.packed = store, seq_len, tokenizer, seed, shuffle, packed
+    def __init__(self, store: TokenStore, seq_len: int, *, tokenizer, seed: int, shuffle: bool, packed: bool, batching: str = "random",
+                 step_tokens: int = 4096):
+        self.store, self.seq_len, self.tokenizer, self.seed, self.packed = store, seq_len, tokenizer, seed, packed
         has_cls = tokenizer.cls_id is not None
         self.first = tokenizer.cls_id if has_cls else tokenizer.eos_id
         self.last = tokenizer.sep_id if has_cls else None
-        self.n_rows = len(store.n_bytes)
+        self.n_rows = len(store.n_bytes) // self.towers
         self._texts = np.minimum(store.lengths - 1, seq_len - 1 - (self.last is not None))
+        whole = (self._texts + 1 + (self.last is not None))[: self.n_rows * self.towers].reshape(-1, self.towers)
+        of_rows = whole.sum(1) if packed else whole.max(1)
+        steps = StepOrder(of_rows, seed=seed, shuffle=shuffle, longest=seq_len, batching=batching, step_tokens=step_tokens)
+        self.order, self.n_slots = steps.order, steps.n_slots
+        self._static = self._static_shape(of_rows) if packed and batching == "balanced" else None
+
+    def _static_shape(self, lengths: np.ndarray) -> StaticShape:
+        return StaticShape(lengths)
 
     @property
     def n_cut(self) -> int:
         """The number of documents that do not fit into a sequence."""
         return int((self._texts < self.store.lengths - 1).sum())
 
-    def order(self, epoch: int, group: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, epoch]).permutation(self.n_rows) if self.shuffle else np.arange(self.n_rows)
-
     def batch(self, epoch: int, rows: np.ndarray) -> Batch:
         """The batch of these rows: packed `(n_tokens,)`, or padded `(sequences, longest)` with a mask. `labels` has one class for each row.
 
         Row numbers from `n_rows` on are left out. A batch of such numbers only has one padding token for each tower.
         """
+        n_rows = len(rows)
         rows = rows[rows < self.n_rows]
         ids, lengths, labels = self.sequences(rows)
         n_tokens, n_targets = len(ids), len(labels)
         if n_targets == 0:
             ids, lengths, labels = np.full(self.towers, self.tokenizer.pad_id), np.ones(self.towers, np.int64), np.array([IGNORED])
-        ids, fields = self._laid_out(ids, lengths, self.tokenizer.pad_id)
+        ids, fields = self._laid_out(ids, lengths, self.tokenizer.pad_id, n_rows)
         tensors = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         return {**tensors, **fields, "n_tokens": n_tokens, "n_targets": n_targets}
 
-    def _laid_out(self, values: np.ndarray, lengths: np.ndarray, fill: int) -> tuple[np.ndarray, dict]:
-        """Brings values of concatenated sequences into the layout of a batch; also returns the fields that describe this layout."""
+    def _laid_out(self, values: np.ndarray, lengths: np.ndarray, fill: int, n_rows: int) -> tuple[np.ndarray, dict]:
+        """Brings values of concatenated sequences into the layout of a batch; also returns the fields that describe this layout.
+
+        n_rows: the rows of the step, with those that are left out.
+        """
         if self.packed:
-            return values, packed_fields(lengths, self.seq_len, len(lengths) + 1)
-        real = np.arange(min(round_up(lengths.max(), 64), self.seq_len)) < lengths[:, None]
+            n_slots = self._static.slots(n_rows, len(values)) if self._static else len(values)
+            return fill_up(values, n_slots, fill), packed_fields(lengths, self.seq_len, len(lengths) + 1, n_slots)
+        real = np.arange(padded(lengths.max(), self.seq_len)) < lengths[:, None]
         fields = {"attention_mask": torch.from_numpy(real), "max_tokens": len(values), "lengths": lengths}
         return pad_rows(values, real, fill), fields
 
@@ -101,14 +115,18 @@ class MaskedLabelledRows(LabelledRows):
     """
 
     def __init__(self, *args, mask_rate: float, **options):
-        super().__init__(*args, **options)
         self.mask_rate = mask_rate
+        super().__init__(*args, **options)
+
+    def _static_shape(self, lengths: np.ndarray) -> StaticShape:
+        return StaticShape(lengths, self._texts, self.mask_rate)
 
     def batch(self, epoch: int, rows: np.ndarray) -> Batch:
         """As LabelledRows.batch, but `labels` are the masked tokens, and `logits_at` their positions.
 
-        A batch without rows has one padding token.
+        A batch without rows has one padding token. In a static shape positions of padding fill up `logits_at`.
         """
+        n_rows = len(rows)
         rows = rows[rows < self.n_rows]
         ids, lengths, _ = self.sequences(rows)
         at = ranges(np.cumsum(lengths) - lengths + 1, self._texts[rows])
@@ -116,9 +134,12 @@ class MaskedLabelledRows(LabelledRows):
         n_tokens, n_targets = len(ids), int((labels != IGNORED).sum())
         if n_tokens == 0:
             ids, lengths, labels = np.array([self.tokenizer.pad_id]), np.array([1]), np.array([IGNORED])
-        labels, _ = self._laid_out(labels, lengths, IGNORED)
-        ids, fields = self._laid_out(ids, lengths, self.tokenizer.pad_id)
-        tensors = {"input_ids": ids, "labels": labels, "logits_at": np.flatnonzero(labels != IGNORED)}
+        labels, _ = self._laid_out(labels, lengths, IGNORED, n_rows)
+        ids, fields = self._laid_out(ids, lengths, self.tokenizer.pad_id, n_rows)
+        logits_at = np.flatnonzero(labels != IGNORED)
+        if self._static:
+            logits_at = fill_up(logits_at, self._static.logits(n_rows, n_targets), ids.size - 1)
+        tensors = {"input_ids": ids, "labels": labels, "logits_at": logits_at}
         return {**{name: torch.from_numpy(x) for name, x in tensors.items()}, **fields, "n_tokens": n_tokens, "n_targets": n_targets}
 
 
@@ -134,6 +155,7 @@ class ClassificationDataModule(RowsDataModule):
             stands for `batch_size`.
         packed: True puts sequences one after the other; False pads them to rows.
         mask_rate: mlm only: share of the tokens to predict.
+        batching, step_tokens: which rows share a step in training, see `attnzoo.data.batching.StepOrder`.
         shuffle, seed, num_workers: options of the loaders; `seed` also decides the masks in training.
         cache_dir: where tokenised sources are kept; None takes the environment variable ATTNZOO_CACHE, or else ~/.cache/attnzoo.
 
@@ -147,17 +169,18 @@ class ClassificationDataModule(RowsDataModule):
 
     def __init__(
         self, source, *, tokenizer: Any = "bytes", objective: str = "classification", seq_len: int, batch_size: int,
-        eval_batch_size: int | None = None, packed: bool = True, mask_rate: float = 0.15, shuffle: bool = True, seed: int = 0,
-        num_workers: int = 0, cache_dir: str | None = None,
+        eval_batch_size: int | None = None, packed: bool = True, mask_rate: float = 0.15, batching: str = "random", step_tokens: int = 4096,
+        shuffle: bool = True, seed: int = 0, num_workers: int = 0, cache_dir: str | None = None,
     ):
         super().__init__()
-        self.mask_rate = mask_rate
+        self.mask_rate, self.batching, self.step_tokens = mask_rate, batching, step_tokens
         self.source, self.kind, self.objective, self.seq_len, self.packed = source, source.kind, objective, seq_len, packed
         self.batch_size, self.eval_batch_size = batch_size, batch_size if eval_batch_size is None else eval_batch_size
         self.shuffle, self.seed, self.num_workers = shuffle, seed, num_workers
         self.cache_dir = Path(cache_dir or os.environ.get("ATTNZOO_CACHE") or "~/.cache/attnzoo").expanduser()
         self._given_tokenizer, self._folder = tokenizer, None
-        self.check_at_least(seq_len=3, batch_size=1, eval_batch_size=1, num_workers=0, seed=0)
+        self.check_at_least(seq_len=3, batch_size=1, eval_batch_size=1, num_workers=0, seed=0, step_tokens=0)
+        check_batching(batching, packed=packed, shuffle=shuffle)
         if not 0 < mask_rate < 1:
             raise ValueError(f"data.mask_rate={mask_rate} must lie between 0 and 1")
         if objective not in ("classification", "mlm"):
@@ -197,6 +220,8 @@ class ClassificationDataModule(RowsDataModule):
 
     def _rows(self, split: str, shuffle: bool = False) -> LabelledRows:
         options = {"tokenizer": self.tokenizer, "seed": self.seed, "shuffle": shuffle, "packed": self.packed}
+        if shuffle:
+            options |= {"batching": self.batching, "step_tokens": self.step_tokens}
         if self.objective == "mlm":
             if split != "train":
                 options["seed"] = 0  # every run is validated on the same masks
@@ -207,7 +232,9 @@ class ClassificationDataModule(RowsDataModule):
         record = self.record()
         settings = {"corpus": record["sha256"], "tokenizer": record["tokenizer"]["sha256"]}
         masked = {"objective": self.objective, "mask_rate": self.mask_rate} if self.objective == "mlm" else {}
-        return settings | masked | {key: getattr(self, key) for key in ("seq_len", "seed", "shuffle")}
+        batching = {"batching": self.batching} if self.batching != "random" else {}
+        scheduled = {"step_tokens": self.step_tokens} if self.batching == "scheduled" else {}
+        return settings | masked | batching | scheduled | {key: getattr(self, key) for key in ("seq_len", "seed", "shuffle")}
 
     def test_dataloader(self) -> BatchLoader:
         """The test split's sequences once, in order.

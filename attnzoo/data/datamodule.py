@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from attnzoo.data import sources, tokenizers
-from attnzoo.data.masking import BATCHINGS, MaskedRows
+from attnzoo.data.batching import check_batching
+from attnzoo.data.masking import MaskedRows
 from attnzoo.data.packing import CausalRows
 from attnzoo.data.rows import RowsDataModule
 from attnzoo.data.tokenized import SPLITS, TokenStore, prepare
@@ -33,7 +34,7 @@ class TextDataModule(RowsDataModule):
         packed: mlm only: True puts sequences one after the other; False pads them to rows.
         mask_rate, eval_mask_rate: mlm only: share of the tokens to predict, in training and in validation.
         batching: mlm only: which sequences share a step in training: "random", "by_length", "scheduled" or "balanced", see
-            `attnzoo.data.masking.MaskedRows`.
+            `attnzoo.data.batching.StepOrder`.
         step_tokens: the fixed cost of a step for the batching "scheduled", as a number of tokens.
         min_seq_len: mlm only: sequences have random lengths from this to `seq_len`; None makes them as long as documents allow.
         shuffle: whether each epoch has its own order of documents and rows.
@@ -87,16 +88,11 @@ class TextDataModule(RowsDataModule):
                 raise ValueError(f"data.{key}={getattr(self, key)} must be above 0 and at most 1")
         if self.cross_documents and self.objective == "mlm":
             raise ValueError('data.cross_documents=true must go with objective "lm": masked sequences never cross documents')
-        if self.batching not in BATCHINGS:
-            raise ValueError(f"data.batching={self.batching!r} must be one of {', '.join(BATCHINGS)}")
+        check_batching(self.batching, packed=self.packed, shuffle=self.shuffle)
         if self.batching != "random" and self.objective == "lm":
             raise ValueError(
                 f'data.batching={self.batching} must go with objective "mlm": language modelling rows all have seq_len tokens'
             )
-        if self.batching == "balanced" and not (self.packed and self.shuffle):
-            raise ValueError("data.batching=balanced must go with data.packed=true and data.shuffle=true")
-        if self.batching == "scheduled" and (self.packed or not self.shuffle):
-            raise ValueError("data.batching=scheduled must go with data.packed=false and data.shuffle=true: packed rows have no padding")
         if self.min_seq_len is not None and (self.objective == "lm" or not 3 <= self.min_seq_len <= self.seq_len):
             raise ValueError(
                 f'data.min_seq_len={self.min_seq_len} must lie between 3 and data.seq_len={self.seq_len}, and go with objective "mlm"'

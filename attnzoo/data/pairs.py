@@ -130,10 +130,6 @@ class PairRows(LabelledRows):
 
     towers = 2
 
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.n_rows //= 2
-
     def sequences(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ids, lengths, labels = super().sequences((2 * rows[:, None] + np.arange(2)).reshape(-1))
         return ids, lengths, labels[::2]
