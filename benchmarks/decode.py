@@ -81,9 +81,11 @@ def flex(case: Case, x: Inputs) -> Pass:
 
 
 def fa3(case: Case, x: Inputs) -> Pass:
-    """FlashAttention-3 takes the lengths from the device, as ours does, and chooses its splits."""
+    """FlashAttention-3 takes the lengths and the pages from the device, as ours does, and chooses its splits."""
     q, k, v = (t.nan_to_num(0.0) for t in x[:3])
     options = {"seqused_k": x.options["cache_seqlens"], "is_causal": case.causal, "num_splits": 0, "pack_gqa": True}
+    if "block_table" in x.options:
+        options["page_table"] = x.options["block_table"].clamp(min=0)
     return only_forward(lambda: torch.ops.flash_attn_3.fwd(q, k, v, **options)[0])
 
 
@@ -200,11 +202,11 @@ def layouts(session: Session) -> Iterator[list[Row]]:
 
 def pages(session: Session) -> Iterator[list[Row]]:
     """A cache in pages, beside one that lies in rows (0): one cache after the other."""
-    ours = replace(session, backends=[b for b in session.backends if b.name.startswith("attnzoo")])
+    with_pages = replace(session, backends=[b for b in session.backends if b.name.startswith(("attnzoo", "fa3"))])
     sizes = [shape(session, *size) for size in ((1, 65536), (64, 4096))]
     cases = {(f"batch {batch} of {length}", page): benchmark_case(batch, length, page=page or None)
              for batch, length in sizes for page in (0, 16, 64, 256)}
-    yield from compared(ours, "pages", cases, layers)
+    yield from compared(with_pages, "pages", cases, layers)
 
 
 def sharing(session: Session, batch: int, prefix: int, own: int) -> tuple[Case, Inputs, Callable[[Pass], float]]:
