@@ -421,12 +421,17 @@ def newest(session: Session, case: decode_cases.Case) -> Iterator[Entry]:
 
         return check
 
+    def means(size: int) -> dict[str, Tensor]:
+        blocks = max_len // size
+        whole = k.unflatten(0, (rows, max_len))[:, : blocks * size].unflatten(1, (blocks, size)).mean(2, dtype=torch.float32)
+        return {"block_means": whole.flatten(0, 1), "block_starts": (torch.arange(2 * rows, device=q.device) // 2 * blocks).int()}
+
     yield entry("decode_attention", functools.partial(decode_attention, *x[:3], **x.options, impl=packed["impl"]), decode.check(case, x))
     for name, attend, choose, of_index, size, count in (
             ("moba", moba_attention, moba_blocks, (), o.block_size, o.top_k),
             ("moba", moba_attention, moba_blocks, (), o.selected_size, o.block_count),
             ("msa", msa_attention, msa_blocks, index, o.index_size, o.block_count)):
-        sizes = {"block_size": size, "top_k": count}
+        sizes = {"block_size": size, "top_k": count} | (means(size) if name == "moba" else {})
         choice, label = functools.partial(choose, *(of_index or (q, k)), **sizes, **packed), f"{name}, {count} blocks of {size}"
         blocks = choice()
         yield entry(label, functools.partial(attend, q, k, v, *of_index, **sizes, **packed),

@@ -87,7 +87,7 @@ def test_options_too(name, device):
 
 
 @pytest.mark.parametrize("name", ("differential", "differential V2", "dual chunk, yarn, in pages", "dual chunk, two stages",
-                                  "blocks in pages", "compressed keys"))
+                                  "blocks in pages", "blocks that are chosen", "compressed keys"))
 def test_decode_attention_gives_what_the_variants_own_kernels_give(name):
     """Of the first token, of tokens beside borders of blocks and chunks, and of the last one there is room for."""
     torch.manual_seed(0)

@@ -5,9 +5,10 @@ Runs on `attnzoo_kernels.moba_attention`.
 
 import warnings
 
+import torch
 from torch import Tensor
 
-from attnzoo.attention.base import Attention, AttentionSpec, Impl, SequenceInfo, Supports
+from attnzoo.attention.base import Attention, AttentionSpec, Impl, KVCache, SequenceInfo, Supports
 from attnzoo.attention.routing import BlockUse, blocks_before, pairs_of_blocks
 from attnzoo_kernels import moba_attention
 
@@ -39,13 +40,33 @@ class MoBAAttention(Attention):
         self.block_size, self.top_k, self.impl = block_size, top_k, impl
         self.block_use = BlockUse()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo) -> Tensor:
-        options = {"block_size": self.block_size, "cu_seqlens_q": seq.cu_seqlens, "cu_seqlens_k": seq.cu_seqlens_k,
-                   "max_seqlen_q": seq.max_seqlen, "max_seqlen_k": seq.max_seqlen_k, "impl": self.impl}
-        out, blocks = moba_attention(q, k, v, top_k=self.top_k, return_blocks=True, **options)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, seq: SequenceInfo, **means: Tensor) -> Tensor:
+        out, blocks = moba_attention(
+            q, k, v, block_size=self.block_size, top_k=self.top_k, return_blocks=True, cu_seqlens_q=seq.cu_seqlens,
+            cu_seqlens_k=seq.cu_seqlens_k, max_seqlen_q=seq.max_seqlen, max_seqlen_k=seq.max_seqlen_k, impl=self.impl, **means)
         if self.training:
             self.block_use.keep(blocks, self.block_size, seq)
         return out
+
+    # A cache also keeps the means of whole blocks, so that a new token reads these and not all keys.
+
+    def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
+        k, v = cache.read()
+        before = (cache.length - q.shape[1]) // self.block_size if cache.derived else 0
+        if not cache.derived:
+            wide = torch.promote_types(k.dtype, torch.float32)
+            cache.derived = (k.new_zeros(cache.batch, max(cache.max_len // self.block_size, 1), *k.shape[2:], dtype=wide),)
+        means, whole = cache.derived[0], cache.length // self.block_size
+        if whole > before:
+            chunks = k[:, before * self.block_size : whole * self.block_size].detach().unflatten(1, (-1, self.block_size))
+            means[:, before:whole] = chunks.mean(2, dtype=means.dtype)
+        return self.attend(q, k, v, seq, block_means=means)
+
+    def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
+        q, k, v, means = (x.flatten(0, 1) for x in (q, *cache.buffers, *cache.derived))
+        tokens, place, starts = seq.once(("moba newest", self.block_size), lambda: _newest_blocks(cache, self.block_size))
+        means.index_copy_(0, place, k[tokens].mean(1, dtype=means.dtype))
+        return self.attend(q, k, v, self.newest_rows(cache, seq), block_means=means, block_starts=starts)[:, None]
 
     def visible_pairs(self, length: int) -> int:
         """The number of pairs of a query and a key that the query reads, in one sequence of this length."""
@@ -63,3 +84,15 @@ class MoBAAttention(Attention):
 
     def extra_repr(self) -> str:
         return f"block_size={self.block_size}, top_k={self.top_k}"
+
+
+def _newest_blocks(cache: KVCache, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row's last block that is whole: its tokens in the cache, (batch, size), and its place in `derived`, (batch,), both counted
+    over all rows. Also where the blocks of each packed sequence begin, int32 (2 batch,). A row without a whole block takes its first one,
+    which nothing reads yet."""
+    newest, room = cache.newest, cache.derived[0].shape[1]
+    last = (newest.lengths.long() // size - 1).clamp(min=0)
+    tokens = (newest.row_starts + last * size)[:, None] + torch.arange(size, device=last.device)
+    row = torch.arange(cache.batch, device=last.device) * room
+    starts = row.repeat_interleave(2).int()  # every second sequence is the unused rest of a row
+    return tokens.clamp(max=cache.batch * cache.max_len - 1), row + last, starts

@@ -74,6 +74,29 @@ def test_many_equal_scores_are_broken_alike(impl, dtype, seqlen):
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make, options", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("impl", PATHS)
+def test_means_that_are_known_are_taken(make, options, dtype, impl):
+    q, k, v = make(dtype)
+    size, bounds = options["block_size"], options.get("cu_seqlens_k")
+    sequences = list(k) if bounds is None else [k[first:end] for first, end in zip(bounds, bounds[1:], strict=False)]
+    means = [x[: len(x) // size * size].float().unflatten(0, (-1, size)).mean(1) for x in sequences]
+    if bounds is None:
+        known = {"block_means": torch.stack(means)}
+    else:  # in another order, with blocks of no sequence between them
+        known = {"block_means": torch.cat([means[0].new_full((2, *k.shape[1:]), torch.nan), *means[::-1]])}
+        behind = torch.tensor([0, *(len(x) for x in means[::-1])]).cumsum(0)[:-1] + 2
+        known["block_starts"] = behind.flip(0).int().to(DEVICE)
+    wanted = moba_blocks(q, k, impl=impl, **options).sort(-1).values
+    assert torch.equal(moba_blocks(q, k, impl=impl, **known, **options).sort(-1).values, wanted)
+    other = moba_blocks(q, k, impl=impl, **known | {"block_means": -known["block_means"]}, **options)
+    assert not torch.equal(other.sort(-1).values, wanted)
+    out, blocks = moba_attention(q, k, v, return_blocks=True, impl=impl, **known, **options)
+    assert torch.equal(out, moba_attention(q, k, v, impl=impl, **options)) and torch.equal(blocks.sort(-1).values, wanted)
+
+
+@needs_triton
 @pytest.mark.parametrize("impl", PATHS)
 def test_attention_is_over_the_chosen_blocks(impl):
     leaves = [x.requires_grad_() for x in tensors(19, 19, heads=2, kv_heads=1, rows=(1,), width=16)]
@@ -95,3 +118,27 @@ def test_attention_is_over_the_chosen_blocks(impl):
 def test_a_wrong_argument_is_named(change, error, message):
     with pytest.raises(error, match=message):
         moba_attention(*tensors(4, 4, rows=(1,)), **{"block_size": 2, "top_k": 2} | change)
+
+
+MEANS = torch.zeros(1, 2, 2, 24, device=DEVICE)
+
+
+@pytest.mark.parametrize("change, error, message", [
+    ({"block_means": MEANS.half()}, TypeError, "block_means: must be torch.float32 on .*, got torch.float16"),
+    ({"block_means": MEANS[..., :3]}, ValueError, r"block_means: must be as k, \(1, 4, 2, 24\), but with blocks .*, got \(1, 2, 2, 3\)"),
+    ({"block_means": MEANS[0]}, ValueError, "block_means: must be as k"),
+    ({"block_means": 3}, TypeError, "block_means: must be a tensor, got int"),
+    ({"block_means": MEANS, "block_starts": MEANS[0, :, 0, 0].int()}, ValueError, "block_starts: must be None for dense sequences"),
+    ({"block_starts": MEANS[0, :, 0, 0].int()}, ValueError, "block_starts: must be None without block_means"),
+])
+def test_wrong_means_are_named(change, error, message):
+    with pytest.raises(error, match=message):
+        moba_blocks(*tensors(4, 4, rows=(1,))[:2], block_size=2, top_k=2, **change)
+
+
+def test_packed_means_say_where_sequences_begin():
+    q, k, _ = tensors(4, 4)
+    with pytest.raises(ValueError, match="block_starts: must be a tensor for packed sequences with block_means, got None"):
+        moba_blocks(q, k, block_size=2, top_k=2, block_means=MEANS[0], **packed((4,)))
+    with pytest.raises(ValueError, match=r"block_starts: must be whole numbers of shape \(1,\)"):
+        moba_blocks(q, k, block_size=2, top_k=2, block_means=MEANS[0], block_starts=torch.zeros(2, device=DEVICE).int(), **packed((4,)))

@@ -38,6 +38,7 @@ class Means(NamedTuple):
 
     q: Any
     means: Any
+    stride: Any  # from one block's mean to the next one's
     HEAD_DIM: Any
     BLOCK_D: Any
     PRECISION: Any
@@ -48,7 +49,7 @@ def _scores(x, own, at, block):
     """SCORES: queries times means."""
     column = tl.arange(0, own.BLOCK_D)
     # [BLOCK_N, BLOCK_D]
-    mean = tl.load(own.means + block[:, None] * own.HEAD_DIM + column[None, :],
+    mean = tl.load(own.means + block.to(tl.int64)[:, None] * own.stride + column[None, :],
                    mask=(block < x.earlier)[:, None] & (column < own.HEAD_DIM)[None, :], other=0.0)
     if own.PRECISION == "ieee":
         scores = score_dot(own.q, mean, own.PRECISION)
@@ -60,10 +61,10 @@ def _scores(x, own, at, block):
     return scores
 
 
-@triton.jit(do_not_specialize=["n_seqs", "seqlen_q", "seqlen_k", "heads", "block_size", "count", "slots"],
+@triton.jit(do_not_specialize=["n_seqs", "seqlen_q", "seqlen_k", "heads", "block_size", "slots"],
             do_not_specialize_on_alignment=["cu_seqlens_q", "cu_seqlens_k", "first_ptr"])
-def moba_blocks_kernel(q_ptr, means_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k, first_ptr, stride_qs, stride_qh, n_seqs, seqlen_q,
-                       seqlen_k, heads, group, block_size, count, slots, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+def moba_blocks_kernel(q_ptr, means_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k, first_ptr, stride_qs, stride_qh, stride_mh, stride_mb,
+                       n_seqs, seqlen_q, seqlen_k, heads, group, block_size, slots, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
                        SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr):
     place = program_tile(cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, BLOCK_M, True, True)
     if place.row >= place.length:
@@ -72,24 +73,28 @@ def moba_blocks_kernel(q_ptr, means_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k,
     q = load_rows(head_rows(Operand(q_ptr, 0, stride_qs, stride_qh), 0, place.head, place.first, place.length, False), place.row, HEAD_DIM,
                   BLOCK_M, BLOCK_D, True, False)
     first = tl.load(first_ptr + tl.minimum(place.sequence, n_seqs - 1))
-    means = means_ptr + (place.head // group).to(tl.int64) * count * HEAD_DIM + first.to(tl.int64) * HEAD_DIM
-    choose_best(place, Means(q, means, HEAD_DIM, BLOCK_D, PRECISION), blocks_ptr, heads, block_size, slots, _scores, SLOTS, 1, BLOCK_M,
-                BLOCK_N)
+    means = means_ptr + (place.head // group).to(tl.int64) * stride_mh + first.to(tl.int64) * stride_mb
+    choose_best(place, Means(q, means, stride_mb, HEAD_DIM, BLOCK_D, PRECISION), blocks_ptr, heads, block_size, slots, _scores, SLOTS, 1,
+                BLOCK_M, BLOCK_N)
 
 
 def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, first: Tensor, bounds_k: Tensor, block_size: int,
-                  slots: int) -> Tensor:
-    """q (total_q, heads, head_dim), k (total_k, kv_heads, head_dim), first and bounds_k of Blocks; int32 (total_q, heads, slots)."""
+                  slots: int, means: Tensor | None) -> Tensor:
+    """q (total_q, heads, head_dim), k (total_k, kv_heads, head_dim), first and bounds_k of Blocks; int32 (total_q, heads, slots).
+
+    If `means` are given, float32 (kv_heads, blocks, head_dim), `first` has the index of each sequence's first block in them.
+    """
     total_q, heads, width = q.shape
     total_k, kv_heads, _ = k.shape
     count = bounds_k.shape[0] - 1
     if total_q * slots == 0:
         return torch.empty(total_q, heads, slots, dtype=torch.int32, device=q.device)
-    means = torch.empty(kv_heads, count, width, dtype=torch.float32, device=q.device)
     grid, sequences, constants = plan_choice(q, cu_seqlens_q, heads, slots, tile_size(q), tile_size(q), count // 256)
-    with on_device_of(q):
-        moba_means_kernel[(count, kv_heads)](k, bounds_k, means, *strides(k)[1:], block_size, count, HEAD_DIM=width,
-                                             BLOCK_D=block_width(width), ROWS=MEAN_ROWS, num_warps=4)
+    if means is None:
+        means = torch.empty(kv_heads, count, width, dtype=torch.float32, device=q.device)
+        with on_device_of(q):
+            moba_means_kernel[(count, kv_heads)](k, bounds_k, means, *strides(k)[1:], block_size, count, HEAD_DIM=width,
+                                                 BLOCK_D=block_width(width), ROWS=MEAN_ROWS, num_warps=4)
     return launch_choice(lambda blocks: moba_blocks_kernel[grid](
-        q, means, blocks, cu_seqlens_q, cu_seqlens_k, first, *strides(q)[1:], sequences, total_q, total_k, heads, heads // kv_heads,
-        block_size, count, slots, **constants, num_warps=4), q, heads, slots, grid[1])
+        q, means, blocks, cu_seqlens_q, cu_seqlens_k, first, *strides(q)[1:], *means.stride()[:2], sequences, total_q, total_k, heads,
+        heads // kv_heads, block_size, slots, **constants, num_warps=4), q, heads, slots, grid[1])
