@@ -79,7 +79,7 @@ def moba_blocks_kernel(q_ptr, means_ptr, blocks_ptr, cu_seqlens_q, cu_seqlens_k,
 
 
 def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, first: Tensor, bounds_k: Tensor, block_size: int,
-                  slots: int, means: Tensor | None) -> Tensor:
+                  slots: int, means: Tensor | None = None) -> Tensor:
     """q (total_q, heads, head_dim), k (total_k, kv_heads, head_dim), first and bounds_k of Blocks; int32 (total_q, heads, slots).
 
     If `means` are given, float32 (kv_heads, blocks, head_dim), `first` has the index of each sequence's first block in them.
