@@ -204,7 +204,8 @@ def routed():
     for few in (q[:2], q[:2].float()):  # divided among programs
         keys = k.to(few.dtype)
         moba.launch_blocks(few, keys, bounds, bounds, bounds, torch.arange(1100, dtype=torch.int32), 16, 3)
-        msa.launch_blocks(few[:, :4], keys[:, :1], bounds, bounds, 1, 15)
+        for block in (1, 32):
+            msa.launch_blocks(few[:, :4], keys[:, :1], bounds, bounds, block, 15)
         nsa.launch_blocks(few, keys, lse, bounds, bounds, bounds, 32, 16, 64, 15, 0.1)
     decode.launch_forward = lambda *_, **options: (q, lse)  # see decode_ahead_of_time.py
     for given in ((q, k, k, torch.zeros(256, 4, 3, dtype=torch.int32), bounds, bounds),

@@ -34,6 +34,7 @@ CALLS = {
     "dense": (lambda dtype: tensors(70, 70, rows=(2,), dtype=dtype), {"block_size": 4, "top_k": 4}),
     "blocks of one token": (lambda dtype: tensors(97, 97, dtype=dtype, rows=(1,)), {"block_size": 1, "top_k": 2}),
     "cached": (lambda dtype: tensors(3, 90, dtype=dtype, rows=(1,), heads=5, kv_heads=1), {"block_size": 7, "top_k": 6}),
+    "cached, long blocks": (lambda dtype: tensors(2, 330, dtype=dtype, rows=(1,), heads=3, kv_heads=1), {"block_size": 50, "top_k": 3}),
     "packed": (lambda dtype: tensors(75, 75, kv_heads=3, dtype=dtype), {"block_size": 8, "top_k": 3} | packed((1, 0, 60, 9))),
     "unlike": (lambda dtype: tensors(45, 79, dtype=dtype), {"block_size": 3, "top_k": 3} | packed((30, 0, 10), (60, 5, 4))),
 }
