@@ -35,7 +35,7 @@ def forward(hopper, head_dim, value_dim, seqlen, chunk, packed):
     options = Options(sequences=1 if packed else None, softmax_scale=1.0, window_right=0, chunk=chunk, top=4 * chunk // 3,
                       far=4 * chunk // 3)
     plan = hopper._plan(v.device, v.dtype, *map(layout, (queries, keys, v, out)), stats.stride(0), options, None)
-    plan.launch.kernel, plan.launch.other = WarmUp(plan.launch.kernel), None
+    plan.launch.kernel, plan.launch.others = WarmUp(plan.launch.kernel), tuple
     hopper.run(plan, queries, keys, v, out, stats[0], stats, bounds, bounds, torch.zeros(1, dtype=torch.int32))
     return plan.launch, plan.tile
 

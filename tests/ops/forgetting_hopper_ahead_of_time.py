@@ -32,7 +32,7 @@ def main() -> None:
         bias = KeyBias(torch.zeros(c), torch.zeros(starts, dtype=torch.float64), torch.zeros(ends, dtype=torch.int32))
         for residual in (None,) if dtype == fp16 else (None, torch.zeros_like(v)):
             launch = hopper._plan(q.device, q.dtype, packed, residual is not None, layout(q), layout(k), layout(v), options).launch
-            launch.kernel, launch.other = WarmUp(launch.kernel), None
+            launch.kernel, launch.others = WarmUp(launch.kernel), tuple
             hopper.launch_forward(q, k, v, bounds, bounds, options, bias, blocks.empty_parts(q, k, options), residual)
             report(launch.compiled, **case, residual=residual is not None)
         if dtype == fp16:

@@ -77,7 +77,7 @@ def main() -> None:
         residual = None if sinks is None else torch.zeros(*rows, 2, value_dim, dtype=torch.bfloat16)
         launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, sinks is not None, residual is not None, layout(q), layout(k), layout(v),
                                         options, None)
-        launch.kernel, launch.other = WarmUp(launch.kernel), None
+        launch.kernel, launch.others = WarmUp(launch.kernel), tuple
         hopper.launch_forward(q, k, v, bounds, bounds, sinks, options, residual=residual)
         report(launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, window=(left, right), consumers=tile.consumers,
                sinks=sinks is not None)

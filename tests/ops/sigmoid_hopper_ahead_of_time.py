@@ -31,7 +31,7 @@ def main() -> None:
         options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
         case = {"head_dim": head_dim, "value_dim": value_dim, "length": length, "packed": packed, "window": (left, right)}
         launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, layout(q), layout(k), layout(v), options, None)
-        launch.kernel, launch.other = WarmUp(launch.kernel), None
+        launch.kernel, launch.others = WarmUp(launch.kernel), tuple
         hopper.launch_forward(q, k, v, bounds, bounds, options)
         report(launch.compiled, **case, consumers=tile.consumers)
         for deterministic in (False, True) if "every" in sys.argv else (True,):

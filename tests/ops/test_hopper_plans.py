@@ -19,11 +19,8 @@ def kernels_of(width: int, length: int, packed: bool, left: int, right: int) -> 
     x = layout(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
     options = Options(sequences=1 if packed else None, softmax_scale=1.0, window_left=left, window_right=right)
     launch = hopper._plan(torch.device("cpu"), torch.bfloat16, packed, False, False, x, x, x, options).launch
-    first, compiled = frozenset(launch.constants.items()), set()
-    while launch is not None:
-        compiled.add(frozenset(launch.constants.items()))
-        launch = launch.other
-    return first, compiled
+    first, *others = (frozenset(x.constants.items()) for x in (launch, *launch.others()))
+    return first, {first, *others}
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,11 +1,15 @@
 """Launches below Triton's own: the compiled kernel gets what Triton's launcher would have given it."""
 
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver
+from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.runtime.jit import JITFunction
 
 from attnzoo_kernels import (
@@ -16,12 +20,13 @@ from attnzoo_kernels import (
     flash_attention,
     sigmoid_attention,
 )
+from attnzoo_kernels._gluon.hopper import descriptor as hopper_descriptor
 from attnzoo_kernels._triton import launch
 from attnzoo_kernels._triton.launch import Launch, descriptor
 from attnzoo_kernels.dual_chunk.cases import rotary_tables
 from benchmarks.accuracy import assert_accurate
 
-METAS = [{"number": n} for n in range(3)]
+METAS = [{"number": n} for n in range(16)]
 POSITIONS = (0, 1, 3)  # of the descriptors among the arguments
 
 
@@ -33,13 +38,13 @@ def encoded(x, meta):
 class Launcher(driver.CudaLauncher):
     """As Triton builds it: `launch` encodes descriptors and calls `launcher`."""
 
-    def __init__(self, seen):
+    def __init__(self, seen, positions):
         def launcher(*arguments):
             seen.append([x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments])
 
         def inner(*arguments):
             metas = iter(METAS)
-            launcher(*(part for n, x in enumerate(arguments) for part in (encoded(x, next(metas)) if n in POSITIONS else [x])))
+            launcher(*(part for n, x in enumerate(arguments) for part in (encoded(x, next(metas)) if n in positions else [x])))
 
         self.launch = inner
 
@@ -48,21 +53,48 @@ class Launcher(driver.CudaLauncher):
 
 
 class Compiled:
-    def __init__(self, seen):
-        self.run, self.function, self.packed_metadata = Launcher(seen), 1, (4, 1, 0)
-        self.metadata = SimpleNamespace(tensordesc_meta=METAS)
+    def __init__(self, seen, positions=POSITIONS):
+        self.run, self.function, self.packed_metadata = Launcher(seen, positions), 1, (4, 1, 0)
+        self.metadata, self.launch_metadata = SimpleNamespace(tensordesc_meta=METAS[: len(positions)]), lambda *_: None
 
     def __getitem__(self, grid):
         return lambda *arguments, **_: self.run(*grid, 0, 1, None, None, None, None, *arguments)
 
 
-@pytest.mark.parametrize("caller_describes", (False, True))
-def test_later_launches_pass_what_the_first_passed(caller_describes, monkeypatch):
+@pytest.fixture
+def seen(monkeypatch) -> list[list]:
+    """The arguments of launches on a Hopper GPU that is not here."""
+    device = object()  # of no other test: Triton keeps kernels by device
+    active = SimpleNamespace(get_current_stream=lambda device: 0, get_current_device=lambda: device, launcher_cls=driver.CudaLauncher,
+                             get_current_target=lambda: GPUTarget("cuda", 90, 32))
+    monkeypatch.setattr(launch.driver, "_active", active)
+    monkeypatch.setattr(launch, "_LAUNCHERS", {})
     monkeypatch.setattr(driver, "make_tensordesc_arg", encoded)
-    active = SimpleNamespace(get_current_stream=lambda device: 0, get_current_device=lambda: 0)
-    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    seen: list[list] = []
+    return []
+
+
+@pytest.fixture
+def by_triton(seen, monkeypatch) -> list[str]:
+    """The names of kernels that Triton itself launches, which compiles nothing."""
+    def do_compile(self, key, signature, device, *_):
+        positions = [n for n, x in enumerate(signature.values()) if str(x).startswith("tensordesc")]
+        compiled = self.device_caches[device][0][key] = Compiled(seen, positions)
+        return compiled
+
+    def run(self, *args, warmup, **options):
+        launched.extend(() if warmup else [self.fn.__name__])
+        return of_triton(self, *args, warmup=warmup, **options)
+
+    launched: list[str] = []
+    of_triton = JITFunction.run
+    monkeypatch.setattr(JITFunction, "_do_compile", do_compile)
+    monkeypatch.setattr(JITFunction, "run", run)
+    return launched
+
+
+@pytest.mark.parametrize("caller_describes", (False, True))
+def test_later_launches_pass_what_the_first_passed(caller_describes, seen):
     blocks = {0: (64, 16), 1: (32, 16), 3: (64, 32)}
     made = Launch({(3,): lambda *_, **__: Compiled(seen)}, 3, (5, 0.5), {"BLOCK": 64}, 4, 2, {} if caller_describes else blocks)
     for launches in (2, 3):  # other addresses the second time; the very first call compiles
@@ -79,13 +111,66 @@ def test_later_launches_pass_what_the_first_passed(caller_describes, monkeypatch
     assert made.direct
 
 
-def test_constants_that_are_left_out_are_passed_as_well():
-    """Only the first launch goes by names; the later ones would have an argument too few."""
-    def kernel(x, n, FIRST: tl.constexpr, MIDDLE: tl.constexpr = 5, LAST: tl.constexpr = True):
+def test_a_launch_finds_the_kernel_that_triton_would_take(seen, by_triton, monkeypatch):
+    """Triton itself launches every kernel once, whatever the arguments; what later launches pass is the same."""
+    def plain(x, y, z, n, m, scale, FIRST: tl.constexpr, MIDDLE: tl.constexpr = 5, LAST: tl.constexpr = True):
         pass
 
-    assert list(Launch(JITFunction(kernel), 1, (2,), {"LAST": False, "FIRST": 1}, 4, 1).constants.items()) == [
-        ("FIRST", 1), ("MIDDLE", 5), ("LAST", False)]
+    def hook():
+        pass
+
+    kernels = [JITFunction(plain, do_not_specialize=["m"]), GluonJITFunction(plain), JITFunction(plain, debug=True)]
+    hook, pick = JITFunction(hook), random.Random(0).choice
+    rows = torch.zeros(4, 8, 2, 64)
+    tensors = [rows, rows[1], rows.half(), rows.flatten()[1:], rows.flatten()[4:], None]
+    described = [*(descriptor(x, n, width) for x, n, width in ((rows, 16, 64), (rows[:2], 16, 64), (rows, 32, 64), (rows, 16, 32))),
+                 *(hopper_descriptor(x, n, 64) for x, n in ((rows.half(), 64), (rows.bfloat16(), 64), (rows[:3].half(), 64)))]
+    numbers = [1, 2, 16, 17, 48, 2**31 - 1, 2**31, 2**32, 2**40 + 1, -1, True]
+    chosen: list = [rows, tensors[1], described[0], 16, 16, 0.5, {"FIRST": 1}, {}, 4, 1, kernels[0], False]
+    choices = [tensors, tensors, tensors + described, numbers, numbers, [0.5, 1.0, 2.0, 3],
+               [{"FIRST": x, **more} for x in (0, 1, "a", None, hook, tl.float16) for more in ({}, {"LAST": False}, {"MIDDLE": 5})],
+               [{}, {"maxnreg": 128}, {"debug": True}], [4, 8], [1, 2], kernels, [False, True]]
+    found = 0
+    for _ in range(1500):
+        n = pick(range(len(choices)))
+        chosen[n] = pick(choices[n])
+        *tensors, n, m, scale, constants, options, warps, stages, kernel, debug = chosen
+        monkeypatch.setattr(knobs.runtime, "debug", debug)
+        named = constants | {"num_warps": warps, "num_stages": stages} | options
+        before, known = len(by_triton), set(launch._LAUNCHERS)
+        made = Launch(kernel, 3, (n, m, scale), constants, warps, stages, options=options)
+        made(*tensors)
+        assert made.compiled is kernel.warmup(*tensors, n, m, scale, **named, grid=(3,))
+        assert (len(by_triton) == before) == (made.compiled in known)
+        found += made.compiled in known
+        kernel[(3,)](*tensors, n, m, scale, **named)
+        made(*tensors)
+        assert seen[0] == seen[1] == seen[2] and len(seen) == 3
+        assert seen[0][-2:] == [constants.get("MIDDLE", 5), constants.get("LAST", True)]
+        seen.clear()
+    assert found > 200 and len(launch._LAUNCHERS) > 200
+    monkeypatch.setattr(knobs.runtime, "add_stages_inspection_hook", lambda: ("key", "hash"))  # Triton would compile anew
+    by_triton.clear()
+    Launch(kernel, 3, (n, m, scale), constants, warps, stages, options=options)(*tensors)
+    assert by_triton
+
+
+@pytest.mark.parametrize("causal", (False, True))
+def test_a_new_number_of_packed_tokens_launches_the_kernels_of_others(causal, seen, by_triton, monkeypatch):
+    from attnzoo_kernels._gluon import forward_launch
+    from attnzoo_kernels.flash import hopper, hopper_backward
+    from attnzoo_kernels.flash.options import Options
+
+    for module in (forward_launch, hopper_backward):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper, "tile_counter", lambda device: torch.zeros(1, dtype=torch.int32))
+    bounds, options = torch.zeros(3, dtype=torch.int32), Options(sequences=2, softmax_scale=0.125, window_right=0 if causal else -1)
+    for total in (300, 301, 304, 333, 350):
+        q, k, v, dout = torch.zeros(4, total, 1, 64, dtype=torch.bfloat16)
+        out, _, stats = hopper.launch_forward(q, k, v, bounds, bounds, None, options)
+        hopper_backward.launch_backward(dout, None, q, k, v, out, stats, bounds, bounds, options, False)
+    assert {"hopper_fwd_kernel", "pair_bwd_kernel"} <= set(by_triton)  # the interpreter has the plain ones
+    assert len(by_triton) == len(set(by_triton)) == len(seen) / 5
 
 
 @pytest.mark.parametrize("widths, copied", [((40, 16), True), ((64, 32), True), ((64, 40), False), ((33, 64), True), ((100, 100), True)])

@@ -24,7 +24,7 @@ def main() -> None:
 
     def plan_forward(*arguments):
         plan = forward_plan(*arguments)
-        plan.launch.kernel, plan.launch.other = WarmUp(plan.launch.kernel), None
+        plan.launch.kernel, plan.launch.others = WarmUp(plan.launch.kernel), tuple
         launches.append(plan.launch)
         return plan
 

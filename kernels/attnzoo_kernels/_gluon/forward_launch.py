@@ -1,7 +1,7 @@
 """The host's side of a Hopper forward: a plan, which is made once for each layout, and the tensors of a launch."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -72,13 +72,8 @@ def plan_forward(kernel: Any, device: torch.device, call: Call, tile: ForwardTil
     return ForwardPlan(launch, tile, width, value_width, call.packed)
 
 
-def compiled_together(plans: Iterable[ForwardPlan]) -> ForwardPlan:
-    """The first of several plans for the same tensors. Its first launch also compiles the kernels of the others."""
-    first, *others = plans
-    for plan in others:
-        launch = first.launch
-        while launch.constants != plan.launch.constants and launch.other is not None:
-            launch = launch.other
-        if launch.constants != plan.launch.constants:
-            launch.other = plan.launch
-    return first
+def compiled_together(plan_of: Callable[[Any], ForwardPlan], first: Any, *others: Any) -> ForwardPlan:
+    """The first of several plans for the same tensors. The first launch of its kernel also compiles the kernels of the others."""
+    plan = plan_of(first)
+    plan.launch.others = lambda: (plan_of(other).launch for other in others)
+    return plan

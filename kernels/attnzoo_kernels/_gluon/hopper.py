@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate
 
 from attnzoo_kernels._triton import launch
-from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_like, descriptor_template, tma_takes_layout
+from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor_geometry, descriptor_like, tma_takes_layout
 
 __all__ = ["TRIED", "async_add", "async_load", "async_store", "await_empty", "await_empty_stage", "await_full", "await_stage",
            "barrier", "barriers", "beside", "box", "constants", "descriptor", "fence_async_shared", "give_back", "invalidate", "load_box",
@@ -223,10 +223,14 @@ def descriptor(x: Tensor, rows: int, width: int, by_sequence: bool = False) -> T
 @functools.lru_cache(maxsize=1024)
 def _template(dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], rows: int, width: int,
               by_sequence: bool) -> TensorDescriptor:
-    plain = descriptor_template(shape, strides, 16 // dtype.itemsize, rows, width, by_sequence)
+    shape, strides, tile = descriptor_geometry(shape, strides, 16 // dtype.itemsize, rows, width, by_sequence)
+    return TensorDescriptor(torch.empty(0, dtype=dtype), shape, strides, tile, _layout(dtype, *tile))
+
+
+@functools.cache
+def _layout(dtype: torch.dtype, *tile: int) -> gl.NVMMASharedLayout:
     element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}[dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(plain.block_shape, element)
-    return TensorDescriptor(torch.empty(0, dtype=dtype), plain.shape, plain.strides, plain.block_shape, layout)
+    return gl.NVMMASharedLayout.get_default_for(list(tile), element)
 
 
 @gluon.jit

@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction, compute_cache_key
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 L2_GROUP = 16 << 20  # bytes that stay in L2 while a group of heads reads them: keys and values; in a backward queries, gradients and dQ
@@ -125,21 +127,25 @@ def narrowed(x: Tensor, like: Tensor) -> Tensor:
 def descriptor(x: Tensor, rows: int, width: int, by_sequence: bool = False) -> TensorDescriptor:
     """Host descriptor of (batch, seqlen, heads, width) or (total, heads, width), read in tiles [1, 1, rows, width] of (batch, heads,
     seqlen, width). by_sequence: x is (total, heads, width), and `_triton.tiles.load_rows` lets its tiles end where a sequence ends."""
-    return descriptor_like(descriptor_template(x.shape, x.stride(), 16 // x.element_size(), rows, width, by_sequence), x)
+    return descriptor_like(_template(x.shape, x.stride(), 16 // x.element_size(), rows, width, by_sequence), x)
 
 
 @functools.lru_cache(maxsize=1024)
-def descriptor_template(shape: tuple[int, ...], strides: tuple[int, ...], aligned: int, rows: int, width: int,
-                         by_sequence: bool) -> TensorDescriptor:
+def _template(shape: tuple[int, ...], strides: tuple[int, ...], aligned: int, rows: int, width: int, by_sequence: bool) -> TensorDescriptor:
+    return TensorDescriptor(torch.empty(0), *descriptor_geometry(shape, strides, aligned, rows, width, by_sequence))
+
+
+def descriptor_geometry(shape: tuple[int, ...], strides: tuple[int, ...], aligned: int, rows: int, width: int,
+                        by_sequence: bool) -> tuple[list[int], list[int], list[int]]:
+    """Shape, strides and tile of a descriptor() of a tensor. aligned: how many elements have 16 bytes."""
     if len(shape) == 3:
         shape, strides = (1, *shape), (aligned, *strides)
     by_batch, by_row, by_head, _ = (strides[d] if shape[d] > 1 or d == 3 else aligned for d in range(4))
     batch, seqlen, heads, head_dim = shape
     if by_sequence:
         # 2**30 steps along the first dimension and as many rows back move an address by a multiple of 2**64, that is, not at all
-        shape, strides = (LONGEST, LONGEST, heads, SEQUENCE_END, head_dim), (2**34 - by_row, by_row, by_head, by_row, 1)
-        return TensorDescriptor(torch.empty(0), list(shape), list(strides), [1, 1, 1, rows, width])
-    return TensorDescriptor(torch.empty(0), [batch, heads, seqlen, head_dim], [by_batch, by_head, by_row, 1], [1, 1, rows, width])
+        return [LONGEST, LONGEST, heads, SEQUENCE_END, head_dim], [2**34 - by_row, by_row, by_head, by_row, 1], [1, 1, 1, rows, width]
+    return [batch, heads, seqlen, head_dim], [by_batch, by_head, by_row, 1], [1, 1, rows, width]
 
 
 def descriptor_like(template: TensorDescriptor, x: Tensor) -> TensorDescriptor:
@@ -170,12 +176,13 @@ class Launch:
     """A kernel and all of its arguments that stay the same from call to call for one layout. The caller keeps a Launch for each layout and
     alignment.
 
-    Triton's own launch checks every argument and encodes every tensor descriptor in each call. From the third call on, a Launch calls the
-    compiled kernel directly, with addresses for tensors, and reuses the encodings of descriptors for addresses that it has seen.
+    Triton's own launch checks every argument and encodes every tensor descriptor in each call. A Launch leaves to it only the first launch
+    of a compiled kernel. All others go to that kernel directly, with addresses for tensors, and reuse the encodings of descriptors for
+    addresses that the Launch has seen. In its first call, a Launch finds a kernel that was launched for another layout by Triton's own key.
 
     constants: in any order. blocks: by argument position, the arguments of descriptor() for tensors that the caller passes as they are and
-    the kernel takes as tensor descriptors. options: more options of the compiler, such as maxnreg. other: the Launch for other lengths,
-    which is compiled in the first call of this one, so that no later length waits for the compiler.
+    the kernel takes as tensor descriptors. options: more options of the compiler, such as maxnreg. others: gives the Launches for other
+    lengths, which are compiled with the first call of a kernel, so that no later length waits for the compiler.
     """
 
     kernel: Any
@@ -186,39 +193,55 @@ class Launch:
     num_stages: int
     blocks: dict[int, tuple] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    other: "Launch | None" = None
+    others: Callable[[], Iterable["Launch"]] = tuple
     compiled: Any = None
     direct: Any = None
 
-    def __post_init__(self):
-        # the compiled kernel takes all constants by position, also those that have a default
-        defaults = {p.name: p.default for p in getattr(self.kernel, "params", ()) if p.default is not inspect.Parameter.empty}
-        self.constants = defaults | self.constants
-        position = {name: n for n, name in enumerate(getattr(self.kernel, "arg_names", ()))}
-        self.constants = dict(sorted(self.constants.items(), key=lambda item: position.get(item[0], len(position))))
-
-    def compile(self, *tensors) -> Any:
-        """The kernel for such tensors, launched or not; `other` with it."""
-        given = [descriptor(x, *self.blocks[n]) if n in self.blocks else x for n, x in enumerate(tensors)]
-        if self.other is not None:
-            self.other.compile(*tensors)
-        return self.kernel.warmup(*given, *self.scalars, **self.constants, num_warps=self.num_warps, num_stages=self.num_stages,
-                                  **self.options, grid=(self.programs,))
+    def compile(self, *tensors) -> None:
+        """Compiles the kernel for such tensors without a launch."""
+        self.kernel.warmup(*self._described(tensors), *self.scalars, **self._named(), grid=(self.programs,))
 
     def __call__(self, *tensors):
         if self.direct and not _hooks_are_set():
             self.direct(self.programs, tensors)
             return
-        given = [descriptor(x, *self.blocks[n]) if n in self.blocks else x for n, x in enumerate(tensors)]
-        if self.compiled is None:  # the interpreter compiles nothing and always comes here
-            self.compiled = self.kernel[(self.programs,)](*given, *self.scalars, **self.constants, num_warps=self.num_warps,
-                                                          num_stages=self.num_stages, **self.options)
-            if self.other is not None:
-                self.other.compile(*tensors)
-        else:
+        given = self._described(tensors)
+        if self.compiled:
             self.compiled[(self.programs, 1, 1)](*given, *self.scalars, *self.constants.values())
-            if self.direct is None:
-                self.direct = DirectLaunch.of(self.compiled, given, self.blocks, (*self.scalars, *self.constants.values()))
+            return
+        found = self._find(given)
+        compiled = found or self.kernel[(self.programs,)](*given, *self.scalars, **self._named())
+        if compiled is None:  # the interpreter compiles nothing and always comes here
+            return
+        if compiled not in _LAUNCHERS:
+            _LAUNCHERS[compiled] = _launcher(compiled, given)
+            for other in self.others():
+                other.compile(*tensors)
+        if launcher := _LAUNCHERS[compiled]:
+            self.direct = DirectLaunch(compiled, *launcher, self.blocks, (*self.scalars, *self.constants.values()))
+        self.compiled = compiled
+        if found:
+            self(*tensors)
+
+    def _find(self, given: list) -> Any:
+        """The kernel that Triton has for these arguments, if a Launch has launched it directly; else None."""
+        if not isinstance(self.kernel, JITFunction):  # it is the interpreter's
+            return None
+        named = self._named()
+        named["debug"] = named.get("debug", self.kernel.debug) or knobs.runtime.debug  # as JITFunction.run does
+        named["instrumentation_mode"] = knobs.compilation.instrumentation_mode
+        kernels, keys, *_, bind = self.kernel.device_caches[driver.active.get_current_device()]
+        bound, specialization, options = bind(*given, *self.scalars, **named)
+        # a compiled kernel takes all constants by position, also those that have a default
+        self.constants = dict(list(bound.items())[len(given) + len(self.scalars):])
+        compiled = kernels.get(compute_cache_key(keys, specialization, options))
+        return compiled if _LAUNCHERS.get(compiled) and knobs.runtime.add_stages_inspection_hook is None else None
+
+    def _described(self, tensors: tuple) -> list:
+        return [descriptor(x, *self.blocks[n]) if n in self.blocks else x for n, x in enumerate(tensors)]
+
+    def _named(self) -> dict[str, Any]:
+        return {**self.constants, "num_warps": self.num_warps, "num_stages": self.num_stages, **self.options}
 
 
 def _hooks_are_set() -> bool:
@@ -231,26 +254,10 @@ class DirectLaunch:
 
     ENCODED = 4096  # encodings that are kept; a training step uses the same addresses again
 
-    def __init__(self, launcher: Any, compiled: Any, metas: dict[int, dict], blocks: dict[int, tuple], others: tuple):
+    def __init__(self, compiled: Any, launcher: Any, metas: dict[int, dict], blocks: dict[int, tuple], others: tuple):
         self.launcher, self.function, self.packed = launcher, compiled.function, compiled.packed_metadata
         self.metas, self.blocks, self.others = metas, blocks, others
         self.encoded: dict[tuple[int, int], list] = {}
-
-    @classmethod
-    def of(cls, compiled: Any, given: list, blocks: dict[int, tuple], others: tuple) -> "DirectLaunch | bool":
-        """The DirectLaunch for a kernel that was called with `given`. False if Triton's launcher is not NVIDIA's, or not built as in 3.6
-        and 3.7; then its public call is used."""
-        if torch.version.cuda is None or not isinstance(compiled.run, _cuda_launcher()):
-            return False
-        positions = [n for n, x in enumerate(given) if hasattr(x, "block_shape")]
-        metas = getattr(compiled.metadata, "tensordesc_meta", None) or []
-        launcher = copy.copy(compiled.run)
-        if positions:
-            names = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
-            if "launcher" not in names or len(metas) != len(positions) or not all(metas):
-                return False
-            launcher.launch = names["launcher"]
-        return cls(launcher, compiled, dict(zip(positions, metas, strict=False)), blocks, others)
 
     def __call__(self, programs: int, tensors: tuple) -> None:
         arguments = []
@@ -271,6 +278,25 @@ class DirectLaunch:
         n = key[0]
         self.encoded[key] = make_tensordesc_arg(descriptor(x, *self.blocks[n]) if n in self.blocks else x, self.metas[n])
         return self.encoded[key]
+
+
+_LAUNCHERS: dict[Any, tuple[Any, dict[int, dict]] | None] = {}  # of each compiled kernel, which Launches of many layouts share
+
+
+def _launcher(compiled: Any, given: list) -> tuple[Any, dict[int, dict]] | None:
+    """Triton's launcher of a kernel that was called with `given`, without the function that encodes descriptors, and what encodes these,
+    by position. None if the launcher is not NVIDIA's, or not built as in 3.6 and 3.7; then Triton's public call is used."""
+    if torch.version.cuda is None or getattr(driver.active, "launcher_cls", None) is not _cuda_launcher():
+        return None
+    positions = [n for n, x in enumerate(given) if hasattr(x, "block_shape")]
+    metas = getattr(compiled.metadata, "tensordesc_meta", None) or []
+    launcher = copy.copy(compiled.run)
+    if positions:
+        names = inspect.getclosurevars(launcher.launch).nonlocals if inspect.isfunction(launcher.launch) else {}
+        if "launcher" not in names or len(metas) != len(positions) or not all(metas):
+            return None
+        launcher.launch = names["launcher"]
+    return launcher, dict(zip(positions, metas, strict=False))
 
 
 @functools.cache

@@ -410,16 +410,6 @@ class Prefix(NamedTuple):
     lse: Tensor  # with the sinks
 
 
-class Overlapping:
-    """A kernel that is launched while the one before it still runs (programmatic dependent launch). It waits for that kernel itself."""
-
-    def __init__(self, kernel: Any):
-        self.kernel, self.arg_names = kernel, kernel.arg_names
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return functools.partial(self.kernel[grid], launch_pdl=True)
-
-
 @dataclass(frozen=True)
 class _Plan:
     """Both launches for one layout, and the shape of the partial results between them."""
@@ -460,8 +450,9 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
     pairs = bool(pairs) and tile.pairs
     v_strides = tuple(x // 2 for x in v[1][:3]) if pairs else v[1][:3]
     overlap = overlaps(arch)
+    pdl = {"launch_pdl": True} if overlap else {}
     split = Launch(
-        Overlapping(decode_split_kernel) if overlap else decode_split_kernel, programs,
+        decode_split_kernel, programs,
         (*q[1][:3], *k[1][:3], *v_strides, slopes_stride or 0, 0 if table is None else table[1][0], softmax_scale, softcap, window_left,
          window_right, batch, max_len, n_pages, seqlen_q, heads, group, kv_heads * parts, parts, programs),
         {
@@ -477,15 +468,15 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
         },
         # a page's number is read as many stages before its rows as these are read before their product
         tile.num_warps, tile.num_stages if table is None else 2 * tile.num_stages - 1,
-        {1: (tile.block_n, block_d), 2: (tile.block_n, block_dv)} if tma else {})
+        {1: (tile.block_n, block_d), 2: (tile.block_n, block_dv)} if tma else {}, pdl)
     rows = min(next_power_of_2(seqlen_q * group), max(1024 // block_dv, 1), 8)
     blocks = math.ceil(min(seqlen_q * group, tile.block_m) / rows)
     merge = Launch(
-        Overlapping(decode_merge_kernel) if overlap else decode_merge_kernel, programs * blocks, (seqlen_q, heads, group, parts, blocks),
+        decode_merge_kernel, programs * blocks, (seqlen_q, heads, group, parts, blocks),
         {"VALUE_DIM": value_dim, "BLOCK_DV": block_dv, "PRECISION": precision, "BLOCK_M": tile.block_m, "BLOCK_R": rows,
          "BLOCK_S": min(MERGED // (rows * block_dv), 32), "OVERLAP": overlap,
          "QUERIES": queries if at_most else 0},
-        4, 1)
+        4, 1, options=pdl)
     return _Plan(split, merge, (2 * programs, tile.block_m, block_dv), pairs)
 
 

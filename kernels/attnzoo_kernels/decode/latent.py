@@ -29,7 +29,7 @@ from attnzoo_kernels._triton.launch import (
 )
 from attnzoo_kernels._triton.softmax import add_dot, in_units, log_sum_exp, score_dot, softmax_step
 from attnzoo_kernels._triton.tiles import BY_SEQUENCE, Operand, head_rows, load_rows
-from attnzoo_kernels.decode.forward import Overlapping, Pages, load_pages, overlaps
+from attnzoo_kernels.decode.forward import Pages, load_pages, overlaps
 from attnzoo_kernels.decode.shares import find_sequence, sequence_tiles, total_tiles
 from attnzoo_kernels.decode.tiles import latent_tile
 
@@ -209,23 +209,23 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: torch.Size
     shares = max(tile.programs * multiprocessors(device) // parts, 1) if arch else tile.programs
     constants = {"VALUE_DIM": value_dim, "BLOCK_DV": block_dv, "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
                  "BLOCK_M": tile.block_m, "OVERLAP": overlaps(arch)}
-    split, merge = (Overlapping(kernel) if constants["OVERLAP"] else kernel for kernel in (latent_split_kernel, latent_merge_kernel))
+    pdl = {"launch_pdl": True} if constants["OVERLAP"] else {}
     # one row of many parts, or many rows of few
     block_r, block_s = (1, 64) if 4 * batch <= shares else (8, 8)
     block_c = min(block_dv, COLUMNS)
     return _Plan(
         Launch(
-            split, shares * parts,
+            latent_split_kernel, shares * parts,
             (*cache[1][:2], 0 if table is None else table[1][0], softmax_scale, batch, max_len, cache[0][0], seqlen_q, heads, parts,
              shares),
             constants | {"HEAD_DIM": head_dim, "BLOCK_REST": block_rest, "CAUSAL": causal and seqlen_q > 1, "BLOCK_N": tile.block_n,
                          "TMA": BY_SEQUENCE.value if tile.tma else 0, "PAGE": 0 if table is None else page},
             # a page's number is read as many stages before its rows as these are read before their product
             tile.num_warps, tile.num_stages if table is None else 2 * tile.num_stages - 1,
-            {1: (tile.block_n, block_dv, True), 2: (tile.block_n, block_rest, True)} if tile.tma else {}),
+            {1: (tile.block_n, block_dv, True), 2: (tile.block_n, block_rest, True)} if tile.tma else {}, pdl),
         Launch(
-            merge, batch * math.ceil(rows / block_r) * (block_dv // block_c), (batch, rows, shares),
-            constants | {"BLOCK_R": block_r, "BLOCK_S": block_s, "BLOCK_C": block_c}, 4, 1),
+            latent_merge_kernel, batch * math.ceil(rows / block_r) * (block_dv // block_c), (batch, rows, shares),
+            constants | {"BLOCK_R": block_r, "BLOCK_S": block_s, "BLOCK_C": block_c}, 4, 1, options=pdl),
         (parts * (shares + batch), tile.block_m, block_dv), tile.tma)
 
 

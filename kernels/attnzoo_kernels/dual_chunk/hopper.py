@@ -151,7 +151,7 @@ def _plan(device: torch.device, dtype: torch.dtype, queries: Layout, keys: Layou
     widths = tile_width(queries[0][-1]), tile_width(v[0][-1])
     lengths = (seqlen_q // max(sequences, 1) if options.packed else seqlen_q, *FORWARD_LENGTHS)
     tiles = [hopper_forward_tile(*widths, length, options.chunk) for length in lengths] if tile is None else [tile]
-    return compiled_together(_plan_of_tile(tile, device, queries, v, out, stride_stats, options) for tile in tiles)
+    return compiled_together(lambda tile: _plan_of_tile(tile, device, queries, v, out, stride_stats, options), *tiles)
 
 
 def _plan_of_tile(tile: ForwardTile, device: torch.device, queries: Layout, v: Layout, out: Layout, stride_stats: int,

@@ -121,7 +121,7 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, has_sinks: bo
     tile, other = (long, short) if options.sequences is None and k[0][1] > 4096 else (short, long)
     launch = _launch(device, dtype, aligned, has_sinks, residual, q, k, v, options, tile)
     if other != tile:
-        launch.other = _launch(device, dtype, aligned, has_sinks, residual, q, k, v, options, other)
+        launch.others = lambda: [_launch(device, dtype, aligned, has_sinks, residual, q, k, v, options, other)]
     return launch
 
 

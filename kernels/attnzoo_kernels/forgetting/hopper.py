@@ -176,7 +176,7 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, has_resi
     """Of a call's mean length; the kernels of all other lengths are compiled with it."""
     sequences, seqlen_q, _ = options.sizes(q[0], k[0])
     lengths = seqlen_q // max(sequences, 1) if options.packed else seqlen_q, *FORWARD_LENGTHS
-    return compiled_together(_plan_of_length(length, device, same_lengths, has_residual, q, k, v, options) for length in lengths)
+    return compiled_together(lambda length: _plan_of_length(length, device, same_lengths, has_residual, q, k, v, options), *lengths)
 
 
 def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_residual: bool, q: Layout, k: Layout, v: Layout,

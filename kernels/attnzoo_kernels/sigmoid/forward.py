@@ -52,8 +52,7 @@ def sigmoid_fwd_kernel(q_source, k_source, v_source, out_ptr, cu_seqlens_q, cu_s
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k: Layout, v: Layout, out: Layout,
           options: Options) -> Launch:
-    launches = []
-    for long in (not options.packed and k[0][1] > 4096, not options.packed, False):
+    def of_length(long: bool) -> Launch:
         constants = options.constants(q[0], v[0], dtype, device)
         tile = forward_tile(architecture(device), constants["BLOCK_D"], constants["BLOCK_DV"], dtype.itemsize, causal=options.causal,
                             window=options.window_left >= 0, packed=options.packed, long=long)
@@ -61,12 +60,16 @@ def _plan(device: torch.device, dtype: torch.dtype, aligned: bool, q: Layout, k:
                       "ONE_LOOP": tile.one_loop, "TMA": tma_kind(tile.tma and aligned, (q, k, v), dtype.itemsize, options.packed)}
         sequences, seqlen_q, _ = options.sizes(q[0], k[0])
         together = options.heads_together(q[0], k[0], (k[0][-1] + v[0][-1]) * k[0][-2] // q[0][-2], tile.block_m, device, dtype)
-        launches.append(Launch(
+        return Launch(
             sigmoid_fwd_kernel, options.programs(q[0][-2], seqlen_q, sequences, tile.block_m),
             (*operand_strides(q, k, v, out), *options.scalars(q[0], k[0]), together), constants,
-            tile.num_warps, tile.num_stages, read_blocks(tile, constants)))
-    launches[0].other = next((launch for launch in launches if launch.constants != launches[0].constants), None)
-    return launches[0]
+            tile.num_warps, tile.num_stages, read_blocks(tile, constants))
+
+    long = not options.packed and k[0][1] > 4096
+    launch = of_length(long)
+    if not options.packed:
+        launch.others = lambda: [of_length(not long)]
+    return launch
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,

@@ -85,7 +85,7 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
         return plan_forward(hopper_fwd_kernel, device, options, own, q, k, v, scalars, constants)
 
     mean = seqlen_q // max(sequences, 1) if options.packed else seqlen_q
-    return compiled_together(map(of_length, (mean, *(FORWARD_LENGTHS if tile is None else ()))))
+    return compiled_together(of_length, mean, *(FORWARD_LENGTHS if tile is None else ()))
 
 
 def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:

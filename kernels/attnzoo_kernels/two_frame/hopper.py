@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS
 from attnzoo_kernels._gluon.forward_entry import hopper_fwd_kernel
-from attnzoo_kernels._gluon.forward_launch import ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward_launch import ForwardPlan, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import mainloop_in_turn, mask_scores
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
@@ -185,7 +185,7 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
     if in_two_loops:
         constants["MAINLOOP"] = mainloop_in_two_loops
     rows = (out[0][:-1] + q[0][-1:], ())  # one head for two of q
-    return compiled_together([plan_forward(hopper_fwd_kernel, device, options, tile, rows, v, v, scalars, constants)])
+    return plan_forward(hopper_fwd_kernel, device, options, tile, rows, v, v, scalars, constants)
 
 
 def forward_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
