@@ -92,7 +92,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor | None, cu_seqlens_q:
         routed_pages_kernel[(triton.cdiv(rows, ROWS),)](
             *given, table, lengths, *steps, sequences, sequences.bit_length(), q.shape[-3], k.shape[-3], size, rows, choosers,
             choosers // k.shape[-2], slots, width, stride, SLOTS=next_power_of_2(slots), ROWS=ROWS, num_warps=1)
-    pages = (x.as_strided((1, 1, 1, x.shape[-1]), (step, x.stride(-3), 1, 1)) for x, step in ((k, k_step), (v, v_step)))
+    # one key head, whose distance to others nothing reads; 1 would tell the compiler that rows begin at any address
+    pages = (x.as_strided((1, 1, 1, x.shape[-1]), (step, x.stride(-3), x.stride(-3), 1)) for x, step in ((k, k_step), (v, v_step)))
     out, lse = launch_forward(q.reshape(rows, 1, heads // choosers, q.shape[-1]), *pages, lengths, table, None, None, softmax_scale, -1, -1,
                               0.0, page=size)
     return out.view(*q.shape[:-1], v.shape[-1]), lse.view(q.shape[:-1]).mT
