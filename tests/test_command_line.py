@@ -8,11 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from commands import Command
 from tiny_run import ROOT, compose_tiny
 
 from attnzoo import runner
 from attnzoo.errors import UserError
+from attnzoo.run.command_line import user_message
 
 
 def command(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -141,6 +143,13 @@ def test_values_of_the_wrong_kind_are_one_line(tmp_path, override, message):
 
 
 @pytest.mark.slow
+def test_too_little_memory_is_one_line():
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.uint8)
+    message = user_message(raised.value)
+    assert message.startswith(f"out of memory (you tried to allocate {2**60} bytes); lower data.batch_size")
+
+
 def test_resuming_in_a_fixed_folder_starts_and_goes_on(tmp_path):
     arguments = ["resume=auto", f"hydra.run.dir={tmp_path / 'run'}", "data=text", f"data.paths=[{ROOT / 'README.md'}]", "data.seq_len=32"]
     arguments += [f"data.cache_dir={tmp_path}", "model.dim=16", "model.n_layers=1", "trainer=cpu", "callbacks.plot=null"]

@@ -185,6 +185,7 @@ def test_a_hugging_face_tokenizer_streams_what_it_decodes():
     (["prompt=a", "top_k=0"], "top_k=0: must be"),
     (["prompt=a", "top_p=2"], "top_p=2: must be a number above 0"),
     (["prompt=a", "seed=x"], "seed='x': must be"),
+    (["prompt=a", f"seed={2**64}"], f"seed={2**64}: must be a whole number of at least 0"),
     (["prompt=a", "num_samples=0"], "num_samples=0: must be a whole number of at least 1"),
     (["prompt=a", "num_samples=8", "temperature=0"], "num_samples=8: all would be the same text with temperature=0"),
     (["prompt=a", "beams=4", "top_k=3"], "beams=4 does not go with top_k=3"),

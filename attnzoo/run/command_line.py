@@ -219,6 +219,10 @@ def user_message(error: BaseException) -> str | None:
             f"out of GPU memory ({str(error).splitlines()[0]}); lower data.batch_size (batch_tokens keeps the global batch), data.seq_len "
             "or the model's size"
         )
+    said = str(error)
+    if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in said:  # torch has no class for it
+        asked = said[max(said.find("you tried"), 0) :].partition(".")[0]
+        return f"out of memory ({asked}); lower data.batch_size (batch_tokens keeps the global batch), data.seq_len or the model's size"
     # our own code raises ValueError with a message for the user; elsewhere it is a bug's
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     ours = frame.f_globals.get("__name__", "").partition(".")[0] in ("attnzoo", "attnzoo_kernels")

@@ -130,7 +130,7 @@ GENERATION = {
     "temperature": NonNegative,
     "top_k": Count | None,
     "top_p": PositiveShare | None,
-    "seed": Natural,
+    "seed": Annotated[int, Field(ge=0, lt=2**64)],
     "graph": bool | None,
 }
 # what may differ between readings without new weights

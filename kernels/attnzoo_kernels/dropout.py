@@ -12,6 +12,8 @@ BigCrush in its authors' tests.
 import torch
 from torch import Tensor
 
+from attnzoo_kernels import checks
+
 _MASK32 = 0xFFFFFFFF
 
 
@@ -22,12 +24,15 @@ def new_rng_state(device: torch.device, generator: torch.Generator | None = None
 
 def check_state(name: str, state: Tensor, like: Tensor, sequences: int) -> None:
     """Raises where `state` is not seed and offset, and perhaps each sequence's first row, on the device of `like`."""
-    if not isinstance(state, Tensor) or state.dtype != torch.int64:
-        raise TypeError(f"{name}: must be an int64 tensor, got {state.dtype if isinstance(state, Tensor) else type(state).__name__}")
+    checks.tensor(name, state, "an int64 tensor")
+    if state.dtype != torch.int64:
+        raise TypeError(f"{name}: must be an int64 tensor, got {state.dtype}")
     if tuple(state.shape) not in ((2,), (2 + sequences,)):
         raise ValueError(f"{name}: must have shape (2,) or {(2 + sequences,)}, got {tuple(state.shape)}")
     if state.device != like.device:
         raise ValueError(f"{name}: must be on the device {like.device}, got {state.device}")
+    if state.stride(0) != 1:
+        raise ValueError(f"{name}: must be contiguous, got stride {state.stride(0)}; call .contiguous()")
 
 
 def drop_threshold(dropout_p: float) -> int:

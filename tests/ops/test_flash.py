@@ -213,7 +213,9 @@ def test_dropout_states_are_checked():
     x = torch.randn(2, 5, 1, 8)
     for state, error, message in (
             (torch.zeros(2), TypeError, "dropout_state: must be an int64 tensor, got torch.float32"),
-            (torch.zeros(3, dtype=torch.int64), ValueError, r"dropout_state: must have shape \(2,\) or \(4,\), got \(3,\)")):
+            (torch.zeros(2, dtype=torch.int64).to_sparse(), TypeError, "dropout_state: must be a dense tensor, got torch.sparse_coo"),
+            (torch.zeros(3, dtype=torch.int64), ValueError, r"dropout_state: must have shape \(2,\) or \(4,\), got \(3,\)"),
+            (torch.zeros(4, dtype=torch.int64)[::2], ValueError, "dropout_state: must be contiguous, got stride 2")):
         with pytest.raises(error, match=message):
             flash_attention(x, x, x, dropout_p=0.1, dropout_state=state)
 

@@ -47,6 +47,18 @@ def test_quantisation_is_the_references(dtype, case, block, hadamard, device, po
     assert all(torch.equal(a.float(), b.float()) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.parametrize("block", (None, BLOCK))
+def test_numbers_whose_scale_has_no_finite_inverse_become_zeros(block, device, poisoned):
+    tiny = [t.float() * 2.0**-125 for t in SMALL.inputs(device)[:3]]
+    for x in tiny:
+        x[:, 0] = 0
+    for impl in ("triton", "reference"):
+        quantized = quantize_fp8(*tiny, block=block, impl=impl)
+        assert all(not t.float().any() for t in quantized[:3]) and all((scale == 1).all() for scale in quantized[3:])
+    quantized = quantize_fp8(*(x * 2.0**10 for x in tiny), block=block, impl="reference")
+    assert all(t.float().abs().max() == LARGEST for t in quantized[:3])
+
+
 @pytest.mark.gpu  # Triton's interpreter rounds otherwise: ties away from zero, and a carry into the exponent is lost
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16))
 @pytest.mark.parametrize("case", (SMALL, replace(SMALL, seqlen_q=1, seqlen_k=77, head_dim=96), replace(SMALL, strided=True)), ids=str)

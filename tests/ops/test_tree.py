@@ -78,6 +78,19 @@ def test_no_tokens():
     assert x.grad.shape == x.shape
 
 
+def test_tokens_behind_the_last_segment_may_hold_anything():
+    x = CORRECTNESS[0].inputs(DEVICE)
+    q, k, v = (torch.cat([t.double(), torch.full_like(t[:2], torch.nan).double()]).requires_grad_() for t in x[:3])
+    out, lse = tree_attention(q, k, v, **x.options, return_lse=True, impl="reference")
+    alone, lse_alone = tree_attention(*(t[:-2] for t in (q, k, v)), **x.options, return_lse=True, impl="reference")
+    assert_close(out[:-2], alone)
+    assert_close(lse[:, :-2], lse_alone)
+    assert not out[-2:].any() and (lse[:, -2:] == -torch.inf).all()
+    for grad, own in zip(*(torch.autograd.grad(y.sum(), (q, k, v)) for y in (out, alone)), strict=True):
+        assert_close(grad, own)
+        assert not grad[-2:].any()
+
+
 def test_the_benchmark_compares_equals(capsys):
     x = CORRECTNESS[0].inputs()
     tokens = torch.arange(x.q.shape[0])

@@ -39,7 +39,10 @@ def flash_attention_reference(q, k, v, *, window_size, softmax_scale, softcap, a
     packed = cu_seqlens_q is not None
     total_q = q.shape[0]
     if ranges is not None:
-        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+        times = times_seen(ranges, q.shape[0], k.shape[0], window_size)
+        # tokens in no range may hold anything: a weight of 0 times NaN would be NaN
+        idle_q, idle_k = ((times == 0).all(side)[:, None, None] for side in (1, 0))
+        q, k, v = (x.masked_fill(idle, 0).unsqueeze(0) for x, idle in ((q, idle_q), (k, idle_k), (v, idle_k)))
     elif packed:
         q, k, v = pad_packed(q, cu_seqlens_q, max_seqlen_q), pad_packed(k, cu_seqlens_k, max_seqlen_k), pad_packed(v, cu_seqlens_k,
                                                                                                                    max_seqlen_k)
@@ -58,7 +61,7 @@ def flash_attention_reference(q, k, v, *, window_size, softmax_scale, softcap, a
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         scores = scores + alibi_bias(alibi_slopes.to(scores.dtype), len_q, len_k, rows, columns)
-    seen = visible(len_q, len_k, rows, columns, window_size) if ranges is None else times_seen(ranges, rows, columns, window_size)
+    seen = visible(len_q, len_k, rows, columns, window_size) if ranges is None else times
     scores = scores.masked_fill(seen == 0, -torch.inf)
 
     # softmax by hand: a row that sees no key gives zeros, and no NaN in any gradient

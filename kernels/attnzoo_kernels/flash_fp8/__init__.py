@@ -36,7 +36,7 @@ def quantize_fp8(q: Tensor, k: Tensor, v: Tensor, *, block: int | None = None, h
     (float16, bfloat16 or float32), last dimension contiguous; kv_heads divides heads.
     block: None: one scale for each sequence and key head, which all query heads of the group share, float32 (batch, kv_heads).
         128: one scale for each 128 tokens of these, (batch, kv_heads, ceil(seqlen / 128)), so that an outlier does not reduce the precision
-        of other blocks.
+        of other blocks. Where all numbers that share a scale are below 2**-117, they become zeros with a scale of 1.
     hadamard: rotate q and k by one orthonormal matrix, a Hadamard matrix with random but fixed signs, which leaves q kᵀ as it is and
         spreads outliers over all columns; head_dim must be a power of two.
 

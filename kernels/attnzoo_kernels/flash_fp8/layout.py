@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 128  # tokens that share a scale, where scales are by block
+SMALLEST = 2.0**-117  # numbers below this count as zeros, because their scale would be denormal, and its inverse infinite
 ROOM = 16  # there is room for a multiple of this many tokens, because TMA reads values by 16 bytes, and keys by four
 
 

@@ -9,7 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import Launch, are_aligned, block_width, on_device_of
-from attnzoo_kernels.flash_fp8.layout import BLOCK, ROOM, quantized_like
+from attnzoo_kernels.flash_fp8.layout import BLOCK, ROOM, SMALLEST, quantized_like
+
+LEAST = tl.constexpr(SMALLEST)
 
 
 @triton.jit
@@ -95,7 +97,7 @@ def quantize_kernel(x_ptr, largest_ptr, out_ptr, descale_ptr, stride_batch, stri
         for start in range(0, blocks, BLOCK_T):
             of_blocks = tl.maximum(of_blocks, tl.load(largest_ptr + owner * blocks + start + lanes, mask=start + lanes < blocks, other=0.0))
         largest = tl.max(of_blocks)
-    descale = tl.div_rn(tl.where(largest > 0, largest, 448.0), 448.0)
+    descale = tl.div_rn(tl.where(largest >= LEAST, largest, 448.0), 448.0)
     if BY_BLOCK:
         tl.store(descale_ptr + owner * blocks + block, descale)
     elif block == 0:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from attnzoo_kernels.dispatch import without_autocast
 from attnzoo_kernels.flash.reference import visible
-from attnzoo_kernels.flash_fp8.layout import BLOCK
+from attnzoo_kernels.flash_fp8.layout import BLOCK, SMALLEST
 
 LARGEST = 448.0  # the largest number of e4m3
 WEIGHTS_LARGEST = 256.0  # the kernel multiplies weights by this, so that small ones are not lost
@@ -32,7 +32,7 @@ def quantize_reference(x: Tensor, kv_heads: int, by_block: bool, rotate: bool) -
     blocks = -(-seqlen // BLOCK) if by_block else 1
     padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, blocks * BLOCK - seqlen if by_block else 0))
     largest = padded.abs().reshape(batch, blocks, -1, kv_heads, heads // kv_heads * width).amax((2, 4)).transpose(1, 2).float()
-    descale = torch.where(largest > 0, largest, LARGEST) / torch.full_like(largest, LARGEST)
+    descale = torch.where(largest >= SMALLEST, largest, LARGEST) / torch.full_like(largest, LARGEST)
     descale = descale if by_block else descale[..., 0]
     inverse = torch.ones_like(descale) / descale
     return (x * spread(inverse, x)).to(torch.float8_e4m3fn), descale.contiguous()
