@@ -26,8 +26,9 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 # the rows of README's table of speeds: what of the CSV file that the row links to it tells
 SPEEDS = {
-    "`flash`, 512": "label == 'sdpa-cudnn'",
-    "`flash`, 2048": "label in ('fa3', 'fa4')",
+    "`flash`, 2048": "label == 'sdpa-cudnn' and x >= 2048",
+    "`flash`, the same": "label in ('fa3', 'fa4') and x >= 2048",
+    "`flash` at head dim 64": "label in ('fa3', 'fa4') and x >= 2048",
     "`block_sparse`": "label == 'flex'",
     "`differential`": "label == 'cudnn-2-calls' and x == 8192",
     "`decode_attention`": "label == 'attnzoo-triton' and case.str.contains('^b1-k65536-|^b64-k4096-')",
