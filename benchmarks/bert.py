@@ -148,8 +148,8 @@ def huggingface_loss(model: nn.Module, batch: dict) -> Tensor:
 
 
 TRAININGS: dict[str, tuple[bool, str | None]] = {  # ours or theirs, mode of torch.compile
-    "attnzoo": (True, "default"),
     "attnzoo-graphs": (True, "reduce-overhead"),
+    "attnzoo": (True, "default"),
     "huggingface": (False, "default"),
     "huggingface-eager": (False, None),
     "attnzoo-eager": (True, None),

@@ -48,6 +48,8 @@ def integer(name: str, value, least: int | None = None) -> None:
             raise TypeError(f"{name}: must be a Python int, got a tensor (reading it would wait for the device)")
         at_least = "" if least is None else f" of at least {least}"
         raise ValueError(f"{name}: must be an integer{at_least}, got {value!r}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:  # not a symbolic one, of which a question would be a guard
+        raise ValueError(f"{name}: must be an integer of 64 bits, got {value}")
 
 
 def _shown(value) -> str:

@@ -112,6 +112,7 @@ def test_attention_is_over_the_chosen_blocks(impl):
 
 @pytest.mark.parametrize("change, error, message", [
     ({"top_k": 0}, ValueError, "top_k: must be an integer of at least 1, got 0"),
+    ({"top_k": 2**63}, ValueError, "top_k: must be an integer of 64 bits, got 9223372036854775808"),
     ({"block_size": 2.5}, ValueError, "block_size: must be an integer of at least 1, got 2.5"),
     ({"impl": "cuda"}, ValueError, "impl: must be None or one of 'gluon', 'triton', 'cpu', 'reference', got 'cuda'"),
 ])
