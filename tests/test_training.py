@@ -372,6 +372,20 @@ def test_balanced_masked_batches_train(tmp_path):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize(("batching", "warnings"), [("random", 1), ("balanced", 0)])
+def test_many_sizes_of_batches_that_need_a_cuda_graph_each_are_told_once(tmp_path, caplog, monkeypatch, batching, warnings):
+    own = TokenPrediction.__init__
+
+    def with_graphs(self, *args, **options):
+        own(self, *args, **options)
+        self.uses_graphs = True
+
+    monkeypatch.setattr(TokenPrediction, "__init__", with_graphs)
+    tiny = ["model=bert_tiny", "model.dim=32", "model.n_layers=1", "model.n_heads=2", "data.min_seq_len=8", "trainer.max_steps=14"]
+    runner.train(compose_tiny(tmp_path, *tiny, f"data.batching={batching}"))
+    assert caplog.text.count("compile records a CUDA graph for each size of a batch, and 10 sizes were seen") == warnings
+
+
 def test_metrics_csv_forgets_what_is_done_again(tmp_path):
     for first, last in ((0, 5), (3, 6)):
         log = MetricsCSV(str(tmp_path))

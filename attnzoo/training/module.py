@@ -1,5 +1,6 @@
 """The LightningModule that all tasks share: the loss over targets, the training step and the metrics."""
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +17,11 @@ from attnzoo.batch import IGNORED, Batch, Inputs, sharing
 from attnzoo.checkpoint import check_same_model
 from attnzoo.run.steps import is_log_step
 
+log = logging.getLogger(__name__)
+
 INPUTS = tuple(Inputs.__annotations__)
 READ = {"input_ids", "labels", "weights", *INPUTS}
+MANY_SIZES = 10  # of batches, for which one run records CUDA graphs before it warns
 
 
 def predict(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -98,6 +102,7 @@ class TokenPrediction(lightning.LightningModule):
         self.shapes = {name: value.shape for name, value in self.state_dict().items()}
         self._training_loss: Callable = summed_loss
         self.uses_graphs = False  # whether torch.compile makes CUDA graphs
+        self._sizes: set[torch.Size] = set()  # of the batches that these graphs read
         if compile:
             # recomputation in the backward must not repeat what the forward stores for later blocks (SequenceInfo.once)
             torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
@@ -145,6 +150,11 @@ class TokenPrediction(lightning.LightningModule):
     # known before the backward pass. With it, S(count) is known only at the last micro-batch, and the gradients are scaled then.
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if self.uses_graphs and len(self._sizes) < MANY_SIZES:
+            self._sizes.add(batch["input_ids"].shape)
+            if len(self._sizes) == MANY_SIZES:
+                log.warning(f"compile records a CUDA graph for each size of a batch, and {MANY_SIZES} sizes were seen: set "
+                            "data.batching=balanced, which fills packed batches up to one size, or compile=true")
         loss, count = self._training_loss(self.model, self._read(batch), self._fuses(batch))
         totals = torch.stack([loss.detach(), count])
         self._begins_step = self._totals is None
