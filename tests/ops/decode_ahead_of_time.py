@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 
 import torch
 import triton
@@ -37,10 +38,17 @@ def main() -> None:
         cache = cache.to(torch.float8_e4m3fn) if fp8 else cache
         forward.launch_forward(q, cache, cache, torch.zeros(batch, dtype=torch.int32),
                                torch.zeros(batch, 4, dtype=torch.int32) if page else None, None, None, width**-0.5, -1, 0, 0.0, *scales)
+    from attnzoo_kernels.routed import decode as routed
+
+    q, cache, bounds = torch.zeros(1, 16, 128, dtype=torch.bfloat16), torch.zeros(4096, 4, 128, dtype=torch.bfloat16), torch.tensor([0, 1])
+    blocks = torch.zeros(1, 4, 15, dtype=torch.int32)
+    routed.attend(q, cache, cache, blocks, bounds.int(), bounds.int() * 4096, 64, 0.1)
+    compiled = [entry for entry in compiled if "PRECISION" in entry[1]]
     for name, constants, kernel in compiled:
         registers, stack = resources(kernel.asm["cubin"])
         shown = {key: constants[key] for key in ("VALUE_DIM", "PRECISION", "BLOCK_M")}
-        print(json.dumps({"kernel": name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared, **shown}))
+        print(json.dumps({"kernel": name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
+                          "narrow": len(re.findall(r"ld\.global[.\w]*\.b16", kernel.asm["ptx"])), **shown}))
 
 
 if __name__ == "__main__":
