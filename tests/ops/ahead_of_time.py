@@ -52,6 +52,13 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(registers), int(stack)
 
 
+def loads(ptx: str) -> dict[str, int]:
+    """How many loads read one number of 16 bits (`narrow`), and how many several numbers at once (`wide`). Without a wide one the compiler
+    does not know how rows are aligned: a stride is 1, or is not specialised."""
+    return {"narrow": len(re.findall(r"ld\.global[.\w]*\.b16", ptx)),
+            "wide": len(re.findall(r"ld\.global[.\w]*\.v[24]|cp\.async", ptx))}
+
+
 def loops_with(instruction: str, lines: list[str]) -> list[tuple[int, int]]:
     """Where in a disassembly the loops that hold an instruction begin and end."""
     labels = {match[1]: n for n, line in enumerate(lines) if (match := re.match(r"(\.L_x?_?\w+):", line.strip()))}

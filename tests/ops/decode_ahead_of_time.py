@@ -2,11 +2,10 @@
 
 import itertools
 import json
-import re
 
 import torch
 import triton
-from ahead_of_time import ARCH, Driver, resources
+from ahead_of_time import ARCH, Driver, loads, resources
 from triton.runtime.jit import JITFunction
 
 WIDTHS = (64, 128, 256)
@@ -48,7 +47,7 @@ def main() -> None:
         registers, stack = resources(kernel.asm["cubin"])
         shown = {key: constants[key] for key in ("VALUE_DIM", "PRECISION", "BLOCK_M")}
         print(json.dumps({"kernel": name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
-                          "narrow": len(re.findall(r"ld\.global[.\w]*\.b16", kernel.asm["ptx"])), **shown}))
+                          **loads(kernel.asm["ptx"]), **shown}))
 
 
 if __name__ == "__main__":

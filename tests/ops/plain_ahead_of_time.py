@@ -7,7 +7,7 @@ import sys
 
 import torch
 import triton
-from ahead_of_time import ARCH, Driver, resources, wgmma_faults
+from ahead_of_time import ARCH, Driver, loads, resources, wgmma_faults
 from triton.runtime.jit import JITFunction
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -264,7 +264,7 @@ def main() -> None:
             registers, stack = resources(kernel.asm["cubin"])
             shown = {key: constants.get(key) for key in ("HEAD_DIM", "VALUE_DIM", "PRECISION", "BLOCK_M", "BLOCK_N", "PACKED", "TMA")}
             print(json.dumps({"kernel": name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
-                              **wgmma_faults(kernel), **shown}), flush=True)
+                              **loads(kernel.asm["ptx"]), **wgmma_faults(kernel), **shown}), flush=True)
 
 
 if __name__ == "__main__":

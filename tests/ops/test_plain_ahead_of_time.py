@@ -12,12 +12,13 @@ SPILLED = 512  # bytes of stack a thread; the most is 296, of 16-bit packed dK/d
 @pytest.mark.slow
 @pytest.mark.parametrize("operator, count", (
     ("flash", 40), pytest.param("ranges", 16, marks=pytest.mark.tables),
-    pytest.param("block_sparse", 24, marks=pytest.mark.tables), pytest.param("dual_chunk", 22, marks=pytest.mark.tables), ("routed", 78),
+    pytest.param("block_sparse", 24, marks=pytest.mark.tables), pytest.param("dual_chunk", 22, marks=pytest.mark.tables), ("routed", 80),
     ("training", 10)))
-def test_kernels_fit_and_spill_little(operator, count):
+def test_kernels_fit_spill_little_and_read_several_numbers_at_once(operator, count):
     kernels = compiled_kernels("plain_ahead_of_time.py", 90, operator)
     assert len(kernels) == count
-    wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["stack"] > SPILLED or kernel["stale"]]
+    wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["stack"] > SPILLED or kernel["stale"]
+             or (kernel["narrow"] > 4 and not kernel["wide"])]
     assert not wrong, "\n".join(map(str, wrong))
 
 

@@ -83,7 +83,7 @@ def _folded_row(place_ptr, query, head, inside, kv_heads, group, stride):
     return (((place // stride) * kv_heads + head // group) * stride + place % stride) * group + head % group
 
 
-@triton.jit(do_not_specialize=["rows", "kv_heads", "group", "stride", "stride_row", "stride_head", "stride_gate", "stride_gate_head"],
+@triton.jit(do_not_specialize=["rows", "kv_heads", "group", "stride", "stride_gate", "stride_gate_head"],
             do_not_specialize_on_alignment=["gates_ptr"])
 def nsa_fold_kernel(x_ptr, gates_ptr, source_ptr, out_ptr, stride_row, stride_head, stride_gate, stride_gate_head, rows, kv_heads, group,
                     stride, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr, GATED: tl.constexpr):

@@ -62,7 +62,7 @@ def store_tile(ptr, row, inside, tile, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.cons
     tl.store(ptr + row[:, None] * WIDTH + column[None, :], tile.to(ptr.dtype.element_ty), mask=inside[:, None] & (column < WIDTH)[None, :])
 
 
-@triton.jit(do_not_specialize=[*NUMBERS, "stride_row", "stride_head", "stride_own", "stride_part"],
+@triton.jit(do_not_specialize=[*NUMBERS, "stride_own", "stride_part"],
             do_not_specialize_on_alignment=["own_numbers_ptr", "part_numbers_ptr"])
 def routed_spread_kernel(own_ptr, own_numbers_ptr, place_ptr, part_ptr, part_numbers_ptr, stride_row, stride_head, stride_own, stride_part,
                          tokens, heads, rows, slots, WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_ROWS: tl.constexpr,
