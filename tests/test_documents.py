@@ -87,6 +87,21 @@ def test_commands_compose(command):
         compose(name, [word for word in overrides if not word.startswith("hydra.")])
 
 
+def benchmark_tables() -> list[tuple[str, str]]:
+    """(benchmark, tables) of each command `-m benchmarks.<benchmark> <tables> --options` that a document names."""
+    texts = (" ".join(path.read_text().split()) for path in [*DOCUMENTS, ROOT / "benchmarks" / "NOTES.md"])
+    found = (match for text in texts for match in re.findall(r"benchmarks\.(\w+)((?: [a-z]\w*)+)(?: --|`)", text))
+    return sorted({(name, tables.strip()) for name, tables in found})
+
+
+@pytest.mark.parametrize(("name", "tables"), benchmark_tables())
+def test_tables_of_benchmarks_exist(name, tables):
+    module = importlib.import_module(f"benchmarks.{name}")
+    if not hasattr(module, "TABLES"):
+        pytest.skip("it has commands of its own")
+    assert set(tables.split()) <= module.TABLES.keys()
+
+
 def speeds() -> list[list[str]]:
     """The cells of README's table of speeds, by row: operator, ratios, peer, command."""
     table = (ROOT / "README.md").read_text().partition("## Speed")[2].partition("\n|---")[2].partition("\n\n")[0]

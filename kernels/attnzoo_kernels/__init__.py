@@ -1,6 +1,6 @@
 """Attention operators of attnzoo: one public function per operator, plain PyTorch tensors in and out.
 
-Needs torch only. Triton is imported when a kernel is first launched.
+It imports only torch, and triton when a kernel is first launched.
 """
 
 from attnzoo_kernels import padding
