@@ -56,7 +56,8 @@ def show(cfg: DictConfig, overrides: Sequence[str] = ()) -> str:
     figure = _figure({name: found[head] for name, head in _heads(found, cfg.head).items()}, title, what, labels)
     output = Path(cfg.output)
     write_whole(output, lambda file: figure.savefig(file, format=output.suffix[1:], dpi=100))
-    return f"{output}: {what} of {title}, {found.shape[-1]} tokens, {seen:.1f} % of all pairs of a query and a key are seen"
+    hint = "" if seen else "; the layer reads zeros, so a variant whose weight is 0 at a score of 0 shows nothing"
+    return f"{output}: {what} of {title}, {found.shape[-1]} tokens, {seen:.1f} % of all pairs of a query and a key are seen{hint}"
 
 
 def mask(layer: Attention, length: int) -> Tensor:

@@ -188,3 +188,10 @@ def test_threads_are_told_when_to_sleep_before_torch_is_there(given, spins):
     environment = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment | given, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(spins), "False"]
+
+
+def test_warnings_are_in_the_log(tmp_path):
+    tiny = ["trainer=cpu", "model.dim=16", "model.n_layers=1", "model.n_heads=2", "trainer.max_steps=1", "debug=limit", "data.seq_len=32"]
+    done = subprocess.run([sys.executable, ROOT / "train.py", "attention=moba", *tiny, f"hydra.run.dir={tmp_path / 'run'}"], cwd=tmp_path,
+                          capture_output=True, text=True, check=True)
+    assert "queries read every block" in done.stdout and "queries read every block" in (tmp_path / "run" / "train.log").read_text()

@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import functools
 import io
+import logging
 import os
 import re
 import signal
@@ -74,7 +75,8 @@ def let_threads_sleep() -> None:
 
 
 def begins() -> None:
-    """From here on Ctrl-C raises KeyboardInterrupt."""
+    """From here on Ctrl-C raises KeyboardInterrupt, and Python's warnings go into the log, too."""
+    logging.captureWarnings(True)
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
