@@ -150,7 +150,14 @@ def eager_function(operator: str, function: Callable, prepare: Callable, derive:
         def vmap(info, in_dims, *inputs):
             raise NotImplementedError(f'{operator}: the kernels have no rule for torch.func.vmap; impl="reference" has')
 
-    return Eager.apply
+    def call(*inputs):
+        first, *others = inputs
+        wanted = torch.is_grad_enabled() and (first.requires_grad or any(isinstance(x, Tensor) and x.requires_grad for x in others))
+        if wanted or torch._C._are_functorch_transforms_active() or getattr(forward_ad, "_current_level", 0) >= 0:
+            return Eager.apply(*inputs)
+        return function(*inputs)  # autograd would take a third of the call
+
+    return call
 
 
 def refuse_second_derivative(operator: str) -> None:
