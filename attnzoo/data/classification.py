@@ -50,8 +50,9 @@ class LabelledRows:
         self.last = tokenizer.sep_id if has_cls else None
         self.n_rows = len(store.n_bytes) // self.towers
         self._texts = np.minimum(store.lengths - 1, seq_len - 1 - (self.last is not None))
-        whole = (self._texts + 1 + (self.last is not None))[: self.n_rows * self.towers].reshape(-1, self.towers)
-        of_rows = whole.sum(1) if packed else whole.max(1)
+        self._lengths = self._texts + 1 + (self.last is not None)
+        towers = self._lengths[: self.n_rows * self.towers].reshape(-1, self.towers)
+        of_rows = towers.sum(1) if packed else towers.max(1)
         steps = StepOrder(of_rows, seed=seed, shuffle=shuffle, longest=seq_len, batching=batching, step_tokens=step_tokens)
         self.order, self.n_slots = steps.order, steps.n_slots
         self._static = self._static_shape(of_rows) if packed and batching == "balanced" else None
@@ -69,23 +70,19 @@ class LabelledRows:
 
         Row numbers from `n_rows` on are left out. A batch of such numbers only has one padding token for each tower.
         """
-        n_rows = len(rows)
         rows = rows[rows < self.n_rows]
         ids, lengths, labels = self.sequences(rows)
         n_tokens, n_targets = len(ids), len(labels)
         if n_targets == 0:
             ids, lengths, labels = np.full(self.towers, self.tokenizer.pad_id), np.ones(self.towers, np.int64), np.array([IGNORED])
-        ids, fields = self._laid_out(ids, lengths, self.tokenizer.pad_id, n_rows)
+        ids, fields = self._laid_out(ids, lengths, self.tokenizer.pad_id)
         tensors = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         return {**tensors, **fields, "n_tokens": n_tokens, "n_targets": n_targets}
 
-    def _laid_out(self, values: np.ndarray, lengths: np.ndarray, fill: int, n_rows: int) -> tuple[np.ndarray, dict]:
-        """Brings values of concatenated sequences into the layout of a batch; also returns the fields that describe this layout.
-
-        n_rows: the rows of the step, with those that are left out.
-        """
+    def _laid_out(self, values: np.ndarray, lengths: np.ndarray, fill: int) -> tuple[np.ndarray, dict]:
+        """Brings values of concatenated sequences into the layout of a batch; also returns the fields that describe this layout."""
         if self.packed:
-            n_slots = self._static.slots(n_rows, len(values)) if self._static else len(values)
+            n_slots = self._static.slots(len(lengths) // self.towers, len(values)) if self._static else len(values)
             return fill_up(values, n_slots, fill), packed_fields(lengths, self.seq_len, len(lengths) + 1, n_slots)
         real = np.arange(padded(lengths.max(), self.seq_len)) < lengths[:, None]
         fields = {"attention_mask": torch.from_numpy(real), "max_tokens": len(values), "lengths": lengths}
@@ -93,8 +90,7 @@ class LabelledRows:
 
     def sequences(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The concatenated input ids of these sequences, their lengths and their labels, all int64."""
-        texts = self._texts[rows]
-        lengths = texts + 1 + (self.last is not None)
+        texts, lengths = self._texts[rows], self._lengths[rows]
         begins = np.cumsum(lengths) - lengths
         ids = np.empty(lengths.sum(), np.int64)
         ids[ranges(begins + 1, texts)] = self.store.tokens.view(np.ndarray)[ranges(self.store.offsets[rows], texts)]
@@ -126,7 +122,6 @@ class MaskedLabelledRows(LabelledRows):
 
         A batch without rows has one padding token. In a static shape positions of padding fill up `logits_at`.
         """
-        n_rows = len(rows)
         rows = rows[rows < self.n_rows]
         ids, lengths, _ = self.sequences(rows)
         at = ranges(np.cumsum(lengths) - lengths + 1, self._texts[rows])
@@ -134,11 +129,11 @@ class MaskedLabelledRows(LabelledRows):
         n_tokens, n_targets = len(ids), int((labels != IGNORED).sum())
         if n_tokens == 0:
             ids, lengths, labels = np.array([self.tokenizer.pad_id]), np.array([1]), np.array([IGNORED])
-        labels, _ = self._laid_out(labels, lengths, IGNORED, n_rows)
-        ids, fields = self._laid_out(ids, lengths, self.tokenizer.pad_id, n_rows)
+        labels, _ = self._laid_out(labels, lengths, IGNORED)
+        ids, fields = self._laid_out(ids, lengths, self.tokenizer.pad_id)
         logits_at = np.flatnonzero(labels != IGNORED)
         if self._static:
-            logits_at = fill_up(logits_at, self._static.logits(n_rows, n_targets), ids.size - 1)
+            logits_at = fill_up(logits_at, self._static.logits(len(lengths), n_targets), ids.size - 1)
         tensors = {"input_ids": ids, "labels": labels, "logits_at": logits_at}
         return {**{name: torch.from_numpy(x) for name, x in tensors.items()}, **fields, "n_tokens": n_tokens, "n_targets": n_targets}
 
