@@ -24,6 +24,17 @@ class Newest:
     def row_starts(self) -> Tensor:
         return torch.arange(self.positions.shape[0], device=self.positions.device) * self.max_len
 
+    def last_windows(self, size: int, stride: int, room: int) -> tuple[Tensor, Tensor]:
+        """Of each row's last whole window of `size` tokens, where windows start `stride` tokens apart: its tokens, (batch, size), as
+        indices like `places`, and its place, (batch,), in a tensor with `room` windows of each row.
+
+        A row without a whole window gets its first one. What comes of it is overwritten when that window is whole.
+        """
+        last = ((self.lengths.long() - size) // stride).clamp(min=0)
+        tokens = (self.row_starts + last * stride)[:, None] + torch.arange(size, device=last.device)
+        rows = torch.arange(last.shape[0], device=last.device)
+        return tokens.clamp(max=last.shape[0] * self.max_len - 1), rows * room + last
+
     def packed(self) -> tuple[Tensor, Tensor]:
         """cu_seqlens of queries and of keys, each int32 (2 batch + 1,), that describe a cache's rows as packed sequences.
 

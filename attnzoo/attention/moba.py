@@ -64,7 +64,10 @@ class MoBAAttention(Attention):
 
     def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
         q, k, v, means = (x.flatten(0, 1) for x in (q, *cache.buffers, *cache.derived))
-        tokens, place, starts = seq.once(("moba newest", self.block_size), lambda: _newest_blocks(cache, self.block_size))
+        size, room = self.block_size, cache.derived[0].shape[1]
+        tokens, place = seq.once(("moba newest", size), lambda: cache.newest.last_windows(size, size, room))
+        # every second sequence is the unused rest of a row
+        starts = seq.once(("moba starts", room), lambda: (torch.arange(2 * cache.batch, device=q.device) // 2 * room).int())
         means.index_copy_(0, place, k[tokens].mean(1, dtype=means.dtype))
         return self.attend(q, k, v, self.newest_rows(cache, seq), block_means=means, block_starts=starts)[:, None]
 
@@ -84,15 +87,3 @@ class MoBAAttention(Attention):
 
     def extra_repr(self) -> str:
         return f"block_size={self.block_size}, top_k={self.top_k}"
-
-
-def _newest_blocks(cache: KVCache, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row's last block that is whole: its tokens in the cache, (batch, size), and its place in `derived`, (batch,), both counted
-    over all rows. Also where the blocks of each packed sequence begin, int32 (2 batch,). A row without a whole block takes its first one,
-    which nothing reads yet."""
-    newest, room = cache.newest, cache.derived[0].shape[1]
-    last = (newest.lengths.long() // size - 1).clamp(min=0)
-    tokens = (newest.row_starts + last * size)[:, None] + torch.arange(size, device=last.device)
-    row = torch.arange(cache.batch, device=last.device) * room
-    starts = row.repeat_interleave(2).int()  # every second sequence is the unused rest of a row
-    return tokens.clamp(max=cache.batch * cache.max_len - 1), row + last, starts

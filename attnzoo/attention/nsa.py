@@ -224,13 +224,10 @@ def _places(bounds: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _newest_windows(cache: KVCache, cu_seqlens_k: Tensor, size: int, stride: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row's last window that is whole: its tokens in the cache, (batch, size // stride, stride), and its place in `derived`,
-    (batch,), both counted over all rows. Also the places of all compressed keys in the order of packed sequences,
-    (batch * max_len // stride,). A row without a whole window takes tokens that are no window's, and nothing reads what comes of them."""
-    newest, total, room = cache.newest, cache.batch * cache.max_len, cache.derived[0].shape[1]
-    row = torch.arange(cache.batch, device=cu_seqlens_k.device) * room
-    last = ((newest.lengths.long() - size) // stride).clamp(min=0)
-    tokens = (newest.row_starts + last * stride)[:, None] + torch.arange(size, device=last.device)
-    sequence, place = _places(compressed_bounds(cu_seqlens_k, size, stride), total // stride)
-    order = row[sequence // 2] + place.clamp(max=room - 1)  # every second sequence is the unused rest of a row
-    return tokens.clamp(max=total - 1).unflatten(1, (-1, stride)), row + last, order
+    """Of each row's last window that is whole: its tokens, (batch, size // stride, stride), and its place in `derived`, as in
+    `Newest.last_windows`. Also the places of all compressed keys in the order of packed sequences, (batch * max_len // stride,)."""
+    room = cache.derived[0].shape[1]
+    tokens, last = cache.newest.last_windows(size, stride, room)
+    sequence, place = _places(compressed_bounds(cu_seqlens_k, size, stride), cache.batch * cache.max_len // stride)
+    order = sequence // 2 * room + place.clamp(max=room - 1)  # every second sequence is the unused rest of a row
+    return tokens.unflatten(1, (-1, stride)), last, order
