@@ -99,11 +99,8 @@ def _check_sizes(block_size: int, top_k: int) -> None:
     checks.integer("top_k", top_k, 1)
 
 
-Means = tuple[Tensor | None, Tensor | None]
-
-
-def _means(means: Tensor | None, starts: Tensor | None, k: Tensor, cu_seqlens_k: Tensor | None) -> Means:
-    """block_means as (kv_heads, blocks of all sequences, head_dim), and block_starts, also of dense sequences; None if not given."""
+def _means(means: Tensor | None, starts: Tensor | None, k: Tensor, cu_seqlens_k: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """block_means as (blocks of all sequences, kv_heads, head_dim), and block_starts, also of dense sequences; None if not given."""
     if means is None:
         if starts is not None:
             raise ValueError(f"block_starts: must be None without block_means, got a tensor of shape {tuple(starts.shape)}")
@@ -122,10 +119,10 @@ def _means(means: Tensor | None, starts: Tensor | None, k: Tensor, cu_seqlens_k:
         raise ValueError("block_starts: must be a tensor for packed sequences with block_means, got None")
     else:
         checks.whole_numbers("block_starts", starts, k, (cu_seqlens_k.shape[0] - 1,), "k")
-    return means.detach().flatten(0, -3).transpose(0, 1), starts
+    return means.detach().flatten(0, -3), starts
 
 
-def _choose(q: Tensor, k: Tensor, block_size: int, top_k: int, impl: str | None, means: Means,
+def _choose(q: Tensor, k: Tensor, block_size: int, top_k: int, impl: str | None, means: tuple[Tensor | None, Tensor | None],
             **lengths: Any) -> tuple[Tensor, Blocks | None]:
     """The blocks that moba_blocks chooses, and, for the kernels, the layout of all blocks."""
     given, starts = means

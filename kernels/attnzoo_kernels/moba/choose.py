@@ -82,7 +82,7 @@ def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tens
                   slots: int, means: Tensor | None = None) -> Tensor:
     """q (total_q, heads, head_dim), k (total_k, kv_heads, head_dim), first and bounds_k of Blocks; int32 (total_q, heads, slots).
 
-    If `means` are given, float32 (kv_heads, blocks, head_dim), `first` has the index of each sequence's first block in them.
+    If `means` are given, float32 (blocks, kv_heads, head_dim), `first` has the index of each sequence's first block in them.
     """
     total_q, heads, width = q.shape
     total_k, kv_heads, _ = k.shape
@@ -91,10 +91,11 @@ def launch_blocks(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tens
         return torch.empty(total_q, heads, slots, dtype=torch.int32, device=q.device)
     grid, sequences, constants = plan_choice(q, cu_seqlens_q, heads, slots, tile_size(q), tile_size(q), count // 256)
     if means is None:
-        means = torch.empty(kv_heads, count, width, dtype=torch.float32, device=q.device)
+        by_head = torch.empty(kv_heads, count, width, dtype=torch.float32, device=q.device)
         with on_device_of(q):
-            moba_means_kernel[(count, kv_heads)](k, bounds_k, means, *strides(k)[1:], block_size, count, HEAD_DIM=width,
+            moba_means_kernel[(count, kv_heads)](k, bounds_k, by_head, *strides(k)[1:], block_size, count, HEAD_DIM=width,
                                                  BLOCK_D=block_width(width), ROWS=MEAN_ROWS, num_warps=4)
+        means = by_head.transpose(0, 1)
     return launch_choice(lambda blocks: moba_blocks_kernel[grid](
-        q, means, blocks, cu_seqlens_q, cu_seqlens_k, first, *strides(q)[1:], *means.stride()[:2], sequences, total_q, total_k, heads,
-        heads // kv_heads, block_size, slots, **constants, num_warps=4), q, heads, slots, grid[1])
+        q, means, blocks, cu_seqlens_q, cu_seqlens_k, first, *strides(q)[1:], means.stride(1), means.stride(0), sequences, total_q,
+        total_k, heads, heads // kv_heads, block_size, slots, **constants, num_warps=4), q, heads, slots, grid[1])

@@ -14,7 +14,7 @@ ROWS = 512
 @torch.no_grad()
 def _choose(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, block_size: int, slots: int, means: Tensor | None,
             starts: Tensor | None) -> Tensor:
-    """q (total_q, heads, head_dim), k (total_k, kv_heads, head_dim); int32 (total_q, heads, slots). means: (kv_heads, blocks, head_dim),
+    """q (total_q, heads, head_dim), k (total_k, kv_heads, head_dim); int32 (total_q, heads, slots). means: (blocks, kv_heads, head_dim),
     starts: (sequences,), the index of each sequence's first block; both None if they are not known."""
     dispatch.note("moba_blocks forward", "cpu")
     chosen = q.new_full((*q.shape[:-1], slots), -1, dtype=torch.int32)
@@ -25,7 +25,7 @@ def _choose(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, bl
         if means is None:
             own_means = keys[: count * block_size].to(wide).unflatten(0, (count, block_size)).mean(1)
         else:
-            own_means = means[:, starts[sequence] :].transpose(0, 1)
+            own_means = means[starts[sequence] :]
         for rows in row_tiles(0, len(queries), ROWS):
             own = (torch.arange(rows.start, rows.stop) + len(keys) - len(queries)).div(block_size, rounding_mode="floor")
             earlier = max(own[-1].item(), 0)

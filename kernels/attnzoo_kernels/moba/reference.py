@@ -25,7 +25,7 @@ def moba_blocks_reference(q, k, *, block_size, slots, means=None, starts=None, *
         means = F.pad(k.to(wide), (0, 0, 0, 0, 0, count * block_size - columns)).unflatten(1, (count, block_size)).mean(2)
     else:
         at = starts[:, None] + torch.arange(count, device=q.device)
-        means = means.transpose(0, 1)[at.clamp(max=means.shape[1] - 1)].to(wide)
+        means = means[at.clamp(max=means.shape[0] - 1)].to(wide)
     scores = torch.einsum("bihd,bnhd->bihn", q.to(wide), means.repeat_interleave(heads // kv_heads, dim=2))
     own = (torch.arange(rows, device=q.device) + (len_k - len_q)[:, None]).div(block_size, rounding_mode="floor")
     earlier = torch.arange(count, device=q.device) < own[..., None]
