@@ -143,6 +143,8 @@ BACKENDS: dict[str, Backend] = {
         Backend("sdpa-fa2", sdpa(SDPBackend.FLASH_ATTENTION), limit=PEER_LIMIT),
         Backend("flex", flex, limit=PEER_LIMIT),
         Backend("fa3", fa3, fa3_missing, limit=PEER_LIMIT),
+        # of the table of pages: with the library that was tried it ends with an illegal memory access, and the table with it
+        Backend("fa3-pages", fa3, fa3_missing, limit=PEER_LIMIT, on_request=True),
         Backend("attnzoo-reference", attnzoo("reference")),
     )
 }
@@ -202,7 +204,7 @@ def layouts(session: Session) -> Iterator[list[Row]]:
 
 def pages(session: Session) -> Iterator[list[Row]]:
     """A cache in pages, beside one that lies in rows (0): one cache after the other."""
-    with_pages = replace(session, backends=[b for b in session.backends if b.name.startswith(("attnzoo", "fa3"))])
+    with_pages = replace(session, backends=[b for b in session.backends if b.name.startswith(("attnzoo", "fa3-pages"))])
     sizes = [shape(session, *size) for size in ((1, 65536), (64, 4096))]
     cases = {(f"batch {batch} of {length}", page): benchmark_case(batch, length, page=page or None)
              for batch, length in sizes for page in (0, 16, 64, 256)}
