@@ -17,7 +17,7 @@ def main() -> None:
     hopper_ranges.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
     forward_launch.multiprocessors = lambda device: 132
     table = torch.zeros(1, 8, dtype=torch.int32)
-    for head_dim, value_dim, left, sinks in ((64, 64, 64, None), (128, 128, -1, torch.zeros(2))):
+    for head_dim, value_dim, left, sinks in ((64, 64, 64, None), (64, 64, -1, None), (128, 128, -1, torch.zeros(2))):
         q, k = torch.zeros(2, 512, 2, head_dim, dtype=torch.bfloat16)
         v = torch.zeros(512, 2, value_dim, dtype=torch.bfloat16)
         options = Options(sequences=1, softmax_scale=head_dim**-0.5, window_left=left, ranges=True)

@@ -65,7 +65,7 @@ def load_values(step, keys, key, program, config):
 
 
 @gluon.jit
-def _start_tile(tile, taken, program, config):
+def start_tile(tile, taken, program, config):
     """Publishes a tile to the consumers and loads its queries, if there is such a tile."""
     if tile.index < program.problem.n_tiles:
         publish(program, taken, tile.words)
@@ -80,7 +80,7 @@ def produce_prefetched(program, config):
     step = 0
     taken = 0
     tile = config.NEXT_TILE(gl.program_id(0), program, config)
-    _start_tile(tile, taken, program, config)
+    start_tile(tile, taken, program, config)
     while tile.index < problem.n_tiles:
         begin, end = config.LOADED(tile, program, config)
         keys = Keys(tile.sequence, tile.head // problem.group, tile.first_k, tile.len_k)
@@ -92,7 +92,7 @@ def produce_prefetched(program, config):
             if j == end - begin - 1:  # before V, whose load may wait; not earlier, so that the first program to be ready gets the tile
                 tile = config.NEXT_TILE(next_index(problem), program, config)
                 taken += 1
-                _start_tile(tile, taken, program, config)
+                start_tile(tile, taken, program, config)
             load_values(step, keys, key, program, config)
             key -= config.BLOCK_N
             step += 1

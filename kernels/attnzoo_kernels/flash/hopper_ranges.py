@@ -16,12 +16,22 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
 from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import attend_step, between, first_step, last_sums, rows_and_columns
-from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
+from attnzoo_kernels._gluon.forward_mainloop import attend_step, await_queries, between, first_step, hand_on, last_sums, rows_and_columns
+from attnzoo_kernels._gluon.forward_producer import NONE, Keys, load_keys, load_values, start_tile
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
-from attnzoo_kernels._gluon.hopper import await_stage
+from attnzoo_kernels._gluon.hopper import await_stage, mbarrier
 from attnzoo_kernels._gluon.ranges import Table, last_beginning, load_range, touching
-from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, decode_tile, take_words, tile_counter
+from attnzoo_kernels._gluon.tile_scheduler import (
+    Span,
+    Taken,
+    Tile,
+    decode_tile,
+    leave_at_zero,
+    next_index,
+    publish,
+    take_words,
+    tile_counter,
+)
 from attnzoo_kernels._gluon.tiles import key_tiles
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
@@ -45,6 +55,7 @@ class Seen(NamedTuple):
     right: Any
     full_begin: Any  # tiles of keys before this one, and from full_end on, need a mask
     full_end: Any
+    end: Any  # tiles from this one on are for other consumers; 0 if the rows lie outside of the range
 
 
 @gluon.jit
@@ -87,29 +98,38 @@ def load_sink(tile, span, program, config):
 
 
 @gluon.jit
-def load_tile(tile, step, q_step, program, config):
-    """LOAD_TILE: loads the keys of all ranges, and the queries beside the first keys."""
-    kv_head = tile.head // program.problem.group
-    entry = tile.own
-    following = entry
-    first = step
-    more = 1
-    while more != 0:
-        of, begin, end = keys_of(tile.row, entry, program, config)
-        keys = Keys(0, kv_head, of.other_first, of.other_length)
-        key = (end - 1) * config.BLOCK_N
-        for j in range(end - begin):
-            load_keys(program.descs.k, step, keys, key, program, config)
-            if step == first:
-                load_queries(program.descs.q, tile, q_step, program, config)
-            load_values(step, keys, key, program, config)
-            if j == 0:  # found while loads are in flight, so that the next ones do not wait for it
-                following = next_entry(entry - 1, tile.row, program, config)
-            key -= config.BLOCK_N
-            step += 1
-        entry = following
-        more = (entry >= 0).to(gl.int32)
-    return step, q_step + 1
+def produce(program, config):
+    """PRODUCE: like produce_prefetched, over the keys of all ranges of a tile."""
+    problem = program.problem
+    step = 0
+    taken = 0
+    tile = config.NEXT_TILE(gl.program_id(0), program, config)
+    start_tile(tile, taken, program, config)
+    while tile.index < problem.n_tiles:
+        kv_head = tile.head // problem.group
+        row = tile.row
+        entry = tile.own
+        following = entry
+        more = 1
+        while more != 0:
+            of, begin, end = keys_of(row, entry, program, config)
+            keys = Keys(0, kv_head, of.other_first, of.other_length)
+            key = (end - 1) * config.BLOCK_N
+            for j in range(end - begin):
+                load_keys(program.descs.k, step, keys, key, program, config)
+                if j == 0:  # found while loads are in flight, so that the next ones do not wait for it
+                    following = next_entry(entry - 1, row, program, config)
+                if (j == end - begin - 1) & (following < 0):
+                    tile = config.NEXT_TILE(next_index(problem), program, config)
+                    taken += 1
+                    start_tile(tile, taken, program, config)
+                load_values(step, keys, key, program, config)
+                key -= config.BLOCK_N
+                step += 1
+            entry = following
+            more = (entry >= 0).to(gl.int32)
+    leave_at_zero(problem, tile.index)
+    publish(program, taken, NONE)
 
 
 @gluon.jit
@@ -127,10 +147,13 @@ def span(tile, ME: gl.constexpr, taken, program, config):
 
 @gluon.jit
 def seen_of(row, of, config):
-    _, full_begin, full_end, _ = key_tiles(row - of.first, ROWS, of.length, of.other_length, of.left, of.right, config.BLOCK_N,
-                                           config.HAS_LEFT, True)
-    whole = (row >= of.first) & (row + ROWS <= of.first + of.length)
-    return Seen(row - of.first, of.length, of.other_length, of.left, of.right, full_begin, gl.where(whole, full_end, 0))
+    _, full_begin, full_end, end = key_tiles(row - of.first, ROWS, of.length, of.other_length, of.left, of.right, config.BLOCK_N,
+                                             config.HAS_LEFT, True)
+    last = of.first + of.length
+    whole = (row >= of.first) & (row + ROWS <= last)
+    some = (row + ROWS > of.first) & (row < last)
+    return Seen(row - of.first, of.length, of.other_length, of.left, of.right, full_begin, gl.where(whole, full_end, 0),
+                gl.where(some, end, 0))
 
 
 @gluon.jit
@@ -162,11 +185,22 @@ def step_mask(scores, where, program, config):
 
 @gluon.jit
 def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """MAINLOOP over the ranges of 64 queries."""
+    """MAINLOOP over the ranges of 64 queries. It begins with the first tile of keys that they see, and takes the others from there on."""
     scale = program.rows.scale
     entry, following = tile.own
     of, begin, end = keys_of(tile.row, entry, program, config)
     seen = seen_of(span.row, of, config)
+    while (seen.end <= begin) & (following >= 0):
+        step = hand_on(program.bars, step, end - begin, config)
+        of, begin, end = keys_of(tile.row, following, program, config)
+        seen = seen_of(span.row, of, config)
+        following = next_entry(following - 1, tile.row, program, config)
+    first = gl.minimum(gl.maximum(seen.end, begin + 1), end)
+    step = hand_on(program.bars, step, end - first, config)
+    end = first
+    if not config.Q_IN_REGISTERS:
+        at = await_queries(taken, ME, program, config)
+        q = program.tiles.q.index(at)
     slot = await_stage(program.bars.k_full, step, config.STAGES)
     p, acc, row_max, row_sum = first_step(q, slot, needs_mask(end - 1, seen, config), (end - 1) * config.BLOCK_N, seen, scale, program,
                                          config)
@@ -175,6 +209,8 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
     more = 1
     while more != 0:
         stop = step + end - begin
+        if config.K_BEFORE_PV:
+            await_stage(program.bars.k_full, step, config.STAGES, stop)
         for s in range(step, stop):
             p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, stop, (begin + stop - 1 - s, seen), scale, program,
                                                    config)
@@ -185,6 +221,8 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
             seen = seen_of(span.row, of, config)
             following = next_entry(following - 1, tile.row, program, config)  # found before it is needed, so that nothing waits for it
             more = 1
+    if not config.Q_IN_REGISTERS:
+        mbarrier.arrive(program.bars.q_empty.index(at), count=1)
     acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, step, scale, program, config)
     return acc_pending, row_max, row_sum, step, q_step
 
@@ -193,16 +231,17 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
 def flash_ranges_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, table, counter, sinks, stride_stats, scale,
                                    window_left, window_right, n_ranges, seqlen_q, seqlen_k, heads, group, head_group, n_tiles,
                                    BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                                   REGISTERS: gl.constexpr, HAS_LEFT: gl.constexpr, PREFETCH_TILE: gl.constexpr,
+                                   REGISTERS: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr,
+                                   K_BEFORE_PV: gl.constexpr, HAS_LEFT: gl.constexpr, PREFETCH_TILE: gl.constexpr,
                                    HAS_SINKS: gl.constexpr):
     problem = Problem(counter, None, None, 1, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None)
     run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc), problem, Rows(scale, lse_ptr, stats_ptr, stride_stats),
               Own(sinks, Table(table, n_ranges, window_left, window_right)),
               Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=True,
-                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=True, BRANCHES=1, MASK_IN_LOOP=True, EMPTY_ROWS=True, Q_SLOTS=1, Q_IN_REGISTERS=True,
-                     PREFETCH_TILE=PREFETCH_TILE, PRODUCE=produce_segments, NEXT_TILE=next_tile, LOAD_TILE=load_tile, TAKE=take, SPAN=span,
-                     BEGIN=load_sink if HAS_SINKS else None, MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, MASK=mask,
-                     STEP_MASK=step_mask), 5)
+                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=True, BRANCHES=1, MASK_IN_LOOP=True, EMPTY_ROWS=True, Q_SLOTS=Q_SLOTS,
+                     Q_IN_REGISTERS=Q_SLOTS == 1, JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV, PREFETCH_TILE=PREFETCH_TILE,
+                     PRODUCE=produce, NEXT_TILE=next_tile, TAKE=take, SPAN=span, BEGIN=load_sink if HAS_SINKS else None,
+                     MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, MASK=mask, STEP_MASK=step_mask), 5)
 
 
 @functools.lru_cache(maxsize=1024)

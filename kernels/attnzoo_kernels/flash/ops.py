@@ -59,8 +59,8 @@ def _forward(
 
         if impl is None and sinks is not None and 0 <= window_left < NARROW:
             return "plain Triton is faster with sinks and a narrow window"
-        if impl is None and options.ranges and max(q.shape[-1], v.shape[-1]) <= 64:
-            return "plain Triton is faster over key ranges up to head_dim 64"
+        if impl is None and options.ranges and window_left >= 0 and max(q.shape[-1], v.shape[-1]) <= 64:
+            return "plain Triton is faster over key ranges in windows up to head_dim 64"
         return hopper.forward_reason(q, k, v, options)
 
     if dispatch.choose("flash forward", impl, why_not_gluon) == "gluon":

@@ -126,5 +126,7 @@ def takes_half_tile(tile: ForwardTile, block_d: int, block_dv: int, seqlen_q: in
 
 
 def hopper_range_tile(block_d: int, block_dv: int, *, window: bool) -> ForwardTile:
-    """Over key ranges: as for short causal sequences."""
-    return ForwardTile(128, 2 if max(block_d, block_dv) == 128 else 3, prefetch_tile=not window)
+    """Over key ranges: at width 128 and in windows as for short causal sequences, else as for long ones."""
+    if window or max(block_d, block_dv) == 128:
+        return ForwardTile(128, 2 if max(block_d, block_dv) == 128 else 3, prefetch_tile=not window)
+    return ForwardTile(128, 4, 3, 160, q_slots=2, joint_release=True, k_before_pv=True, prefetch_tile=True)
