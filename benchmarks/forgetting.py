@@ -28,7 +28,7 @@ from attnzoo_kernels import flash_attention, forgetting_attention
 from attnzoo_kernels.flash.cases import mixed_lengths
 from attnzoo_kernels.forgetting.cases import Case, Inputs, benchmark_case
 from benchmarks import flash, harness, peers
-from benchmarks.harness import Backend, Entry, Line, Pass, Session, differentiable, replayed
+from benchmarks.harness import Backend, Entry, Line, Pass, Session, differentiable
 from benchmarks.report import Row
 
 
@@ -118,22 +118,8 @@ def entries(session: Session, case: Case) -> list[Entry]:
     x = case.inputs(session.device)
     plain = flash.Inputs(*x[:3], x.dout, x.options | {"causal": True})
     check, check_plain = Check(case, x, session.options.directions), flash.Check(case, plain, session.options.directions)
-    return [Entry(backend.name, in_graphs(backend) if session.options.graphs else backend, case, x, work,
+    return [Entry(backend.name, harness.in_graphs(backend, session.device) if session.options.graphs else backend, case, x, work,
                   check_plain if backend.name.startswith("softmax") else check) for backend in session.backends]
-
-
-def in_graphs(backend: Backend) -> Backend:
-    """Its forward and its backward as CUDA graphs; on a CPU as they are."""
-
-    def make(case: Case, x: Inputs) -> Pass:
-        run = backend.make(case, x)
-        if not x.q.is_cuda:
-            return run
-        stream = torch.cuda.Stream()  # of both: autograd runs a backward on the stream of its forward
-        with run.scope():
-            return replace(run, forward=replayed(run.forward, stream), backward=replayed(run.backward, stream))
-
-    return replace(backend, make=make)
 
 
 def panel(session: Session, case: Case) -> str:

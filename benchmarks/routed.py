@@ -249,8 +249,11 @@ def compare(session: Session, line: Line, case: Any, x: Problem) -> Iterator[lis
     y = dense_cases.Inputs(*x.leaves[:3], x.dout, {"causal": True})
     whole = Problem(x.leaves[:3], x.dout, x.blocks, lambda q, k, v, *, blocks, impl: flash_attention(q, k, v, causal=True, impl=impl))
     check, dense_check = Check(case, x, o.directions), Check(dense, whole, o.directions)
-    columns = [Entry(b.name, b, dense, y, work, dense_check) if b.name.startswith(DENSE) else Entry(b.name, b, case, x, work, check)
-               for b in session.backends]
+    columns = []
+    for b in session.backends:
+        run = harness.in_graphs(b, session.device) if o.graphs else b
+        columns.append(Entry(b.name, run, dense, y, work, dense_check) if b.name.startswith(DENSE) else
+                       Entry(b.name, run, case, x, work, check))
     yield from harness.compare_late_ones_last(line, columns, o.directions, session.timing)
 
 
@@ -482,6 +485,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--compress-stride", type=harness.positive, default=16)
     command.add_argument("--block-count", type=harness.positive, default=16)
     command.add_argument("--window", type=harness.positive, default=512)
+    command.add_argument("--graphs", action="store_true", help="time each call of the tables moba, selected, msa and nsa as a CUDA graph")
     command.add_argument("--rows", type=harness.positive, default=64, help="sequences of the table rows (default: 64)")
     command.add_argument("--row-length", type=harness.positive, default=1024, help="tokens of each of them (default: 1024)")
     if "--dry-run" in (sys.argv[1:] if arguments is None else arguments):

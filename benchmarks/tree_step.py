@@ -3,7 +3,8 @@
     python -m benchmarks.tree_step
 
 A step is forward, backward and fused AdamW under bfloat16 autocast, no dropout, on batches that lie on the device. It has one prompt, or
-several (`--prompts`), with which the host has more time for its launches. The loss is the same: the mean over the continuations' tokens.
+several (`--prompts`), with which the host has more time for its launches. The columns "-graphs" (`--backends`) compile the forward and the
+backward to CUDA graphs, with which the host does not count. The loss is the same: the mean over the continuations' tokens.
 Tokens are counted in both as those of the sequences by themselves. Before a figure is printed the loss of each target and the gradients of
 all matrices are held against those of the sequences in float32, from the same weights: within twice the error that the sequences have under
 autocast. Steps of more than two prompts are checked with two.
@@ -106,13 +107,14 @@ def errors(case: Case, trees: bool, impl: str | None) -> Tensor:
     return torch.tensor(max(error_ratio(*three) for three in zip(ours, eager, exact, strict=True)))
 
 
-def backend(name: str, trees: bool, impl: str | None = None) -> Backend:
+def backend(name: str, trees: bool, impl: str | None = None, graphs: bool = False) -> Backend:
     def make(case: Case, _) -> Pass:
         error = errors(replace(case, prompts=min(case.prompts, 2)), trees, impl)
-        trained = Training(model(case, impl), True, loss, DEVICE)
+        step_loss = torch.compile(loss, mode="reduce-overhead", dynamic=False) if graphs else loss
+        trained = Training(model(case, impl), True, step_loss, DEVICE)
         turn = itertools.cycle(batches(case, trees))
         run = Pass(lambda: trained.step(next(turn)), lambda: (), [error])
-        for _ in range(BATCHES):  # compiles
+        for _ in range(2 * BATCHES):  # compiles, and captures graphs
             run.forward()
         return run
 
@@ -124,6 +126,8 @@ BACKENDS = {
     for one in (
         backend("trees", True),
         backend("sequences", False),
+        replace(backend("trees-graphs", True, graphs=True), on_request=True),
+        replace(backend("sequences-graphs", False, graphs=True), on_request=True),
         backend("trees-reference", True, "reference"),
         backend("sequences-reference", False, "reference"),
     )
