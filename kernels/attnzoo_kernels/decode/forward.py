@@ -339,18 +339,11 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
             before += tiles
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "parts", "blocks"], do_not_specialize_on_alignment=["leaders", "counts"])
-def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, leaders, counts, seqlen_q, heads, group, parts, blocks,
-                        VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-                        BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr, QUERIES: tl.constexpr):
-    """Merges one of `blocks` blocks of rows of the piece that a program closes, from the piece's parts in the order of the keys."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    last = tl.program_id(0) // blocks
-    first = tl.load(closes_ptr + 4 * last)
-    if first < 0:
-        return
+@triton.jit
+def _merge_piece(first, last, acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, leaders, counts, seqlen_q, heads, group, parts, blocks,
+                 VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
+                 BLOCK_S: tl.constexpr, QUERIES: tl.constexpr):
+    """Merges this program's block of rows of the piece that program `first` begins and program `last` closes."""
     inside = tl.load(closes_ptr + 4 * last + 1)
     seq = tl.load(closes_ptr + 4 * last + 2)
     piece = tl.load(closes_ptr + 4 * last + 3)
@@ -377,6 +370,37 @@ def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, leader
     sequence, i = _row_owner(row, seq, leaders, group, QUERIES)
     _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, sequence, head, i, real, QUERIES or seqlen_q, heads, VALUE_DIM, BLOCK_DV,
                   PRECISION)
+
+
+@triton.jit(do_not_specialize=["seqlen_q", "parts", "blocks"], do_not_specialize_on_alignment=["leaders", "counts"])
+def decode_merge_kernel(acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, leaders, counts, seqlen_q, heads, group, parts, blocks,
+                        VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+                        BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, OVERLAP: tl.constexpr, QUERIES: tl.constexpr,
+                        WINDOW: tl.constexpr, BLOCK_W: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Merges one of `blocks` blocks of rows of the piece that a program closes, from the piece's parts in the order of the keys.
+
+    WINDOW: of the pieces that so many of the PROGRAMS programs close, most of which close none. 0: one program.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    if WINDOW == 0:
+        last = tl.program_id(0) // blocks
+        first = tl.load(closes_ptr + 4 * last)
+        if first < 0:
+            return
+        _merge_piece(first, last, acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, leaders, counts, seqlen_q, heads, group, parts, blocks,
+                     VALUE_DIM, BLOCK_DV, PRECISION, BLOCK_M, BLOCK_R, BLOCK_S, QUERIES)
+    else:
+        begin = tl.program_id(0) // blocks * WINDOW
+        end = tl.minimum(begin + WINDOW, PROGRAMS)
+        place = begin + tl.arange(0, BLOCK_W)
+        closes = tl.load(closes_ptr + 4 * place, mask=place < end, other=-1) >= 0
+        last = tl.min(tl.where(closes, place, end), 0)
+        while last < end:
+            _merge_piece(tl.load(closes_ptr + 4 * last), last, acc_ptr, stats_ptr, closes_ptr, out_ptr, lse_ptr, leaders, counts, seqlen_q,
+                         heads, group, parts, blocks, VALUE_DIM, BLOCK_DV, PRECISION, BLOCK_M, BLOCK_R, BLOCK_S, QUERIES)
+            last = tl.min(tl.where(closes & (place > last), place, end), 0)
 
 
 def overlaps(arch: int) -> bool:
@@ -475,8 +499,13 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
         decode_merge_kernel, programs * blocks, (seqlen_q, heads, group, parts, blocks),
         {"VALUE_DIM": value_dim, "BLOCK_DV": block_dv, "PRECISION": precision, "BLOCK_M": tile.block_m, "BLOCK_R": rows,
          "BLOCK_S": min(MERGED // (rows * block_dv), 32), "OVERLAP": overlap,
-         "QUERIES": queries if at_most else 0},
+         "QUERIES": queries if at_most else 0, "WINDOW": 0, "BLOCK_W": 1, "PROGRAMS": 0},
         4, 1, options=pdl)
+    if at_most:
+        # of the merge, two programs fit a multiprocessor. More of them would take turns, and cost time also where no pages are shared
+        window = math.ceil(programs / max(2 * multiprocessors // blocks, 1))
+        merge.programs = math.ceil(programs / window) * blocks
+        merge.constants |= {"WINDOW": window, "BLOCK_W": next_power_of_2(window), "PROGRAMS": programs}
     return _Plan(split, merge, (2 * programs, tile.block_m, block_dv), pairs)
 
 

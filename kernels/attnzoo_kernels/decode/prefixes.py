@@ -122,10 +122,13 @@ def find_groups(block_table: Tensor, cache_seqlens: Tensor, seqlen_q: int, page:
     leaders, counts, lengths = torch.empty(3, forward.most_groups(batch), dtype=torch.int32, device=block_table.device)
     groups = Groups(leaders, counts, lengths, skips, own_lengths)
     overlap = forward.overlaps(architecture(block_table))
-    options = {"PAGE": page, "OVERLAP": overlap, "num_warps": 4} | ({"launch_pdl": True} if overlap else {})
-    common_pages_kernel[(batch,)](block_table, cache_seqlens, common, block_table.stride(0), max_blocks, seqlen_q, BLOCK=1024, **options)
-    groups_kernel[(1,)](common, cache_seqlens, *groups, batch, leaders.shape[0], max_blocks, MEMBERS=at_most,
-                        BLOCK=next_power_of_2(batch), **options)
+    options = {"PAGE": page, "OVERLAP": overlap} | ({"launch_pdl": True} if overlap else {})
+    block = next_power_of_2(batch)
+    common_pages_kernel[(batch,)](block_table, cache_seqlens, common, block_table.stride(0), max_blocks, seqlen_q, BLOCK=1024, num_warps=4,
+                                **options)
+    # scans over one warp's lanes need no barrier
+    groups_kernel[(1,)](common, cache_seqlens, *groups, batch, leaders.shape[0], max_blocks, MEMBERS=at_most, BLOCK=block,
+                        num_warps=1 if block <= 128 else 4, **options)
     return groups, common
 
 
