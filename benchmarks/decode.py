@@ -8,9 +8,11 @@ what the launches cost counts, what the host costs does not, and nothing is left
 call at a time behind do_bench's flush, which leaves the L2 cache full of its own zeros: the call's reads push out 50 MB of them.
 
     python -m benchmarks.decode latents               # latent_decode_attention at DeepSeek-V2's widths, beside plain PyTorch and a copy
+    python -m benchmarks.decode variants              # a new token in layers of differential, dual_chunk and block_sparse, beside flash
     python -m benchmarks.decode tiles group_tiles fp8_tiles latent_tiles   # candidates for the table in attnzoo_kernels/decode/tiles.py
 """
 
+import copy
 import functools
 import itertools
 import sys
@@ -23,7 +25,14 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from attnzoo.attention.base import Attention, AttentionSpec
+from attnzoo.attention.block_sparse import BlockSparseAttention
+from attnzoo.attention.cache import KVCache, Newest
+from attnzoo.attention.differential import DifferentialAttention
+from attnzoo.attention.dual_chunk import DualChunkAttention
+from attnzoo.attention.flash import FlashAttention
 from attnzoo.attention.mla import attend_latents
+from attnzoo.attention.sequence import SequenceInfo
 from attnzoo_kernels import decode_attention, latent_decode_attention
 from attnzoo_kernels.decode.cases import Case, Inputs, LatentCase, LatentInputs, benchmark_case
 from attnzoo_kernels.decode.tiles import Tile
@@ -35,6 +44,7 @@ from benchmarks.peers import PEER_LIMIT, compiled_flex_attention, fa3_missing, h
 from benchmarks.report import Row
 
 TRAFFIC = 2**31  # bytes of keys and values that a graph reads
+MOST_LAYERS, MOST_CACHES = 32, 2**34  # layers, and bytes of their caches, of the table variants
 
 
 def only_forward(forward: Callable[[], Tensor], **options) -> Pass:
@@ -417,6 +427,101 @@ def latent_tiles(session: Session) -> Iterator[list[Row]]:
     yield from compared_latents(session, "latent_tiles", sizes, {"table": latent_kernel} | names)
 
 
+Caches = list[tuple[Tensor, Tensor]]  # keys and values of each layer, (batch, tokens, heads, head_dim)
+
+
+def new_token(layer: Attention, projected: list[Tensor], caches: Caches) -> Callable[[], Tensor]:
+    """What a model computes between the projections of its layers for one new token of each row, which is the last one of the caches. All
+    layers are `layer` and have the same `projected` queries, keys and values. Returns the first layer's output."""
+    shapes, (batch, tokens) = layer.head_shapes(), caches[0][0].shape[:2]
+    held = [KVCache(batch, tokens) for _ in caches]
+    for cache, buffers in zip(held, caches, strict=True):
+        cache.buffers = tuple(x.view(batch, tokens, *shapes[name]) for x, name in zip(buffers, "kv", strict=True))
+        cache.rotated = True  # any keys are random
+    positions = torch.full((batch,), tokens - 1, device=caches[0][0].device)
+
+    @torch.no_grad()
+    def call() -> Tensor:
+        newest, seq, outs = Newest(positions, tokens), SequenceInfo(positions[:, None]), []
+        for cache in held:
+            cache.newest = newest
+            q, k, v, *rest = projected
+            q = layer.temper(layer._append_newest(q, k, v, cache, seq, *rest), seq)
+            outs.append(layer.finish(layer.attend_newest(q, cache, seq, *rest)))
+        return outs[0]
+
+    return call
+
+
+def variant_entry(label: str, layer: Attention, case: Case, caches: Caches, dtype: torch.dtype) -> Entry:
+    """A column: `layer` over the caches. Its first and last row are held against decode_attention's reference."""
+    device, batch = caches[0][0].device, case.batch
+    generator = torch.Generator(device).manual_seed(1)
+    layer = layer.to(device).eval()
+    x = 2 * torch.randn(batch, 1, layer.spec.dim, generator=generator, device=device)
+    with torch.no_grad():
+        parts = layer.project(x)
+    projected = [part.to(dtype) if n < 3 else part for n, part in enumerate(parts)]
+
+    def make(*_) -> Pass:
+        call = new_token(layer, projected, caches)
+        return only_forward(harness.replayed(call) if device.type == "cuda" else call)
+
+    @functools.cache
+    def reference(row: int, dtype: torch.dtype) -> Tensor:
+        plain, one = copy.deepcopy(layer), slice(row, row + 1)
+        plain.impl = "reference"
+        if dtype == torch.float64:
+            plain.double()
+        cache = tuple(t[one].to(dtype, copy=True) for t in caches[0])
+        return new_token(plain, [part[one].to(dtype if n < 3 else part.dtype) for n, part in enumerate(projected)], [cache])()
+
+    def check(run: Pass) -> float:
+        out = run.forward()
+        return max(error_ratio(out[row : row + 1], reference(row, dtype), reference(row, torch.float64)) for row in (0, batch - 1))
+
+    return Entry(label, Backend(label, make), case, None, {"forward": len(caches) * case.bytes()}, check)
+
+
+def variant_layers(tokens: int) -> Iterator[tuple[str, Attention, int]]:
+    """Columns of the table variants: a name, a layer, and how many keys of a row its new token reads."""
+    spec = AttentionSpec(dim=64, n_heads=32, n_kv_heads=8, head_dim=128, layer=1, n_layers=2, causal=True, positions="rotary",
+                         train_context=tokens)
+    yield "flash", FlashAttention(spec), tokens
+    for version in (1, 2):
+        yield f"differential V{version}", DifferentialAttention(spec, version=version), tokens
+    for chunk_size in (4096, 1024):
+        yield f"dual_chunk {chunk_size}", DualChunkAttention(spec, chunk_size=chunk_size), tokens
+    for part in (4, 16):
+        layer = BlockSparseAttention(spec, pattern={"name": "longformer", "window": tokens // part // 64, "n_global": 1}, block=64)
+        keys = 64 * int(layer.pattern.layout(tokens).mask[0, 0, -1].sum())
+        yield f"block_sparse 1/{part}", layer, keys
+        yield f"flash, a window of 1/{part}", FlashAttention(spec, window_size=(keys - 1, 0)), keys
+
+
+def variants(session: Session) -> Iterator[list[Row]]:
+    """One new token of each row in many layers, each with a cache of its own, by one CUDA graph a token: TB/s of the keys and values that
+    the token reads, and microseconds of a layer. Included is all that a layer does between its projections. The windows of block_sparse,
+    beside one global block, are a part of the tokens; flash has a window of as many keys beside it."""
+    for batch, tokens in [(2, 512)] if session.options.dry_run else [(1, 65536), (16, 4096), (16, 16384), (64, 4096)]:
+        full, columns, generator = benchmark_case(batch, tokens, dtype=session.dtype), [], torch.Generator(session.device).manual_seed(0)
+        caches: Caches = []
+        for label, layer, keys in variant_layers(tokens):
+            case = full if keys == tokens else replace(full, window_size=(keys - 1, 0))
+            count = 2 if session.options.dry_run else max(2, min(MOST_LAYERS, TRAFFIC // case.bytes(), MOST_CACHES // full.bytes()))
+            while len(caches) < count:
+                caches.append(tuple(torch.randn(batch, tokens, 8, 128, generator=generator, device=session.device, dtype=session.dtype)
+                                    for _ in "kv"))
+            columns.append((variant_entry(label, layer, case, caches[:count], session.dtype), count))
+        counts = {entry.label: count for entry, count in columns}
+        line = Line("decode", "variants", f"batch {batch}", tokens)
+        rows = harness.compare(line, [entry for entry, _ in columns], ["forward"], session.timing, unit="TB/s")
+        yield rows
+        us = {row.label: row.ms / counts[row.label] * 1e3 for row in rows if row.ms}
+        yield [replace(row, unit="us", value=us.get(row.label), ratio=row.ratio and us[row.label] / us["flash"]) for row in rows]
+        del caches, columns
+
+
 def with_tile(tile: Tile | None, rows: int = 0, **options) -> Callable[[Case, Inputs], Pass]:
     def make(case: Case, x: Inputs) -> Pass:
         from attnzoo_kernels.decode import forward as kernels
@@ -436,8 +541,8 @@ def with_tile(tile: Tile | None, rows: int = 0, **options) -> Callable[[Case, In
     return make
 
 
-TABLES = {f.__name__: f for f in (speed, call, layouts, pages, shared, fp8, lengths, queries, latents, tiles, group_tiles, fp8_tiles,
-                                  latent_tiles)}
+TABLES = {f.__name__: f for f in (speed, call, layouts, pages, shared, fp8, lengths, queries, latents, variants, tiles, group_tiles,
+                                  fp8_tiles, latent_tiles)}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -318,6 +318,19 @@ def test_dry_run_of_latents(tmp_path):
         assert rows[label, "TB/s"] * rows[label, "us"] == pytest.approx(case.bytes() / 1e6, rel=1e-4)
 
 
+@pytest.mark.slow
+def test_dry_run_of_variants(tmp_path):
+    assert decode.main(["--dry-run", "variants", "--dtype", "float16", "--output", str(tmp_path)]) == 0
+    with (tmp_path / "decode-variants.csv").open() as file:
+        rows = {(row["label"], row["unit"]): row for row in csv.DictReader(file)}
+    keys = {label: keys for label, _, keys in decode.variant_layers(512)}
+    assert {label for label, _ in rows} == set(keys) and keys["block_sparse 1/4"] == keys["flash, a window of 1/4"] == 128 + 64 + 64
+    for label, count in keys.items():
+        rate, us = rows[label, "TB/s"], rows[label, "us"]
+        assert float(rate["value"]) * float(us["value"]) == pytest.approx(2 * count * 8 * 256 * 2 / 1e6, rel=1e-4)
+        assert float(us["ratio"]) == pytest.approx(float(us["value"]) / float(rows["flash", "us"]["value"]), rel=1e-3)
+
+
 def test_dry_run_fails_when_ours_is_wrong(monkeypatch, capsys):
     backend = Backend("attnzoo-reference", broken(BROKEN["output off by 5 %"]))
     monkeypatch.setitem(peers.BACKENDS, "attnzoo-reference", backend)
