@@ -37,6 +37,10 @@ def main() -> None:
         cache = cache.to(torch.float8_e4m3fn) if fp8 else cache
         forward.launch_forward(q, cache, cache, torch.zeros(batch, dtype=torch.int32),
                                torch.zeros(batch, 4, dtype=torch.int32) if page else None, None, None, width**-0.5, -1, 0, 0.0, *scales)
+    for batch, width in itertools.product((2, 108), WIDTHS):
+        q, cache = torch.zeros(batch, 3, 8, width, dtype=torch.bfloat16), torch.zeros(batch, 16, 2, width, dtype=torch.bfloat16)
+        forward.launch_forward(q, cache, cache, torch.zeros(batch, dtype=torch.int32), None, None, None, width**-0.5, -1, 0, 0.0,
+                               segments=torch.zeros(batch, 3, 2, dtype=torch.int32))
     from attnzoo_kernels.routed import decode as routed
 
     q, cache, bounds = torch.zeros(1, 16, 128, dtype=torch.bfloat16), torch.zeros(4096, 4, 128, dtype=torch.bfloat16), torch.tensor([0, 1])
@@ -45,7 +49,7 @@ def main() -> None:
     compiled = [entry for entry in compiled if "PRECISION" in entry[1]]
     for name, constants, kernel in compiled:
         registers, stack = resources(kernel.asm["cubin"])
-        shown = {key: constants[key] for key in ("VALUE_DIM", "PRECISION", "BLOCK_M")}
+        shown = {key: constants[key] for key in ("VALUE_DIM", "PRECISION", "BLOCK_M", "SEGMENTS") if key in constants}
         print(json.dumps({"kernel": name, "registers": registers, "stack": stack, "shared": kernel.metadata.shared,
                           **loads(kernel.asm["ptx"]), **shown}))
 

@@ -72,10 +72,36 @@ def test_reference_is_flash_attentions_on_each_sequence(case):
         torch.testing.assert_close((out[row], lse[row]), expected)
 
 
+def test_segments_are_one_softmax_over_the_scores_of_their_queries():
+    x = Case(lengths=(57, 0, 40), seqlen_q=3, kv_heads=8, segments=True, dtype=torch.float64).inputs()
+    out, lse = decode_attention(*x[:3], **x.options, return_lse=True)
+    for b, (row, length) in enumerate(zip(x.options["segments"].tolist(), (57, 0, 40), strict=True)):
+        scores, values = [], []
+        for q, (begin, end) in zip(x.q[b], row, strict=True):
+            keys = slice(begin, min(end, length))
+            scores.append(torch.einsum("hd,khd->hk", q, x.k_cache[b, keys]) * 64**-0.5)
+            values.append(x.v_cache[b, keys])
+        scores, values = torch.cat(scores, 1), torch.cat(values)
+        torch.testing.assert_close((out[b, 0], lse[b, :, 0]), (torch.einsum("hk,khd->hd", scores.softmax(1), values), scores.logsumexp(1)))
+
+
+def test_segments_that_are_not_right_are_refused():
+    x = Case(lengths=(57, 40), seqlen_q=3, segments=True).inputs()
+    segments = x.options.pop("segments")
+    for options, message in (
+            ({"segments": segments.long()}, "segments: must be int32"), ({"segments": segments[:, :2]}, "segments: must be int32"),
+            ({"segments": segments.mT.contiguous().mT}, "and contiguous"),
+            ({"segments": segments, "window_size": (5, 0)}, "must be None with block_table, window_size")):
+        with pytest.raises(ValueError, match=message):
+            decode_attention(*x[:3], **x.options | options)
+
+
 @pytest.mark.parametrize("programs", (1, 2, 3, 7, 64))
 @pytest.mark.parametrize("tma", (False, True))
-def test_shares_of_any_number_of_programs_give_the_same(programs, tma, device, monkeypatch, poisoned):
-    case = Case(lengths=(97, 0, 200, 3, 64), seqlen_q=2, window_size=(150, 0), sinks=True, dtype=torch.float32)
+@pytest.mark.parametrize("segments", (False, True))
+def test_shares_of_any_number_of_programs_give_the_same(programs, tma, segments, device, monkeypatch, poisoned):
+    window = (-1, -1) if segments else (150, 0)
+    case = Case(lengths=(97, 0, 200, 3, 64), seqlen_q=2, window_size=window, sinks=True, dtype=torch.float32, segments=segments)
     inputs = case.inputs(device)
     tile = Tile(16, 32, 4, 1, programs, tma=tma)
     if GPU:
@@ -208,7 +234,7 @@ def test_beyond_two_to_the_31_elements():
 @pytest.mark.parametrize("arch, shared_memory", ((80, 101376), (90, 232448)))  # for sm_80 what sm_86, 89 and 120 have
 def test_tiles_fit_and_those_of_16_bits_do_not_spill_and_read_whole_vectors(arch, shared_memory):
     kernels = compiled_kernels("decode_ahead_of_time.py", arch)
-    assert len(kernels) == 2 * (3 * 3 + 3 + 1 + 4 + 1 + (2 if arch >= 89 else 0))
+    assert len(kernels) == 2 * (3 * 3 + 3 + 1 + 4 + 6 + 1 + (2 if arch >= 89 else 0))
     wrong = [k for k in kernels if k["shared"] > shared_memory or ((k["stack"] or k["narrow"]) and k["PRECISION"] == "tf32")]
     assert not wrong, "\n".join(map(str, wrong))
 

@@ -27,6 +27,7 @@ def decode_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     share_prefixes: bool = False,
+    segments: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     check: bool = False,
@@ -45,6 +46,10 @@ def decode_attention(
     share_prefixes: with a block_table. Pages with which neighbouring rows of the table begin alike are read once for the queries of all
         these rows. The device finds them in each call, for groups of as many sequences as have 64 queries of a key head together. This
         costs some launches, so it pays only for batches that share long prefixes. Not with a window to the left nor with ALiBi.
+    segments: int32 (batch, n, 2), contiguous, on q's device, for one new token of each row, whose query differs by range of keys. q is
+        (batch, n, heads, head_dim), and query i of row b sees the keys segments[b, i, 0] to segments[b, i, 1] - 1 of its row. All scores of
+        a row have one softmax: the output is (batch, 1, heads, value_dim). On a GPU values are not checked; what lies outside of the row
+        counts as left out. Not with a block_table, a window, ALiBi or caches of 8 bits.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free. Both
         caches may be float8_e4m3fn instead, which a GPU takes from compute capability 8.9 on.
     k_scale, v_scale: float32 (kv_heads,), positive, or None for 1: a number in the cache stands for itself times its key head's scale. In
@@ -60,7 +65,7 @@ def decode_attention(
 
     softmax_scale: any finite number; default head_dim ** -0.5.
     out_dtype: dtype of the output: None for q's, or torch.float32, so that outputs that are merged later are rounded only once.
-    return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q).
+    return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q), or (batch, heads, 1) with segments.
     check: check the values of cache_seqlens, block_table and scales, which waits for the device; on a CPU they are always checked.
     impl: "triton" | "reference"; None takes triton on CUDA tensors and the reference on CPU ones. A named path runs, or the call raises.
 
@@ -104,18 +109,28 @@ def decode_attention(
     softmax_scale = checks.softmax_scale(softmax_scale, head_dim)
     if share_prefixes and (block_table is None or left >= 0 or alibi_slopes is not None):
         raise ValueError("share_prefixes=True: must be False without block_table, with a window to the left or with alibi_slopes")
+    if segments is not None:
+        checks.tensor("segments", segments)
+        if block_table is not None or tuple(window_size) != (-1, -1) or alibi_slopes is not None or k_cache.dtype != q.dtype:
+            raise ValueError("segments: must be None with block_table, window_size, alibi_slopes or caches of 8 bits")
+        if segments.dtype != torch.int32 or segments.shape != (*q.shape[:2], 2) or not segments.is_contiguous():
+            raise ValueError(f"segments: must be int32 (batch, seqlen_q, 2) = {(*q.shape[:2], 2)} and contiguous, got {segments.dtype} of "
+                             f"shape {tuple(segments.shape)}")
+        if segments.device != q.device:
+            raise ValueError(f"segments: must be on q's device {q.device}, got {segments.device}")
 
     if dispatch.takes_reference("decode", impl, "q", q, IMPLEMENTATIONS):
         out, lse = decode_attention_reference(
             q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=block_table, window_size=(left, right),
-            softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale)
+            softmax_scale=softmax_scale, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, k_scale=k_scale, v_scale=v_scale,
+            segments=segments)
         out = out.to(out_dtype or q.dtype)
     else:
         checks.no_gradient(alibi_slopes=alibi_slopes, k_scale=k_scale, v_scale=v_scale)
         autograd.refuse_derivatives('impl="triton"', "use flash_attention", q=q, k_cache=k_cache, v_cache=v_cache, sinks=sinks)
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
         out, lse = ops.forward(q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, sinks, softmax_scale, left, right, softcap,
-                               k_scale, v_scale, share_prefixes, out_dtype)
+                               k_scale, v_scale, share_prefixes, segments, out_dtype)
     return (out, lse) if return_lse else out
 
 

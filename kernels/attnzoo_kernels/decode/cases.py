@@ -44,6 +44,7 @@ class Case:
     page: int | None = None  # tokens of a page; None: no pages. Pages lie in random order, and unused ones hold NaN
     q_scale: float = 1.0
     fp8: bool = False  # caches in float8_e4m3fn with a scale for each key head
+    segments: bool = False  # queries are those of one token, for ranges of keys of random lengths that follow each other
 
     @property
     def batch(self) -> int:
@@ -82,6 +83,9 @@ class Case:
         caches = cache(self.head_dim), cache(self.value_dim or self.head_dim)
         if self.page is not None:
             caches, options["block_table"] = self._paged(caches, generator)
+        if self.segments:
+            cuts = torch.rand(self.batch, self.seqlen_q + 1, generator=generator, device=device).sort().values * (lengths + 1)[:, None]
+            options["segments"] = cuts.int().unfold(1, 2, 1).contiguous()
         if self.fp8:
             scales = (0.5 + torch.rand(self.kv_heads, generator=generator, device=device) for _ in range(2))
             options |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
@@ -114,6 +118,7 @@ class Case:
         parts += [name.replace("_", "-") for name in ("alibi", "sinks", "heads_first", "strided") if getattr(self, name)]
         parts += [f"page{self.page}"] if self.page else []
         parts += ["fp8"] if self.fp8 else []
+        parts += ["segments"] if self.segments else []
         parts += [f"scale{self.q_scale:g}"] if self.q_scale != 1 else []
         parts.append(str(self.dtype).removeprefix("torch."))
         return "-".join(parts)
@@ -148,6 +153,8 @@ CORRECTNESS: tuple[Case, ...] = (
     Case(lengths=(257, 31, 80), seqlen_q=5, page=64, window_size=(64, 0), sinks=True),
     Case(lengths=(130, 31, 80), head_dim=40, value_dim=111, page=128),
     Case(lengths=(100, 31), kv_heads=1, seqlen_q=3, softcap=5.0, alibi=True, page=24),
+    Case(lengths=(257, 31, 0, 80), seqlen_q=3, segments=True),
+    Case(lengths=(257, 31, 80, 113), seqlen_q=2, segments=True, heads=24, kv_heads=1, softcap=5.0, sinks=True, strided=True, max_len=300),
     Case(lengths=(257, 31, 0, 80), fp8=True),
     Case(lengths=(257, 31, 80), head_dim=40, value_dim=72, seqlen_q=3, fp8=True, sinks=True),
     Case(lengths=(257, 31, 80), head_dim=128, page=16, softcap=5.0, fp8=True, window_size=(100, 0)),

@@ -150,6 +150,18 @@ def _in_float16(x):
 
 
 @triton.jit
+def _load_queries(rows, real, scale, k_source, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """(queries of a tile, [BLOCK_M, BLOCK_D], the scale of their scores)."""
+    columns = tl.arange(0, BLOCK_D)
+    q = tl.load(rows[:, None] + columns[None, :], mask=real[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
+    if k_source.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
+        # e4m3 becomes float16 by one instruction and bfloat16 by four; a power of two keeps the queries in float16's range
+        q, less = _in_float16(q)
+        scale *= less
+    return q, scale
+
+
+@triton.jit
 def _tile_rows(piece, lanes, seq, counts, parts, seqlen_q, group, BLOCK_M: tl.constexpr, QUERIES: tl.constexpr):
     """(rows of a piece's tile, which of them exist). Rows are ordered by query, and within a query by head.
 
@@ -201,21 +213,22 @@ def _store_result(acc, row_max, row_sum, out_ptr, lse_ptr, seq, head, i, real, q
 @triton.jit(do_not_specialize=["window_left", "window_right", "batch", "max_len", "seqlen_q", "pieces", "parts", "programs",
                                "n_pages", "stride_table"],
             do_not_specialize_on_alignment=["sinks", "cache_seqlens", "alibi_slopes", "block_table", "k_scale", "v_scale", "leaders",
-                                            "counts", "skips"])
+                                            "counts", "skips", "segments"])
 def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, stats_ptr, closes_ptr, sinks, cache_seqlens, alibi_slopes,
-                        block_table, k_scale, v_scale, leaders, counts, skips, prefix_out, prefix_lse, stride_qb, stride_qs,
+                        block_table, k_scale, v_scale, leaders, counts, skips, prefix_out, prefix_lse, segments, stride_qb, stride_qs,
                         stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh, stride_ab, stride_table,
                         softmax_scale, softcap, window_left, window_right, batch, max_len, n_pages, seqlen_q, heads, group, pieces, parts,
                         programs, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
                         HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, PRESCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
                         HAS_ALIBI: tl.constexpr, HARDWARE_TANH: tl.constexpr, PRECISION: tl.constexpr, HAS_SINKS: tl.constexpr,
                         HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                        TMA: tl.constexpr, PAGE: tl.constexpr, OVERLAP: tl.constexpr, QUERIES: tl.constexpr):
+                        TMA: tl.constexpr, PAGE: tl.constexpr, OVERLAP: tl.constexpr, QUERIES: tl.constexpr, SEGMENTS: tl.constexpr):
     """Attends over this program's share of the tiles. Pieces that it computes alone go to `out`; partial results of divided pieces go to
     slots of `acc` and `stats`.
 
     leaders, counts: each sequence is a group of sequences: its first member and number of members. skips: how many pages at a sequence's
-    beginning are skipped, because prefix_out and prefix_lse hold what its group found there.
+    beginning are skipped, because prefix_out and prefix_lse hold what its group found there. segments: the first key and the end of each of
+    SEGMENTS ranges of a sequence's keys, which have queries of their own.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -234,7 +247,6 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
                                 LEAST)
     slot = 2 * program
     lanes = tl.arange(0, BLOCK_M)
-    columns = tl.arange(0, BLOCK_D)
     value_columns = tl.arange(0, BLOCK_DV)
 
     while unit < end_unit:
@@ -244,19 +256,16 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         begin = inside - piece * tiles
         end = tl.minimum(tiles, begin + end_unit - unit)
         kv_head = piece // parts
-        scale = unit_scale
+        key_scale = unit_scale
         if HAS_K_SCALE:
-            scale = unit_scale * tl.load(k_scale + kv_head)
+            key_scale = unit_scale * tl.load(k_scale + kv_head)
         row, real = _tile_rows(piece, lanes, seq, counts, parts, seqlen_q, group, BLOCK_M, QUERIES)
         sequence, i = _row_owner(row, seq, leaders, group, QUERIES)
         head = kv_head * group + row % group
-        # [BLOCK_M, BLOCK_D]
         q_rows = q_ptr + tl.cast(sequence, tl.int64) * stride_qb + tl.cast(i, tl.int64) * stride_qs + tl.cast(head, tl.int64) * stride_qh
-        q = tl.load(q_rows[:, None] + columns[None, :], mask=real[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
-        if k_source.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
-            # e4m3 becomes float16 by one instruction and bfloat16 by four; a power of two keeps the queries in float16's range
-            q, less = _in_float16(q)
-            scale *= less
+        if not SEGMENTS:
+            # [BLOCK_M, BLOCK_D]
+            q, scale = _load_queries(q_rows, real, key_scale, k_source, HEAD_DIM, BLOCK_D)
         slope = tl.zeros([BLOCK_M, 1], tl.float32)
         if HAS_ALIBI:
             slope = tl.load(alibi_slopes + seq * stride_ab + head, mask=real, other=0.0).to(tl.float32)[:, None]
@@ -292,7 +301,8 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
         first_key = (first + begin) * BLOCK_N
         last_key = (first + end) * BLOCK_N
         # pointers guard every tile at no cost; TMA's tiles are guarded only where they cross the end
-        tail = first_key if not TMA else tl.minimum(last_key, len_k // BLOCK_N * BLOCK_N)
+        if TMA:
+            tail = tl.minimum(last_key, len_k // BLOCK_N * BLOCK_N)
         if v_source.dtype.element_ty == tl.uint16:
             even, odd = tl.split(acc.reshape(BLOCK_M, BLOCK_DV // 2, 2))
             even, odd, row_max, row_sum = range_loop(
@@ -304,16 +314,26 @@ def decode_split_kernel(q_ptr, k_source, v_source, out_ptr, lse_ptr, acc_ptr, st
                     HARDWARE_TANH, PAGE, q.dtype),
                 first_key, last_key, 0, 0, BLOCK_N, "all", True, None)
             acc = tl.join(even, odd).reshape(BLOCK_M, BLOCK_DV)
-        for part in tl.static_range(2):
-            if (part == 1 or TMA) and v_source.dtype.element_ty != tl.uint16:
+        for part in tl.static_range(2 if TMA else SEGMENTS or 1):
+            length = len_k
+            if SEGMENTS:
+                q, scale = _load_queries(q_rows + part * stride_qs, real, key_scale, k_source, HEAD_DIM, BLOCK_D)
+                bounds = segments + 2 * (tl.cast(seq, tl.int64) * SEGMENTS + part)
+                # tiles begin anywhere, so that the last one may go beyond this program's keys
+                length = tl.minimum(tl.minimum(end * BLOCK_N, len_k), tl.load(bounds + 1))
+                first_key, last_key = tl.maximum(begin * BLOCK_N, tl.load(bounds)), length
+                k_rows = head_rows(Operand(k_source, stride_kb, stride_ks, stride_kh), seq, kv_head, 0, length, TMA)
+                v_rows = head_rows(Operand(v_source, stride_vb, stride_vs, stride_vh), seq, kv_head, 0, length, TMA)
+            if v_source.dtype.element_ty != tl.uint16:
                 acc, row_max, row_sum = range_loop(
                     _paged_step if PAGE else _step, (acc, row_max, row_sum),
-                    QueryTile(q, None, None, k_rows, v_rows, Place(seq, seq, kv_head, 0, 0, seqlen_q, 0, len_k), i[:, None],
+                    QueryTile(q, None, None, k_rows, v_rows, Place(seq, seq, kv_head, 0, 0, seqlen_q, 0, length), i[:, None],
                               1.0 if PRESCALE else scale,
                               Shape(HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, False, PRECISION, TMA), False),
                     Own(Window(window_left, window_right, HAS_LEFT, HAS_RIGHT), slope, scale, softcap, PRESCALE, HAS_SOFTCAP, HAS_ALIBI,
                         HARDWARE_TANH, PAGE, q.dtype),
-                    tail if part == 1 else first_key, last_key if part == 1 else tail, 0, 0, BLOCK_N, "all", part == 1, None)
+                    tail if TMA and part == 1 else first_key, tail if TMA and part == 0 else last_key, 0, 0, BLOCK_N, "all",
+                    not TMA or part == 1, None)
 
         if HAS_V_SCALE:
             acc *= tl.load(v_scale + kv_head)
@@ -447,9 +467,11 @@ class _Plan:
 @functools.lru_cache(maxsize=1024)
 def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, aligned: bool, has_sinks: bool, has_scales: tuple[bool, bool],
           slopes_stride: int | None, q: Layout, k: Layout, v: Layout, table: Layout | None, softmax_scale: float, window_left: int,
-          window_right: int, softcap: float, out_dtype: torch.dtype | None, at_most: int, has_prefix: bool, page: int | None) -> _Plan:
+          window_right: int, softcap: float, out_dtype: torch.dtype | None, at_most: int, has_prefix: bool, page: int | None,
+          has_segments: bool) -> _Plan:
     # a Launch keeps its compiled kernel; so out_dtype and has_prefix, which only tensors show, must be in the key
     batch, queries, heads, head_dim = q[0]
+    segments, queries = (queries, 1) if has_segments else (0, queries)
     seqlen_q = queries
     if at_most:
         batch, seqlen_q = most_groups(batch), queries * at_most
@@ -469,7 +491,7 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
     has_alibi = slopes_stride is not None
     if cache_dtype.itemsize == 1 and 0 < arch < 89:
         raise NotImplementedError(f"k_cache: float8_e4m3fn needs compute capability 8.9, got {arch / 10}; widen it, or take the reference")
-    tma = (tile.tma and table is None and precision == "tf32" and cache_dtype == dtype and aligned
+    tma = (tile.tma and table is None and not segments and precision == "tf32" and cache_dtype == dtype and aligned
            and all(tma_takes_layout(*x, dtype.itemsize) for x in (k, v)))
     pairs = bool(pairs) and tile.pairs
     v_strides = tuple(x // 2 for x in v[1][:3]) if pairs else v[1][:3]
@@ -488,7 +510,7 @@ def _plan(device: torch.device, dtype: torch.dtype, cache_dtype: torch.dtype, al
             "PRECISION": precision, "HAS_SINKS": has_sinks,
             "HAS_K_SCALE": has_scales[0], "HAS_V_SCALE": has_scales[1], "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "TMA": tma,
             "PAGE": 0 if table is None else page, "OVERLAP": overlap,
-            "QUERIES": queries if at_most else 0,
+            "QUERIES": queries if at_most else 0, "SEGMENTS": segments,
         },
         # a page's number is read as many stages before its rows as these are read before their product
         tile.num_warps, tile.num_stages if table is None else 2 * tile.num_stages - 1,
@@ -513,26 +535,28 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cache_seqlens: Tensor, block
                    sinks: Tensor | None, softmax_scale: float, window_left: int, window_right: int, softcap: float,
                    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
                    out_dtype: torch.dtype | None = None, group: Group | None = None,
-                   prefix: Prefix | None = None, page: int | None = None) -> tuple[Tensor, Tensor]:
-    """Output (batch, seqlen_q, heads, value_dim), by default in q's dtype, and LSE (batch, heads, seqlen_q).
+                   prefix: Prefix | None = None, page: int | None = None, segments: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output (batch, seqlen_q, heads, value_dim), by default in q's dtype, and LSE (batch, heads, seqlen_q). With segments, seqlen_q is 1.
 
     With a group, cache_seqlens are by group; rows of sequences in no group are not written. With a prefix, they are the lengths after it.
     page: rows of a page; only the strides and the first row of k and v are used then, and all numbers of pages are taken for right.
     """
-    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=out_dtype)
-    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32, device=q.device)
+    batch, queries, heads = q.shape[0], q.shape[1] if segments is None else 1, q.shape[2]
+    out = q.new_empty(batch, queries, heads, v.shape[-1], dtype=out_dtype)
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=q.device)
     if lse.numel() == 0:
         return out, lse
     slopes_stride = None if alibi_slopes is None else alibi_slopes.stride(0) if alibi_slopes.dim() == 2 else 0
     plan = _plan(q.device, q.dtype, k.dtype, are_aligned(q, k, v), sinks is not None, (k_scale is not None, v_scale is not None),
                  slopes_stride, layout(q), layout(k), layout(v), None if block_table is None else layout(block_table), softmax_scale,
-                 window_left, window_right, softcap, out_dtype, 0 if group is None else group.at_most, prefix is not None, page)
+                 window_left, window_right, softcap, out_dtype, 0 if group is None else group.at_most, prefix is not None, page,
+                 segments is not None)
     leaders, counts = (None, None) if group is None else (group.leaders, group.counts)
     acc = torch.empty(plan.acc_shape, dtype=torch.float32, device=q.device)
     stats = torch.empty(*plan.acc_shape[:2], 2, dtype=torch.float32, device=q.device)
     closes = torch.empty(plan.acc_shape[0] // 2, 4, dtype=torch.int32, device=q.device)
     with on_device_of(out):
         plan.split(q, k, v.view(torch.uint16) if plan.pairs else v, out, lse, acc, stats, closes, sinks, cache_seqlens, alibi_slopes,
-                   block_table, k_scale, v_scale, leaders, counts, *(prefix or (None, None, None)))
+                   block_table, k_scale, v_scale, leaders, counts, *(prefix or (None, None, None)), segments)
         plan.merge(acc, stats, closes, out, lse, leaders, counts)
     return out, lse

@@ -9,7 +9,8 @@ from attnzoo_kernels import autograd, dispatch
 def _forward(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, block_table: Tensor | None, alibi_slopes: Tensor | None,
     sinks: Tensor | None, softmax_scale: float, window_left: int, window_right: int, softcap: float,
-    k_scale: Tensor | None, v_scale: Tensor | None, share_prefixes: bool, out_dtype: torch.dtype | None,
+    k_scale: Tensor | None, v_scale: Tensor | None, share_prefixes: bool, segments: Tensor | None,
+    out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     from attnzoo_kernels.decode import prefixes
     from attnzoo_kernels.decode.forward import launch_forward
@@ -19,12 +20,14 @@ def _forward(
         return prefixes.launch_forward(q, k_cache, v_cache, cache_seqlens, block_table, sinks, softmax_scale, window_right, softcap,
                                        k_scale, v_scale, out_dtype)
     return launch_forward(q, k_cache, v_cache, cache_seqlens, block_table, alibi_slopes, sinks, softmax_scale, window_left, window_right,
-                          softcap, k_scale, v_scale, out_dtype)
+                          softcap, k_scale, v_scale, out_dtype, segments=segments)
 
 
 def _fake_forward(q, k_cache, v_cache, *rest):
-    lse = q.new_empty(autograd.lse_shape(q, False), dtype=torch.float32)
-    return q.new_empty(*q.shape[:-1], v_cache.shape[-1], dtype=rest[-1] or q.dtype), lse
+    *_, segments, out_dtype = rest
+    batch, queries, heads = q.shape[0], q.shape[1] if segments is None else 1, q.shape[2]
+    lse = q.new_empty(batch, heads, queries, dtype=torch.float32)
+    return q.new_empty(batch, queries, heads, v_cache.shape[-1], dtype=out_dtype or q.dtype), lse
 
 
 forward = autograd.forward_only("decode_forward", _forward, _fake_forward)

@@ -9,7 +9,7 @@ from attnzoo_kernels.flash.reference import alibi_bias, visible
 
 @without_autocast
 def decode_attention_reference(q, k_cache, v_cache, *, cache_seqlens, block_table, window_size, softmax_scale, softcap, alibi_slopes,
-                               sinks, k_scale=None, v_scale=None) -> tuple[Tensor, Tensor]:
+                               sinks, k_scale=None, v_scale=None, segments=None) -> tuple[Tensor, Tensor]:
     """Output (batch, seqlen_q, heads, value_dim) and log-sum-exp (batch, heads, seqlen_q). Arguments are checked by the caller."""
     batch, rows, heads, _ = q.shape
     k_cache, v_cache = k_cache.to(q.dtype), v_cache.to(q.dtype)  # exact for 8-bit caches
@@ -33,7 +33,15 @@ def decode_attention_reference(q, k_cache, v_cache, *, cache_seqlens, block_tabl
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         scores = scores + alibi_bias(alibi_slopes.to(scores.dtype), len_q, len_k, rows, columns)
-    scores = scores.masked_fill(~visible(len_q, len_k, rows, columns, window_size), -torch.inf)
+    if segments is None:
+        seen = visible(len_q, len_k, rows, columns, window_size)
+    else:
+        key, (begin, end) = torch.arange(columns, device=q.device), segments[:, None, ..., None].unbind(3)
+        seen = (begin <= key) & (key < torch.minimum(end, len_k[:, None, None, None]))
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if segments is not None:
+        # one row of scores, over the keys as often as there are segments
+        scores, v, columns, rows = scores.flatten(2).unsqueeze(2), v.repeat(1, 1, rows, 1), rows * columns, 1
     if sinks is not None:
         # a sink is a key without a value
         scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(batch, -1, rows, 1)], dim=-1)
