@@ -44,14 +44,14 @@ OPTIONS = {
         spec, compress_size=4, compress_stride=2, block_size=4, block_count=3, window=5),
     "forgetting, shifted": lambda spec: ForgettingAttention(spec, shift_keys=True, shift_values=True, output_norm=True),
     "dual chunk, yarn": lambda spec: DualChunkAttention(spec, chunk_size=12, temperature="yarn"),
-    "dual chunk, yarn, in pages": lambda spec: DualChunkAttention(spec, chunk_size=24, local_size=8, temperature="yarn"),
+    "dual chunk, longer chunks": lambda spec: DualChunkAttention(spec, chunk_size=24, local_size=8, temperature="yarn"),
     "dual chunk, two stages": lambda spec: DualChunkAttention(spec, chunk_size=24, local_size=8, stages=["intra", "inter"]),
     "blocks in pages": lambda spec: BlockSparseAttention(spec, pattern={"name": "longformer", "window": 1}, block=16),
     "a bias by distance and position": lambda spec: DistanceBiasAttention(spec, kind="fire", threshold=9),
     "differential": lambda spec: DifferentialAttention(spec),
     "latents, wide": lambda spec: MLAttention(spec, q_lora_rank=24, kv_lora_rank=256),  # wider than decode_attention's caches
 }
-OWN_MODEL = ("dual chunk, yarn", "dual chunk, yarn, in pages", "latents, wide")  # without a norm of queries and keys
+OWN_MODEL = ("dual chunk, yarn", "dual chunk, longer chunks", "latents, wide")  # without a norm of queries and keys
 MODEL = {"qk_norm": True, "attention_temperature": "ssmax", "attention_gate": "head"}
 
 
@@ -86,8 +86,8 @@ def test_options_too(name, device):
     check_rows_of_unlike_lengths(model.to(device).float() if device == "cuda" else model, device)
 
 
-@pytest.mark.parametrize("name", ("differential", "differential V2", "dual chunk, yarn, in pages", "dual chunk, two stages",
-                                  "blocks in pages", "blocks that are chosen", "compressed keys"))
+@pytest.mark.parametrize("name", ("differential", "differential V2", "dual chunk, yarn", "dual chunk, longer chunks",
+                                  "dual chunk, two stages", "blocks in pages", "blocks that are chosen", "compressed keys"))
 def test_decode_attention_gives_what_the_variants_own_kernels_give(name):
     """Of the first token, of tokens beside borders of blocks and chunks, and of the last one there is room for."""
     torch.manual_seed(0)
@@ -99,14 +99,14 @@ def test_decode_attention_gives_what_the_variants_own_kernels_give(name):
     usual = Attention.attend_newest
     if name == "blocks in pages":
         usual = lambda layer, q, cache, seq: masked_attention(q, *cache.buffers, layer._newest_mask(cache))  # noqa: E731
-    for attend_newest in (usual, type(layer).attend_newest):
+    for append_newest, attend_newest in ((Attention._append_newest, usual), (type(layer)._append_newest, type(layer).attend_newest)):
         cache = layer.new_cache(len(at), 64)
         with torch.no_grad():
             layer(x, SequenceInfo(torch.arange(64)[None]), cache)
             for step in (at, (at + 1).clamp(max=63)):  # the first changes the cache
                 cache.newest, seq = Newest(step, 64), SequenceInfo(step[:, None])
                 q, k, v, *rest = layer.project(x[torch.arange(len(at)), step][:, None])
-                q = layer._append_newest(q, k, v, cache, seq, *rest)
+                q = append_newest(layer, q, k, v, cache, seq, *rest)
                 results.append(attend_newest(layer, q, cache, seq, *rest))
     for expected, found in zip(results[:2], results[2:], strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -348,18 +348,21 @@ def test_nothing_is_drawn_from_nan(lengths):
         model.generate(prompts("cpu")[0], 3, lengths=lengths)
 
 
-@pytest.mark.parametrize("rotated", (16, 12, 0))
-def test_one_launch_rotates_and_keeps_as_plain_pytorch_does(rotated, device):
-    """Bit by bit, of views into one product, with values of another width."""
+@pytest.mark.parametrize(("rotated", "turns"), ((16, 1), (12, 1), (0, 1), (16, 3), (12, 3)))
+def test_one_launch_rotates_and_keeps_as_plain_pytorch_does(rotated, turns, device):
+    """Bit by bit, of views into one product, with values of another width. The last of `turns` rotations of the queries is the keys'."""
     product = torch.randn(3, 1, 4 * 16 + 2 * 16 + 1 * 24, device=device).half()
     q, k, v = (x.unflatten(-1, (-1, width)) for x, width in zip(product.split((64, 32, 24), -1), (16, 16, 24), strict=True))
-    angles = torch.randn(3, 1, rotated // 2, device=device)
+    angles = torch.randn(3, turns, rotated // 2, device=device)
     caches = [KVCache(3, 5) for _ in range(2)]
     for cache in caches:
         cache.append(torch.ones_like(k), torch.ones_like(v))
         cache.newest = Newest(torch.tensor([1, 4, 2], device=device), 5)
     tables = (angles.cos(), angles.sin()) if rotated else (None, None)
-    expected, k_rotated = (rotate(x, *tables) if rotated else x for x in (q, k))
+    expected, k_rotated = q, k
+    if rotated:
+        expected = torch.cat([rotate(q, *(table[:, n : n + 1] for table in tables)) for n in range(turns)], dim=1)
+        k_rotated = rotate(k, *(table[:, -1:] for table in tables))
     caches[0].append(k_rotated, v)
     out = append_rotated(q, k, v, *tables, *caches[1].buffers, caches[1].newest.places)
     assert torch.equal(out, expected)

@@ -283,16 +283,28 @@ class Attention(nn.Module):
         return self.o_proj(out) if add_bias else fp8.without_bias(self.o_proj, out)
 
     def _append_newest(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, seq: SequenceInfo, *rest: Tensor) -> Tensor:
-        """Applies positions, appends what `kept` returns to the cache, and returns the queries. If the variant overrides neither step, one
-        kernel does both."""
-        usual = type(self).apply_positions is Attention.apply_positions and type(self).kept is Attention.kept
-        if usual and q.is_cuda and q.dtype == cache.keys.dtype != torch.float64:
-            from attnzoo_kernels.decode.append import append_rotated
-
-            cos, sin = (None, None) if self.rope is None else self.rotary(seq)
-            return append_rotated(q, k, v, cos, sin, cache.keys, cache.values, cache.newest.places)
+        """Applies positions, appends what `kept` returns to the cache, and returns the queries, as `attend_newest` takes them."""
+        if type(self).apply_positions is Attention.apply_positions and type(self).kept is Attention.kept:
+            return self._append_rotated(q, k, v, None if self.rope is None else self.rotary(seq), cache)
         q, k = self.apply_positions(q, k, seq)
         cache.append(*self.kept(k, v, *rest))
+        return q
+
+    @staticmethod
+    def _append_rotated(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor] | None, cache: KVCache) -> Tensor:
+        """Appends rotated keys, and values. Returns rotated queries, (batch, n, heads, width). On a GPU one kernel does all.
+
+        tables: cos and sin, (batch or 1, n, rotated channels / 2). Queries are rotated by each of the n, keys by the last one. None:
+        nothing is rotated, and n is 1.
+        """
+        cos, sin = tables or (None, None)
+        if q.is_cuda and q.dtype == cache.keys.dtype != torch.float64:
+            from attnzoo_kernels.decode.append import append_rotated
+
+            return append_rotated(q, k, v, cos, sin, cache.keys, cache.values, cache.newest.places)
+        if tables is not None:
+            q, k = rotate(q.expand(-1, cos.shape[1], -1, -1), cos, sin), rotate(k, cos[:, -1:], sin[:, -1:])
+        cache.append(k, v)
         return q
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -1,6 +1,5 @@
 """Dual Chunk attention (An et al. 2024, arXiv:2402.17463): long contexts at trained rotary distances, by `dual_chunk_attention`."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -74,60 +73,49 @@ class DualChunkAttention(Attention):
     def _softmax_scale(self, q: Tensor) -> float:
         return q.shape[-1] ** -0.5 * self.rope.magnitude**2
 
-    @property
-    def page(self) -> int:
-        """The largest power of two up to 256 that divides the chunk's length; 1 (no pages) if it is below 16."""
-        page = math.gcd(self.geometry.chunk, 256)
-        return page if page >= 16 else 1
-
     def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
         if cache.rotated:
             raise ValueError("cache: its keys were rotated for decoding on a device, which goes on with one token of each row at a time")
         return super().attend_cached(q, cache, seq)
 
-    def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
-        """Runs `decode_attention` once, with each stage as a row of its own: its pages are the pages of the stage's chunks, and its query
-        is rotated for the stage. The stages' outputs are merged by their lse.
+    def _append_newest(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
+        """Returns a query for each stage, (batch, 3, heads, width), the farthest one first.
 
         The kernels for prompts rotate keys themselves. Here the first call rotates the cached keys in place, by their position within
-        their chunk, and each later call rotates only the newest keys.
+        their chunk, and each call rotates the newest keys.
         """
-        if self.page == 1 or cache.max_len % self.page:
-            return super().attend_newest(q, cache, seq)
-        cos, sin = self._tables(seq, q)
-        places, keys = cache.newest.places, cache.keys.flatten(0, 1)
-        if cache.rotated:
-            inside = cache.newest.positions % self.geometry.chunk
-            keys.index_copy_(0, places, rotate(keys.index_select(0, places), cos[inside], sin[inside]))
-        else:
+        if not cache.rotated:
             inside = torch.arange(cache.max_len, device=q.device) % self.geometry.chunk
-            cache.keys.copy_(rotate(cache.keys, cos[inside], sin[inside]))
+            cache.keys.copy_(rotate(cache.keys, *(table[inside] for table in self._tables(seq, q))))
             cache.rotated = True
-        table, lengths, positions = seq.once(("dual_chunk pages", self.geometry, self.stages), lambda: self._newest_pages(cache))
+        tables = seq.once(("dual_chunk newest", self.geometry, self.rope.key), lambda: self._stage_tables(cache))
+        return self._append_rotated(q, k, v, tables, cache)
+
+    def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo) -> Tensor:
+        """Runs `decode_attention` once, with each stage's query for the keys of the stage's chunks."""
+        segments = seq.once(("dual_chunk segments", self.geometry, self.stages), lambda: self._segments(cache))
         if (multiplier := self._newest_multiplier(cache, seq)) is not None:
             q = (q * multiplier[:, None, None, None]).to(q.dtype)
-        # (stages batch, 1, heads, width)
-        q = torch.cat([rotate(q, cos[at][:, None], sin[at][:, None]) for at in positions])
-        out, lse = decode_attention(
-            q, *cache.pages(self.page), cache_seqlens=lengths, block_table=table, softmax_scale=self._softmax_scale(q),
-            out_dtype=None if q.dtype == torch.float64 else torch.float32, return_lse=True,
+        return decode_attention(
+            q, cache.keys, cache.values, cache_seqlens=cache.newest.lengths, segments=segments, softmax_scale=self._softmax_scale(q),
             impl="reference" if self.impl == "reference" else None)
-        out, lse = out.unflatten(0, (len(self.stages), -1)), lse.unflatten(0, (len(self.stages), -1)).transpose(2, 3)
-        shares = lse.softmax(0).nan_to_num(0)  # NaN where a query sees no key in any stage
-        return (out * shares[..., None]).sum(0).to(q.dtype)
 
-    def _newest_pages(self, cache: KVCache) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """`decode_attention`'s block_table and cache_seqlens for each stage and row, and each stage's rotary positions of the queries."""
+    def _stage_tables(self, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """cos and sin of the newest queries in each stage, (batch, 3, rotated channels / 2). The last one is also that of the newest keys.
+
+        The largest position is that of the farthest stage, as in `_tables`: some scalings depend on it.
+        """
+        positions = stage_positions(cache.newest.positions, self.geometry)
+        return self.rope.tables(torch.stack(positions[::-1], dim=1), scaled=False)
+
+    def _segments(self, cache: KVCache) -> Tensor:
+        """The first key and the end of each stage for the newest queries, int32 (batch, 3, 2). A stage that is left out has no key."""
         at, chunk = cache.newest.positions, self.geometry.chunk
         own = at - at % chunk
-        before = (own - chunk).clamp(min=0)
-        ranges = {"intra": (own, at + 1), "successive": (before, own), "inter": (torch.zeros_like(own), before)}
-        turned = dict(zip(STAGES, stage_positions(at, self.geometry), strict=True))
-        begins, ends = (torch.stack([ranges[stage][n] for stage in self.stages]) for n in (0, 1))
-        n_pages = cache.max_len // self.page
-        pages = (begins[..., None] // self.page + torch.arange(n_pages, device=at.device)).clamp(max=n_pages - 1)
-        table = cache.newest.row_starts[:, None] // self.page + pages
-        return table.flatten(0, 1).int(), (ends - begins).flatten().int(), [turned[stage] for stage in self.stages]
+        before, none = (own - chunk).clamp(min=0), torch.zeros_like(own)
+        ranges = {"inter": (none, before), "successive": (before, own), "intra": (own, at + 1)}
+        chosen = (ranges[stage] if stage in self.stages else (none, none) for stage in STAGES[::-1])
+        return torch.stack([torch.stack(bounds, dim=1) for bounds in chosen], dim=1).int()
 
     def _newest_multiplier(self, cache: KVCache, seq: SequenceInfo) -> Tensor | None:
         if (temperature := self.chunk_temperature) is None:
