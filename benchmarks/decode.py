@@ -439,6 +439,8 @@ def new_token(layer: Attention, projected: list[Tensor], caches: Caches) -> Call
         cache.buffers = tuple(x.view(batch, tokens, *shapes[name]) for x, name in zip(buffers, "kv", strict=True))
         cache.rotated = True  # any keys are random
     positions = torch.full((batch,), tokens - 1, device=caches[0][0].device)
+    with torch.no_grad():
+        layer.prepare_to_decode()
 
     @torch.no_grad()
     def call() -> Tensor:

@@ -259,6 +259,9 @@ def test_the_weights_of_decoding_are_the_model_s_own(attention):
     assert fast.blocks[0].attention.q_proj.weight.dtype == torch.bfloat16
     assert {id(p) for name, p in fast.named_parameters() if "norm" in name or "embedding" in name} <= before
     assert all(block.attention.joined is None for block in model.blocks) and all(p.requires_grad for p in model.parameters())
+    if attention is DifferentialAttention:
+        for ours, own in zip(fast.blocks, model.blocks, strict=True):
+            assert torch.equal(ours.attention.fixed_lambda, own.attention.lambda_of_layer()) and own.attention.fixed_lambda is None
 
 
 @pytest.mark.parametrize("options", (

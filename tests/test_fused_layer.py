@@ -58,10 +58,10 @@ def of_a_pass(n_layers: int, n_backwards: int) -> list[str]:
     return found
 
 
-def decoded(n_layers: int, device: str) -> Decoding:
+def decoded(n_layers: int, device: str, *options: str) -> Decoding:
     """GPT-2 small of so many layers under bfloat16 autocast, behind a prompt of 64 tokens that it has read. Without a CUDA graph, whose
     kernels are the same."""
-    cfg = compose("model=gpt2_small", "attention=flash", f"model.n_layers={n_layers}", "data.seq_len=128")
+    cfg = compose("model=gpt2_small", f"model.n_layers={n_layers}", "data.seq_len=128", *options)
     with torch.device(device), torch.autocast(device, torch.bfloat16):
         model = instantiate(cfg.model, vocab_size=1000, _convert_="all").eval()
         found = model.decoding(torch.arange(64)[None], 8, lengths=torch.tensor([64]), temperature=0)
@@ -77,9 +77,10 @@ def test_a_compiled_layer_takes_few_kernels(n_backwards, most):
 
 
 @pytest.mark.gpu
-def test_a_layer_takes_few_kernels_in_decoding():
+@pytest.mark.parametrize("options", (["attention=flash"], ["attention=dual_chunk", "model.positions=rotary"]), ids=("flash", "dual_chunk"))
+def test_a_layer_takes_few_kernels_in_decoding(options):
     """Where cuBLAS divides a product's inputs and sums the parts by a second kernel, which is its own choice, that one does not count."""
-    two, three = ([name for name in kernels(decoded(n_layers, "cuda").step) if "splitKreduce" not in name] for n_layers in (2, 3))
+    two, three = ([name for name in kernels(decoded(n_layers, "cuda", *options).step) if "splitKreduce" not in name] for n_layers in (2, 3))
     assert 0 < len(three) - len(two) <= DECODING, "kernels of three layers:\n" + "\n".join(three)
 
 

@@ -250,6 +250,9 @@ class Attention(nn.Module):
         """Width of the MLP that follows this layer. A variant with more parameters than the baseline may make it narrower."""
         return baseline
 
+    def prepare_to_decode(self) -> None:
+        """Computes once what is the same for all tokens. Only a copy of a layer that does nothing but decode is prepared."""
+
     def forward(self, x: Tensor, seq: SequenceInfo, cache: KVCache | None = None, add_bias: bool = True) -> Tensor:
         """x: (batch, seqlen, dim) or packed (total, dim); with `cache` only the new tokens. Returns x's shape.
 

@@ -51,6 +51,7 @@ class DifferentialAttention(Attention):
         self.version = version
         super().__init__(spec)
         self.norm, self.match_parameters, self.impl = norm, match_parameters, impl
+        self.fixed_lambda: Tensor | None = None
         if version == 1:
             self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * spec.layer)
             for name in LAMBDA_VECTORS:
@@ -79,8 +80,14 @@ class DifferentialAttention(Attention):
 
     def lambda_of_layer(self) -> Tensor:
         """Version 1's lambda, (), in at least float32."""
+        if self.fixed_lambda is not None:
+            return self.fixed_lambda
         q1, k1, q2, k2 = (_at_least_float32(getattr(self, name)) for name in LAMBDA_VECTORS)
         return (q1 * k1).sum().exp() - (q2 * k2).sum().exp() + self.lambda_init
+
+    def prepare_to_decode(self) -> None:
+        if self.version == 1:
+            self.fixed_lambda = self.lambda_of_layer()
 
     def project(self, x: Tensor) -> tuple[Tensor, ...]:
         if self.version == 1:
@@ -101,23 +108,25 @@ class DifferentialAttention(Attention):
     def attend_cached(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *lam: Tensor) -> Tensor:
         if not self.decodes_by_kernel(q):
             return super().attend_cached(q, cache, seq, *lam)
-        return self._decode(q, cache, self.cache_lengths(cache, seq), *lam)
+        return self._decode(q, cache, seq, self.cache_lengths(cache, seq), *lam)
 
     def attend_newest(self, q: Tensor, cache: KVCache, seq: SequenceInfo, *lam: Tensor) -> Tensor:
-        return self._decode(q, cache, cache.newest.lengths, *lam)
+        return self._decode(q, cache, seq, cache.newest.lengths, *lam)
 
-    def _decode(self, q: Tensor, cache: KVCache, lengths: Tensor, *lam: Tensor) -> Tensor:
+    def _decode(self, q: Tensor, cache: KVCache, seq: SequenceInfo, lengths: Tensor, *lam: Tensor) -> Tensor:
         """Both maps as heads of one `decode_attention` call, which reads the cache once. lengths: int32 (batch,), tokens of each row."""
         keys, factor, width = cache.keys, self.lambda_of_layer() if self.version == 1 else lam[0][..., None], q.shape[-1]
         if self.version == 1:
-            # a pair's two keys become one key of twice the width; each query is padded with zeros in the half of the other key
+            # a pair's two keys become one key of twice the width; each query is zero in the half of the other key
             keys = keys.unflatten(2, (-1, 2)).flatten(3)
-            q = torch.stack((F.pad(q[..., 0::2, :], (0, width)), F.pad(q[..., 1::2, :], (width, 0))), dim=3).flatten(2, 3)
+            halves = seq.once(("differential halves", q.dtype), lambda: torch.eye(2, dtype=q.dtype, device=q.device)[..., None])
+            # (..., pairs, 2, 1, width) times (2, 2, 1)
+            q = (q.unflatten(2, (-1, 2))[..., None, :] * halves).flatten(4).flatten(2, 3)
         out = decode_attention(
             q, keys, cache.values, cache_seqlens=lengths, causal=True, softmax_scale=width**-0.5,
             out_dtype=None if q.dtype == torch.float64 else torch.float32, impl="reference" if self.impl == "reference" else None)
         first, second = out.unflatten(2, (-1, 2)).unbind(3)
-        return (first - factor * second).to(q.dtype)
+        return torch.addcmul(first, factor, second, value=-1).to(q.dtype)
 
     def finish(self, out: Tensor) -> Tensor:
         if self.version == 2:

@@ -237,8 +237,8 @@ def _reads_pages(model: nn.Module) -> bool:
 
 def _prepared(model: nn.Module) -> nn.Module:
     """A copy of the model in eval mode, prepared for fast decoding. Weights of linear layers are cast to autocast's dtype, the matrices of
-    an attention layer's `projections` are concatenated, and kernels are joined: sums with norms, and a tanh GELU with the product before
-    it. All other tensors are shared with the model."""
+    an attention layer's `projections` are concatenated, what is the same for all tokens is computed (`Attention.prepare_to_decode`), and
+    kernels are joined: sums with norms, and a tanh GELU with the product before it. All other tensors are shared with the model."""
     own = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     fast = copy.deepcopy(model, own).eval()
     if fast.head is None:
@@ -257,6 +257,7 @@ def _prepared(model: nn.Module) -> nn.Module:
             if isinstance(module, nn.Linear) and module.bias is not None and not kept and module not in exact:
                 module.bias = _compute(module.bias)
         attention = block.attention
+        attention.prepare_to_decode()
         projections = attention.projections
         attention.joined = joined(projections)
         for projection, rows in zip(projections, attention.joined[0].split([p.out_features for p in projections]), strict=True):
