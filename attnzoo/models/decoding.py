@@ -186,7 +186,8 @@ def draw(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top
          generator: torch.Generator | None = None) -> Tensor:
     """One token per row of logits (batch, vocab_size), as (batch, 1), or -1 where a probability is NaN; options as in `GPT.stream`."""
     if temperature == 0:
-        return logits.argmax(-1, keepdim=True)
+        token = logits.argmax(-1, keepdim=True)  # a NaN counts as the largest
+        return token.masked_fill(logits.gather(-1, token).isnan(), -1)
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     weights = (logits / temperature).softmax(-1)
