@@ -85,6 +85,8 @@ def flash_attn_with_kvcache(
         if x is not None:
             checks.whole_numbers(name, x, q, (batch,))
     rows = torch.arange(batch, device=q.device) if cache_batch_idx is None else cache_batch_idx.long()
+    if block_table is None:
+        _check_rows(rows, k_cache, given=cache_batch_idx is not None)
 
     if k is not None:
         _check_new(k, v, k_cache, v_cache, batch)
@@ -93,8 +95,10 @@ def flash_attn_with_kvcache(
         _append(k, v, k_cache, v_cache, lengths, rows, block_table, max_len)
         lengths = lengths + k.shape[1]
     if cache_leftpad is not None:
+        if values_known(lengths) and lengths.numel() and not 0 <= lengths.min() <= lengths.max() <= max_len:
+            raise ValueError(f"cache_seqlens: must lie between 0 and the cache's {max_len} tokens, got {lengths.tolist()}")
         k_cache, v_cache, block_table = _behind_padding(k_cache, v_cache, rows, cache_leftpad)
-        lengths = (lengths - cache_leftpad).clamp(min=0).int()
+        lengths = (lengths.clamp(max=max_len) - cache_leftpad).clamp(min=0).int()  # what follows in memory is another row's
     elif cache_batch_idx is not None:
         block_table = rows.int()[:, None]  # each row of the cache is a page
     elif block_table is None:
@@ -152,6 +156,15 @@ def _rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor | None, lengths: Ten
     return apply_rotary_emb(at_one_place, cos, sin, interleaved, seqlen_offsets=lengths)[:, 0].unflatten(1, q.shape[1:3]), k
 
 
+def _check_rows(rows: Tensor, k_cache: Tensor, given: bool) -> None:
+    """given: whether rows are the caller's cache_batch_idx, and not the first ones."""
+    n_rows = k_cache.shape[0]
+    if not given and rows.shape[0] > n_rows:
+        raise ValueError(f"k_cache: must have a row for each of q's {rows.shape[0]} sequences, got {n_rows}")
+    if given and values_known(rows) and rows.numel() and rows.max() >= n_rows:
+        raise ValueError(f"cache_batch_idx: must name rows of the cache, which has {n_rows}, got {rows.tolist()}")
+
+
 def _check_new(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: int) -> None:
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
         checks.tensor(name, x)
@@ -170,9 +183,8 @@ def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Ten
     if block_table is not None:
         page = k_cache.shape[1]
         rows, places = block_table.long().gather(1, places // page), places % page
-    if values_known(rows) and rows.numel() and not 0 <= rows.min() <= rows.max() < k_cache.shape[0]:
-        name = "cache_batch_idx" if block_table is None else "block_table"
-        raise ValueError(f"{name}: must name one of the cache's {k_cache.shape[0]} for each new token, got {rows.tolist()}")
+        if values_known(rows) and rows.numel() and not 0 <= rows.min() <= rows.max() < k_cache.shape[0]:
+            raise ValueError(f"block_table: must name one of the cache's {k_cache.shape[0]} for each new token, got {rows.tolist()}")
     k_cache[rows, places], v_cache[rows, places] = k, v
 
 
