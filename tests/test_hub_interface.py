@@ -127,6 +127,23 @@ def test_generation_is_that_of_eager(kind, padding):
     assert torch.equal(ours[:, -12:], torch.stack(alone))
 
 
+@pytest.mark.parametrize("cut", ((LENGTH - 6, 6), (2, LENGTH - 2), (LENGTH - 6, 1, 5)), ids=str)
+@pytest.mark.parametrize("kind", ("llama", "mistral"))
+def test_tokens_after_a_cache_may_end_in_padding(kind, cut):
+    """As the turns of several conversations do; all rows end in padding, as with a tokenizer's pad_to_multiple_of."""
+    tokens, model = ids(3, LENGTH), build(kind, "attnzoo_flash")
+    mask = torch.ones(3, LENGTH, dtype=torch.int64)
+    mask[0, :3] = mask[1, -3:] = mask[:, -1:] = 0
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    cache, logits, end = transformers.DynamicCache(config=model.config), [], 0
+    with torch.no_grad():
+        for part, places in zip(tokens.split(cut, 1), position_ids.split(cut, 1), strict=True):
+            end += part.shape[1]
+            logits.append(model(part, attention_mask=mask[:, :end], position_ids=places, past_key_values=cache, use_cache=True).logits)
+        alone = [model(row[real.bool()][None]).logits[0] for row, real in zip(tokens, mask, strict=True)]
+    assert_close(torch.cat(logits, 1)[mask.bool()], torch.cat(alone))
+
+
 @pytest.mark.parametrize("kind", ("llama", "mistral"))
 def test_a_static_cache_is_read_up_to_what_it_holds(kind):
     tokens, model = ids(2, LENGTH), build(kind, "attnzoo_flash")

@@ -109,7 +109,9 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
     """The part of a model's mask that the attention functions need; the model itself tells them causality and windows. Returns one of
 
     None: every key is real.
-    bool (batch, keys): which keys are real; keys beyond its width are not.
+    bool (batch, keys): which keys are real. The queries are at the last of them.
+    uint8 (batch, keys): likewise, where the host does not know which keys the queries are at, as with a static cache. All queries then
+        count as real. Keys beyond the mask's width are not real.
     int32 (sequences + 1,): cu_seqlens of the sequences that are packed into the flattened rows.
     int64 (batch, tokens): the number of each token's sequence, while a CUDA graph is captured, because the host then cannot count the
         sequences. The attention functions then need cu_seq_lens_q, which transformers' engine gives them.
@@ -127,11 +129,12 @@ def attention_mask(batch_size: int, q_length: int, kv_length: int, q_offset: int
             return None
         # a static cache: the places that it has not filled yet are not keys
         keys = torch.arange(kv_length, device=kwargs.get("device", None if known else q_offset.device)) + kv_offset
-        return (keys < q_offset + q_length).expand(batch_size, -1)
+        return (keys < q_offset + q_length).expand(batch_size, -1).byte()
     attention_mask = attention_mask[:, -kv_length:]
     if attention_mask.shape[1] == kv_length and not _capturing() and attention_mask.all():
         return None
-    return attention_mask
+    at_end = not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + attention_mask.shape[1]
+    return attention_mask if at_end else attention_mask.byte()
 
 
 def _capturing() -> bool:
@@ -197,8 +200,8 @@ def _attend(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask
 
 
 def _attend_padded(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """mask: bool (batch, keys). No shape depends on the number of real tokens, so that the host does not wait for it."""
-    if mask.dim() != 2 or mask.dtype != torch.bool:
+    """mask: bool or uint8 (batch, keys), see `attention_mask`. No shape depends on the number of real tokens: the host does not wait for it."""
+    if mask.dim() != 2 or mask.dtype not in (torch.bool, torch.uint8):
         raise ValueError(f"attention_mask: must be (batch, keys), one number for each token, got {tuple(mask.shape)} {mask.dtype}; "
                          "masks of pairs of tokens need attn_implementation=\"sdpa\"")
     batch, queries = q.shape[:2]
@@ -206,12 +209,13 @@ def _attend_padded(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tenso
     real = padding.token_indices(mask, max_tokens=mask.numel())
     k, v = (padding.remove_padding(x[:, :keys].contiguous(), real.indices) for x in (k, v))
     packing = {"cu_seqlens_k": real.cu_seqlens, "max_seqlen_k": keys, "max_seqlen_q": queries}
-    if queries == keys:
-        out = attend(padding.remove_padding(q.contiguous(), real.indices), k, v, cu_seqlens_q=real.cu_seqlens, **packing)
-        return padding.pad_input(out, real.indices, batch, queries)
-    # with a cache the queries are each sequence's last tokens; queries of padding on the left see no key
-    cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries
-    return attend(q.flatten(0, 1), k, v, cu_seqlens_q=cu_seqlens_q, **packing).unflatten(0, (batch, queries))
+    if queries != keys and (queries == 1 or mask.dtype == torch.uint8):
+        # with a cache the queries are each sequence's last tokens; queries of padding on the left see no key
+        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries
+        return attend(q.flatten(0, 1), k, v, cu_seqlens_q=cu_seqlens_q, **packing).unflatten(0, (batch, queries))
+    asked = real if queries == keys else padding.token_indices(mask[:, -queries:].contiguous(), max_tokens=batch * queries)
+    out = attend(padding.remove_padding(q.contiguous(), asked.indices), k, v, cu_seqlens_q=asked.cu_seqlens, **packing)
+    return padding.pad_input(out, asked.indices, batch, queries)
 
 
 FUNCTIONS = {"attnzoo_flash": flash, "attnzoo_block_sparse": block_sparse}
