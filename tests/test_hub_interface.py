@@ -127,6 +127,19 @@ def test_generation_is_that_of_eager(kind, padding):
     assert torch.equal(ours[:, -12:], torch.stack(alone))
 
 
+@pytest.mark.parametrize("length", (LENGTH, 5))
+def test_a_decoder_reads_an_encoders_real_tokens(length):
+    """Also if there are as many queries as keys, which are other tokens."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_attention_heads": 4,
+             "decoder_attention_heads": 4, "encoder_layers": 2, "decoder_layers": 2, "max_position_embeddings": 64}
+    model = transformers.BartForConditionalGeneration(transformers.BartConfig(**sizes, init_std=0.2)).double().eval()
+    inputs = {"input_ids": ids(3, LENGTH), "attention_mask": side("right"), "decoder_input_ids": ids(3, length)}
+    with torch.no_grad():
+        ours, theirs = ((model.set_attn_implementation(name), model(**inputs).logits)[1] for name in ("attnzoo_flash", "sdpa"))
+    assert_close(ours, theirs)
+
+
 @pytest.mark.parametrize("cut", ((LENGTH - 6, 6), (2, LENGTH - 2), (LENGTH - 6, 1, 5)), ids=str)
 @pytest.mark.parametrize("kind", ("llama", "mistral"))
 def test_tokens_after_a_cache_may_end_in_padding(kind, cut):

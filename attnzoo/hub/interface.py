@@ -80,7 +80,8 @@ def flash(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, at
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
         return decode_attention(q, k, v, cache_seqlens=lengths, **options)
 
-    return _attend(attend, q, k, v, attention_mask, kwargs), None
+    anywhere = not options["causal"] and options["window_size"] == (-1, -1)
+    return _attend(attend, q, k, v, attention_mask, kwargs, anywhere), None
 
 
 def block_sparse(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
@@ -184,7 +185,9 @@ def _options(module: torch.nn.Module, scaling: float | None, sliding_window: int
     return {"causal": bool(causal), "softmax_scale": scaling, "window_size": (side, 0 if causal else side)}
 
 
-def _attend(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> Tensor:
+def _attend(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any],
+            anywhere: bool = False) -> Tensor:
+    """anywhere: whether a query sees all real keys wherever it stands."""
     batch, seqlen = q.shape[:2]
     if kwargs.get("cu_seq_lens_q") is not None:
         packing = {"cu_seqlens_q": kwargs["cu_seq_lens_q"].int(), "cu_seqlens_k": kwargs["cu_seq_lens_k"].int(),
@@ -195,12 +198,12 @@ def _attend(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask
         raise ValueError("cu_seq_lens_q: must be given with packed sequences while a CUDA graph is captured, got None; how many sequences "
                          "position_ids begin is not known to the host then")
     else:
-        return attend(q, k, v) if mask is None else _attend_padded(attend, q, k, v, mask)
+        return attend(q, k, v) if mask is None else _attend_padded(attend, q, k, v, mask, anywhere)
     return attend(*(x.flatten(0, 1) for x in (q, k, v)), **packing).unflatten(0, (batch, seqlen))
 
 
-def _attend_padded(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """mask: bool or uint8 (batch, keys), see `attention_mask`. No shape depends on the number of real tokens: the host does not wait for it."""
+def _attend_padded(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor, anywhere: bool) -> Tensor:
+    """mask: bool or uint8 (batch, keys), see `attention_mask`. No shape depends on the number of real tokens; the host does not wait."""
     if mask.dim() != 2 or mask.dtype not in (torch.bool, torch.uint8):
         raise ValueError(f"attention_mask: must be (batch, keys), one number for each token, got {tuple(mask.shape)} {mask.dtype}; "
                          "masks of pairs of tokens need attn_implementation=\"sdpa\"")
@@ -209,7 +212,8 @@ def _attend_padded(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tenso
     real = padding.token_indices(mask, max_tokens=mask.numel())
     k, v = (padding.remove_padding(x[:, :keys].contiguous(), real.indices) for x in (k, v))
     packing = {"cu_seqlens_k": real.cu_seqlens, "max_seqlen_k": keys, "max_seqlen_q": queries}
-    if queries != keys and (queries == 1 or mask.dtype == torch.uint8):
+    # keys may be an encoder's tokens, so that the mask says nothing of the queries, even if there are as many
+    if anywhere or queries != keys and (queries == 1 or mask.dtype == torch.uint8):
         # with a cache the queries are each sequence's last tokens; queries of padding on the left see no key
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * queries
         return attend(q.flatten(0, 1), k, v, cu_seqlens_q=cu_seqlens_q, **packing).unflatten(0, (batch, queries))
