@@ -169,6 +169,23 @@ def test_a_partly_filled_page_is_copied_once_and_by_who_writes():
     assert blocks.append(first, []) == [] and blocks.table([first, third]) == [[page, -1], third.blocks]
 
 
+@pytest.mark.parametrize("of", (bytes, torch.tensor, tuple))
+def test_tokens_are_whole_numbers_of_any_sequence(of):
+    blocks = BlockAllocator(8, 8)
+    blocks.begin(list(range(20)))
+    assert blocks.begin(of(range(20))).cached == 16
+
+
+@pytest.mark.parametrize("wrong", ([1, 2.5], "ab", [2**63], 3, None), ids=str)
+def test_what_is_no_token_changes_nothing(wrong):
+    blocks = BlockAllocator(8, 2)
+    sequence = blocks.begin([1])
+    for call in (blocks.begin, lambda tokens: blocks.append(sequence, tokens)):
+        with pytest.raises(TypeError, match="tokens: must be whole numbers of 64 bits, got"):
+            call(wrong)
+    assert blocks.n_free == 7 and sequence.tail == [1] and len(sequence.blocks) == 1
+
+
 def test_wrong_calls_are_refused():
     blocks = BlockAllocator(2, 2)
     sequence = blocks.begin([1])

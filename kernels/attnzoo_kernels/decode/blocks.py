@@ -59,6 +59,7 @@ class BlockAllocator:
     def begin(self, tokens: Sequence[int]) -> CachedSequence:
         """A new sequence of these tokens, at least one. Its first `cached` tokens are in the cache already. These never include the last
         token, so that its logits are computed. Raises OutOfBlocksError."""
+        tokens = _whole_numbers(tokens)
         if not tokens:
             raise ValueError("tokens: must have at least one token")
         new = CachedSequence()
@@ -84,6 +85,7 @@ class BlockAllocator:
         A page that is partly filled and has other users is copied for this sequence.
         """
         self._check(sequence)
+        tokens = _whole_numbers(tokens)
         if not tokens:
             return []
         shared = bool(sequence.tail) and self._users[sequence.blocks[-1]] > 1
@@ -157,3 +159,10 @@ class BlockAllocator:
                 self._unused[block] = None
             else:
                 self._empty.append(block)
+
+
+def _whole_numbers(tokens: Sequence[int]) -> array:
+    try:
+        return array("q", list(tokens))  # from bytes it would read eight as one number
+    except (TypeError, OverflowError) as error:
+        raise TypeError(f"tokens: must be whole numbers of 64 bits, got {tokens!r}") from error
