@@ -111,6 +111,18 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("shapes, message", (
+    (((1, 4, 2, 16), (1, 4, 2, 16)), "q: must be \\(total, heads, head_dim\\), got shape \\(1, 4, 2, 16\\)"),
+    (((4, 2, 16), (1, 4, 2, 16)), "k: must be \\(total, kv_heads, head_dim\\), got shape"),
+    (((4, 2, 16), (3, 2, 16)), "k: must have q's 4 tokens, got 3"),
+    (((4, 2, 16), (9, 2, 16)), "k: must have q's 4 tokens, got 9"),
+))
+def test_queries_and_keys_are_those_of_one_tree(shapes, message):
+    q, k = map(torch.zeros, shapes)
+    with pytest.raises(ValueError, match=message):
+        tree_attention(q, k, k, torch.tensor([-1], dtype=torch.int32), torch.tensor([0, 4], dtype=torch.int32))
+
+
 @pytest.mark.parametrize("change, error, message", WRONG.values(), ids=WRONG)
 def test_a_wrong_argument_is_named(change, error, message):
     arguments = {"parents": torch.tensor([-1, 0, 0, -1]), "cu_seqlens": torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32)} | change

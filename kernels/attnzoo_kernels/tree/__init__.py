@@ -51,8 +51,13 @@ def tree_attention(
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
-    checks.tensor("q", q)
-    _check_places(parents, cu_seqlens, q.shape[0] if q.dim() else None)
+    for name, x in (("q", q), ("k", k)):
+        checks.tensor(name, x)
+        if x.dim() != 3:
+            raise ValueError(f"{name}: must be (total, {'kv_' * (name == 'k')}heads, head_dim), got shape {tuple(x.shape)}")
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(f"k: must have q's {q.shape[0]} tokens, got {k.shape[0]}")
+    _check_places(parents, cu_seqlens, q.shape[0])
     if parents.device != q.device:
         raise ValueError(f"parents: must be on q's device {q.device}, got {parents.device}")
     by_kernel = impl != "reference" and (parents.is_cuda or impl == "triton")
