@@ -87,6 +87,16 @@ def test_a_table_of_zeros_gives_plain_attention_and_one_of_slopes_alibi(impl):
 
 
 @pytest.mark.parametrize("impl", PATHS)
+@pytest.mark.parametrize("origin, entry", ((2**31 - 10, -1), (2**40, -1), (-(2**31) + 5, 0), (-(2**40), 0)))
+def test_an_origin_far_away_gives_all_distances_one_entry(origin, entry, impl):
+    q, k, v = torch.randn(3, 1, 40, 2, 16, device=DEVICE)
+    table = torch.randn(2, 5, device=DEVICE)
+    results = [distance_bias_attention(q, k, v, bias, origin=at, return_lse=True, impl=impl)
+               for bias, at in ((table, origin), (table[:, [entry]].contiguous(), 0))]
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("impl", PATHS)
 def test_what_lies_beyond_a_sequence_does_not_matter(impl):
     """NaN behind the last packed sequence, in which the table has no gradient."""
     x = Case(lengths_q=(33, 0, 40), lengths_k=(40, 9, 33), head_dim=16, causal=True, dtype=torch.float32).inputs(DEVICE)

@@ -56,6 +56,8 @@ def distance_bias_attention(
     checks.attention_inputs(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     _check_bias(bias, q)
     checks.integer("origin", origin)
+    # kernels add distances to it in 32 bits; this far away all distances take the same entry
+    origin = max(-checks.UNLIMITED, min(origin, bias.shape[1] + checks.UNLIMITED))
     left, right = checks.window(window_size, causal)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
     checks.deterministic(deterministic)
