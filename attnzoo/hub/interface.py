@@ -80,7 +80,7 @@ def flash(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, at
         lengths = torch.full((q.shape[0],), k.shape[1], dtype=torch.int32, device=q.device)
         return decode_attention(q, k, v, cache_seqlens=lengths, **options)
 
-    anywhere = not options["causal"] and options["window_size"] == (-1, -1)
+    anywhere = _may_cross(module) and not options["causal"] and options["window_size"] == (-1, -1)
     return _attend(attend, q, k, v, attention_mask, kwargs, anywhere), None
 
 
@@ -185,9 +185,15 @@ def _options(module: torch.nn.Module, scaling: float | None, sliding_window: int
     return {"causal": bool(causal), "softmax_scale": scaling, "window_size": (side, 0 if causal else side)}
 
 
+def _may_cross(module: torch.nn.Module) -> bool:
+    """Whether the model has attention to an encoder's tokens, which no attribute of all such layers tells."""
+    config = getattr(module, "config", None)
+    return any(getattr(config, name, False) for name in ("is_encoder_decoder", "add_cross_attention"))
+
+
 def _attend(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, kwargs: dict[str, Any],
             anywhere: bool = False) -> Tensor:
-    """anywhere: whether a query sees all real keys wherever it stands."""
+    """anywhere: whether keys may be another sequence's, of which a query sees all real ones wherever it stands."""
     batch, seqlen = q.shape[:2]
     if kwargs.get("cu_seq_lens_q") is not None:
         packing = {"cu_seqlens_q": kwargs["cu_seq_lens_q"].int(), "cu_seqlens_k": kwargs["cu_seq_lens_k"].int(),
