@@ -65,11 +65,26 @@ def load_values(step, keys, key, program, config):
 
 
 @gluon.jit
-def start_tile(tile, taken, program, config):
+def _start_tile(tile, taken, program, config):
     """Publishes a tile to the consumers and loads its queries, if there is such a tile."""
     if tile.index < program.problem.n_tiles:
         publish(program, taken, tile.words)
         load_queries(program.descs.q, tile, taken, program, config)
+
+
+@gluon.jit
+def start_at(index, before, program, config):
+    """_start_tile of the next tile from `index` on, which it returns. before: the number of the tile before it."""
+    tile = config.NEXT_TILE(index, program, config)
+    _start_tile(tile, before + 1, program, config)
+    return tile
+
+
+@gluon.jit
+def stop(index, taken, program):
+    """Tells the consumers that there are no more tiles. index: the first one past the last tile that the program got."""
+    leave_at_zero(program.problem, index)
+    publish(program, taken, NONE)
 
 
 @gluon.jit
@@ -79,8 +94,7 @@ def produce_prefetched(program, config):
     problem = program.problem
     step = 0
     taken = 0
-    tile = config.NEXT_TILE(gl.program_id(0), program, config)
-    start_tile(tile, taken, program, config)
+    tile = start_at(gl.program_id(0), -1, program, config)
     while tile.index < problem.n_tiles:
         begin, end = config.LOADED(tile, program, config)
         keys = Keys(tile.sequence, tile.head // problem.group, tile.first_k, tile.len_k)
@@ -90,14 +104,12 @@ def produce_prefetched(program, config):
             if config.LOAD_BIAS is not None:
                 config.LOAD_BIAS(step % config.STAGES, tile, key, program, config)
             if j == end - begin - 1:  # before V, whose load may wait; not earlier, so that the first program to be ready gets the tile
-                tile = config.NEXT_TILE(next_index(problem), program, config)
+                tile = start_at(next_index(problem), taken, program, config)
                 taken += 1
-                start_tile(tile, taken, program, config)
             load_values(step, keys, key, program, config)
             key -= config.BLOCK_N
             step += 1
-    leave_at_zero(problem, tile.index)
-    publish(program, taken, NONE)
+    stop(tile.index, taken, program)
 
 
 @gluon.jit
@@ -147,5 +159,4 @@ def produce_segments(program, config):
             index = next_index(problem)
         tile = config.NEXT_TILE(index, program, config)
         taken += 1
-    leave_at_zero(problem, tile.index)
-    publish(program, taken, NONE)
+    stop(tile.index, taken, program)

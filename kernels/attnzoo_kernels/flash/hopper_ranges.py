@@ -17,21 +17,11 @@ from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
 from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import attend_step, await_queries, between, first_step, hand_on, last_sums, rows_and_columns
-from attnzoo_kernels._gluon.forward_producer import NONE, Keys, load_keys, load_values, start_tile
+from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_values, start_at, stop
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import await_stage, mbarrier
 from attnzoo_kernels._gluon.ranges import Table, last_beginning, load_range, touching
-from attnzoo_kernels._gluon.tile_scheduler import (
-    Span,
-    Taken,
-    Tile,
-    decode_tile,
-    leave_at_zero,
-    next_index,
-    publish,
-    take_words,
-    tile_counter,
-)
+from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, decode_tile, next_index, take_words, tile_counter
 from attnzoo_kernels._gluon.tiles import key_tiles
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
@@ -103,8 +93,7 @@ def produce(program, config):
     problem = program.problem
     step = 0
     taken = 0
-    tile = config.NEXT_TILE(gl.program_id(0), program, config)
-    start_tile(tile, taken, program, config)
+    tile = start_at(gl.program_id(0), -1, program, config)
     while tile.index < problem.n_tiles:
         kv_head = tile.head // problem.group
         row = tile.row
@@ -120,16 +109,14 @@ def produce(program, config):
                 if j == 0:  # found while loads are in flight, so that the next ones do not wait for it
                     following = next_entry(entry - 1, row, program, config)
                 if (j == end - begin - 1) & (following < 0):
-                    tile = config.NEXT_TILE(next_index(problem), program, config)
+                    tile = start_at(next_index(problem), taken, program, config)
                     taken += 1
-                    start_tile(tile, taken, program, config)
                 load_values(step, keys, key, program, config)
                 key -= config.BLOCK_N
                 step += 1
             entry = following
             more = (entry >= 0).to(gl.int32)
-    leave_at_zero(problem, tile.index)
-    publish(program, taken, NONE)
+    stop(tile.index, taken, program)
 
 
 @gluon.jit
