@@ -29,7 +29,11 @@ def generate(cfg: DictConfig) -> None:
     if prompt is not None:
         if cfg.num_samples == 1:
             show(prompt)
-        writer.go_on(prompt)
+        try:
+            writer.go_on(prompt)
+        except (ValueError, UserError):
+            print(flush=True)  # the error gets a line of its own
+            raise
     while cfg.interactive and (prompt := _ask()) is not None:
         try:
             writer.go_on(prompt)

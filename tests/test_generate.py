@@ -205,10 +205,11 @@ def test_a_model_that_reads_only_is_told_so(tmp_path):
         generation.generate(config(tmp_path / "a.ckpt", "prompt=a"))
 
 
-def test_learned_positions_end(tmp_path):
+def test_learned_positions_end(tmp_path, capsys):
     write_checkpoint(tmp_path / "a.ckpt", positions="learned")
     with pytest.raises(ValueError, match="longer than model.max_positions=32"):
         generation.generate(config(tmp_path / "a.ckpt", "prompt=a", "max_new_tokens=40"))
+    assert capsys.readouterr().out == "a\n"  # the error begins a line
 
 
 TYPED = ["f(x): {y}, [z]=1", "it's", "a\\", "\\'", "'quoted'", "${now:x}", "\\${a}", "null", "a\nb", " a ", '"a"', "☃"]

@@ -138,6 +138,9 @@ def test_a_decoder_reads_an_encoders_real_tokens(length):
     with torch.no_grad():
         ours, theirs = ((model.set_attn_implementation(name), model(**inputs).logits)[1] for name in ("attnzoo_flash", "sdpa"))
     assert_close(ours, theirs)
+    model.set_attn_implementation("attnzoo_block_sparse")
+    with pytest.raises(ValueError, match="attention to an encoder's tokens"):
+        model(**inputs)
 
 
 @pytest.mark.parametrize("cut", ((LENGTH - 6, 6), (2, LENGTH - 2), (LENGTH - 6, 1, 5)), ids=str)

@@ -91,6 +91,9 @@ def block_sparse(module: torch.nn.Module, query: Tensor, key: Tensor, value: Ten
     _refuse("attnzoo_block_sparse", kwargs | {"dropout": dropout or None}, "softcap", "s_aux", "dropout", "cache")
     q, k, v = _operands(query, key, value)
     options = _options(module, scaling, sliding_window, is_causal)
+    if getattr(module, "is_decoder", False) and not options["causal"]:
+        raise ValueError("attention to an encoder's tokens: attn_implementation=\"attnzoo_block_sparse\" does not support it, because "
+                         "patterns are of one sequence; load the model with attn_implementation=\"attnzoo_flash\"")
     chosen = {"causal": options["causal"]} | (getattr(module.config, "attnzoo_block_sparse", None) or DEFAULT_PATTERN)
     if "heads" in inspect.signature(PATTERNS[chosen["name"]]).parameters:
         chosen.setdefault("heads", q.shape[-2])
