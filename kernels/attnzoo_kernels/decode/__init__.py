@@ -48,8 +48,9 @@ def decode_attention(
         costs some launches, so it pays only for batches that share long prefixes. Not with a window to the left nor with ALiBi.
     segments: int32 (batch, n, 2), contiguous, on q's device, for one new token of each row, whose query differs by range of keys. q is
         (batch, n, heads, head_dim), and query i of row b sees the keys segments[b, i, 0] to segments[b, i, 1] - 1 of its row. All scores of
-        a row have one softmax: the output is (batch, 1, heads, value_dim). On a GPU values are not checked; what lies outside of the row
-        counts as left out. Not with a block_table, a window, ALiBi or caches of 8 bits.
+        a row have one softmax: the output is (batch, 1, heads, value_dim). Ranges may come in any order and overlap; a key then counts once
+        for each query that sees it. On a GPU values are not checked; what lies outside of the row counts as left out. Not with a
+        block_table, a window, ALiBi or caches of 8 bits.
     All of one dtype: float16, bfloat16 or float32 (the reference also takes float64); last dimension contiguous, other strides free. Both
         caches may be float8_e4m3fn instead, which a GPU takes from compute capability 8.9 on.
     k_scale, v_scale: float32 (kv_heads,), positive, or None for 1: a number in the cache stands for itself times its key head's scale. In
