@@ -343,13 +343,12 @@ def test_lengths_lie_within_the_rows(wrong):
         build("flash", "rotary", "cpu").generate(prompts("cpu")[0], 1, lengths=torch.tensor(wrong))
 
 
-@pytest.mark.parametrize("temperature", (1, 0))
 @pytest.mark.parametrize("lengths", (None, torch.tensor(LENGTHS)))
-def test_nothing_is_drawn_from_nan(lengths, temperature):
+def test_nothing_is_drawn_from_nan(lengths):
     model = build("sdpa", "rotary", "cpu")
     model.final_norm.weight.data.fill_(torch.nan)
     with pytest.raises(ValueError, match="logits are NaN"):
-        model.generate(prompts("cpu")[0], 3, lengths=lengths, temperature=temperature)
+        model.generate(prompts("cpu")[0], 3, lengths=lengths)
 
 
 @pytest.mark.parametrize(("rotated", "turns"), ((16, 1), (12, 1), (0, 1), (16, 3), (12, 3)))

@@ -52,8 +52,8 @@ class Decoding:
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """The next token of each text, (batch * samples, 1), on the device; the next step may overwrite it. -1 where logits are NaN. Uses
-        the autocast state that was active when the object was made."""
+        """The next token of each text, (batch * samples, 1), on the device; the next step may overwrite it. -1 where logits are NaN and
+        tokens are drawn. Uses the autocast state that was active when the object was made."""
         if self.n_drawn >= self.max_new_tokens:
             raise ValueError(f"max_new_tokens={self.max_new_tokens}: as many are drawn already")
         if self.graphed and self.graph is None and self.n_drawn > WARM_UP:
@@ -81,7 +81,8 @@ class Decoding:
 
     def on_host(self, stop: Sequence[int] = ()) -> Iterator[Tensor]:
         """Yields up to max_new_tokens tensors of tokens, (batch * samples, 1), on the CPU. Ends early once each row has drawn one of
-        `stop`; a row that has done so repeats that token. A GPU is some tokens ahead. Raises ValueError if logits are NaN."""
+        `stop`; a row that has done so repeats that token. A GPU is some tokens ahead. Raises ValueError if logits are NaN and tokens
+        are drawn; the likeliest token of NaN (temperature 0) is one like any other."""
         stops = torch.tensor(list(stop), dtype=torch.int64)
         last = finished = None
         for drawn in self._copies():
@@ -186,8 +187,7 @@ def draw(logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top
          generator: torch.Generator | None = None) -> Tensor:
     """One token per row of logits (batch, vocab_size), as (batch, 1), or -1 where a probability is NaN; options as in `GPT.stream`."""
     if temperature == 0:
-        token = logits.argmax(-1, keepdim=True)  # a NaN counts as the largest
-        return token.masked_fill(logits.gather(-1, token).isnan(), -1)
+        return logits.argmax(-1, keepdim=True)
     if top_k is not None and top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
     weights = (logits / temperature).softmax(-1)

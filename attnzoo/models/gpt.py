@@ -43,7 +43,8 @@ class GPT(Transformer):
         graph: True computes each token by replaying a CUDA graph and raises ValueError where that is impossible. None uses a graph if
         possible.
 
-        A GPU computes some tokens ahead of the one that is yielded. Raises ValueError if logits are NaN, so that no token can be drawn.
+        A GPU computes some tokens ahead of the one that is yielded. Raises ValueError if logits are NaN, so that no token can be drawn;
+        with temperature 0 the likeliest token of NaN is one like any other.
         """
         training = self.training
         self.eval()
