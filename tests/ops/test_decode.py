@@ -94,6 +94,8 @@ def test_segments_that_are_not_right_are_refused():
             ({"segments": segments, "window_size": (5, 0)}, "must be None with block_table, window_size")):
         with pytest.raises(ValueError, match=message):
             decode_attention(*x[:3], **x.options | options)
+    with pytest.raises(ValueError, match=r"segments: must have a range of keys for each row, got shape \(2, 0, 2\)"):
+        decode_attention(x.q[:, :0], *x[1:3], **x.options, segments=segments[:, :0].contiguous())
 
 
 @pytest.mark.parametrize("programs", (1, 2, 3, 7, 64))

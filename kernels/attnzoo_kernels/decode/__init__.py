@@ -117,6 +117,8 @@ def decode_attention(
         if segments.dtype != torch.int32 or segments.shape != (*q.shape[:2], 2) or not segments.is_contiguous():
             raise ValueError(f"segments: must be int32 (batch, seqlen_q, 2) = {(*q.shape[:2], 2)} and contiguous, got {segments.dtype} of "
                              f"shape {tuple(segments.shape)}")
+        if segments.shape[1] == 0:
+            raise ValueError(f"segments: must have a range of keys for each row, got shape {tuple(segments.shape)}")
         if segments.device != q.device:
             raise ValueError(f"segments: must be on q's device {q.device}, got {segments.device}")
 
