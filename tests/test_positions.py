@@ -69,6 +69,16 @@ def test_logits_equal_those_of_transformers(kind, case):
             assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "case"), [("llama", "linear"), ("phi3", "longrope"), ("ministral3", "yarn")])
+def test_the_older_name_of_a_rope_type_is_read(kind, case):
+    """transformers keeps `type`, as published configs have it, beside the `rope_type` that it makes of it."""
+    theirs = theirs_of(kind, case)
+    theirs.config.rope_parameters["type"] = theirs.config.rope_parameters["rope_type"]
+    tokens = torch.randint(53, (2, 40))
+    with torch.no_grad():
+        assert_close(from_huggingface(theirs).eval()(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
 def test_partly_rotated_heads_equal_those_of_transformers():
     """Half of 16 channels, as Phi-4-mini rotates three quarters of 128."""
     theirs = theirs_of("phi3", "default", num_attention_heads=2, num_key_value_heads=2)

@@ -181,6 +181,7 @@ def _rope(config: Any) -> dict[str, Any]:
     partial, origin = given.pop("partial_rotary_factor", 1.0), given.pop("original_max_position_embeddings", None)
     beta = given.pop("llama_4_scaling_beta", None)
     given.pop("max_position_embeddings", None)  # the config itself has it, too
+    given.pop("type", None)  # rope_type's older name
     named = {"rope_base": base, "partial_rotary_factor": partial}
     if scaling == "default":
         return named
