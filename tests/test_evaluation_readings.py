@@ -45,6 +45,9 @@ def test_a_list_of_lines_may_speak_of_the_context(hydra, tmp_path):
     lines = '["attention=flash attention.window_size=[{context/2-1},0]","model.original_context={context*2}"]'
     window, context = compose_readings(config(f"readings={lines}", f"runs={tmp_path}"))
     assert window.attention["window_size"] == [23, 0] and context.model == {"original_context": 96}
+    divided = '["model.original_context={context/0}"]'
+    with pytest.raises(UserError, match=r"readings: \{context/0\} must not divide by zero"):
+        compose_readings(config(f"readings={divided}", f"runs={tmp_path}"))
     checkpoints(tmp_path, b=32)
     with pytest.raises(UserError, match="must be the same for all runs, got 32, 48"):
         compose_readings(config(f"readings={lines}", f"runs={tmp_path}"))
