@@ -54,10 +54,10 @@ def nsa_attention(
         cu_seqlens `compressed_bounds` gives. Compressed key c stands for the tokens c * compress_stride .. + compress_size of its sequence.
         A query sees it if the last of these tokens is at most t. compressed = max(0, (seqlen_k - compress_size) // compress_stride + 1).
         compress_stride divides compress_size and block_size.
-    selected: over k and v, by `routed_attention`, in block_count blocks of block_size tokens: the query's own, the one before, the
-        sequence's first, and of the others those with the largest weights. A block's weight is the sum of the attention weights of the
-        compressed keys, over all query heads of a key head, each times the tokens that it shares with the block. Of equal blocks the
-        earlier is taken; one whose weight is NaN never is. The choice has no gradient.
+    selected: over k and v, by `routed_attention`, in block_count blocks of block_size tokens: the query's own, the sequence's first, the
+        one before its own, and of the others those with the largest weights, in this order. A block's weight is the sum of the attention
+        weights of the compressed keys, over all query heads of a key head, each times the tokens that it shares with the block. Of equal
+        blocks the earlier is taken; one whose weight is NaN never is. The choice has no gradient.
     window: over the last `window` tokens of k_window and v_window, t's own included. If these are None, k and v are used.
     gates: (..., heads, 3), with the leading dimensions and the dtype of q; with gradient.
     A branch without a key gives zeros.
