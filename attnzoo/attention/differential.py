@@ -120,7 +120,7 @@ class DifferentialAttention(Attention):
             # a pair's two keys become one key of twice the width; each query is zero in the half of the other key
             keys = keys.unflatten(2, (-1, 2)).flatten(3)
             halves = seq.once(("differential halves", q.dtype), lambda: torch.eye(2, dtype=q.dtype, device=q.device)[..., None])
-            # (..., pairs, 2, 1, width) times (2, 2, 1)
+            # (..., pairs, maps, halves, width)
             q = (q.unflatten(2, (-1, 2))[..., None, :] * halves).flatten(4).flatten(2, 3)
         out = decode_attention(
             q, keys, cache.values, cache_seqlens=lengths, causal=True, softmax_scale=width**-0.5,

@@ -74,15 +74,14 @@ def _for_context(lines: Sequence[str], cfg: DictConfig) -> list[str]:
         raise UserError("readings: {context} is the training context, which must be the same for all runs, got "
                         f"{', '.join(map(str, sorted(contexts))) or 'none'}; evaluate the runs of each by themselves")
     (context,) = contexts
-    for place in (found for line in lines for found in CONTEXT.finditer(line)):
-        if re.search(r"/0+(?!\d)", place[1]):
-            raise UserError(f"readings: {place[0]} must not divide by zero")
     return [CONTEXT.sub(lambda found: str(_computed(context, found[1])), line) for line in lines]
 
 
 def _computed(value: int, steps: str) -> int:
     """Applies the steps, such as "/2-1", from left to right in integer arithmetic."""
     for step, number in re.findall(r"([-*/])(\d+)", steps):
+        if step == "/" and int(number) == 0:
+            raise UserError(f"readings: {{context{steps}}} must not divide by zero")
         value = value - int(number) if step == "-" else value * int(number) if step == "*" else value // int(number)
     return value
 

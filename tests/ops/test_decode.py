@@ -237,9 +237,9 @@ def test_beyond_two_to_the_31_elements():
 def test_tiles_fit_and_those_of_16_bits_do_not_spill_and_read_whole_vectors(arch, shared_memory):
     kernels = compiled_kernels("decode_ahead_of_time.py", arch)
     assert len(kernels) == 2 * (3 * 3 + 3 + 1 + 4 + 6 + 1 + (2 if arch >= 89 else 0))
-    # Triton 3.6's ptxas keeps the kernel with segments at width 64 to 128 registers, and spills two for it
+    # the ptxas of Triton 3.6 spills two registers of the narrowest kernel with segments
     wrong = [k for k in kernels if k["shared"] > shared_memory
-             or ((k["stack"] > (8 if k.get("SEGMENTS") else 0) or k["narrow"]) and k["PRECISION"] == "tf32")]
+             or ((k["stack"] > (8 if k.get("SEGMENTS") and k["VALUE_DIM"] == 64 else 0) or k["narrow"]) and k["PRECISION"] == "tf32")]
     assert not wrong, "\n".join(map(str, wrong))
 
 

@@ -111,16 +111,9 @@ def decode_attention(
     if share_prefixes and (block_table is None or left >= 0 or alibi_slopes is not None):
         raise ValueError("share_prefixes=True: must be False without block_table, with a window to the left or with alibi_slopes")
     if segments is not None:
-        checks.tensor("segments", segments)
         if block_table is not None or tuple(window_size) != (-1, -1) or alibi_slopes is not None or k_cache.dtype != q.dtype:
             raise ValueError("segments: must be None with block_table, window_size, alibi_slopes or caches of 8 bits")
-        if segments.dtype != torch.int32 or segments.shape != (*q.shape[:2], 2) or not segments.is_contiguous():
-            raise ValueError(f"segments: must be int32 (batch, seqlen_q, 2) = {(*q.shape[:2], 2)} and contiguous, got {segments.dtype} of "
-                             f"shape {tuple(segments.shape)}")
-        if segments.shape[1] == 0:
-            raise ValueError(f"segments: must have a range of keys for each row, got shape {tuple(segments.shape)}")
-        if segments.device != q.device:
-            raise ValueError(f"segments: must be on q's device {q.device}, got {segments.device}")
+        _check_segments(segments, q)
 
     if dispatch.takes_reference("decode", impl, "q", q, IMPLEMENTATIONS):
         out, lse = decode_attention_reference(
@@ -246,6 +239,17 @@ def check_pages(q: Tensor, k: Tensor, v: Tensor, block_table: Tensor, batch: int
     if block_table.device != q.device or not block_table.is_contiguous():
         raise ValueError(f"block_table: must be contiguous and on q's device {q.device}, got strides {block_table.stride()} on "
                          f"{block_table.device}")
+
+
+def _check_segments(segments: Tensor, q: Tensor) -> None:
+    checks.tensor("segments", segments)
+    if segments.dtype != torch.int32 or segments.shape != (*q.shape[:2], 2) or not segments.is_contiguous():
+        raise ValueError(f"segments: must be int32 (batch, seqlen_q, 2) = {(*q.shape[:2], 2)} and contiguous, got {segments.dtype} of "
+                         f"shape {tuple(segments.shape)}")
+    if segments.shape[1] == 0:
+        raise ValueError(f"segments: must have a range of keys for each row, got shape {tuple(segments.shape)}")
+    if segments.device != q.device:
+        raise ValueError(f"segments: must be on q's device {q.device}, got {segments.device}")
 
 
 def _check_pages(cache_seqlens: Tensor, block_table: Tensor, n_pages: int, page: int, check: bool) -> None:

@@ -155,7 +155,7 @@ def _load_queries(rows, real, scale, k_source, HEAD_DIM: tl.constexpr, BLOCK_D: 
     columns = tl.arange(0, BLOCK_D)
     q = tl.load(rows[:, None] + columns[None, :], mask=real[:, None] & (columns < HEAD_DIM)[None, :], other=0.0)
     if k_source.dtype.element_ty == tl.float8e4nv and q.dtype == tl.bfloat16:
-        # e4m3 becomes float16 by one instruction and bfloat16 by four; a power of two keeps the queries in float16's range
+        # e4m3 becomes float16 by fewer instructions than bfloat16; a power of two keeps the queries in the range of float16
         q, less = _in_float16(q)
         scale *= less
     return q, scale

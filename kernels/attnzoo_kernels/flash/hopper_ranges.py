@@ -144,6 +144,13 @@ def seen_of(row, of, config):
 
 
 @gluon.jit
+def enter(entry, tile, span, program, config):
+    """(begin, end, Seen) of an entry's range: the tiles of its keys that the program loads, and what a consumer's rows see of it."""
+    of, begin, end = keys_of(tile.row, entry, program, config)
+    return begin, end, seen_of(span.row, of, config)
+
+
+@gluon.jit
 def mask(scores, column, seen, program, config):
     """MASK: rows outside of the range see nothing."""
     i, j = rows_and_columns(scores, seen.row, column)
@@ -175,12 +182,10 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
     """MAINLOOP over the ranges of 64 queries. It begins with the first tile of keys that they see, and takes the others from there on."""
     scale = program.rows.scale
     entry, following = tile.own
-    of, begin, end = keys_of(tile.row, entry, program, config)
-    seen = seen_of(span.row, of, config)
+    begin, end, seen = enter(entry, tile, span, program, config)
     while (seen.end <= begin) & (following >= 0):
         step = hand_on(program.bars, step, end - begin, config)
-        of, begin, end = keys_of(tile.row, following, program, config)
-        seen = seen_of(span.row, of, config)
+        begin, end, seen = enter(following, tile, span, program, config)
         following = next_entry(following - 1, tile.row, program, config)
     first = gl.minimum(gl.maximum(seen.end, begin + 1), end)
     step = hand_on(program.bars, step, end - first, config)
@@ -204,8 +209,7 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
         step = stop
         more = 0
         if following >= 0:
-            of, begin, end = keys_of(tile.row, following, program, config)
-            seen = seen_of(span.row, of, config)
+            begin, end, seen = enter(following, tile, span, program, config)
             following = next_entry(following - 1, tile.row, program, config)  # found before it is needed, so that nothing waits for it
             more = 1
     if not config.Q_IN_REGISTERS:
