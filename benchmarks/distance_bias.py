@@ -75,6 +75,7 @@ def flex(case: Case, x: Inputs) -> Pass:
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
+        Backend("attnzoo-gluon", attnzoo("gluon")),
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("flex", flex, limit=peers.PEER_LIMIT, late=True),
         *(replace(backend, name=name) for name, backend in SOFTMAX.items()),

@@ -179,8 +179,9 @@ def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, st
              START_SUMS: gl.constexpr = None, END_SUMS: gl.constexpr = None, more=None):
     """Adds a step's share to the sums dK and dV and hands on this consumer's half of dQ. Returns the sums.
 
-    START_SUMS(more, ds, c) starts two products of this consumer's dS, in shared memory, before the wait for the other's. END_SUMS(products,
-    more, dq_tile, c) makes the third sum of them while the product for dK runs. They may be left out, and are not for DQ_LAGS.
+    START_SUMS(more, ds, c) starts products of this consumer's dS, in shared memory, before the wait for the other's, and returns a tuple of
+    them. END_SUMS(products, more, dq_tile, c) makes the third sum of them while the product for dK runs. They may be left out, and are not
+    for DQ_LAGS.
 
     p: the weights; under DV_PENDING their product is in flight in `dv` already. dv and p are None if dV is not made. Under DQ_LAGS, dQ is
     that of the step before, if there was one in this tile (`some`); then a consumer need not wait for the other's dS of the same step.
@@ -199,7 +200,7 @@ def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, st
     barrier()
     release(bars.ds_full[ME].index(ds_slot))
     if START_SUMS is not None:
-        first, second = START_SUMS(more, smem.ds.index(ds_slot * 2 + ME), c)
+        started = START_SUMS(more, smem.ds.index(ds_slot * 2 + ME), c)
     ds = gl.convert_layout(dscores, gl.DotOperandLayout(0, dk.type.layout, 2))
     if c.DQ_LAGS:
         dq_pending = dq_before(smem, bars, step, some, c, ME)
@@ -213,14 +214,15 @@ def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, st
     elif START_SUMS is None:
         dv, dq, p = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p))
     else:
-        dv, dq, p, first, second = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p, first, second))
+        waited = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p) + started)
+        dv, dq, p = waited[0], waited[1], waited[2]
     if c.DQ_LAGS:
         if some:
             hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME)
     else:
         hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME)
     if START_SUMS is not None:
-        more = END_SUMS((first, second), more, dq_tile, c)
+        more = END_SUMS(waited[3:], more, dq_tile, c)
     dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
     release(bars.step_empty.index(stage))
     sums = (dk,)

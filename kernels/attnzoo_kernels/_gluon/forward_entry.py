@@ -25,8 +25,8 @@ def hopper_fwd_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, own_
                       OUTS: gl.constexpr = None, OPTIONS: gl.constexpr = None, OWN: gl.constexpr = None,
                       PRODUCE: gl.constexpr = produce_prefetched, LOAD_TILE: gl.constexpr = None, SPAN: gl.constexpr = span,
                       BEGIN: gl.constexpr = None, MAINLOOP: gl.constexpr = mainloop, JOIN: gl.constexpr = None,
-                      MASK: gl.constexpr = mask, STEP_MASK: gl.constexpr = step_mask, WEIGHTS: gl.constexpr = None,
-                      FINISH: gl.constexpr = finish):
+                      APART: gl.constexpr = None, FREE_FROM: gl.constexpr = None, MASK: gl.constexpr = mask, STEP_MASK: gl.constexpr = step_mask,
+                      WEIGHTS: gl.constexpr = None, FINISH: gl.constexpr = finish):
     """OWN turns the arguments that begin with own_ into the program's `own`, which the variant's other hooks read."""
     own = ()
     if OWN is not None:
@@ -39,5 +39,5 @@ def hopper_fwd_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, own_
                      Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1 and PARTS is None, JOINT_RELEASE=JOINT_RELEASE,
                      INDEX_EARLY=INDEX_EARLY, K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE,
                      ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PARTS=PARTS, OUTS=OUTS, OPTIONS=OPTIONS, PRODUCE=PRODUCE,
-                     LOAD_TILE=LOAD_TILE, SPAN=SPAN, BEGIN=BEGIN, MAINLOOP=MAINLOOP, JOIN=JOIN, MASK=MASK, STEP_MASK=STEP_MASK,
-                     WEIGHTS=WEIGHTS, FINISH=FINISH))
+                     LOAD_TILE=LOAD_TILE, SPAN=SPAN, BEGIN=BEGIN, MAINLOOP=MAINLOOP, JOIN=JOIN, APART=APART,
+                     FREE_FROM=FREE_FROM, MASK=MASK, STEP_MASK=STEP_MASK, WEIGHTS=WEIGHTS, FINISH=FINISH))

@@ -72,6 +72,8 @@ class Config:
     # with WEIGHTS
     MASK: gl.constexpr = mask  # (scores, column, span) -> scores with -inf where a query does not see a key
     STEP_MASK: gl.constexpr = step_mask  # (scores, where) -> scores, by MASK if the step's tile needs it; under MASK_IN_LOOP
+    FREE_FROM: gl.constexpr  # (last step, span) -> the step from which on no tile needs STEP_MASK; they get a loop without it; may be left
+    # out; not with ROW_MAX_NOT_NEGATIVE
     INSIDE: gl.constexpr = inside  # (tile, span) -> (where the rows' lse and statistics lie, which of the rows exist)
     MORE: gl.constexpr  # (tile, span) -> added to the maxima in the LSE, but not in the statistics; in base 2; may be left out
     WEIGHTS: gl.constexpr  # (scores, (step, last step, span)) -> weights, each from its score alone; left out: those of a softmax

@@ -100,12 +100,18 @@ def scores_in_flight(q, keys, slot, nothing, program, config):
     return pending
 
 
+@gluon.constexpr_function
+def two_loops(config):
+    """Whether a mainloop has two loops, between which the weights travel `packed`."""
+    return config.ROW_MAX_NOT_NEGATIVE.value or config.FREE_FROM.value is not None
+
+
 @gluon.jit
 def first_weights(q, keys, slot, k_empty, masked, column, span, scale, program, config):
     """(row_max, partial sums, weights) of the first tile of keys.
 
     keys: the BLOCK_N keys in `slot`, or their first half where no query sees the second. ROW_MAX_NOT_NEGATIVE: a maximum between
-    -BELOW_ZERO and zero is raised to zero, and the weights are `packed`.
+    -BELOW_ZERO and zero is raised to zero. With two_loops the weights are `packed`.
     """
     KEYS: gl.constexpr = keys.shape[0] if config.PARTS is None else config.BLOCK_N
     dtype: gl.constexpr = program.tiles.k.dtype
@@ -135,14 +141,14 @@ def first_weights(q, keys, slot, k_empty, masked, column, span, scale, program, 
                                     partial_row_sums(gl.zeros([ROWS, config.BLOCK_N], gl.float32, tile_layout)).type.layout)
     else:
         weights = config.WEIGHTS(scores, (0, 0, span), program, config)
-    if not config.ROW_MAX_NOT_NEGATIVE:
+    if not two_loops(config):
         weights = weights.to(dtype)
     if KEYS < config.BLOCK_N:
         weights = gl.join(weights, gl.zeros([ROWS, KEYS], weights.dtype, scores_layout))
         weights = gl.convert_layout(gl.reshape(gl.permute(weights, (0, 2, 1)), [ROWS, config.BLOCK_N]), tile_layout)
     if config.WEIGHTS is None:
         row_max = gl.convert_layout(row_max, gl.SliceLayout(1, tile_layout))
-    if config.ROW_MAX_NOT_NEGATIVE:
+    if two_loops(config):
         weights = packed(gl.convert_layout(weights, tile_layout), dtype)
     else:
         weights = gl.convert_layout(weights, weights_layout)
@@ -183,7 +189,7 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
     # [ROWS, BLOCK_N]
     pending = scores_in_flight(q, parts_of(tiles.k, slot, config), slot, no_scores, program, config)
     mbarrier.wait(bars.v_full.index(before), phase_before)
-    weights = unpacked(p, weights_layout, dtype) if config.ROW_MAX_NOT_NEGATIVE else p
+    weights = unpacked(p, weights_layout, dtype) if two_loops(config) else p
     # [ROWS, BLOCK_DV]
     acc_pending = warpgroup_mma(weights, tiles.v.index(before), acc, is_async=True)
     apart = None
@@ -209,7 +215,7 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
         release(bars.v_empty.index(before))
     if config.WEIGHTS is None:
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
-    p = packed(weights, dtype) if config.ROW_MAX_NOT_NEGATIVE else gl.convert_layout(weights.to(dtype), weights_layout)
+    p = packed(weights, dtype) if two_loops(config) else gl.convert_layout(weights.to(dtype), weights_layout)
     return p, acc, row_max, row_sum
 
 
@@ -252,14 +258,16 @@ def attend(q, span, step, program, config, q_empty=None):
     if config.ROW_MAX_NOT_NEGATIVE:
         if gl.min(row_max, 0) >= 0:
             middle = step
-    for NOT_NEGATIVE in gl.static_range(2 if config.ROW_MAX_NOT_NEGATIVE else 1):
-        first, last = (middle, last_step) if NOT_NEGATIVE else (step, middle)
+    if config.FREE_FROM is not None:
+        middle = gl.minimum(gl.maximum(config.FREE_FROM(last_step, span, program, config), step), last_step)
+    for SECOND in gl.static_range(2 if two_loops(config) else 1):
+        first, last = (middle, last_step) if SECOND else (step, middle)
         for s in range(first, last):
             p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, last_step, (s, last_step, span), scale, program, config,
-                                                   NOT_NEGATIVE == 1)
+                                                   config.ROW_MAX_NOT_NEGATIVE and SECOND == 1, config.FREE_FROM is None or SECOND == 0)
     if q_empty is not None:
         mbarrier.arrive(q_empty, count=1)
-    if config.ROW_MAX_NOT_NEGATIVE:
+    if two_loops(config):
         p = unpacked(p, gl.DotOperandLayout(0, acc.type.layout, 2), tiles.k.dtype)
     acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, last_step, scale, program, config)
     return acc_pending, row_max, row_sum, last_step

@@ -11,7 +11,7 @@ from attnzoo_kernels.distance_bias import ops
 from attnzoo_kernels.distance_bias.cpu import distance_bias_attention_cpu
 from attnzoo_kernels.distance_bias.reference import distance_bias_attention_reference
 
-IMPLEMENTATIONS = ("triton", "cpu", "reference")
+IMPLEMENTATIONS = ("gluon", "triton", "cpu", "reference")
 
 
 def distance_bias_attention(
@@ -47,9 +47,11 @@ def distance_bias_attention(
 
     return_lse: also return the natural log-sum-exp of the scores, with the bias, float32, (batch, heads, seqlen_q) or (heads, total),
         differentiable.
-    deterministic: as in flash_attention. Plain Triton's forward and backward always repeat bit by bit.
-    impl: "triton" | "cpu" | "reference". None takes triton on CUDA tensors, and cpu on CPU ones: matrix products by tiles of queries, in
-        linear memory, with first derivatives only. A named path runs, or the call raises.
+    deterministic: as in flash_attention; the table's gradient is then plain Triton's, which always repeats bit by bit.
+    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128; the table's gradient up to 64, above plain Triton's backward runs) |
+        "triton" | "cpu" | "reference". On CUDA tensors None takes gluon if it supports the call (`why_not_gluon`), else triton. On CPU ones
+        it takes cpu: matrix products by tiles of queries, in linear memory, with first derivatives only. A named path runs, or the call
+        raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -60,7 +62,7 @@ def distance_bias_attention(
     origin = max(-checks.UNLIMITED, min(origin, bias.shape[1] + checks.UNLIMITED))
     left, right = checks.window(window_size, causal)
     softmax_scale = checks.softmax_scale(softmax_scale, q.shape[-1])
-    checks.deterministic(deterministic)
+    deterministic = checks.deterministic(deterministic)
     checks.flag("return_lse", return_lse)
     options = {"origin": origin, "window_size": (left, right), "softmax_scale": softmax_scale, "cu_seqlens_q": cu_seqlens_q,
                "cu_seqlens_k": cu_seqlens_k}
@@ -70,14 +72,16 @@ def distance_bias_attention(
         out, lse = distance_bias_attention_reference(q, k, v, bias, **options, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     else:
         if bias.dtype != torch.float32:
-            raise NotImplementedError(f'bias: impl="triton" takes float32, got {bias.dtype}; impl="reference" takes it')
+            raise NotImplementedError(f'bias: the kernels take float32, got {bias.dtype}; impl="reference" takes it')
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
-        out, lse, *_ = ops.forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, impl, origin, softmax_scale, left, right)
+        residual = ops.wants_residual(q, v, bias, impl, deterministic)
+        out, _, lse, *_ = ops.forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, residual, impl, deterministic, origin, softmax_scale, left,
+                                      right)
     return (out, lse) if return_lse else out
 
 
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, **options: Any) -> str | None:
-    """Why impl="gluon" does not take a call with these arguments of distance_bias_attention: there is no such path yet."""
+    """Why impl="gluon" does not take a call with these arguments of distance_bias_attention; None where it does, and impl=None takes it."""
     return dispatch.why_not_gluon(distance_bias_attention, q, k, v, bias, **options)
 
 

@@ -1,4 +1,4 @@
-"""Launches of attention with a bias by distance, behind autograd. They are flash's; Triton is imported in them."""
+"""Launches of attention with a bias by distance, behind autograd. Those of plain Triton are flash's. Triton is imported in them."""
 
 import math
 
@@ -7,9 +7,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
+from attnzoo_kernels.flash.ops import empty_residual
 from attnzoo_kernels.packing import behind_last
 
 LARGEST = 2.0**60  # sums of dS stay below it as integers
+
+
+def wants_residual(q: Tensor, v: Tensor, bias: Tensor, impl: str | None, deterministic: bool) -> bool:
+    """Like flash's: for the gradient of the table by Hopper's backward, whose delta would carry the output's rounding error into it."""
+    if impl == "triton" or deterministic or not torch.is_grad_enabled() or not bias.requires_grad:
+        return False
+    return q.dtype != torch.float32 and 32 < max(q.shape[-1], v.shape[-1]) <= 64
 
 
 def _call(bias: Tensor, cu_seqlens_q: Tensor | None, exact: bool, origin: int, softmax_scale: float, window_left: int, window_right: int):
@@ -23,34 +31,73 @@ def _call(bias: Tensor, cu_seqlens_q: Tensor | None, exact: bool, origin: int, s
     return options, DistanceBias(F.pad(table, (DISTANCE_PAD, DISTANCE_PAD), mode="replicate"))
 
 
-@autograd.readable(0, 1, 2, like=(2,))
+@autograd.readable(0, 1, 2, like=(2, 2))
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, impl: str | None, origin: int,
-    softmax_scale: float, window_left: int, window_right: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dispatch.choose("distance_bias forward", impl, others='impl="triton"')
-    from attnzoo_kernels.flash.forward import launch_forward
-
-    options, table = _call(bias, cu_seqlens_q, q.dtype == torch.float32, origin, softmax_scale, window_left, window_right)
-    return launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, None, options, distance_bias=table)
-
-
-@autograd.readable(2, 3, 4, 5, 0, like=(2, 3, 4))
-def _gradients(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, bias: Tensor,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dbias: bool, impl: str | None, origin: int, softmax_scale: float,
-    window_left: int, window_right: int,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, residual_wanted: bool,
+    impl: str | None, deterministic: bool, origin: int, softmax_scale: float, window_left: int, window_right: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dispatch.choose_backward("distance_bias backward", impl, lambda: "there is none")
+    options, table = _call(bias, cu_seqlens_q, q.dtype == torch.float32, origin, softmax_scale, window_left, window_right)
+    residual = empty_residual(q, v, residual_wanted)
+    kept = residual if residual.numel() else None
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.distance_bias import hopper
+
+        return hopper.forward_reason(q, k, v, options)
+
+    if dispatch.choose("distance_bias forward", impl, why_not_gluon) == "gluon":
+        from attnzoo_kernels.distance_bias import hopper
+
+        out, lse, stats = hopper.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, options, table.table, kept)
+    else:
+        from attnzoo_kernels.flash.forward import launch_forward
+
+        out, lse, stats = launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, None, options, distance_bias=table, residual=kept)
+    return out, residual, lse, stats
+
+
+def _fake_forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, residual_wanted, *_):
+    out, lse, stats = autograd.fake_softmax(q, k, v)
+    return out, empty_residual(q, v, residual_wanted), lse, stats
+
+
+@autograd.readable(2, 3, 4, 5, 6, 0, like=(2, 3, 4))
+def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, bias, cu_seqlens_q, cu_seqlens_k, needs_dbias, impl, deterministic,
+               *numbers):
+    options, table = _call(bias, cu_seqlens_q, q.dtype == torch.float32, *numbers)
+    kept = residual if residual.numel() else None
+
+    def why_not_gluon() -> str | None:
+        from attnzoo_kernels.distance_bias import hopper_backward
+
+        return hopper_backward.backward_reason(q, k, v, options, needs_dbias, deterministic)
+
+    if dispatch.choose_backward("distance_bias backward", impl, why_not_gluon) == "gluon":
+        from attnzoo_kernels.distance_bias import hopper_backward
+
+        sums = torch.zeros_like(table.table) if needs_dbias else None
+        grads = hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, options, table.table,
+                                                sums, deterministic, kept)
+        return *grads, _unpadded(sums, bias.shape[1]) if needs_dbias else bias.new_empty(0)
     from attnzoo_kernels.flash.backward import launch_backward
 
-    options, table = _call(bias, cu_seqlens_q, q.dtype == torch.float32, origin, softmax_scale, window_left, window_right)
     if needs_dbias:
         sums = torch.zeros(bias.shape, dtype=torch.int64, device=bias.device)
         table = table._replace(sums=sums, unit=_unit(grad_out, grad_lse, v, cu_seqlens_q, cu_seqlens_k))
     dq, dk, dv, _ = launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, None, None,
                                     "residual" if needs_dbias else False, options, distance_bias=table)
     return dq, dk, dv, (sums.double() / table.unit).float() if needs_dbias else bias.new_empty(0)
+
+
+def _unpadded(sums: Tensor, distances: int) -> Tensor:
+    """The sums of a table's entries from those of its padded form."""
+    from attnzoo_kernels.flash.options import DISTANCE_PAD
+
+    before, inside, behind = sums.split([DISTANCE_PAD, distances, DISTANCE_PAD], 1)
+    inside = inside.clone()
+    inside[:, 0] += before.sum(1)
+    inside[:, -1] += behind.sum(1)
+    return inside
 
 
 def _unit(grad_out: Tensor, grad_lse: Tensor | None, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:
@@ -72,8 +119,33 @@ def _unit(grad_out: Tensor, grad_lse: Tensor | None, v: Tensor, cu_seqlens_q: Te
     return torch.exp2((LARGEST / (bound * (1.01 * math.prod(grad_out.shape[:-2]))).clamp(min=1e-200)).log2().floor())
 
 
-def _fake_gradients(grad_out, grad_lse, q, k, v, out, stats, bias, cu_seqlens_q, cu_seqlens_k, needs_dbias, *_):
+def _backward_op(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, residual: Tensor, stats: Tensor, bias: Tensor,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dbias: bool, impl: str | None, deterministic: bool, origin: int,
+    softmax_scale: float, window_left: int, window_right: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gradients = _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, bias, cu_seqlens_q, cu_seqlens_k, needs_dbias, impl,
+                           deterministic, origin, softmax_scale, window_left, window_right)
+    return tuple(x.contiguous() for x in gradients)  # as the fake says, by either implementation
+
+
+def _fake_backward(grad_out, grad_lse, q, k, v, out, residual, stats, bias, cu_seqlens_q, cu_seqlens_k, needs_dbias, *_):
     return *(x.new_empty(x.shape) for x in (q, k, v)), bias.new_empty(bias.shape if needs_dbias else 0)
 
 
-forward = autograd.differentiable_softmax("distance_bias", _forward, _gradients, 3, learned=True, fake_backward=_fake_gradients)
+def _setup_context(ctx, inputs, output):
+    q, k, v, bias, cu_seqlens_q, cu_seqlens_k, _, *ctx.options = inputs
+    out, residual, _, stats = output
+    ctx.save_for_backward(q, k, v, out, residual, stats, bias, cu_seqlens_q, cu_seqlens_k)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(gradients, ctx, grad_out, _, grad_lse, __):
+    grad_out = torch.zeros_like(ctx.saved_tensors[3]) if grad_out is None else grad_out
+    needs_dbias = ctx.needs_input_grad[3]
+    dq, dk, dv, dbias = gradients(grad_out, grad_lse, *ctx.saved_tensors, needs_dbias, *ctx.options)
+    return dq, dk, dv, dbias if needs_dbias else None, *(None,) * (3 + len(ctx.options))
+
+
+forward = autograd.differentiable("distance_bias_forward", "distance_bias_attention", _forward, _fake_forward, _setup_context, _backward,
+                                  _gradients, autograd.custom_op("distance_bias_backward", _backward_op, _fake_backward))

@@ -1,0 +1,181 @@
+"""Attention with a bias by distance, forward for Hopper: flash's, with the bias added to the scores of the tiles that need it.
+
+A tile whose distances all take one entry of the table, as far behind a query most do, needs no addition to its scores: the entry goes with
+the rows' maxima.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attnzoo_kernels._gluon.forward import ROWS
+from attnzoo_kernels._gluon.forward_consumer import finish_with_residual
+from attnzoo_kernels._gluon.forward_entry import hopper_fwd_kernel
+from attnzoo_kernels._gluon.forward_launch import ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward_mainloop import mask
+from attnzoo_kernels._gluon.hopper import why_not_tma
+from attnzoo_kernels._gluon.tile_scheduler import Span, span, tile_counter
+from attnzoo_kernels._gluon.tiles import masks_in_loop
+from attnzoo_kernels._triton.call import Layout, layout, outputs
+from attnzoo_kernels._triton.launch import on_device_of
+from attnzoo_kernels.flash.options import DISTANCE_PAD, Options
+from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile, takes_half_tile
+
+PAD = gl.constexpr(DISTANCE_PAD)
+
+
+class Own(NamedTuple):
+    table: Any  # of DistanceBias, in base 2
+    residual: Any  # for finish_with_residual
+    count: Any  # entries of the table
+    origin: Any
+    unit: Any  # the factor from base 2 to the unit of the products
+
+
+class Near(NamedTuple):
+    """For a consumer's span: the head's entry of the table for its first query and key 0, its number, and the span's full_end."""
+
+    entries: Any
+    first: Any
+    full_end: Any
+
+
+@gluon.jit
+def own(tensors, numbers, scale):
+    """OWN."""
+    return Own(tensors[0], tensors[1], numbers[0], numbers[1], 1 / scale)
+
+
+@gluon.jit
+def entry(x, count):
+    """The number of the table's entry for a number that may lie outside of it."""
+    return gl.minimum(gl.maximum(x, 0), count - 1)
+
+
+@gluon.jit
+def head_table(table, head, count):
+    """The entry 0 of a head."""
+    return table + (head.to(gl.int64) * (count + 2 * PAD) + PAD)
+
+
+@gluon.jit
+def one_entry(first, COLUMNS: gl.constexpr, count):
+    """Whether a tile of ROWS queries and COLUMNS keys, whose corner has the entry `first`, takes one entry only."""
+    return entry(first - (COLUMNS - 1), count) == entry(first + (ROWS - 1), count)
+
+
+@gluon.jit
+def _span(tile, ME: gl.constexpr, taken, program, config):
+    """SPAN, with a Near in `own`. The first tile of keys counts as one that needs a mask, because MASK adds the bias to it."""
+    s = span(tile, ME, taken, program, config)
+    own = program.own
+    near = Near(head_table(own.table, tile.head, own.count), s.row + (s.len_k - s.len_q + own.origin), s.full_end)
+    full_end = gl.minimum(s.full_end, s.end - 1)
+    return Span(s.row, s.len_q, s.len_k, s.loaded_begin, s.loaded_end, s.begin, s.full_begin, full_end, s.end, near)
+
+
+@gluon.jit
+def _apart(column, s, program, config):
+    """APART: minus the entry that all scores of a tile take; zero if they take several."""
+    own = program.own
+    first = s.own.first - column
+    bias = gl.load(s.own.entries + entry(first, own.count))
+    bias = gl.where(one_entry(first, config.BLOCK_N, own.count), -bias, 0.0)
+    return bias, bias * own.unit
+
+
+@gluon.jit
+def _with_bias(scores, column, s, program, config):
+    """Scores with their bias, unless it is in APART."""
+    own = program.own
+    first = s.own.first - column
+    if not one_entry(first, config.BLOCK_N, own.count):
+        COLUMNS: gl.constexpr = scores.shape[1]
+        i = gl.arange(0, ROWS, gl.SliceLayout(1, scores.type.layout))
+        j = gl.arange(0, COLUMNS, gl.SliceLayout(0, scores.type.layout))
+        # counted from the last column: XOR of bits becomes constant offsets of the loads
+        pointers = (s.own.entries + (first - (COLUMNS - 1)) + i)[:, None] + (j ^ (COLUMNS - 1))[None, :]
+        scores += gl.load(pointers) * own.unit
+    return scores
+
+
+@gluon.jit
+def _mask(scores, column, s, program, config):
+    """MASK."""
+    return mask(_with_bias(scores, column, s, program, config), column, s, program, config)
+
+
+@gluon.jit
+def _step_mask(scores, where, program, config):
+    """STEP_MASK."""
+    step, last_step, s = where
+    tile = s.begin + last_step - 1 - step
+    column = config.COLUMN(tile, s, False, program, config)
+    scores = _with_bias(scores, column, s, program, config)
+    if (tile >= s.own.full_end) | (tile < s.full_begin):
+        scores = mask(scores, column, s, program, config)
+    return scores
+
+
+@gluon.jit
+def _free_from(last_step, s, program, config):
+    """FREE_FROM: the tiles that lie so far before the queries that all have the table's last entry, and need no mask. Tiles of keys come
+    from the last one down."""
+    free = last_step
+    if not config.HAS_LEFT:
+        key = s.own.first - (program.own.count - 1) - (config.BLOCK_N - 1)  # the last one with which a tile may begin
+        tile = gl.minimum(gl.maximum(key + config.BLOCK_N, 0) // config.BLOCK_N, s.own.full_end) - 1
+        free = s.begin + last_step - 1 - tile
+    return free
+
+
+HOOKS = {"OWN": own, "SPAN": _span, "APART": _apart, "MASK": _mask, "STEP_MASK": _step_mask, "FREE_FROM": _free_from, "MASK_IN_LOOP": True}
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, has_residual: bool, q: Layout, k: Layout, v: Layout,
+          options: Options) -> ForwardPlan:
+    """Of a call's mean length; the kernels of all other lengths are compiled with it."""
+    sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
+    width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
+    shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
+    empty_rows = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
+    scalars = {"head_group": heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2]), "own_1": options.distances,
+               "own_2": options.origin}
+
+    def of_length(length: int) -> ForwardPlan:
+        # as for a window where masks are many, because the bias takes as many registers
+        tile = hopper_forward_tile(width, value_width, length, causal=options.causal, packed=options.packed,
+                                   window=options.window_left >= 0 or 2 * options.distances > seqlen_k)
+        tile = replace(tile, row_max_not_negative=False)
+        constants = {"EMPTY_ROWS": empty_rows, "HALF_TILE": options.causal and takes_half_tile(tile, width, value_width, length, True)}
+        constants |= HOOKS | ({"FINISH": finish_with_residual, "OUTS": 2} if has_residual else {})
+        return plan_forward(hopper_fwd_kernel, device, options, tile, q, k, v, scalars, constants)
+
+    return compiled_together(of_length, seqlen_q // max(sequences, 1) if options.packed else seqlen_q, *FORWARD_LENGTHS)
+
+
+def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+    """Why this path does not take the call; None if it does."""
+    if not (32 < q.shape[-1] <= 128 and 32 < v.shape[-1] <= 128):
+        return f"head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
+    return why_not_tma(q, k, v)
+
+
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
+                   table: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through; residual, too. table:
+    of DistanceBias."""
+    out, lse, stats = outputs(q, v.shape[-1])
+    same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
+    plan = _plan(q.device, q.dtype, same_lengths, residual is not None, layout(q), layout(k), layout(v), options)
+    with on_device_of(q):
+        # Triton 3.6 makes no tuple with None in it
+        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, table,
+                    lse if residual is None else plan.output(residual), cu_seqlens_q, cu_seqlens_k, tile_counter(q.device))
+    return out, lse, stats
