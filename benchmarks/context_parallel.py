@@ -8,7 +8,8 @@ are not timed, because the host runs ahead of the device and asks for more memor
 whole of the work, so that the ratio to it is the share of a perfect division. Each candidate's results are checked against the baseline's
 first. Ulysses (Jacobs et al. 2023, arXiv:2309.14509) exchanges tokens for heads and calls our kernel. PyTorch's ring takes no packed
 sequences, and ring-flash-attention's zigzag wants every document to be divisible, so both are in the table of dense sequences only. "chunks
-dealt" gives each GPU chunks of packed documents by the pairs of queries and keys that they have, and fetches only these documents' keys.
+dealt" gives each GPU chunks of packed documents by the pairs of queries and keys that they have, fetches only these documents' keys, and
+attends to all chunks of a GPU in one call.
 
     torchrun --standalone --nproc-per-node 4 -m benchmarks.context_parallel dual_chunk --lengths 1048576 --rounds 1 --repeats 1
 
@@ -95,7 +96,7 @@ def ulysses(case: Case, options: dict) -> Candidate:
 def attnzoo(case: Case, options: dict, groups: int = 1, **plan_options: Any) -> Candidate:
     dim = 0 if case.packed else 1
     plan = ContextParallel(_total(case), **plan_options)
-    parts = plan.parts(causal=True, cu_seqlens=options.get("cu_seqlens_q"), max_seqlen=options.get("max_seqlen_q"))
+    parts = plan.parts(causal=True, cu_seqlens=options.get("cu_seqlens_q"), max_seqlen=options.get("max_seqlen_q"), merge=True)
     operator, plain = operator_of(case), {name: value for name, value in options.items() if name not in LENGTHS}
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -151,6 +151,7 @@ class Attention(nn.Module):
     decodes_on_device = False  # True: `attend_newest` works, so decoding can be a CUDA graph; `attend` must then respect seq.cu_seqlens_k
     reads_pages = False  # True: `attend_newest` reads the cache by its block_table
     page = 1  # tokens in one page of the cache, as `attend_newest` reads it; decoding makes the cache's max_len a multiple of it
+    merges_chunks = True  # False: in packed sequences `attend` lets one have fewer queries than keys, so that it takes one chunk at a time
     divides_heads = False  # True: nothing in `attend` is per head but its tensors, so that it can run on one group of heads at a time
     joined: tuple[Tensor, Tensor | None] | None = None  # the concatenated weight and bias of `projections`; decoding concatenates them once
 

@@ -30,6 +30,7 @@ class BlockSparseAttention(Attention):
 
     supports = Supports(positions=("learned", "rotary"), dropout=False, context_parallel=("dense", "packed"))
     decodes_on_device = True
+    merges_chunks = False
 
     def __init__(self, spec: AttentionSpec, *, pattern: str | Mapping[str, Any] | Sequence = "longformer", block: int = 64,
                  impl: Impl | None = None):

@@ -98,17 +98,21 @@ class SequenceInfo:
             self.memo[key] = make()
         return self.memo[key]
 
-    def parts(self, causal: bool, window: int) -> tuple[tuple["Part", ...], list["SequenceInfo"]]:
-        """For context parallelism: this process's chunks of queries with the keys that they see, and a SequenceInfo for each chunk."""
-        parts = self.context.parts(causal=causal, window=window, cu_seqlens=self.cu_seqlens, max_seqlen=self.max_seqlen)
+    def parts(self, causal: bool, window: int, merge: bool) -> tuple[tuple["Part", ...], list["SequenceInfo"]]:
+        """For context parallelism: this process's parts, queries with the keys that they see, and a SequenceInfo for each part.
+
+        merge: one part for all chunks, where the plan does that; for layers that drop nothing.
+        """
+        parts = self.context.parts(causal=causal, window=window, cu_seqlens=self.cu_seqlens, max_seqlen=self.max_seqlen, merge=merge)
+        dropout_states = None if merge else self.dropout_states
         passes = []
         for part, position_ids in zip(parts, self.position_ids.chunk(len(parts), -1), strict=True):
             of = part.lengths
             keys = (of["cu_seqlens_k"], of["max_seqlen_k"]) if of else None
             first_rows = None
-            if self.dropout_states is not None:
+            if dropout_states is not None:
                 starts = position_ids.new_zeros(1) if self.cu_seqlens is None else self.cu_seqlens[:-1].long()
                 first_rows = (part.begin - starts).clamp(min=0)
             passes.append(SequenceInfo(position_ids, of.get("cu_seqlens_q"), of.get("max_seqlen_q"), keys=keys,
-                                       dropout_states=self.dropout_states, first_rows=first_rows))
+                                       dropout_states=dropout_states, first_rows=first_rows))
         return parts, passes

@@ -19,7 +19,8 @@ class Supports:
 
     trees: `attend` respects `seq.parents`.
     context_parallel: the layouts that work with context parallelism. "dense": `attend` takes fewer queries than keys, and the queries
-        belong to the last tokens, as with a cache; "packed": `attend` also respects `seq.cu_seqlens_k`.
+        belong to the last tokens, as with a cache; "packed": `attend` also respects `seq.cu_seqlens_k`, in all sequences unless
+        `Attention.merges_chunks` is False.
     context_dropout: attention dropout works with context parallelism: `attend` respects `seq.dropout_state`.
     """
 

@@ -10,6 +10,7 @@ newest to the oldest, so the backward has the groups in reverse order, on all ra
     JoinPieces        forward: one tensor of all groups' outputs      backward: begins to gather all groups
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,20 +25,25 @@ if TYPE_CHECKING:
 class Gathered:
     """The token ranges that each rank needs, gathered from all ranks, for some tensors (such as keys and values), by groups of heads.
 
-    The memory of a released group is freed until the backward needs it again.
+    merged: a rank has one part, which sees all of its ranges. The memory of a released group is freed until the backward needs it again.
     """
 
-    def __init__(self, plan: "ContextParallel", dim: int, ranges: Sequence[Sequence["Range"]], own: Sequence[Tensor], groups: int = 1):
+    def __init__(self, plan: "ContextParallel", dim: int, ranges: Sequence[Sequence["Range"]], own: Sequence[Tensor], groups: int = 1,
+                 merged: bool = False):
         self.plan, self.dim, self.ranges, self.groups = plan, dim, ranges, groups
         self.own, self.needs_gradient = tuple(x.detach() for x in own), tuple(x.requires_grad for x in own)
-        most = max(sum(end - first for first, end in of_rank) for of_rank in ranges)
-        # whether all tokens are gathered; else only the ranges are exchanged, where these are fewer tokens
-        self.all = most >= plan.ranks * plan.local or not any(first for of_rank in ranges for first, _ in of_rank)
+        self.queries = plan.local if merged else plan.chunk
+        self.all = plan.gathers_all(ranges)
+        mine = ranges[plan.rank]
+        self.lengths = [end - first for first, end in mine]
+        firsts = [first for first, _ in mine] if self.all else [0, *itertools.accumulate(self.lengths[:-1])]
+        # where in a buffer each part's keys begin, and how many there are
+        self.places = [(0, sum(self.lengths))] if merged else list(zip(firsts, self.lengths, strict=True))
         # tensors of one dtype share a collective, because larger ones are faster; but all heads of all tokens are sent without a copy
         self.bundles = [[i] for i in range(len(own))]
         if groups > 1 or not self.all:
             self.bundles = [[i for i, x in enumerate(own) if x.dtype == dtype] for dtype in dict.fromkeys(x.dtype for x in own)]
-        self.buffers: list[list[list[Tensor]]] = [[] for _ in range(groups)]  # by group and tensor: the whole tensor, or its ranges
+        self.buffers: list[list[Tensor]] = [[] for _ in range(groups)]  # by group and tensor: all tokens, or one range after the other
         self.missing = set(range(groups))
         self.begun: dict[int, list[Callable]] = {}  # by group: functions that wait for its keys
         self.exchanged: list[tuple[int, list[int], Callable[[], list[Tensor]]]] = []  # (group, tensors, function that waits for their sums)
@@ -73,26 +79,24 @@ class Gathered:
             finish([into[i] for i in bundle])
         self.missing.discard(group)
 
-    def _memory(self, group: int, i: int) -> list[Tensor]:
-        """The buffers for a tensor: for the whole of it, or for its ranges."""
+    def _memory(self, group: int, i: int) -> Tensor:
+        """The buffer for a tensor."""
         if len(self.buffers[group]) == i:
             x = self.heads(self.own[i], group)
-            mine = self.ranges[self.plan.rank]
-            lengths = [self.plan.ranks * self.plan.local] if self.all else [end - first for first, end in mine]
-            self.buffers[group].append([x.new_empty(*x.shape[: self.dim], length, *x.shape[self.dim + 1 :]) for length in lengths])
-        for buffer in self.buffers[group][i]:
-            if buffer.untyped_storage().nbytes() == 0:
-                buffer.untyped_storage().resize_(buffer.nbytes)
-        # .data hides the writes from autograd; the buffers get the values that autograd saved
-        return [buffer.data for buffer in self.buffers[group][i]]
+            length = self.plan.ranks * self.plan.local if self.all else sum(self.lengths)
+            self.buffers[group].append(x.new_empty(*x.shape[: self.dim], length, *x.shape[self.dim + 1 :]))
+        buffer = self.buffers[group][i]
+        if buffer.untyped_storage().nbytes() == 0:
+            buffer.untyped_storage().resize_(buffer.nbytes)
+        # .data hides the writes from autograd; the buffer gets the values that autograd saved
+        return buffer.data
 
     def seen(self, group: int) -> tuple[Tensor, ...]:
-        """This rank's ranges: of each range, all tensors."""
-        return tuple(buffers[0].narrow(self.dim, first, end - first) if self.all else buffers[index]
-                     for index, (first, end) in enumerate(self.ranges[self.plan.rank]) for buffers in self.buffers[group])
+        """The keys of this rank's parts: of each part, all tensors."""
+        return tuple(buffer.narrow(self.dim, *place) for place in self.places for buffer in self.buffers[group])
 
     def release(self, group: int) -> None:
-        for buffer in (buffer for buffers in self.buffers[group] for buffer in buffers):
+        for buffer in self.buffers[group]:
             buffer.untyped_storage().resize_(0)
         self.missing.add(group)
 
@@ -101,7 +105,9 @@ class Gathered:
         self.collect()  # the group before overlapped with this one's attention; now its memory is freed
         for bundle in self.bundles:
             if chosen := [i for i in bundle if self.needs_gradient[i]]:
-                of_each = [gradients[i :: len(self.own)] for i in chosen]
+                of_parts = (gradients[i :: len(self.own)] for i in chosen)
+                # by range, also of a part that has all ranges
+                of_each = [x[0].split(self.lengths, self.dim) if len(x) == 1 else x for x in of_parts]
                 self.exchanged.append((group, chosen, self.plan.reduce(of_each, self.ranges, self.dim, self.groups > 1)))
                 if self.groups == 1:
                     self.collect()
@@ -116,11 +122,13 @@ class Gathered:
         self.exchanged.clear()
 
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The rank's chunks of each group, views."""
-        return tuple(chunk for group in range(self.groups) for chunk in self.heads(x, group).split(self.plan.chunk, self.dim))
+        """Of each group the tokens of the rank's parts, views."""
+        return tuple(piece for group in range(self.groups) for piece in self.heads(x, group).split(self.queries, self.dim))
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """The inverse of `split`."""
+        if len(pieces) == 1:
+            return pieces[0]
         if self.groups == 1:
             return torch.cat(pieces, self.dim)
         shape = list(pieces[0].shape)
@@ -152,7 +160,7 @@ class ReduceGradients(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """A rank's ranges of each tensor, for one group of heads. Each range has a gradient of its own."""
+    """What a rank's parts see of each tensor, for one group of heads. Each part has gradients of its own."""
 
     @staticmethod
     def forward(ctx, gathered: Gathered, group: int, link: Tensor) -> tuple[Tensor, ...]:

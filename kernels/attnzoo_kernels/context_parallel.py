@@ -15,6 +15,7 @@ sequence. The chunks of packed documents can be dealt by their pairs. The gather
 Where the documents' lengths are known on the host:
 
     plan = ContextParallel(total, group, owned=deal(total, documents, ranks), documents=documents)
+    parts = plan.parts(causal=True, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, merge=True)  # one call for all of a rank's chunks
 """
 
 import math
@@ -52,7 +53,7 @@ class ContextParallel(Placement):
         """The outputs of attention(part, *queries, *keys) for all parts, concatenated in the order of the rank's own tokens.
 
         queries, keys: of the rank's own tokens, (batch, tokens, ...), or (tokens, ...) where the parts are packed. Attention is given a
-            part's queries, and of all ranks' keys `part.keys`. Everything that belongs to a query goes with the queries.
+            part's queries, and of all ranks' keys those that the part sees. Everything that belongs to a query goes with the queries.
         parts: from `parts`. Gradients of `keys` are sums over the ranks, so all ranks must run the backward. Those of anything else that
             `attention` reads, such as weights, are this rank's share.
         groups: heads are attended to in so many groups, one after the other, while the keys of later groups and the gradients of earlier
@@ -69,10 +70,10 @@ class ContextParallel(Placement):
                 if groups > 1 and (x.dim() <= dim + 1 or x.shape[dim + 1] % groups):
                     raise ValueError(f"groups: must divide the heads, which are dimension {dim + 1} of the {name}, got {groups} and shape "
                                      f"{tuple(x.shape)}")
-        gathered = Gathered(self, dim, parts[0].of_ranks, keys, groups)
+        gathered = Gathered(self, dim, parts[0].of_ranks, keys, groups, merged=parts[0].keys is None)
         n = len(keys)
         links = ReduceGradients.apply(gathered, *keys)
-        chunks = self.local // self.chunk
+        in_group = self.local // gathered.queries
         pieces = [SplitPieces.apply(gathered, x) for x in queries]
         # keys that are gathered in a recomputation inside a backward are used by that backward
         give_back = not self.keep_keys and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
@@ -80,7 +81,7 @@ class ContextParallel(Placement):
         for group, link in enumerate(links):
             seen = Gather.apply(gathered, group, link)
             own = [
-                attention(part._replace(head_group=group, head_groups=groups), *(of_x[group * chunks + part.index] for of_x in pieces),
+                attention(part._replace(head_group=group, head_groups=groups), *(of_x[group * in_group + part.index] for of_x in pieces),
                           *seen[i * n : (i + 1) * n])
                 for i, part in enumerate(parts)]
             if give_back and any(out.requires_grad for out in own):
@@ -94,7 +95,7 @@ class ContextParallel(Placement):
         gathered = Gathered(self, dim, [((0, self.total),)] * self.ranks, (x,))
         return Gather.apply(gathered, 0, *ReduceGradients.apply(gathered, x))[0]
 
-    def gather_into(self, own: Sequence[Tensor], dim: int, later: bool) -> Callable[[Sequence[Sequence[Tensor]]], None]:
+    def gather_into(self, own: Sequence[Tensor], dim: int, later: bool) -> Callable[[Sequence[Tensor]], None]:
         """Begins to fetch the chunks of all ranks. Returns a function that waits for them and writes whole tensors, in the global order,
         with padding. later: the device may compute meanwhile. All tensors have the same dtype."""
         # (a rank's chunks, ..., chunk, ...), so that chunks of all ranks are rows, whatever else they hold
@@ -107,10 +108,10 @@ class ContextParallel(Placement):
         received = sent.new_empty(self.ranks * len(self.chunks), sum(sizes))
         work = all_gather(received, sent, group=self.group, async_op=later)
 
-        def finish(into: Sequence[Sequence[Tensor]]) -> None:
+        def finish(into: Sequence[Tensor]) -> None:
             _wait(work, sent)
             targets, chunks = [], []
-            for (whole,), rows, x in zip(into, received.split(sizes, 1), own, strict=True):
+            for whole, rows, x in zip(into, received.split(sizes, 1), own, strict=True):
                 batch = math.prod(x.shape[1 : dim + 1])
                 for place, target in zip(self.places, whole.view(batch, len(self.places), -1).unbind(1), strict=True):
                     targets += target.unbind()
@@ -121,15 +122,16 @@ class ContextParallel(Placement):
         return finish
 
     def exchange_into(self, own: Sequence[Tensor], ranges: Sequence[Sequence[Range]], dim: int,
-                      later: bool) -> Callable[[Sequence[Sequence[Tensor]]], None]:
-        """Like gather_into, for this rank's ranges only; each is written to a tensor of its own. ranges: by rank."""
+                      later: bool) -> Callable[[Sequence[Tensor]], None]:
+        """Like gather_into, for this rank's ranges only, which are written one after the other. ranges: by rank."""
         given = [self._pieces(ranges[rank], self.rank) for rank in range(self.ranks)]
         mine = [self._pieces(ranges[self.rank], owner) for owner in range(self.ranks)]
         sent = [x.narrow(dim, place, size) for pieces in given for x in own for _, _, place, size in pieces]
         received = self._exchange(sent, given, mine, [x.numel() // self.local for x in own], later)
 
-        def finish(into: Sequence[Sequence[Tensor]]) -> None:
-            targets = [seen[index].narrow(dim, place, size) for pieces in mine for seen in into for index, place, _, size in pieces]
+        def finish(into: Sequence[Tensor]) -> None:
+            by_range = [x.split([end - first for first, end in ranges[self.rank]], dim) for x in into]
+            targets = [of_x[index].narrow(dim, place, size) for pieces in mine for of_x in by_range for index, place, _, size in pieces]
             torch._foreach_copy_(targets, [piece.view(target.shape) for target, piece in zip(targets, received(), strict=True)])
 
         return finish

@@ -26,23 +26,23 @@ MULTIPLE = 128  # chunks begin at multiples of this, so that tiles of queries be
 
 
 class Part(NamedTuple):
-    """One of a rank's chunks, as queries, and the keys that they may see.
+    """One of a rank's chunks, as queries, and the keys that they may see; or all of its chunks, merged (`Placement.parts`).
 
-    index: the chunk's number among the rank's chunks. begin: its first token in the global order. queries: number of its tokens. keys:
-        (first, end) of the keys in the global order.
-    lengths: for packed sequences the operators' arguments cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k; else empty. They
-        contain every sequence of the stream, in its place. Sequences before the chunk have keys but no queries, those after it have
-        neither.
-    of_ranks: `keys` of all parts of every rank.
+    index: its number among the rank's parts. begin: its first token in the global order. queries: number of its tokens.
+    keys: (first, end) of the keys in the global order; None if merged: then the keys of each chunk lie one after the other.
+    lengths: for packed sequences the operators' arguments cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k; else empty. Those of a
+        chunk contain every sequence of the stream, in its place. Sequences before the chunk have keys but no queries, those after it have
+        neither. Merged ones contain the sequences of each chunk, one chunk after the other.
+    of_ranks: the keys of all chunks of every rank.
     head_group, head_groups: the number of this group of heads, and how many equal groups there are (`ContextParallel.attend`).
     """
 
     index: int
     begin: int
     queries: int
-    keys: Range
+    keys: Range | None
     lengths: dict[str, Any]
-    of_ranks: list[tuple[Range, ...]]
+    of_ranks: Sequence[Sequence[Range]]
     head_group: int = 0
     head_groups: int = 1
 
@@ -99,22 +99,34 @@ class Placement:
             pieces.append(piece)
         return torch.cat(pieces, dim)
 
-    def parts(self, *, causal: bool, window: int = -1, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None) -> tuple[Part, ...]:
-        """The rank's chunks.
+    def parts(self, *, causal: bool, window: int = -1, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+              merge: bool = False) -> tuple[Part, ...]:
+        """The rank's chunks, or one part of all of them.
 
         causal: queries of a chunk are the last ones of the keys up to the chunk's end, so that masks aligned to the bottom right are the
             whole sequence's. Otherwise all keys are seen, and no mask may depend on positions.
         window: how many keys before its own a causal query sees at most; -1 is unlimited. Keys before these are not gathered.
         cu_seqlens, max_seqlen: of the whole packed stream, as the operators take them; None if dense. The host waits for nothing.
+        merge: make one part of all chunks, for one packed call, where `documents` are given and the keys of a rank's chunks are fewer than
+            all. cu_seqlens must begin with the bounds of the documents. It is for operators in which any sequence may have fewer queries
+            than keys, and whose results do not depend on a sequence's number, as a dropout mask does.
         """
         _check_window("window", window, causal)
-        of_ranks = [tuple(self._keys(chunk, causal, window) for chunk in chunks) for chunks in self.owned]
+        of_ranks = tuple(tuple(self._keys(chunk, causal, window) for chunk in chunks) for chunks in self.owned)
+        if merge and cu_seqlens is not None and self._bounds is not None and not self.gathers_all(of_ranks):
+            lengths = self._merged_lengths(of_ranks[self.rank], cu_seqlens, max_seqlen)
+            return (Part(0, self.chunks[0] * self.chunk, self.local, None, lengths, of_ranks),)
         parts = []
         for index, keys in enumerate(of_ranks[self.rank]):
             begin = self.chunks[index] * self.chunk
             lengths = {} if cu_seqlens is None else self._lengths(begin, keys, cu_seqlens, max_seqlen)
             parts.append(Part(index, begin, self.chunk, keys, lengths, of_ranks))
         return tuple(parts)
+
+    def gathers_all(self, of_ranks: Sequence[Sequence[Range]]) -> bool:
+        """Whether each rank fetches all tokens; else it fetches its ranges only, because these are fewer. of_ranks: by rank."""
+        most = max(sum(end - first for first, end in ranges) for ranges in of_ranks)
+        return most >= self.ranks * self.local or not any(first for ranges in of_ranks for first, _ in ranges)
 
     def _keys(self, chunk: int, causal: bool, window: int) -> Range:
         """The keys that a chunk's queries see, its own among them."""
@@ -139,6 +151,31 @@ class Placement:
             "cu_seqlens_k": (cu_seqlens - first).clamp(0, end - first),
             "max_seqlen_q": None if max_seqlen is None else min(max_seqlen, self.chunk),
             "max_seqlen_k": None if max_seqlen is None else min(max_seqlen, end - first)}
+
+    def _merged_lengths(self, ranges: Sequence[Range], cu_seqlens: Tensor, max_seqlen: int | None) -> dict[str, Any]:
+        """`lengths` of all chunks. Chunks behind the last document add no sequence, so that padding stays behind all sequences."""
+        bounds = self._bounds
+        if cu_seqlens.shape[0] < len(bounds) or cu_seqlens.is_cpu and cu_seqlens[: len(bounds)].tolist() != bounds:
+            raise ValueError(f"cu_seqlens: must begin with the bounds {bounds} of the documents, got {cu_seqlens.tolist()}")
+        empty = cu_seqlens.new_zeros(2)  # a sequence, because a rank may have padding only
+        queries, keys, longest, laid = [empty], [empty], 0, 0
+        for place, (chunk, (first, end)) in enumerate(zip(self.chunks, ranges, strict=True)):
+            begin = chunk * self.chunk
+            # from the sequence of the first key to that of the last query
+            of_chunk = cu_seqlens[bisect.bisect_right(bounds, first) : bisect.bisect_left(bounds, begin + self.chunk) + 1]
+            if begin < bounds[-1]:
+                queries.append(_within(of_chunk, begin, self.chunk, place * self.chunk))
+                keys.append(_within(of_chunk, first, end - first, laid))
+            longest, laid = max(longest, end - first), laid + end - first
+        return {
+            "cu_seqlens_q": torch.cat(queries), "cu_seqlens_k": torch.cat(keys),
+            "max_seqlen_q": None if max_seqlen is None else min(max_seqlen, self.chunk),
+            "max_seqlen_k": None if max_seqlen is None else min(max_seqlen, longest)}
+
+
+def _within(bounds: Tensor, first: int, length: int, laid: int) -> Tensor:
+    """Bounds of sequences within tokens from `first` on, which are laid at the place `laid`."""
+    return (bounds - (first - laid)).clamp(laid, laid + length)
 
 
 def zigzag(ranks: int) -> Owned:

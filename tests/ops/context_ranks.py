@@ -47,6 +47,7 @@ class Case(NamedTuple):
     causal: bool = True
     packed: bool = True
     window: int = -1
+    merge: bool = True
 
 
 def _flash(queries, keys, lengths, weight, **options):
@@ -92,7 +93,7 @@ CASES = {
     "distance_bias": Case(_distance_bias),
     "sigmoid": Case(lambda queries, keys, lengths, weight: sigmoid_attention(*queries, *keys, causal=True, sigmoid_bias=-3.0, **lengths)),
     "dual_chunk": Case(_dual_chunk),
-    "block_sparse": Case(_block_sparse),
+    "block_sparse": Case(_block_sparse, merge=False),
 }
 
 
@@ -123,11 +124,11 @@ def dealt(packed: bool, total: int, scale: int, ranks: int, chunks: int, case: C
 
 
 def shares(plan: ContextParallel, case: Case, queries, keys, weight, lengths, dout, groups: int = 1) -> tuple[torch.Tensor, list]:
-    """The rank's own output and gradients."""
+    """The rank's own output and gradients. Chunks are merged where the operator and the plan allow it."""
     dim = 0 if lengths else 1
     own_queries, own_keys = ([plan.shard(x.detach(), dim).requires_grad_() for x in tensors] for tensors in (queries, keys))
     bounds = {"cu_seqlens": lengths["cu_seqlens_q"], "max_seqlen": lengths["max_seqlen_q"]} if lengths else {}
-    parts = plan.parts(causal=case.causal, window=case.window, **bounds)
+    parts = plan.parts(causal=case.causal, window=case.window, merge=case.merge, **bounds)
     n = len(queries)
     out = plan.attend(lambda part, *tensors: case.attention(tensors[:n], tensors[n:], part.lengths, part.own_heads(weight)),
                       own_queries, own_keys, parts, groups)
@@ -220,17 +221,32 @@ def check_order() -> None:
 
 
 def check_recomputed() -> None:
-    """What activation checkpointing computes again is read before it is given back."""
-    def block(plan: ContextParallel, groups: int, x: torch.Tensor) -> torch.Tensor:
+    """What activation checkpointing computes again is read before it is given back, also where chunks are merged, and where nothing has to
+    travel, because each chunk is a document."""
+    def block(plan: ContextParallel, groups: int, bounds: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
         # products keep the gathered memory itself for the backward
-        return plan.attend(lambda part, q, k: q * k[:, : part.queries], (x,), (x * 2,), plan.parts(causal=True), groups).tanh()
+        parts = plan.parts(causal=True, merge=True, **bounds)
+        assert len(parts) == (1 if bounds else 2)
+        return plan.attend(lambda part, q, k: q * k.narrow(q.dim() - 3, 0, part.queries), (x,), (x * 2,), parts, groups).tanh()
 
-    for keep_keys, groups, use_reentrant in itertools.product((False, True), (1, 2), (False, True)):
-        plan = ContextParallel(4 * 19, chunk=CHUNK, keep_keys=keep_keys)
-        x, again = (torch.linspace(-1, 1, 16 * plan.local, dtype=torch.float64).view(1, -1, 2, 8).requires_grad_() for _ in range(2))
-        block(plan, groups, x).sum().backward()
-        checkpoint(block, plan, groups, again, use_reentrant=use_reentrant).sum().backward()
+    for keep_keys, groups, use_reentrant, documents in itertools.product((False, True), (1, 2), (False, True), (None, (38, 38), (19,) * 4)):
+        plan = ContextParallel(4 * 19, chunk=CHUNK, keep_keys=keep_keys, documents=documents)
+        bounds = {} if documents is None else {"cu_seqlens": torch.tensor([0, *documents]).cumsum(0).int(), "max_seqlen": 38}
+        shape = (1, -1, 2, 8) if documents is None else (-1, 2, 8)
+        x, again = (torch.linspace(-1, 1, 16 * plan.local, dtype=torch.float64).view(shape).requires_grad_() for _ in range(2))
+        block(plan, groups, bounds, x).sum().backward()
+        checkpoint(block, plan, groups, bounds, again, use_reentrant=use_reentrant).sum().backward()
         torch.testing.assert_close(again.grad, x.grad, rtol=0, atol=0)
+
+
+def check_padding_alone() -> None:
+    """Only the first rank has tokens."""
+    plan = ContextParallel(3)
+    x = torch.ones(plan.local, 2, requires_grad=True)
+    plan.gather(x, 0).sum().backward()
+    wanted = torch.zeros(plan.local, 2)
+    wanted[: 3 if plan.rank == 0 else 0] = plan.ranks
+    torch.testing.assert_close(x.grad, wanted, rtol=0, atol=0)
 
 
 def check_refused() -> None:
@@ -266,6 +282,7 @@ def main(rank: int, ranks: int, sizes: tuple[int, ...], store: str) -> None:
     check_memory()
     check_order()
     check_recomputed()
+    check_padding_alone()
     check_refused()
     check_benchmark()
     check_alike(dtype="float32", total=3)
@@ -314,7 +331,9 @@ def check_gpu(name: str, packed: bool, scale: int, accurate: bool) -> None:
     with deterministic():
         exact, eager = map(reference, (torch.float64, torch.bfloat16)) if accurate else (None, None)
         of_one = None if accurate else case.attention(q, k, lengths, w).detach()
-        for placed in ({}, dealt(packed, shape[dim], scale, dist.get_world_size(), 4, case))[: 1 + packed]:
+        # packed, chunks are merged in one placement at least, with four ranks
+        dealt_chunks = [dealt(packed, shape[dim], scale, dist.get_world_size(), n, case) for n in (4, 2)] if packed else []
+        for placed in ({}, *dealt_chunks):
             plan = ContextParallel(shape[dim], **placed)
             real = plan.shard(torch.ones(plan.total, device="cuda"), 0).bool()
 

@@ -12,6 +12,7 @@ import torch
 from context_ranks import CASES, inputs
 from paths import GPU
 
+from attnzoo_kernels import flash_attention
 from attnzoo_kernels.context_placement import Part, Placement, deal, visible_pairs, zigzag
 from benchmarks import ring
 from benchmarks.context_parallel import documents
@@ -108,6 +109,53 @@ def test_only_keys_of_its_documents_come_to_a_chunk():
     assert keys(causal=True, window=100) == [(0, 256), (640, 1024), (1152, 1536), (1536, 1792)]
     assert keys(causal=False) == [(0, 500), (384, 1400), (384, 1536), (1536, 1792)]
     assert [part.keys for part in Placement(1700, 2, 0, owned=owned).parts(causal=True)] == [(0, 256), (0, 1024), (0, 1536), (0, 1792)]
+
+
+@pytest.mark.parametrize("causal, window", ((True, -1), (True, 20), (False, -1)))
+def test_merged_chunks_give_what_each_gives(causal, window, device):
+    """Bit by bit, with documents that end in a chunk before the rank's last one."""
+    draw, total, ranks = random.Random(0), 640, 4
+    lengths = [0]
+    while sum(lengths) < 400:
+        lengths.append(draw.randint(0, 30))
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v = torch.randn(3, total, 2, 16, generator=generator, device=device)
+    dout = torch.randn(q.shape, generator=generator, device=device)
+    bounds = {"cu_seqlens": torch.tensor([0, *lengths, 0], device=device).cumsum(0, dtype=torch.int32), "max_seqlen": 30}
+    dealt = deal(total, lengths, ranks, causal=causal, windows=(window,), chunks=5, chunk=32)
+    for owned in (dealt, [range(5 * rank, 5 * rank + 5) for rank in range(ranks)]):
+        for rank in range(ranks):
+            plan = Placement(total, ranks, rank, 32, owned, lengths)
+            parts = plan.parts(causal=causal, window=window, **bounds)
+            (merged,) = plan.parts(causal=causal, window=window, merge=True, **bounds)
+            assert merged.queries == plan.local and merged.of_ranks == parts[0].of_ranks
+            pieces = [(plan.shard(q, 0).split(plan.chunk)[part.index], *(x[part.keys[0] : part.keys[1]] for x in (k, v))) for part in parts]
+            leaves = [[x.clone().requires_grad_() for x in tensors] for tensors in pieces]
+            whole = [torch.cat(tensors).detach().requires_grad_() for tensors in zip(*pieces, strict=True)]
+            options = {"causal": causal, "window_size": (window, 0 if causal else -1)}
+            outs = [flash_attention(*tensors, **options, **part.lengths) for part, tensors in zip(parts, leaves, strict=True)]
+            out = flash_attention(*whole, **options, **merged.lengths)
+            douts = plan.shard(dout, 0)
+            wanted = [torch.autograd.grad(*grad) for grad in zip(outs, leaves, douts.split(plan.chunk), strict=True)]
+            found = torch.autograd.grad(out, whole, douts)
+            real = plan.shard(torch.arange(total, device=device), 0) < sum(lengths)
+            assert out[real].equal(torch.cat(outs)[real])
+            for x, y in zip(found, zip(*wanted, strict=True), strict=True):
+                torch.testing.assert_close(x, torch.cat(y))
+
+
+def test_chunks_are_merged_where_that_fetches_less_than_all():
+    def parts(documents, bounds=(0, 256, 356, 512)):
+        plan = Placement(512, 2, 0, owned=((0, 3), (1, 2)), documents=documents)
+        return plan.parts(causal=True, cu_seqlens=torch.tensor(bounds, dtype=torch.int32), max_seqlen=300, merge=True)
+
+    (merged,) = parts((256, 100, 156))
+    assert merged.of_ranks == (((0, 128), (256, 512)), ((0, 256), (256, 384)))
+    assert {name: value if isinstance(value, int) else value.tolist() for name, value in merged.lengths.items()} == {
+        "cu_seqlens_q": [0, 0, 128, 128, 256], "cu_seqlens_k": [0, 0, 128, 228, 384], "max_seqlen_q": 128, "max_seqlen_k": 256}
+    assert len(parts((512,), (0, 512))) == len(parts(None)) == len(Placement(512, 2, 0).parts(causal=True, merge=True)) == 2
+    with pytest.raises(ValueError, match=r"cu_seqlens: must begin with the bounds \[0, 256, 356, 512\] of the documents, got \[0, 512\]"):
+        parts((256, 100, 156), (0, 512))
 
 
 def paths():
