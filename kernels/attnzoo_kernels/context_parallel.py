@@ -18,9 +18,10 @@ Where the documents' lengths are known on the host:
     parts = plan.parts(causal=True, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, merge=True)  # one call for all of a rank's chunks
 """
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,7 @@ class ContextParallel(Placement):
                  owned: Sequence[Sequence[int]] | None = None, documents: Sequence[int] | None = None, keep_keys: bool = False):
         self.group = group.get_group() if isinstance(group, DeviceMesh) else group
         self.keep_keys = keep_keys
+        self._exchanges: dict[Any, Exchange] = {}
         super().__init__(total, dist.get_world_size(self.group), dist.get_rank(self.group), chunk, owned, documents)
 
     def attend(self, attention: Callable[..., Tensor], queries: Sequence[Tensor], keys: Sequence[Tensor],
@@ -92,7 +94,7 @@ class ContextParallel(Placement):
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The whole of x along its dimension `dim`, 0 or 1, from the ranks' own parts. Its gradient is the sum over the ranks."""
-        gathered = Gathered(self, dim, [((0, self.total),)] * self.ranks, (x,))
+        gathered = Gathered(self, dim, (((0, self.total),),) * self.ranks, (x,))
         return Gather.apply(gathered, 0, *ReduceGradients.apply(gathered, x))[0]
 
     def gather_into(self, own: Sequence[Tensor], dim: int, later: bool) -> Callable[[Sequence[Tensor]], None]:
@@ -124,15 +126,16 @@ class ContextParallel(Placement):
     def exchange_into(self, own: Sequence[Tensor], ranges: Sequence[Sequence[Range]], dim: int,
                       later: bool) -> Callable[[Sequence[Tensor]], None]:
         """Like gather_into, for this rank's ranges only, which are written one after the other. ranges: by rank."""
-        given = [self._pieces(ranges[rank], self.rank) for rank in range(self.ranks)]
-        mine = [self._pieces(ranges[self.rank], owner) for owner in range(self.ranks)]
-        sent = [x.narrow(dim, place, size) for pieces in given for x in own for _, _, place, size in pieces]
-        received = self._exchange(sent, given, mine, [x.numel() // self.local for x in own], later)
+        exchange = self._exchange(ranges, _widths(own, dim))
+        sent, kept = ([own[piece.tensor].narrow(dim, piece.own, piece.size) for piece in pieces]
+                      for pieces in (exchange.given.pieces, exchange.kept))
+        received = self._send(_joined(sent, own[0]), exchange.given, exchange.seen, later)
 
         def finish(into: Sequence[Tensor]) -> None:
-            by_range = [x.split([end - first for first, end in ranges[self.rank]], dim) for x in into]
-            targets = [of_x[index].narrow(dim, place, size) for pieces in mine for of_x in by_range for index, place, _, size in pieces]
-            torch._foreach_copy_(targets, [piece.view(target.shape) for target, piece in zip(targets, received(), strict=True)])
+            of_ranges = [x.split([end - first for first, end in ranges[self.rank]], dim) for x in into]
+            targets = [of_ranges[piece.tensor][piece.index].narrow(dim, piece.place, piece.size)
+                       for piece in (*exchange.seen.pieces, *exchange.kept)]
+            torch._foreach_copy_(targets, [x.view(target.shape) for target, x in zip(targets, (*received(), *kept), strict=True)])
 
         return finish
 
@@ -144,58 +147,113 @@ class ContextParallel(Placement):
         Gradients travel in their own dtype and are summed up in float32, or float64, in the order of the ranks, so that the sums repeat bit
         by bit.
         """
-        given = [self._pieces(ranges[self.rank], owner) for owner in range(self.ranks)]
-        mine = [self._pieces(ranges[rank], self.rank) for rank in range(self.ranks)]
-        sent = [of_x[index].narrow(dim, place, size) for pieces in given for of_x in gradients for index, place, _, size in pieces]
-        received = self._exchange(sent, given, mine, [of_x[0].numel() // of_x[0].shape[dim] for of_x in gradients], later)
-        shapes = [(*x.shape[:dim], self.local, *x.shape[dim + 1 :]) for x, *_ in gradients]
-        wide, device = torch.promote_types(sent[0].dtype, torch.float32), sent[0].device
+        like = [of_x[0] for of_x in gradients]
+        exchange = self._exchange(ranges, _widths(like, dim))
+        sent, kept = ([gradients[piece.tensor][piece.index].narrow(dim, piece.place, piece.size) for piece in pieces]
+                      for pieces in (exchange.seen.pieces, exchange.kept))
+        received = self._send(_joined(sent, like[0]), exchange.seen, exchange.given, later)
+        shapes = [(*x.shape[:dim], self.local, *x.shape[dim + 1 :]) for x in like]
+        wide = torch.promote_types(like[0].dtype, torch.float32)
+        sizes, own = [x.numel() for x in kept], _joined(kept, like[0], wide)
 
         def finish() -> list[Tensor]:
-            sums = [torch.zeros(shape, dtype=wide, device=device) for shape in shapes]
+            # names no gradient, so that their memory does not wait for the other ranks
+            sums = [own.new_zeros(shape) for shape in shapes]
+            found = zip((*exchange.given.pieces, *exchange.kept), (*received(wide), *own.split(sizes)), strict=True)
             # one addition for each range of a rank, which has each token once
-            together: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = {}
-            places = ((x, rank, piece) for rank, pieces in enumerate(mine) for x in sums for piece in pieces)
-            for (x, rank, (index, _, place, size)), piece in zip(places, received(wide), strict=True):
-                targets, addends = together.setdefault((rank, index), ([], []))
-                targets.append(x.narrow(dim, place, size))
-                addends.append(piece.view(targets[-1].shape))
-            for targets, addends in together.values():
-                torch._foreach_add_(targets, addends)
+            for _, together in itertools.groupby(sorted(found, key=_rank_and_range), _rank_and_range):
+                pieces, addends = zip(*together, strict=True)
+                targets = [sums[piece.tensor].narrow(dim, piece.own, piece.size) for piece in pieces]
+                torch._foreach_add_(targets, [x.view(target.shape) for target, x in zip(targets, addends, strict=True)])
             return sums
 
         return finish
 
-    def _pieces(self, ranges: Sequence[Range], owner: int) -> list[tuple[int, int, int, int]]:
+    def _exchange(self, ranges: Sequence[Sequence[Range]], widths: tuple[int, ...]) -> "Exchange":
+        """What travels for these ranges of all ranks. It is found once. widths: of each tensor, the numbers of a token in all rows."""
+        if (ranges, widths) not in self._exchanges:
+            def pieces(of: int, owner: int) -> list[Piece]:
+                other = owner if of == self.rank else of
+                return [Piece(other, tensor, *piece) for tensor in range(len(widths)) for piece in self._owned(ranges[of], owner)]
+
+            seen = [pieces(self.rank, rank) if rank != self.rank else [] for rank in range(self.ranks)]
+            given = [pieces(rank, self.rank) if rank != self.rank else [] for rank in range(self.ranks)]
+            kept = pieces(self.rank, self.rank)
+            self._exchanges[ranges, widths] = Exchange(_travel(seen, widths), _travel(given, widths), kept)
+        return self._exchanges[ranges, widths]
+
+    def _owned(self, ranges: Sequence[Range], owner: int) -> Iterator[tuple[int, int, int, int]]:
         """What of these ranges a rank owns: a range's index, places in the range and in the owner's own tokens, and the length."""
-        pieces = []
         for index, (first, end) in enumerate(ranges):
             for place, chunk in enumerate(self.owned[owner]):
                 begin, stop = max(first, chunk * self.chunk), min(end, (chunk + 1) * self.chunk)
                 if begin < stop:
-                    pieces.append((index, begin - first, begin + (place - chunk) * self.chunk, stop - begin))
-        return pieces
+                    yield index, begin - first, begin + (place - chunk) * self.chunk, stop - begin
 
-    def _exchange(self, sent: Sequence[Tensor], given: Sequence, mine: Sequence, widths: Sequence[int],
-                  later: bool) -> Callable[..., Sequence[Tensor]]:
-        """Begins to exchange pieces; what is returned waits for those of the other ranks, flat, and gives them in a dtype or as they are.
-
-        given, mine: by rank, what goes there and what comes, of each tensor. widths: of each tensor, numbers of a token in all rows.
-        """
-        lengths = [[[width * size for width in widths for *_, size in pieces] for pieces in ranks] for ranks in (mine, given)]
-        flat = sent[0].new_empty(sum(map(sum, lengths[1])))  # never empty, because a rank sees its own tokens
-        # in few launches, where the pieces are contiguous
-        targets = flat.split([n for pieces in lengths[1] for n in pieces])
-        torch._foreach_copy_([target.view(x.shape) for target, x in zip(targets, sent, strict=True)], sent)
-        received = flat.new_empty(sum(map(sum, lengths[0])))
-        counts = ([sum(pieces) for pieces in ranks] for ranks in lengths)
-        work = dist.all_to_all_single(received, flat, *counts, group=self.group, async_op=later)
+    def _send(self, sent: Tensor, there: "Travel", back: "Travel", later: bool) -> Callable[..., Sequence[Tensor]]:
+        """Begins to exchange pieces with the other ranks. What is returned waits for theirs, flat, and gives them in a dtype or as they
+        are. sent: the pieces that go there, one after the other."""
+        received = sent.new_empty(sum(back.counts))
+        work = dist.all_to_all_single(received, sent, back.counts, there.counts, group=self.group, async_op=later)
 
         def finish(dtype: torch.dtype | None = None) -> Sequence[Tensor]:
-            _wait(work, flat)
-            return received.to(dtype or flat.dtype).split([n for pieces in lengths[0] for n in pieces])
+            _wait(work, sent)
+            return received.to(dtype or sent.dtype).split(back.sizes)
 
         return finish
+
+
+class Piece(NamedTuple):
+    """Tokens of a rank's range that one rank owns, of one tensor.
+
+    rank: the other one, which owns them or whose range it is. index: of the range. place: in the range. own: place in the owner's tokens.
+    """
+
+    rank: int
+    tensor: int
+    index: int
+    place: int
+    own: int
+    size: int
+
+
+class Travel(NamedTuple):
+    """Pieces that go to the other ranks, or come from them, in the order of the ranks; each one's numbers, and each rank's."""
+
+    pieces: list[Piece]
+    sizes: list[int]
+    counts: list[int]
+
+
+class Exchange(NamedTuple):
+    """What of this rank's ranges the others own, what of their ranges it owns, and what of its own ranges it owns."""
+
+    seen: Travel
+    given: Travel
+    kept: list[Piece]
+
+
+def _travel(by_rank: Sequence[Sequence[Piece]], widths: Sequence[int]) -> Travel:
+    sizes = [[widths[piece.tensor] * piece.size for piece in pieces] for pieces in by_rank]
+    return Travel(list(itertools.chain(*by_rank)), list(itertools.chain(*sizes)), list(map(sum, sizes)))
+
+
+def _rank_and_range(found: tuple[Piece, Tensor]) -> tuple[int, int]:
+    return found[0].rank, found[0].index
+
+
+def _widths(tensors: Sequence[Tensor], dim: int) -> tuple[int, ...]:
+    """Of each tensor, the numbers of a token in all rows."""
+    return tuple(x.numel() // x.shape[dim] for x in tensors)
+
+
+def _joined(pieces: Sequence[Tensor], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Pieces one after the other, flat, in a dtype or that of `like`. It takes few launches where they are contiguous."""
+    sizes = [piece.numel() for piece in pieces]
+    flat = like.new_empty(sum(sizes), dtype=dtype)
+    if pieces:
+        torch._foreach_copy_([x.view(piece.shape) for x, piece in zip(flat.split(sizes), pieces, strict=True)], pieces)
+    return flat
 
 
 def _wait(work: dist.Work | None, sent: Tensor) -> None:
