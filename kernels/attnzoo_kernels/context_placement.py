@@ -29,11 +29,12 @@ class Part(NamedTuple):
     """One of a rank's chunks, as queries, and the keys that they may see; or all of its chunks, merged (`Placement.parts`).
 
     index: its number among the rank's parts. begin: its first token in the global order. queries: number of its tokens.
-    keys: (first, end) of the keys in the global order; None if merged: then the keys of each chunk lie one after the other.
+    keys: (first, end) of the keys in the global order; None if merged: then those of each chunk lie one after the other, but neighbouring
+        chunks are one.
     lengths: for packed sequences the operators' arguments cu_seqlens_q, cu_seqlens_k, max_seqlen_q and max_seqlen_k; else empty. Those of a
         chunk contain every sequence of the stream, in its place. Sequences before the chunk have keys but no queries, those after it have
         neither. Merged ones contain the sequences of each chunk, one chunk after the other.
-    of_ranks: the keys of all chunks of every rank.
+    of_ranks: the keys of all chunks of every rank, of neighbouring chunks together if merged.
     head_group, head_groups: the number of this group of heads, and how many equal groups there are (`ContextParallel.attend`).
     """
 
@@ -112,10 +113,14 @@ class Placement:
             than keys, and whose results do not depend on a sequence's number, as a dropout mask does.
         """
         _check_window("window", window, causal)
-        of_ranks = tuple(tuple(self._keys(chunk, causal, window) for chunk in chunks) for chunks in self.owned)
-        if merge and cu_seqlens is not None and self._bounds is not None and not self.gathers_all(of_ranks):
-            lengths = self._merged_lengths(of_ranks[self.rank], cu_seqlens, max_seqlen)
-            return (Part(0, self.chunks[0] * self.chunk, self.local, None, lengths, of_ranks),)
+        if merge and cu_seqlens is not None and self._bounds is not None:
+            runs = [_runs(chunks, self.chunk) for chunks in self.owned]
+            of_ranks = tuple(tuple(self._keys(*run, causal, window) for run in own) for own in runs)
+            if not self.gathers_all(of_ranks):
+                lengths = self._merged_lengths(runs[self.rank], of_ranks[self.rank], cu_seqlens, max_seqlen)
+                return (Part(0, runs[self.rank][0][0], self.local, None, lengths, of_ranks),)
+        of_ranks = tuple(tuple(self._keys(chunk * self.chunk, (chunk + 1) * self.chunk, causal, window) for chunk in chunks)
+                         for chunks in self.owned)
         parts = []
         for index, keys in enumerate(of_ranks[self.rank]):
             begin = self.chunks[index] * self.chunk
@@ -128,9 +133,8 @@ class Placement:
         most = max(sum(end - first for first, end in ranges) for ranges in of_ranks)
         return most >= self.ranks * self.local or not any(first for ranges in of_ranks for first, _ in ranges)
 
-    def _keys(self, chunk: int, causal: bool, window: int) -> Range:
-        """The keys that a chunk's queries see, its own among them."""
-        begin, end = chunk * self.chunk, (chunk + 1) * self.chunk
+    def _keys(self, begin: int, end: int, causal: bool, window: int) -> Range:
+        """The keys that these queries see, their own among them."""
         first, last = (0, self.total) if self._bounds is None else self._documents_of(begin, end)
         if causal:
             first, last = max(first, begin - window if window >= 0 else 0), end
@@ -152,30 +156,40 @@ class Placement:
             "max_seqlen_q": None if max_seqlen is None else min(max_seqlen, self.chunk),
             "max_seqlen_k": None if max_seqlen is None else min(max_seqlen, end - first)}
 
-    def _merged_lengths(self, ranges: Sequence[Range], cu_seqlens: Tensor, max_seqlen: int | None) -> dict[str, Any]:
-        """`lengths` of all chunks. Chunks behind the last document add no sequence, so that padding stays behind all sequences."""
+    def _merged_lengths(self, runs: Sequence[Range], ranges: Sequence[Range], cu_seqlens: Tensor,
+                        max_seqlen: int | None) -> dict[str, Any]:
+        """`lengths` of all chunks. Those behind the last document add no sequence, so that padding stays behind all sequences."""
         bounds = self._bounds
         if cu_seqlens.shape[0] < len(bounds) or cu_seqlens.is_cpu and cu_seqlens[: len(bounds)].tolist() != bounds:
             raise ValueError(f"cu_seqlens: must begin with the bounds {bounds} of the documents, got {cu_seqlens.tolist()}")
         empty = cu_seqlens.new_zeros(2)  # a sequence, because a rank may have padding only
-        queries, keys, longest, laid = [empty], [empty], 0, 0
-        for place, (chunk, (first, end)) in enumerate(zip(self.chunks, ranges, strict=True)):
-            begin = chunk * self.chunk
+        queries, keys, place_q, place_k = [empty], [empty], 0, 0
+        for (begin, stop), (first, end) in zip(runs, ranges, strict=True):
             # from the sequence of the first key to that of the last query
-            of_chunk = cu_seqlens[bisect.bisect_right(bounds, first) : bisect.bisect_left(bounds, begin + self.chunk) + 1]
+            bounds_here = cu_seqlens[bisect.bisect_right(bounds, first) : bisect.bisect_left(bounds, stop) + 1]
             if begin < bounds[-1]:
-                queries.append(_within(of_chunk, begin, self.chunk, place * self.chunk))
-                keys.append(_within(of_chunk, first, end - first, laid))
-            longest, laid = max(longest, end - first), laid + end - first
+                queries.append(_within(bounds_here, begin, stop - begin, place_q))
+                keys.append(_within(bounds_here, first, end - first, place_k))
+            place_q, place_k = place_q + stop - begin, place_k + end - first
+        longest_q, longest_k = (max(end - first for first, end in of) for of in (runs, ranges))
         return {
             "cu_seqlens_q": torch.cat(queries), "cu_seqlens_k": torch.cat(keys),
-            "max_seqlen_q": None if max_seqlen is None else min(max_seqlen, self.chunk),
-            "max_seqlen_k": None if max_seqlen is None else min(max_seqlen, longest)}
+            "max_seqlen_q": None if max_seqlen is None else min(max_seqlen, longest_q),
+            "max_seqlen_k": None if max_seqlen is None else min(max_seqlen, longest_k)}
 
 
-def _within(bounds: Tensor, first: int, length: int, laid: int) -> Tensor:
-    """Bounds of sequences within tokens from `first` on, which are laid at the place `laid`."""
-    return (bounds - (first - laid)).clamp(laid, laid + length)
+def _runs(chunks: Sequence[int], size: int) -> list[Range]:
+    """The tokens of chunks; neighbours are one range."""
+    runs: list[Range] = []
+    for chunk in chunks:
+        begin = runs.pop()[0] if runs and runs[-1][1] == chunk * size else chunk * size
+        runs.append((begin, (chunk + 1) * size))
+    return runs
+
+
+def _within(bounds: Tensor, first: int, length: int, place: int) -> Tensor:
+    """Bounds of sequences within the tokens from `first` on, which lie at `place`."""
+    return (bounds - (first - place)).clamp(place, place + length)
 
 
 def zigzag(ranks: int) -> Owned:

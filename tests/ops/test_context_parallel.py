@@ -128,20 +128,21 @@ def test_merged_chunks_give_what_each_gives(causal, window, device):
             plan = Placement(total, ranks, rank, 32, owned, lengths)
             parts = plan.parts(causal=causal, window=window, **bounds)
             (merged,) = plan.parts(causal=causal, window=window, merge=True, **bounds)
-            assert merged.queries == plan.local and merged.of_ranks == parts[0].of_ranks
-            pieces = [(plan.shard(q, 0).split(plan.chunk)[part.index], *(x[part.keys[0] : part.keys[1]] for x in (k, v))) for part in parts]
-            leaves = [[x.clone().requires_grad_() for x in tensors] for tensors in pieces]
-            whole = [torch.cat(tensors).detach().requires_grad_() for tensors in zip(*pieces, strict=True)]
+            assert merged.queries == plan.local
             options = {"causal": causal, "window_size": (window, 0 if causal else -1)}
-            outs = [flash_attention(*tensors, **options, **part.lengths) for part, tensors in zip(parts, leaves, strict=True)]
-            out = flash_attention(*whole, **options, **merged.lengths)
-            douts = plan.shard(dout, 0)
-            wanted = [torch.autograd.grad(*grad) for grad in zip(outs, leaves, douts.split(plan.chunk), strict=True)]
-            found = torch.autograd.grad(out, whole, douts)
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            own_q, own_dout = (plan.shard(x, 0) for x in (leaves[0], dout))
             real = plan.shard(torch.arange(total, device=device), 0) < sum(lengths)
-            assert out[real].equal(torch.cat(outs)[real])
-            for x, y in zip(found, zip(*wanted, strict=True), strict=True):
-                torch.testing.assert_close(x, torch.cat(y))
+            found = []
+            for chosen, ranges in ((parts, [[part.keys] for part in parts]), ((merged,), [merged.of_ranks[rank]])):
+                outs = []
+                for part, of_part, own in zip(chosen, ranges, own_q.split(chosen[0].queries), strict=True):
+                    seen = (torch.cat([x[first:end] for first, end in of_part]) for x in leaves[1:])
+                    outs.append(flash_attention(own, *seen, **options, **part.lengths))
+                out = torch.cat(outs)
+                found.append((out, *torch.autograd.grad(out, leaves, own_dout, retain_graph=True)))
+            assert found[0][0][real].equal(found[1][0][real])
+            torch.testing.assert_close(found[0][1:], found[1][1:])
 
 
 def test_chunks_are_merged_where_that_fetches_less_than_all():
@@ -150,7 +151,7 @@ def test_chunks_are_merged_where_that_fetches_less_than_all():
         return plan.parts(causal=True, cu_seqlens=torch.tensor(bounds, dtype=torch.int32), max_seqlen=300, merge=True)
 
     (merged,) = parts((256, 100, 156))
-    assert merged.of_ranks == (((0, 128), (256, 512)), ((0, 256), (256, 384)))
+    assert merged.of_ranks == (((0, 128), (256, 512)), ((0, 384),))  # chunks 1 and 2 are neighbours
     assert {name: value if isinstance(value, int) else value.tolist() for name, value in merged.lengths.items()} == {
         "cu_seqlens_q": [0, 0, 128, 128, 256], "cu_seqlens_k": [0, 0, 128, 228, 384], "max_seqlen_q": 128, "max_seqlen_k": 256}
     assert len(parts((512,), (0, 512))) == len(parts(None)) == len(Placement(512, 2, 0).parts(causal=True, merge=True)) == 2
