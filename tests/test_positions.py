@@ -41,7 +41,7 @@ def theirs_of(kind, case, **options):
     sizes = {**SIZES, "max_position_embeddings": context, "rope_parameters": rope, **options}
     torch.manual_seed(0)
     if kind == "ministral3":
-        rope |= {"llama_4_scaling_beta": 0.3}
+        rope |= {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": rope.get("original_max_position_embeddings", 8)}
         model = transformers.Ministral3ForCausalLM(transformers.Ministral3Config(**sizes, head_dim=8))
     elif kind == "phi3":
         model = transformers.Phi3ForCausalLM(transformers.Phi3Config(
@@ -56,7 +56,7 @@ def theirs_of(kind, case, **options):
 
 
 CASES = [("llama", case) for case in PARAMETERS] + [("qwen3", "default"), ("qwen3", "yarn"), ("phi3", "default"), ("phi3", "longrope"),
-                                                      ("ministral3", "yarn")]
+                                                      *(("ministral3", case) for case in ("default", "linear", "dynamic", "yarn"))]
 
 
 @pytest.mark.parametrize(("kind", "case"), CASES)

@@ -183,18 +183,18 @@ def _rope(config: Any) -> dict[str, Any]:
     given.pop("max_position_embeddings", None)  # the config itself has it, too
     given.pop("type", None)  # rope_type's older name
     named = {"rope_base": base, "partial_rotary_factor": partial}
+    if beta is not None:
+        named["attention_temperature"] = {"name": "llama4", "floor_scale": origin, "attn_scale": beta, "first": 0}
     if scaling == "default":
         return named
     if scaling == "proportional":  # p-RoPE
-        named = {"rope_base": base, "rope_proportion": partial}
+        named["rope_proportion"] = named.pop("partial_rotary_factor")
         return named if factor in (None, 1) else named | {"rope_scaling": "linear", "rope_factor": factor}
     if scaling == "dynamic":
         origin = config.max_position_embeddings
     if factor is None:
         factor = config.max_position_embeddings / origin
     options = {name: value for name, value in given.items() if value is not None}
-    if beta is not None:
-        named["attention_temperature"] = {"name": "llama4", "floor_scale": origin, "attn_scale": beta, "first": 0}
     return named | {"rope_scaling": scaling, "rope_factor": factor, "original_context": origin, "rope_options": options or None}
 
 
