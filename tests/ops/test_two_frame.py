@@ -52,6 +52,19 @@ def test_the_path_for_cpus_keeps_the_rule(case, dtype):
     check(replace(case, dtype=dtype), "cpu")
 
 
+@needs_triton
+@pytest.mark.parametrize("impl", PATHS)
+def test_the_gradient_of_a_very_negative_lse(impl):
+    """Queries without a far key have an LSE of -100, as others have."""
+    q, k = (torch.zeros(1, 8, 1, 2, 16, device=DEVICE, dtype=torch.float16) for _ in range(2))
+    q[..., 0], k[..., 0] = -20.0, 20.0
+    v = torch.zeros(1, 8, 1, 16, device=DEVICE, dtype=torch.float16)
+    _, lse = two_frame_attention(q.requires_grad_(), k.requires_grad_(), v, near_keys=4, return_lse=True, impl=impl)
+    dq, dk = torch.autograd.grad(lse.sum(), (q, k))
+    assert_close(dq[0, :, 0].sum(-2), torch.tensor([5.0] + 15 * [0.0], device=DEVICE, dtype=torch.float16).expand(8, -1))
+    assert_close(dk.sum(), torch.tensor(-5.0 * 8, device=DEVICE, dtype=torch.float16), rtol=5e-3, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", LARGE, ids=str)

@@ -30,10 +30,15 @@ def backward(parts: list[Inputs], rule: Rule, grad_out: Tensor, grad_lse: Tensor
 def _forward_of_part(part: Inputs, rule: Rule) -> tuple[Tensor, Tensor]:
     part, rule = _with_gates(part, rule)
     q, k, v = _alike(*part[:3])
-    out, lse = _forward(q, k, v, 0.0, part.triangle, attn_mask=part.bias, scale=rule.softmax_scale)
-    if part.bias is not None:
-        lse = lse.masked_fill(part.bias.amax(-1) == -torch.inf, -torch.inf)
+    out, lse = _attend(q, k, v, part, rule)
     return out[..., : part.v.shape[-1]], lse
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, part: Inputs, rule: Rule) -> tuple[Tensor, Tensor]:
+    out, lse = _forward(q, k, v, 0.0, part.triangle, attn_mask=part.bias, scale=rule.softmax_scale)
+    if part.bias is not None:  # PyTorch gives 0 in rows that see no key
+        lse = lse.masked_fill(part.bias.amax(-1) == -torch.inf, -torch.inf)
+    return out, lse
 
 
 def _backward_of_part(part: Inputs, rule: Rule, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor) -> Gradients:
@@ -62,7 +67,7 @@ def _derive(part: Inputs, rule: Rule, grad_out: Tensor, grad_lse: Tensor | None,
     dq, dk, dv = _backward(grad_out, q, k, v, out, lse, **options)
     if grad_lse is not None:
         # the LSE's share: weights times k are an output, their transpose times q is a dV; added to the kernel's delta it would lose bits
-        of_k, own = _forward(q, k, k, **options)
+        of_k, own = _attend(q, k, k, part, rule)
         of_q = _backward(q * grad_lse.unsqueeze(-1), q, k, torch.zeros_like(k), torch.zeros_like(q), lse, **options)[2]
         dq = dq + of_k * (grad_lse * torch.exp(own - lse) * rule.softmax_scale).unsqueeze(-1)
         dk = dk + of_q * rule.softmax_scale
