@@ -2,6 +2,7 @@
 contract."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_custom_operators_and_the_eager_path_agree_and_compile():
     x = Case(lengths_q=(9, 0, 11), head_dim=16, dtype=torch.float16).inputs(DEVICE)
     inputs = tuple(t.detach().requires_grad_() for t in x[:4])
     bounds = x.options["cu_seqlens_q"]
-    arguments = (*inputs, bounds, bounds, False, "triton", False, 0, 0.25, -1, 0)
+    arguments = (*inputs, bounds, bounds, False, "triton", False, False, 0, 0.25, -1, 0)
     torch.library.opcheck(torch.ops.attnzoo.distance_bias_forward, arguments,
                           test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
@@ -177,3 +178,14 @@ def test_the_benchmark_runs(capsys):
     arguments = ["speed", "packed", "--dry-run", "--dtype", "float32", "--backends", "attnzoo-reference"]
     assert benchmark.main(arguments) == 0
     assert "d16 causal t5 64 backward" in capsys.readouterr().out
+
+
+def test_covered_tables_have_an_entry_for_each_visible_distance():
+    for m, n, distances, origin, left, right in product((1, 3), (1, 2, 4), (1, 2, 4, 7), (-1, 0, 2, 3), (-1, 0, 2), (-1, 0, 1)):
+        visible = [i + n - m - j for i in range(m) for j in range(n)]
+        visible = [d for d in visible if (left < 0 or d <= left) and (right < 0 or -d <= right)]
+        covered = ops.is_covered(m, n, distances, origin, left, right)
+        inside = all(0 <= d + origin < distances for d in visible)
+        assert inside or not covered
+        if left < 0 and right < 0:
+            assert covered == inside

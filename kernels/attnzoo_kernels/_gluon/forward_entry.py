@@ -25,8 +25,8 @@ def hopper_fwd_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, own_
                       OUTS: gl.constexpr = None, OPTIONS: gl.constexpr = None, OWN: gl.constexpr = None,
                       PRODUCE: gl.constexpr = produce_prefetched, LOAD_TILE: gl.constexpr = None, SPAN: gl.constexpr = span,
                       BEGIN: gl.constexpr = None, MAINLOOP: gl.constexpr = mainloop, JOIN: gl.constexpr = None,
-                      APART: gl.constexpr = None, FREE_FROM: gl.constexpr = None, MASK: gl.constexpr = mask, STEP_MASK: gl.constexpr = step_mask,
-                      WEIGHTS: gl.constexpr = None, FINISH: gl.constexpr = finish):
+                      APART: gl.constexpr = None, FREE_FROM: gl.constexpr = None, MASK: gl.constexpr = mask,
+                      STEP_MASK: gl.constexpr = step_mask, WEIGHTS: gl.constexpr = None, FINISH: gl.constexpr = finish):
     """OWN turns the arguments that begin with own_ into the program's `own`, which the variant's other hooks read."""
     own = ()
     if OWN is not None:

@@ -48,10 +48,13 @@ def distance_bias_attention(
     return_lse: also return the natural log-sum-exp of the scores, with the bias, float32, (batch, heads, seqlen_q) or (heads, total),
         differentiable.
     deterministic: as in flash_attention; the table's gradient is then plain Triton's, which always repeats bit by bit.
-    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128; the table's gradient up to 64, above plain Triton's backward runs) |
-        "triton" | "cpu" | "reference". On CUDA tensors None takes gluon if it supports the call (`why_not_gluon`), else triton. On CPU ones
-        it takes cpu: matrix products by tiles of queries, in linear memory, with first derivatives only. A named path runs, or the call
-        raises.
+    impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128) | "triton" | "cpu" | "reference". On CUDA tensors None takes gluon if
+        it supports the call (`why_not_gluon`), else triton. On CPU ones it takes cpu: matrix products by tiles of queries, in linear
+        memory, with first derivatives only. A named path runs, or the call raises.
+        Gluon's backward makes the table's gradient for widths of up to 64; above them plain Triton's backward runs. It adds up gradients of
+        scores that are rounded to 16 bits. Where distances share an entry of the table, the sum can have more than twice the error of eager
+        attention. So None takes plain Triton's backward unless each distance has an entry of its own, by max_seqlen_q and max_seqlen_k if
+        sequences are packed.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
@@ -74,9 +77,11 @@ def distance_bias_attention(
         if bias.dtype != torch.float32:
             raise NotImplementedError(f'bias: the kernels take float32, got {bias.dtype}; impl="reference" takes it')
         softmax_scale, q = checks.positive_scale(softmax_scale, q)
-        residual = ops.wants_residual(q, v, bias, impl, deterministic)
-        out, _, lse, *_ = ops.forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, residual, impl, deterministic, origin, softmax_scale, left,
-                                      right)
+        longest = [at_most or x.shape[-3] for at_most, x in ((max_seqlen_q, q), (max_seqlen_k, k))]
+        covered = ops.is_covered(*longest, bias.shape[1], origin, left, right)
+        residual = ops.wants_residual(q, v, bias, impl, deterministic, covered)
+        out, _, lse, *_ = ops.forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, residual, impl, deterministic, covered, origin,
+                                      softmax_scale, left, right)
     return (out, lse) if return_lse else out
 
 

@@ -13,11 +13,18 @@ from attnzoo_kernels.packing import behind_last
 LARGEST = 2.0**60  # sums of dS stay below it as integers
 
 
-def wants_residual(q: Tensor, v: Tensor, bias: Tensor, impl: str | None, deterministic: bool) -> bool:
+def is_covered(longest_q: int, longest_k: int, distances: int, origin: int, window_left: int, window_right: int) -> bool:
+    """Whether the table has an entry of its own for each distance of sequences of up to these lengths."""
+    nearest = 1 - longest_q if window_right < 0 else max(1 - longest_q, -window_right)
+    farthest = longest_k - 1 if window_left < 0 else min(longest_k - 1, window_left)
+    return origin + nearest >= 0 and origin + farthest < distances
+
+
+def wants_residual(q: Tensor, v: Tensor, bias: Tensor, impl: str | None, deterministic: bool, covered: bool) -> bool:
     """Like flash's: for the gradient of the table by Hopper's backward, whose delta would carry the output's rounding error into it."""
     if impl == "triton" or deterministic or not torch.is_grad_enabled() or not bias.requires_grad:
         return False
-    return q.dtype != torch.float32 and 32 < max(q.shape[-1], v.shape[-1]) <= 64
+    return (covered or impl == "gluon") and q.dtype != torch.float32 and 32 < max(q.shape[-1], v.shape[-1]) <= 64
 
 
 def _call(bias: Tensor, cu_seqlens_q: Tensor | None, exact: bool, origin: int, softmax_scale: float, window_left: int, window_right: int):
@@ -34,7 +41,7 @@ def _call(bias: Tensor, cu_seqlens_q: Tensor | None, exact: bool, origin: int, s
 @autograd.readable(0, 1, 2, like=(2, 2))
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, residual_wanted: bool,
-    impl: str | None, deterministic: bool, origin: int, softmax_scale: float, window_left: int, window_right: int,
+    impl: str | None, deterministic: bool, covered: bool, origin: int, softmax_scale: float, window_left: int, window_right: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     options, table = _call(bias, cu_seqlens_q, q.dtype == torch.float32, origin, softmax_scale, window_left, window_right)
     residual = empty_residual(q, v, residual_wanted)
@@ -63,13 +70,15 @@ def _fake_forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, residual_wanted, *_
 
 @autograd.readable(2, 3, 4, 5, 6, 0, like=(2, 3, 4))
 def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, bias, cu_seqlens_q, cu_seqlens_k, needs_dbias, impl, deterministic,
-               *numbers):
+               covered, *numbers):
     options, table = _call(bias, cu_seqlens_q, q.dtype == torch.float32, *numbers)
     kept = residual if residual.numel() else None
 
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.distance_bias import hopper_backward
 
+        if needs_dbias and not covered and impl is None:
+            return "its sums of 16-bit numbers are less exact where distances share an entry of the table"
         return hopper_backward.backward_reason(q, k, v, options, needs_dbias, deterministic)
 
     if dispatch.choose_backward("distance_bias backward", impl, why_not_gluon) == "gluon":
@@ -121,11 +130,11 @@ def _unit(grad_out: Tensor, grad_lse: Tensor | None, v: Tensor, cu_seqlens_q: Te
 
 def _backward_op(
     grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, residual: Tensor, stats: Tensor, bias: Tensor,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dbias: bool, impl: str | None, deterministic: bool, origin: int,
-    softmax_scale: float, window_left: int, window_right: int,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dbias: bool, impl: str | None, deterministic: bool, covered: bool,
+    origin: int, softmax_scale: float, window_left: int, window_right: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gradients = _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, bias, cu_seqlens_q, cu_seqlens_k, needs_dbias, impl,
-                           deterministic, origin, softmax_scale, window_left, window_right)
+                           deterministic, covered, origin, softmax_scale, window_left, window_right)
     return tuple(x.contiguous() for x in gradients)  # as the fake says, by either implementation
 
 
