@@ -41,7 +41,7 @@ class DistanceBiasAttention(WindowedAttention):
         to the dtype of the queries.
     threshold: the initial value of the L of "fire", in tokens. For queries up to position L the bias depends on the distance alone.
     window_size: (left, right), how many keys before and after its own a query sees; -1 is unlimited. right is 0 in a causal model.
-    impl: the operator's implementation ("triton", "cpu", "reference"), None for the fastest that runs. Must be None with "fire".
+    impl: the operator's implementation ("gluon", "triton", "cpu", "reference"), None for the fastest that runs. Must be None with "fire".
     """
 
     supports = Supports(positions=("learned", "rotary", "none"), dropout=False, context_parallel=("dense", "packed"))

@@ -104,7 +104,7 @@ def hopper(monkeypatch):
     """Tensors on a CPU pass for such on a Hopper GPU, as far as predicates look."""
     monkeypatch.setattr(dispatch, "gluon_loads", lambda: True)
     monkeypatch.setattr(dispatch, "takes_reference", as_on_a_gpu(dispatch.takes_reference))
-    for operator in ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "two_frame"):
+    for operator in ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "distance_bias", "two_frame"):
         module = importlib.import_module(f"attnzoo_kernels.{operator}.hopper")
         monkeypatch.setattr(module, "why_not_tma", lambda x, *_: None if x.element_size() == 2 else "16 bits only")
 

@@ -11,8 +11,6 @@ from attnzoo_kernels.distance_bias import ops
 from attnzoo_kernels.distance_bias.cpu import distance_bias_attention_cpu
 from attnzoo_kernels.distance_bias.reference import distance_bias_attention_reference
 
-IMPLEMENTATIONS = ("gluon", "triton", "cpu", "reference")
-
 
 def distance_bias_attention(
     q: Tensor,
