@@ -27,6 +27,7 @@ from attnzoo_kernels._gluon.hopper import mbarrier
 from attnzoo_kernels._triton import launch
 from attnzoo_kernels.block_sparse.cases import Case as Sparse
 from attnzoo_kernels.differential.cases import Case as Differential
+from attnzoo_kernels.distance_bias.cases import Case as Distances
 from attnzoo_kernels.dual_chunk.cases import Case as Chunks
 from attnzoo_kernels.flash.cases import Case
 from attnzoo_kernels.sigmoid.cases import Case as Sigmoid
@@ -65,6 +66,8 @@ CASES = {
                    for d in (64, 128) for chunk, lengths in ((128, None), (128, (100, 0, 400)), (218, (100, 0, 400)))],
     "sigmoid": [Sigmoid(seqlen_q=333, lengths_q=lengths, kv_heads=1, head_dim=d, causal=True)
                 for d in (64, 128) for lengths in (None, PACKED)],
+    "distance_bias": [Distances(seqlen_q=333, lengths_q=lengths, kv_heads=1, head_dim=d, causal=True, distances=distances)
+                      for d in (64, 128) for lengths in (None, PACKED) for distances in (40, 333)],
     "tree": [rollouts(200, 90, 3, kv_heads=1, head_dim=d) for d in (64, 128)] + [drawn(20, 40, 0, head_dim=d) for d in (64, 128)],
 }
 
