@@ -176,18 +176,20 @@ def products(q_tiles, smem, bars, step, c, ME: gl.constexpr):
 
 @gluon.jit
 def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME: gl.constexpr, DV_PENDING: gl.constexpr,
-             START_SUMS: gl.constexpr = None, END_SUMS: gl.constexpr = None, more=None):
+             START_SUMS: gl.constexpr = None, END_SUMS: gl.constexpr = None, KEEP: gl.constexpr = None, more=None):
     """Adds a step's share to the sums dK and dV and hands on this consumer's half of dQ. Returns the sums.
 
     START_SUMS(more, ds, c) starts products of this consumer's dS, in shared memory, before the wait for the other's, and returns a tuple of
-    them. END_SUMS(products, more, dq_tile, c) makes the third sum of them while the product for dK runs. They may be left out, and are not
-    for DQ_LAGS.
+    them. END_SUMS(products, more, dq_tile, c) makes the third sum of them while the product for dK runs. KEEP(more, dscores, c) stores what
+    else the products read. They may be left out, and are not for DQ_LAGS.
 
     p: the weights; under DV_PENDING their product is in flight in `dv` already. dv and p are None if dV is not made. Under DQ_LAGS, dQ is
     that of the step before, if there was one in this tile (`some`); then a consumer need not wait for the other's dS of the same step.
 
     The product for dQ comes before that for dK: dQ travels to memory while the tensor cores compute dK.
     """
+    if KEEP is not None:
+        KEEP(more, dscores, c)
     ds_slot, ds_phase = ring(step, 2)
     if c.DQ_LAGS:
         mbarrier.wait(bars.ds_empty[ME].index(ds_slot), ds_phase ^ 1)
@@ -242,7 +244,8 @@ def softmax_gradient(weights, dweights, smem, stage, c):
 
 @gluon.jit
 def add_weights(dk, dv, weights, dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME: gl.constexpr,
-                GRADIENT: gl.constexpr = softmax_gradient, START_SUMS: gl.constexpr = None, END_SUMS: gl.constexpr = None, more=None):
+                GRADIENT: gl.constexpr = softmax_gradient, START_SUMS: gl.constexpr = None, END_SUMS: gl.constexpr = None,
+                KEEP: gl.constexpr = None, more=None):
     """add_step from a step's weights and their gradients, which are still in flight; GRADIENT makes gradients of scores of them. dv: None
     if dV is not made."""
     p = None
@@ -251,7 +254,7 @@ def add_weights(dk, dv, weights, dweights_pending, smem, bars, dq_desc, dq_tile,
     dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
     dscores = GRADIENT(weights, dweights, smem, stage, c).to(smem.q.dtype)
     return add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, False, START_SUMS,
-                    END_SUMS, more)
+                    END_SUMS, KEEP, more)
 
 
 @gluon.jit

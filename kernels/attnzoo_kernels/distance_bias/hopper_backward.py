@@ -12,9 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_consume import head_steps
-from attnzoo_kernels._gluon.backward_step import add_step, masked_scores, products, row_statistics, softmax_gradient
+from attnzoo_kernels._gluon.backward_step import add_weights, masked_scores, products, row_statistics
 from attnzoo_kernels._gluon.backward_tiles import HALF, word
-from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_layout, tma, warpgroup_mma, warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_layout, tma, warpgroup_mma
 from attnzoo_kernels.distance_bias.hopper import entry, head_table
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.flash.options import Options
@@ -131,6 +131,13 @@ def _no_sums():
 
 
 @gluon.jit
+def _keep(more, dscores, c):
+    """KEEP: a step's dS by blocks."""
+    by_block = gl.permute(gl.reshape(dscores, [HALF // BLOCK, BLOCK, c.ROWS // BLOCK, BLOCK]), (0, 2, 1, 3))
+    more[1].store(gl.reshape(by_block, [BLOCK * BLOCK, BLOCK * BLOCK]))
+
+
+@gluon.jit
 def _start_sums(more, ds, c):
     """START_SUMS: of the blocks of a step's dS."""
     sums, blocks, head, first = more
@@ -170,18 +177,11 @@ def _step(dk, dv, sums, smem, bars, dq_desc, made, step, some, head, low, high, 
     x = x - (row_statistics(smem.stats, stage, 0, c.ROWS, gl.SliceLayout(0, x.type.layout)) - apart)[None, :]
     if MASKED:
         x = masked_scores(x, smem.columns, low, high, c)
-    weights = gl.exp2(x)
-    p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
-    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
-    dscores = softmax_gradient(weights, dweights, smem, stage, c).to(smem.q.dtype)
     if c.OPTIONS:
-        blocks = _blocks(smem, ME)
-        by_block = gl.permute(gl.reshape(dscores, [HALF // BLOCK, BLOCK, c.ROWS // BLOCK, BLOCK]), (0, 2, 1, 3))
-        blocks.store(gl.reshape(by_block, [BLOCK * BLOCK, BLOCK * BLOCK]))
-        dk, dv, sums = add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, made, step, stage, some, c, ME, False, _start_sums,
-                                _end_sums, (sums, blocks, head, first))
+        dk, dv, sums = add_weights(dk, dv, gl.exp2(x), dweights_pending, smem, bars, dq_desc, made, step, stage, some, c, ME,
+                                   START_SUMS=_start_sums, END_SUMS=_end_sums, KEEP=_keep, more=(sums, _blocks(smem, ME), head, first))
     else:
-        dk, dv = add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, made, step, stage, some, c, ME, False)
+        dk, dv = add_weights(dk, dv, gl.exp2(x), dweights_pending, smem, bars, dq_desc, made, step, stage, some, c, ME)
     return dk, dv, sums
 
 
