@@ -48,7 +48,7 @@ def distance_bias_attention(
     deterministic: as in flash_attention; the table's gradient is then plain Triton's, which always repeats bit by bit.
     impl: "gluon" (Hopper: 16 bits, head_dim and value_dim 33 to 128) | "triton" | "cpu" | "reference". On CUDA tensors None takes gluon if
         it supports the call (`why_not_gluon`), else triton. On CPU ones it takes cpu: matrix products by tiles of queries, in linear
-        memory, with first derivatives only. A named path runs, or the call raises.
+        memory, with first derivatives only. A named path runs the forward, or the call raises.
         Gluon's backward makes the table's gradient for widths of up to 64; above them plain Triton's backward runs. It adds up gradients of
         scores that are rounded to 16 bits. Where distances share an entry of the table, the sum can have more than twice the error of eager
         attention. So None takes plain Triton's backward unless each distance has an entry of its own, by max_seqlen_q and max_seqlen_k if
@@ -84,7 +84,7 @@ def distance_bias_attention(
 
 
 def why_not_gluon(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, **options: Any) -> str | None:
-    """Why impl="gluon" does not take a call with these arguments of distance_bias_attention; None where it does, and impl=None takes it."""
+    """Why impl="gluon" does not take the forward of a call with these arguments of distance_bias_attention; None where it does."""
     return dispatch.why_not_gluon(distance_bias_attention, q, k, v, bias, **options)
 
 

@@ -1,7 +1,7 @@
 """Attention with a bias by distance, forward for Hopper: flash's, with the bias added to the scores of the tiles that need it.
 
-A tile whose distances all take one entry of the table, as far behind a query most do, needs no addition to its scores: the entry goes with
-the rows' maxima.
+A tile whose distances all take one entry of the table needs no addition to its scores: the entry goes with the rows' maxima. With a short
+table most tiles are of this kind.
 """
 
 import functools
@@ -38,7 +38,7 @@ class Own(NamedTuple):
 
 
 class Near(NamedTuple):
-    """For a consumer's span: the head's entry of the table for its first query and key 0, its number, and the span's full_end."""
+    """For a consumer's span: the head's table, from entry 0 on, the number of the entry for its first query and key 0, and its full_end."""
 
     entries: Any
     first: Any
@@ -149,7 +149,7 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, has_resi
                "own_2": options.origin}
 
     def of_length(length: int) -> ForwardPlan:
-        # as for a window where masks are many, because the bias takes as many registers
+        # where many tiles have a bias, as for a window: the bias takes as many registers as a window's mask
         tile = hopper_forward_tile(width, value_width, length, causal=options.causal, packed=options.packed,
                                    window=options.window_left >= 0 or 2 * options.distances > seqlen_k)
         tile = replace(tile, row_max_not_negative=False)

@@ -1,8 +1,8 @@
 """Attention with a bias by distance, backward for Hopper: flash's, with the bias added to scores, and sums of dS by distance.
 
-The sums are a product with a matrix of zeros and ones. dS of a step, 64 keys by 64 queries, is 8 by 8 blocks of 8 by 8. A second copy of
-it in shared memory has a row for each block. In a block there are 15 distances, and a column of the matrix picks one of them. The sums stay
-in registers as long as steps have one and the same entry of the table, and else go to memory.
+The sums are a product with a matrix of zeros and ones. A consumer's dS of a step, 64 keys by 64 queries, is 8 by 8 blocks of 8 by 8. A second
+copy of it in shared memory has a row for each block. In a block there are 15 distances, and a column of the matrix picks one of them. The
+sums stay in registers as long as steps have one and the same entry of the table, and else go to memory.
 """
 
 from typing import Any, NamedTuple
