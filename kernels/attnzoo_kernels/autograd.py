@@ -28,9 +28,9 @@ def custom_op(name: str, function: Callable, fake: Callable) -> Any:
     return op
 
 
-def readable(*tensors: int, like: tuple[int, ...]) -> Callable:
+def readable(*tensors: int, like: tuple[int | None, ...]) -> Callable:
     """Wraps a launch: copies are made of those of its arguments (q, k, v and others, by position) that TMA cannot read, as in
-    `launch.readable`. The launch's first results are cut to the widths of the arguments `like`."""
+    `launch.readable`. The launch's first results are cut to the widths of the arguments `like`; None: a result stays as it is."""
     def wrap(function: Callable) -> Callable:
         @functools.wraps(function)
         def call(*inputs):
@@ -45,7 +45,8 @@ def readable(*tensors: int, like: tuple[int, ...]) -> Callable:
             results = function(*given)
             if isinstance(results, Tensor):
                 return launch.narrowed(results, inputs[like[0]])
-            return *(launch.narrowed(x, inputs[n]) for x, n in zip(results, like, strict=False)), *results[len(like):]
+            narrowed = (x if n is None else launch.narrowed(x, inputs[n]) for x, n in zip(results, like, strict=False))
+            return *narrowed, *results[len(like):]
 
         return call
 
@@ -110,17 +111,18 @@ def differentiable_softmax(name: str, forward: Callable, gradients: Callable, te
                            fake: Callable = fake_softmax, fake_backward: Callable = fake_gradients, forward_op: Callable | None = None,
                            backward_op: Callable | None = None) -> Callable:
     """`differentiable` for forward(q, k, v, *tensors, *options) -> (output, LSE, statistics), where `tensors` is the number of other
-    tensors, and gradients(grad_out, grad_lse, q, k, v, output, statistics, *tensors, *options) -> (dq, dk, dv).
+    tensors, and gradients(grad_out, grad_lse, q, k, v, output, statistics, *tensors, *options) -> (dq, dk, dv). What else `forward` returns
+    is kept for the gradients, which get it behind `tensors`.
 
     learned: the first of the other tensors has a gradient, too, which is the fourth one; a flag before the options says whether it is
     wanted. The others have none. forward_op, backward_op: what torch.compile sees in place of `forward` and `gradients`.
     """
     def setup_context(ctx, inputs, output):
         ctx.options = inputs[3 + tensors:]
-        ctx.save_for_backward(*inputs[:3], output[0], output[2], *inputs[3 : 3 + tensors])
+        ctx.save_for_backward(*inputs[:3], output[0], output[2], *inputs[3 : 3 + tensors], *output[3:])
         ctx.set_materialize_grads(False)
 
-    def backward(gradients, ctx, grad_out, grad_lse, _):
+    def backward(gradients, ctx, grad_out, grad_lse, *_):
         grad_out = torch.zeros_like(ctx.saved_tensors[3]) if grad_out is None else grad_out
         wanted = ctx.needs_input_grad[3:4] if learned else ()
         grads = gradients(grad_out, grad_lse, *ctx.saved_tensors, *wanted, *ctx.options)

@@ -78,7 +78,7 @@ def distance_bias_attention(
         longest = [at_most or x.shape[-3] for at_most, x in ((max_seqlen_q, q), (max_seqlen_k, k))]
         covered = ops.is_covered(*longest, bias.shape[1], origin, left, right)
         residual = ops.wants_residual(q, v, bias, impl, deterministic, covered)
-        out, _, lse, *_ = ops.forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, residual, impl, deterministic, covered, origin,
+        out, lse, *_ = ops.forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, residual, impl, deterministic, covered, origin,
                                       softmax_scale, left, right)
     return (out, lse) if return_lse else out
 

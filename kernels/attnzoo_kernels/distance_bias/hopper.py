@@ -64,9 +64,9 @@ def head_table(table, head, count):
 
 
 @gluon.jit
-def one_entry(first, COLUMNS: gl.constexpr, count):
-    """Whether a tile of ROWS queries and COLUMNS keys, whose corner has the entry `first`, takes one entry only."""
-    return entry(first - (COLUMNS - 1), count) == entry(first + (ROWS - 1), count)
+def several(first, COLUMNS: gl.constexpr, count):
+    """Whether a tile of ROWS queries and COLUMNS keys, whose corner has the entry `first`, takes several entries."""
+    return entry(first - (COLUMNS - 1), count) != entry(first + (ROWS - 1), count)
 
 
 @gluon.jit
@@ -85,7 +85,7 @@ def _apart(column, s, program, config):
     own = program.own
     first = s.own.first - column
     bias = gl.load(s.own.entries + entry(first, own.count))
-    bias = gl.where(one_entry(first, config.BLOCK_N, own.count), -bias, 0.0)
+    bias = gl.where(several(first, config.BLOCK_N, own.count), 0.0, -bias)
     return bias, bias * own.unit
 
 
@@ -94,7 +94,7 @@ def _with_bias(scores, column, s, program, config):
     """Scores with their bias, unless it is in APART."""
     own = program.own
     first = s.own.first - column
-    if not one_entry(first, config.BLOCK_N, own.count):
+    if several(first, config.BLOCK_N, own.count):
         COLUMNS: gl.constexpr = scores.shape[1]
         i = gl.arange(0, ROWS, gl.SliceLayout(1, scores.type.layout))
         j = gl.arange(0, COLUMNS, gl.SliceLayout(0, scores.type.layout))

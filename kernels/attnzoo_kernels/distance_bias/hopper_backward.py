@@ -1,8 +1,8 @@
 """Attention with a bias by distance, backward for Hopper: flash's, with the bias added to scores, and sums of dS by distance.
 
-The sums are a product with a matrix of zeros and ones. A consumer's dS of a step, 64 keys by 64 queries, is 8 by 8 blocks of 8 by 8. A second
-copy of it in shared memory has a row for each block. In a block there are 15 distances, and a column of the matrix picks one of them. The
-sums stay in registers as long as steps have one and the same entry of the table, and else go to memory.
+The sums are a product with a matrix of zeros and ones. A consumer's dS of a step, 64 keys by 64 queries, is 8 by 8 blocks of 8 by 8. A
+second copy of it in shared memory has a row for each block. In a block there are 15 distances, and a column of the matrix picks one of
+them. The sums stay in registers as long as steps have one and the same entry of the table, and else go to memory.
 """
 
 from typing import Any, NamedTuple
@@ -15,13 +15,16 @@ from attnzoo_kernels._gluon.backward_consume import head_steps
 from attnzoo_kernels._gluon.backward_step import add_weights, masked_scores, products, row_statistics
 from attnzoo_kernels._gluon.backward_tiles import HALF, word
 from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_layout, tma, warpgroup_mma
-from attnzoo_kernels.distance_bias.hopper import entry, head_table
+from attnzoo_kernels.distance_bias.hopper import entry, head_table, several
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.flash.options import Options
 
 ROWS = 64  # queries of a step
 BLOCK = gl.constexpr(8)  # keys and queries of a block of dS
 PICKS = gl.constexpr(16)  # columns of the matrix of zeros and ones; the last one is zero
+# in a quarter, 4 lanes have a block of queries
+OF_BEFORE = gl.constexpr("shfl.sync.up.b32 $0, $1, 4, 0, 0xffffffff;")
+OF_BEHIND = gl.constexpr("shfl.sync.down.b32 $0, $1, 4, 31, 0xffffffff;")
 
 
 class Own(NamedTuple):
@@ -82,13 +85,9 @@ def _quarters(x):
 
 
 @gluon.jit
-def _of_block(x, BEFORE: gl.constexpr):
-    """What the lanes hold that have the block of queries before their own, or the one behind it. In a quarter, 4 lanes have a block."""
-    if BEFORE:
-        moved = gl.inline_asm_elementwise("shfl.sync.up.b32 $0, $1, 4, 0, 0xffffffff;", "=f,f", [x], gl.float32, True, 1)
-    else:
-        moved = gl.inline_asm_elementwise("shfl.sync.down.b32 $0, $1, 4, 31, 0xffffffff;", "=f,f", [x], gl.float32, True, 1)
-    return moved
+def _of_other(x, INSTRUCTION: gl.constexpr):
+    """What the lanes of another block of queries hold: OF_BEFORE or OF_BEHIND."""
+    return gl.inline_asm_elementwise(INSTRUCTION, "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
@@ -105,7 +104,7 @@ def _add_diagonals(sums, head, first):
     block, _, _, _ = _quarters((row % BLOCK)[:, None] + (column * 0)[None, :])
     own, before, behind, same = _quarters(sums)
     own += same
-    own += gl.where(block > 0, _of_block(behind, True), 0.0) + gl.where(block < BLOCK - 1, _of_block(before, False), 0.0)
+    own += gl.where(block > 0, _of_other(behind, OF_BEFORE), 0.0) + gl.where(block < BLOCK - 1, _of_other(before, OF_BEHIND), 0.0)
     gl.atomic_add(head.sums + at, own, sem="relaxed")
     last = block == BLOCK - 1
     gl.atomic_add(head.sums + at + gl.where(last, BLOCK, -BLOCK), gl.where(last, behind, before), mask=last | (block == 0), sem="relaxed")
@@ -117,12 +116,6 @@ def _add_total(sums, head, first):
     lane = gl.arange(0, BLOCK * BLOCK, gl.SliceLayout(1, sums.type.layout))
     total = gl.sum(gl.sum(sums, 1), 0)
     gl.atomic_add(head.sums + entry(first, head.own.count) + lane, total + lane.to(gl.float32), mask=lane == 0, sem="relaxed")
-
-
-@gluon.jit
-def _several(first, count, c):
-    """Whether a step takes several entries of the table. first: the entry of its first query and its consumer's first key."""
-    return entry(first - (HALF - 1), count) != entry(first + (c.ROWS - 1), count)
 
 
 @gluon.jit
@@ -150,7 +143,7 @@ def _end_sums(products, more, dq_tile, c):
     """END_SUMS: the sums go to memory if the entries of this step and the next one are not all the same."""
     sums = products[0]
     head, first = more[2], more[3]
-    if _several(first, head.own.count, c):
+    if several(first, HALF, head.own.count):
         _add_diagonals(sums, head, first)
         sums = _no_sums()
     elif entry(first, head.own.count) != entry(first + (2 * c.ROWS - 1), head.own.count):
@@ -165,15 +158,15 @@ def _step(dk, dv, sums, smem, bars, dq_desc, made, step, some, head, low, high, 
     used here."""
     own = head.own
     first = head.first + (made - head.dq_tile) * c.ROWS
-    several = _several(first, own.count, c)
+    biased = several(first, HALF, own.count)
     common = gl.load(head.entries + entry(first, own.count))
     stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
     x = scores * head.scale
-    if several:
+    if biased:
         key = gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout)) ^ (HALF - 1)  # from the last one: XOR becomes constant offsets
         query = gl.arange(0, c.ROWS, gl.SliceLayout(0, x.type.layout))
         x += gl.load((head.entries + (first - (HALF - 1)) + key)[:, None] + query[None, :])
-    apart = gl.where(several, 0.0, common)
+    apart = gl.where(biased, 0.0, common)
     x = x - (row_statistics(smem.stats, stage, 0, c.ROWS, gl.SliceLayout(0, x.type.layout)) - apart)[None, :]
     if MASKED:
         x = masked_scores(x, smem.columns, low, high, c)

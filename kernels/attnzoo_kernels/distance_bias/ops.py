@@ -38,7 +38,7 @@ def _call(bias: Tensor, cu_seqlens_q: Tensor | None, exact: bool, origin: int, s
     return options, DistanceBias(F.pad(table, (DISTANCE_PAD, DISTANCE_PAD), mode="replicate"))
 
 
-@autograd.readable(0, 1, 2, like=(2, 2))
+@autograd.readable(0, 1, 2, like=(2, None, None, 2))
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, residual_wanted: bool,
     impl: str | None, deterministic: bool, covered: bool, origin: int, softmax_scale: float, window_left: int, window_right: int,
@@ -60,18 +60,20 @@ def _forward(
         from attnzoo_kernels.flash.forward import launch_forward
 
         out, lse, stats = launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, None, None, options, distance_bias=table, residual=kept)
-    return out, residual, lse, stats
+    return out, lse, stats, residual
 
 
 def _fake_forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, residual_wanted, *_):
-    out, lse, stats = autograd.fake_softmax(q, k, v)
-    return out, empty_residual(q, v, residual_wanted), lse, stats
+    return *autograd.fake_softmax(q, k, v), empty_residual(q, v, residual_wanted)
 
 
-@autograd.readable(2, 3, 4, 5, 6, 0, like=(2, 3, 4))
-def _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, bias, cu_seqlens_q, cu_seqlens_k, needs_dbias, impl, deterministic,
-               covered, *numbers):
-    options, table = _call(bias, cu_seqlens_q, q.dtype == torch.float32, *numbers)
+@autograd.readable(2, 3, 4, 5, 10, 0, like=(2, 3, 4))
+def _gradients(
+    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, bias: Tensor,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, residual: Tensor, needs_dbias: bool, residual_wanted: bool, impl: str | None,
+    deterministic: bool, covered: bool, origin: int, softmax_scale: float, window_left: int, window_right: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    options, table = _call(bias, cu_seqlens_q, q.dtype == torch.float32, origin, softmax_scale, window_left, window_right)
     kept = residual if residual.numel() else None
 
     def why_not_gluon() -> str | None:
@@ -128,33 +130,9 @@ def _unit(grad_out: Tensor, grad_lse: Tensor | None, v: Tensor, cu_seqlens_q: Te
     return torch.exp2((LARGEST / (bound * (1.01 * math.prod(grad_out.shape[:-2]))).clamp(min=1e-200)).log2().floor())
 
 
-def _backward_op(
-    grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, residual: Tensor, stats: Tensor, bias: Tensor,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, needs_dbias: bool, impl: str | None, deterministic: bool, covered: bool,
-    origin: int, softmax_scale: float, window_left: int, window_right: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    gradients = _gradients(grad_out, grad_lse, q, k, v, out, residual, stats, bias, cu_seqlens_q, cu_seqlens_k, needs_dbias, impl,
-                           deterministic, covered, origin, softmax_scale, window_left, window_right)
-    return tuple(x.contiguous() for x in gradients)  # as the fake says, by either implementation
-
-
-def _fake_backward(grad_out, grad_lse, q, k, v, out, residual, stats, bias, cu_seqlens_q, cu_seqlens_k, needs_dbias, *_):
+def _fake_gradients(grad_out, grad_lse, q, k, v, out, stats, bias, cu_seqlens_q, cu_seqlens_k, residual, needs_dbias, *_):
     return *(x.new_empty(x.shape) for x in (q, k, v)), bias.new_empty(bias.shape if needs_dbias else 0)
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, bias, cu_seqlens_q, cu_seqlens_k, _, *ctx.options = inputs
-    out, residual, _, stats = output
-    ctx.save_for_backward(q, k, v, out, residual, stats, bias, cu_seqlens_q, cu_seqlens_k)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(gradients, ctx, grad_out, _, grad_lse, __):
-    grad_out = torch.zeros_like(ctx.saved_tensors[3]) if grad_out is None else grad_out
-    needs_dbias = ctx.needs_input_grad[3]
-    dq, dk, dv, dbias = gradients(grad_out, grad_lse, *ctx.saved_tensors, needs_dbias, *ctx.options)
-    return dq, dk, dv, dbias if needs_dbias else None, *(None,) * (3 + len(ctx.options))
-
-
-forward = autograd.differentiable("distance_bias_forward", "distance_bias_attention", _forward, _fake_forward, _setup_context, _backward,
-                                  _gradients, autograd.custom_op("distance_bias_backward", _backward_op, _fake_backward))
+forward = autograd.differentiable_softmax("distance_bias", _forward, _gradients, 3, learned=True, fake=_fake_forward,
+                                          fake_backward=_fake_gradients)
