@@ -280,6 +280,13 @@ def test_errors_name_the_argument(changes, error, message):
         flash_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
+def test_learned_slopes_are_taken_where_no_gradient_is_asked_for(device):
+    q, k, v, slopes = *torch.randn(3, 1, 5, 2, 16, device=device), torch.ones(2, device=device, requires_grad=True)
+    with torch.no_grad():
+        out = flash_attention(q, k, v, alibi_slopes=slopes, impl="triton")
+    assert torch.equal(out, flash_attention(q, k, v, alibi_slopes=slopes.detach(), impl="triton"))
+
+
 def test_why_not_gluon_names_what_is_no_tensor():
     q = torch.zeros(2, 8, 4, 16)
     with pytest.raises(TypeError, match="q: must be a tensor, got list"):
