@@ -101,6 +101,29 @@ def test_rows_and_no_gradient():
     torch.testing.assert_close(rows.flatten(), flat)
 
 
+@pytest.mark.parametrize("reduction", ("mean", "none"))
+def test_autocast_changes_nothing(reduction):
+    """Products take x's dtype, in the backward under autocast too."""
+    case = Case(9, 16, 40, torch.float32, bias=True, reduction=reduction)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        ours = run(case, "triton")
+    assert all(torch.equal(a, b) for a, b in zip(ours, run(case, "triton"), strict=True))
+
+
+def test_only_the_reference_has_a_gradient_for_weights_of_tokens():
+    x, weight, targets, options = Case(9, 16, 40, torch.float32, token_weights=True, reduction="mean").inputs(DEVICE)
+    factors = options.pop("token_weights").requires_grad_()
+    losses = linear_cross_entropy(x, weight, targets, reduction="none", impl="reference")
+    expected = torch.where(targets == -100, 0, losses - (losses * factors).sum() / (factors * (targets != -100)).sum())
+    loss = linear_cross_entropy(x, weight, targets, token_weights=factors, **options, impl="reference")
+    (gradient,) = torch.autograd.grad(loss, factors)
+    torch.testing.assert_close(gradient, expected / factors[targets != -100].sum())
+    with pytest.raises(NotImplementedError, match='token_weights: only impl="reference" has a gradient'):
+        linear_cross_entropy(x, weight, targets, token_weights=factors, **options, impl="triton")
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(x, weight, targets, token_weights=factors, **options, impl="triton"), loss)
+
+
 EIGHT_BITS = (
     Case(40, 32, 64, torch.float32, options={"vocab_size": 60, "fp8": True}),
     Case(33, 48, 96, torch.float32, bias=True, token_weights=True, reduction="none", options={"label_smoothing": 0.1, "fp8": True}),

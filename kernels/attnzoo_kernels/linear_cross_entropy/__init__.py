@@ -24,7 +24,7 @@ def linear_cross_entropy(
 
     x: (..., hidden), float16, bfloat16 or float32 (the reference also takes float64). weight: (rows, hidden) as torch.nn.Linear has it, of
     x's dtype, or float32, which is copied to x's dtype for the product. targets: int64 (...), classes below vocab_size. bias: (rows,).
-    token_weights: float32 (...), multiplies each token's loss. Without gradient.
+    token_weights: float32 (...), multiplies each token's loss. Only the reference has a gradient for it.
     reduction: "sum", "none" (losses as `targets`), or "mean", the sum over the tokens that count, divided by their number, or by the sum
         of their token_weights; NaN if that is 0.
     ignore_index: tokens with this target do not count: their loss and gradients are zero. Any other target that is no class gives NaN.
@@ -46,7 +46,6 @@ def linear_cross_entropy(
     checks.probability("label_smoothing", label_smoothing)
     checks.non_negative("z_loss", z_loss)
     checks.non_negative("softcap", softcap)
-    checks.no_gradient(token_weights=token_weights)
     if fp8 and (z_loss or any(size % MULTIPLE for size in weight.shape)):
         raise ValueError(f"fp8: needs z_loss=0 and sizes of weight that are multiples of {MULTIPLE}, got z_loss={z_loss} and shape "
                          f"{tuple(weight.shape)}")
@@ -57,6 +56,7 @@ def linear_cross_entropy(
         losses = linear_cross_entropy_reference(x, weight, targets, bias, token_weights, *numbers)
         loss = losses if reduction == "none" else losses.sum()
     else:
+        checks.no_gradient(token_weights=token_weights)
         flat = None if token_weights is None else token_weights.flatten()
         inputs = x.flatten(0, -2), weight, bias, targets.flatten(), flat, *numbers
         loss = ops.losses(*inputs).view(targets.shape) if reduction == "none" else ops.summed(*inputs)

@@ -7,6 +7,7 @@ from torch import Tensor
 from attnzoo_kernels import autograd, dispatch
 
 
+@dispatch.without_autocast
 def _passed_over(x, weight, bias, targets, scales, *numbers, gradient):
     from attnzoo_kernels.linear_cross_entropy.chunks import passed_over
 
