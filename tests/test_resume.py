@@ -103,6 +103,21 @@ def test_a_finished_run_can_be_made_longer(tmp_path, uninterrupted):
     assert column(tmp_path / "other", "train/loss") == column(whole, "train/loss")[7:]
 
 
+@pytest.mark.parametrize("optimizer", ("adamw", "muon"))
+def test_the_numbers_of_the_optimizer_are_those_of_the_command(tmp_path, caplog, optimizer):
+    """A whole run that has them from its beginning shows the schedule."""
+    numbers = f"optimizer={optimizer}", "optimizer.lr=0.01", "optimizer.final_lr=0.002", "optimizer.weight_decay=0.25"
+    runner.train(config(tmp_path / "whole", "trainer.max_steps=9", *numbers))
+    runner.train(config(tmp_path, "trainer.max_steps=5", f"optimizer={optimizer}"))
+    with caplog.at_level("INFO", logger="attnzoo.training.module"):
+        runner.train(config(tmp_path, "trainer.max_steps=9", "resume=auto", *numbers))
+    assert column(tmp_path, "train/lr")[5:] == column(tmp_path / "whole", "train/lr")[5:]
+    groups, whole = (torch.load(folder / "run" / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"][0]["param_groups"]
+                     for folder in (tmp_path, tmp_path / "whole"))
+    assert groups == whole
+    assert "optimizer.lr=0.01 from here on, it was 0.003" in caplog.text and "optimizer.weight_decay=0.25 from here on" in caplog.text
+
+
 def test_a_finished_run_says_that_nothing_is_left(tmp_path, caplog):
     runner.train(config(tmp_path, "trainer.max_steps=2"))
     with caplog.at_level("INFO", logger="attnzoo.runner"):

@@ -10,12 +10,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.aggregation import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from attnzoo.batch import IGNORED, Batch, Inputs, sharing
 from attnzoo.checkpoint import check_same_model
 from attnzoo.run.steps import is_log_step
+from attnzoo.training.optimizer import numbers, put_back
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +240,16 @@ class TokenPrediction(lightning.LightningModule):
             total_steps=lambda: self.trainer.estimated_stepping_batches,
             scaled_gradients=getattr(self.trainer.precision_plugin, "scaler", None) is not None,
         )
+        self._given_numbers = numbers(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        (optimizer,), (config,) = self.trainer.optimizers, self.trainer.lr_scheduler_configs
+        if self.trainer.ckpt_path is None or not isinstance(config.scheduler, LambdaLR):  # which a recipe of one's own need not have
+            return
+        # the state that was restored holds the numbers of the command that wrote it
+        for name, (new, old) in put_back(optimizer, config.scheduler, self._given_numbers).items():
+            log.info(f"optimizer.{name}={new} from here on, it was {old}")
 
     def on_validation_epoch_start(self) -> None:
         for metric in (self._validation_loss, self._validation_count):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
 
 FSDP_PREFIX = "_fsdp_wrapped_module."
+NUMBERS = ("initial_lr", "betas", "eps", "weight_decay", "momentum", "nesterov", "ns_steps")  # of a group of parameters, by torch's names
 
 
 @dataclass(frozen=True)
@@ -116,3 +117,21 @@ class MuonRecipe(AdamWRecipe):
         muon = {"momentum": self.momentum, "nesterov": self.nesterov, "ns_steps": self.ns_steps, "weight_decay": self.weight_decay}
         rest = self._groups([(name, parameter) for name, parameter in parameters if name not in names], matrices)
         return MuonWithAdamW(hidden, rest, muon={"lr": self.lr, **muon}, adamw={"fused": fused, **self._adamw()})
+
+
+def numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The recipe's numbers in each group of an optimizer that has a schedule. `initial_lr` is lr."""
+    return [{name: group[name] for name in NUMBERS if name in group} for group in optimizer.param_groups]
+
+
+def put_back(optimizer: Optimizer, schedule: LambdaLR, given: Sequence[dict[str, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Gives an optimizer whose state was restored the numbers that it was built with, `given`, in place of the checkpoint's. Returns both
+    of those that differ, by the name of the option."""
+    changed = {}
+    for group, own in zip(optimizer.param_groups, given, strict=True):
+        changed |= {name: (value, group.get(name)) for name, value in own.items() if value != group.get(name)}
+        group.update(own)
+    schedule.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+    for group, factor in zip(optimizer.param_groups, schedule.lr_lambdas, strict=True):
+        group["lr"] = group["initial_lr"] * factor(schedule.last_epoch)
+    return {"lr" if name == "initial_lr" else name: values for name, values in changed.items()}
