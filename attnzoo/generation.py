@@ -131,7 +131,7 @@ def _prompt(cfg: DictConfig) -> str | None:
     if cfg.prompt_file is None:
         return None if cfg.prompt is None else str(cfg.prompt)
     try:
-        return Path(cfg.prompt_file).expanduser().read_text(encoding="utf-8")
+        return Path(cfg.prompt_file).expanduser().read_bytes().decode()  # not read_text, which rewrites line ends
     except (OSError, ValueError) as error:
         raise UserError(f"prompt_file={cfg.prompt_file} cannot be read: {error}") from error
 

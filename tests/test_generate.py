@@ -60,6 +60,15 @@ def test_the_end_of_text_ends_it(source, capsys, monkeypatch):
     assert capsys.readouterr().out == "xab\n"
 
 
+def test_a_file_is_read_as_it_is(source, tmp_path, capsys, monkeypatch):
+    """Its line ends, too, which are in the texts that a model is trained on."""
+    (tmp_path / "prompt.txt").write_bytes("é\r\nb\r".encode())
+    read = []
+    monkeypatch.setattr("attnzoo.models.GPT.stream", lambda _, ids, *__, **___: read.append(ids.tolist()) or ())
+    generation.generate(config(source[0], f"prompt_file={tmp_path / 'prompt.txt'}"))
+    assert read == [[[*"é\r\nb\r".encode()]]] and capsys.readouterr().out == "é\r\nb\r\n"
+
+
 def test_several_samples_are_the_texts_of_as_many_equal_rows(source, capsys, monkeypatch):
     path, model = source
     options = {"temperature": 2.0, "top_k": 50}
