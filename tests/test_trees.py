@@ -204,6 +204,14 @@ def test_json_lines_are_split_by_prompt_and_read_whole(tmp_path):
     assert batch["n_targets"] < batch["weights"].sum()
 
 
+def test_halves_of_characters_are_replaced_and_counted(tmp_path):
+    """As a text that was cut in the middle of an emoji has them."""
+    data = module(tmp_path, [{"prompt": f"{n} \ud83d\ude00 \ud83d", "continuations": ["\ude00", "\ud83d\ude00"]} for n in range(16)])
+    texts = [data.tokenizer.decode(ids[:-1]) for split in ("train", "validation") for ids in data.documents(split)["input_ids"]]
+    assert sorted(texts) == sorted(f"{n} 😀 \ufffd{end}" for n in range(16) for end in "\ufffd😀")
+    assert sum(split["decoding_errors_replaced"] for split in data.record()["splits"].values()) == 32
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -5,6 +5,7 @@ other. A document's `label` tells which of the two it is.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,8 @@ KEYS = {"train": "data.paths", "validation": "data.val_paths"}  # of the files, 
 
 
 class PromptFiles:
-    """Files of JSON lines, each `{"prompt": "...", "continuations": ["...", ...]}`; other keys are ignored.
+    """Files of JSON lines, each `{"prompt": "...", "continuations": ["...", ...]}`; other keys are ignored. Halves of surrogate pairs,
+    which JSON can hold and UTF-8 cannot, become U+FFFD.
 
     Args:
         paths: files, folders and globs.
@@ -47,7 +49,7 @@ class PromptFiles:
         for given, files in self.files.items():
             for name, path in files.items():
                 for number, prompt, continuations in _read(KEYS[given], path):
-                    below = given == "train" and not self.files["validation"] and stable_share(prompt) < self.val_fraction
+                    below = given == "train" and not self.files["validation"] and stable_share(_whole(prompt)[0]) < self.val_fraction
                     yield from _documents("validation" if below else given, f"{name}:{number}", prompt, continuations)
 
 
@@ -119,5 +121,11 @@ def _text(numbers: list[int]) -> str:
 
 
 def _documents(split: str, path: str, prompt: str, continuations: list[str]) -> Iterator[dict]:
-    for text, label in ((prompt, CLASSES[0]), *((text, CLASSES[1]) for text in continuations)):
-        yield {"text": text, "path": path, "split": split, "n_replaced": 0, "label": label}
+    for given, label in ((prompt, CLASSES[0]), *((text, CLASSES[1]) for text in continuations)):
+        text, n_replaced = _whole(given)
+        yield {"text": text, "path": path, "split": split, "n_replaced": n_replaced, "label": label}
+
+
+def _whole(text: str) -> tuple[str, int]:
+    """The text with U+FFFD in place of surrogates, and how many there were."""
+    return re.subn("[\ud800-\udfff]", "\ufffd", text)
