@@ -69,6 +69,10 @@ class Writer:
 
     def go_on(self, prompt: str) -> None:
         """Shows how the model goes on with the prompt: token by token, or texts that are whole; of several each with the prompt."""
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:  # of bytes that are not UTF-8 Python makes halves of surrogate pairs
+            raise ValueError(f"prompt: must be UTF-8, got {prompt!r}") from error
         ids = self.tokenizer.encode(prompt)
         if not ids:
             raise ValueError("prompt: must have at least one token")

@@ -69,6 +69,12 @@ def test_a_file_is_read_as_it_is(source, tmp_path, capsys, monkeypatch):
     assert read == [[[*"é\r\nb\r".encode()]]] and capsys.readouterr().out == "é\r\nb\r\n"
 
 
+def test_a_prompt_that_is_not_utf_8_is_named(source):
+    """As Python decodes the bytes of a command line."""
+    with pytest.raises(ValueError, match=r"prompt: must be UTF-8, got 'a\\udcff'"):
+        generation.Writer(config(source[0], "prompt=a")).go_on(b"a\xff".decode("utf-8", "surrogateescape"))
+
+
 def test_several_samples_are_the_texts_of_as_many_equal_rows(source, capsys, monkeypatch):
     path, model = source
     options = {"temperature": 2.0, "top_k": 50}
