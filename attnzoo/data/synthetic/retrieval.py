@@ -24,6 +24,10 @@ class PasskeyDataModule(ExampleDataModule):
         depth: share of the text before the key; None draws it for each row.
         keys: the smallest and the largest passkey.
         distractors: number of further keys in a row with a passkey; each key then has a name. The rows take several numbers in turn.
+        questions: number of keys that a row with a passkey asks for. If there are several, each has a name and is asked for at a random
+            place behind it, `depth` is not used, and a long row has more answers to learn from. The rows take several numbers in turn.
+        noise: share of the rows with a passkey whose filler is the task's own five sentences, as in the evaluation `passkey`, and not the
+            text.
         rows: keyword arguments of ExampleDataModule.
 
     Raises:
@@ -34,17 +38,20 @@ class PasskeyDataModule(ExampleDataModule):
 
     def __init__(
         self, text: TextDataModule, *, share: float = 1.0, targets: str = "answer", depth: float | None = None,
-        keys: Sequence[int] = passkey_task.KEYS, distractors: int | Sequence[int] = 0, **rows,
+        keys: Sequence[int] = passkey_task.KEYS, distractors: int | Sequence[int] = 0,
+        questions: int | Sequence[int] = 1, noise: float = 0.0, **rows,
     ):
         super().__init__(**rows)
         if not isinstance(text, TextDataModule):
             raise ValueError(f"data.text must be a text such as data@data.text=python_stdlib, got {type(text).__name__}")
         self.text, self.share, self.targets, self.depth, self.keys = text, share, targets, depth, tuple(keys)
-        self.distractors = [distractors] if isinstance(distractors, int) else list(distractors)
-        if not self.distractors or any(not isinstance(n, int) or not 0 <= n < len(passkey_task.NAMES) for n in self.distractors):
-            raise ValueError(f"data.distractors={distractors} must be a number from 0 to {len(passkey_task.NAMES) - 1}, or a list of them")
+        self.distractors = _numbers("distractors", distractors, 0, len(passkey_task.NAMES) - 1)
+        self.questions = _numbers("questions", questions, 1, len(passkey_task.MANY_NAMES) - max(self.distractors))
+        self.noise = noise
         if not 0 < share <= 1:
             raise ValueError(f"data.share={share} must be above 0 and at most 1")
+        if not 0 <= noise <= 1:
+            raise ValueError(f"data.noise={noise} must be from 0 to 1")
         if targets not in ("answer", "all"):
             raise ValueError(f"data.targets={targets!r} must be answer or all")
         if depth is not None and not 0 <= depth <= 1:
@@ -73,10 +80,11 @@ class PasskeyDataModule(ExampleDataModule):
         self.text.seq_len = self.seq_len
         self.text.setup()  # without the stage, so that lengths are checked: examples are cut from the text as rows are
         try:
-            passkey_task.example(
-                self.seq_len, depth=0.0, encode=self.tokenizer.encode, seed=0, filler=[0], keys=(self.keys[1], self.keys[1]),
-                distractors=max(self.distractors),
-            )
+            options = {"encode": self.tokenizer.encode, "seed": 0, "filler": [0], "keys": (self.keys[1], self.keys[1]),
+                       "distractors": max(self.distractors)}
+            passkey_task.example(self.seq_len, depth=0.0, **options)
+            if max(self.questions) > 1:
+                passkey_task.quiz(self.seq_len, questions=max(self.questions), **options)
         except ValueError as error:
             raise ValueError(str(error).replace("length=", "data.seq_len=", 1)) from error
 
@@ -92,13 +100,17 @@ class PasskeyDataModule(ExampleDataModule):
         text = np.asarray(tokens[begin : begin + self.seq_len + 1], np.int64)
         if train and rng.random() >= self.share:
             return text[:-1], text[1:]
-        made = passkey_task.example(
-            self.seq_len, depth=self.depth, encode=self.tokenizer.encode, seed=seed, filler=text, keys=self.keys,
-            distractors=self.distractors[row % len(self.distractors)],
-        )
+        options = {"encode": self.tokenizer.encode, "seed": seed, "filler": None if self.noise and rng.random() < self.noise else text,
+                   "keys": self.keys, "distractors": self.distractors[row % len(self.distractors)]}
+        questions = self.questions[row % len(self.questions)]
+        if questions > 1:
+            input_ids, labels = passkey_task.quiz(self.seq_len, questions=questions, **options)
+        else:
+            made = passkey_task.example(self.seq_len, depth=self.depth, **options)
+            input_ids, labels = made.input_ids, made.labels
         if train and self.targets == "all":
-            return made.input_ids, np.append(made.input_ids[1:], IGNORED)
-        return made.input_ids, made.labels
+            return input_ids, np.append(input_ids[1:], IGNORED)
+        return input_ids, labels
 
     def record(self) -> dict:
         """The text's record and everything else that the rows depend on, with a sha256 of both."""
@@ -106,12 +118,23 @@ class PasskeyDataModule(ExampleDataModule):
         options = {key: getattr(self, key) for key in ("seq_len", "share", "targets", "depth", "seed", "n_train", "n_validation")}
         if any(self.distractors):
             options["distractors"] = self.distractors
+        if self.questions != [1]:
+            options["questions"] = self.questions
+        if self.noise:
+            options["noise"] = self.noise
         source = {"kind": self.kind, "format": FORMAT, **options, "keys": list(self.keys), "text": text["source"]}
         return {**text, "source": source, "sha256": fingerprint({**source, "text": text["sha256"], "tokenizer": text["tokenizer"]})}
 
     def documents(self, split: str):
         """The text's whole documents, see `TextDataModule.documents`."""
         return self.text.documents(split)
+
+
+def _numbers(name: str, given: int | Sequence[int], low: int, high: int) -> list[int]:
+    numbers = [given] if isinstance(given, int) else list(given)
+    if not numbers or any(not isinstance(n, int) or not low <= n <= high for n in numbers):
+        raise ValueError(f"data.{name}={given} must be a number from {low} to {high}, or a list of them")
+    return numbers
 
 
 def passkey(**options) -> PasskeyDataModule:
