@@ -51,17 +51,18 @@ class ContextParallel(Placement):
         super().__init__(total, dist.get_world_size(self.group), dist.get_rank(self.group), chunk, owned, documents)
 
     def attend(self, attention: Callable[..., Tensor], queries: Sequence[Tensor], keys: Sequence[Tensor],
-               parts: Sequence[Part], groups: int = 1) -> Tensor:
+               parts: Sequence[Part], groups: int = 1, overlap: bool = True) -> Tensor:
         """The outputs of attention(part, *queries, *keys) for all parts, concatenated in the order of the rank's own tokens.
 
         queries, keys: of the rank's own tokens, (batch, tokens, ...), or (tokens, ...) where the parts are packed. Attention is given a
             part's queries, and of all ranks' keys those that the part sees. Everything that belongs to a query goes with the queries.
         parts: from `parts`. Gradients of `keys` are sums over the ranks, so all ranks must run the backward. Those of anything else that
             `attention` reads, such as weights, are this rank's share.
-        groups: heads are attended to in so many groups, one after the other, while the keys of later groups and the gradients of earlier
-            ones are in transit. Queries, keys and output must then have their heads after the tokens, and `groups` must divide the numbers
-            of heads. Attention gets one group's heads; for other tensors by head it uses `part.own_heads`. All ranks need the same number.
-            With dropout it must be 1, because a mask depends on the number of a head.
+        groups: heads are attended to in so many groups, one after the other. Queries, keys and output must then have their heads after the
+            tokens, and `groups` must divide the numbers of heads. Attention gets one group's heads; for other tensors by head it uses
+            `part.own_heads`. All ranks need the same number. With dropout it must be 1, because a mask depends on the number of a head.
+        overlap: the keys of the next group and the gradients of the one before are in transit while a group is attended to. False: one
+            group after the other, so that only one group's gathered keys and their gradients are in memory.
         """
         checks.integer("groups", groups, 1)
         dim = 0 if parts[0].lengths else 1
@@ -72,13 +73,12 @@ class ContextParallel(Placement):
                 if groups > 1 and (x.dim() <= dim + 1 or x.shape[dim + 1] % groups):
                     raise ValueError(f"groups: must divide the heads, which are dimension {dim + 1} of the {name}, got {groups} and shape "
                                      f"{tuple(x.shape)}")
-        gathered = Gathered(self, dim, parts[0].of_ranks, keys, groups, merged=parts[0].keys is None)
+        gathered = Gathered(self, dim, parts[0].of_ranks, keys, groups, merged=parts[0].keys is None, overlap=overlap)
         n = len(keys)
         links = ReduceGradients.apply(gathered, *keys)
         in_group = self.local // gathered.queries
         pieces = [SplitPieces.apply(gathered, x) for x in queries]
-        # keys that are gathered in a recomputation inside a backward are used by that backward
-        give_back = not self.keep_keys and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+        give_back = not self.keep_keys and torch.is_grad_enabled()
         outs: list[Tensor] = []
         for group, link in enumerate(links):
             seen = Gather.apply(gathered, group, link)
@@ -87,8 +87,9 @@ class ContextParallel(Placement):
                           *seen[i * n : (i + 1) * n])
                 for i, part in enumerate(parts)]
             if give_back and any(out.requires_grad for out in own):
-                gathered.release(group)
                 own = GatherAgain.apply(gathered, group, *own)
+            else:
+                del gathered.buffers[group], seen  # the attention has saved what it needs
             outs += own
         return JoinPieces.apply(gathered, *outs)
 
@@ -109,9 +110,10 @@ class ContextParallel(Placement):
                 rows.unflatten(1, x.shape[1:]).copy_(x)
         received = sent.new_empty(self.ranks * len(self.chunks), sum(sizes))
         work = all_gather(received, sent, group=self.group, async_op=later)
+        read = sent if later else None
 
         def finish(into: Sequence[Tensor]) -> None:
-            _wait(work, sent)
+            _wait(work, read)
             targets, chunks = [], []
             for whole, rows, x in zip(into, received.split(sizes, 1), own, strict=True):
                 batch = math.prod(x.shape[1 : dim + 1])
@@ -154,16 +156,17 @@ class ContextParallel(Placement):
         received = self._send(_joined(sent, like[0]), exchange.seen, exchange.given, later)
         shapes = [(*x.shape[:dim], self.local, *x.shape[dim + 1 :]) for x in like]
         wide = torch.promote_types(like[0].dtype, torch.float32)
-        sizes, own = [x.numel() for x in kept], _joined(kept, like[0], wide)
+        sizes, own = [x.numel() for x in kept], _joined(kept, like[0])
 
         def finish() -> list[Tensor]:
             # names no gradient, so that their memory does not wait for the other ranks
-            sums = [own.new_zeros(shape) for shape in shapes]
-            found = zip((*exchange.given.pieces, *exchange.kept), (*received(wide), *own.split(sizes)), strict=True)
-            # one addition for each range of a rank, which has each token once
+            sums = [own.new_zeros(shape, dtype=wide) for shape in shapes]
+            found = zip((*exchange.given.pieces, *exchange.kept), (*received(), *own.split(sizes)), strict=True)
+            # one addition for each range of a rank, which has each token once; only its numbers are wide in memory meanwhile
             for _, together in itertools.groupby(sorted(found, key=_rank_and_range), _rank_and_range):
                 pieces, addends = zip(*together, strict=True)
                 targets = [sums[piece.tensor].narrow(dim, piece.own, piece.size) for piece in pieces]
+                addends = _joined(addends, own, wide).split([x.numel() for x in addends])
                 torch._foreach_add_(targets, [x.view(target.shape) for target, x in zip(targets, addends, strict=True)])
             return sums
 
@@ -191,14 +194,15 @@ class ContextParallel(Placement):
                     yield index, begin - first, begin + (place - chunk) * self.chunk, stop - begin
 
     def _send(self, sent: Tensor, there: "Travel", back: "Travel", later: bool) -> Callable[..., Sequence[Tensor]]:
-        """Begins to exchange pieces with the other ranks. What is returned waits for theirs, flat, and gives them in a dtype or as they
-        are. sent: the pieces that go there, one after the other."""
+        """Begins to exchange pieces with the other ranks. What is returned waits for theirs, flat. sent: the
+        pieces that go there, one after the other."""
         received = sent.new_empty(sum(back.counts))
         work = dist.all_to_all_single(received, sent, back.counts, there.counts, group=self.group, async_op=later)
+        read = sent if later else None
 
-        def finish(dtype: torch.dtype | None = None) -> Sequence[Tensor]:
-            _wait(work, sent)
-            return received.to(dtype or sent.dtype).split(back.sizes)
+        def finish() -> Sequence[Tensor]:
+            _wait(work, read)
+            return received.split(back.sizes)
 
         return finish
 
@@ -256,8 +260,8 @@ def _joined(pieces: Sequence[Tensor], like: Tensor, dtype: torch.dtype | None = 
     return flat
 
 
-def _wait(work: dist.Work | None, sent: Tensor) -> None:
-    """The device's current stream, or a CPU's host, waits for a collective. sent: what it reads, and must be kept as long."""
+def _wait(work: dist.Work | None, read: Tensor | None) -> None:
+    """The device's current stream, or a CPU's host, waits for a collective. read: what it reads, and must be kept as long."""
     if work is not None:
         work.wait()
 

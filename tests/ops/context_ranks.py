@@ -209,15 +209,23 @@ def check_order() -> None:
         return out
 
     out = plan.attend(attention, (x,), (y,), plan.parts(causal=True), 3)
-    forward = [event for group in range(3) for event in ("wait gather", *[f"{group} of 3"] * 2)]
-    assert events == ["gather"] * 3 + forward, events
+    assert events == ["gather"] + [
+        "wait gather", "gather", "0 of 3", "0 of 3",
+        "wait gather", "gather", "1 of 3", "1 of 3",
+        "wait gather", "2 of 3", "2 of 3"], events
     events.clear()
     out.sum().backward()
-    assert events == ["gather"] * 3 + [
-        "wait gather", "back 2", "back 2", "reduce",
-        "wait gather", "back 1", "back 1", "wait reduce", "reduce",
+    assert events == ["gather"] + [
+        "wait gather", "gather", "back 2", "back 2", "reduce",
+        "wait gather", "gather", "back 1", "back 1", "wait reduce", "reduce",
         "wait gather", "back 0", "back 0", "wait reduce", "reduce", "wait reduce"], events
     check_alike(events=events)
+    events.clear()
+    out = plan.attend(attention, (x,), (y,), plan.parts(causal=True), 3, overlap=False)
+    assert events == [event for group in range(3) for event in ("gather", "wait gather", *[f"{group} of 3"] * 2)], events
+    events.clear()
+    out.sum().backward()
+    assert events == [event for group in (2, 1, 0) for event in ("gather", "wait gather", *[f"back {group}"] * 2, "reduce", "wait reduce")]
 
 
 def check_recomputed() -> None:
