@@ -134,6 +134,29 @@ def test_distractors_have_names_and_the_question_asks_for_the_first():
         passkey.example(2000, depth=0.5, encode=ByteTokenizer().encode, seed=3, distractors=16)
 
 
+@pytest.mark.parametrize(("questions", "distractors"), [(1, 0), (5, 2), (40, 8)])
+def test_a_quiz_asks_for_each_key_once_and_behind_it(tokenizer, questions, distractors):
+    if not isinstance(tokenizer, ByteTokenizer):
+        pytest.skip("its vocabulary lacks the names")
+    needle = re.compile(r"\nThe pass key of (\w+) is (\d+)\. Remember it\. \2 is the pass key of \1\.\n")
+    question = re.compile(r"\nWhat is the pass key of (\w+)\? The pass key of \1 is (\d+)(\n|$)")
+    for row in range(3):
+        input_ids, labels = passkey.quiz(9000, questions=questions, distractors=distractors, encode=tokenizer.encode, seed=(0, row))
+        assert input_ids.shape == labels.shape == (9000,) and input_ids.dtype == labels.dtype == np.int64
+        text = tokenizer.decode(input_ids)
+        hidden = {match[1]: match for match in needle.finditer(text)}
+        asked = list(question.finditer(text))
+        assert len(hidden) == questions + distractors and len({match[1] for match in asked}) == len(asked) == questions
+        assert asked[-1].end() == len(text)
+        targets = np.full(9000, -100)
+        for match in asked:
+            assert match[2] == hidden[match[1]][2] and match.start() >= hidden[match[1]].end()
+            targets[match.start(2) - 2 : match.end(2) - 1] = input_ids[match.start(2) - 1 : match.end(2)]  # the space and the digits
+        assert np.array_equal(labels, targets)
+    with pytest.raises(ValueError, match="questions=120, distractors=9 must be at least 1 and 0, and together at most 128"):
+        passkey.quiz(9000, questions=120, distractors=9, encode=tokenizer.encode, seed=0)
+
+
 def test_passkey_takes_any_filler():
     tokenizer = ByteTokenizer()
     made = passkey.example(600, depth=None, encode=tokenizer.encode, seed=5, filler=[120, 121], introduction="")

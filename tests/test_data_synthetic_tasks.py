@@ -172,6 +172,18 @@ def test_passkey_rows_take_the_numbers_of_distractors_in_turn(tmp_path):
     assert "distractors" not in build(tmp_path, *passkeys(tmp_path)).record()["source"]
 
 
+def test_passkey_rows_take_the_numbers_of_questions_in_turn(tmp_path):
+    data = build(tmp_path, *passkeys(tmp_path, "data.questions=[1,3]", "data.seq_len=900", "data.noise=0.5", "data.n_train=40"))
+    texts = [data.tokenizer.decode(data.example("train", row)[0]) for row in range(40)]
+    assert [text.count("What is the pass key") for text in texts] == [1, 3] * 20
+    noisy = sum("The grass is green." in text for text in texts)
+    assert abs(noisy - 20) < 4 * 10**0.5
+    assert data.record()["source"]["questions"] == [1, 3] and data.record()["source"]["noise"] == 0.5
+    assert not {"questions", "noise"} & build(tmp_path, *passkeys(tmp_path)).record()["source"].keys()
+    with pytest.raises(Exception, match="data.questions=126 must be a number from 1 to 125, or a list of them"):
+        build(tmp_path, *passkeys(tmp_path, "data.questions=126", "data.distractors=3"))
+
+
 def test_all_tokens_of_a_passkey_row_can_be_targets_of_training_only(tmp_path):
     data = build(tmp_path, *passkeys(tmp_path, "data.targets=all", "data.depth=0.25"))
     ids, labels = data.example("train", 0)

@@ -101,6 +101,8 @@ DATA = {
     "depth": Share | None,
     "keys": tuple[Natural, Natural],
     "distractors": Natural | list[Natural],
+    "questions": Count | list[Count],
+    "noise": Share,
 }
 CALLBACKS = {
     "last": {"every_n_steps": Count | None},

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from attnzoo_kernels import (
@@ -247,6 +248,30 @@ def check_recomputed() -> None:
         torch.testing.assert_close(again.grad, x.grad, rtol=0, atol=0)
 
 
+def check_nothing_stays() -> None:
+    """A block whose activations are computed again keeps neither its own keys between the passes nor those that were gathered."""
+    for keep_keys, groups in itertools.product((False, True), (1, 2)):
+        plan = ContextParallel(4 * 19, chunk=CHUNK, keep_keys=keep_keys)
+        storages = []
+
+        def attention(part, q, k, storages=storages):
+            storages.append(StorageWeakRef(k.untyped_storage()))
+            return q * k[:, : part.queries]
+
+        def block(x, plan=plan, groups=groups, storages=storages, attention=attention):
+            keys = x * 2
+            storages.append(StorageWeakRef(keys.untyped_storage()))
+            return plan.attend(attention, (x,), (keys,), plan.parts(causal=True), groups).tanh()
+
+        out = checkpoint(block, torch.randn(1, plan.local, 2, 8, requires_grad=True), use_reentrant=False)
+        assert len(storages) == 1 + 2 * groups and all(storage.expired() or storage_bytes(storage) == 0 for storage in storages)
+        out.sum().backward()
+
+
+def storage_bytes(storage: StorageWeakRef) -> int:
+    return torch.UntypedStorage._new_with_weak_ptr(storage.cdata).nbytes()
+
+
 def check_padding_alone() -> None:
     """Only the first rank has tokens."""
     plan = ContextParallel(3)
@@ -290,6 +315,7 @@ def main(rank: int, ranks: int, sizes: tuple[int, ...], store: str) -> None:
     check_memory()
     check_order()
     check_recomputed()
+    check_nothing_stays()
     check_padding_alone()
     check_refused()
     check_benchmark()
