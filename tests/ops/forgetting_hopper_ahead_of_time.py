@@ -29,7 +29,7 @@ def main() -> None:
                           pruned=pruned)
         case = {"head_dim": head_dim, "value_dim": value_dim, "packed": packed, "window": left, "pruned": pruned}
         c, starts, ends = blocks.shapes(q, k, torch.zeros(*rows, 4), options)
-        bias = KeyBias(torch.zeros(c), torch.zeros(starts, dtype=torch.float64), torch.zeros(ends, dtype=torch.int32))
+        bias = KeyBias(torch.zeros(c), torch.zeros(starts), torch.zeros(ends, dtype=torch.int32))
         for residual in (None,) if dtype == fp16 else (None, torch.zeros_like(v)):
             launch = hopper._plan(q.device, q.dtype, packed, residual is not None, layout(q), layout(k), layout(v), options).launch
             launch.kernel, launch.others = WarmUp(launch.kernel), tuple

@@ -66,7 +66,7 @@ class TileBias(NamedTuple):
     source: Any  # number of the other side's first block of c; float32: pointer to c of the sequence's first key
     own: Any  # float32: high parts
     low: Any
-    start: Any  # c at the start of the block of the program's tile
+    start: Any  # c at the start of the block of the program's tile, in two parts
     apart: Any  # c at the start of the keys' block minus c at the start of the queries' block
 
 
@@ -120,6 +120,18 @@ def _blocks_before(m, place, first, head, QUERIES: tl.constexpr):
 
 
 @triton.jit
+def _block_start(m, block):
+    """c at a block's start, in two parts."""
+    return tl.load(m.block_starts + 2 * block), tl.load(m.block_starts + 2 * block + 1)
+
+
+@triton.jit
+def _apart(keys, queries):
+    """c at the start of the keys' block minus c at the start of the queries' block. All kernels add the parts up in this order."""
+    return (keys[0] - queries[0]) + (keys[1] - queries[1])
+
+
+@triton.jit
 def load_key_bias(m, place, head, rows, EXACT: tl.constexpr, QUERIES: tl.constexpr):
     """The TileBias of a program's tile of queries or keys, whose rows are `rows`."""
     bias = TileBias(0, 0, 0, 0, 0)
@@ -133,7 +145,7 @@ def load_key_bias(m, place, head, rows, EXACT: tl.constexpr, QUERIES: tl.constex
         else:
             block = _blocks_before(m, place, place.first, head, QUERIES)
             own = tl.load(m.key_bias + block * BLOCK + rows)
-            start = tl.load(m.block_starts + block + place.row // BLOCK)
+            start = _block_start(m, block + place.row // BLOCK)
             bias = TileBias(_blocks_before(m, place, place.other_first, head, not QUERIES), own, 0, start, 0)
     return bias
 
@@ -148,7 +160,7 @@ def rows_more(place, m, rows):
 def keys_bias(m, bias, at, x):
     """The TileBias, with `apart` for the block of the keys from `at` on."""
     if m.HAS_KEY_BIAS and x.shape.PRECISION != "ieee":
-        apart = (tl.load(m.block_starts + bias.source + at // BLOCK) - bias.start).to(tl.float32)
+        apart = _apart(_block_start(m, bias.source + at // BLOCK), bias.start)
         bias = TileBias(bias.source, bias.own, 0, bias.start, apart)
     return bias
 
@@ -157,7 +169,7 @@ def keys_bias(m, bias, at, x):
 def queries_bias(m, bias, at, x):
     """The TileBias, with `apart` for the block of the queries from `at` on."""
     if m.HAS_KEY_BIAS and x.shape.PRECISION != "ieee":
-        apart = (bias.start - tl.load(m.block_starts + bias.source + at // BLOCK)).to(tl.float32)
+        apart = _apart(bias.start, _block_start(m, bias.source + at // BLOCK))
         bias = TileBias(bias.source, bias.own, 0, bias.start, apart)
     return bias
 

@@ -23,7 +23,7 @@ class KeyBias(NamedTuple):
 
     c: Tensor | None  # float32 (blocks, C_BLOCK), minus the block's start; for keys in the unit of the products. For float32 tensors
     # (2, batch, heads, seqlen_k) or (2, heads, total): high and low parts
-    starts: Tensor | None  # float64 (blocks,), c at each block's start; not for float32 tensors
+    starts: Tensor | None  # float32 (blocks, 2), high and low part of c at each block's start; not for float32 tensors
     ends: Tensor | None  # int32 (blocks,): for queries the first block of keys to read, for keys the end of the blocks of queries
 
 

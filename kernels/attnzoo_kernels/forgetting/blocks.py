@@ -57,7 +57,10 @@ def forgetting_blocks_kernel(x_ptr, c_ptr, rows_ptr, starts_ptr, extremes_ptr, l
             high = (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
             tl.store(parts_ptr + (block * PARTS + part) * BLOCK + lanes, high.to(tl.bfloat16))
             rest -= high
-    tl.store(starts_ptr + block, start * LOG2E)
+    start *= LOG2E
+    high = start.to(tl.float32)
+    tl.store(starts_ptr + 2 * block, high)
+    tl.store(starts_ptr + 2 * block + 1, (start - high).to(tl.float32))
     if PRUNED:
         if QUERIES:
             extreme = tl.max(tl.where(there, c, -float("inf")), 0)
@@ -142,7 +145,7 @@ def shapes(q: Tensor, k: Tensor, log_f: Tensor, options: Options) -> tuple[tuple
     sequences, seqlen_q, seqlen_k = options.sizes(q.shape, k.shape)
     count = sum(options.programs(q.shape[-2], seqlen, sequences, C_BLOCK) for seqlen in (seqlen_k, seqlen_q))
     exact = q.dtype == torch.float32
-    return (2, *log_f.mT.shape) if exact else (count, C_BLOCK), (0 if exact else count,), (count if options.pruned else 0,)
+    return (2, *log_f.mT.shape) if exact else (count, C_BLOCK), (0 if exact else count, 2), (count if options.pruned else 0,)
 
 
 def empty_parts(q: Tensor, k: Tensor, options: Options) -> Tensor:
@@ -160,18 +163,19 @@ def key_bias(log_f: Tensor, q: Tensor, k: Tensor, cu_seqlens_q: Tensor | None, c
     of_rows, of_starts, of_ends = shapes(q, k, log_f, options)
     ends = torch.empty(of_ends, dtype=torch.int32, device=c.device)
     if 0 in q.shape or 0 in k.shape or exact and not options.pruned:
-        return KeyBias(gates.in_two_parts(c) if exact else ends.new_empty(of_rows, dtype=torch.float32), c.new_empty(of_starts), ends)
+        rows, starts = (torch.empty(shape, dtype=torch.float32, device=c.device) for shape in (of_rows, of_starts))
+        return KeyBias(gates.in_two_parts(c) if exact else rows, starts, ends)
     blocks, ends_of = _plans(q.device, q.dtype, are_aligned(q, k), layout(q), layout(k), options, parts is not None)
     count = blocks[0].programs + blocks[1].programs
-    rows, longest = (torch.empty(*shape, dtype=torch.float32, device=c.device) for shape in ((count, C_BLOCK), of_ends))
-    starts, extremes = c.new_empty(count), c.new_empty(of_ends)
+    rows, starts, longest = (torch.empty(shape, dtype=torch.float32, device=c.device) for shape in ((count, C_BLOCK), (count, 2), of_ends))
+    extremes = c.new_empty(of_ends)
     with on_device_of(c):
         for launch, x, bounds in zip(blocks, (k, q), (cu_seqlens_k, cu_seqlens_q), strict=True):
             launch(x, c, rows, starts, extremes, longest, parts, bounds, cu_seqlens_k)
         if options.pruned:
             for launch, bounds in zip(ends_of, ((cu_seqlens_k, cu_seqlens_q), (cu_seqlens_q, cu_seqlens_k)), strict=True):
                 launch(extremes, longest, ends, *bounds)
-    return KeyBias(gates.in_two_parts(c), c.new_empty(0), ends) if exact else KeyBias(rows, starts, ends)
+    return KeyBias(gates.in_two_parts(c), rows.new_empty(of_starts), ends) if exact else KeyBias(rows, starts, ends)
 
 
 def passed_over(q: Tensor, k: Tensor, log_f: Tensor, *, softmax_scale: float, cu_seqlens_q: Tensor | None = None,

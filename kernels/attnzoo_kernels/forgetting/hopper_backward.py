@@ -19,6 +19,7 @@ from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, KeyTile, next_key_
 from attnzoo_kernels._gluon.hopper import product_layout
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
+from attnzoo_kernels.forgetting.hopper import apart, block_start
 
 BLOCK = gl.constexpr(C_BLOCK)
 ROWS = 64  # queries of a step: at width 64 the scores of 128 queries and the bias together would spill
@@ -83,7 +84,7 @@ class Head(NamedTuple):
 
     scale: Any
     own: Any
-    start: Any  # c at the start of the keys' block
+    start: Any  # c at the start of the keys' block, in two parts
     near: Any  # c of a consumer's keys minus `start`
     tile: Any  # number of the keys' block of c
     key: Any
@@ -113,10 +114,10 @@ def _step(dk, dv, dc, smem, bars, dq_desc, made, step, some, head, low, high, c,
     own = head.own
     j = made - head.dq_tile
     # loaded early, because it comes from global memory
-    apart = (head.start - gl.load(own.starts + (head.tile - head.key // KEYS) + j * ROWS // BLOCK)).to(gl.float32)
+    less = apart(head.start, block_start(own.starts, head.tile - head.key // KEYS + j * ROWS // BLOCK))
     stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
     x = (scores - head.near[:, None]) * head.scale
-    x = x - (row_statistics(smem.stats, stage, 0, ROWS, gl.SliceLayout(0, scores.type.layout)) + apart)[None, :]
+    x = x - (row_statistics(smem.stats, stage, 0, ROWS, gl.SliceLayout(0, scores.type.layout)) + less)[None, :]
     if MASKED:
         x = masked_scores(x, smem.columns, low, high, c)
     return add_weights(dk, dv, gl.exp2(x), dweights_pending, smem, bars, dq_desc, made, step, stage, some, c, ME,
@@ -134,7 +135,7 @@ def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, prob
     tile, head_tiles = _blocks(word(smem.work, slot, "batch"), word(smem.work, slot, "number"), kv_head, key, problem, c)
     before = at - bounds[0]
     for _ in range(problem.group):
-        start = gl.load(own.starts + tile)
+        start = block_start(own.starts, tile)
         keys = tile.to(gl.int64) * KEYS + ME * HALF
         near = gl.load(own.c + keys + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(c.ROWS))))
         head = Head(scale, own, start, near, tile, key, dq_tile)

@@ -65,7 +65,7 @@ def _fake_forward(q, k, v, log_f, cu_seqlens_q, cu_seqlens_k, residual_wanted, i
     lse = q.new_empty(autograd.lse_shape(q, cu_seqlens_q is not None), dtype=torch.float32)
     c, starts, ends = shapes(q, k, log_f, _options(cu_seqlens_q, k, softmax_scale, window_left, prune))
     return (q.new_empty(*q.shape[:-1], v.shape[-1]), empty_residual(q, v, residual_wanted), lse, lse.new_empty(2, *lse.shape),
-            lse.new_empty(c), lse.new_empty(starts, dtype=torch.float64), lse.new_empty(ends, dtype=torch.int32))
+            lse.new_empty(c), lse.new_empty(starts), lse.new_empty(ends, dtype=torch.int32))
 
 
 @autograd.readable(2, 3, 4, 5, 6, 0, like=(2, 3, 4))
