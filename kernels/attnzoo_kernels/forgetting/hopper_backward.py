@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels import autograd
 from attnzoo_kernels._gluon.backward_consume import head_steps
-from attnzoo_kernels._gluon.backward_step import add_weights, masked_scores, products, row_statistics
+from attnzoo_kernels._gluon.backward_step import add_weights, base_2_scores, products
 from attnzoo_kernels._gluon.backward_sums import add_rows, by_row, first_column, no_sums, ones_and_columns, sum_in_flight
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, KeyTile, next_key_tile, word
 from attnzoo_kernels._gluon.hopper import product_layout
@@ -83,6 +83,7 @@ class Head(NamedTuple):
     """What the steps of a query head take in place of the scale."""
 
     scale: Any
+    unit: Any  # the factor from base 2 to the unit of the products
     own: Any
     start: Any  # c at the start of the keys' block, in two parts
     near: Any  # c of a consumer's keys minus `start`
@@ -114,12 +115,9 @@ def _step(dk, dv, dc, smem, bars, dq_desc, made, step, some, head, low, high, c,
     own = head.own
     j = made - head.dq_tile
     # loaded early, because it comes from global memory
-    less = apart(head.start, block_start(own.starts, head.tile - head.key // KEYS + j * ROWS // BLOCK))
+    less = apart(head.start, block_start(own.starts, head.tile - head.key // KEYS + j * ROWS // BLOCK)) * head.unit
     stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
-    x = (scores - head.near[:, None]) * head.scale
-    x = x - (row_statistics(smem.stats, stage, 0, ROWS, gl.SliceLayout(0, scores.type.layout)) + less)[None, :]
-    if MASKED:
-        x = masked_scores(x, smem.columns, low, high, c)
+    x = base_2_scores(scores - (head.near + less)[:, None], smem, stage, head.scale, low, high, c, MASKED)
     return add_weights(dk, dv, gl.exp2(x), dweights_pending, smem, bars, dq_desc, made, step, stage, some, c, ME,
                        START_SUMS=_start_sums, END_SUMS=_end_sums, more=(dc, own.rows, own.ones))
 
@@ -138,7 +136,7 @@ def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, prob
         start = block_start(own.starts, tile)
         keys = tile.to(gl.int64) * KEYS + ME * HALF
         near = gl.load(own.c + keys + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(c.ROWS))))
-        head = Head(scale, own, start, near, tile, key, dq_tile)
+        head = Head(scale, 1 / scale, own, start, near, tile, key, dq_tile)
         dk, dv, dc = head_steps((dk, dv, no_sums()), at, before, bounds, dq_tile, dq_tile, low, high, own, smem,
                                 bars, dq_desc, head, c, ME)
         gl.store(own.columns + keys + gl.arange(0, HALF, gl.SliceLayout(1, sums)), first_column(dc))
