@@ -95,9 +95,8 @@ class WarmUp:
 
 
 def launches_of(plan) -> list:
-    if hasattr(plan, "passes"):
-        return [plan.preprocess, *(plan.tails or ()), *plan.passes, *plan.postprocesses]
-    return [launch for launch in (plan.preprocess, plan.tails, plan.mainloop, plan.postprocess) if launch is not None]
+    tails = plan.tails if isinstance(plan.tails, tuple) else (plan.tails,)
+    return [launch for launch in (plan.preprocess, *tails, plan.mainloop, plan.postprocess) if launch is not None]
 
 
 def compiled_plans(planner) -> list:

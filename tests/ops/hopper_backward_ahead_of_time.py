@@ -47,10 +47,10 @@ def main() -> None:
                                         sinks=torch.zeros(8))
         report(plans[-1].mainloop.compiled, head_dim=widths[0], value_dim=widths[1], length=length, packed=packed, window=(left, 0),
                sinks=True)
-    two_passes()
+    three_parts()
 
 
-def two_passes() -> None:
+def three_parts() -> None:
     """Of head dim 192."""
     from attnzoo_kernels.flash import hopper_wide_backward
     from attnzoo_kernels.flash.options import Options
@@ -65,8 +65,8 @@ def two_passes() -> None:
         stats = torch.zeros(2, 5, 4096)
         dq, dk, dv = hopper_wide_backward.launch_backward(grad_out, None, q, k, v, out, stats, bounds, bounds, options)
         assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
-        for number, launch in enumerate(plans[-1].passes):
-            report(launch.compiled, head_dim=192, packed=packed, window=(-1, right), number=number)
+        for launch in (plans[-1].preprocess, plans[-1].mainloop, plans[-1].postprocess):
+            report(launch.compiled, head_dim=192, packed=packed, window=(-1, right))
 
 
 if __name__ == "__main__":

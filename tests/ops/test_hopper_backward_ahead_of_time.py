@@ -6,15 +6,16 @@ from compiled_kernels import compiled_kernels
 
 SHARED_MEMORY = 232448
 # bytes: where the consumers make dQ, the sums take 128 of 240 registers at head dim 128, scores and their gradients as many at 64, and the
-# scalars of a tile move to memory before the loop over its queries and behind it; measured faster than every form that keeps them
-SPILLS = {"pair_bwd_kernel": 192, "wide_bwd_kernel": 192}
+# scalars of a tile move to memory before the loop over its queries and behind it; measured faster than every form that keeps them. Above
+# head dim 128 the sums take 160 registers: 328 to 352 bytes for dense calls and 472 to 512 for packed ones, by mask and Triton's version
+SPILLS = {"pair_bwd_kernel": 192, "wide_bwd_kernel": 512}
 
 
 @pytest.mark.tables
 @pytest.mark.slow
 def test_tiles_fit_and_do_not_spill():
     kernels = compiled_kernels("hopper_backward_ahead_of_time.py")
-    assert len(kernels) == 2 * 3 * (3 + 4) + 3 + 2 * 2  # three with gradients of sinks, two passes above head dim 128
+    assert len(kernels) == 2 * 3 * (3 + 4) + 3 + 2 * 3  # three with gradients of sinks, two calls above head dim 128
     wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]
              or kernel["stack"] > SPILLS.get(kernel["kernel"], 0)]
     assert not wrong, "\n".join(map(str, wrong))

@@ -1,5 +1,6 @@
-"""What precedes a Hopper backward's mainloop in plain Triton: copies of the ends of packed sequences, the gradient of sinks."""
+"""What frames a Hopper backward's mainloop in plain Triton: copies of ends of packed sequences, the gradient of sinks, sums of dQ."""
 
+import itertools
 import math
 import os
 
@@ -66,3 +67,37 @@ def test_the_gradient_of_sinks_is_added_up_with_the_statistics(cu_seqlens, shape
     weight = torch.exp2(sinks.double()[:, None] * math.log2(math.e) - stats.double().sum(0))
     exact = -(weight * delta)[..., :inside].sum((0, 2) if cu_seqlens is None else 1)
     torch.testing.assert_close(ours, exact, rtol=0, atol=1e-5 * float((weight * delta).abs().sum()))
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "dq_width"), [(40, 48, 64), (128, 128, 128), (192, 128, 192), (136, 128, 192)])
+@pytest.mark.parametrize(("cu_seqlens", "shape"), [(None, (2, 150, 3)), ([0, 70, 70, 198], (198, 3))])
+def test_sums_of_dq_are_cleared_and_brought_into_rows(cu_seqlens, shape, head_dim, value_dim, dq_width):
+    from attnzoo_kernels._gluon.backward_plan import frame, mainloop_width
+    from attnzoo_kernels._triton.call import layout
+    from attnzoo_kernels.flash.options import Options
+
+    q, out = (torch.zeros(*shape, width, dtype=torch.bfloat16, device=DEVICE) for width in (head_dim, value_dim))
+    dq = torch.full_like(q, torch.nan)
+    options = Options(sequences=None if cu_seqlens is None else len(cu_seqlens) - 1, softmax_scale=0.5)
+    before, after = frame(options, layout(q), layout(out), layout(out), layout(dq), 64, mainloop_width(value_dim), value_dim=value_dim,
+                          has_grad_lse=False, ordered=False, dq_width=dq_width)
+    programs = before.programs
+    sums = torch.full((programs, dq_width // 8, 4, 8, 4, 2, 2), torch.nan, device=DEVICE)
+    bounds = None if cu_seqlens is None else torch.tensor(cu_seqlens, dtype=torch.int32, device=DEVICE)
+    stats = torch.zeros(2, shape[0], shape[-1], shape[1], device=DEVICE)
+    before(out, None, out, stats, None, stats.new_empty(programs, 1, 128), None, None, sums,
+           torch.empty(1, dtype=torch.int32, device=DEVICE), None, bounds)
+    if cu_seqlens is None:  # of packed sequences, some tiles belong to none
+        assert torch.equal(sums, torch.zeros_like(sums))
+
+    # a number for each tile, row and column, exact in bfloat16, in the order in which a product's threads hold them
+    tile, column, row = torch.arange(programs)[:, None, None], torch.arange(dq_width), torch.arange(64)[:, None]
+    rows = (tile % 8 * 8 + row % 8 + column % 32 + row // 8 / 8).to(DEVICE)
+    sums[:] = rows.view(programs, 4, 2, 8, dq_width // 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6)
+    after(sums, None, dq, bounds)
+    found = dq if cu_seqlens is None else [dq[first:end] for first, end in itertools.pairwise(cu_seqlens)]
+    for sequence, of_sequence in enumerate(found):
+        for head in range(shape[-1]):
+            first = (sequence * shape[-1] + head) * 3 if cu_seqlens is None else head * 7 + cu_seqlens[sequence] // 64 + sequence
+            right = rows[first : first + 3, :, :head_dim].reshape(-1, head_dim)[: len(of_sequence)]
+            assert torch.equal(of_sequence[:, head], (right * 0.5).to(dq.dtype)), (sequence, head)

@@ -52,7 +52,7 @@ def dq_before(smem, bars, step, some, c, ME: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _as_registers(columns):
+def as_registers(columns):
     """The layout of a tile [2 * columns, 32], swizzled by 128 bytes as TMA reads it, in which a product [64, columns] lies in register
     order."""
     bases = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 2], [4, 4], [17, 0], [32, 0], [0, 8], [0, 16], [0, 32]]
@@ -70,7 +70,7 @@ def hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME: gl.constexpr):
     else:
         tma.store_wait(0)
     COLUMNS: gl.constexpr = dq.shape[1]
-    smem.dq.index(ME)._reinterpret(gl.float32, [64, COLUMNS], _as_registers(COLUMNS)).store(dq)
+    smem.dq.index(ME)._reinterpret(gl.float32, [64, COLUMNS], as_registers(COLUMNS)).store(dq)
     fence_async_shared()
     if c.DQ_WARP or c.DQ_LAGS:
         barrier()

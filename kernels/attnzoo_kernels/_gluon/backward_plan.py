@@ -80,9 +80,11 @@ def copy_all_tails(launch: Launch, q: Tensor, k: Tensor, v: Tensor, grad_out: Te
 
 
 def frame(call: Call, q: Layout, out: Layout | None, grad_out: Layout, dq: Layout, rows: int, width: int, *, value_dim: int,
-          has_grad_lse: bool, ordered: bool, residual: bool = False, dsinks: bool = False) -> tuple[Launch, Launch]:
+          has_grad_lse: bool, ordered: bool, residual: bool = False, dsinks: bool = False,
+          dq_width: int | None = None) -> tuple[Launch, Launch]:
     """The launches before and after the mainloop, whose steps have `rows` queries. out: None where rows have no statistics. residual:
-    whether the output's rounding error was kept. dsinks: whether the gradient of sinks is wanted."""
+    whether the output's rounding error was kept. dsinks: whether the gradient of sinks is wanted. dq_width: columns of tiles of dQ, where
+    they are not `width`."""
     sequences, seqlen_q, _ = call.sizes(q[0], q[0])
     (heads, head_dim), of_rows = q[0][-2:], {"WIDTH": width, "PACKED": call.packed, "BLOCK": rows}
     programs = call.programs(heads, seqlen_q, sequences, rows)
@@ -90,10 +92,11 @@ def frame(call: Call, q: Layout, out: Layout | None, grad_out: Layout, dq: Layou
         bwd_preprocess_kernel, programs,
         (*strides(out or grad_out, grad_out), math.prod(q[0][:-1]), sequences, seqlen_q, heads, *filled((), OWN_NUMBERS)),
         of_rows | {"VALUE_DIM": value_dim, "SEMAPHORES": 1 if ordered else 0, "HAS_GRAD_LSE": has_grad_lse, "STATISTICS": out is not None,
-                   "CLEAR": None if ordered else clear_tile, "RESIDUAL": residual, "DSINKS": dsinks},
+                   "CLEAR": None if ordered else clear_tile, "RESIDUAL": residual, "DSINKS": dsinks,
+                   "DQ_WIDTH": dq_width},
         4, 1), Launch(
             bwd_postprocess_kernel, programs, (*strides(dq), call.softmax_scale, sequences, seqlen_q, heads),
-            of_rows | {"HEAD_DIM": head_dim, "ORDERED": ordered, "SPACING": 1}, 4, 1)
+            of_rows | {"WIDTH": dq_width or width, "HEAD_DIM": head_dim, "ORDERED": ordered, "SPACING": 1}, 4, 1)
 
 
 def sources(tensors: tuple[Tensor | None, ...], rows: int, width: int) -> list:

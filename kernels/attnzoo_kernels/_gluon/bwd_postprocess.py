@@ -21,15 +21,19 @@ def by_rows(x, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 def bwd_postprocess_kernel(sum_ptr, semaphore_ptr, dq_ptr, cu_seqlens, stride_dqb, stride_dqs, stride_dqh, softmax_scale, n_seqs, seqlen,
                            heads, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
                            ORDERED: tl.constexpr = False, SPACING: tl.constexpr = 1):
-    """dQ of a tile, every SPACING-th of those in memory. ORDERED: where no key tile took its turn, the sum was never written."""
+    """dQ of a tile, every SPACING-th of those in memory. ORDERED: where no key tile took its turn, the sum was never written. WIDTH must
+    be a power of two unless BLOCK is 64."""
+    PIECE: tl.constexpr = WIDTH & -WIDTH  # columns of a piece: the largest power of two that divides WIDTH
+    tl.static_assert(PIECE == WIDTH or BLOCK == 64)
     tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     written = True
     if ORDERED:
         written = tl.load(semaphore_ptr + tile.number) > 0
     r = tl.arange(0, BLOCK)
-    c = tl.arange(0, WIDTH)
-    place = sum_ptr + tile.number * (SPACING * BLOCK * WIDTH) + tl.arange(0, BLOCK * WIDTH)
-    dq = tl.load(place, mask=written, other=0.0) * softmax_scale
-    dq = by_rows(dq.to(dq_ptr.dtype.element_ty), BLOCK, WIDTH)
+    place = sum_ptr + tile.number * (SPACING * BLOCK * WIDTH) + tl.arange(0, BLOCK * PIECE)
     rows = dq_ptr + tile.batch * stride_dqb + tile.head * stride_dqh + (tile.first + tile.row + r).to(tl.int64)[:, None] * stride_dqs
-    tl.store(rows + c, dq, mask=(tile.row + r < tile.length)[:, None] & (c < HEAD_DIM)[None, :])
+    for n in tl.static_range(WIDTH // PIECE):
+        c = n * PIECE + tl.arange(0, PIECE)
+        dq = tl.load(place + n * (BLOCK * PIECE), mask=written, other=0.0) * softmax_scale
+        dq = by_rows(dq.to(dq_ptr.dtype.element_ty), BLOCK, PIECE)
+        tl.store(rows + c, dq, mask=(tile.row + r < tile.length)[:, None] & (c < HEAD_DIM)[None, :])

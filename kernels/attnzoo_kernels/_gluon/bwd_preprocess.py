@@ -60,8 +60,10 @@ def statistics_of(tile, seqlen, heads, BLOCK: tl.constexpr):
 @triton.jit
 def clear(sums_ptr, number, SIZE: tl.constexpr):
     """Sets the number-th tile of SIZE float32 sums to zero."""
-    empty = tl.arange(0, SIZE)
-    tl.store(sums_ptr + number * SIZE + empty, tl.zeros([SIZE], tl.float32))
+    PIECE: tl.constexpr = SIZE & -SIZE  # the largest power of two that divides SIZE
+    empty = tl.arange(0, PIECE)
+    for n in tl.static_range(SIZE // PIECE):
+        tl.store(sums_ptr + number * SIZE + n * PIECE + empty, tl.zeros([PIECE], tl.float32))
 
 
 @triton.jit
@@ -132,16 +134,16 @@ def bwd_preprocess_kernel(out_ptr, residual_ptr, do_ptr, stats_ptr, grad_lse_ptr
                           stride_stats, n_seqs, seqlen, heads, own_1, own_2, own_3, own_4, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
                           PACKED: tl.constexpr, SEMAPHORES: tl.constexpr, HAS_GRAD_LSE: tl.constexpr, BLOCK: tl.constexpr,
                           STATISTICS: tl.constexpr = True, CLEAR: tl.constexpr = clear_tile, RESIDUAL: tl.constexpr = False,
-                          DSINKS: tl.constexpr = False):
+                          DSINKS: tl.constexpr = False, DQ_WIDTH: tl.constexpr = None):
     """Stores a tile's statistics, if rows have any. CLEAR(dq_ptr, tile, own, size of a tile) sets dQ to zero; it is None where the first
-    key tile overwrites dQ. The arguments that begin with own_ are passed to CLEAR."""
+    key tile overwrites dQ. The arguments that begin with own_ are passed to CLEAR. DQ_WIDTH: columns of dQ, where they are not WIDTH."""
     tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)
     if STATISTICS:
         write_statistics(Operand(out_ptr, stride_ob, stride_os, stride_oh), residual_ptr,
                          Operand(do_ptr, stride_dob, stride_dos, stride_doh), stats_ptr, grad_lse_ptr, row_stats_ptr, sinks_ptr, dsinks_ptr,
                          tile, stride_stats, seqlen, heads, VALUE_DIM, WIDTH, HAS_GRAD_LSE, BLOCK, RESIDUAL, DSINKS)
     if CLEAR is not None:
-        CLEAR(dq_ptr, tile, (own_1, own_2, own_3, own_4), BLOCK * WIDTH)
+        CLEAR(dq_ptr, tile, (own_1, own_2, own_3, own_4), BLOCK * (WIDTH if DQ_WIDTH is None else DQ_WIDTH))
     reset(counter_ptr, semaphore_ptr, tile.number, SEMAPHORES)
 
 

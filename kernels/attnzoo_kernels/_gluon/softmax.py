@@ -21,13 +21,14 @@ def row_maximum(x, NOT_NEGATIVE: gl.constexpr):
 
 
 @gluon.jit
-def packed(x, dtype: gl.constexpr):
-    """x [M, N] rounded to 16 bits, two numbers in each int32 of [M, N / 2] (fault 5)."""
+def packed(x, dtype: gl.constexpr, MOVABLE: gl.constexpr = True):
+    """x [M, N] rounded to 16 bits, two numbers in each int32 of [M, N / 2] (fault 5). MOVABLE: the compiler may round later, where it would
+    keep x till then."""
     even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
     if dtype == gl.bfloat16:
-        words = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1)
+        words = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, MOVABLE, 1)
     else:
-        words = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1)
+        words = gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, MOVABLE, 1)
     return words
 
 
@@ -40,6 +41,17 @@ def unpacked(words, layout: gl.constexpr, dtype: gl.constexpr):
     else:
         x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], gl.float16, True, 2)
     return x
+
+
+@gluon.jit
+def unpacked_floats(words, layout: gl.constexpr, dtype: gl.constexpr):
+    """The numbers of `packed` in float32, [M, N]."""
+    if dtype == gl.bfloat16:
+        asm: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    else:
+        asm: gl.constexpr = "{ .reg .b16 even, odd; mov.b32 {even, odd}, $2; cvt.f32.f16 $0, even; cvt.f32.f16 $1, odd; }"
+    even, odd = gl.inline_asm_elementwise(asm, "=f,=f,r", [words], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [words.shape[0], words.shape[1] * 2]), layout)
 
 
 @gluon.jit

@@ -37,6 +37,7 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from attnzoo_kernels._gluon.softmax import packed, unpacked_floats
 from attnzoo_kernels.differential.hopper_loads import STATS, Branches, load_keys, load_queries_apart
 
 
@@ -82,29 +83,7 @@ def _second_branch(scores, p, dweights, smem, stage, SIDE: gl.constexpr, low, hi
     weights = weights_of(scores, smem, stage, 2, SIDE, low, high, scale, c, MASKED)
     weights = weights * statistics(smem.stats, stage, 4, SIDE, column)
     ds = (weights * (statistics(smem.stats, stage, 3, SIDE, column) - dweights)).to(dtype)
-    return ds, (_unpacked(p, dtype, layout) - weights).to(dtype)
-
-
-@gluon.jit
-def _packed(x, dtype: gl.constexpr):
-    """x [M, N] rounded, two numbers in each register; the compiler does not pack them by itself."""
-    even, odd = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-    if dtype == gl.bfloat16:
-        asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-    else:
-        asm: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
-    return gl.inline_asm_elementwise(asm, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _unpacked(x, dtype: gl.constexpr, layout: gl.constexpr):
-    """The inverse of _packed, in float32."""
-    if dtype == gl.bfloat16:
-        asm: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
-    else:
-        asm: gl.constexpr = "{ .reg .b16 even, odd; mov.b32 {even, odd}, $2; cvt.f32.f16 $0, even; cvt.f32.f16 $1, odd; }"
-    even, odd = gl.inline_asm_elementwise(asm, "=f,=f,r", [x], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [x.shape[0], x.shape[1] * 2]), layout)
+    return ds, (unpacked_floats(p, layout, dtype) - weights).to(dtype)
 
 
 @gluon.jit
@@ -139,8 +118,8 @@ def _step(scores, dk1, dk2, dv, smem, bars, dq_tile, step, scale, low, high, c, 
     dleft, dright = halves(warpgroup_mma_wait(0, deps=(pending,)))
     ds1 = whole((left * (dleft - statistics(smem.stats, stage, 1, 0, column))).to(dtype),
                 (right * (dright - statistics(smem.stats, stage, 1, 1, column))).to(dtype), scores_layout)
-    pleft = _packed(left, dtype)
-    pright = _packed(right, dtype)
+    pleft = packed(left, dtype, MOVABLE=False)
+    pright = packed(right, dtype, MOVABLE=False)
     ds_tiles.index(slot * 4 + ME).store(ds1)
     fence_async_shared()
     mbarrier.arrive(bars.ds_full.index(slot * 2), count=1)
