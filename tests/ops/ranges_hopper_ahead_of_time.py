@@ -26,10 +26,14 @@ def main() -> None:
         hopper_ranges.launch_forward(q, k, v, table, sinks, options)
         report(launch.compiled, head_dim=head_dim, value_dim=value_dim, window=left, sinks=sinks is not None)
     plans = compiled_plans(hopper_backward)
-    q, k, v, out, grad_out = torch.zeros(5, 512, 2, 128, dtype=torch.bfloat16)
-    options = Options(sequences=1, softmax_scale=128**-0.5, ranges=True)
-    hopper_ranges_backward.launch_backward(grad_out, None, q, k, v, out, torch.zeros(2, 2, 512), table, options)
-    report(plans[-1].mainloop.compiled, head_dim=128)
+    hopper_ranges_backward.multiprocessors = lambda device: 132
+    hopper_ranges_backward.launch_order = lambda *_: torch.zeros(8, 8, dtype=torch.int32)
+    for head_dim, kv_heads in ((64, 1), (128, 1), (128, 2)):
+        q, out, grad_out = torch.zeros(3, 2048, 2, head_dim, dtype=torch.bfloat16)
+        k, v = torch.zeros(2, 2048, kv_heads, head_dim, dtype=torch.bfloat16)
+        options = Options(sequences=1, softmax_scale=head_dim**-0.5, ranges=True)
+        hopper_ranges_backward.launch_backward(grad_out, None, q, k, v, out, torch.zeros(2, 2, 2048), table, options)
+        report(plans[-1].mainloop.compiled, head_dim=head_dim, kv_heads=kv_heads)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from benchmarks.accuracy import assert_accurate
 
 DTYPES = (torch.float16, torch.bfloat16)
 SHARED_MEMORY = 232448
-SPILLS = {"pair_bwd_kernel": 152}  # at head dim 128, most of it between the loops
+SPILLS = {"pair_bwd_kernel": 232}  # at head dim 64, most of it in the loops with a mask; 152 at head dim 128, between the loops
 MANY = tuple((n % 2990, n % 2990 + n % 11, n * 7 % 2900, n * 7 % 2900 + n % 97, n % 3) for n in range(10_000))
 PACKED = tuple((a, b, a, b, 1) for a, b in ((0, 700), (700, 701), (701, 1900), (1900, 2500)))
 CASES = (
@@ -26,7 +26,8 @@ CASES = (
     RangeCase(lengths_q=(3000,), lengths_k=(2999,), head_dim=128, ranges=MANY, window_size=(5, 20), label="many"),
 )
 TREES = (rollouts(1000, 300, 5, groups=2, heads=4, kv_heads=2, head_dim=128), drawn(300, 40, 1, head_dim=64),
-         drawn(3000, 3, 2, head_dim=128))
+         drawn(3000, 3, 2, head_dim=128), rollouts(500, 150, 3, heads=3, kv_heads=1, head_dim=128),
+         rollouts(2048, 256, 4, heads=8, kv_heads=1, head_dim=64))
 
 
 def run(attend, x, impl, dtype=None, **options):
@@ -86,7 +87,7 @@ def test_nothing_waits():
 @pytest.mark.slow
 def test_tiles_fit_and_spill_little():
     kernels = compiled_kernels("ranges_hopper_ahead_of_time.py")
-    assert len(kernels) == 4
+    assert len(kernels) == 6
     wrong = [kernel for kernel in kernels if kernel["shared"] > SHARED_MEMORY or kernel["complaints"]
              or kernel["stack"] > SPILLS.get(kernel["kernel"], 0)]
     assert not wrong, "\n".join(map(str, wrong))

@@ -186,7 +186,7 @@ def consume(grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, ME: gl
         mbarrier.wait(bars.k_full, taken & 1)
         mbarrier.wait(bars.v_full, taken & 1)
         state, at = c.MAINLOOP(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME)
-        batch, kv_head, key, first_k, len_k, number = end_tile(work, bars, slot, grads.dv_from is not None)
+        batch, kv_head, key, first_k, len_k, number = end_tile(work, bars, slot, c.NUMBERED or grads.dv_from is not None)
         c.STORE(grads, own, smem.out.index(ME), state, dk_scale, batch, kv_head, first_k, key + ME * HALF, len_k, number, c, ME)
         taken += 1
         slot, more = await_tile(work, bars.work_full, taken)

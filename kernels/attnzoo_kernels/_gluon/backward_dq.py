@@ -214,6 +214,26 @@ def write_to(pointer, x):
 
 
 @gluon.jit
+def announce(flag):
+    """Raises a flag in memory, by one, after all that the warp group has written before. For a group of four warps."""
+    barrier()
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    address = gl.full([128], 0, gl.int64, lanes) + flag.to(gl.int64, bitcast=True)
+    gl.inline_asm_elementwise("{ .reg .pred one; setp.eq.s32 one, $1, 0; @one red.release.gpu.global.add.s32 [$2], 1; mov.b32 $0, 0; }",
+                              "=r,r,l", [gl.arange(0, 128, lanes), address], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def await_flag(flag, wanted):
+    """Waits, if it is `wanted`, until a flag is raised; what was written before that can be read then. For a group of four warps."""
+    now = gl.where(wanted, 0, 1)
+    while now == 0:
+        now = gl.load(flag, volatile=True)
+    gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r", [gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))],
+                              dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def sum_so_far(pointer, tile, ME: gl.constexpr, WIDTH: gl.constexpr, layout: gl.constexpr):
     """A consumer's [HALF, WIDTH] of a tile, as an earlier launch stored it by write_to; zeros if the pointer is null."""
     x = gl.zeros([HALF, WIDTH], gl.float32, layout)

@@ -37,6 +37,7 @@ class Config:
     DQ_LAGS: gl.constexpr  # dQ is made one step late, so that a consumer need not wait for the other's dS of the same step
     LISTED: gl.constexpr  # the steps of a tile are a list of query tiles, in which those that need no mask come first
     OPTIONS: gl.constexpr  # a variant's own constants
+    NUMBERED: gl.constexpr  # STORE needs the number of the tile; may be left out
     OF_TILE: gl.constexpr = same_for_all  # (own, key, len_q, len_k) -> of_tile, what the hooks below need for a tile of keys
     TILE: gl.constexpr = next_key_tile  # takes the next tile of keys from the counter
     BOUNDS: gl.constexpr = all_queries  # the segments of a query head's steps
@@ -63,10 +64,12 @@ def pair_bwd_kernel(own_a, own_b, own_c, own_d, own_e, q_desc, k_desc, v_desc, d
                     VALUE_DIM: gl.constexpr, WIDTH: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
                     ORDERED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, DQ_WARP: gl.constexpr, DQ_LAGS: gl.constexpr,
                     REGISTERS: gl.constexpr, LOAD_REGISTERS: gl.constexpr, LISTED: gl.constexpr = False, OPTIONS: gl.constexpr = None,
-                    OWN: gl.constexpr = None, COLUMNS: gl.constexpr = None, OF_TILE: gl.constexpr = same_for_all,
-                    TILE: gl.constexpr = next_key_tile, BOUNDS: gl.constexpr = all_queries, LOAD_STEPS: gl.constexpr = all_steps,
+                    NUMBERED: gl.constexpr = None, OWN: gl.constexpr = None, COLUMNS: gl.constexpr = None,
+                    OF_TILE: gl.constexpr = same_for_all, TILE: gl.constexpr = next_key_tile,
+                    BOUNDS: gl.constexpr = all_queries, LOAD_STEPS: gl.constexpr = all_steps,
                     LOAD_NEXT: gl.constexpr = next_step, ROW_TILE: gl.constexpr = same_tile, LOAD_Q: gl.constexpr = load_queries,
-                    MAINLOOP: gl.constexpr = pair_mainloop, STEP: gl.constexpr = pair_step, DQ_STEPS: gl.constexpr = add_heads):
+                    MAINLOOP: gl.constexpr = pair_mainloop, STEP: gl.constexpr = pair_step, STORE: gl.constexpr = pair_store,
+                    DQ_STEPS: gl.constexpr = add_heads):
     """dv_from and dv_to are those of `Gradients`, for launches that add up dV, or None. stats_desc is None where rows have no statistics.
 
     OWN turns the arguments that begin with own_ into `own`, which the variant's other hooks get. COLUMNS gives, from `own`, the shared
@@ -76,8 +79,8 @@ def pair_bwd_kernel(own_a, own_b, own_c, own_d, own_e, q_desc, k_desc, v_desc, d
                       window_left, window_right)
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
                PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS, LISTED=LISTED,
-               OPTIONS=OPTIONS, OF_TILE=OF_TILE, TILE=TILE, BOUNDS=BOUNDS, LOAD_STEPS=LOAD_STEPS, LOAD_NEXT=LOAD_NEXT, ROW_TILE=ROW_TILE,
-               LOAD_Q=LOAD_Q, MAINLOOP=MAINLOOP, STEP=STEP, DQ_STEPS=DQ_STEPS)
+               OPTIONS=OPTIONS, NUMBERED=NUMBERED, OF_TILE=OF_TILE, TILE=TILE, BOUNDS=BOUNDS, LOAD_STEPS=LOAD_STEPS, LOAD_NEXT=LOAD_NEXT,
+               ROW_TILE=ROW_TILE, LOAD_Q=LOAD_Q, MAINLOOP=MAINLOOP, STEP=STEP, STORE=STORE, DQ_STEPS=DQ_STEPS)
     own = ()
     if COLUMNS is None:
         smem = pair_tiles(q_desc.dtype, c)

@@ -75,6 +75,7 @@ class Rule(NamedTuple):
 
     constants: tuple = ()  # pairs of name and value
     numbers: tuple = ()  # up to four
+    parts: int = 1  # into how many parts it may divide a tile of keys
 
 
 SOFTMAX = Rule()
@@ -111,7 +112,7 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     head_group = heads_together(sequences * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs, ordered)
     head_tiles = query_tiles // heads if packed else query_tiles // (heads * sequences)
     mainloop = Launch(
-        pair_bwd_kernel, min(key_tiles, programs),
+        pair_bwd_kernel, min(rule.parts * key_tiles, programs),
         (*filled(rule.numbers, OWN_NUMBERS), options.softmax_scale, options.softmax_scale * math.log2(math.e), options.window_left,
          options.window_right, sequences, seqlen_q, seqlen_k, kv_heads, strides(dk)[1], strides(dv)[1], group, head_group, head_tiles,
          key_tiles),

@@ -6,25 +6,44 @@ each range from its first tile on. Sums of dQ have no order.
 """
 
 from dataclasses import replace
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import head_steps
-from attnzoo_kernels._gluon.backward_dq import add_tile
+from attnzoo_kernels._gluon.backward_consume import hand_on_last_dq, head_steps, pair_store
+from attnzoo_kernels._gluon.backward_dq import add_tile, announce, await_flag, sum_so_far, write_to
 from attnzoo_kernels._gluon.backward_plan import Tile, mainloop_width, pair_tile
-from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, KeyTile, decode_keys, word
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, KeyTile, word
 from attnzoo_kernels._gluon.hopper import product_layout
-from attnzoo_kernels._gluon.ranges import UNLIMITED, Table, last_beginning, load_range, touching
+from attnzoo_kernels._gluon.ranges import UNLIMITED, WIDTH, Table, load_range, touching
+from attnzoo_kernels._triton.launch import multiprocessors, on_device_of
+from attnzoo_kernels._triton.range_order import divided_tiles, launch_order, parts_of
 from attnzoo_kernels.flash import hopper_backward
 from attnzoo_kernels.flash.options import Options
 
 
+class Own(NamedTuple):
+    table: Any  # the Table of the ranges by keys
+    order: Any  # the items of key_tile_order_kernel
+    items: Any  # their number
+    sums: Any  # float32: for each divided tile two flags, one of each consumer, behind all flags dK and dV of their first parts
+    divided: Any  # for how many tiles there is room
+
+
 @gluon.jit
-def own_table(tensors, numbers, problem, dtype: gl.constexpr, c):
-    """OWN: the Table of the ranges by keys; numbers[0] is their count."""
-    return Table(tensors[0], numbers[0], gl.where(problem.window_left < 0, UNLIMITED, problem.window_left), problem.window_right)
+def own(tensors, numbers, problem, dtype: gl.constexpr, c):
+    """OWN; numbers are those of the ranges, of the items and of the divided tiles."""
+    table = Table(tensors[0], numbers[0], gl.where(problem.window_left < 0, UNLIMITED, problem.window_left), problem.window_right)
+    return Own(table, tensors[1], numbers[1], tensors[2], numbers[2])
+
+
+@gluon.jit
+def table_of(own, key, len_q, len_k, c):
+    """OF_TILE."""
+    return own.table
 
 
 @gluon.jit
@@ -59,25 +78,30 @@ def first_and_last(of, key, ROWS: gl.constexpr):
 
 
 @gluon.jit
-def next_key_tile(problem, table, c):
-    """TILE. Here full_begin holds the first entry of the tile's walk, and `end` the number of all steps of a query head."""
+def next_key_tile(problem, own, c):
+    """TILE. Here `begin` and full_end hold the query heads of the group, full_begin the first entry of the tile's walk, and `end` the
+    number of all steps of a query head. number: three times the number of a divided tile, and one for its first part, two for its
+    second."""
     index = gl.atomic_add(problem.counter, 1, sem="relaxed")
-    _, kv_head, key, _, len_q, _, len_k, dq_tile = decode_keys(index, problem, c)
-    first = touching(table, last_beginning(table, key + KEYS), key)
-    steps = 0
-    entry = first
-    while entry >= 0:
-        _, begin, _, _, end = queries_of(table, entry, key, c.ROWS)
-        steps += end - begin
-        entry = touching(table, entry - 1, key)
-    more = (index < problem.n_tiles).to(gl.int32)
-    return KeyTile(more, 0, kv_head, key, 0, first, 0, steps, len_q, len_k, 0, dq_tile, index), 0, 0
+    rank = index // problem.kv_heads
+    kv_head = index % problem.kv_heads
+    item = own.order + gl.minimum(rank, own.items - 1) * WIDTH
+    tile = gl.load(item)
+    part = gl.load(item + 3)
+    more = ((rank < own.items) & (tile >= 0)).to(gl.int32)  # parts that there are not come last
+    of_first = problem.group - problem.group // 2
+    begin = gl.where(part == 2, of_first, 0)
+    end = gl.where(part == 1, of_first, problem.group)
+    number = 3 * (gl.load(item + 4) * problem.kv_heads + kv_head) + part
+    return KeyTile(more, 0, kv_head, tile * KEYS, begin, gl.load(item + 1), end, gl.load(item + 2), problem.seqlen_q, problem.seqlen_k, 0,
+                   kv_head * problem.group * problem.head_tiles, number), 0, 0
 
 
 @gluon.jit
-def all_steps(table, tile, member):
+def steps_of_part(table, tile, member):
     """LOAD_STEPS. The state is (entry, next tile of queries, end of the entry's tiles, first key); it begins before the first entry."""
-    return 0, tile.end, (tile.full_begin + 1, 0, 0, tile.key)
+    steps = gl.where((member >= tile.begin) & (member < tile.full_end), tile.end, 0)
+    return 0, steps, (tile.full_begin + 1, 0, 0, tile.key)
 
 
 @gluon.jit
@@ -103,27 +127,38 @@ def next_step_of_128(table, state, n):
 
 @gluon.jit
 def mainloop(state, at, bounds, low, high, table, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: for each query head of a group, the steps of all ranges, in segments with a mask and without."""
+    """MAINLOOP: for each query head, the steps of all ranges, in segments with a mask and without."""
     ROWS: gl.constexpr = c.ROWS
     step = at
-    for member in range(problem.group):
+    dq_tile = word(smem.work, slot, "dq_tile") + word(smem.work, slot, "begin") * problem.head_tiles
+    dq_end = dq_tile  # the end of the dQ tiles made so far
+    known = -1
+    following = -1
+    begin, full_begin, full_end, end = 0, 0, 0, 0
+    for _ in range(word(smem.work, slot, "begin"), word(smem.work, slot, "full_end")):
         entry = word(smem.work, slot, "full_begin")
         while entry >= 0:
-            key = word(smem.work, slot, "key")
-            dq_tile = word(smem.work, slot, "dq_tile") + member * problem.head_tiles
-            of, begin, full_begin, full_end, end = queries_of(table, entry, key, ROWS)
-            low, high = first_and_last(of, key + ME * HALF, ROWS)
-            state = head_steps(state, at, step - begin, (begin, full_begin, full_end, end), dq_tile, dq_tile, low, high, table, smem, bars,
+            if entry != known:  # where a tile has one range, it is known from the first head on
+                key = word(smem.work, slot, "key")
+                of, begin, full_begin, full_end, end = queries_of(table, entry, key, ROWS)
+                low, high = first_and_last(of, key + ME * HALF, ROWS)
+                following = touching(table, entry - 1, key)
+                known = entry
+            state = head_steps(state, at, step - begin, (begin, full_begin, full_end, end), dq_tile, dq_end, low, high, table, smem, bars,
                                dq_desc, scale, c, ME)
             step += end - begin
-            entry = touching(table, entry - 1, word(smem.work, slot, "key"))
+            dq_end = gl.where(end > begin, dq_tile + end, dq_end)
+            entry = following
+        dq_tile += problem.head_tiles
+    hand_on_last_dq(at, step, dq_end, smem, bars, dq_desc, c, ME)
     return state, step
 
 
 @gluon.jit
 def add_ranges(dq_desc, dq_semaphore, smem, bars, first, step, seen, table, problem, c):
     """DQ_STEPS: range by range, in the consumers' order."""
-    for _ in range(problem.group):
+    first += seen.begin * problem.head_tiles
+    for _ in range(seen.begin, seen.full_end):
         entry = seen.full_begin
         while entry >= 0:
             _, begin, _, _, end = queries_of(table, entry, seen.key, c.ROWS)
@@ -135,20 +170,59 @@ def add_ranges(dq_desc, dq_semaphore, smem, bars, first, step, seen, table, prob
     return step
 
 
-HOOKS = (("HAS_LEFT", True), ("HAS_RIGHT", True), ("OWN", own_table), ("TILE", next_key_tile), ("LOAD_STEPS", all_steps),
-         ("MAINLOOP", mainloop), ("DQ_STEPS", add_ranges))
+@gluon.jit
+def store_part(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME: gl.constexpr):
+    """STORE: the first part of a divided tile leaves its sums to the second one. That waits for them, which cannot last: the first part was
+    taken earlier, and waits for nothing."""
+    dk, dv = state
+    layout: gl.constexpr = product_layout(c.WIDTH)
+    tile = number // 3
+    part = number % 3
+    flag = own.sums.to(gl.pointer_type(gl.int32), bitcast=True) + 2 * tile + ME
+    sums = own.sums + 2 * own.divided
+    if part == 1:
+        write_to(sums + (4 * tile + ME).to(gl.int64) * (HALF * c.WIDTH), dk)
+        write_to(sums + (4 * tile + 2 + ME).to(gl.int64) * (HALF * c.WIDTH), dv)
+        announce(flag)
+    else:
+        await_flag(flag, part == 2)
+        before = gl.where(part == 2, sums.to(gl.int64, bitcast=True), 0).to(sums.dtype, bitcast=True)
+        dk += sum_so_far(before, 2 * tile, ME, c.WIDTH, layout)
+        dv += sum_so_far(before, 2 * tile + 1, ME, c.WIDTH, layout)
+        pair_store(grads, own, buffer, (dk, dv), dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME)
+
+
+HOOKS = (("HAS_LEFT", True), ("HAS_RIGHT", True), ("OWN", own), ("OF_TILE", table_of), ("TILE", next_key_tile),
+         ("LOAD_STEPS", steps_of_part), ("MAINLOOP", mainloop), ("DQ_STEPS", add_ranges))
+IN_PARTS = (("NUMBERED", True), ("STORE", store_part))
+
+
+def backward_tile(width: int, window: bool, queries: float) -> Tile:
+    """queries: how many see a tile of keys. As for one sequence: a window's masks and the scores of 128 queries together would spill."""
+    if width == 64 and window:
+        return Tile(64, dq_warp=True)
+    return replace(pair_tile(width, ordered=False), dq_lags=width == 64 and queries >= 2048)
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, table: Tensor,
                     options: Options, into: tuple[Tensor, Tensor, Tensor] | None = None,
                     tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK and dV, as the plain path's launch_backward gives them. table: of the ranges by keys."""
-    width = mainloop_width(q.shape[-1], v.shape[-1])
-    # as for one sequence: a window's masks and the scores of 128 queries together would spill
-    tile = tile or (Tile(64, dq_warp=True) if width == 64 and options.window_left >= 0 else pair_tile(width, ordered=False))
-    rule = hopper_backward.Rule((*HOOKS, ("LOAD_NEXT", next_step_of_64 if tile.rows == 64 else next_step_of_128)), (options.sequences,))
+    width, kv_heads, group = mainloop_width(q.shape[-1], v.shape[-1]), k.shape[1], q.shape[1] // k.shape[1]
+    queries = group * q.shape[0] / max(options.sequences, 1) / 2
+    tile = tile or backward_tile(width, options.window_left >= 0, queries)
+    programs, parts, block = multiprocessors(q.device), parts_of(group), KEYS.value
+    divided = divided_tiles(group, programs)
+    # flags, and behind them dK and dV of both consumers' keys
+    sums = torch.empty(divided * (2 + 4 * HALF.value * width), dtype=torch.float32, device=q.device)
+    with on_device_of(q):
+        order = launch_order(table, sums[: 2 * divided].view(torch.int32), k.shape[0], kv_heads, group, programs,
+                             (options.window_left, options.window_right), block, tile.rows)
+    hooks = (*HOOKS, ("LOAD_NEXT", next_step_of_64 if tile.rows == 64 else next_step_of_128), *(IN_PARTS if parts == 2 else ()))
+    rule = hopper_backward.Rule(hooks, (options.sequences, len(order), divided), parts)
     *dense, of_out = (x[None] for x in (q, k, v, out, grad_out))
     into = None if into is None else tuple(x[None] for x in into)
     *grads, _ = hopper_backward.launch_backward(of_out, grad_lse, *dense, stats, None, None,
-                                                    replace(options, sequences=None, ranges=False), False, tile, into, rule, own=(table,))
+                                                replace(options, sequences=None, ranges=False), False, tile, into, rule,
+                                                own=(table, order, sums))
     return tuple(x[0] for x in grads)
