@@ -21,6 +21,7 @@ from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_values
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import await_stage, mbarrier
 from attnzoo_kernels._gluon.ranges import Table, last_beginning, load_range, touching
+from attnzoo_kernels._gluon.softmax import unpacked
 from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, decode_tile, next_index, take_words, tile_counter
 from attnzoo_kernels._gluon.tiles import key_tiles
 from attnzoo_kernels._triton.call import Layout, layout, outputs
@@ -178,6 +179,13 @@ def step_mask(scores, where, program, config):
 
 
 @gluon.jit
+def free_from(stop, where, program, config):
+    """FREE_FROM without a window: the tiles of keys before full_end need no mask."""
+    begin, seen = where
+    return stop + begin - seen.full_end
+
+
+@gluon.jit
 def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
     """MAINLOOP over the ranges of 64 queries. It begins with the first tile of keys that they see, and takes the others from there on."""
     scale = program.rows.scale
@@ -203,9 +211,15 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
         stop = step + end - begin
         if config.K_BEFORE_PV:
             await_stage(program.bars.k_full, step, config.STAGES, stop)
-        for s in range(step, stop):
+        free = stop
+        if config.FREE_FROM is not None:
+            free = gl.minimum(gl.maximum(config.FREE_FROM(stop, (begin, seen), program, config), step), stop)
+        for s in range(step, free):
             p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, stop, (begin + stop - 1 - s, seen), scale, program,
                                                    config)
+        if config.FREE_FROM is not None:
+            for s in range(free, stop):
+                p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, stop, 0, scale, program, config, MASKED=False)
         step = stop
         more = 0
         if following >= 0:
@@ -214,6 +228,8 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
             more = 1
     if not config.Q_IN_REGISTERS:
         mbarrier.arrive(program.bars.q_empty.index(at), count=1)
+    if config.FREE_FROM is not None:
+        p = unpacked(p, gl.DotOperandLayout(0, acc.type.layout, 2), program.tiles.k.dtype)
     acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, step, scale, program, config)
     return acc_pending, row_max, row_sum, step, q_step
 
@@ -232,7 +248,8 @@ def flash_ranges_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
                      HAS_LEFT=HAS_LEFT, HAS_RIGHT=True, BRANCHES=1, MASK_IN_LOOP=True, EMPTY_ROWS=True, Q_SLOTS=Q_SLOTS,
                      Q_IN_REGISTERS=Q_SLOTS == 1, JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV, PREFETCH_TILE=PREFETCH_TILE,
                      PRODUCE=produce, NEXT_TILE=next_tile, TAKE=take, SPAN=span, BEGIN=load_sink if HAS_SINKS else None,
-                     MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, MASK=mask, STEP_MASK=step_mask), 5)
+                     MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, MASK=mask, STEP_MASK=step_mask,
+                     FREE_FROM=None if HAS_LEFT else free_from), 5)
 
 
 @functools.lru_cache(maxsize=1024)
