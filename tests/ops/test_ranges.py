@@ -152,29 +152,32 @@ def steps_of_tiles(ranges, queries, keys, window, block, rows):
 @needs_triton
 @pytest.mark.parametrize("group", (1, 3, 4))
 @pytest.mark.parametrize("window", ((-1, -1), (40, 3)))
-@pytest.mark.parametrize("count", (0, 1, 20))
-def test_tiles_that_most_queries_see_come_first_and_the_longest_in_two_parts(count, window, group):
-    from attnzoo_kernels._triton.range_order import divided_tiles, launch_order
+@pytest.mark.parametrize("count, most_groups", ((0, 5), (1, 5), (20, 1), (20, 5)))
+def test_tiles_that_most_queries_see_come_first_and_the_longest_in_two_parts(count, window, group, most_groups):
+    from attnzoo_kernels._triton.range_order import DIVIDED, divided_tiles, launch_order
 
     draw = random.Random(count + group)
-    block, rows, queries, keys, kv_heads, programs = 16, 32, 700, 150 if count < 2 else 2500, 2, 12
+    block, rows, queries, keys, kv_heads, programs = 16, 8, 90, 150 if count < 2 else 9000, 5, 12
     bounds = [[sorted(draw.randrange(n + 1) for _ in range(2)) for n in (queries, keys)] for _ in range(count)]
     ranges = torch.tensor([[*q, *k, draw.randrange(3)] for q, k in bounds], dtype=torch.int32).view(-1, 5)
     flags = torch.ones(2 * divided_tiles(group, programs), dtype=torch.int32, device=DEVICE)
-    order = launch_order(make_tables(ranges.to(DEVICE))[1], flags, keys, kv_heads, group, programs, window, block, rows)
+    order = launch_order(make_tables(ranges.to(DEVICE))[1], flags, keys, kv_heads, group, most_groups, programs, window, block, rows)
     steps = steps_of_tiles(ranges, queries, keys, window, block, rows)
-    longest = sum(steps) * kv_heads / (2 * programs)
+    average = sum(steps) * kv_heads / programs
     assert not flags.any()
-    items = [item[:5] for item in order.tolist()]
-    divided = [tile for tile, n in enumerate(steps) if group > 1 and n > max(longest, 3)]
-    there = [(tile, part) for tile, _, _, part, _ in items if tile >= 0]
+    *items, (n_items, head_group, *_) = order.tolist()
+    items = [item[:5] for item in items[:n_items]]
+    divided = [tile for tile, n in enumerate(steps) if group > 1 and n > max(DIVIDED * average, 3)]
+    there = [(tile, part) for tile, _, _, part, _ in items]
     assert sorted(there) == sorted((tile, part) for tile in range(len(steps)) for part in ((1, 2) if tile in divided else (0,)))
-    assert all(tile < 0 for tile, *_ in items[len(there):]) and len(divided) * kv_heads <= 2 * programs
-    assert all(n == steps[tile] for tile, _, n, *_ in items[:len(there)])
-    assert all(number == divided.index(tile) for tile, _, _, part, number in items[:len(there)] if part)
+    assert len(divided) * kv_heads <= divided_tiles(group, programs)
+    assert all(n == steps[tile] for tile, _, n, *_ in items)
+    assert all(number == divided.index(tile) for tile, _, _, part, number in items if part)
     heads = {0: group, 1: group - group // 2, 2: group // 2}
-    weights = [n * heads[part] for _, _, n, part, _ in items[:len(there)]]
+    weights = [n * heads[part] for _, _, n, part, _ in items]
     assert weights == sorted(weights, reverse=True)
+    groups = max(1, min(most_groups, int(average * group / max(*weights, 1))))
+    assert head_group == -(-kv_heads // groups)
     assert all(there.index((tile, 1)) < there.index((tile, 2)) for tile in divided)
 
 

@@ -1,9 +1,11 @@
 """The order in which programs of a Hopper backward over key ranges take the tiles of keys: those that most queries see come first, so that
 no program is left with a long one at the end. The longest tiles are divided in two parts, each of which has half of the query heads. The
-order is made in one launch without a wait for the device.
+tiles of as few heads are interleaved as that allows, because their queries stay in L2. The order is made in one launch without a wait for
+the device.
 """
 
 import functools
+import math
 
 import triton
 import triton.language as tl
@@ -13,9 +15,10 @@ from attnzoo_kernels._triton.launch import Launch
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.ranges import UNLIMITED, WIDTH, load_range
 
-LANES = tl.constexpr(512)  # tiles of keys that the program looks at at once
-OTHERS = tl.constexpr(32)  # tiles with which it compares them at once
-DIVIDED = 2  # a tile is divided if its steps are more than this part of what each program has on average
+LANES = tl.constexpr(512)  # tiles of keys that a program looks at at once
+OWN = tl.constexpr(32)  # tiles whose places it finds
+DIVIDED = 0.75  # a tile is divided if its steps are more than this part of what each program has on average
+TAIL = 1.0  # the longest item is at most this part of what each program has of the heads that are interleaved
 LEAST = tl.constexpr(4)  # steps of a query head that a divided tile has at least
 
 
@@ -74,80 +77,101 @@ def _weight(steps, divided, PART: tl.constexpr, group):
 
 
 @triton.jit
-def _rank(weight, tile, PART: tl.constexpr, found, tiles, group, longest, PARTS: tl.constexpr):
-    """How many items come before these: those of more weight, and of the same weight all first parts before all second ones, and those of
-    earlier tiles."""
-    rank = tile * 0
-    for start in range(0, tiles, OTHERS):
-        other = start + tl.arange(0, OTHERS)
-        steps = tl.load(found + 2 * other + 1, mask=other < tiles, other=0)
-        divided = _is_divided(steps, longest, PARTS)
-        for part in tl.static_range(PARTS):
-            its = tl.where(other < tiles, _weight(steps, divided, part, group), -2)
-            before = its[None, :] > weight[:, None]
-            same = its[None, :] == weight[:, None]
-            if part < PART:
-                before = before | same
-            elif part == PART:
-                before = before | same & (other[None, :] < tile[:, None])
-            rank += tl.sum(before.to(tl.int32), 1)
-    return rank
+def _before(its, weight, other, tile, OTHER_PART: tl.constexpr, PART: tl.constexpr):
+    """How many items of `its` weights come before those of `weight`: those of more weight, and of the same weight all first parts before
+    all second ones, and those of earlier tiles."""
+    before = its[None, :] > weight[:, None]
+    same = its[None, :] == weight[:, None]
+    if OTHER_PART < PART:
+        before = before | same
+    elif OTHER_PART == PART:
+        before = before | same & (other[None, :] < tile[:, None])
+    return tl.sum(before.to(tl.int32), 1)
 
 
-@triton.jit(do_not_specialize=["count", "halvings", "window_left", "window_right", "tiles", "group", "n_flags"],
-            do_not_specialize_on_alignment=["table", "found", "order", "flags"])
-def key_tile_order_kernel(table, found, order, flags, count, halvings, window_left, window_right, tiles, group, share, n_flags,
-                          PARTS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):
-    """For a single program. An item of `order` is a tile of keys or a part of one: the tile's number, or -1 for parts that there are not,
-    which come last; the first entry of its walk; the steps of a query head; 0 for a whole tile, else which part it is; how many divided
-    tiles lie before it.
-
-    found: (tiles, 2), what the first loop finds: a tile's first entry and its steps. share: a tile with more than this share of all steps
-    is divided. flags: set to zero.
-    """
-    lanes = tl.arange(0, LANES)
-    window = Window(tl.where(window_left < 0, UNLIMITED, window_left), window_right, True, True)
+@triton.jit
+def _find_all(table, found, count, halvings, window, tiles, KEYS: tl.constexpr, ROWS: tl.constexpr):
+    """Stores each tile's first entry and its steps. Returns the sum of all steps."""
     total = 0.0
     for start in range(0, tiles, LANES):
-        tile = start + lanes
+        tile = start + tl.arange(0, LANES)
         keys = tile * KEYS
         entry = _touching(table, _last_beginning(table, count, halvings, keys + KEYS), keys)
         tl.store(found + 2 * tile, entry, mask=tile < tiles)
-        steps = lanes * 0
+        steps = tile * 0
         while tl.max(entry, 0) >= 0:
             steps += _steps(table, entry, keys, window, KEYS, ROWS)
             entry = _touching(table, entry - 1, keys)
         tl.store(found + 2 * tile + 1, steps, mask=tile < tiles)
         total += tl.sum(tl.where(tile < tiles, steps, 0).to(tl.float32), 0)
-    for start in range(0, n_flags, LANES):
+    return total
+
+
+@triton.jit
+def _store_items(order, rank, tile, first, steps, divided, number, weight, PART: tl.constexpr, inside):
+    item = order + rank.to(tl.int64) * WIDTH
+    tl.store(item, tile, mask=inside & (weight >= 0))
+    tl.store(item + 1, first, mask=inside & (weight >= 0))
+    tl.store(item + 2, steps, mask=inside & (weight >= 0))
+    tl.store(item + 3, tl.where(divided, PART + 1, 0), mask=inside & (weight >= 0))
+    tl.store(item + 4, number, mask=inside & (weight >= 0))
+
+
+@triton.jit(do_not_specialize=["count", "halvings", "window_left", "window_right", "tiles", "kv_heads", "group", "most_groups", "n_flags"],
+            do_not_specialize_on_alignment=["table", "found", "order", "flags"])
+def key_tile_order_kernel(table, found, order, flags, count, halvings, window_left, window_right, tiles, kv_heads, group, per_program,
+                          divided_from, tail, most_groups, n_flags, PARTS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):
+    """Each program finds the places of OWN tiles. An item of `order` is a tile of keys or a part of one: the tile's number; the first entry
+    of its walk; the steps of a query head; 0 for a whole tile, else which part it is; how many divided tiles have lower numbers. The last
+    row, behind room for PARTS items of each tile, has the number of items, and how many heads are interleaved.
+
+    found: (tiles, 2), what _find_all finds; all programs write the same. per_program: the part of a head's steps that each program has on
+    average over all heads. divided_from, tail: DIVIDED and TAIL. most_groups: into how many groups heads may be divided. flags: set to zero.
+    """
+    window = Window(tl.where(window_left < 0, UNLIMITED, window_left), window_right, True, True)
+    average = per_program * _find_all(table, found, count, halvings, window, tiles, KEYS, ROWS)
+    lanes = tl.arange(0, LANES)
+    for start in range(tl.program_id(0) * LANES, n_flags, tl.num_programs(0) * LANES):
         tl.store(flags + start + lanes, 0, mask=start + lanes < n_flags)
     tl.debug_barrier()
-    n_divided = 0
+    tile = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    inside = tile < tiles
+    first = tl.load(found + 2 * tile, mask=inside, other=0)
+    steps = tl.load(found + 2 * tile + 1, mask=inside, other=0)
+    divided = _is_divided(steps, divided_from * average, PARTS)
+    whole, second = _weight(steps, divided, 0, group), _weight(steps, divided, 1, group)
+    rank, second_rank, number = tile * 0, tile * 0, tile * 0
+    longest, n_divided = 0, 0
     for start in range(0, tiles, LANES):
-        tile = start + lanes
-        inside = tile < tiles
-        first = tl.load(found + 2 * tile, mask=inside, other=0)
-        steps = tl.load(found + 2 * tile + 1, mask=inside, other=0)
-        divided = _is_divided(steps, share * total, PARTS)
-        number = n_divided + tl.cumsum(divided.to(tl.int32), 0) - divided.to(tl.int32)
-        n_divided += tl.sum(divided.to(tl.int32), 0)
-        for part in tl.static_range(PARTS):
-            weight = _weight(steps, divided, part, group)
-            item = order + _rank(weight, tile, part, found, tiles, group, share * total, PARTS).to(tl.int64) * WIDTH
-            tl.store(item, tl.where(weight < 0, -1, tile), mask=inside)
-            tl.store(item + 1, first, mask=inside)
-            tl.store(item + 2, steps, mask=inside)
-            tl.store(item + 3, tl.where(divided, part + 1, 0), mask=inside)
-            tl.store(item + 4, number, mask=inside)
+        other = start + lanes
+        others = tl.load(found + 2 * other + 1, mask=other < tiles, other=0)
+        its = _is_divided(others, divided_from * average, PARTS)
+        n_divided += tl.sum(its.to(tl.int32), 0)
+        number += tl.sum((its[None, :] & (other[None, :] < tile[:, None])).to(tl.int32), 1)
+        its_whole = tl.where(other < tiles, _weight(others, its, 0, group), -2)
+        longest = tl.maximum(longest, tl.max(its_whole, 0))
+        rank += _before(its_whole, whole, other, tile, 0, 0)
+        if PARTS == 2:
+            its_second = tl.where(other < tiles, _weight(others, its, 1, group), -2)
+            rank += _before(its_second, whole, other, tile, 1, 0)
+            second_rank += _before(its_whole, second, other, tile, 0, 1) + _before(its_second, second, other, tile, 1, 1)
+    _store_items(order, rank, tile, first, steps, divided, number, whole, 0, inside)
+    if PARTS == 2:
+        _store_items(order, second_rank, tile, first, steps, divided, number, second, 1, inside)
+    if tl.program_id(0) == 0:
+        groups = tl.minimum(tail * average * group / tl.maximum(longest, 1), most_groups.to(tl.float32)).to(tl.int32)
+        last = order + (PARTS * tiles).to(tl.int64) * WIDTH
+        tl.store(last, tiles + n_divided)
+        tl.store(last + 1, tl.cdiv(kv_heads, tl.maximum(groups, 1)))
 
 
 @functools.lru_cache(maxsize=1024)
-def _order_launch(ranges: int, tiles: int, kv_heads: int, group: int, programs: int, window: tuple[int, int], block: int,
+def _order_launch(ranges: int, tiles: int, kv_heads: int, group: int, most_groups: int, programs: int, window: tuple[int, int], block: int,
                   rows: int) -> Launch:
-    parts = parts_of(group)
-    return Launch(key_tile_order_kernel, 1,
-                  (ranges, ranges.bit_length(), *window, tiles, group, kv_heads / (DIVIDED * programs), 2 * divided_tiles(group, programs)),
-                  {"PARTS": parts, "KEYS": block, "ROWS": rows}, 16, 1)
+    return Launch(key_tile_order_kernel, max(1, -(-tiles // OWN.value)),
+                  (ranges, ranges.bit_length(), *window, tiles, kv_heads, group, kv_heads / programs, DIVIDED, TAIL, most_groups,
+                   2 * divided_tiles(group, programs)),
+                  {"PARTS": parts_of(group), "KEYS": block, "ROWS": rows}, 16, 1)
 
 
 def parts_of(group: int) -> int:
@@ -157,17 +181,17 @@ def parts_of(group: int) -> int:
 
 def divided_tiles(group: int, programs: int) -> int:
     """How many tiles of all heads may be divided: each has more than its part of what a program has on average."""
-    return DIVIDED * programs if parts_of(group) == 2 else 0
+    return math.ceil(programs / DIVIDED) if parts_of(group) == 2 else 0
 
 
-def launch_order(table: Tensor, flags: Tensor, keys: int, kv_heads: int, group: int, programs: int, window: tuple[int, int], block: int,
-                 rows: int) -> Tensor:
-    """int32 (parts * tiles, 8): the items of key_tile_order_kernel. The caller has entered the table's device.
+def launch_order(table: Tensor, flags: Tensor, keys: int, kv_heads: int, group: int, most_groups: int, programs: int,
+                 window: tuple[int, int], block: int, rows: int) -> Tensor:
+    """int32 (parts * tiles + 1, 8): the items of key_tile_order_kernel. The caller has entered the table's device.
 
     table: of the ranges by keys. flags: int32 (2 * divided tiles,), which are set to zero. group: query heads of a key head. A tile has
     `block` keys, a step `rows` queries.
     """
     tiles = -(-keys // block)
-    order, found = table.new_empty(parts_of(group) * tiles, WIDTH.value), table.new_empty(tiles, 2)
-    _order_launch(len(table), tiles, kv_heads, group, programs, window, block, rows)(table, found, order, flags)
+    order, found = table.new_empty(parts_of(group) * tiles + 1, WIDTH.value), table.new_empty(tiles, 2)
+    _order_launch(len(table), tiles, kv_heads, group, most_groups, programs, window, block, rows)(table, found, order, flags)
     return order

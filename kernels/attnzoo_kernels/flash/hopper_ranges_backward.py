@@ -19,7 +19,8 @@ from attnzoo_kernels._gluon.backward_plan import Tile, mainloop_width, pair_tile
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, KeyTile, word
 from attnzoo_kernels._gluon.hopper import product_layout
 from attnzoo_kernels._gluon.ranges import UNLIMITED, WIDTH, Table, load_range, touching
-from attnzoo_kernels._triton.launch import multiprocessors, on_device_of
+from attnzoo_kernels._gluon.tiles import by_groups
+from attnzoo_kernels._triton.launch import L2_GROUP, multiprocessors, on_device_of
 from attnzoo_kernels._triton.range_order import divided_tiles, launch_order, parts_of
 from attnzoo_kernels.flash import hopper_backward
 from attnzoo_kernels.flash.options import Options
@@ -28,16 +29,16 @@ from attnzoo_kernels.flash.options import Options
 class Own(NamedTuple):
     table: Any  # the Table of the ranges by keys
     order: Any  # the items of key_tile_order_kernel
-    items: Any  # their number
+    last: Any  # the row behind them
     sums: Any  # float32: for each divided tile two flags, one of each consumer, behind all flags dK and dV of their first parts
     divided: Any  # for how many tiles there is room
 
 
 @gluon.jit
 def own(tensors, numbers, problem, dtype: gl.constexpr, c):
-    """OWN; numbers are those of the ranges, of the items and of the divided tiles."""
+    """OWN; numbers are those of the ranges, of rows of `order` before the last, and of the divided tiles."""
     table = Table(tensors[0], numbers[0], gl.where(problem.window_left < 0, UNLIMITED, problem.window_left), problem.window_right)
-    return Own(table, tensors[1], numbers[1], tensors[2], numbers[2])
+    return Own(table, tensors[1], tensors[1] + numbers[1] * WIDTH, tensors[2], numbers[2])
 
 
 @gluon.jit
@@ -83,12 +84,12 @@ def next_key_tile(problem, own, c):
     number of all steps of a query head. number: three times the number of a divided tile, and one for its first part, two for its
     second."""
     index = gl.atomic_add(problem.counter, 1, sem="relaxed")
-    rank = index // problem.kv_heads
-    kv_head = index % problem.kv_heads
-    item = own.order + gl.minimum(rank, own.items - 1) * WIDTH
+    items = gl.load(own.last)
+    more = (index < items * problem.kv_heads).to(gl.int32)
+    kv_head, rank = by_groups(gl.where(more != 0, index, 0), items, problem.kv_heads, gl.load(own.last + 1), False)
+    item = own.order + rank * WIDTH
     tile = gl.load(item)
     part = gl.load(item + 3)
-    more = ((rank < own.items) & (tile >= 0)).to(gl.int32)  # parts that there are not come last
     of_first = problem.group - problem.group // 2
     begin = gl.where(part == 2, of_first, 0)
     end = gl.where(part == 1, of_first, problem.group)
@@ -204,6 +205,11 @@ def backward_tile(width: int, window: bool, queries: float) -> Tile:
     return replace(pair_tile(width, ordered=False), dq_lags=width == 64 and queries >= 2048)
 
 
+def head_groups(kv_heads: int, head_bytes: int) -> int:
+    """Into how many groups key heads are divided at most; a group's queries stay in L2. head_bytes: what one query head's have."""
+    return -(-kv_heads // max(1, L2_GROUP // head_bytes))
+
+
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor, table: Tensor,
                     options: Options, into: tuple[Tensor, Tensor, Tensor] | None = None,
                     tile: Tile | None = None) -> tuple[Tensor, Tensor, Tensor]:
@@ -216,10 +222,11 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     # flags, and behind them dK and dV of both consumers' keys
     sums = torch.empty(divided * (2 + 4 * HALF.value * width), dtype=torch.float32, device=q.device)
     with on_device_of(q):
-        order = launch_order(table, sums[: 2 * divided].view(torch.int32), k.shape[0], kv_heads, group, programs,
-                             (options.window_left, options.window_right), block, tile.rows)
+        order = launch_order(table, sums[: 2 * divided].view(torch.int32), k.shape[0], kv_heads, group,
+                             head_groups(kv_heads, q.shape[0] * width * 8), programs, (options.window_left, options.window_right), block,
+                             tile.rows)
     hooks = (*HOOKS, ("LOAD_NEXT", next_step_of_64 if tile.rows == 64 else next_step_of_128), *(IN_PARTS if parts == 2 else ()))
-    rule = hopper_backward.Rule(hooks, (options.sequences, len(order), divided), parts)
+    rule = hopper_backward.Rule(hooks, (options.sequences, len(order) - 1, divided), parts)
     *dense, of_out = (x[None] for x in (q, k, v, out, grad_out))
     into = None if into is None else tuple(x[None] for x in into)
     *grads, _ = hopper_backward.launch_backward(of_out, grad_lse, *dense, stats, None, None,
