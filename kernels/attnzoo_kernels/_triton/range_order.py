@@ -126,8 +126,7 @@ def key_tile_order_kernel(table, found, order, flags, count, halvings, window_le
     row, behind room for PARTS items of each tile, has the number of items, and how many heads are interleaved.
 
     found: (tiles, 2), what _find_all finds; all programs write the same. per_program: the part of a head's steps that each program has on
-    average over all heads. divided_from, tail: DIVIDED and TAIL. most_groups: into how many groups heads may be divided. flags: set to
-    zero.
+    average over all heads. divided_from, tail: DIVIDED and TAIL. most_groups: into how many groups heads may be divided. flags: set to 0.
     """
     window = Window(tl.where(window_left < 0, UNLIMITED, window_left), window_right, True, True)
     average = per_program * _find_all(table, found, count, halvings, window, tiles, KEYS, ROWS)
