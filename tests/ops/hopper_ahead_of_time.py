@@ -96,8 +96,7 @@ class WarmUp:
 
 def launches_of(plan) -> list:
     tails = plan.tails if isinstance(plan.tails, tuple) else (plan.tails,)
-    order = getattr(plan, "order", None)
-    return [launch for launch in (plan.preprocess, *tails, order, plan.mainloop, plan.postprocess) if launch is not None]
+    return [launch for launch in (plan.preprocess, *tails, plan.mainloop, plan.postprocess) if launch is not None]
 
 
 def compiled_plans(planner) -> list:

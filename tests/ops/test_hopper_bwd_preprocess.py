@@ -101,23 +101,3 @@ def test_sums_of_dq_are_cleared_and_brought_into_rows(cu_seqlens, shape, head_di
             first = (sequence * shape[-1] + head) * 3 if cu_seqlens is None else head * 7 + cu_seqlens[sequence] // 64 + sequence
             right = rows[first : first + 3, :, :head_dim].reshape(-1, head_dim)[: len(of_sequence)]
             assert torch.equal(of_sequence[:, head], (right * 0.5).to(dq.dtype)), (sequence, head)
-
-
-@pytest.mark.parametrize("lengths_q, lengths_k", [((70, 0, 5, 200), (70, 0, 5, 200)), ((5, 90), (130, 20)), ((3,) * 400, (9,) * 400)])
-def test_packed_tiles_of_keys_that_most_queries_see_come_first(lengths_q, lengths_k):
-    from attnzoo_kernels._triton.packed_order import order_launch, packed_order
-
-    block, rows, rest = 16, 8, 40  # rest: keys after the last sequence
-    queries, keys = ([0, *itertools.accumulate(lengths)] for lengths in (lengths_q, lengths_k))
-    total = keys[-1] + rest
-    bounds = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (queries, keys))
-    order = packed_order(order_launch(len(lengths_q), total, total // block + len(lengths_q) + 1, block, rows), *bounds).tolist()
-    steps = {}
-    for sequence, (q, k) in enumerate(zip((*lengths_q, 0), (*lengths_k, rest), strict=True)):
-        for tile in range(-(-k // block)):
-            steps[sequence, tile] = max(-(-q // rows) - max(tile * block - (k - q), 0) // rows, 0)
-    there = [tuple(item) for item in order[: len(steps)]]
-    assert sorted(there) == sorted(steps)
-    assert all(tile * block >= (*lengths_k, rest)[sequence] for sequence, tile in order[len(steps):])
-    weights = [steps[item] for item in there]
-    assert weights == sorted(weights, reverse=True)

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_kernel import pair_bwd_kernel
 from attnzoo_kernels._gluon.backward_plan import (
@@ -28,12 +26,11 @@ from attnzoo_kernels._gluon.backward_plan import (
     pair_tile,
     sources,
 )
-from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, KeyTile, query_tiles
+from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
-from attnzoo_kernels._gluon.tiles import by_groups, heads_together, sequence_bounds
+from attnzoo_kernels._gluon.tiles import heads_together
 from attnzoo_kernels._triton.call import Call, Layout, layout, strides
-from attnzoo_kernels._triton.launch import L2_GROUP, Launch, multiprocessors, on_device_of, tma_gradient
-from attnzoo_kernels._triton.packed_order import LEAST_STEPS, order_launch, packed_order
+from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, tma_gradient
 from attnzoo_kernels.flash.options import Options
 
 
@@ -84,51 +81,6 @@ class Rule(NamedTuple):
 SOFTMAX = Rule()
 
 
-@gluon.jit
-def own_order(tensors, numbers, problem, dtype: gl.constexpr, c):
-    """OWN: the order of the slots of packed sequences."""
-    return tensors[0]
-
-
-@gluon.jit
-def next_tile_in_order(problem, order, c):
-    """TILE of packed sequences, by packed_tile_order_kernel. The tiles of `head_group` heads are interleaved."""
-    slots = problem.seqlen_k // KEYS + problem.n_seqs + 1
-    more = 1
-    key = 0
-    len_k = 0
-    index, kv_head, sequence = 0, 0, 0
-    first_k = 0
-    while (more != 0) & (key >= len_k):  # slots without a tile come last in each group of heads
-        index = gl.atomic_add(problem.counter, 1, sem="relaxed")
-        more = (index < problem.n_tiles).to(gl.int32)
-        kv_head, place = by_groups(gl.where(more != 0, index, 0), slots, problem.kv_heads, problem.head_group, False)
-        sequence = gl.load(order + 2 * place)
-        key = gl.load(order + 2 * place + 1) * KEYS
-        first_k, len_k = sequence_bounds(problem.cu_seqlens_k, sequence, problem.n_seqs, problem.seqlen_k, True, True)
-    first_q, len_q = sequence_bounds(problem.cu_seqlens_q, sequence, problem.n_seqs, problem.seqlen_q, True, False)
-    dq_tile = kv_head * problem.group * problem.head_tiles + first_q // c.ROWS + sequence
-    begin, full_begin, full_end, end = query_tiles(key, len_q, len_k, problem.window_left, problem.window_right, c)
-    return KeyTile(more, 0, kv_head, key, begin, full_begin, full_end, end, len_q, len_k, first_k, dq_tile, index), sequence, first_q
-
-
-IN_ORDER = (("OWN", own_order), ("TILE", next_tile_in_order))
-
-
-def heavy_first(options: Call, ordered: bool, rule: Rule, group: int, seqlen_q: int, rows: int) -> bool:
-    """Whether tiles of packed sequences come in the order of their queries. Ordered sums need another order, in windows most tiles have as
-    many queries, and short sequences have no long tiles."""
-    if not options.packed or ordered or rule != SOFTMAX or options.window_left >= 0 or options.window_right != 0:
-        return False
-    return group * seqlen_q >= LEAST_STEPS * rows * max(options.sequences, 1)
-
-
-def heads_in_order(kv_heads: int, head_bytes: int) -> int:
-    """How many key heads' tiles are interleaved where the longest come first: as many as fit into L2, but at least two, so that the last
-    head's longest tiles do not end late. head_bytes: of one query head's queries, gradients and dQ."""
-    return min(kv_heads, max(2, L2_GROUP // head_bytes))
-
-
 @dataclass
 class Plan:
     """The launches for one layout of the arguments."""
@@ -139,7 +91,6 @@ class Plan:
     tails: Launch | None  # copies the tails of q, k, v and dO; None for dense input
     mainloop: Launch
     postprocess: Launch
-    order: Launch | None = None  # of packed tiles of keys
 
 
 @functools.lru_cache(maxsize=1024)
@@ -159,11 +110,6 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
     copies = all_tails(q, k, v, grad_out, sequences, tile.rows, KEYS.value, width) if packed else None
     programs = multiprocessors(device)
     head_group = heads_together(sequences * kv_heads, seqlen_q * width * 8 * group, -(-seqlen_k // KEYS.value), programs, ordered)
-    order = None
-    if heavy_first(options, ordered, rule, group, seqlen_q, tile.rows):
-        order = order_launch(sequences, seqlen_k, key_tiles // kv_heads, KEYS.value, tile.rows)
-        head_group = heads_in_order(kv_heads, seqlen_q * width * 8)
-        rule = Rule(IN_ORDER)
     head_tiles = query_tiles // heads if packed else query_tiles // (heads * sequences)
     mainloop = Launch(
         pair_bwd_kernel, min(rule.parts * key_tiles, programs),
@@ -172,7 +118,7 @@ def _plan(device: torch.device, dtype: torch.dtype, has_grad_lse: bool, ordered:
          key_tiles),
         {"HEAD_DIM": head_dim, "VALUE_DIM": value_dim, "WIDTH": width, "PACKED": packed, "HAS_LEFT": options.window_left >= 0,
          "HAS_RIGHT": options.window_right >= 0, "ORDERED": ordered, **tile.constants(), **dict(rule.constants)}, 4, 1)
-    return Plan(tile, width, preprocess, copies, mainloop, postprocess, order)
+    return Plan(tile, width, preprocess, copies, mainloop, postprocess)
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, stats: Tensor | None,
@@ -204,8 +150,6 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
         plan.preprocess(out, residual, grad_out, stats, grad_lse, row_stats, sinks, dsinks, dq_sum, counter, semaphore, cu_seqlens_q)
         if plan.tails is not None:
             ends = copy_all_tails(plan.tails, *tensors, cu_seqlens_q, cu_seqlens_k)
-        if plan.order is not None:
-            own = (packed_order(plan.order, cu_seqlens_q, cu_seqlens_k),)
         plan.mainloop(*filled(own, OWN_TENSORS), *sources(tensors, rows, width),
                       None if out is None else descriptor(row_stats, 1, 2 * rows), *sources(ends, rows, width),
                       descriptor(dk, HALF.value, width), descriptor(dv, HALF.value, width), dk, dv,
