@@ -50,7 +50,7 @@ def _forward(
     from attnzoo_kernels.routed.parts import launch_merge, launch_spread
 
     options = impl, deterministic, softmax_scale
-    if slabs.ENABLED and walk.takes(q, v, block_size):
+    if impl != "triton" and slabs.takes(q, k, v, block_size):
         return slabs.launch_forward(q, k, v, blocks, first, bounds_q, bounds_k, sequence, own_block, block_size, softmax_scale)
     own = _attend(q, k, v, Part(bounds_q, bounds_k, 0), *options)
     if walk.takes(q, v, block_size):

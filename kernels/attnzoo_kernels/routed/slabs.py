@@ -1,28 +1,24 @@
-"""The forward of chosen blocks in 16 bits, slab by slab: parts stay in L2 between the program that writes them and the one that merges
-them.
+"""The forward of chosen blocks in 16 bits on Hopper, slab by slab: the order of pairs and the launch. The kernel is in slabs_hopper.py.
 
 A slab is the queries of one key head that a program orders by block: SLAB tokens, with all heads that read this key head. Its pairs are
 numbered by token, chooser and slot; a query's own block is its last slot. An item of work goes over at most CHUNK query rows of one block
 and writes a part of the output and its LSE for each, in the order of blocks. When all items of a slab are done, other items merge its rows.
 Parts lie in a ring of RING slabs.
 
-Programs take items by a ticket, in this order: the blocks of slab 0, .., of slab LAG, rows of slab 0, the blocks of slab LAG + 1, rows of
-slab 1, and so on. An item waits only for items of smaller tickets, which belong to programs that run, so that it never waits for ever.
-Which program takes an item, and the order of a block's rows, have no effect on a result.
+Programs take items by a ticket. The blocks of slab n and the rows of slab n - LAG are mixed evenly. An item waits only for items of smaller
+tickets, which belong to programs that run, so that it never waits for ever; RING is larger than LAG. Which program takes an item, and the
+order of a block's rows, have no effect on a result.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnzoo_kernels._triton.forward import normalised
-from attnzoo_kernels._triton.launch import architecture, block_width, multiprocessors, on_device_of, value_block
-from attnzoo_kernels._triton.softmax import LN2, in_units, softmax_step
-from attnzoo_kernels._triton.tiles import Operand, head_rows, load_rows
-from attnzoo_kernels.routed.parts import gather_tile, store_tile
+from attnzoo_kernels._triton.launch import block_width, multiprocessors, on_device_of
 
 NUMBERS = ["total_q", "slabs", "units", "capacity", "pairs"]
 ENABLED = True  # whether the forward takes these kernels and not those of walk.py, while that is undecided
@@ -31,25 +27,30 @@ ITEM = tl.constexpr(8)  # integers of an item, of which six are used: see routed
 
 @dataclass(frozen=True)
 class Tile:
-    slab_rows: int  # of a slab
-    block_m: int  # query rows of a step
-    steps: int  # of an item at most
-    merge_rows: int  # rows that an item merges
-    at_once: int  # of which it merges so many at once
-    slots_at_once: int
-    lag: int
-    ring: int
     programs: int  # of a multiprocessor
-    num_warps: int = 4
-    registers: int = 0
-    order_block: int = 1024
-    gluon: bool = False
+    registers: int  # of a thread; 0: as many as it takes
+    slab_rows: int = 8192  # query rows of a slab at most
+    slab_pairs: int = 16384  # which one program puts into order
+    block_m: int = 64  # query rows of a step
+    steps: int = 8  # of an item at most
+    merge_rows: int = 32  # rows that an item merges
+    slots_at_once: int = 20
+    lag: int = 2
+    ring: int = 4  # 0: as many as there are slabs
+    order_block: int = 2048
 
 
-def forward_tile(arch: int) -> Tile:
-    if arch == 0:
-        return Tile(32, 16, 2, 8, 4, 2, 1, 3, 1, order_block=64)
-    return Tile(2048, 64, 4, 16, 8, 4, 1, 3, 4, registers=168)
+def forward_tile(block_size: int) -> Tile:
+    return Tile(3, 168) if block_size <= 64 else Tile(2, 0)
+
+
+def takes(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> bool:
+    """Whether the kernel takes a call."""
+    if not (ENABLED and q.is_cuda):
+        return False
+    from attnzoo_kernels._gluon.hopper import why_not_tma
+
+    return block_size <= 128 and v.shape[-1] in (64, 128) and q.shape[-1] in (v.shape[-1], 128) and why_not_tma(q, k, v) is None
 
 
 @triton.jit
@@ -141,171 +142,42 @@ def routed_slab_order_kernel(chosen_ptr, first_ptr, sequence_ptr, own_ptr, bound
         tl.debug_barrier()
 
 
-@triton.jit
-def _wait_for(ptr, number):
-    """Until a counter has reached `number`. What was written before it was raised is seen from here on."""
-    while tl.atomic_add(ptr, 0, sem="acquire") < number:
-        pass
+class Order(NamedTuple):
+    """What routed_slab_order_kernel writes of `units` slabs, `slabs` for each key head, of `slab` tokens and `pairs` pairs."""
+
+    slab: int
+    slabs: int
+    units: int
+    pairs: int
+    capacity: int  # of items
+    rows: int  # query heads that choose together
+    group: int  # choosers of a key head
+    pair: Tensor
+    place: Tensor
+    item: Tensor
+    items: Tensor
 
 
-@triton.jit
-def _signal(ptr):
-    """Raises a counter after all that this program wrote."""
-    tl.debug_barrier()
-    tl.atomic_add(ptr, 1, sem="release")
-
-
-@triton.jit
-def _slab_rows(row, unit, slabs, SLAB: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """Token and head of rows of a slab, which count the heads of all its tokens."""
-    row = row.to(tl.uint32)
-    token = (row // (ROWS * GROUP)).to(tl.int32) + unit % slabs * SLAB
-    head = (row % (ROWS * GROUP)).to(tl.int32) + unit // slabs * (ROWS * GROUP)
-    return token, head
-
-
-@triton.jit
-def _pairs_of_rows(pair_ptr, row, end, ROWS: tl.constexpr):
-    """The slab's rows, as _slab_rows has them, of rows in the order of blocks."""
-    row = row.to(tl.uint32)
-    return tl.load(pair_ptr + row // ROWS, mask=row < end, other=0).to(tl.uint32) * ROWS + row % ROWS
-
-
-@triton.jit
-def _walk(q_ptr, k_ptr, v_ptr, q_strides, k_strides, v_strides, pair_ptr, item_ptr, part_ptr, part_lse_ptr, merged_ptr, unit, slabs,
-          softmax_scale, merges, SLAB: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-          VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
-          RING: tl.constexpr, PHASE: tl.constexpr):
-    """An item's parts."""
-    key, keys, first, rows = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2), tl.load(item_ptr + 3)
-    seen_by_first, before = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
-    lane = tl.arange(0, BLOCK_M)
-    own_row = _pairs_of_rows(pair_ptr, first + lane, first + rows, ROWS)
-    # [BLOCK_N, BLOCK_D] and [BLOCK_N, BLOCK_DV]
-    head = unit // slabs
-    k = load_rows(head_rows(Operand(k_ptr, 0, k_strides[0], k_strides[1]), 0, head, key, keys, False), 0, HEAD_DIM, BLOCK_N, BLOCK_D, True,
-                  False)
-    v = load_rows(head_rows(Operand(v_ptr, 0, v_strides[0], v_strides[1]), 0, head, key, keys, False), 0, VALUE_DIM, BLOCK_N, BLOCK_DV,
-                  True, False)
-    column = tl.arange(0, BLOCK_N)
-    if PHASE == 0:
-        if unit >= RING:
-            while tl.load(merged_ptr + unit - RING, volatile=True) < merges:
-                pass
-    part_ptr += first * VALUE_DIM
-    part_lse_ptr += first
-    for at in range(0, rows, BLOCK_M):
-        row = at + lane
-        token, query_head = _slab_rows(own_row, unit, slabs, SLAB, ROWS, GROUP)
-        # [BLOCK_M, BLOCK_D]
-        q = gather_tile(q_ptr, *q_strides, token, query_head, row < rows, HEAD_DIM, BLOCK_D)
-        own_row = _pairs_of_rows(pair_ptr, first + row + BLOCK_M, first + rows, ROWS)
-        # [BLOCK_M, BLOCK_N]. Keys that a query of the block itself does not see yet, and those beyond the block's end
-        seen = tl.minimum(keys, seen_by_first + ((before + row).to(tl.uint32) // (ROWS * GROUP)).to(tl.int32))
-        scores = tl.where(column[None, :] < seen[:, None], tl.dot(q, tl.trans(k)), -float("inf"))
-        row_max = tl.full([BLOCK_M], -float("inf"), tl.float32)
-        weights, row_max, row_sum, _ = softmax_step(scores, row_max, tl.zeros([BLOCK_M], tl.float32), in_units(softmax_scale, False), True,
-                                                    False)
-        # [BLOCK_M, BLOCK_DV]
-        out = normalised(tl.dot(weights.to(v.dtype), v), row_sum, 1.0, "tf32")
-        store_tile(part_ptr, row, row < rows, out, VALUE_DIM, BLOCK_DV)
-        tl.store(part_lse_ptr + row, row_max + tl.log2(row_sum), mask=row < rows)
-
-
-@triton.jit
-def _slots_of_rows(place_ptr, part_lse_ptr, row, slot, inside, ROWS: tl.constexpr, SLOTS: tl.constexpr):
-    """Part rows of slots [slots, 1] of a slab's rows [1, rows], which of them there are, and their LSE in units of log2."""
-    place = tl.load(place_ptr + row // ROWS * (SLOTS + 1) + slot, mask=inside & (slot <= SLOTS), other=-1)
-    part = place * ROWS + row % ROWS
-    return part, place >= 0, tl.load(part_lse_ptr + part, mask=place >= 0, other=-float("inf"), cache_modifier=".cg")
-
-
-@triton.jit
-def _merge(place_ptr, part_ptr, part_lse_ptr, out_ptr, lse_ptr, stats_ptr, unit, slabs, first, total_q, HEADS: tl.constexpr,
-           SLAB: tl.constexpr, SLOTS: tl.constexpr, ALL_SLOTS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
-           VALUE_DIM: tl.constexpr, BLOCK_DV: tl.constexpr, MERGE_ROWS: tl.constexpr, AT_ONCE: tl.constexpr, SLOTS_AT_ONCE: tl.constexpr):
-    """Output, LSE and statistics of MERGE_ROWS rows of a slab."""
-    column = tl.arange(0, BLOCK_DV)
-    for at in range(0, MERGE_ROWS, AT_ONCE):
-        row = first + at + tl.arange(0, AT_ONCE)
-        token, head = _slab_rows(row, unit, slabs, SLAB, ROWS, GROUP)
-        inside = (row < SLAB * GROUP * ROWS) & (token < total_q)
-        all_slots = tl.arange(0, ALL_SLOTS)[:, None]
-        _, _, lses = _slots_of_rows(place_ptr, part_lse_ptr, row[None, :], all_slots, inside[None, :], ROWS, SLOTS)
-        base = tl.max(lses, 0)
-        finite = tl.where(base == -float("inf"), 0.0, base)
-        total = tl.sum(tl.exp2(lses - finite[None, :]), 0)
-        acc = tl.zeros([AT_ONCE, BLOCK_DV], tl.float32)
-        for slots in range(0, SLOTS + 1, SLOTS_AT_ONCE):
-            slot = slots + tl.arange(0, SLOTS_AT_ONCE)[:, None]
-            part, there, lse = _slots_of_rows(place_ptr, part_lse_ptr, row[None, :], slot, inside[None, :], ROWS, SLOTS)
-            # [SLOTS_AT_ONCE, AT_ONCE, BLOCK_DV]
-            parts = tl.load(part_ptr + part[:, :, None] * VALUE_DIM + column[None, None, :],
-                            mask=there[:, :, None] & (column < VALUE_DIM)[None, None, :], other=0.0, cache_modifier=".cg")
-            acc += tl.sum(tl.exp2(lse - finite[None, :])[:, :, None] * parts.to(tl.float32), 0)
-        empty = base == -float("inf")
-        total = tl.where(empty, 1.0, total)
-        store_tile(out_ptr, token.to(tl.int64) * HEADS + head, inside, acc / total[:, None], VALUE_DIM, BLOCK_DV)
-        lse_at = head.to(tl.int64) * total_q + token
-        sum_log2 = tl.log2(total)
-        tl.store(lse_ptr + lse_at, tl.where(empty, -float("inf"), (base + sum_log2) * LN2), mask=inside)
-        # as softmax_stats
-        tl.store(stats_ptr + lse_at, tl.where(empty, float("inf"), base), mask=inside)
-        tl.store(stats_ptr + total_q.to(tl.int64) * HEADS + lse_at, sum_log2, mask=inside)
-
-
-@triton.jit
-def _work_of(items_ptr, group, units, merges, LAG: tl.constexpr, PHASE: tl.constexpr):
-    """How many items a group has that go over blocks, and how many in all."""
-    walks = tl.load(items_ptr + group, mask=group < units, other=0)
-    if PHASE == 2:
-        walks = 0
-    merging = merges
-    if PHASE == 1:
-        merging = 0
-    return walks, walks + tl.where((group >= LAG) & (group - LAG < units), merging, 0)
-
-
-@triton.jit(do_not_specialize=[*NUMBERS, "RING"])
-def routed_slab_fwd_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, stats_ptr, pair_ptr, place_ptr, item_ptr, items_ptr, ticket_ptr,
-                           walked_ptr, merged_ptr, part_ptr, part_lse_ptr, q_strides, k_strides, v_strides, softmax_scale, total_q, slabs,
-                           units, capacity, pairs, RING, HEADS: tl.constexpr, SLAB: tl.constexpr, SLOTS: tl.constexpr,
-                           ALL_SLOTS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-                           VALUE_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-                           BLOCK_M: tl.constexpr, MERGE_ROWS: tl.constexpr, AT_ONCE: tl.constexpr, SLOTS_AT_ONCE: tl.constexpr,
-                           LAG: tl.constexpr, PHASE: tl.constexpr):
-    merges = tl.cdiv(SLAB * GROUP * ROWS, MERGE_ROWS)
-    ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
-    group, start = 0, 0
-    walks, work = _work_of(items_ptr, 0, units, merges, LAG, PHASE)
-    while group < units + LAG:
-        if ticket >= start + work:
-            start += work
-            group += 1
-            walks, work = _work_of(items_ptr, group, units, merges, LAG, PHASE)
-        else:
-            index = ticket - start
-            ticket = tl.atomic_add(ticket_ptr, 1, sem="relaxed")
-            unit = group
-            if index >= walks:
-                unit = group - LAG
-            place = tl.cast(unit, tl.int64) * pairs
-            part_row = tl.cast(unit % RING, tl.int64) * pairs * ROWS
-            parts, part_lses = part_ptr + part_row * VALUE_DIM, part_lse_ptr + part_row
-            if index < walks:
-                item = item_ptr + (tl.cast(unit, tl.int64) * capacity + index) * ITEM
-                _walk(q_ptr, k_ptr, v_ptr, q_strides, k_strides, v_strides, pair_ptr + place, item, parts, part_lses, merged_ptr, unit,
-                      slabs, softmax_scale, merges, SLAB, SLOTS, ROWS, GROUP, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, BLOCK_M,
-                      RING, PHASE)
-                if PHASE == 0:
-                    _signal(walked_ptr + unit)
-            else:
-                if PHASE == 0:
-                    _wait_for(walked_ptr + unit, tl.load(items_ptr + unit))
-                _merge(place_ptr + place, parts, part_lses, out_ptr, lse_ptr, stats_ptr, unit, slabs, (index - walks) * MERGE_ROWS, total_q,
-                       HEADS, SLAB, SLOTS, ALL_SLOTS, ROWS, GROUP, VALUE_DIM, BLOCK_DV, MERGE_ROWS, AT_ONCE, SLOTS_AT_ONCE)
-                if PHASE == 0:
-                    _signal(merged_ptr + unit)
+def launch_order(chosen: Tensor, first: Tensor, bounds_q: Tensor, bounds_k: Tensor, sequence: Tensor, own: Tensor, heads: int,
+                 kv_heads: int, tile: Tile) -> Order:
+    chosen = chosen.contiguous()
+    total_q, choosers, slots = chosen.shape
+    rows, group, bins = heads // choosers, choosers // kv_heads, 2 * (bounds_k.shape[0] - 1)
+    most = min(tile.slab_rows // (rows * group), tile.slab_pairs // (group * (slots + 1)))
+    slab = 1 << max(most.bit_length() - 1, 0)
+    slabs, chunk = triton.cdiv(total_q, slab), tile.block_m * tile.steps
+    units, pairs = slabs * kv_heads, slab * group * (slots + 1)
+    capacity = pairs * rows // chunk + min(pairs, bins)
+    programs = min(units, 4 * multiprocessors(chosen.device))
+    bins_of = torch.zeros(programs * bins, dtype=torch.int32, device=chosen.device)
+    pair, place, item, items = (torch.empty(n, dtype=torch.int32, device=chosen.device)
+                                for n in (units * pairs, units * pairs, units * capacity * ITEM.value, units))
+    with on_device_of(chosen):
+        routed_slab_order_kernel[(programs,)](
+            chosen, first, sequence, own, bounds_q, bounds_k, bins_of, pair, place, item, items, total_q, slabs, units, capacity, pairs,
+            bins, SLAB=slab, SLOTS=slots, GROUP=group, CHOOSERS=choosers, ROWS=rows, CHUNK=chunk, BLOCK=tile.order_block,
+            num_warps=max(tile.order_block // 128, 1))
+    return Order(slab, slabs, units, pairs, capacity, rows, group, pair, place, item, items)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, first: Tensor, bounds_q: Tensor, bounds_k: Tensor, sequence: Tensor,
@@ -313,41 +185,24 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, chosen: Tensor, first: Tenso
                    phases: tuple[int, ...] = (0,)) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE and statistics, as flash's forward gives them, of the chosen blocks (total_q, choosers, slots) and of each query's own
     one. The other tensors are those of Blocks."""
-    tile = tile or forward_tile(architecture(q))
-    chosen = chosen.contiguous()
-    (total_q, heads, head_dim), kv_heads, value_dim = q.shape, k.shape[1], v.shape[-1]
-    choosers, slots = chosen.shape[1:]
-    rows, group, bins = heads // choosers, choosers // kv_heads, 2 * (bounds_k.shape[0] - 1)
-    slab = 1 << max((tile.slab_rows // (rows * group)).bit_length() - 1, 0)
-    slabs, chunk = triton.cdiv(total_q, slab), tile.block_m * tile.steps
-    units, pairs = slabs * kv_heads, slab * group * (slots + 1)
-    capacity = pairs * rows // chunk + min(pairs, bins)
-    programs, order_programs = multiprocessors(q.device) * tile.programs, min(units, 4 * multiprocessors(q.device))
-    ring = tile.ring or units
+    from attnzoo_kernels.routed.slabs_hopper import routed_slab_hopper_kernel
 
-    def integers(n: int) -> Tensor:
-        return torch.empty(n, dtype=torch.int32, device=q.device)
-
-    zeros = torch.zeros(len(phases) + 2 * units + order_programs * bins, dtype=torch.int32, device=q.device)
-    tickets, walked, merged, bins_of = zeros.split((len(phases), units, units, order_programs * bins))
-    pair, place, item, items = integers(units * pairs), integers(units * pairs), integers(units * capacity * ITEM.value), integers(units)
+    tile = tile or forward_tile(block_size)
+    (total_q, heads, head_dim), value_dim, slots = q.shape, v.shape[-1], chosen.shape[-1]
+    order = launch_order(chosen, first, bounds_q, bounds_k, sequence, own, heads, k.shape[1], tile)
+    units, ring = order.units, min(tile.ring or order.units, order.units)
+    part_rows = ring * order.pairs * order.rows
+    zeros = torch.zeros(len(phases) + 2 * units, dtype=torch.int32, device=q.device)
+    tickets, walked, merged = zeros.split((len(phases), units, units))
     out, stats = q.new_empty(total_q, heads, value_dim), torch.empty(2, heads, total_q, dtype=torch.float32, device=q.device)
-    lse, part_lse = torch.empty_like(stats[0]), stats.new_empty(ring * pairs * rows)
-    part = q.new_empty(ring * pairs * rows, value_dim)
-    shared = {"SLAB": slab, "SLOTS": slots, "GROUP": group, "ROWS": rows}
+    lse, part_lse, part = torch.empty_like(stats[0]), stats.new_empty(part_rows), q.new_empty(part_rows, value_dim)
+    at_once = triton.cdiv(slots + 1, triton.cdiv(slots + 1, tile.slots_at_once))
     with on_device_of(q):
-        routed_slab_order_kernel[(order_programs,)](
-            chosen, first, sequence, own, bounds_q, bounds_k, bins_of, pair, place, item, items, total_q, slabs, units, capacity, pairs,
-            bins, **shared, CHOOSERS=choosers, CHUNK=chunk, BLOCK=tile.order_block, num_warps=8)
-        kernel = routed_slab_fwd_kernel
-        if tile.gluon:
-            from attnzoo_kernels.routed.slabs_hopper import routed_slab_hopper_kernel as kernel
         for n, phase in enumerate(phases):
-            kernel[(programs,)](
-                q, k, v, out, lse, stats, pair, place, item, items, tickets[n:], walked, merged, part, part_lse,
-                *(x.stride()[:2] for x in (q, k, v)), softmax_scale, total_q, slabs, units, capacity, pairs, ring, **shared, HEADS=heads,
-                ALL_SLOTS=triton.next_power_of_2(slots + 1), HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_D=block_width(head_dim),
-                BLOCK_DV=value_block(head_dim, value_dim), BLOCK_N=block_width(block_size), BLOCK_M=tile.block_m,
-                MERGE_ROWS=tile.merge_rows, AT_ONCE=tile.at_once, SLOTS_AT_ONCE=tile.slots_at_once, LAG=tile.lag, PHASE=phase,
-                num_warps=tile.num_warps, num_stages=1, maxnreg=tile.registers or None)
+            routed_slab_hopper_kernel[(multiprocessors(q.device) * tile.programs,)](
+                q, k, v, out, lse, stats, order.pair, order.place, order.item, order.items, tickets[n:], walked, merged, part, part_lse,
+                *(x.stride()[:2] for x in (q, k, v)), softmax_scale, total_q, order.slabs, units, order.capacity, order.pairs, ring,
+                SLAB=order.slab, SLOTS=slots, GROUP=order.group, ROWS=order.rows, HEADS=heads, HEAD_DIM=head_dim, VALUE_DIM=value_dim,
+                BLOCK_N=block_width(block_size), BLOCK_M=tile.block_m, MERGE_ROWS=tile.merge_rows, SLOTS_AT_ONCE=at_once, LAG=tile.lag,
+                PHASE=phase, num_warps=4, maxnreg=tile.registers or None)
     return out, lse, stats

@@ -110,38 +110,67 @@ def _walk(q_tiles, k_tile, v_tile, q_ptr, k_ptr, v_ptr, q_strides, k_strides, v_
 
 
 @gluon.jit
-def _merge(place_ptr, part_ptr, part_lse_ptr, out_ptr, lse_ptr, stats_ptr, unit, slabs, first, total_q, HEADS: gl.constexpr,
-           SLAB: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr, MERGE_ROWS: gl.constexpr,
-           SLOTS_AT_ONCE: gl.constexpr):
-    """Output, LSE and statistics of MERGE_ROWS rows of a slab, of which each thread reads 16 bytes of a row of each slot."""
+def _row_of_slab(row, unit, slabs, total_q, SLAB: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr):
+    """Token and head of rows of a slab, which count the heads of all its tokens, and which of them there are."""
+    token = (row // (ROWS * GROUP)).to(gl.int32) + unit % slabs * SLAB
+    head = (row % (ROWS * GROUP)).to(gl.int32) + unit // slabs * (ROWS * GROUP)
+    return token, head, (row < SLAB * GROUP * ROWS) & (token < total_q)
+
+
+@gluon.jit
+def _part_rows(place_ptr, row, inside, begin: gl.constexpr, ROWS: gl.constexpr, SLOTS: gl.constexpr, AT_ONCE: gl.constexpr):
+    """The part rows of AT_ONCE slots of rows, negative where there is none."""
+    at = place_ptr + row // ROWS * (SLOTS + 1)
+    rest = (row % ROWS).to(gl.int32)
+    parts = ()
+    for n in gl.static_range(AT_ONCE):
+        parts += (gl.load(at + begin + n, mask=inside & (begin + n <= SLOTS), other=-1) * ROWS + rest,)
+    return parts
+
+
+@gluon.jit
+def _merge(place_ptr, part_ptr, part_lse_ptr, out_ptr, lse_ptr, stats_ptr, walked_ptr, walks, unit, slabs, first, total_q,
+           HEADS: gl.constexpr, SLAB: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, GROUP: gl.constexpr, DV: gl.constexpr,
+           MERGE_ROWS: gl.constexpr, SLOTS_AT_ONCE: gl.constexpr, PHASE: gl.constexpr):
+    """Output, LSE and statistics of MERGE_ROWS rows of a slab, of which each thread reads 16 bytes of a row of each slot. The next part
+    rows are loaded while parts are."""
     layout: gl.constexpr = row_layout(DV)
     AT_ONCE: gl.constexpr = layout.threads_per_warp[0] * 4
     column = gl.arange(0, DV, gl.SliceLayout(0, layout))
+    lane = gl.arange(0, AT_ONCE, gl.SliceLayout(1, layout))
+    row = (first + lane).to(gl.uint32)
+    token, head, inside = _row_of_slab(row, unit, slabs, total_q, SLAB, ROWS, GROUP)
+    part_row = _part_rows(place_ptr, row, inside, 0, ROWS, SLOTS, SLOTS_AT_ONCE)
+    if PHASE == 0:
+        while gl.atomic_add(walked_ptr + unit, 0, sem="acquire") < walks:
+            pass
     for at in range(0, MERGE_ROWS, AT_ONCE):
-        row = (first + at + gl.arange(0, AT_ONCE, gl.SliceLayout(1, layout))).to(gl.uint32)
-        token = (row // (ROWS * GROUP)).to(gl.int32) + unit % slabs * SLAB
-        head = (row % (ROWS * GROUP)).to(gl.int32) + unit // slabs * (ROWS * GROUP)
-        inside = (row < SLAB * GROUP * ROWS) & (token < total_q)
-        place_row = (row // ROWS * (SLOTS + 1)).to(gl.int32)
+        row = (first + at + lane).to(gl.uint32)
+        token, head, inside = _row_of_slab(row, unit, slabs, total_q, SLAB, ROWS, GROUP)
         base = gl.full([AT_ONCE], -float("inf"), gl.float32, gl.SliceLayout(1, layout))
         total = gl.zeros([AT_ONCE], gl.float32, gl.SliceLayout(1, layout))
         acc = gl.zeros([AT_ONCE, DV], gl.float32, layout)
         for begin in gl.static_range(0, SLOTS + 1, SLOTS_AT_ONCE):
-            parts, lses, top = (), (), base
-            for slot in gl.static_range(begin, min(begin + SLOTS_AT_ONCE, SLOTS + 1)):
-                place = gl.load(place_ptr + place_row + slot, mask=inside, other=-1)
-                part = place * ROWS + (row % ROWS).to(gl.int32)
-                lse = gl.load(part_lse_ptr + part, mask=place >= 0, other=-float("inf"), cache_modifier=".cg")
-                parts += (gl.load(part_ptr + (part * DV)[:, None] + column[None, :], mask=(place >= 0)[:, None], other=0.0,
+            parts, lses = (), ()
+            for n in gl.static_range(SLOTS_AT_ONCE):
+                there = part_row[n] >= 0
+                lses += (gl.load(part_lse_ptr + part_row[n], mask=there, other=-float("inf"), cache_modifier=".cg"),)
+                parts += (gl.load(part_ptr + (part_row[n] * DV)[:, None] + column[None, :], mask=there[:, None], other=0.0,
                                   cache_modifier=".cg"),)
-                lses += (lse,)
-                top = gl.maximum(top, lse)
+            if begin + SLOTS_AT_ONCE <= SLOTS:
+                part_row = _part_rows(place_ptr, row, inside, begin + SLOTS_AT_ONCE, ROWS, SLOTS, SLOTS_AT_ONCE)
+            else:
+                _, _, next_inside = _row_of_slab(row + AT_ONCE, unit, slabs, total_q, SLAB, ROWS, GROUP)
+                part_row = _part_rows(place_ptr, row + AT_ONCE, next_inside & (at + AT_ONCE < MERGE_ROWS), 0, ROWS, SLOTS, SLOTS_AT_ONCE)
+            top = base
+            for n in gl.static_range(SLOTS_AT_ONCE):
+                top = gl.maximum(top, lses[n])
             finite = gl.where(top == -float("inf"), 0.0, top)
             rescale = gl.exp2(base - finite)
             base = top
             total *= rescale
             acc *= rescale[:, None]
-            for n in gl.static_range(len(parts)):
+            for n in gl.static_range(SLOTS_AT_ONCE):
                 weight = gl.exp2(lses[n] - finite)
                 total += weight
                 acc += weight[:, None] * parts[n].to(gl.float32)
@@ -158,13 +187,14 @@ def _merge(place_ptr, part_ptr, part_lse_ptr, out_ptr, lse_ptr, stats_ptr, unit,
 
 @gluon.jit
 def _work_of(items_ptr, group, units, merges, LAG: gl.constexpr, PHASE: gl.constexpr):
+    """How many items of a group merge rows, and how many there are."""
     walks = gl.load(items_ptr + group, mask=group < units, other=0)
     if PHASE == 2:
-        walks = walks * 0
-    merging = merges
+        walks = gl.where(group > units, walks, 0)  # a plain zero is folded into a branch that the compiler does not take
+    merging = gl.where((group >= LAG) & (group - LAG < units), merges, 0)
     if PHASE == 1:
-        merging = 0
-    return walks, walks + gl.where((group >= LAG) & (group - LAG < units), merging, 0)
+        merging = gl.where(group > 2 * units + LAG, merging, 0)
+    return merging, walks + merging
 
 
 @gluon.jit
@@ -177,11 +207,9 @@ def _signal(ptr):
 def routed_slab_hopper_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, stats_ptr, pair_ptr, place_ptr, item_ptr, items_ptr, ticket_ptr,
                               walked_ptr, merged_ptr, part_ptr, part_lse_ptr, q_strides, k_strides, v_strides, softmax_scale, total_q,
                               slabs, units, capacity, pairs, RING, SLAB: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr,
-                              ROWS: gl.constexpr, HEADS: gl.constexpr, ALL_SLOTS: gl.constexpr, HEAD_DIM: gl.constexpr,
-                              VALUE_DIM: gl.constexpr, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
-                              BLOCK_M: gl.constexpr, MERGE_ROWS: gl.constexpr, AT_ONCE: gl.constexpr, SLOTS_AT_ONCE: gl.constexpr,
+                              ROWS: gl.constexpr, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+                              BLOCK_N: gl.constexpr, BLOCK_M: gl.constexpr, MERGE_ROWS: gl.constexpr, SLOTS_AT_ONCE: gl.constexpr,
                               LAG: gl.constexpr, PHASE: gl.constexpr):
-    gl.static_assert(HEAD_DIM == BLOCK_D and VALUE_DIM == BLOCK_DV and VALUE_DIM <= HEAD_DIM)
     dtype: gl.constexpr = q_ptr.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(dtype, [2, BLOCK_M, HEAD_DIM], gl.NVMMASharedLayout.get_default_for([BLOCK_M, HEAD_DIM], dtype))
     k_tile = gl.allocate_shared_memory(dtype, [BLOCK_N, HEAD_DIM], gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_DIM], dtype))
@@ -189,33 +217,31 @@ def routed_slab_hopper_kernel(q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, stats_ptr, 
     merges = gl.cdiv(SLAB * GROUP * ROWS, MERGE_ROWS)
     ticket = gl.atomic_add(ticket_ptr, 1, sem="relaxed")
     group, start = 0, 0
-    walks, work = _work_of(items_ptr, 0, units, merges, LAG, PHASE)
+    merging, work = _work_of(items_ptr, 0, units, merges, LAG, PHASE)
     while group < units + LAG:
         if ticket >= start + work:
             start += work
             group += 1
-            walks, work = _work_of(items_ptr, group, units, merges, LAG, PHASE)
+            merging, work = _work_of(items_ptr, group, units, merges, LAG, PHASE)
         else:
             index = ticket - start
             ticket = gl.atomic_add(ticket_ptr, 1, sem="relaxed")
-            unit = group
-            if index >= walks:
-                unit = group - LAG
+            # of `work` items, `merging` ones are spread evenly
+            merged_before = index * merging // work
+            merges_rows = (index + 1) * merging // work > merged_before
+            unit = gl.where(merges_rows, group - LAG, group)
             place = gl.cast(unit, gl.int64) * pairs
             part_row = gl.cast(unit % RING, gl.int64) * pairs * ROWS
-            if index < walks:
-                item = item_ptr + (gl.cast(unit, gl.int64) * capacity + index) * ITEM
+            if merges_rows:
+                _merge(place_ptr + place, part_ptr + part_row * VALUE_DIM, part_lse_ptr + part_row, out_ptr, lse_ptr, stats_ptr, walked_ptr,
+                       gl.load(items_ptr + unit), unit, slabs, merged_before * MERGE_ROWS, total_q, HEADS, SLAB, SLOTS, ROWS, GROUP,
+                       VALUE_DIM, MERGE_ROWS, SLOTS_AT_ONCE, PHASE)
+                if PHASE == 0:
+                    _signal(merged_ptr + unit)
+            else:
+                item = item_ptr + (gl.cast(unit, gl.int64) * capacity + index - merged_before) * ITEM
                 _walk(q_tiles, k_tile, v_tile, q_ptr, k_ptr, v_ptr, q_strides, k_strides, v_strides, pair_ptr + place, item,
                       part_ptr + part_row * VALUE_DIM, part_lse_ptr + part_row, merged_ptr, unit, slabs, softmax_scale, merges, SLAB, ROWS,
                       GROUP, HEAD_DIM, VALUE_DIM, BLOCK_N, BLOCK_M, RING, PHASE)
                 if PHASE == 0:
                     _signal(walked_ptr + unit)
-            else:
-                if PHASE == 0:
-                    wanted = gl.load(items_ptr + unit)
-                    while gl.atomic_add(walked_ptr + unit, 0, sem="acquire") < wanted:
-                        pass
-                _merge(place_ptr + place, part_ptr + part_row * VALUE_DIM, part_lse_ptr + part_row, out_ptr, lse_ptr, stats_ptr, unit,
-                       slabs, (index - walks) * MERGE_ROWS, total_q, HEADS, SLAB, SLOTS, ROWS, GROUP, VALUE_DIM, MERGE_ROWS, SLOTS_AT_ONCE)
-                if PHASE == 0:
-                    _signal(merged_ptr + unit)
