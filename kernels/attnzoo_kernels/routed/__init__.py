@@ -107,8 +107,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, layout: Blocks | Non
             kept[heads] = routes(blocks, layout, *heads, k.shape[0])
         route = kept[heads]
         out, lse, _ = ops.forward(q, k, v, route.place, route.pair, layout.bounds_q, layout.bounds_k, route.cu_seqlens_q,
-                                  route.cu_seqlens_k, blocks, layout.first, layout.sequence, layout.own, route.rows, layout.size, impl,
-                                  deterministic, softmax_scale)
+                                  route.cu_seqlens_k, route.rows, layout.size, impl, deterministic, softmax_scale)
     else:
         out, lse = flash_attention(q, k, v, causal=True, softmax_scale=softmax_scale, cu_seqlens_q=layout.bounds_q,
                                    cu_seqlens_k=layout.bounds_k, return_lse=True, deterministic=deterministic, impl=impl)

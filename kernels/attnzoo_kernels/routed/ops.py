@@ -43,15 +43,12 @@ def _heads_first(x: Tensor) -> Tensor:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, place: Tensor, pair: Tensor, bounds_q: Tensor, bounds_k: Tensor, chosen_q: Tensor, chosen_k: Tensor,
-    blocks: Tensor, first: Tensor, sequence: Tensor, own_block: Tensor, rows: int, block_size: int, impl: str | None, deterministic: bool,
-    softmax_scale: float,
+    rows: int, block_size: int, impl: str | None, deterministic: bool, softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from attnzoo_kernels.routed import slabs, walk
+    from attnzoo_kernels.routed import walk
     from attnzoo_kernels.routed.parts import launch_merge, launch_spread
 
     options = impl, deterministic, softmax_scale
-    if impl != "triton" and slabs.takes(q, k, v, block_size):
-        return slabs.launch_forward(q, k, v, blocks, first, bounds_q, bounds_k, sequence, own_block, block_size, softmax_scale)
     own = _attend(q, k, v, Part(bounds_q, bounds_k, 0), *options)
     if walk.takes(q, v, block_size):
         chosen = walk.launch_forward(q, k, v, place, pair, chosen_q, chosen_k, rows, block_size, softmax_scale)
@@ -106,7 +103,7 @@ def _fake_gradients(grad_out, grad_lse, q, k, v, *_):
 def _setup_context(ctx, inputs, output):
     *tensors, ctx.rows, ctx.block_size, ctx.impl, ctx.deterministic, ctx.softmax_scale = inputs
     out, _, stats = output
-    ctx.save_for_backward(*tensors[:9], out, stats)
+    ctx.save_for_backward(*tensors, out, stats)
     ctx.set_materialize_grads(False)
 
 
@@ -114,7 +111,7 @@ def _backward(gradients, ctx, grad_out, grad_lse, _):
     q, k, v, *integers, out, stats = ctx.saved_tensors
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     return *gradients(grad_out, grad_lse, q, k, v, out, stats, *integers, ctx.rows, ctx.block_size, ctx.impl, ctx.deterministic,
-                      ctx.softmax_scale), *(None,) * 15
+                      ctx.softmax_scale), *(None,) * 11
 
 
 forward = autograd.differentiable("routed_forward", "routed_attention", _forward, _fake_forward, _setup_context, _backward, _gradients,
