@@ -79,9 +79,10 @@ class Gathered:
     def gather(self, group: int, then: int) -> None:
         """Makes the device wait until the group has been gathered. then: the group that is used next, which begins; or none of that
         number."""
-        buffers = self.buffers.setdefault(group, [self._buffer(group, i) for i in range(self.n)])
+        if group not in self.buffers:
+            self.buffers[group] = [self._buffer(group, i) for i in range(self.n)]
         into = []
-        for buffer in buffers:
+        for buffer in self.buffers[group]:
             if buffer.untyped_storage().nbytes() == 0:
                 buffer.untyped_storage().resize_(buffer.nbytes)
             into.append(buffer.data)  # it hides the writes from autograd; the buffer gets the values that autograd saved

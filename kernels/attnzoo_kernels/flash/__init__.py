@@ -77,10 +77,10 @@ def flash_attention(
     impl: "gluon" (Hopper: 16 bits, head_dim 33 to 128, or to 192 without a window and ranges, value_dim 33 to 128, no softcap, ALiBi or
         dropout) | "triton" | "cpu" | "reference". What gluon's backward does not take, such as a gradient of sinks over ranges, or
         deterministic above head_dim 128, plain Triton's does. On CUDA tensors None takes gluon if it supports the call (`why_not_gluon`),
-        except for sinks with a window below 256 keys and the forward over ranges up to head_dim 64, which are faster in plain Triton; else
-        it takes triton. On CPU tensors None takes cpu if it supports the call (`why_not_cpu`: no gradient for alibi_slopes), else the
-        reference. "cpu" is PyTorch's fused attention for 16 bits, whole or by tiles of queries, and matrix products by tiles for float32,
-        softcap and dropout_p; it gives first derivatives only. A named path runs, or the call raises.
+        except for sinks with a window below 256 keys and the forward over ranges in windows up to head_dim 64, which are faster in plain
+        Triton; else it takes triton. On CPU tensors None takes cpu if it supports the call (`why_not_cpu`: no gradient for alibi_slopes),
+        else the reference. "cpu" is PyTorch's fused attention for 16 bits, whole or by tiles of queries, and matrix products by tiles for
+        float32, softcap and dropout_p; it gives first derivatives only. A named path runs, or the call raises.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """
