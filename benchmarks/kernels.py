@@ -7,7 +7,7 @@ import torch
 KINDS = (  # the first that a kernel's name contains
     ("optimizer", ("multi_tensor", "FusedOptimizer")), ("norms and residuals", ("layer_norm", "add_norm")), ("GELU", ("gelu",)),
     ("attention", ("flash_", "fmha", "flash::", "softmax_bwd", "fwd_kernel", "fwd_hopper_kernel", "bwd_kernel", "bwd_hopper_kernel",
-                   "bwd_dkdv_kernel", "bwd_dq_kernel", "bwd_preprocess", "bwd_postprocess", "tails_kernel", "key_range")),
+                   "bwd_dkdv_kernel", "bwd_dq_kernel", "bwd_preprocess", "bwd_postprocess", "tails_kernel", "key_range", "key_tile")),
     ("matrix products", ("nvjet", "gemm", "cublas", "splitKreduce", "cutlass")), ("loss", ("log_softmax", "nll_loss", "cross_entropy")),
     ("embedding", ("embedding", "index_put", "index_add")), ("rounding to 8 bits", ("amax", "_scaled_mm", "rounding_kernel")),
     ("copies", ("Memcpy", "Memset", "cat")),
