@@ -11,7 +11,6 @@ linearly between the measured lengths. It is measured with all activations kept,
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -24,6 +23,7 @@ from attnzoo.attention.flash import FlashAttention
 from attnzoo.models import GPT
 from attnzoo_kernels.context_parallel import ContextParallel
 from benchmarks import machine, report
+from benchmarks.context_parallel import process_group
 from benchmarks.harness import RESULTS
 from benchmarks.report import Row
 
@@ -116,16 +116,11 @@ def main(arguments: list[str] | None = None) -> int:
     o = command.parse_args(arguments)
     if len(o.lengths) < 2 or sorted(set(o.lengths)) != o.lengths:
         command.error(f"--lengths: must be at least two, increasing, got {o.lengths}")
-    device = "cpu" if o.dry_run else "cuda"
     if o.dry_run:
         o.lengths, o.dim, o.layers, o.heads, o.kv_heads, o.vocab = [256, 512], 32, 2, 2, 1, 64
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if device == "cpu" else "nccl")
-    if dist.get_world_size() == 1:
-        command.error("needs several processes: start it by torchrun")
-    torch.manual_seed(0)
-    try:
+    with process_group(o.dry_run) as device:
+        if dist.get_world_size() == 1:
+            command.error("needs several processes: start it by torchrun")
         rows: list[Row] = []
         for row in measure(o, device):
             rows.append(row)
@@ -135,8 +130,6 @@ def main(arguments: list[str] | None = None) -> int:
             print(report.table(rows))
             if not o.dry_run:
                 report.write_csv(rows, machine.describe(device), RESULTS / f"context_parallel-memory-{o.layers}x{o.dim}.csv")
-    finally:
-        dist.destroy_process_group()
     return 0
 
 

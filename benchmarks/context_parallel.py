@@ -260,6 +260,19 @@ def measure(table: str, case: Case, device: str, rounds: int, repeats: int) -> I
                       error=errors.get(name), note=notes.get(name, ""))
 
 
+@contextlib.contextmanager
+def process_group(dry_run: bool) -> Iterator[str]:
+    """All processes that torchrun has started, on CPUs in a dry run. Gives the kind of device."""
+    if not dry_run:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if dry_run else "nccl")
+    torch.manual_seed(0)
+    try:
+        yield "cpu" if dry_run else "cuda"
+    finally:
+        dist.destroy_process_group()
+
+
 def main(arguments: list[str] | None = None) -> int:
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("tables", nargs="*", default=["causal", "packed"], help=f"{', '.join(TABLES)}; causal and packed")
@@ -273,14 +286,9 @@ def main(arguments: list[str] | None = None) -> int:
     o = command.parse_args(arguments)
     if unknown := set(o.tables) - set(TABLES):
         command.error(f"there is no table {', '.join(unknown)}; {', '.join(TABLES)} are")
-    device = "cpu" if o.dry_run else "cuda"
     if o.dry_run:
         o.lengths, o.heads, o.kv_heads, o.head_dim, o.rounds, o.repeats = [1024], 4, 2, 16, 1, 1
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if device == "cpu" else "nccl")
-    torch.manual_seed(0)
-    try:
+    with process_group(o.dry_run) as device:
         for table in o.tables:
             rows: list[Row] = []
             for length in o.lengths:
@@ -295,8 +303,6 @@ def main(arguments: list[str] | None = None) -> int:
                     print(report.table([row for row in rows if row.x == length]), flush=True)
                     if not o.dry_run:
                         report.write_csv(rows, machine.describe(device), RESULTS / f"context_parallel-{table}.csv")
-    finally:
-        dist.destroy_process_group()
     return 0
 
 
