@@ -239,6 +239,8 @@ def alike(name: str, x: Tensor, other_name: str, other: Tensor, shape: tuple[int
 
 def no_gradient(**tensors: Tensor | None) -> None:
     """Refuses gradients for tensors for which only the reference has one."""
-    for name, x in tensors.items() if torch.is_grad_enabled() else ():
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
         if x is not None and x.requires_grad:
             raise NotImplementedError(f'{name}: only impl="reference" has a gradient for it; detach it or use that')

@@ -5,9 +5,8 @@ from compiled_kernels import compiled_kernels
 
 SHARED_MEMORY = 232448
 # bytes: where the consumers make dQ, the sums take 128 of 240 registers at head dim 128, scores and their gradients as many at 64, and the
-# scalars of a tile move to memory before the loop over its queries and behind it; measured faster than every form that keeps them. With
-# sinks a dense kernel has 200 in Triton 3.7. Above head dim 128 the sums take 160 registers: 328 to 352 bytes for dense calls and 472 to
-# 512 for packed ones, by mask and Triton's version
+# scalars of a tile move to memory before the loop over its queries and behind it; measured faster than every form that keeps them. Above
+# head dim 128 the sums take 160 registers, and most is spilled in packed calls
 SPILLS = {"pair_bwd_kernel": 200, "wide_bwd_kernel": 512}
 
 

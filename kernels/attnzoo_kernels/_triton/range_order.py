@@ -18,7 +18,6 @@ from attnzoo_kernels._triton.ranges import UNLIMITED, WIDTH, load_range
 LANES = tl.constexpr(512)  # tiles of keys that a program looks at at once
 OWN = tl.constexpr(32)  # tiles whose places it finds
 DIVIDED = 0.75  # a tile is divided if its steps are more than this part of what each program has on average
-TAIL = 1.0  # the longest item is at most this part of what each program has of the heads that are interleaved
 LEAST = tl.constexpr(4)  # steps of a query head that a divided tile has at least
 
 
@@ -120,13 +119,13 @@ def _store_items(order, rank, tile, first, steps, divided, number, weight, PART:
 @triton.jit(do_not_specialize=["count", "halvings", "window_left", "window_right", "tiles", "kv_heads", "group", "most_groups", "n_flags"],
             do_not_specialize_on_alignment=["table", "found", "order", "flags"])
 def key_tile_order_kernel(table, found, order, flags, count, halvings, window_left, window_right, tiles, kv_heads, group, per_program,
-                          divided_from, tail, most_groups, n_flags, PARTS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):
+                          divided_from, most_groups, n_flags, PARTS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):
     """Each program finds the places of OWN tiles. An item of `order` is a tile of keys or a part of one: the tile's number; the first entry
     of its walk; the steps of a query head; 0 for a whole tile, else which part it is; how many divided tiles have lower numbers. The last
     row, behind room for PARTS items of each tile, has the number of items, and how many heads are interleaved.
 
     found: (tiles, 2), what _find_all finds; all programs write the same. per_program: the part of a head's steps that each program has on
-    average over all heads. divided_from, tail: DIVIDED and TAIL. most_groups: into how many groups heads may be divided. flags: set to 0.
+    average over all heads. divided_from: DIVIDED. most_groups: into how many groups heads may be divided. flags: set to zero.
     """
     window = Window(tl.where(window_left < 0, UNLIMITED, window_left), window_right, True, True)
     average = per_program * _find_all(table, found, count, halvings, window, tiles, KEYS, ROWS)
@@ -159,7 +158,8 @@ def key_tile_order_kernel(table, found, order, flags, count, halvings, window_le
     if PARTS == 2:
         _store_items(order, second_rank, tile, first, steps, divided, number, second, 1, inside)
     if tl.program_id(0) == 0:
-        groups = tl.minimum(tail * average * group / tl.maximum(longest, 1), most_groups.to(tl.float32)).to(tl.int32)
+        # the longest item is at most what each program has of the heads that are interleaved
+        groups = tl.minimum(average * group / tl.maximum(longest, 1), most_groups.to(tl.float32)).to(tl.int32)
         last = order + (PARTS * tiles).to(tl.int64) * WIDTH
         tl.store(last, tiles + n_divided)
         tl.store(last + 1, tl.cdiv(kv_heads, tl.maximum(groups, 1)))
@@ -169,7 +169,7 @@ def key_tile_order_kernel(table, found, order, flags, count, halvings, window_le
 def _order_launch(ranges: int, tiles: int, kv_heads: int, group: int, most_groups: int, programs: int, window: tuple[int, int], block: int,
                   rows: int) -> Launch:
     return Launch(key_tile_order_kernel, max(1, -(-tiles // OWN.value)),
-                  (ranges, ranges.bit_length(), *window, tiles, kv_heads, group, kv_heads / programs, DIVIDED, TAIL, most_groups,
+                  (ranges, ranges.bit_length(), *window, tiles, kv_heads, group, kv_heads / programs, DIVIDED, most_groups,
                    2 * divided_tiles(group, programs)),
                   {"PARTS": parts_of(group), "KEYS": block, "ROWS": rows}, 16, 1)
 

@@ -79,7 +79,7 @@ def distance_bias_attention(
         covered = ops.is_covered(*longest, bias.shape[1], origin, left, right)
         residual = ops.wants_residual(q, v, bias, impl, deterministic, covered)
         out, lse, *_ = ops.forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, residual, impl, deterministic, covered, origin,
-                                      softmax_scale, left, right)
+                                   softmax_scale, left, right)
     return (out, lse) if return_lse else out
 
 
