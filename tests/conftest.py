@@ -43,6 +43,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def memory_of_others():
+    """Processes that test side by side on one GPU do not keep what a large float64 reference took."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**32:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
