@@ -40,7 +40,7 @@ from attnzoo_kernels.flash.cases import mixed_lengths
 from benchmarks import harness
 from benchmarks.accuracy import error_ratio
 from benchmarks.harness import Backend, Entry, Line, Pass, Session, Unsupported
-from benchmarks.peers import PEER_LIMIT, compiled_flex_attention, fa3_missing, heads_first
+from benchmarks.peers import PEER_LIMIT, compiled_flex_attention, fa3_missing, heads_first, sglang_missing
 from benchmarks.report import Row
 
 TRAFFIC = 2**31  # bytes of keys and values that a graph reads
@@ -99,6 +99,19 @@ def fa3(case: Case, x: Inputs) -> Pass:
     return only_forward(lambda: torch.ops.flash_attn_3.fwd(q, k, v, **options)[0])
 
 
+def sglang(case: Case, x: Inputs) -> Pass:
+    """The same kernels in SGLang's build, whose operator has no defaults."""
+    q, k, v = (t.nan_to_num(0.0) for t in x[:3])
+    operator = torch.ops.sgl_kernel.fwd.default
+    options = {argument.name: None for argument in operator._schema.arguments[3:]}
+    options |= {"seqused_k": x.options["cache_seqlens"], "is_causal": case.causal, "window_size_left": -1, "window_size_right": -1,
+                "attention_chunk": 0, "softcap": 0.0, "is_rotary_interleaved": False, "num_splits": 0, "pack_gqa": True, "sm_margin": 0,
+                "only_qv": False}
+    if "block_table" in x.options:
+        options["page_table"] = x.options["block_table"].clamp(min=0)
+    return only_forward(lambda: operator(q, k, v, **options)[0])
+
+
 def captured(make: Callable[[Case, Inputs], Pass], inputs: list[Inputs]) -> Callable[[Case, Inputs], Pass]:
     """A call on each of `inputs` in one CUDA graph; on a CPU one after the other."""
 
@@ -155,6 +168,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("fa3", fa3, fa3_missing, limit=PEER_LIMIT),
         # of the table of pages: with the library that was tried it ends with an illegal memory access, and the table with it
         Backend("fa3-pages", fa3, fa3_missing, limit=PEER_LIMIT, on_request=True),
+        Backend("sglang-fa3", sglang, sglang_missing, limit=PEER_LIMIT, on_request=True),
         Backend("attnzoo-reference", attnzoo("reference")),
     )
 }
@@ -214,7 +228,7 @@ def layouts(session: Session) -> Iterator[list[Row]]:
 
 def pages(session: Session) -> Iterator[list[Row]]:
     """A cache in pages, beside one that lies in rows (0): one cache after the other."""
-    with_pages = replace(session, backends=[b for b in session.backends if b.name.startswith(("attnzoo", "fa3-pages"))])
+    with_pages = replace(session, backends=[b for b in session.backends if b.name.startswith(("attnzoo", "fa3-pages", "sglang-fa3"))])
     sizes = [shape(session, *size) for size in ((1, 65536), (64, 4096))]
     cases = {(f"batch {batch} of {length}", page): benchmark_case(batch, length, page=page or None)
              for batch, length in sizes for page in (0, 16, 64, 256)}

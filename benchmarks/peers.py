@@ -166,6 +166,19 @@ def fa3_missing() -> str | None:
     return None if hasattr(torch.ops.flash_attn_3, "fwd") else "loaded, but torch.ops.flash_attn_3.fwd is not there"
 
 
+@functools.cache
+def sglang_missing() -> str | None:
+    """SGLang's build of FlashAttention-3, of its package sglang-kernel, or of the shared library that SGLANG_LIBRARY names."""
+    try:
+        if library := os.environ.get("SGLANG_LIBRARY"):
+            torch.ops.load_library(library)
+        else:
+            import sgl_kernel.flash_ops  # noqa: F401
+    except (ImportError, OSError) as problem:
+        return f"not importable ({problem}); SGLANG_LIBRARY may name its flash_ops.abi3.so"
+    return None if hasattr(torch.ops.sgl_kernel, "fwd") else "loaded, but torch.ops.sgl_kernel.fwd is not there"
+
+
 def fa3(case: Case, x: Inputs, deterministic: bool = False) -> Pass:
     refuse(case, "alibi", "sinks", "dropout")
     q, k, v, dout = x[:4]
