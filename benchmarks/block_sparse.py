@@ -2,6 +2,7 @@
 
     python -m benchmarks.block_sparse                              # milliseconds by density
     python -m benchmarks.block_sparse density lengths blocks layouts
+    python -m benchmarks.block_sparse density --full --backends attnzoo cudnn    # cuDNN's block-sparse attention has no causal mask
 """
 
 import functools
@@ -91,6 +92,40 @@ def flex(case: Case, x: Inputs) -> Pass:
     return differentiable(attend, tuple(map(peers.heads_first, (x.q, x.k, x.v))), peers.heads_first(x.dout), lambda y: y.transpose(1, 2))
 
 
+@functools.cache
+def cudnn_missing() -> str | None:
+    try:
+        from cudnn import BSA  # noqa: F401
+    except (ImportError, OSError) as problem:
+        return f"not importable ({problem}); pip install nvidia-cudnn-frontend, 1.30 or later"
+    return None
+
+
+def cudnn(case: Case, x: Inputs) -> Pass:
+    """Of NVIDIA's cudnn-frontend. Its backward makes the lists of keys' blocks in every call, ours are kept with the layout."""
+    from cudnn import BSA
+
+    peers.refuse(case, "packed input", "window", "softcap", "alibi", "sinks", "dropout", "values of another width")
+    if case.causal:
+        raise Unsupported("has no causal mask: --full")
+    if case.block_q not in (64, 128) or case.block_q != (case.block_k or case.block_q):
+        raise Unsupported("written for square blocks of 64 or 128")
+    counts, blocks = ordered(x.layout.mask.expand(x.q.shape[0], x.q.shape[2], -1, -1))
+    lists = {"q2k_block_index": blocks[..., : counts.max()].contiguous(), "q2k_block_nums": counts}
+    options = {"sparse_block_size": case.block_q, "layout": "bshd"}
+    saved: list[Tensor] = []
+
+    def forward() -> Tensor:
+        return BSA.block_sparse_attention_forward(x.q, x.k, x.v, **lists, **options)["o_tensor"]
+
+    def backward() -> tuple[Tensor, ...]:
+        if not saved:
+            saved.extend(BSA.block_sparse_attention_forward(x.q, x.k, x.v, **lists, **options).values())
+        return tuple(BSA.block_sparse_attention_backward(x.dout, x.q, x.k, x.v, *saved, **lists, **options).values())
+
+    return Pass(forward, backward, saved)
+
+
 @dataclass(frozen=True)
 class Dense:
     """A peer's backend over the same q, k and v without the layout."""
@@ -107,6 +142,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("attnzoo", attnzoo(None)),
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("flex", flex, limit=peers.PEER_LIMIT),
+        Backend("cudnn", cudnn, cudnn_missing, limit=peers.PEER_LIMIT, on_request=True),
         *(Backend(DENSE + name, Dense(name), peers.BACKENDS[name].missing, peers.BACKENDS[name].limit)
           for name in ("attnzoo-gluon", "attnzoo-triton", "sdpa-cudnn", "fa3", "fa4")),
         Backend("attnzoo-reference", attnzoo("reference")),
@@ -145,9 +181,9 @@ def compare(session: Session, line: Line, columns: list[Entry], kept: float) -> 
     return rows
 
 
-def make_case(session: Session, seqlen: int, density: float, block: int) -> Case:
+def make_case(session: Session, seqlen: int, density: float, block: int, causal: bool = True) -> Case:
     o = session.options
-    return benchmark_case(seqlen, density, block, o.head_dim, o.heads, dtype=session.dtype)
+    return replace(benchmark_case(seqlen, density, block, o.head_dim, o.heads, dtype=session.dtype), causal=causal)
 
 
 def break_even(points: list[tuple[float, float, float]]) -> float | None:
@@ -160,14 +196,14 @@ def break_even(points: list[tuple[float, float, float]]) -> float | None:
 
 
 def density(session: Session) -> Iterator[list[Row]]:
-    """By the density that is drawn; the diagonal comes to it, and notes say the share of the blocks that touch the causal triangle. Dense
-    kernels stand beside, and a note says where the fastest of them is as fast."""
+    """By the density that is drawn; the diagonal comes to it, and notes say the share of the blocks that touch the causal triangle, or with
+    `--full` of all. Dense kernels stand beside, and a note says where the fastest of them is as fast."""
     o = session.options
     for seqlen in o.lengths:
         points: dict[str, list[tuple[float, float, float]]] = {direction: [] for direction in o.directions}
         for share in sorted(o.densities):
-            case = make_case(session, seqlen, share, o.block)
-            line = Line("block_sparse", "density", f"n{seqlen} blocks of {o.block}", share)
+            case = make_case(session, seqlen, share, o.block, causal=not o.full)
+            line = Line("block_sparse", "density", f"n{seqlen} blocks of {o.block}{', full' if o.full else ''}", share)
             rows = compare(session, line, entries(session, case), case.kept)
             for n, row in enumerate(rows):
                 dense = [(r.value, r.label) for r in rows if r.direction == row.direction and r.label.startswith(DENSE) and r.value]
@@ -231,6 +267,7 @@ def main(arguments: list[str] | None = None) -> int:
     command.add_argument("--lengths", nargs="+", type=harness.positive, default=[16384, 32768])
     command.add_argument("--densities", nargs="+", type=float, default=[0.06, 0.12, 0.25, 0.5, 1.0], help="drawn; the diagonal is added")
     command.add_argument("--block", type=harness.positive, default=128)
+    command.add_argument("--full", action="store_true", help="of the density table: without the causal mask")
     command.add_argument("--block-sizes", nargs="+", type=harness.positive, default=[16, 32, 64, 128, 256])
     command.add_argument("--block-density", type=float, default=0.25, help="density of the blocks table (default: 0.25)")
     command.add_argument("--growing-lengths", nargs="+", type=harness.positive, default=[8192, 16384, 24576, 32768, 49152])
