@@ -1,18 +1,21 @@
-"""Attention over chosen blocks of keys: MoBA, MSA and NSA beside dense attention, FlexAttention with a mask of the blocks, and fla's NSA.
+"""Attention over chosen blocks of keys: MoBA, MSA and NSA beside dense attention, FlexAttention with a mask of the blocks, and others' NSA.
 
     python -m benchmarks.routed                             # MoBA by length
     python -m benchmarks.routed moba selected msa nsa lists indexer rows decode
     python -m benchmarks.routed selected nsa --heads 64 --kv-heads 4 --compress-size 64 --compress-stride 64    # fla takes these
+    python -m benchmarks.routed selected --backends attnzoo nsa-triton fsa
+    python -m benchmarks.routed selected --backends attnzoo nsa-cudnn --directions forward
 
 Queries and keys are random, and each query chooses its blocks by them: no two choose alike, so that the blocks of a tile of queries are
 soon all that there are. A rate counts the pairs of a query and a key that it reads, for dense kernels too: its ratios are those of the
 times. Blocks are given where a column does not say that it chooses them. FlexAttention's block mask is made outside of the timing.
 
 FlexAttention and fla take minutes to compile on a fresh machine. A line has their figures last, from a comparison of its own with the
-baseline beside them.
+baseline beside them. So it has those of the other NSAs, which are taken where --backends names them.
 """
 
 import functools
+import importlib
 import itertools
 import os
 import statistics
@@ -224,6 +227,88 @@ def fla(case: Any, x: Problem) -> Pass:
     return differentiable(whole, tuple(x.leaves), x.dout)
 
 
+NOWHERE = torch.iinfo(torch.int32).max  # of a list of blocks, behind all of them
+
+
+def lists_of_blocks(case: Any, x: Problem) -> Tensor:
+    """The blocks that each query of a sequence reads, of its own causally, in ascending order and with -1 behind them: int32
+    (seqlen, kv_heads, slots + 1)."""
+    if isinstance(case, nsa_cases.Case):
+        raise Unsupported("written for the chosen blocks alone")
+    if x.q.shape[0] != 1:
+        raise Unsupported("written for one sequence")
+    if x.blocks.shape[2] != x.k.shape[2]:
+        raise Unsupported("heads of a key head choose together")
+    blocks = x.blocks[0]
+    own = torch.arange(blocks.shape[0], device=blocks.device, dtype=torch.int32).view(-1, 1, 1) // case.block_size
+    blocks = blocks.where((blocks >= 0) & (blocks < own), NOWHERE)
+    blocks = torch.cat((blocks, own.expand(*blocks.shape[:-1], 1)), -1).sort(-1).values
+    return blocks.where(blocks < NOWHERE, -1)
+
+
+def importable(module: str, where: str) -> Callable[[], str | None]:
+    """A backend's `missing`. where: the packages of its project, which PYTHONPATH must find."""
+
+    @functools.cache
+    def missing() -> str | None:
+        try:
+            importlib.import_module(module)
+        except (ImportError, OSError) as problem:
+            return f"not importable ({problem}); {where}"
+        return None
+
+    return missing
+
+
+def by_token(module: str, function: str) -> Callable[[Any, Problem], Pass]:
+    """A function of NSA in Triton, or of FSA, which is made from it and has its signature: lists of blocks by key head."""
+
+    def make(case: Any, x: Problem) -> Pass:
+        blocks = lists_of_blocks(case, x).transpose(0, 1).contiguous()
+        if case.block_size not in (32, 64, 128, 256):
+            raise Unsupported(f"blocks have 32, 64, 128 or 256 tokens, not {case.block_size}")
+        attend, size = getattr(importlib.import_module(module), function), case.block_size
+        bounds = torch.tensor([0, x.q.shape[1]], device=x.q.device, dtype=torch.int32)
+        leaves = tuple(leaf.squeeze(0) for leaf in x.leaves)
+        return differentiable(lambda q, k, v: attend(q, k, v, blocks, size, bounds), leaves, x.dout.squeeze(0), lambda y: y.unsqueeze(0))
+
+    return make
+
+
+def nsa_cudnn(case: Any, x: Problem) -> Pass:
+    """The forward of chosen blocks of NVIDIA's cudnn-frontend, which has no backward."""
+    from cudnn import NSA
+
+    blocks, group = lists_of_blocks(case, x), x.q.shape[2] // x.k.shape[2]
+    if group > 16:
+        raise Unsupported(f"a key head has at most 16 heads, not {group}")
+    if case.block_size not in (16, 32, 64, 128):
+        raise Unsupported(f"blocks have 16, 32, 64 or 128 tokens, not {case.block_size}")
+    q, k, v = (leaf.squeeze(0) for leaf in x.leaves)
+    counts, seqlen = (blocks >= 0).sum(-1, dtype=torch.int32), q.shape[0]
+    bounds = torch.tensor([0, seqlen], device=q.device, dtype=torch.int32)
+
+    def forward() -> Tensor:
+        return NSA.selection_attention_wrapper(
+            q, k, v, blocks, counts, bounds, bounds, block_size=case.block_size, scale_softmax=q.shape[-1] ** -0.5, max_s_q=seqlen,
+            max_s_k=seqlen, is_causal=True)["o_tensor"]
+
+    def backward() -> tuple[Tensor, ...]:
+        raise Unsupported("has no backward: --directions forward")
+
+    return Pass(forward, backward, [], lambda y: y.unsqueeze(0))
+
+
+OTHER_NSA = (
+    Backend("nsa-triton", by_token("native_sparse_attention.ops", "topk_sparse_attention"),
+            importable("native_sparse_attention.ops", "a checkout of github.com/XunhaoLai/native-sparse-attention-triton, and einops"),
+            limit=peers.PEER_LIMIT, on_request=True, late=True),
+    Backend("fsa", by_token("fsa.ops", "FSA_topk_sparse_attention"),
+            importable("fsa.ops", "a checkout of github.com/Relaxed-System-Lab/Flash-Sparse-Attention, and einops"),
+            limit=peers.PEER_LIMIT, on_request=True, late=True),
+    Backend("nsa-cudnn", nsa_cudnn, importable("cudnn.native_sparse_attention", "pip install nvidia-cudnn-frontend, 1.31 or later"),
+            limit=peers.PEER_LIMIT, on_request=True, late=True),
+)
 BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
@@ -232,6 +317,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("attnzoo with its choice", choosing),
         Backend("flex", flex, limit=peers.PEER_LIMIT, late=True),
         Backend("fla", fla, fla_missing, limit=peers.PEER_LIMIT, late=True),
+        *OTHER_NSA,
         *(Backend(DENSE + name, Dense(name), peers.BACKENDS[name].missing, peers.BACKENDS[name].limit)
           for name in ("attnzoo-gluon", "attnzoo-triton", "sdpa-cudnn")),
         Backend("attnzoo-reference", attnzoo("reference")),

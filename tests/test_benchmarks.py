@@ -6,6 +6,7 @@ import dataclasses
 import math
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from matplotlib.figure import Figure
 from tiny_run import ROOT, write_checkpoint
 
 from attnzoo_kernels import flash_attention
+from attnzoo_kernels.block_sparse import cases as block_sparse_cases
 from attnzoo_kernels.flash import cases
 from attnzoo_kernels.flash.cases import Case
 from attnzoo_kernels.flash.reference import visible
-from benchmarks import cpu, decode, flash, forgetting, harness, peers, report, routed, timing
+from attnzoo_kernels.routed import cases as routed_cases
+from benchmarks import block_sparse, cpu, decode, flash, forgetting, harness, peers, report, routed, timing
 from benchmarks.accuracy import error_ratio
 from benchmarks.harness import Backend, Entry, Line, Pass, Unsupported
 from benchmarks.timing import Candidate, Timing
@@ -305,6 +308,98 @@ def test_flex_reads_the_tiles_of_chosen_blocks(size):
     for n, places in enumerate((partial_at, full_at)):
         some[n].scatter_(-1, places.long(), torch.arange(places.shape[-1]) < counts[n][..., None])
     assert torch.equal(some[0] ^ some[1], seen.any(-1)) and torch.equal(some[1], seen.all(-1))
+
+
+def attention_to(seen, q, k, v):
+    """seen: bool (heads, seqlen, seqlen). Others (seqlen, heads or kv_heads, head_dim)."""
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)[0].transpose(0, 1)
+
+
+def tokens_seen(blocks, size, heads):
+    """What lists of blocks by key head, behind which -1 stands, show causally: bool (heads, seqlen, seqlen)."""
+    seqlen = blocks.shape[1]
+    assert (blocks[..., 1:].where(blocks[..., 1:] >= 0, seqlen) > blocks[..., :-1]).all()  # in ascending order
+    own = torch.arange(seqlen) // size
+    read = torch.stack([(blocks == block).any(-1) for block in range(int(own[-1]) + 1)], -1)
+    return (read[..., own] & torch.ones(seqlen, seqlen, dtype=torch.bool).tril()).repeat_interleave(heads // blocks.shape[0], 0)
+
+
+@pytest.fixture
+def chosen_blocks():
+    case = routed_cases.Case(seqlen_q=150, heads=6, kv_heads=2, head_dim=16, block_size=32, slots=3, shared=True)
+    q, k, v, blocks, dout, _ = case.inputs()
+
+    def call(q, k, v, *, blocks, impl):
+        return routed.routed_attention(q, k, v, blocks, block_size=case.block_size, impl=impl)
+
+    return case, routed.Problem([q, k, v], dout, blocks, call)
+
+
+@pytest.mark.parametrize(("name", "module", "function"), [
+    ("nsa-triton", "native_sparse_attention.ops", "topk_sparse_attention"), ("fsa", "fsa.ops", "FSA_topk_sparse_attention")])
+def test_other_nsas_are_given_the_same_blocks(monkeypatch, chosen_blocks, name, module, function):
+    """With a stand-in for their kernels, which takes what these take."""
+    def attend(q, k, v, blocks, size, bounds):
+        assert blocks.is_contiguous() and blocks.dtype == bounds.dtype == torch.int32 and bounds.tolist() == [0, q.shape[0]]
+        return attention_to(tokens_seen(blocks, size, q.shape[1]), q, k, v)
+
+    monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(**{function: attend}))
+    case, x = chosen_blocks
+    assert routed.Check(case, x, ["forward", "backward"])(routed.BACKENDS[name].make(case, x)) <= 1
+    with pytest.raises(Unsupported, match="32, 64, 128 or 256"):
+        routed.BACKENDS[name].make(dataclasses.replace(case, block_size=16), x)
+
+
+def test_the_nsa_of_cudnn_is_given_the_same_blocks(monkeypatch, chosen_blocks):
+    def attend(q, k, v, blocks, counts, *bounds, block_size, is_causal, **options):
+        blocks = blocks.transpose(0, 1)
+        assert is_causal and torch.equal((blocks >= 0).sum(-1).T, counts) and counts.dtype == torch.int32
+        return {"o_tensor": attention_to(tokens_seen(blocks, block_size, q.shape[1]), q, k, v)}
+
+    namespace = types.SimpleNamespace(NSA=types.SimpleNamespace(selection_attention_wrapper=attend))
+    monkeypatch.setitem(sys.modules, "cudnn", namespace)
+    case, x = chosen_blocks
+    run = routed.BACKENDS["nsa-cudnn"].make(case, x)
+    assert routed.Check(case, x, ["forward"])(run) <= 1
+    with pytest.raises(Unsupported, match="--directions forward"):
+        run.backward()
+
+
+def test_the_block_sparse_attention_of_cudnn_is_given_the_same_blocks(monkeypatch):
+    def whole(q, k, v, lists, size):
+        index, counts = lists["q2k_block_index"], lists["q2k_block_nums"]
+        kept = torch.zeros(*index.shape[:3], k.shape[1] // size, dtype=torch.bool)
+        kept.scatter_(-1, index.long(), torch.arange(index.shape[-1]) < counts[..., None])
+        return attention_to(kept[0].repeat_interleave(size, 1).repeat_interleave(size, 2), *(t[0] for t in (q, k, v)))[None]
+
+    def forward(q, k, v, *, sparse_block_size, layout, **lists):
+        assert layout == "bshd"
+        return {"o_tensor": whole(q, k, v, lists, sparse_block_size), "lse_tensor": q.new_zeros(())}
+
+    def backward(dout, q, k, v, out, lse, *, sparse_block_size, layout, **lists):
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        return dict(enumerate(torch.autograd.grad(whole(*leaves, lists, sparse_block_size), leaves, dout)))
+
+    functions = {"block_sparse_attention_forward": forward, "block_sparse_attention_backward": backward}
+    monkeypatch.setitem(sys.modules, "cudnn", types.SimpleNamespace(BSA=types.SimpleNamespace(**functions)))
+    case = block_sparse_cases.Case(seqlen_q=256, heads=3, head_dim=16, block_q=64, masks="head", diagonal=True)
+    x = case.inputs()
+    assert block_sparse.Check(case, x, ["forward", "backward"])(block_sparse.cudnn(case, x)) <= 1
+    with pytest.raises(Unsupported, match="--full"):
+        block_sparse.cudnn(dataclasses.replace(case, causal=True), x)
+
+
+def test_a_package_that_is_missing_is_named():
+    missing = routed.importable("no_such_package.ops", "a checkout of it")()
+    assert "no_such_package" in missing and missing.endswith("a checkout of it")
+
+
+@pytest.mark.slow
+def test_dry_run_of_block_sparse_without_a_causal_mask(tmp_path):
+    assert block_sparse.main(["--dry-run", "density", "--full", "--output", str(tmp_path)]) == 0
+    rows = list(csv.DictReader((tmp_path / "block_sparse-density.csv").read_text().splitlines()))
+    assert all(row["value"] and row["panel"].endswith(", full") and "-full" in row["case"] for row in rows)
 
 
 @pytest.mark.slow
