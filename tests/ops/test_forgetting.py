@@ -153,6 +153,24 @@ def test_with_a_nan_nothing_is_passed_over(dtype):
     assert passed_over(q, k, log_f, softmax_scale=0.25) == passed_over(k, q, log_f, softmax_scale=0.25) == 0
 
 
+@pytest.mark.parametrize("impl", [pytest.param(path, marks=[needs_triton] * (path == "triton")) for path in PATHS])
+@pytest.mark.parametrize("behind", ((3, 0), (0, 2), (2, 5)), ids=str)
+def test_other_numbers_of_queries_and_keys_behind_the_last_sequence_of_one_cu_seqlens(behind, impl):
+    x = Case(lengths_q=(9, 0, 17), kv_heads=1, head_dim=16, dtype=torch.float32).inputs(DEVICE)
+    queries, keys = (torch.nn.functional.pad(torch.arange(26, device=DEVICE), (0, n)) for n in behind)
+
+    def run(rows_q, rows_k):
+        leaves = [t[rows].detach().requires_grad_() for t, rows in zip(x[:4], (rows_q, *[rows_k] * 3), strict=True)]
+        out, lse = forgetting_attention(*leaves, return_lse=True, impl=impl, **x.options)
+        grads = torch.autograd.grad((out, lse), leaves, (x.dout[rows_q], torch.ones_like(lse)))
+        return out, *grads
+
+    alone = torch.arange(26, device=DEVICE)
+    for ours, wanted in zip(run(queries, keys), run(alone, alone), strict=True):
+        assert_close(ours[:26], wanted)
+        assert not ours[26:].any()
+
+
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

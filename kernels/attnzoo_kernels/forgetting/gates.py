@@ -41,7 +41,8 @@ def gradient(columns: Tensor, rows: Tensor, cu_seqlens_q: Tensor | None, cu_seql
         shift = dc.shape[-1] - rows.shape[-1]
         dc[..., max(shift, 0) :] += rows[..., max(-shift, 0) :]
     elif cu_seqlens_q is cu_seqlens_k:
-        dc += rows
+        both = min(dc.shape[-1], rows.shape[-1])  # behind the last sequence, queries may be more or fewer than keys
+        dc[..., :both] += rows[..., :both]
     elif dc.shape[-1] > 0:
         total = rows.shape[-1]
         own = token_positions(cu_seqlens_q, total)
