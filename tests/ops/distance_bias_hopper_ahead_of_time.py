@@ -2,7 +2,7 @@
 prints a JSON line per kernel."""
 
 import torch
-from hopper_ahead_of_time import WarmUp, compile_only, compiled_plans, report
+from hopper_ahead_of_time import compile_only, compiled_plans, report
 
 FULL, CAUSAL, WINDOW = (-1, -1), (-1, 0), (64, 0)
 # head_dim, value_dim, length, window, packed
@@ -12,13 +12,12 @@ CALLS = ((64, 64, 4096, CAUSAL, True), (64, 64, 4096, FULL, False), (64, 64, 512
 
 def main() -> None:
     compile_only()
-    from attnzoo_kernels._triton.call import layout
     from attnzoo_kernels.distance_bias import hopper, hopper_backward
-    from attnzoo_kernels.flash import hopper_backward as flash
+    from attnzoo_kernels.flash import hopper as flash_forward
+    from attnzoo_kernels.flash import hopper_backward as flash_backward
     from attnzoo_kernels.flash.options import Options
 
-    hopper.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
-    plans = compiled_plans(flash)
+    forward_plans, plans = compiled_plans(flash_forward), compiled_plans(flash_backward)
     for head_dim, value_dim, length, (left, right), packed in CALLS:
         rows = (length,) if packed else (1, length)
         q, k = torch.zeros(2, *rows, 2, head_dim, dtype=torch.bfloat16)
@@ -28,10 +27,8 @@ def main() -> None:
                           distances=128)
         case = {"head_dim": head_dim, "value_dim": value_dim, "length": length, "packed": packed, "window": (left, right)}
         for residual in (None, torch.zeros_like(v)):
-            launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, residual is not None, layout(q), layout(k), layout(v), options)
-            launch.kernel, launch.others = WarmUp(launch.kernel), tuple
             hopper.launch_forward(q, k, v, bounds, bounds, options, torch.zeros(2, 128 + 512), residual)
-            report(launch.compiled, **case, residual=residual is not None, consumers=tile.consumers)
+            report(forward_plans[-1].launch.compiled, **case, residual=residual is not None, consumers=forward_plans[-1].tile.consumers)
         stats = torch.zeros(2, 2, length) if packed else torch.zeros(2, 1, 2, length)
         for sums in (None, torch.zeros(2, 128 + 512)) if max(head_dim, value_dim) <= 64 else (None,):
             hopper_backward.launch_backward(v, None, q, k, v, v, stats, bounds, bounds, options, torch.zeros(2, 128 + 512), sums, False)

@@ -4,18 +4,17 @@ per kernel."""
 import itertools
 
 import torch
-from hopper_ahead_of_time import WarmUp, compile_only, compiled_plans, report
+from hopper_ahead_of_time import compile_only, compiled_plans, report
 
 
 def main() -> None:
     compile_only()
-    from attnzoo_kernels._triton.call import layout
-    from attnzoo_kernels.flash import hopper_backward as flash
+    from attnzoo_kernels.flash import hopper as flash_forward
+    from attnzoo_kernels.flash import hopper_backward as flash_backward
     from attnzoo_kernels.flash.options import KeyBias, Options
     from attnzoo_kernels.forgetting import blocks, hopper, hopper_backward
 
-    hopper.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
-    plans = compiled_plans(flash)
+    forward_plans, plans = compiled_plans(flash_forward), compiled_plans(flash_backward)
     bf16, fp16 = torch.bfloat16, torch.float16
     shapes = ((64, 64, 4096, False, -1, bf16), (128, 128, 4096, False, -1, bf16), (128, 128, 4096, True, 64, bf16),
               (64, 64, 512, True, -1, bf16), (64, 128, 1000, False, 64, bf16), (128, 128, 512, False, -1, fp16),
@@ -31,10 +30,8 @@ def main() -> None:
         c, starts, ends = blocks.shapes(q, k, torch.zeros(*rows, 4), options)
         bias = KeyBias(torch.zeros(c), torch.zeros(starts), torch.zeros(ends, dtype=torch.int32))
         for residual in (None,) if dtype == fp16 else (None, torch.zeros_like(v)):
-            launch = hopper._plan(q.device, q.dtype, packed, residual is not None, layout(q), layout(k), layout(v), options).launch
-            launch.kernel, launch.others = WarmUp(launch.kernel), tuple
             hopper.launch_forward(q, k, v, bounds, bounds, options, bias, blocks.empty_parts(q, k, options), residual)
-            report(launch.compiled, **case, residual=residual is not None)
+            report(forward_plans[-1].launch.compiled, **case, residual=residual is not None)
         if dtype == fp16:
             continue
         stats = torch.zeros(2, 4, length) if packed else torch.zeros(2, 1, 4, length)

@@ -56,11 +56,10 @@ def report(kernel, **case) -> None:
 
 def main() -> None:
     compile_only()
-    from attnzoo_kernels._triton.call import layout
     from attnzoo_kernels.flash import hopper
     from attnzoo_kernels.flash.options import Options
 
-    hopper.multiprocessors, hopper.tile_counter = lambda device: 132, lambda device: torch.zeros(1, dtype=torch.int32)
+    plans = compiled_plans(hopper)
     shapes = ((64, 64, 512), (64, 64, 4096), (128, 128, 4096), (64, 128, 4096))
     calls = [(*shape, *bounds, (i + j) % 2 == 0, None)  # every shape and every mask is met packed and dense
              for (i, shape), (j, bounds) in itertools.product(enumerate(shapes), enumerate(BOUNDS))]
@@ -76,12 +75,9 @@ def main() -> None:
         bounds = torch.zeros(2, dtype=torch.int32) if packed else None
         options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
         residual = None if sinks is None else torch.zeros(*rows, 2, value_dim, dtype=torch.bfloat16)
-        launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, sinks is not None, residual is not None, layout(q), layout(k), layout(v),
-                                        options, None)
-        launch.kernel, launch.others = WarmUp(launch.kernel), tuple
         hopper.launch_forward(q, k, v, bounds, bounds, sinks, options, residual=residual)
-        report(launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, window=(left, right), consumers=tile.consumers,
-               sinks=sinks is not None)
+        report(plans[-1].launch.compiled, head_dim=head_dim, value_dim=value_dim, packed=packed, window=(left, right),
+               consumers=plans[-1].tile.consumers, sinks=sinks is not None)
 
 
 class WarmUp:
@@ -95,13 +91,17 @@ class WarmUp:
 
 
 def launches_of(plan) -> list:
+    if hasattr(plan, "launch"):  # of a forward
+        plan.launch.others = tuple
+        return [plan.launch]
     tails = plan.tails if isinstance(plan.tails, tuple) else (plan.tails,)
     return [launch for launch in (plan.preprocess, *tails, plan.mainloop, plan.postprocess) if launch is not None]
 
 
 def compiled_plans(planner) -> list:
-    """`planner`, flash.hopper_backward or hopper_wide_backward, compiles what it would launch; returns its plans, as they are made."""
-    planner.multiprocessors = lambda device: 132
+    """`planner`, flash.hopper, hopper_backward or hopper_wide_backward, compiles what it would launch; returns its plans, as they are
+    made."""
+    planner.multiprocessors, planner.tile_counter = lambda device: 132, lambda device: torch.zeros(1, dtype=torch.int32)
     plans, plan_of = [], planner._plan
 
     def plan(*arguments):

@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 
 import torch
-from hopper_ahead_of_time import WarmUp, compile_only, compiled_plans, report
+from hopper_ahead_of_time import compile_only, compiled_plans, report
 
 FULL, CAUSAL, WINDOW = (-1, -1), (-1, 0), (64, 0)
 # head_dim, value_dim, length, window, packed
@@ -16,13 +16,12 @@ EVERY = FEW + tuple((width, value_width, length, window, packed) for width, valu
 
 def main() -> None:
     compile_only()
-    from attnzoo_kernels._triton.call import layout
-    from attnzoo_kernels.flash import hopper_backward as flash
+    from attnzoo_kernels.flash import hopper as flash_forward
+    from attnzoo_kernels.flash import hopper_backward as flash_backward
     from attnzoo_kernels.sigmoid import hopper, hopper_backward
     from attnzoo_kernels.sigmoid.options import Options
 
-    hopper.tile_counter = lambda device: torch.zeros(1, dtype=torch.int32)
-    compiled = compiled_plans(flash)
+    forward_plans, compiled = compiled_plans(flash_forward), compiled_plans(flash_backward)
     for head_dim, value_dim, length, (left, right), packed in EVERY if "every" in sys.argv else FEW:
         rows = (length,) if packed else (1, length)
         q, k = torch.zeros(2, *rows, 2, head_dim, dtype=torch.bfloat16)
@@ -30,10 +29,8 @@ def main() -> None:
         bounds = torch.zeros(2, dtype=torch.int32) if packed else None
         options = Options(sequences=1 if packed else None, softmax_scale=head_dim**-0.5, window_left=left, window_right=right)
         case = {"head_dim": head_dim, "value_dim": value_dim, "length": length, "packed": packed, "window": (left, right)}
-        launch, tile, *_ = hopper._plan(q.device, q.dtype, packed, layout(q), layout(k), layout(v), options, None)
-        launch.kernel, launch.others = WarmUp(launch.kernel), tuple
         hopper.launch_forward(q, k, v, bounds, bounds, options)
-        report(launch.compiled, **case, consumers=tile.consumers)
+        report(forward_plans[-1].launch.compiled, **case, consumers=forward_plans[-1].tile.consumers)
         for deterministic in (False, True) if "every" in sys.argv else (True,):
             hopper_backward.launch_backward(grad_out, q, k, v, bounds, bounds, options, deterministic)
             report(compiled[-1].mainloop.compiled, **case, deterministic=deterministic, tile=asdict(compiled[-1].tile))

@@ -18,7 +18,7 @@ def kernels_of(width: int, length: int, packed: bool, left: int, right: int) -> 
     shape = (length, 2, width) if packed else (1, length, 2, width)
     x = layout(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
     options = Options(sequences=1 if packed else None, softmax_scale=1.0, window_left=left, window_right=right)
-    launch = hopper._plan(torch.device("cpu"), torch.bfloat16, packed, False, False, x, x, x, options).launch
+    launch = hopper._plan(torch.device("cpu"), torch.bfloat16, packed, False, x, x, x, options).launch
     first, *others = (frozenset(x.constants.items()) for x in (launch, *launch.others()))
     return first, {first, *others}
 

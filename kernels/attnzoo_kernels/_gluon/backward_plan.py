@@ -10,7 +10,7 @@ from attnzoo_kernels._gluon.backward_tiles import HALF
 from attnzoo_kernels._gluon.bwd_postprocess import bwd_postprocess_kernel
 from attnzoo_kernels._gluon.bwd_preprocess import bwd_all_tails_kernel, bwd_preprocess_kernel, bwd_tails_kernel, clear_tile
 from attnzoo_kernels._gluon.hopper import descriptor
-from attnzoo_kernels._triton.call import Call, Layout, strides
+from attnzoo_kernels._triton.call import Call, Layout, filled, strides
 from attnzoo_kernels._triton.launch import Launch
 
 OWN_TENSORS, OWN_NUMBERS = 5, 4  # of a variant, in pair_bwd_kernel and bwd_preprocess_kernel
@@ -35,11 +35,6 @@ def pair_tile(width: int, ordered: bool) -> Tile:
     """A tile with as many queries as the registers hold scores of. A warp for dQ is faster at width 64, and with ordered sums, where it
     waits in place of the consumers. At width 128 without order it is slower."""
     return Tile(8192 // width, dq_warp=ordered or width == 64)
-
-
-def filled(own: tuple, count: int) -> tuple:
-    """The variant's own arguments, filled up to `count` with None."""
-    return *own, *(None,) * (count - len(own))
 
 
 def mainloop_width(*widths: int) -> int:

@@ -16,6 +16,7 @@ class Descriptors(NamedTuple):
     k: Any
     v: Any
     out: Any
+    residual: Any = None  # like `out`, for the output's rounding error, which finish_with_residual stores
 
 
 class Problem(NamedTuple):

@@ -88,17 +88,17 @@ def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.con
 
 @gluon.jit
 def finish_with_residual(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.constexpr, program, config):
-    """FINISH that also stores the output's rounding error by own.residual, a descriptor like the output's. With OUTS = 2 the error has a
-    shared tile of its own; else it waits until TMA has read the output from the only tile."""
+    """FINISH that also stores the output's rounding error. With OUTS = 2 the error has a shared tile of its own; else it waits until TMA
+    has read the output from the only tile."""
     if span.row < span.len_q:
         out = acc * gl.convert_layout(inverse, gl.SliceLayout(1, acc.type.layout))[:, None]
         write_tile(program.descs.out, out, at, ME, program)
         residual = out - out.to(program.tiles.out.dtype).to(gl.float32)
         if config.OUTS is None:
             tma.store_wait(0)
-            write_tile(program.own.residual, residual, at, ME, program)
+            write_tile(program.descs.residual, residual, at, ME, program)
         else:
-            write_tile(program.own.residual, residual, at, config.CONSUMERS + ME, program)
+            write_tile(program.descs.residual, residual, at, config.CONSUMERS + ME, program)
 
 
 @gluon.jit

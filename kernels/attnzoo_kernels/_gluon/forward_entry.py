@@ -10,34 +10,38 @@ from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS
 from attnzoo_kernels._gluon.forward_mainloop import mainloop, mask, step_mask
 from attnzoo_kernels._gluon.forward_producer import produce_prefetched
-from attnzoo_kernels._gluon.tile_scheduler import span
+from attnzoo_kernels._gluon.tile_scheduler import loaded_tiles, next_tile, span, take
 
 
 @gluon.jit(do_not_specialize=[*SCALARS, "own_1", "own_2"],
-           do_not_specialize_on_alignment=["lse_ptr", "stats_ptr", "own_a", "own_b", "cu_seqlens_q", "cu_seqlens_k"])
-def hopper_fwd_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, stats_ptr, own_a, own_b, cu_seqlens_q, cu_seqlens_k, counter,
-                      stride_stats, scale, own_1, own_2, window_left, window_right, n_seqs, seqlen_q, seqlen_k, heads, group, head_group,
-                      n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr,
-                      REGISTERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-                      MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr, K_BEFORE_PV: gl.constexpr,
-                      PREFETCH_TILE: gl.constexpr, EMPTY_ROWS: gl.constexpr = False, HALF_TILE: gl.constexpr = False,
-                      INDEX_EARLY: gl.constexpr = False, ROW_MAX_NOT_NEGATIVE: gl.constexpr = False, PARTS: gl.constexpr = None,
-                      OUTS: gl.constexpr = None, OPTIONS: gl.constexpr = None, OWN: gl.constexpr = None,
-                      PRODUCE: gl.constexpr = produce_prefetched, LOAD_TILE: gl.constexpr = None, SPAN: gl.constexpr = span,
-                      BEGIN: gl.constexpr = None, MAINLOOP: gl.constexpr = mainloop, JOIN: gl.constexpr = None,
-                      APART: gl.constexpr = None, FREE_FROM: gl.constexpr = None, MASK: gl.constexpr = mask,
-                      STEP_MASK: gl.constexpr = step_mask, WEIGHTS: gl.constexpr = None, FINISH: gl.constexpr = finish):
-    """OWN turns the arguments that begin with own_ into the program's `own`, which the variant's other hooks read."""
+           do_not_specialize_on_alignment=["lse_ptr", "stats_ptr", "own_a", "own_b", "own_c", "own_d", "cu_seqlens_q", "cu_seqlens_k"])
+def hopper_fwd_kernel(q_desc, k_desc, v_desc, out_desc, residual_desc, lse_ptr, stats_ptr, own_a, own_b, own_c, own_d, cu_seqlens_q,
+                      cu_seqlens_k, counter, stride_stats, scale, own_1, own_2, window_left, window_right, n_seqs, seqlen_q, seqlen_k,
+                      heads, group, head_group, n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+                      CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PACKED: gl.constexpr, HAS_LEFT: gl.constexpr,
+                      HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr,
+                      K_BEFORE_PV: gl.constexpr, PREFETCH_TILE: gl.constexpr, EMPTY_ROWS: gl.constexpr = False,
+                      HALF_TILE: gl.constexpr = False, INDEX_EARLY: gl.constexpr = False, ROW_MAX_NOT_NEGATIVE: gl.constexpr = False,
+                      PARTS: gl.constexpr = None, OUTS: gl.constexpr = None, OPTIONS: gl.constexpr = None, WORDS: gl.constexpr = 3,
+                      OWN: gl.constexpr = None, PRODUCE: gl.constexpr = produce_prefetched, NEXT_TILE: gl.constexpr = next_tile,
+                      LOAD_TILE: gl.constexpr = None, TAKE: gl.constexpr = take, LOADED: gl.constexpr = loaded_tiles,
+                      SPAN: gl.constexpr = span, BEGIN: gl.constexpr = None, MAINLOOP: gl.constexpr = mainloop, JOIN: gl.constexpr = None,
+                      LOAD_BIAS: gl.constexpr = None, KEY_BIAS: gl.constexpr = None, APART: gl.constexpr = None,
+                      FREE_FROM: gl.constexpr = None, MASK: gl.constexpr = mask, STEP_MASK: gl.constexpr = step_mask,
+                      MORE: gl.constexpr = None, WEIGHTS: gl.constexpr = None, FINISH: gl.constexpr = finish):
+    """OWN turns the arguments that begin with own_ into the program's `own`, which the variant's other hooks read. WORDS: how many int32
+    NEXT_TILE gives of a tile to the consumers."""
+    config = Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
+                    HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=EMPTY_ROWS,
+                    Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1 and PARTS is None, JOINT_RELEASE=JOINT_RELEASE,
+                    INDEX_EARLY=INDEX_EARLY, K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE,
+                    ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PARTS=PARTS, OUTS=OUTS, OPTIONS=OPTIONS, PRODUCE=PRODUCE,
+                    NEXT_TILE=NEXT_TILE, LOAD_TILE=LOAD_TILE, TAKE=TAKE, LOADED=LOADED, SPAN=SPAN, BEGIN=BEGIN, MAINLOOP=MAINLOOP,
+                    JOIN=JOIN, LOAD_BIAS=LOAD_BIAS, KEY_BIAS=KEY_BIAS, APART=APART, FREE_FROM=FREE_FROM, MASK=MASK, STEP_MASK=STEP_MASK,
+                    MORE=MORE, WEIGHTS=WEIGHTS, FINISH=FINISH)
     own = ()
     if OWN is not None:
-        own = OWN((own_a, own_b), (own_1, own_2), scale)
-    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
+        own = OWN((own_a, own_b, own_c, own_d), (own_1, own_2), scale, config)
+    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc, residual_desc),
               Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
-                      window_right), Rows(scale, lse_ptr, stats_ptr, stride_stats), own,
-              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
-                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=EMPTY_ROWS,
-                     Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1 and PARTS is None, JOINT_RELEASE=JOINT_RELEASE,
-                     INDEX_EARLY=INDEX_EARLY, K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE,
-                     ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PARTS=PARTS, OUTS=OUTS, OPTIONS=OPTIONS, PRODUCE=PRODUCE,
-                     LOAD_TILE=LOAD_TILE, SPAN=SPAN, BEGIN=BEGIN, MAINLOOP=MAINLOOP, JOIN=JOIN, APART=APART,
-                     FREE_FROM=FREE_FROM, MASK=MASK, STEP_MASK=STEP_MASK, WEIGHTS=WEIGHTS, FINISH=FINISH))
+                      window_right), Rows(scale, lse_ptr, stats_ptr, stride_stats), own, config, WORDS)

@@ -16,6 +16,8 @@ from attnzoo_kernels._triton.launch import L2_GROUP, Launch, block_width, multip
 # scalars of every kernel; they go to do_not_specialize, so that no kernel is compiled anew for another length or count
 SCALARS = ["stride_stats", "window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "heads", "group", "head_group", "n_tiles"]
 
+OWN_TENSORS = 4  # of a variant, in hopper_fwd_kernel
+
 
 class ForwardPlan(NamedTuple):
     launch: Launch

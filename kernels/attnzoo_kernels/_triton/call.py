@@ -59,6 +59,11 @@ def packed_sequences(cu_seqlens: Tensor | None) -> int | None:
     return None if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
+def filled(own: tuple, count: int) -> tuple:
+    """A variant's own arguments, filled up to `count` with None."""
+    return *own, *(None,) * (count - len(own))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """The options that all operators have. An operator's own Options add to them."""

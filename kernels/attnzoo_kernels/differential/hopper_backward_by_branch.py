@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels._gluon.backward_kernel import pair_bwd_kernel
-from attnzoo_kernels._gluon.backward_plan import OWN_NUMBERS, OWN_TENSORS, Tile, copy_tails, filled, tails
+from attnzoo_kernels._gluon.backward_plan import OWN_NUMBERS, OWN_TENSORS, Tile, copy_tails, tails
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, ROWS
 from attnzoo_kernels._gluon.bwd_postprocess import bwd_postprocess_kernel
 from attnzoo_kernels._gluon.hopper import descriptor
 from attnzoo_kernels._gluon.tiles import heads_together
-from attnzoo_kernels._triton.call import Layout, layout, strides
+from attnzoo_kernels._triton.call import Layout, filled, layout, strides
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of
 from attnzoo_kernels.differential.backward import reduce_like
 from attnzoo_kernels.differential.hopper_bwd_preprocess import differential_bwd_preprocess_by_branch_kernel

@@ -4,34 +4,24 @@ A tile whose distances all take one entry of the table needs no addition to its 
 table most tiles are of this kind.
 """
 
-import functools
-from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS
-from attnzoo_kernels._gluon.forward_consumer import finish_with_residual
-from attnzoo_kernels._gluon.forward_entry import hopper_fwd_kernel
-from attnzoo_kernels._gluon.forward_launch import ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import mask
-from attnzoo_kernels._gluon.hopper import why_not_tma
-from attnzoo_kernels._gluon.tile_scheduler import Span, span, tile_counter
-from attnzoo_kernels._gluon.tiles import masks_in_loop
-from attnzoo_kernels._triton.call import Layout, layout, outputs
-from attnzoo_kernels._triton.launch import on_device_of
+from attnzoo_kernels._gluon.tile_scheduler import Span, span
+from attnzoo_kernels.flash import hopper as flash
 from attnzoo_kernels.flash.options import DISTANCE_PAD, Options
-from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile, takes_half_tile
 
+forward_reason = flash.forward_reason
 PAD = gl.constexpr(DISTANCE_PAD)
 
 
 class Own(NamedTuple):
     table: Any  # of DistanceBias, in base 2
-    residual: Any  # for finish_with_residual
     count: Any  # entries of the table
     origin: Any
     unit: Any  # the factor from base 2 to the unit of the products
@@ -46,9 +36,9 @@ class Near(NamedTuple):
 
 
 @gluon.jit
-def own(tensors, numbers, scale):
+def own(tensors, numbers, scale, config):
     """OWN."""
-    return Own(tensors[0], tensors[1], numbers[0], numbers[1], 1 / scale)
+    return Own(tensors[0], numbers[0], numbers[1], 1 / scale)
 
 
 @gluon.jit
@@ -134,48 +124,14 @@ def _free_from(last_step, s, program, config):
     return free
 
 
-HOOKS = {"OWN": own, "SPAN": _span, "APART": _apart, "MASK": _mask, "STEP_MASK": _step_mask, "FREE_FROM": _free_from, "MASK_IN_LOOP": True}
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, has_residual: bool, q: Layout, k: Layout, v: Layout,
-          options: Options) -> ForwardPlan:
-    """Of a call's mean length; the kernels of all other lengths are compiled with it."""
-    sequences, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
-    width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
-    shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
-    empty_rows = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
-    scalars = {"head_group": heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2]), "own_1": options.distances,
-               "own_2": options.origin}
-
-    def of_length(length: int) -> ForwardPlan:
-        # where many tiles have a bias, as for a window: the bias takes as many registers as a window's mask
-        tile = hopper_forward_tile(width, value_width, length, causal=options.causal, packed=options.packed,
-                                   window=options.window_left >= 0 or 2 * options.distances > seqlen_k)
-        tile = replace(tile, row_max_not_negative=False)
-        constants = {"EMPTY_ROWS": empty_rows, "HALF_TILE": options.causal and takes_half_tile(tile, width, value_width, length, True)}
-        constants |= HOOKS | ({"FINISH": finish_with_residual, "OUTS": 2} if has_residual else {})
-        return plan_forward(hopper_fwd_kernel, device, options, tile, q, k, v, scalars, constants)
-
-    return compiled_together(of_length, seqlen_q // max(sequences, 1) if options.packed else seqlen_q, *FORWARD_LENGTHS)
-
-
-def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
-    """Why this path does not take the call; None if it does."""
-    if not (32 < q.shape[-1] <= 128 and 32 < v.shape[-1] <= 128):
-        return f"head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
-    return why_not_tma(q, k, v)
+HOOKS = (("OWN", own), ("SPAN", _span), ("APART", _apart), ("MASK", _mask), ("STEP_MASK", _step_mask), ("FREE_FROM", _free_from),
+         ("ROW_MAX_NOT_NEGATIVE", False))
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
                    table: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through; residual, too. table:
     of DistanceBias."""
-    out, lse, stats = outputs(q, v.shape[-1])
-    same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
-    plan = _plan(q.device, q.dtype, same_lengths, residual is not None, layout(q), layout(k), layout(v), options)
-    with on_device_of(q):
-        # Triton 3.6 makes no tuple with None in it
-        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, table,
-                    lse if residual is None else plan.output(residual), cu_seqlens_q, cu_seqlens_k, tile_counter(q.device))
-    return out, lse, stats
+    many = 2 * options.distances > k.shape[-3]  # many tiles of keys take several entries
+    rule = flash.Rule(HOOKS, (options.distances, options.origin), masks_all=True, heavy=many)
+    return flash.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, options, residual=residual, rule=rule, own=(table,))

@@ -20,7 +20,6 @@ from attnzoo_kernels._gluon.backward_plan import (
     Tile,
     all_tails,
     copy_all_tails,
-    filled,
     frame,
     mainloop_width,
     pair_tile,
@@ -29,7 +28,7 @@ from attnzoo_kernels._gluon.backward_plan import (
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS
 from attnzoo_kernels._gluon.hopper import descriptor, why_not_tma
 from attnzoo_kernels._gluon.tiles import heads_together
-from attnzoo_kernels._triton.call import Call, Layout, layout, strides
+from attnzoo_kernels._triton.call import Call, Layout, filled, layout, strides
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, tma_gradient
 from attnzoo_kernels.flash.options import Options
 

@@ -5,28 +5,20 @@ What is left is the same for all keys of a block, and goes with the rows' maxima
 block, as those of the plain kernels are.
 """
 
-import functools
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows, tiles_like
-from attnzoo_kernels._gluon.forward_consumer import finish, finish_with_residual
-from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
-from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, compiled_together, heads_in_l2, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward import ROWS, tiles_like
 from attnzoo_kernels._gluon.hopper import descriptor, load_tile, product_layout
-from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, loaded_tiles, next_tile, span, take, take_words, tile_counter
-from attnzoo_kernels._gluon.tiles import both_bounds, masks_in_loop
-from attnzoo_kernels._triton.call import Layout, layout, outputs
-from attnzoo_kernels._triton.launch import on_device_of
-from attnzoo_kernels.flash.hopper import forward_reason
+from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, loaded_tiles, next_tile, span, take, take_words
+from attnzoo_kernels._gluon.tiles import both_bounds
+from attnzoo_kernels.flash import hopper as flash
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
-from attnzoo_kernels.flash.tiles import FORWARD_LENGTHS, hopper_forward_tile, takes_half_tile
 
-__all__ = ["forward_reason", "launch_forward"]
+forward_reason = flash.forward_reason
 BLOCK = gl.constexpr(C_BLOCK)
 
 
@@ -36,8 +28,7 @@ class Gates(NamedTuple):
     c: Any  # of KeyBias, like starts
     starts: Any
     unit: Any  # the factor from base 2 to the unit of the products
-    ends: Any  # of the blocks of queries, from KeyBias; None without pruning
-    residual: Any  # for finish_with_residual; None without
+    ends: Any  # of the blocks of queries, from KeyBias; () without pruning
 
 
 class Near(NamedTuple):
@@ -47,6 +38,15 @@ class Near(NamedTuple):
     keys: Any
     queries: Any
     start: Any
+
+
+@gluon.jit
+def _own(tensors, numbers, scale, config):
+    """OWN."""
+    ends = ()  # Triton 3.6 returns no struct with None in it
+    if tensors[3] is not None:
+        ends = tensors[3]
+    return Gates(tensors[0], tiles_like(tensors[0], config.STAGES), tensors[1], tensors[2], 1 / scale, ends)
 
 
 @gluon.jit
@@ -158,63 +158,16 @@ def _more(tile, s, program, config):
     return gl.load(program.own.c + s.own.queries.to(gl.int64) * BLOCK + rows)
 
 
-@gluon.jit(do_not_specialize=SCALARS,
-           do_not_specialize_on_alignment=["lse_ptr", "stats_ptr", "c", "starts", "ends", "cu_seqlens_q", "cu_seqlens_k"])
-def forgetting_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, residual_desc, parts_desc, lse_ptr, stats_ptr, c, starts, ends,
-                                 cu_seqlens_q, cu_seqlens_k, counter, stride_stats, scale, window_left, window_right, n_seqs, seqlen_q,
-                                 seqlen_k, heads, group, head_group, n_tiles, BLOCK_DV: gl.constexpr, BLOCK_N: gl.constexpr,
-                                 STAGES: gl.constexpr, CONSUMERS: gl.constexpr, REGISTERS: gl.constexpr, PACKED: gl.constexpr,
-                                 HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr,
-                                 JOINT_RELEASE: gl.constexpr, K_BEFORE_PV: gl.constexpr, PREFETCH_TILE: gl.constexpr,
-                                 HALF_TILE: gl.constexpr, ROW_MAX_NOT_NEGATIVE: gl.constexpr, PRUNED: gl.constexpr,
-                                 FINISH: gl.constexpr = finish):
-    run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
-              Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
-                      window_right),
-              Rows(scale, lse_ptr, stats_ptr, stride_stats),
-              Gates(parts_desc, tiles_like(parts_desc, STAGES), c, starts, 1 / scale, ends, residual_desc),
-              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
-                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP,
-                     Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1, JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV,
-                     PREFETCH_TILE=PREFETCH_TILE, HALF_TILE=HALF_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, OPTIONS=PRUNED,
-                     NEXT_TILE=_next_tile, TAKE=_take, LOADED=_loaded, LOAD_BIAS=_load_bias, KEY_BIAS=_key_bias, APART=_apart, SPAN=_span,
-                     MORE=_more, FINISH=FINISH), 4 if PRUNED else 3)
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, has_residual: bool, q: Layout, k: Layout, v: Layout,
-          options: Options) -> ForwardPlan:
-    """Of a call's mean length; the kernels of all other lengths are compiled with it."""
-    sequences, seqlen_q, _ = options.sizes(q[0], k[0])
-    lengths = seqlen_q // max(sequences, 1) if options.packed else seqlen_q, *FORWARD_LENGTHS
-    return compiled_together(lambda length: _plan_of_length(length, device, same_lengths, has_residual, q, k, v, options), *lengths)
-
-
-def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_residual: bool, q: Layout, k: Layout, v: Layout,
-                    options: Options) -> ForwardPlan:
-    _, seqlen_q, seqlen_k = options.sizes(q[0], k[0])
-    width, value_width = tile_width(q[0][-1]), tile_width(v[0][-1])
-    tile = hopper_forward_tile(width, value_width, length, causal=True, window=options.window_left >= 0, packed=options.packed)
-    mask_in_loop = masks_in_loop(options.window_left, 0, 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q, ROWS.value)
-    head_group = heads_in_l2(seqlen_k, width + value_width) * (q[0][-2] // k[0][-2])
-    constants = {"MASK_IN_LOOP": mask_in_loop, "HALF_TILE": takes_half_tile(tile, width, value_width, length, mask_in_loop),
-                 "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop, "PRUNED": options.pruned}
-    if has_residual:
-        constants["FINISH"] = finish_with_residual
-    return plan_forward(forgetting_fwd_hopper_kernel, device, options, tile, q, k, v, {"head_group": head_group}, constants)
+HOOKS = (("OWN", _own), ("NEXT_TILE", _next_tile), ("TAKE", _take), ("LOADED", _loaded), ("LOAD_BIAS", _load_bias), ("KEY_BIAS", _key_bias),
+         ("APART", _apart), ("SPAN", _span), ("MORE", _more), ("OUTS", None))  # no shared memory is left for more outputs
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,
                    bias: KeyBias, parts: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through; residual, too. parts:
     of `blocks.key_bias`."""
-    out, lse, stats = outputs(q, v.shape[-1])
-    same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
     sequences, _, seqlen_k = options.sizes(q.shape, k.shape)
     of_keys = options.programs(q.shape[-2], seqlen_k, sequences, C_BLOCK)
-    plan = _plan(q.device, q.dtype, same_lengths, residual is not None, layout(q), layout(k), layout(v), options)
-    with on_device_of(q):
-        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), None if residual is None else plan.output(residual),
-                    descriptor(parts[:, :, None], 16, C_BLOCK), lse, stats, bias.c, bias.starts,
-                    bias.ends[of_keys:] if options.pruned else None, cu_seqlens_q, cu_seqlens_k, tile_counter(q.device))
-    return out, lse, stats
+    own = descriptor(parts[:, :, None], 16, C_BLOCK), bias.c, bias.starts, bias.ends[of_keys:] if options.pruned else None
+    rule = flash.Rule((*HOOKS, ("OPTIONS", options.pruned), ("WORDS", 4 if options.pruned else 3)))
+    return flash.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, options, residual=residual, rule=rule, own=own)

@@ -14,14 +14,14 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS
 from attnzoo_kernels._gluon.forward_entry import hopper_fwd_kernel
-from attnzoo_kernels._gluon.forward_launch import ForwardPlan, heads_in_l2, plan_forward, tile_width
+from attnzoo_kernels._gluon.forward_launch import OWN_TENSORS, ForwardPlan, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import mainloop_in_turn, mask_scores
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_queries, load_values, produce_segments
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import why_not_tma
 from attnzoo_kernels._gluon.tile_scheduler import Span, Tile, tile_counter
 from attnzoo_kernels._gluon.tiles import masks_in_loop
-from attnzoo_kernels._triton.call import Layout, layout, outputs
+from attnzoo_kernels._triton.call import Layout, filled, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.two_frame.options import Options
 from attnzoo_kernels.two_frame.tiles import FEW, hopper_forward_tile
@@ -33,7 +33,7 @@ class Own(NamedTuple):
 
 
 @gluon.jit
-def own_keys(tensors, numbers, scale):
+def own_keys(tensors, numbers, scale, config):
     """OWN."""
     return Own(*numbers)
 
@@ -202,6 +202,6 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
     same_lengths = cu_seqlens_q is not None and cu_seqlens_q is cu_seqlens_k
     plan = _plan(q.device, q.dtype, same_lengths, *map(layout, (q, k, v, out)), options, tile)
     with on_device_of(q):
-        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), lse, stats, None, None, cu_seqlens_q,
-                    cu_seqlens_k, tile_counter(q.device))
+        plan.launch(plan.queries(q), plan.keys(k), plan.values(v), plan.output(out), None, lse, stats, *filled((), OWN_TENSORS),
+                    cu_seqlens_q, cu_seqlens_k, tile_counter(q.device))
     return out, lse, stats
