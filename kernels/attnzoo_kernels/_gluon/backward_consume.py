@@ -102,10 +102,16 @@ def pair_start(own, smem, slot, c):
 
 
 @gluon.jit
-def head_steps(sums, at, before, bounds, dq_tile, dq_end, low, high, of_tile, smem, bars, dq_desc, scale, c, ME: gl.constexpr):
+def scale_of_head(scale, of_tile, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
+    """HEAD: the scale that brings scores to base 2."""
+    return scale
+
+
+@gluon.jit
+def head_steps(sums, at, before, bounds, dq_tile, dq_end, low, high, of_tile, smem, bars, dq_desc, head, c, ME: gl.constexpr):
     """The steps of one query head, in segments with a mask and without. Each step hands on its part of dQ.
 
-    sums: STEP's first arguments, which STEP returns updated. before: offset from a step's number within the head to its number over all
+    sums: what STEP returns updated. before: offset from a step's number within the head to its number over all
     heads. dq_end: under DQ_LAGS, the end of the dQ tiles of the previous head.
     """
     ROWS: gl.constexpr = c.ROWS
@@ -117,7 +123,7 @@ def head_steps(sums, at, before, bounds, dq_tile, dq_end, low, high, of_tile, sm
                 made = gl.where(i > bounds[0], dq_tile + j, dq_end) - 1
             if not c.DQ_WARP:
                 made += c.BUFFER(of_tile, j, c)
-            sums = c.STEP(*sums, smem, bars, dq_desc, made, before + i, before + i > at, scale, low - j * ROWS, high - j * ROWS, c, ME,
+            sums = c.STEP(sums, smem, bars, dq_desc, made, before + i, before + i > at, head, low - j * ROWS, high - j * ROWS, c, ME,
                           segment != 1)
     return sums
 
@@ -134,24 +140,25 @@ def hand_on_last_dq(at, step, dq_end, smem, bars, dq_desc, c, ME: gl.constexpr):
 
 @gluon.jit
 def pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: the steps of all query heads of a group."""
+    """MAINLOOP: the steps of all query heads of a group. With NO_SUMS, each head has sums of its own beside `state`."""
     dq_tile = word(smem.work, slot, "dq_tile")
     before = at - bounds[0]
     dq_end = dq_tile  # the end of the dQ tiles made so far
     for member in range(problem.group):
         of_head = c.BOUNDS(of_tile, smem, slot, member, bounds)
-        state = head_steps(state, at, before, of_head, dq_tile, dq_end, low, high, of_tile, smem, bars, dq_desc, scale, c, ME)
+        head = c.HEAD(scale, of_tile, smem, slot, member, dq_tile, problem, c, ME)
+        sums = state
+        if c.NO_SUMS is not None:
+            sums = state + (c.NO_SUMS(),)
+        sums = head_steps(sums, at, before, of_head, dq_tile, dq_end, low, high, of_tile, smem, bars, dq_desc, head, c, ME)
+        if c.NO_SUMS is not None:
+            c.STORE_SUMS(sums[len(state)], head, of_head, c, ME)
+        state = sums[:len(state)]
         before += of_head[3] - of_head[0]
         dq_end = dq_tile + of_head[3]
         dq_tile += problem.head_tiles
     hand_on_last_dq(at, before + bounds[0], dq_end, smem, bars, dq_desc, c, ME)
     return state, before + bounds[0]
-
-
-@gluon.jit
-def mainloop_with_own(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: pair_mainloop that passes (scale, of_tile) to its steps in place of scale."""
-    return pair_mainloop(state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, (scale, of_tile), c, ME)
 
 
 @gluon.jit

@@ -9,10 +9,19 @@ its own does, which waits for its turn where the sums have a fixed order.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import Gradients, all_queries, consume, pair_mainloop, pair_start, pair_store, same_tile
+from attnzoo_kernels._gluon.backward_consume import (
+    Gradients,
+    all_queries,
+    consume,
+    pair_mainloop,
+    pair_start,
+    pair_store,
+    same_tile,
+    scale_of_head,
+)
 from attnzoo_kernels._gluon.backward_dq import add_dq, add_heads, first_buffer
 from attnzoo_kernels._gluon.backward_load import Operands, Source, all_steps, load, load_keys, load_queries, next_step
-from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles
+from attnzoo_kernels._gluon.backward_step import pair_barriers, pair_step, pair_tiles, softmax_gradient, softmax_weights
 from attnzoo_kernels._gluon.backward_tiles import Problem, next_key_tile, same_for_all
 from attnzoo_kernels._gluon.hopper import constants, invalidate
 
@@ -48,7 +57,17 @@ class Config:
     LOAD_K: gl.constexpr = load_keys  # loads a tile of keys and values
     START: gl.constexpr = pair_start  # a consumer's sums before a tile of keys
     MAINLOOP: gl.constexpr = pair_mainloop  # the steps of a tile
-    STEP: gl.constexpr = pair_step  # what a consumer does with a step
+    STEP: gl.constexpr = pair_step  # what a consumer does with a step. The hooks up to STORE_SUMS are those of pair_mainloop and pair_step
+    HEAD: gl.constexpr = scale_of_head  # -> what the hooks of a query head's steps get as `head`
+    EARLY: gl.constexpr  # (tile of dQ, head) -> what WEIGHTS and END_SUMS need from global memory, loaded before the products; may be left
+    # out, and is not for DQ_LAGS
+    WEIGHTS: gl.constexpr = softmax_weights  # a step's weights from its scores
+    GRADIENT: gl.constexpr = softmax_gradient  # (weights, their gradients) -> the gradients of the scores
+    NO_SUMS: gl.constexpr  # () -> the variant's sums of dS before a query head's steps; may be left out, and is not for DQ_LAGS
+    KEEP: gl.constexpr  # (dS, smem): stores what else the products of START_SUMS read; may be left out
+    START_SUMS: gl.constexpr  # (sums, dS in shared memory, head, smem) -> a tuple of products in flight, of this consumer's dS
+    END_SUMS: gl.constexpr  # (the products, early, head, tile of dQ) -> the sums, while the product for dK runs
+    STORE_SUMS: gl.constexpr  # (sums, head, bounds): after a query head's steps
     STORE: gl.constexpr = pair_store  # where the sums go
     DQ_STEPS: gl.constexpr = add_heads  # what the warp of DQ_WARP does for one tile of keys
     BUFFER: gl.constexpr = first_buffer  # which buffer of dQ a step adds to
@@ -68,7 +87,10 @@ def pair_bwd_kernel(own_a, own_b, own_c, own_d, own_e, q_desc, k_desc, v_desc, d
                     OF_TILE: gl.constexpr = same_for_all, TILE: gl.constexpr = next_key_tile,
                     BOUNDS: gl.constexpr = all_queries, LOAD_STEPS: gl.constexpr = all_steps,
                     LOAD_NEXT: gl.constexpr = next_step, ROW_TILE: gl.constexpr = same_tile, LOAD_Q: gl.constexpr = load_queries,
-                    MAINLOOP: gl.constexpr = pair_mainloop, STEP: gl.constexpr = pair_step, STORE: gl.constexpr = pair_store,
+                    START: gl.constexpr = pair_start, MAINLOOP: gl.constexpr = pair_mainloop, HEAD: gl.constexpr = scale_of_head,
+                    EARLY: gl.constexpr = None, WEIGHTS: gl.constexpr = softmax_weights, GRADIENT: gl.constexpr = softmax_gradient,
+                    NO_SUMS: gl.constexpr = None, KEEP: gl.constexpr = None, START_SUMS: gl.constexpr = None,
+                    END_SUMS: gl.constexpr = None, STORE_SUMS: gl.constexpr = None, STORE: gl.constexpr = pair_store,
                     DQ_STEPS: gl.constexpr = add_heads):
     """dv_from and dv_to are those of `Gradients`, for launches that add up dV, or None. stats_desc is None where rows have no statistics.
 
@@ -80,7 +102,9 @@ def pair_bwd_kernel(own_a, own_b, own_c, own_d, own_e, q_desc, k_desc, v_desc, d
     c = Config(HEAD_DIM=HEAD_DIM, VALUE_DIM=VALUE_DIM, WIDTH=WIDTH, VALUE_WIDTH=WIDTH, ROWS=ROWS, DQ_ROWS=ROWS, STAGES=STAGES,
                PACKED=PACKED, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, ORDERED=ORDERED, DQ_WARP=DQ_WARP, DQ_LAGS=DQ_LAGS, LISTED=LISTED,
                OPTIONS=OPTIONS, NUMBERED=NUMBERED, OF_TILE=OF_TILE, TILE=TILE, BOUNDS=BOUNDS, LOAD_STEPS=LOAD_STEPS, LOAD_NEXT=LOAD_NEXT,
-               ROW_TILE=ROW_TILE, LOAD_Q=LOAD_Q, MAINLOOP=MAINLOOP, STEP=STEP, STORE=STORE, DQ_STEPS=DQ_STEPS)
+               ROW_TILE=ROW_TILE, LOAD_Q=LOAD_Q, START=START, MAINLOOP=MAINLOOP, HEAD=HEAD, EARLY=EARLY, WEIGHTS=WEIGHTS,
+               GRADIENT=GRADIENT, NO_SUMS=NO_SUMS, KEEP=KEEP, START_SUMS=START_SUMS, END_SUMS=END_SUMS, STORE_SUMS=STORE_SUMS,
+               STORE=STORE, DQ_STEPS=DQ_STEPS)
     own = ()
     if COLUMNS is None:
         smem = pair_tiles(q_desc.dtype, c)

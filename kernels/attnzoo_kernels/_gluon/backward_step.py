@@ -175,34 +175,33 @@ def products(q_tiles, smem, bars, step, c, ME: gl.constexpr):
 
 
 @gluon.jit
-def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME: gl.constexpr, DV_PENDING: gl.constexpr,
-             START_SUMS: gl.constexpr = None, END_SUMS: gl.constexpr = None, KEEP: gl.constexpr = None, more=None):
-    """Adds a step's share to the sums dK and dV and hands on this consumer's half of dQ. Returns the sums.
+def add_step(sums, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, early, head, c, ME: gl.constexpr,
+             DV_PENDING: gl.constexpr):
+    """Adds a step's share to `sums`, which are dK, dV and, with NO_SUMS, what the variant adds up, and hands on this consumer's half of dQ.
+    Returns the sums.
 
-    START_SUMS(more, ds, c) starts products of this consumer's dS, in shared memory, before the wait for the other's, and returns a tuple of
-    them. END_SUMS(products, more, dq_tile, c) makes the third sum of them while the product for dK runs. KEEP(more, dscores, c) stores what
-    else the products read. They may be left out, and are not for DQ_LAGS.
-
-    p: the weights; under DV_PENDING their product is in flight in `dv` already. dv and p are None if dV is not made. Under DQ_LAGS, dQ is
-    that of the step before, if there was one in this tile (`some`); then a consumer need not wait for the other's dS of the same step.
+    p: the weights; under DV_PENDING their product is in flight in dV already. Under DQ_LAGS, dQ is that of the step before, if there was
+    one in this tile (`some`); then a consumer need not wait for the other's dS of the same step.
 
     The product for dQ comes before that for dK: dQ travels to memory while the tensor cores compute dK.
     """
-    if KEEP is not None:
-        KEEP(more, dscores, c)
+    dk, dv = sums[0], sums[1]
+    if c.KEEP is not None:
+        c.KEEP(dscores, smem, c, ME)
     ds_slot, ds_phase = ring(step, 2)
     if c.DQ_LAGS:
         mbarrier.wait(bars.ds_empty[ME].index(ds_slot), ds_phase ^ 1)
     smem.ds.index(ds_slot * 2 + ME).store(dscores)
     dv_pending = dv
-    if dv is not None and not DV_PENDING:
+    if not DV_PENDING:
         # [HALF, c.ROWS] x [c.ROWS, VALUE_WIDTH]
         dv_pending = warpgroup_mma(p, smem.do.index(stage), dv, is_async=True)
     fence_async_shared()
     barrier()
     release(bars.ds_full[ME].index(ds_slot))
-    if START_SUMS is not None:
-        started = START_SUMS(more, smem.ds.index(ds_slot * 2 + ME), c)
+    started = ()
+    if c.NO_SUMS is not None:
+        started = c.START_SUMS(sums[2], smem.ds.index(ds_slot * 2 + ME), head, smem, c, ME)
     ds = gl.convert_layout(dscores, gl.DotOperandLayout(0, dk.type.layout, 2))
     if c.DQ_LAGS:
         dq_pending = dq_before(smem, bars, step, some, c, ME)
@@ -211,61 +210,42 @@ def add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, st
         dq_pending = dq_half(smem, ds_slot, c, ME)
     # [HALF, ROWS] x [ROWS, WIDTH]
     dk_pending = warpgroup_mma(ds, q_tiles.index(stage), dk, is_async=True)
-    if dv is None:
-        dq = warpgroup_mma_wait(1, deps=(dq_pending,))
-    elif START_SUMS is None:
-        dv, dq, p = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p))
-    else:
-        waited = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p) + started)
-        dv, dq, p = waited[0], waited[1], waited[2]
+    waited = warpgroup_mma_wait(1, deps=(dv_pending, dq_pending, p) + started)
     if c.DQ_LAGS:
         if some:
-            hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME)
+            hand_on_dq(waited[1], dq_desc, smem, dq_tile, bars, step, c, ME)
     else:
-        hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME)
-    if START_SUMS is not None:
-        more = END_SUMS(waited[3:], more, dq_tile, c)
+        hand_on_dq(waited[1], dq_desc, smem, dq_tile, bars, step, c, ME)
+    further = ()
+    if c.NO_SUMS is not None:
+        further = (c.END_SUMS(waited[3:], early, head, dq_tile, c),)
     dk, ds = warpgroup_mma_wait(0, deps=(dk_pending, ds))
     release(bars.step_empty.index(stage))
-    sums = (dk,)
-    if dv is not None:
-        sums = (dk, dv)
-    if START_SUMS is not None:
-        sums = (dk, dv, more)
-    return sums
+    return (dk, waited[0]) + further
 
 
 @gluon.jit
 def softmax_gradient(weights, dweights, smem, stage, c):
-    """GRADIENT of a softmax: from the gradients of the weights to those of the scores."""
+    """GRADIENT of a softmax."""
     delta = row_statistics(smem.stats, stage, 1, c.ROWS, gl.SliceLayout(0, product_layout(c.ROWS)))
     return weights * (dweights - delta[None, :])
 
 
 @gluon.jit
-def add_weights(dk, dv, weights, dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME: gl.constexpr,
-                GRADIENT: gl.constexpr = softmax_gradient, START_SUMS: gl.constexpr = None, END_SUMS: gl.constexpr = None,
-                KEEP: gl.constexpr = None, more=None):
-    """add_step from a step's weights and their gradients, which are still in flight; GRADIENT makes gradients of scores of them. dv: None
-    if dV is not made."""
-    p = None
-    if dv is not None:
-        p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, dk.type.layout, 2))
-    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
-    dscores = GRADIENT(weights, dweights, smem, stage, c).to(smem.q.dtype)
-    return add_step(dk, dv, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, False, START_SUMS,
-                    END_SUMS, KEEP, more)
+def softmax_weights(scores, early, smem, stage, head, low, high, c, MASKED: gl.constexpr):
+    """WEIGHTS of a softmax."""
+    return gl.exp2(base_2_scores(scores, smem, stage, head, low, high, c, MASKED))
 
 
 @gluon.jit
-def step_weights(smem, bars, step, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
-    """(stage of a step, its weights, dO Vᵀ still in flight)."""
+def pair_step(sums, smem, bars, dq_desc, dq_tile, step, some, head, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
+    """STEP: adds a step's share to the sums, and hands on dQ."""
+    early = ()
+    if c.EARLY is not None:
+        early = c.EARLY(dq_tile, head, c)
     stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
-    return stage, gl.exp2(base_2_scores(scores, smem, stage, scale, low, high, c, MASKED)), dweights_pending
-
-
-@gluon.jit
-def pair_step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
-    """STEP: adds a step's share to dK and dV, and hands on dQ."""
-    stage, weights, dweights_pending = step_weights(smem, bars, step, scale, low, high, c, ME, MASKED)
-    return add_weights(dk, dv, weights, dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME)
+    weights = c.WEIGHTS(scores, early, smem, stage, head, low, high, c, MASKED)
+    p = gl.convert_layout(weights.to(smem.q.dtype), gl.DotOperandLayout(0, sums[0].type.layout, 2))
+    dweights = warpgroup_mma_wait(0, deps=(dweights_pending,))
+    dscores = c.GRADIENT(weights, dweights, smem, stage, c).to(smem.q.dtype)
+    return add_step(sums, p, dscores, smem.q, smem, bars, dq_desc, dq_tile, step, stage, some, early, head, c, ME, False)

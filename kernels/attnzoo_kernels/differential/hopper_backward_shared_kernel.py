@@ -22,8 +22,9 @@ BOTH = gl.constexpr(128)  # columns of a step: its queries, once for each branch
 
 
 @gluon.jit
-def _step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
+def _step(sums, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
     """STEP: hands on branch ME's dQ of the step before, if there was `some`."""
+    dk, dv = sums
     column: gl.constexpr = gl.SliceLayout(0, product_layout(ROWS))
     dtype: gl.constexpr = smem.q.dtype
     q_tiles = smem.q._reinterpret(dtype, [c.STAGES, BOTH, c.WIDTH], smem.q.layout)
@@ -39,7 +40,7 @@ def _step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c,
     left = left * (dweights - statistics(smem.stats, stage, 1, 0, column, ROWS))
     right = right * (statistics(smem.stats, stage, 3, 0, column, ROWS) - dweights)
     dscores = whole(left.to(dtype), right.to(dtype), product_layout(BOTH))
-    return add_step(dk, dv, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, True)
+    return add_step((dk, dv), p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, (), scale, c, ME, True)
 
 
 @gluon.jit(do_not_specialize=["window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k", "kv_heads", "head_group", "head_tiles",

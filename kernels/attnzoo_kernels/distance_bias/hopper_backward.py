@@ -11,8 +11,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import head_steps
-from attnzoo_kernels._gluon.backward_step import add_weights, masked_scores, products, row_statistics
+from attnzoo_kernels._gluon.backward_consume import pair_start
+from attnzoo_kernels._gluon.backward_step import masked_scores, row_statistics
 from attnzoo_kernels._gluon.backward_tiles import HALF, word
 from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_layout, tma, warpgroup_mma
 from attnzoo_kernels.distance_bias.hopper import entry, head_table, several
@@ -36,14 +36,18 @@ class Own(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What the steps of a query head take in place of the scale."""
-
     scale: Any
     own: Any
     entries: Any  # the head's entry 0
     sums: Any  # where the head's sums go
     first: Any  # the entry of the first query and of a consumer's first key; it may lie outside of the table
     dq_tile: Any
+
+
+class Early(NamedTuple):
+    first: Any  # the entry of a step's first query; it may lie outside of the table
+    biased: Any  # the step's scores take several entries
+    common: Any  # the entry if they take one
 
 
 @gluon.jit
@@ -124,25 +128,24 @@ def _no_sums():
 
 
 @gluon.jit
-def _keep(more, dscores, c):
+def _keep(dscores, smem, c, ME: gl.constexpr):
     """KEEP: a step's dS by blocks."""
     by_block = gl.permute(gl.reshape(dscores, [HALF // BLOCK, BLOCK, c.ROWS // BLOCK, BLOCK]), (0, 2, 1, 3))
-    more[1].store(gl.reshape(by_block, [BLOCK * BLOCK, BLOCK * BLOCK]))
+    _blocks(smem, ME).store(gl.reshape(by_block, [BLOCK * BLOCK, BLOCK * BLOCK]))
 
 
 @gluon.jit
-def _start_sums(more, ds, c):
+def _start_sums(sums, ds, head, smem, c, ME: gl.constexpr):
     """START_SUMS: of the blocks of a step's dS."""
-    sums, blocks, head, first = more
     # [blocks, BLOCK * BLOCK] x [BLOCK * BLOCK, PICKS]
-    return (warpgroup_mma(blocks, head.own.picks.permute((1, 0)), sums, is_async=True),)
+    return (warpgroup_mma(_blocks(smem, ME), head.own.picks.permute((1, 0)), sums, is_async=True),)
 
 
 @gluon.jit
-def _end_sums(products, more, dq_tile, c):
+def _end_sums(products, early, head, dq_tile, c):
     """END_SUMS: the sums go to memory if the entries of this step and the next one are not all the same."""
     sums = products[0]
-    head, first = more[2], more[3]
+    first = early.first
     if several(first, HALF, head.own.count):
         _add_diagonals(sums, head, first)
         sums = _no_sums()
@@ -153,59 +156,55 @@ def _end_sums(products, more, dq_tile, c):
 
 
 @gluon.jit
-def _step(dk, dv, sums, smem, bars, dq_desc, made, step, some, head, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
-    """STEP: pair_step with the bias, and with the sums of dS if they are wanted. made: the step's own tile of dQ, because DQ_LAGS is never
-    used here."""
-    own = head.own
-    first = head.first + (made - head.dq_tile) * c.ROWS
-    biased = several(first, HALF, own.count)
-    common = gl.load(head.entries + entry(first, own.count))
-    stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
-    x = scores * head.scale
-    if biased:
-        key = gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout)) ^ (HALF - 1)  # from the last one: XOR becomes constant offsets
-        query = gl.arange(0, c.ROWS, gl.SliceLayout(0, x.type.layout))
-        x += gl.load((head.entries + (first - (HALF - 1)) + key)[:, None] + query[None, :])
-    apart = gl.where(biased, 0.0, common)
-    x = x - (row_statistics(smem.stats, stage, 0, c.ROWS, gl.SliceLayout(0, x.type.layout)) - apart)[None, :]
-    if MASKED:
-        x = masked_scores(x, smem.columns, low, high, c)
-    if c.OPTIONS:
-        dk, dv, sums = add_weights(dk, dv, gl.exp2(x), dweights_pending, smem, bars, dq_desc, made, step, stage, some, c, ME,
-                                   START_SUMS=_start_sums, END_SUMS=_end_sums, KEEP=_keep, more=(sums, _blocks(smem, ME), head, first))
-    else:
-        dk, dv = add_weights(dk, dv, gl.exp2(x), dweights_pending, smem, bars, dq_desc, made, step, stage, some, c, ME)
-    return dk, dv, sums
+def _store_sums(sums, head, bounds, c, ME: gl.constexpr):
+    """STORE_SUMS: those since the last step that took several entries."""
+    _add_total(sums, head, head.first + (bounds[3] - 1) * c.ROWS)
 
 
 @gluon.jit
-def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: like pair_mainloop, with each query head's part of the table."""
-    dk, dv = state
-    dq_tile = word(smem.work, slot, "dq_tile")
-    number = word(smem.work, slot, "kv_head") * problem.group
+def _start(own, smem, slot, c):
+    """START for _blocks, which may still be on their way to memory as dK and dV."""
+    tma.store_wait(0)
+    barrier()
+    return pair_start(own, smem, slot, c)
+
+
+@gluon.jit
+def _head(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
+    """HEAD, with the query head's part of the table."""
+    number = word(smem.work, slot, "kv_head") * problem.group + member
     first = word(smem.work, slot, "len_k") - word(smem.work, slot, "len_q") + own.origin - word(smem.work, slot, "key") - ME * HALF
-    before = at - bounds[0]
-    if c.OPTIONS:  # _blocks may still be on their way to memory
-        tma.store_wait(0)
-        barrier()
-    for _ in range(problem.group):
-        sums = 0
-        own_sums = 0
-        if c.OPTIONS:
-            sums = _no_sums()
-            own_sums = head_table(own.sums, number, own.count)
-        head = Head(scale, own, head_table(own.table, number, own.count), own_sums, first, dq_tile)
-        dk, dv, sums = head_steps((dk, dv, sums), at, before, bounds, dq_tile, dq_tile, low, high, own, smem, bars, dq_desc, head, c, ME)
-        if c.OPTIONS:
-            _add_total(sums, head, first + (bounds[3] - 1) * c.ROWS)
-        before += bounds[3] - bounds[0]
-        dq_tile += problem.head_tiles
-        number += 1
-    return (dk, dv), before + bounds[0]
+    sums = ()
+    if c.NO_SUMS is not None:
+        sums = head_table(own.sums, number, own.count)
+    return Head(scale, own, head_table(own.table, number, own.count), sums, first, dq_tile)
 
 
-HOOKS = (("OWN", _own), ("MAINLOOP", _mainloop), ("STEP", _step))
+@gluon.jit
+def _early(dq_tile, head, c):
+    """EARLY."""
+    first = head.first + (dq_tile - head.dq_tile) * c.ROWS
+    return Early(first, several(first, HALF, head.own.count), gl.load(head.entries + entry(first, head.own.count)))
+
+
+@gluon.jit
+def _weights(scores, early, smem, stage, head, low, high, c, MASKED: gl.constexpr):
+    """WEIGHTS, with the bias."""
+    x = scores * head.scale
+    if early.biased:
+        key = gl.arange(0, HALF, gl.SliceLayout(1, x.type.layout)) ^ (HALF - 1)  # from the last one: XOR becomes constant offsets
+        query = gl.arange(0, c.ROWS, gl.SliceLayout(0, x.type.layout))
+        x += gl.load((head.entries + (early.first - (HALF - 1)) + key)[:, None] + query[None, :])
+    apart = gl.where(early.biased, 0.0, early.common)
+    x = x - (row_statistics(smem.stats, stage, 0, c.ROWS, gl.SliceLayout(0, x.type.layout)) - apart)[None, :]
+    if MASKED:
+        x = masked_scores(x, smem.columns, low, high, c)
+    return gl.exp2(x)
+
+
+HOOKS = (("OWN", _own), ("HEAD", _head), ("EARLY", _early), ("WEIGHTS", _weights))
+SUMS = (("START", _start), ("KEEP", _keep), ("NO_SUMS", _no_sums), ("START_SUMS", _start_sums), ("END_SUMS", _end_sums),
+        ("STORE_SUMS", _store_sums))
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options, needs_dbias: bool, deterministic: bool) -> str | None:
@@ -224,7 +223,7 @@ def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Ten
     residual: as flash takes it."""
     wide = max(q.shape[-1], v.shape[-1]) > 64
     tile = flash.Tile(ROWS, dq_warp=deterministic or not wide)
-    rule = flash.Rule((*HOOKS, ("OPTIONS", sums is not None)), (options.distances, options.origin))
+    rule = flash.Rule(HOOKS if sums is None else HOOKS + SUMS, (options.distances, options.origin))
     dq, dk, dv, _ = flash.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, options, deterministic, tile,
                                           rule=rule, own=(table, sums), residual=residual)
     return dq, dk, dv

@@ -127,8 +127,9 @@ def _add_dq(wide, narrow, smem, bars, dq_desc, dq_tile, ME: gl.constexpr):
 
 
 @gluon.jit
-def _step(dk, dk_rest, dv, at, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
+def _step(sums, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
     """STEP: the first part of dK is that of the step before; it is computed while exponentials are."""
+    dk, dk_rest, dv, at = sums
     dtype: gl.constexpr = smem.do.dtype
     of_scores: gl.constexpr = product_layout(c.ROWS)
     ds_phase = step & 1

@@ -12,8 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels import autograd
-from attnzoo_kernels._gluon.backward_consume import head_steps
-from attnzoo_kernels._gluon.backward_step import add_weights, base_2_scores, products
+from attnzoo_kernels._gluon.backward_step import softmax_weights
 from attnzoo_kernels._gluon.backward_sums import add_rows, by_row, first_column, no_sums, ones_and_columns, sum_in_flight
 from attnzoo_kernels._gluon.backward_tiles import HALF, KEYS, KeyTile, next_key_tile, word
 from attnzoo_kernels._gluon.hopper import product_layout
@@ -93,60 +92,55 @@ class Head(NamedTuple):
 
 
 @gluon.jit
-def _start_sums(more, ds, c):
-    """START_SUMS: of the 64 queries of a step, by key and by query."""
-    dc, _, ones = more
-    return sum_in_flight(ds, False, dc, ones), sum_in_flight(ds, True, no_sums(), ones)
-
-
-@gluon.jit
-def _end_sums(products, more, dq_tile, c):
-    """END_SUMS."""
-    dc, rows = products
-    add_rows(rows, more[1], dq_tile, c)
-    return dc
-
-
-@gluon.jit
-def _step(dk, dv, dc, smem, bars, dq_desc, made, step, some, head, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
-    """STEP: pair_step with the bias and the sums of dS. dc: the sums by key. made: the step's own tile of dQ, because DQ_LAGS is never used
-    here."""
-    ROWS: gl.constexpr = c.ROWS
-    own = head.own
-    j = made - head.dq_tile
-    # loaded early, because it comes from global memory
-    less = apart(head.start, block_start(own.starts, head.tile - head.key // KEYS + j * ROWS // BLOCK)) * head.unit
-    stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
-    x = base_2_scores(scores - (head.near + less)[:, None], smem, stage, head.scale, low, high, c, MASKED)
-    return add_weights(dk, dv, gl.exp2(x), dweights_pending, smem, bars, dq_desc, made, step, stage, some, c, ME,
-                       START_SUMS=_start_sums, END_SUMS=_end_sums, more=(dc, own.rows, own.ones))
-
-
-@gluon.jit
-def _mainloop(state, at, bounds, low, high, own, slot, smem, bars, dq_desc, problem, scale, c, ME: gl.constexpr):
-    """MAINLOOP: like pair_mainloop, with the gates of each query head; a head's sums by key are stored after its steps."""
-    sums: gl.constexpr = product_layout(8)
-    dk, dv = state
-    dq_tile = word(smem.work, slot, "dq_tile")
+def _head(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
+    """HEAD."""
     key = word(smem.work, slot, "key")
-    kv_head = word(smem.work, slot, "kv_head")
-    tile, head_tiles = _blocks(word(smem.work, slot, "batch"), word(smem.work, slot, "number"), kv_head, key, problem, c)
-    before = at - bounds[0]
-    for _ in range(problem.group):
-        start = block_start(own.starts, tile)
-        keys = tile.to(gl.int64) * KEYS + ME * HALF
-        near = gl.load(own.c + keys + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(c.ROWS))))
-        head = Head(scale, 1 / scale, own, start, near, tile, key, dq_tile)
-        dk, dv, dc = head_steps((dk, dv, no_sums()), at, before, bounds, dq_tile, dq_tile, low, high, own, smem,
-                                bars, dq_desc, head, c, ME)
-        gl.store(own.columns + keys + gl.arange(0, HALF, gl.SliceLayout(1, sums)), first_column(dc))
-        before += bounds[3] - bounds[0]
-        dq_tile += problem.head_tiles
-        tile += head_tiles
-    return (dk, dv), before + bounds[0]
+    first, head_tiles = _blocks(word(smem.work, slot, "batch"), word(smem.work, slot, "number"), word(smem.work, slot, "kv_head"), key,
+                                problem, c)
+    tile = first + member * head_tiles
+    keys = tile.to(gl.int64) * KEYS + ME * HALF
+    near = gl.load(own.c + keys + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(c.ROWS))))
+    return Head(scale, 1 / scale, own, block_start(own.starts, tile), near, tile, key, dq_tile)
 
 
-HOOKS = (("OWN", _own), ("COLUMNS", _columns), ("MAINLOOP", _mainloop), ("STEP", _step))
+@gluon.jit
+def _early(dq_tile, head, c):
+    """EARLY: c at the start of the keys' block minus c at the start of the queries'."""
+    j = dq_tile - head.dq_tile
+    queries = block_start(head.own.starts, head.tile - head.key // KEYS + j * c.ROWS // BLOCK)
+    return apart(head.start, queries) * head.unit
+
+
+@gluon.jit
+def _weights(scores, less, smem, stage, head, low, high, c, MASKED: gl.constexpr):
+    """WEIGHTS, with the bias."""
+    return softmax_weights(scores - (head.near + less)[:, None], less, smem, stage, head.scale, low, high, c, MASKED)
+
+
+@gluon.jit
+def _start_sums(columns, ds, head, smem, c, ME: gl.constexpr):
+    """START_SUMS: of the 64 queries of a step, by key and by query."""
+    ones = head.own.ones
+    return sum_in_flight(ds, False, columns, ones), sum_in_flight(ds, True, no_sums(), ones)
+
+
+@gluon.jit
+def _end_sums(products, less, head, dq_tile, c):
+    """END_SUMS: those by query go to memory."""
+    columns, rows = products
+    add_rows(rows, head.own.rows, dq_tile, c)
+    return columns
+
+
+@gluon.jit
+def _store_sums(columns, head, bounds, c, ME: gl.constexpr):
+    """STORE_SUMS: those by key."""
+    keys = head.tile.to(gl.int64) * KEYS + ME * HALF
+    gl.store(head.own.columns + keys + gl.arange(0, HALF, gl.SliceLayout(1, columns.type.layout)), first_column(columns))
+
+
+HOOKS = (("OWN", _own), ("COLUMNS", _columns), ("HEAD", _head), ("EARLY", _early), ("WEIGHTS", _weights), ("NO_SUMS", no_sums),
+         ("START_SUMS", _start_sums), ("END_SUMS", _end_sums), ("STORE_SUMS", _store_sums))
 PRUNED = (("TILE", _pruned_tile),)
 
 

@@ -5,9 +5,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.backward_consume import mainloop_with_own
 from attnzoo_kernels._gluon.backward_plan import Tile
-from attnzoo_kernels._gluon.backward_step import add_weights, masked_scores, products
+from attnzoo_kernels._gluon.backward_step import masked_scores
 from attnzoo_kernels._gluon.hopper import why_not_tma
 from attnzoo_kernels.flash import hopper_backward as flash
 from attnzoo_kernels.sigmoid.hopper import bias_of, sigmoid
@@ -34,16 +33,21 @@ def _gradient(weights, dweights, smem, stage, c):
 
 
 @gluon.jit
-def step(dk, dv, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, ME: gl.constexpr, MASKED: gl.constexpr):
-    """STEP. Queries after a sequence's end have an output gradient of zero, so they add nothing."""
-    stage, scores, dweights_pending = products(smem.q, smem, bars, step, c, ME)
-    scores = scores * scale[0] + scale[1]
+def _head(scale, bias, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr):
+    """HEAD."""
+    return scale, bias
+
+
+@gluon.jit
+def _weights(scores, early, smem, stage, head, low, high, c, MASKED: gl.constexpr):
+    """WEIGHTS. Queries after a sequence's end have an output gradient of zero, so they add nothing."""
+    scores = scores * head[0] + head[1]
     if MASKED:
         scores = masked_scores(scores, smem.columns, low, high, c)
-    return add_weights(dk, dv, sigmoid(scores), dweights_pending, smem, bars, dq_desc, dq_tile, step, stage, some, c, ME, _gradient)
+    return sigmoid(scores)
 
 
-HOOKS = (("OWN", own_bias), ("OF_TILE", bias_of_tile), ("MAINLOOP", mainloop_with_own), ("STEP", step))
+HOOKS = (("OWN", own_bias), ("OF_TILE", bias_of_tile), ("HEAD", _head), ("WEIGHTS", _weights), ("GRADIENT", _gradient))
 
 
 def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
