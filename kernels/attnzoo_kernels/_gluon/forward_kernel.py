@@ -60,6 +60,7 @@ class Config:
     LOADED: gl.constexpr = loaded_tiles  # (tile as the producer or as a consumer knows it) -> (begin, end) of the tiles of keys that the
     # producer loads for a tile of queries, at least one; the same numbers for both
     SPAN: gl.constexpr = span  # (tile, ME, taken) -> a consumer's rows and the tiles of keys that they see
+    OF_SPAN: gl.constexpr  # (tile, row) -> the `own` of the library's SPAN; may be left out
     BEGIN: gl.constexpr  # (tile, span) -> what JOIN and FINISH read from global memory, loaded early; may be left out
     MAINLOOP: gl.constexpr = mainloop  # (q, tile, span, taken, step, q_step, BRANCH, ME) -> (product in flight, row_max, row_sum,
     # step, q_step)
@@ -70,10 +71,11 @@ class Config:
     # keys; may be left out
     APART: gl.constexpr  # (column, span) -> what the scores of a tile are too large by, in base 2 and in their unit; may be left out; not
     # with WEIGHTS
+    SCORES: gl.constexpr  # (scores, column, span) -> scores with what the variant adds, before masks; may be left out
     MASK: gl.constexpr = mask  # (scores, column, span) -> scores with -inf where a query does not see a key
     STEP_MASK: gl.constexpr = step_mask  # (scores, where) -> scores, by MASK if the step's tile needs it; under MASK_IN_LOOP
-    FREE_FROM: gl.constexpr  # (last step, span) -> the step from which on no tile needs STEP_MASK; they get a loop without it; may be left
-    # out; not with ROW_MAX_NOT_NEGATIVE
+    FREE_FROM: gl.constexpr  # (last step, span) -> the step from which on no tile needs SCORES or STEP_MASK, and all have one APART; they
+    # get a loop of their own; may be left out; not with ROW_MAX_NOT_NEGATIVE
     INSIDE: gl.constexpr = inside  # (tile, span) -> (where the rows' lse and statistics lie, which of the rows exist)
     MORE: gl.constexpr  # (tile, span) -> added to the maxima in the LSE, but not in the statistics; in base 2; may be left out
     WEIGHTS: gl.constexpr  # (scores, (step, last step, span)) -> weights, each from its score alone; left out: those of a softmax

@@ -125,6 +125,8 @@ def first_weights(q, keys, slot, k_empty, masked, column, span, scale, program, 
     apart = None if config.APART is None else config.APART(column, span, program, config)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     release(k_empty)
+    if config.SCORES is not None:
+        scores = config.SCORES(scores, column, span, program, config)
     if masked:
         scores = config.MASK(scores, column, span, program, config)
     row_max = 0
@@ -170,12 +172,12 @@ def first_step(q, slot, masked, column, span, scale, program, config):
 
 @gluon.jit
 def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program, config, NOT_NEGATIVE: gl.constexpr = False,
-                MASKED: gl.constexpr = True):
+                FREE: gl.constexpr = False, apart=None):
     """Step s of a mainloop: (weights, acc, row_max, partial sums).
 
     Two products run at once: queries times the keys of this step, and the weights `p` times the values of the step before. The softmax of
-    this step overlaps with the second product. where: the argument of STEP_MASK, which APART and WEIGHTS read, too. MASKED: False where
-    no mask is needed. NOT_NEGATIVE: no row_max is negative.
+    this step overlaps with the second product. where: the argument of STEP_MASK, which APART, SCORES and WEIGHTS read, too. FREE: the step
+    needs neither STEP_MASK nor SCORES, and its APART is `apart`. NOT_NEGATIVE: no row_max is negative.
     """
     bars, tiles = program.bars, program.tiles
     dtype: gl.constexpr = tiles.k.dtype
@@ -192,14 +194,14 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
     weights = unpacked(p, weights_layout, dtype) if two_loops(config) else p
     # [ROWS, BLOCK_DV]
     acc_pending = warpgroup_mma(weights, tiles.v.index(before), acc, is_async=True)
-    apart = None
-    if config.APART is not None:  # from global memory, while the products run
-        span = where[2]
-        apart = config.APART(config.COLUMN(span.begin + last_step - 1 - s, span, False, program, config), span, program, config)
+    if config.APART is not None and not FREE:  # from global memory, while the products run
+        apart = config.APART(_column_of(where, program, config), where[2], program, config)
     scores = warpgroup_mma_wait(1, deps=(pending,))
     if not config.JOINT_RELEASE:
         release(bars.k_empty.index(slot))
-    if config.MASK_IN_LOOP and MASKED:
+    if config.SCORES is not None and not FREE:
+        scores = config.SCORES(scores, _column_of(where, program, config), where[2], program, config)
+    if config.MASK_IN_LOOP and not FREE:
         scores = config.STEP_MASK(scores, where, program, config)
     if config.WEIGHTS is None:
         weights, row_max, row_sum, rescale = softmax_step(scores, row_max, row_sum, scale, config.EMPTY_ROWS, NOT_NEGATIVE,
@@ -217,6 +219,33 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc_layout))[:, None]
     p = packed(weights, dtype) if two_loops(config) else gl.convert_layout(weights.to(dtype), weights_layout)
     return p, acc, row_max, row_sum
+
+
+@gluon.jit
+def attend_steps(q, p, acc, row_max, row_sum, first, second, stop, last_step, PLACE: gl.constexpr, place, TWO_LOOPS: gl.constexpr,
+                 NOT_NEGATIVE: gl.constexpr, FREE: gl.constexpr, apart, scale, program, config):
+    """Steps first .. stop of a mainloop: (weights, acc, row_max, partial sums). Under TWO_LOOPS, those from `second` on have a loop of
+    their own, for which NOT_NEGATIVE and FREE hold. PLACE(s, stop, place): attend_step's `where`."""
+    for s in range(first, second if TWO_LOOPS else stop):
+        p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, last_step, PLACE(s, stop, place), scale, program, config)
+    if TWO_LOOPS:
+        for s in range(second, stop):
+            p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, last_step, PLACE(s, stop, place), scale, program, config,
+                                                   NOT_NEGATIVE, FREE, apart)
+    return p, acc, row_max, row_sum
+
+
+@gluon.jit
+def _of_span(s, stop, span):
+    """PLACE, for step_mask."""
+    return s, stop, span
+
+
+@gluon.jit
+def _column_of(where, program, config):
+    """The first key of a step's tile, from step_mask's argument."""
+    s, last_step, span = where
+    return config.COLUMN(span.begin + last_step - 1 - s, span, False, program, config)
 
 
 @gluon.jit
@@ -254,17 +283,18 @@ def attend(q, span, step, program, config, q_empty=None):
     last_step = step + span.end - 1 - span.begin
     if config.K_BEFORE_PV:
         await_stage(bars.k_full, step, config.STAGES, last_step)
-    middle = last_step
+    second = last_step
     if config.ROW_MAX_NOT_NEGATIVE:
         if gl.min(row_max, 0) >= 0:
-            middle = step
+            second = step
+    apart = None
     if config.FREE_FROM is not None:
-        middle = gl.minimum(gl.maximum(config.FREE_FROM(last_step, span, program, config), step), last_step)
-    for SECOND in gl.static_range(2 if two_loops(config) else 1):
-        first, last = (middle, last_step) if SECOND else (step, middle)
-        for s in range(first, last):
-            p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, last_step, (s, last_step, span), scale, program, config,
-                                                   config.ROW_MAX_NOT_NEGATIVE and SECOND == 1, config.FREE_FROM is None or SECOND == 0)
+        second = gl.minimum(gl.maximum(config.FREE_FROM(last_step, span, program, config), step), last_step)
+        if config.APART is not None:
+            apart = config.APART(config.COLUMN(span.begin, span, False, program, config), span, program, config)
+    p, acc, row_max, row_sum = attend_steps(q, p, acc, row_max, row_sum, step, second, last_step, last_step, _of_span, span,
+                                            two_loops(config), config.ROW_MAX_NOT_NEGATIVE, config.FREE_FROM is not None, apart, scale,
+                                            program, config)
     if q_empty is not None:
         mbarrier.arrive(q_empty, count=1)
     if two_loops(config):
@@ -310,7 +340,7 @@ def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: 
     end: the tile after the last one of the first segment, which is not empty; the mainloop begins with tile end - 1.
     FIRST(span): whether that tile needs a mask.
     ENDS(end, step, span, program, config): for each segment the step after its last one.
-    PLACE(n, s, first, stop, span): the argument of STEP_MASK for step s of the n-th segment, whose steps in the loop are first .. stop.
+    PLACE(s, stop, (n, first, span)): the argument of STEP_MASK for step s of the n-th segment, whose steps in the loop are first .. stop.
     FREE(n, stop, span): the step from which on no step of the n-th segment needs a mask; those get a loop without masks. May be left out.
     """
     bars, tiles = program.bars, program.tiles
@@ -329,17 +359,11 @@ def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: 
             mbarrier.arrive(bars.q_empty.index(at), count=1)
             q_step += 1
             at = await_queries(q_step, ME, program, config)
-        first = step
-        masked_end = stop
+        free = stop
         if FREE is not None:
-            masked_end = gl.minimum(gl.maximum(FREE(n, stop, span), first), stop)
-        for s in range(first, masked_end):
-            p, acc, row_max, row_sum = attend_step(tiles.q.index(at), p, acc, row_max, row_sum, s, last_step,
-                                                   PLACE(n, s, first, stop, span), scale, program, config)
-        if FREE is not None:
-            for s in range(masked_end, stop):
-                p, acc, row_max, row_sum = attend_step(tiles.q.index(at), p, acc, row_max, row_sum, s, last_step, 0, scale, program,
-                                                       config, MASKED=False)
+            free = gl.minimum(gl.maximum(FREE(n, stop, span), step), stop)
+        p, acc, row_max, row_sum = attend_steps(tiles.q.index(at), p, acc, row_max, row_sum, step, free, stop, last_step, PLACE,
+                                                (n, step, span), FREE is not None, False, True, None, scale, program, config)
         step = gl.maximum(step, stop)
     mbarrier.arrive(bars.q_empty.index(at), count=1)
     acc_pending, row_max, row_sum = last_sums(p, acc, row_max, row_sum, last_step, scale, program, config)

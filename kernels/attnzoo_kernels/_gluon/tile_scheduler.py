@@ -185,7 +185,10 @@ def span(tile, ME: gl.constexpr, taken, program, config):
     if config.PREFETCH_TILE:  # hand on all before the mainloop: the producer may need the slots to reach the next tile
         end = gl.where(row < len_q, end, loaded_begin + 1)
         begin = loaded_begin
-    return Span(row, len_q, len_k, loaded_begin, loaded_end, begin, full_begin, full_end, end, ())
+    own = ()
+    if config.OF_SPAN is not None:
+        own = config.OF_SPAN(tile, row, program, config)
+    return Span(row, len_q, len_k, loaded_begin, loaded_end, begin, full_begin, full_end, end, own)
 
 
 _counters: dict[tuple[int, int], Tensor] = {}

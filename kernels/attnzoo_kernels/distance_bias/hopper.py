@@ -11,8 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS
-from attnzoo_kernels._gluon.forward_mainloop import mask
-from attnzoo_kernels._gluon.tile_scheduler import Span, span
 from attnzoo_kernels.flash import hopper as flash
 from attnzoo_kernels.flash.options import DISTANCE_PAD, Options
 
@@ -28,11 +26,10 @@ class Own(NamedTuple):
 
 
 class Near(NamedTuple):
-    """For a consumer's span: the head's table, from entry 0 on, the number of the entry for its first query and key 0, and its full_end."""
+    """For a consumer's span: the head's table, from entry 0 on, and the number of the entry for its first query and key 0."""
 
     entries: Any
     first: Any
-    full_end: Any
 
 
 @gluon.jit
@@ -60,13 +57,10 @@ def several(first, COLUMNS: gl.constexpr, count):
 
 
 @gluon.jit
-def _span(tile, ME: gl.constexpr, taken, program, config):
-    """SPAN, with a Near in `own`. The first tile of keys counts as one that needs a mask, because MASK adds the bias to it."""
-    s = span(tile, ME, taken, program, config)
+def _near(tile, row, program, config):
+    """OF_SPAN."""
     own = program.own
-    near = Near(head_table(own.table, tile.head, own.count), s.row + (s.len_k - s.len_q + own.origin), s.full_end)
-    full_end = gl.minimum(s.full_end, s.end - 1)
-    return Span(s.row, s.len_q, s.len_k, s.loaded_begin, s.loaded_end, s.begin, s.full_begin, full_end, s.end, near)
+    return Near(head_table(own.table, tile.head, own.count), row + (tile.len_k - tile.len_q + own.origin))
 
 
 @gluon.jit
@@ -80,8 +74,8 @@ def _apart(column, s, program, config):
 
 
 @gluon.jit
-def _with_bias(scores, column, s, program, config):
-    """Scores with their bias, unless it is in APART."""
+def _scores(scores, column, s, program, config):
+    """SCORES: with their bias, unless it is in APART."""
     own = program.own
     first = s.own.first - column
     if several(first, config.BLOCK_N, own.count):
@@ -95,36 +89,18 @@ def _with_bias(scores, column, s, program, config):
 
 
 @gluon.jit
-def _mask(scores, column, s, program, config):
-    """MASK."""
-    return mask(_with_bias(scores, column, s, program, config), column, s, program, config)
-
-
-@gluon.jit
-def _step_mask(scores, where, program, config):
-    """STEP_MASK."""
-    step, last_step, s = where
-    tile = s.begin + last_step - 1 - step
-    column = config.COLUMN(tile, s, False, program, config)
-    scores = _with_bias(scores, column, s, program, config)
-    if (tile >= s.own.full_end) | (tile < s.full_begin):
-        scores = mask(scores, column, s, program, config)
-    return scores
-
-
-@gluon.jit
 def _free_from(last_step, s, program, config):
     """FREE_FROM: the tiles that lie so far before the queries that all have the table's last entry, and need no mask. Tiles of keys come
     from the last one down."""
     free = last_step
     if not config.HAS_LEFT:
         key = s.own.first - (program.own.count - 1) - (config.BLOCK_N - 1)  # the last one with which a tile may begin
-        tile = gl.minimum(gl.maximum(key + config.BLOCK_N, 0) // config.BLOCK_N, s.own.full_end) - 1
+        tile = gl.minimum(gl.maximum(key + config.BLOCK_N, 0) // config.BLOCK_N, s.full_end) - 1
         free = s.begin + last_step - 1 - tile
     return free
 
 
-HOOKS = (("OWN", own), ("SPAN", _span), ("APART", _apart), ("MASK", _mask), ("STEP_MASK", _step_mask), ("FREE_FROM", _free_from),
+HOOKS = (("OWN", own), ("OF_SPAN", _near), ("APART", _apart), ("SCORES", _scores), ("FREE_FROM", _free_from),
          ("ROW_MAX_NOT_NEGATIVE", False))
 
 
@@ -133,5 +109,5 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
     """Output, LSE and statistics as the plain path's launch_forward gives them, for what forward_reason lets through; residual, too. table:
     of DistanceBias."""
     many = 2 * options.distances > k.shape[-3]  # many tiles of keys take several entries
-    rule = flash.Rule(HOOKS, (options.distances, options.origin), masks_all=True, heavy=many)
+    rule = flash.Rule(HOOKS, (options.distances, options.origin), heavy=many)
     return flash.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, options, residual=residual, rule=rule, own=(table,))

@@ -64,8 +64,9 @@ def _ends(tiles, step, span, program, config):
 
 
 @gluon.jit
-def _place(n, s, first, stop, span):
+def _place(s, stop, place):
     """PLACE, for step_mask."""
+    n, first, span = place
     return n, s == first, span
 
 

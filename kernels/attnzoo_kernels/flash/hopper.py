@@ -56,8 +56,7 @@ class Rule(NamedTuple):
 
     constants: tuple = ()  # pairs of name and value; they stand in place of those of a softmax
     numbers: tuple = ()  # up to two
-    masks_all: bool = False  # its masks change tiles of scores that all queries see, too
-    heavy: bool = False  # what its masks add takes as many registers as a window's mask
+    heavy: bool = False  # what it adds to most tiles of scores takes as many registers as a window's mask
     statistics: bool = True  # rows have an LSE and statistics
 
 
@@ -84,12 +83,13 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_r
     tile = tile or hopper_forward_tile(width, value_width, length, causal=options.causal, window=options.window_left >= 0 or rule.heavy,
                                        packed=options.packed)
     shift = 0 if same_lengths else None if options.packed else seqlen_k - seqlen_q
-    empty_rows = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
-    mask_in_loop = empty_rows or rule.masks_all
-    half_tile = options.causal and tile.part is None and takes_half_tile(tile, width, value_width, length, mask_in_loop)
-    constants = {"MASK_IN_LOOP": mask_in_loop, "EMPTY_ROWS": empty_rows, "HALF_TILE": half_tile,
+    mask_in_loop = masks_in_loop(options.window_left, options.window_right, shift, ROWS.value)
+    own = dict(rule.constants)
+    changed_in_loop = mask_in_loop or "SCORES" in own
+    half_tile = options.causal and tile.part is None and takes_half_tile(tile, width, value_width, length, changed_in_loop)
+    constants = {"MASK_IN_LOOP": mask_in_loop, "EMPTY_ROWS": mask_in_loop, "HALF_TILE": half_tile,
                  "ROW_MAX_NOT_NEGATIVE": tile.row_max_not_negative and not mask_in_loop}
-    constants |= (RESIDUAL if has_residual else {}) | dict(rule.constants)
+    constants |= (RESIDUAL if has_residual else {}) | own
     columns = width + value_width
     if tile.part is not None:
         columns = q[0][-1] + value_width

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
 from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, plan_forward, tile_width
-from attnzoo_kernels._gluon.forward_mainloop import attend_step, await_queries, between, first_step, hand_on, last_sums, rows_and_columns
+from attnzoo_kernels._gluon.forward_mainloop import attend_steps, await_queries, between, first_step, hand_on, last_sums, rows_and_columns
 from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_values, start_at, stop
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import await_stage, mbarrier
@@ -179,6 +179,13 @@ def step_mask(scores, where, program, config):
 
 
 @gluon.jit
+def _place(s, stop, place):
+    """PLACE."""
+    begin, seen = place
+    return begin + stop - 1 - s, seen
+
+
+@gluon.jit
 def free_from(stop, where, program, config):
     """FREE_FROM without a window: the tiles of keys before full_end need no mask."""
     begin, seen = where
@@ -214,12 +221,8 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
         free = stop
         if config.FREE_FROM is not None:
             free = gl.minimum(gl.maximum(config.FREE_FROM(stop, (begin, seen), program, config), step), stop)
-        for s in range(step, free):
-            p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, stop, (begin + stop - 1 - s, seen), scale, program,
-                                                   config)
-        if config.FREE_FROM is not None:
-            for s in range(free, stop):
-                p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, stop, 0, scale, program, config, MASKED=False)
+        p, acc, row_max, row_sum = attend_steps(q, p, acc, row_max, row_sum, step, free, stop, stop, _place, (begin, seen),
+                                                config.FREE_FROM is not None, False, True, None, scale, program, config)
         step = stop
         more = 0
         if following >= 0:

@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from attnzoo_kernels._gluon.forward_consumer import write_span
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import why_not_tma
-from attnzoo_kernels._gluon.tile_scheduler import Span, span
 from attnzoo_kernels.flash import hopper as flash
 from attnzoo_kernels.sigmoid.hooks import HOPPER_REGISTERS, HOPPER_SIGMOID, TOGETHER
 from attnzoo_kernels.sigmoid.options import Options
@@ -35,11 +34,9 @@ def own_bias(tensors, numbers, scale, config):
 
 
 @gluon.jit
-def biased_span(tile, ME: gl.constexpr, taken, program, config):
-    """SPAN."""
-    s = span(tile, ME, taken, program, config)
-    return Span(s.row, s.len_q, s.len_k, s.loaded_begin, s.loaded_end, s.begin, s.full_begin, s.full_end, s.end,
-                bias_of(program.own, s.len_k, config.OPTIONS))
+def bias_of_span(tile, row, program, config):
+    """OF_SPAN."""
+    return bias_of(program.own, tile.len_k, config.OPTIONS)
 
 
 @gluon.jit
@@ -54,7 +51,7 @@ def finish(acc, inverse, tile, span, at, begun, BRANCH: gl.constexpr, ME: gl.con
     write_span(program.descs.out, acc, span, at, ME, program)
 
 
-HOOKS = (("OWN", own_bias), ("SPAN", biased_span), ("WEIGHTS", weights), ("FINISH", finish), ("ROW_MAX_NOT_NEGATIVE", False))
+HOOKS = (("OWN", own_bias), ("OF_SPAN", bias_of_span), ("WEIGHTS", weights), ("FINISH", finish), ("ROW_MAX_NOT_NEGATIVE", False))
 
 
 def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:

@@ -143,8 +143,9 @@ def _ends(end, step, span, program, config):
 
 
 @gluon.jit
-def _place(n, s, first, stop, span):
+def _place(s, stop, place):
     """PLACE, for step_mask."""
+    n, _, span = place
     return n > 0, gl.where(n == 0, span.begin, 0) + stop - 1 - s, span
 
 
