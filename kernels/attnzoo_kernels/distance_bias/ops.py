@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
-from attnzoo_kernels.flash.ops import empty_residual
+from attnzoo_kernels.flash.ops import empty_residual, hopper_wants_residual
 from attnzoo_kernels.packing import behind_last
 
 LARGEST = 2.0**60  # sums of dS stay below it as integers
@@ -21,10 +21,8 @@ def is_covered(longest_q: int, longest_k: int, distances: int, origin: int, wind
 
 
 def wants_residual(q: Tensor, v: Tensor, bias: Tensor, impl: str | None, deterministic: bool, covered: bool) -> bool:
-    """Like flash's: for the gradient of the table by Hopper's backward, whose delta would carry the output's rounding error into it."""
-    if impl == "triton" or deterministic or not torch.is_grad_enabled() or not bias.requires_grad:
-        return False
-    return (covered or impl == "gluon") and q.dtype != torch.float32 and 32 < max(q.shape[-1], v.shape[-1]) <= 64
+    """Like flash's: for the gradient of the table."""
+    return not deterministic and (covered or impl == "gluon") and hopper_wants_residual(q, v, (bias,), impl, 64)
 
 
 def _call(bias: Tensor, cu_seqlens_q: Tensor | None, exact: bool, origin: int, softmax_scale: float, window_left: int, window_right: int):
@@ -86,10 +84,9 @@ def _gradients(
     if dispatch.choose_backward("distance_bias backward", impl, why_not_gluon) == "gluon":
         from attnzoo_kernels.distance_bias import hopper_backward
 
-        sums = torch.zeros_like(table.table) if needs_dbias else None
-        grads = hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, options, table.table,
-                                                sums, deterministic, kept)
-        return *grads, _unpadded(sums, bias.shape[1]) if needs_dbias else bias.new_empty(0)
+        *grads, dbias = hopper_backward.launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, options,
+                                                        table.table, needs_dbias, deterministic, kept)
+        return *grads, dbias if needs_dbias else bias.new_empty(0)
     from attnzoo_kernels.flash.backward import launch_backward
 
     if needs_dbias:
@@ -98,17 +95,6 @@ def _gradients(
     dq, dk, dv, _ = launch_backward(grad_out, grad_lse, q, k, v, out, stats, cu_seqlens_q, cu_seqlens_k, None, None,
                                     "residual" if needs_dbias else False, options, distance_bias=table)
     return dq, dk, dv, (sums.double() / table.unit).float() if needs_dbias else bias.new_empty(0)
-
-
-def _unpadded(sums: Tensor, distances: int) -> Tensor:
-    """The sums of a table's entries from those of its padded form."""
-    from attnzoo_kernels.flash.options import DISTANCE_PAD
-
-    before, inside, behind = sums.split([DISTANCE_PAD, distances, DISTANCE_PAD], 1)
-    inside = inside.clone()
-    inside[:, 0] += before.sum(1)
-    inside[:, -1] += behind.sum(1)
-    return inside
 
 
 def _unit(grad_out: Tensor, grad_lse: Tensor | None, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Tensor:

@@ -22,11 +22,15 @@ def wants_residual(q: Tensor, v: Tensor, sinks: Tensor | None, alibi_slopes: Ten
                    dropout_p: float) -> bool:
     """Whether the output's rounding error is wanted: for the gradient of sinks in Hopper's backward up to head dim 128. Plain Triton does
     not use it. torch.compile traces this function, so the device is checked in `empty_residual`."""
-    if not torch.is_grad_enabled() or sinks is None or not sinks.requires_grad or impl == "triton":
+    return not (alibi_slopes is not None or ranges or softcap > 0 or dropout_p > 0) and hopper_wants_residual(q, v, (sinks,), impl, 128)
+
+
+def hopper_wants_residual(q: Tensor, v: Tensor, learned: tuple[Tensor | None, ...], impl: str | None, widest: int) -> bool:
+    """Whether Hopper's backward up to a head dim of `widest` would make a gradient of one of `learned`, into which delta would carry the
+    output's rounding error."""
+    if impl == "triton" or not torch.is_grad_enabled() or not any(x is not None and x.requires_grad for x in learned):
         return False
-    if alibi_slopes is not None or ranges or softcap > 0 or dropout_p > 0 or q.dtype == torch.float32:
-        return False
-    return 32 < max(q.shape[-1], v.shape[-1]) <= 128
+    return q.dtype != torch.float32 and 32 < max(q.shape[-1], v.shape[-1]) <= widest
 
 
 def empty_residual(q: Tensor, v: Tensor, wanted: bool) -> Tensor:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
-from attnzoo_kernels.flash.ops import empty_residual
+from attnzoo_kernels.flash.ops import empty_residual, hopper_wants_residual
 from attnzoo_kernels.forgetting import gates
 
 FEWEST_KEYS = 1024  # with fewer, prune=None passes over nothing: what it takes to know which would cost more
@@ -23,10 +23,9 @@ def _options(cu_seqlens_q: Tensor | None, k: Tensor, softmax_scale: float, windo
 
 
 def wants_residual(q: Tensor, k: Tensor, v: Tensor, log_f: Tensor, impl: str | None, deterministic: bool) -> bool:
-    """Like flash's: for gradients by Hopper's backward, whose delta would carry the output's rounding error into dQ, dK and the gates."""
-    if impl == "triton" or deterministic or not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, log_f)):
-        return False
-    return q.dtype == torch.bfloat16 and q.shape[:-2] == k.shape[:-2] and 32 < max(q.shape[-1], v.shape[-1]) <= 128
+    """Like flash's: for dQ, dK and the gradients of the gates."""
+    taken = not deterministic and q.dtype == torch.bfloat16 and q.shape[:-2] == k.shape[:-2]
+    return taken and hopper_wants_residual(q, v, (q, k, log_f), impl, 128)
 
 
 @autograd.readable(0, 1, 2, like=(2, 2))
