@@ -81,10 +81,16 @@ def tiles_like(desc, COUNT: gl.constexpr):
     return gl.allocate_shared_memory(desc.dtype, [COUNT, TILE[0], TILE[1]], gl.NVMMASharedLayout.get_default_for(TILE, desc.dtype))
 
 
+@gluon.constexpr_function
+def words_of(config):
+    """How many int32 describe a tile to the consumers."""
+    return 3 if config.WORDS.value is None else config.WORDS.value
+
+
 @gluon.jit
-def work_and_barriers(config, WORDS: gl.constexpr = 3):
-    """Shared memory for WORDS int32 of each coming tile, which the consumers read, and the Barriers."""
-    work = gl.allocate_shared_memory(gl.int32, [WORDS * WORK, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+def work_and_barriers(config):
+    """Shared memory for the words of each coming tile, which the consumers read, and the Barriers."""
+    work = gl.allocate_shared_memory(gl.int32, [words_of(config) * WORK, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     PLACES: gl.constexpr = config.Q_SLOTS * config.CONSUMERS
     bars = Barriers(barriers(PLACES, 1), barriers(PLACES, 1), barriers(config.STAGES, 1 if config.LOAD_BIAS is None else 2),
                     barriers(config.STAGES, config.CONSUMERS), barriers(config.STAGES, 1), barriers(config.STAGES, config.CONSUMERS),
@@ -93,13 +99,13 @@ def work_and_barriers(config, WORDS: gl.constexpr = 3):
 
 
 @gluon.jit
-def allocate(descs, config, WORDS: gl.constexpr = 3):
-    """(Tiles, Barriers). WORDS: how many int32 describe a tile to the consumers."""
+def allocate(descs, config):
+    """(Tiles, Barriers)."""
     PARTS: gl.constexpr = 1 if config.PARTS is None else config.PARTS
     q = tiles_like(descs.q, config.Q_SLOTS * config.CONSUMERS * PARTS)
     OUTS: gl.constexpr = 1 if config.OUTS is None else config.OUTS
     out = tiles_like(descs.out, OUTS * config.CONSUMERS)
     k = tiles_like(descs.k, config.STAGES * PARTS)
     v = tiles_like(descs.v, config.STAGES)
-    work, bars = work_and_barriers(config, WORDS)
+    work, bars = work_and_barriers(config)
     return Tiles(q, out, k, v, work), bars

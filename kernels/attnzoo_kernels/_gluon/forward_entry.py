@@ -22,7 +22,7 @@ def hopper_fwd_kernel(q_desc, k_desc, v_desc, out_desc, residual_desc, lse_ptr, 
                       HAS_RIGHT: gl.constexpr, MASK_IN_LOOP: gl.constexpr, Q_SLOTS: gl.constexpr, JOINT_RELEASE: gl.constexpr,
                       K_BEFORE_PV: gl.constexpr, PREFETCH_TILE: gl.constexpr, EMPTY_ROWS: gl.constexpr = False,
                       HALF_TILE: gl.constexpr = False, INDEX_EARLY: gl.constexpr = False, ROW_MAX_NOT_NEGATIVE: gl.constexpr = False,
-                      PARTS: gl.constexpr = None, OUTS: gl.constexpr = None, OPTIONS: gl.constexpr = None, WORDS: gl.constexpr = 3,
+                      PARTS: gl.constexpr = None, OUTS: gl.constexpr = None, OPTIONS: gl.constexpr = None, WORDS: gl.constexpr = None,
                       OWN: gl.constexpr = None, PRODUCE: gl.constexpr = produce_prefetched, NEXT_TILE: gl.constexpr = next_tile,
                       LOAD_TILE: gl.constexpr = None, TAKE: gl.constexpr = take, LOADED: gl.constexpr = loaded_tiles,
                       SPAN: gl.constexpr = span, OF_SPAN: gl.constexpr = None, BEGIN: gl.constexpr = None,
@@ -30,19 +30,18 @@ def hopper_fwd_kernel(q_desc, k_desc, v_desc, out_desc, residual_desc, lse_ptr, 
                       KEY_BIAS: gl.constexpr = None, APART: gl.constexpr = None, FREE_FROM: gl.constexpr = None,
                       SCORES: gl.constexpr = None, MASK: gl.constexpr = mask, STEP_MASK: gl.constexpr = step_mask,
                       MORE: gl.constexpr = None, WEIGHTS: gl.constexpr = None, FINISH: gl.constexpr = finish):
-    """OWN turns the arguments that begin with own_ into the program's `own`, which the variant's other hooks read. WORDS: how many int32
-    NEXT_TILE gives of a tile to the consumers."""
+    """OWN turns the arguments that begin with own_ into the program's `own`, which the variant's other hooks read."""
     config = Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=PACKED,
                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=EMPTY_ROWS,
                     Q_SLOTS=Q_SLOTS, Q_IN_REGISTERS=Q_SLOTS == 1 and PARTS is None, JOINT_RELEASE=JOINT_RELEASE,
                     INDEX_EARLY=INDEX_EARLY, K_BEFORE_PV=K_BEFORE_PV, HALF_TILE=HALF_TILE, PREFETCH_TILE=PREFETCH_TILE,
-                    ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PARTS=PARTS, OUTS=OUTS, OPTIONS=OPTIONS, PRODUCE=PRODUCE,
-                    NEXT_TILE=NEXT_TILE, LOAD_TILE=LOAD_TILE, TAKE=TAKE, LOADED=LOADED, SPAN=SPAN, OF_SPAN=OF_SPAN, BEGIN=BEGIN,
-                    MAINLOOP=MAINLOOP, JOIN=JOIN, LOAD_BIAS=LOAD_BIAS, KEY_BIAS=KEY_BIAS, APART=APART, FREE_FROM=FREE_FROM,
+                    ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PARTS=PARTS, OUTS=OUTS, WORDS=WORDS, OPTIONS=OPTIONS,
+                    PRODUCE=PRODUCE, NEXT_TILE=NEXT_TILE, LOAD_TILE=LOAD_TILE, TAKE=TAKE, LOADED=LOADED, SPAN=SPAN, OF_SPAN=OF_SPAN,
+                    BEGIN=BEGIN, MAINLOOP=MAINLOOP, JOIN=JOIN, LOAD_BIAS=LOAD_BIAS, KEY_BIAS=KEY_BIAS, APART=APART, FREE_FROM=FREE_FROM,
                     SCORES=SCORES, MASK=MASK, STEP_MASK=STEP_MASK, MORE=MORE, WEIGHTS=WEIGHTS, FINISH=FINISH)
     own = ()
     if OWN is not None:
         own = OWN((own_a, own_b, own_c, own_d), (own_1, own_2), scale, config)
     run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc, residual_desc),
               Problem(counter, cu_seqlens_q, cu_seqlens_k, n_seqs, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, window_left,
-                      window_right), Rows(scale, lse_ptr, stats_ptr, stride_stats), own, config, WORDS)
+                      window_right), Rows(scale, lse_ptr, stats_ptr, stride_stats), own, config)

@@ -49,6 +49,7 @@ class Config:
     PARTS: gl.constexpr  # the columns of queries and keys are split into so many tiles; the queries are released before the last product.
     # Not with Q_IN_REGISTERS or HALF_TILE. None: they are not split
     OUTS: gl.constexpr  # output tiles that a consumer has room for in shared memory; None: one
+    WORDS: gl.constexpr  # how many `words` a tile has; None: the three of Tile
     OPTIONS: gl.constexpr  # a variant's own constants, a struct like this one
 
     PRODUCE: gl.constexpr = produce_prefetched  # (): all that the producer warp does
@@ -93,9 +94,9 @@ def _produce(program, config):
 
 
 @gluon.jit
-def run_tiles(descs, problem, rows, own, config, WORDS: gl.constexpr = 3):
+def run_tiles(descs, problem, rows, own, config):
     """The body of a kernel whose tiles and barriers are those of `allocate`."""
-    tiles, bars = allocate(descs, config, WORDS)
+    tiles, bars = allocate(descs, config)
     run_forward(Program(descs, problem, rows, tiles, bars, own), config)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS, WORK
+from attnzoo_kernels._gluon.forward import ROWS, WORK, words_of
 from attnzoo_kernels._gluon.hopper import await_empty, await_full, mbarrier, read_word, write_word
 from attnzoo_kernels._gluon.tiles import both_bounds, by_groups, find_sequence, key_tiles, sequence_bounds
 
@@ -135,11 +135,11 @@ def publish(program, taken, words):
 
 
 @gluon.jit
-def take_words(WORDS: gl.constexpr, taken, program):
+def take_words(taken, program, config):
     """Waits until the next tile is published; returns its words."""
     slot = await_full(program.bars.work_full, taken, WORK)
     words = ()
-    for word in gl.static_range(WORDS):
+    for word in gl.static_range(words_of(config)):
         words = words + (read_word(program.tiles.work.index(word * WORK + slot)),)
     mbarrier.arrive(program.bars.work_empty.index(slot), count=1)
     return words
@@ -147,10 +147,10 @@ def take_words(WORDS: gl.constexpr, taken, program):
 
 @gluon.jit
 def take(taken, program, config):
-    """TAKE of dense and of packed sequences."""
-    sequence, head, row = take_words(3, taken, program)
-    first_q, len_q, first_k, len_k = both_bounds(gl.maximum(sequence, 0), program.problem, config.PACKED)
-    return Taken(sequence, head, row, first_q, len_q, first_k, len_k, ())
+    """TAKE of dense and of packed sequences. Its `own` are the further words."""
+    words = take_words(taken, program, config)
+    first_q, len_q, first_k, len_k = both_bounds(gl.maximum(words[0], 0), program.problem, config.PACKED)
+    return Taken(words[0], words[1], words[2], first_q, len_q, first_k, len_k, words[3:])
 
 
 @gluon.jit

@@ -87,7 +87,7 @@ def load_tile(tile, step, q_step, program, config):
 
 @gluon.jit
 def take(taken, program, config):
-    batch, head, row, length, clear, column, number = take_words(7, taken, program)
+    batch, head, row, length, clear, column, number = take_words(taken, program, config)
     begin = find_list(program.own.entries, number, program.own.width)
     return Taken(batch, head, row, 0, program.problem.seqlen_q, 0, program.problem.seqlen_k, ToTake(length, clear, column, begin))
 
@@ -118,10 +118,11 @@ def block_sparse_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
     run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc),
               Problem(counter, None, None, None, seqlen_q, seqlen_k, heads, group, None, n_tiles, window_left, window_right),
               Rows(scale, lse_ptr, stats_ptr, stride_stats), Lists(order, index, count, list_tiles, list_width, stride_lb, stride_lh),
-              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, HAS_LEFT=HAS_LEFT,
-                     HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=1, Q_IN_REGISTERS=True,
-                     PREFETCH_TILE=PREFETCH_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PACKED=False, PRODUCE=produce_segments,
-                     NEXT_TILE=next_tile, LOAD_TILE=load_tile, NEXT_ENTRY=next_entry, TAKE=take, SPAN=span, COLUMN=column), 7)
+              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, WORDS=7,
+                     HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT, BRANCHES=1, MASK_IN_LOOP=MASK_IN_LOOP, EMPTY_ROWS=MASK_IN_LOOP, Q_SLOTS=1,
+                     Q_IN_REGISTERS=True, PREFETCH_TILE=PREFETCH_TILE, ROW_MAX_NOT_NEGATIVE=ROW_MAX_NOT_NEGATIVE, PACKED=False,
+                     PRODUCE=produce_segments, NEXT_TILE=next_tile, LOAD_TILE=load_tile, NEXT_ENTRY=next_entry, TAKE=take, SPAN=span,
+                     COLUMN=column))
 
 
 @functools.lru_cache(maxsize=1024)

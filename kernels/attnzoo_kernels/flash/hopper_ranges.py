@@ -123,7 +123,7 @@ def produce(program, config):
 @gluon.jit
 def take(taken, program, config):
     """TAKE."""
-    sequence, head, row, entry, following = take_words(5, taken, program)
+    sequence, head, row, entry, following = take_words(taken, program, config)
     return Taken(sequence, head, row, 0, program.problem.seqlen_q, 0, program.problem.seqlen_k, (entry, following))
 
 
@@ -247,12 +247,12 @@ def flash_ranges_fwd_hopper_kernel(q_desc, k_desc, v_desc, out_desc, lse_ptr, st
     problem = Problem(counter, None, None, 1, seqlen_q, seqlen_k, heads, group, head_group, n_tiles, None, None)
     run_tiles(Descriptors(q_desc, k_desc, v_desc, out_desc), problem, Rows(scale, lse_ptr, stats_ptr, stride_stats),
               Own(sinks, Table(table, n_ranges, window_left, window_right)),
-              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, PACKED=True,
+              Config(BLOCK_N=BLOCK_N, BLOCK_DV=BLOCK_DV, STAGES=STAGES, CONSUMERS=CONSUMERS, REGISTERS=REGISTERS, WORDS=5, PACKED=True,
                      HAS_LEFT=HAS_LEFT, HAS_RIGHT=True, BRANCHES=1, MASK_IN_LOOP=True, EMPTY_ROWS=True, Q_SLOTS=Q_SLOTS,
                      Q_IN_REGISTERS=Q_SLOTS == 1, JOINT_RELEASE=JOINT_RELEASE, K_BEFORE_PV=K_BEFORE_PV, PREFETCH_TILE=PREFETCH_TILE,
                      PRODUCE=produce, NEXT_TILE=next_tile, TAKE=take, SPAN=span, BEGIN=load_sink if HAS_SINKS else None,
                      MAINLOOP=mainloop, JOIN=join_sink if HAS_SINKS else None, MASK=mask, STEP_MASK=step_mask,
-                     FREE_FROM=None if HAS_LEFT else free_from), 5)
+                     FREE_FROM=None if HAS_LEFT else free_from))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,8 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS, tiles_like
 from attnzoo_kernels._gluon.hopper import descriptor, load_tile, product_layout
-from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, loaded_tiles, next_tile, span, take, take_words
-from attnzoo_kernels._gluon.tiles import both_bounds
+from attnzoo_kernels._gluon.tile_scheduler import Span, Tile, loaded_tiles, next_tile, span
 from attnzoo_kernels.flash import hopper as flash
 from attnzoo_kernels.flash.options import C_BLOCK, KeyBias, Options
 
@@ -97,7 +96,7 @@ def _apart(column, s, program, config):
 def _next_tile(index, program, config):
     """NEXT_TILE. Under pruning, which is OPTIONS, the consumers also get the first tile of keys that a tile of queries does not skip."""
     t = next_tile(index, program, config)
-    words, first = t.words, t.own
+    words, own = t.words, t.own
     if config.OPTIONS:
         problem = program.problem
         there = t.index < problem.n_tiles
@@ -106,20 +105,9 @@ def _next_tile(index, program, config):
         if config.CONSUMERS * ROWS > BLOCK:  # 192 queries lie in two blocks
             last = gl.minimum(t.row + config.CONSUMERS * ROWS, t.len_q) - 1
             first = gl.minimum(first, gl.load(ends + last // BLOCK, mask=there, other=0))
-        words = words + (first,)
-    return Tile(t.index, words, t.sequence, t.head, t.row, t.first_q, t.len_q, t.first_k, t.len_k, first)
-
-
-@gluon.jit
-def _take(taken, program, config):
-    """TAKE."""
-    if config.OPTIONS:
-        sequence, head, row, first = take_words(4, taken, program)
-        first_q, len_q, first_k, len_k = both_bounds(gl.maximum(sequence, 0), program.problem, config.PACKED)
-        tile = Taken(sequence, head, row, first_q, len_q, first_k, len_k, first)
-    else:
-        tile = take(taken, program, config)
-    return tile
+        own = (first,)
+        words = words + own
+    return Tile(t.index, words, t.sequence, t.head, t.row, t.first_q, t.len_q, t.first_k, t.len_k, own)
 
 
 @gluon.jit
@@ -127,7 +115,7 @@ def _loaded(tile, program, config):
     """LOADED."""
     begin, end = loaded_tiles(tile, program, config)
     if config.OPTIONS:
-        begin = gl.minimum(gl.maximum(begin, tile.own), end - 1)
+        begin = gl.minimum(gl.maximum(begin, tile.own[0]), end - 1)
     return begin, end
 
 
@@ -158,7 +146,7 @@ def _more(tile, s, program, config):
     return gl.load(program.own.c + s.own.queries.to(gl.int64) * BLOCK + rows)
 
 
-HOOKS = (("OWN", _own), ("NEXT_TILE", _next_tile), ("TAKE", _take), ("LOADED", _loaded), ("LOAD_BIAS", _load_bias), ("KEY_BIAS", _key_bias),
+HOOKS = (("OWN", _own), ("NEXT_TILE", _next_tile), ("LOADED", _loaded), ("LOAD_BIAS", _load_bias), ("KEY_BIAS", _key_bias),
          ("APART", _apart), ("SPAN", _span), ("MORE", _more), ("OUTS", None))  # no shared memory is left for more outputs
 
 
@@ -169,5 +157,5 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None,
     sequences, _, seqlen_k = options.sizes(q.shape, k.shape)
     of_keys = options.programs(q.shape[-2], seqlen_k, sequences, C_BLOCK)
     own = descriptor(parts[:, :, None], 16, C_BLOCK), bias.c, bias.starts, bias.ends[of_keys:] if options.pruned else None
-    rule = flash.Rule((*HOOKS, ("OPTIONS", options.pruned), ("WORDS", 4 if options.pruned else 3)))
+    rule = flash.Rule((*HOOKS, ("OPTIONS", options.pruned), ("WORDS", 4 if options.pruned else None)))
     return flash.launch_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, None, options, residual=residual, rule=rule, own=own)

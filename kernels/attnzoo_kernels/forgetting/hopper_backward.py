@@ -87,7 +87,7 @@ class Head(NamedTuple):
     start: Any  # c at the start of the keys' block, in two parts
     near: Any  # c of a consumer's keys minus `start`
     tile: Any  # number of the keys' block of c
-    key: Any
+    first_tile: Any  # that of the first block of the sequence and head
     dq_tile: Any
 
 
@@ -98,17 +98,17 @@ def _head(scale, own, smem, slot, member, dq_tile, problem, c, ME: gl.constexpr)
     first, head_tiles = _blocks(word(smem.work, slot, "batch"), word(smem.work, slot, "number"), word(smem.work, slot, "kv_head"), key,
                                 problem, c)
     tile = first + member * head_tiles
+    start = block_start(own.starts, tile)
     keys = tile.to(gl.int64) * KEYS + ME * HALF
     near = gl.load(own.c + keys + gl.arange(0, HALF, gl.SliceLayout(1, product_layout(c.ROWS))))
-    return Head(scale, 1 / scale, own, block_start(own.starts, tile), near, tile, key, dq_tile)
+    return Head(scale, 1 / scale, own, start, near, tile, tile - key // KEYS, dq_tile)
 
 
 @gluon.jit
 def _early(dq_tile, head, c):
     """EARLY: c at the start of the keys' block minus c at the start of the queries'."""
     j = dq_tile - head.dq_tile
-    queries = block_start(head.own.starts, head.tile - head.key // KEYS + j * c.ROWS // BLOCK)
-    return apart(head.start, queries) * head.unit
+    return apart(head.start, block_start(head.own.starts, head.first_tile + j * c.ROWS // BLOCK)) * head.unit
 
 
 @gluon.jit

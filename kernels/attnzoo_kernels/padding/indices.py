@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import on_device_of
+from attnzoo_kernels._triton.search import last_up_to
 from attnzoo_kernels.padding.launch import ASSERTING, Launch
 from attnzoo_kernels.padding.tiles import INDEX_BLOCK, INDEX_WARPS
 
@@ -157,15 +158,9 @@ def padding_position_kernel(cu_seqlens_ptr, positions_ptr, sequences, total, ste
     """Positions by binary search: each token's sequence is the last that starts at or before it."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = token < total
-    low = tl.zeros([BLOCK], tl.int32)
-    high = low + sequences
-    for _ in range(steps):
-        middle = (low + high + 1) // 2
-        here = (tl.load(cu_seqlens_ptr + middle, mask=inside, other=0) <= token) & (low < high)
-        low = tl.where(here, middle, low)
-        high = tl.where(here, high, tl.maximum(middle - 1, low))
-    start = tl.load(cu_seqlens_ptr + low, mask=inside, other=0)
-    tl.store(positions_ptr + token, tl.where(low < sequences, token - start, 0).to(tl.int64), mask=inside)
+    sequence = last_up_to(cu_seqlens_ptr, token, sequences + 1, steps, inside)
+    start = tl.load(cu_seqlens_ptr + sequence, mask=inside, other=0)
+    tl.store(positions_ptr + token, tl.where(sequence < sequences, token - start, 0).to(tl.int64), mask=inside)
 
 
 @functools.lru_cache(maxsize=256)

@@ -8,23 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import on_device_of
+from attnzoo_kernels._triton.search import last_up_to
 from attnzoo_kernels.padding.launch import Launch
 
 BLOCK = 256
 SEQUENCES = 1024
-
-
-@triton.jit
-def last_up_to(bounds_ptr, x, entries, steps, inside):
-    """The index of the last of `entries` ascending bounds that is at most x. The first bound always is."""
-    low = tl.zeros(x.shape, tl.int32)
-    high = low + (entries - 1)
-    for _ in range(steps):
-        middle = (low + high + 1) // 2
-        here = tl.load(bounds_ptr + middle, mask=inside, other=0) <= x
-        low = tl.where(here, middle, low)
-        high = tl.where(here, high, tl.maximum(middle - 1, low))
-    return low
 
 
 @triton.jit
