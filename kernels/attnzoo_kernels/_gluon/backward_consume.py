@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_dq import dq_before, hand_on_dq, sum_so_far, write_to
 from attnzoo_kernels._gluon.backward_tiles import HALF, await_tile, first_and_last_query, seen_by, word
-from attnzoo_kernels._gluon.hopper import async_store, box, fence_async_shared, mbarrier, product_layout, tma, warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import mbarrier, product_layout, store_tile, tma, warpgroup_mma_wait
 
 
 class Gradients(NamedTuple):
@@ -36,24 +36,9 @@ def store_keys(desc, pointer, stride_row, stride_head, buffer, x, batch, kv_head
             at = pointer + ((first_k + rows).to(gl.int64) * stride_row + kv_head * stride_head)[:, None] + columns[None, :]
             gl.store(at, x, mask=(rows < len_k)[:, None] & (columns < DIM)[None, :])
         else:
-            _store_tile(desc, buffer, x, 0, kv_head, first_k + key)
+            store_tile(desc, buffer, x, [0, kv_head, first_k + key, 0], False)
     else:
-        _store_tile(desc, buffer, x, batch, kv_head, key)
-
-
-@gluon.jit
-def _store_tile(desc, buffer, x, batch, kv_head, row, column=0):
-    """Stores x by TMA, through a shared tile that is as wide as x, or half as wide."""
-    WIDTH: gl.constexpr = buffer.shape[1]
-    if x.shape[1] > WIDTH:
-        left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, WIDTH]), (0, 2, 1)))
-        _store_tile(desc, buffer, left, batch, kv_head, row, column)
-        _store_tile(desc, buffer, right, batch, kv_head, row, column + WIDTH)
-    else:
-        tma.store_wait(0)
-        buffer.store(x)
-        fence_async_shared()
-        async_store(desc, [batch, kv_head, row, column], box(buffer, desc))
+        store_tile(desc, buffer, x, [batch, kv_head, key, 0], False)
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.hopper import barriers
+from attnzoo_kernels._gluon.hopper import barriers, ring
 
 ROWS = gl.constexpr(64)  # query rows of a consumer warp group: what one matrix instruction takes
 WORK = gl.constexpr(2)  # tiles by which the loading warp may be ahead of the consumers
@@ -109,3 +109,10 @@ def allocate(descs, config):
     v = tiles_like(descs.v, config.STAGES)
     work, bars = work_and_barriers(config)
     return Tiles(q, out, k, v, work), bars
+
+
+@gluon.jit
+def place_of_queries(q_step, CONSUMER: gl.constexpr, config):
+    """(index in shared memory of a consumer's queries of the q_step-th load, phase of their barriers)."""
+    slot, phase = ring(q_step, config.Q_SLOTS)
+    return slot * config.CONSUMERS + CONSUMER, phase

@@ -5,17 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.forward import ROWS, Rows
 from attnzoo_kernels._gluon.forward_mainloop import hand_on, queries_in_registers
-from attnzoo_kernels._gluon.hopper import (
-    async_store,
-    beside,
-    box,
-    fence_async_shared,
-    place,
-    product_layout,
-    release,
-    tma,
-    warpgroup_mma_wait,
-)
+from attnzoo_kernels._gluon.hopper import place, product_layout, release, store_tile, tma, warpgroup_mma_wait
 from attnzoo_kernels._gluon.softmax import log2
 
 LN2 = gl.constexpr(0.6931471805599453)
@@ -58,18 +48,8 @@ def inside(tile, span, program, config):
 
 @gluon.jit
 def write_tile(desc, x, at, ME: gl.constexpr, program):
-    """Stores 64 rows by TMA, through a shared tile that is as wide as x, or half as wide. The caller has waited until TMA had read the
-    shared tile's last contents."""
-    WIDTH: gl.constexpr = program.tiles.out.shape[2]
-    if x.shape[1] > WIDTH:
-        left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, WIDTH]), (0, 2, 1)))
-        write_tile(desc, left, at, ME, program)
-        tma.store_wait(0)
-        write_tile(desc, right, beside(at, WIDTH), ME, program)
-    else:
-        program.tiles.out.index(ME).store(x.to(program.tiles.out.dtype))
-        fence_async_shared()
-        async_store(desc, at, box(program.tiles.out.index(ME), desc))
+    """Stores 64 rows through a shared tile, whose last contents TMA has read."""
+    store_tile(desc, program.tiles.out.index(ME), x, at, True)
 
 
 @gluon.jit

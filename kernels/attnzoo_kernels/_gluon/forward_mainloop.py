@@ -3,14 +3,13 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS
+from attnzoo_kernels._gluon.forward import ROWS, place_of_queries
 from attnzoo_kernels._gluon.hopper import (
     await_stage,
     fence_async_shared,
     mbarrier,
     product_layout,
     release,
-    ring,
     stage_of,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -306,8 +305,7 @@ def attend(q, span, step, program, config, q_empty=None):
 @gluon.jit
 def await_queries(q_step, ME: gl.constexpr, program, config):
     """Waits for a consumer's queries of the q_step-th load; returns their index in shared memory."""
-    slot, phase = ring(q_step, config.Q_SLOTS)
-    at = slot * config.CONSUMERS + ME
+    at, phase = place_of_queries(q_step, ME, config)
     mbarrier.wait(program.bars.q_full.index(at), phase)
     return at
 

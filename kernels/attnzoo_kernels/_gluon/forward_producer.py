@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attnzoo_kernels._gluon.forward import ROWS
-from attnzoo_kernels._gluon.hopper import async_load, await_empty, beside, box, load_box, mbarrier, place, ring
+from attnzoo_kernels._gluon.forward import ROWS, place_of_queries
+from attnzoo_kernels._gluon.hopper import async_load, await_empty, beside, box, load_box, mbarrier, place
 from attnzoo_kernels._gluon.tile_scheduler import leave_at_zero, next_index, publish, rows_of
 
 NONE = gl.constexpr((-1, 0, 0))  # the words that are published after the last tile
@@ -28,9 +28,8 @@ def load_parts(desc, tiles, full, slot, at, config):
 @gluon.jit
 def load_queries(desc, tile, q_step, program, config):
     """Loads each consumer's rows of a tile into the slot of the q_step-th load."""
-    slot, phase = ring(q_step, config.Q_SLOTS)
     for c in gl.static_range(config.CONSUMERS):
-        at = slot * config.CONSUMERS + c
+        at, phase = place_of_queries(q_step, c, config)
         mbarrier.wait(program.bars.q_empty.index(at), phase ^ 1)
         row = tile.row + rows_of(c, q_step, config) * ROWS
         load_parts(desc, program.tiles.q, program.bars.q_full, at,

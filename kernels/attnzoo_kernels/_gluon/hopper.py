@@ -19,7 +19,7 @@ from attnzoo_kernels._triton.launch import architecture, are_aligned, descriptor
 
 __all__ = ["TRIED", "async_add", "async_load", "async_store", "await_empty", "await_empty_stage", "await_full", "await_stage",
            "barrier", "barriers", "beside", "box", "constants", "descriptor", "fence_async_shared", "give_back", "invalidate", "load_box",
-           "load_tile", "mbarrier", "place", "product_layout", "release", "ring", "shared_tiles", "stage_of", "tma",
+           "load_tile", "mbarrier", "place", "product_layout", "release", "ring", "shared_tiles", "stage_of", "store_tile", "tma",
            "version_is_tried", "warpgroup_mma", "warpgroup_mma_wait", "why_not_tma"]
 
 SEQUENCE_END = gl.constexpr(launch.SEQUENCE_END)
@@ -249,3 +249,20 @@ def beside(at, columns: gl.constexpr):
     for n in gl.static_range(len(at) - 1):
         moved = moved + (at[n],)
     return moved + (at[len(at) - 1] + columns,)
+
+
+@gluon.jit
+def store_tile(desc, buffer, x, at, READ: gl.constexpr):
+    """Stores x [rows, columns] by TMA at the box coordinates `at`, through a shared tile that is as wide as x, or half as wide. READ: TMA
+    has read the shared tile's last contents; else this waits for it."""
+    WIDTH: gl.constexpr = buffer.shape[1]
+    if x.shape[1] > WIDTH:
+        left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, WIDTH]), (0, 2, 1)))
+        store_tile(desc, buffer, left, at, READ)
+        store_tile(desc, buffer, right, beside(at, WIDTH), False)
+    else:
+        if not READ:
+            tma.store_wait(0)
+        buffer.store(x.to(buffer.dtype))
+        fence_async_shared()
+        async_store(desc, at, box(buffer, desc))

@@ -55,6 +55,17 @@ def unpacked_floats(words, layout: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
+def unpacked_rounded(words, layout: gl.constexpr, dtype: gl.constexpr):
+    """The numbers of `packed` in 16 bits, [M, N], in any layout."""
+    asm: gl.constexpr = "mov.b32 {$0, $1}, $2;"
+    if dtype == gl.bfloat16:
+        even, odd = gl.inline_asm_elementwise(asm, "=h,=h,r", [words], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1)
+    else:
+        even, odd = gl.inline_asm_elementwise(asm, "=h,=h,r", [words], dtype=(gl.float16, gl.float16), is_pure=True, pack=1)
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [words.shape[0], words.shape[1] * 2]), layout)
+
+
+@gluon.jit
 def subtrahend(base, scale, apart):
     """What a row's scores in base 2 are reduced by, for a `base` in their own unit. apart: as in softmax_step."""
     base = base * scale

@@ -47,7 +47,7 @@ from attnzoo_kernels._gluon.hopper import (
     warpgroup_mma_wait,
     why_not_tma,
 )
-from attnzoo_kernels._gluon.softmax import packed, unpacked_floats
+from attnzoo_kernels._gluon.softmax import packed, unpacked_floats, unpacked_rounded
 from attnzoo_kernels._gluon.tiles import heads_together
 from attnzoo_kernels._triton.call import Call, Layout, layout, strides
 from attnzoo_kernels._triton.launch import Launch, multiprocessors, on_device_of, tma_gradient
@@ -94,17 +94,6 @@ def _start(own, smem, slot, c):
 
 
 @gluon.jit
-def _rounded(words, dtype: gl.constexpr, layout: gl.constexpr):
-    """The numbers of `packed` in 16 bits."""
-    asm: gl.constexpr = "mov.b32 {$0, $1}, $2;"
-    if dtype == gl.bfloat16:
-        even, odd = gl.inline_asm_elementwise(asm, "=h,=h,r", [words], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1)
-    else:
-        even, odd = gl.inline_asm_elementwise(asm, "=h,=h,r", [words], dtype=(gl.float16, gl.float16), is_pure=True, pack=1)
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [words.shape[0], words.shape[1] * 2]), layout)
-
-
-@gluon.jit
 def _late_dk(dk, smem, step, at, ME: gl.constexpr):
     """Starts the product for the first part of dK of the step before `step`. `at`: the tile's first step. In that step the product means
     nothing, and the next one overwrites it."""
@@ -142,13 +131,14 @@ def _step(sums, smem, bars, dq_desc, dq_tile, step, some, scale, low, high, c, M
     # [HALF, 128] x [128, ROWS]
     dweights_pending = warpgroup_mma(smem.v.index(ME), smem.do.index(stage).permute((1, 0)),
                                      gl.zeros([HALF, c.ROWS], gl.float32, of_scores), use_acc=False, is_async=True)
+    rounded = unpacked_rounded(p, gl.DotOperandLayout(0, dv.type.layout, 2), dtype)
     # [HALF, ROWS] x [ROWS, 128]
-    dv_pending = warpgroup_mma(_rounded(p, dtype, gl.DotOperandLayout(0, dv.type.layout, 2)), smem.do.index(stage), dv, is_async=True)
+    dv_pending = warpgroup_mma(rounded, smem.do.index(stage), dv, is_async=True)
     dk, dweights = warpgroup_mma_wait(1, deps=(dk_pending, dweights_pending))
     mbarrier.expect(bars.step_empty.index((step + 1) & 1), 0, pred=some)
     delta = row_statistics(smem.stats, stage, 1, c.ROWS, gl.SliceLayout(0, of_scores))
     dscores = packed(unpacked_floats(p, of_scores, dtype) * (dweights - delta[None, :]), dtype, MOVABLE=False)
-    smem.ds.index(ME).store(_rounded(dscores, dtype, of_scores))
+    smem.ds.index(ME).store(unpacked_rounded(dscores, of_scores, dtype))
     fence_async_shared()
     barrier()
     release(bars.ds_full.index(ME))

@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attnzoo_kernels._triton.launch import next_power_of_2, on_device_of
-from attnzoo_kernels.routed.lists import BLOCK, SEQUENCES, bounds_of, last_up_to, launches, length_of
+from attnzoo_kernels._triton.search import last_up_to
+from attnzoo_kernels.routed.lists import BLOCK, SEQUENCES, bounds_of, launches, length_of, store_before
 from attnzoo_kernels.routed.parts import BLOCK_ROWS, load_tile, store_tile
 
 HEADS = ["total_q", "kv_heads", "group", "stride"]
@@ -28,10 +29,8 @@ def nsa_bounds_kernel(cu_seqlens_q, cu_seqlens_k, bounds_ptr, units_ptr, sequenc
         len_q, len_k = length_of(cu_seqlens_q, sequence, inside), length_of(cu_seqlens_k, sequence, inside)
         of_keys = tl.where(inside, tl.maximum(len_k - size + stride, 0) // stride, 0)
         of_units = tl.where(inside, len_k // stride - _floor(len_k - len_q + 1, stride) + 1, 0)
-        tl.store(bounds_ptr + sequence, keys + tl.cumsum(of_keys, 0) - of_keys, mask=inside)
-        tl.store(units_ptr + sequence, units + tl.cumsum(of_units, 0) - of_units, mask=inside)
-        keys += tl.sum(of_keys, 0)
-        units += tl.sum(of_units, 0)
+        keys = store_before(bounds_ptr, keys, of_keys, sequence, inside)
+        units = store_before(units_ptr, units, of_units, sequence, inside)
     tl.store(bounds_ptr + sequences, keys)
     tl.store(units_ptr + sequences, units)
 

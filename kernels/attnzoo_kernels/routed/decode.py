@@ -13,8 +13,9 @@ from torch import Tensor
 
 from attnzoo_kernels import autograd, dispatch
 from attnzoo_kernels._triton.launch import next_power_of_2, on_device_of, strides
+from attnzoo_kernels._triton.search import last_up_to
 from attnzoo_kernels.decode.forward import launch_forward
-from attnzoo_kernels.routed.lists import bounds_of, last_up_to
+from attnzoo_kernels.routed.lists import bounds_of
 from attnzoo_kernels.routed.routes import FEW
 
 ROWS = 8

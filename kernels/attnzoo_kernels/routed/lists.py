@@ -28,6 +28,13 @@ def length_of(cu_seqlens, sequence, inside):
     return tl.load(cu_seqlens + sequence + 1, mask=inside, other=0) - tl.load(cu_seqlens + sequence, mask=inside, other=0)
 
 
+@triton.jit
+def store_before(ptr, before, counts, at, inside):
+    """Stores for each of the neighbouring places `at` what is counted before it. Returns what is counted up to the last one."""
+    tl.store(ptr + at, before + tl.cumsum(counts, 0) - counts, mask=inside)
+    return before + tl.sum(counts, 0)
+
+
 @triton.jit(do_not_specialize=["sequences", "size"], do_not_specialize_on_alignment=["cu_seqlens_k"])
 def routed_first_kernel(cu_seqlens_k, first_ptr, sequences, size, SEQUENCES: tl.constexpr):
     """One program: each sequence's first block. A sequence without keys has one block all the same, for its queries."""
@@ -36,8 +43,7 @@ def routed_first_kernel(cu_seqlens_k, first_ptr, sequences, size, SEQUENCES: tl.
         sequence = at + tl.arange(0, SEQUENCES)
         inside = sequence < sequences
         blocks = tl.where(inside, tl.maximum((length_of(cu_seqlens_k, sequence, inside) + size - 1) // size, 1), 0)
-        tl.store(first_ptr + sequence, before + tl.cumsum(blocks, 0) - blocks, mask=inside)
-        before += tl.sum(blocks, 0)
+        before = store_before(first_ptr, before, blocks, sequence, inside)
 
 
 @triton.jit(do_not_specialize=["sequences", "steps", "size", "count", "total_q"],
