@@ -101,10 +101,10 @@ def _plan_of_length(length: int, device: torch.device, same_lengths: bool, has_r
 
 def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
     """Why this path does not take the call; None if it does."""
-    if not (32 < q.shape[-1] <= 192 and 32 < v.shape[-1] <= 128):
-        return f"head_dim must be 33 to 192 and value_dim 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
     if q.shape[-1] > 128 and (options.ranges or options.key_bias or options.distances > 0 or options.window_left >= 0):
         return f"head_dim must be 33 to 128 with a window, key ranges, forget gates or a bias by distance, got {q.shape[-1]}"
+    if not (32 < q.shape[-1] <= 192 and 32 < v.shape[-1] <= 128):
+        return f"head_dim must be 33 to 192 and value_dim 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
     if options.softcap > 0 or options.slopes_stride is not None or options.dropout_p > 0:
         return "it has no softcap, alibi_slopes or dropout_p"
     return why_not_tma(q, k, v)
