@@ -87,6 +87,32 @@ def stop(index, taken, program):
 
 
 @gluon.jit
+def load_piece(tile, keys, begin, end, step, taken, program, config, NEXT: gl.constexpr = None, at=None):
+    """Loads the tiles of keys end - 1 down to begin. Before the last values of a tile of queries it starts the next one. Returns (tile,
+    next step, number of the tile, where the next piece of the tile's keys is).
+
+    NEXT(at, program, config): where the next piece is, below 0 if this is the last one. Left out: this is the last one.
+    """
+    following = -1
+    key = (end - 1) * config.BLOCK_N
+    for j in range(end - begin):
+        load_keys(program.descs.k, step, keys, key, program, config)
+        if config.LOAD_BIAS is not None:
+            config.LOAD_BIAS(step % config.STAGES, tile, key, program, config)
+        if NEXT is not None:
+            if j == 0:  # found while loads are in flight, so that the next ones do not wait for it
+                following = NEXT(at, program, config)
+        # before V, whose load may wait; not earlier, so that the first program to be ready gets the tile
+        if (j == end - begin - 1) & (following < 0):
+            tile = start_at(next_index(program.problem), taken, program, config)
+            taken += 1
+        load_values(step, keys, key, program, config)
+        key -= config.BLOCK_N
+        step += 1
+    return tile, step, taken, following
+
+
+@gluon.jit
 def produce_prefetched(program, config):
     """PRODUCE where a tile's queries have room while the consumers work on the tile before: they are loaded before the last values of that
     tile."""
@@ -97,17 +123,7 @@ def produce_prefetched(program, config):
     while tile.index < problem.n_tiles:
         begin, end = config.LOADED(tile, program, config)
         keys = Keys(tile.sequence, tile.head // problem.group, tile.first_k, tile.len_k)
-        key = (end - 1) * config.BLOCK_N
-        for j in range(end - begin):
-            load_keys(program.descs.k, step, keys, key, program, config)
-            if config.LOAD_BIAS is not None:
-                config.LOAD_BIAS(step % config.STAGES, tile, key, program, config)
-            if j == end - begin - 1:  # before V, whose load may wait; not earlier, so that the first program to be ready gets the tile
-                tile = start_at(next_index(problem), taken, program, config)
-                taken += 1
-            load_values(step, keys, key, program, config)
-            key -= config.BLOCK_N
-            step += 1
+        tile, step, taken, _ = load_piece(tile, keys, begin, end, step, taken, program, config)
     stop(tile.index, taken, program)
 
 

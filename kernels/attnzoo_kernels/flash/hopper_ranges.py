@@ -17,12 +17,12 @@ from attnzoo_kernels._gluon.forward import ROWS, Descriptors, Problem, Rows
 from attnzoo_kernels._gluon.forward_kernel import Config, run_tiles
 from attnzoo_kernels._gluon.forward_launch import SCALARS, ForwardPlan, heads_in_l2, plan_forward, tile_width
 from attnzoo_kernels._gluon.forward_mainloop import attend_steps, await_queries, between, first_step, hand_on, last_sums, rows_and_columns
-from attnzoo_kernels._gluon.forward_producer import Keys, load_keys, load_values, start_at, stop
+from attnzoo_kernels._gluon.forward_producer import Keys, load_piece, start_at, stop
 from attnzoo_kernels._gluon.forward_tile import ForwardTile
 from attnzoo_kernels._gluon.hopper import await_stage, mbarrier
 from attnzoo_kernels._gluon.ranges import Table, last_beginning, load_range, touching
 from attnzoo_kernels._gluon.softmax import unpacked
-from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, decode_tile, next_index, take_words, tile_counter
+from attnzoo_kernels._gluon.tile_scheduler import Span, Taken, Tile, decode_tile, take_words, tile_counter
 from attnzoo_kernels._gluon.tiles import key_tiles
 from attnzoo_kernels._triton.call import Layout, layout, outputs
 from attnzoo_kernels._triton.launch import on_device_of
@@ -89,6 +89,13 @@ def load_sink(tile, span, program, config):
 
 
 @gluon.jit
+def _entry_before(at, program, config):
+    """NEXT."""
+    entry, row = at
+    return next_entry(entry - 1, row, program, config)
+
+
+@gluon.jit
 def produce(program, config):
     """PRODUCE: like produce_prefetched, over the keys of all ranges of a tile."""
     problem = program.problem
@@ -99,23 +106,11 @@ def produce(program, config):
         kv_head = tile.head // problem.group
         row = tile.row
         entry = tile.own
-        following = entry
         more = 1
         while more != 0:
             of, begin, end = keys_of(row, entry, program, config)
             keys = Keys(0, kv_head, of.other_first, of.other_length)
-            key = (end - 1) * config.BLOCK_N
-            for j in range(end - begin):
-                load_keys(program.descs.k, step, keys, key, program, config)
-                if j == 0:  # found while loads are in flight, so that the next ones do not wait for it
-                    following = next_entry(entry - 1, row, program, config)
-                if (j == end - begin - 1) & (following < 0):
-                    tile = start_at(next_index(problem), taken, program, config)
-                    taken += 1
-                load_values(step, keys, key, program, config)
-                key -= config.BLOCK_N
-                step += 1
-            entry = following
+            tile, step, taken, entry = load_piece(tile, keys, begin, end, step, taken, program, config, _entry_before, (entry, row))
             more = (entry >= 0).to(gl.int32)
     stop(tile.index, taken, program)
 
