@@ -363,6 +363,11 @@ def test_throughput_counts_real_tokens_and_targets():
     assert logged["perf/mfu"] * 1e12 * 2 * 24 == pytest.approx(logged["perf/tokens_per_second"])
 
 
+def test_a_run_may_validate_before_it_trains(tmp_path):
+    metrics = runner.train(compose_tiny(tmp_path, "trainer.num_sanity_val_steps=2", "trainer.max_steps=2"))
+    assert column(tmp_path, "val/loss") == [str(metrics["val/loss"])] and metrics["perf/tokens_per_second"] > 0
+
+
 def test_balanced_masked_batches_train(tmp_path):
     data = ["data.batching=balanced", "data.min_seq_len=8"]
     model = ["model=bert_tiny", "model.dim=32", "model.n_layers=2", "model.n_heads=2"]

@@ -39,6 +39,8 @@ class Throughput(lightning.Callback):
     All ranks are assumed to be equally fast.
     """
 
+    paused = 0.0  # seconds in validation since the last log; trainer.num_sanity_val_steps validates before training starts
+
     def on_train_start(self, trainer: lightning.Trainer, pl_module: Any) -> None:
         # the FLOPs of a sharded model cannot be computed from one rank's part
         self.peak = None if pl_module.is_sharded else peak_flops(pl_module.device, str(trainer.precision))
