@@ -148,7 +148,7 @@ def evaluate(cfg: DictConfig) -> None:
 
 def build_trainer(cfg: DictConfig, loggers: list[Any]) -> lightning.Trainer:
     """The Trainer of a train.py config."""
-    callbacks = [instantiate(callback, _convert_="all") for callback in (cfg.callbacks or {}).values() if callback]
+    callbacks = [instantiate(callback, _convert_="all") for callback in (cfg.get("callbacks") or {}).values() if callback]
     return make_trainer(instantiate(cfg.trainer, _partial_=True, _convert_="all"), callbacks, loggers, cfg.trainer.accelerator)
 
 

@@ -101,7 +101,8 @@ def test_a_sweep_says_how_to_set_a_key_that_only_swept_options_have(tmp_path):
     [
         ("attention=flush", "attention=flush: there is no such option; like it: flash; it must be one of block_sparse, differential, "),
         ("trainer.max_steps=[", "trainer.max_steps=[: no viable alternative"),
-        ("model=3", "must be a string or a list. Got int"),
+        ("model=3", "model=3: must be the name of an option of configs/model, or a list of names"),
+        ("logger=null", "logger=null: must be the name of an option of configs/logger, or a list of names; ~logger takes none"),
         pytest.param("hparams_search=optuna", "pip install -e '.[optuna]' brings it",
                      marks=pytest.mark.skipif(find_spec("optuna") is not None, reason="it is there")),
     ],

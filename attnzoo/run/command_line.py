@@ -148,6 +148,12 @@ def composition_message(error: Exception) -> str:
         is_sweep = not near and not {"-m", "--multirun"}.isdisjoint(sys.argv)
         in_sweep = f"in a sweep over options that have it, write ++{cause.full_key}; " if is_sweep else ""
         return f"{cause.full_key}: there is no such key; {in_sweep}{like_it(near)}--help lists all"
+    if str(error).startswith("Config group override must be"):  # Hydra does not say which one
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        override = frame.f_locals["override"]
+        group = override.key_or_group
+        none = f"; ~{group} takes none" if override.value() is None else ""
+        return f"{override.input_line}: must be the name of an option of configs/{group}, or a list of names{none}"
     said = getattr(error, "override", None)  # the override that cannot be parsed
     return (f"{said}: " if said else "") + " ".join(str(error).split())
 
