@@ -26,7 +26,7 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", type(None): "null"}
-BOUNDS = {"gt": "above {}", "ge": "of at least {}", "lt": "below {}", "le": "at most {}"}
+BOUNDS = {"gt": "above {}", "ge": "of at least {}", "lt": "below {}", "le": "at most {}", "min_length": "of length {} or more"}
 HYDRAS = ("_target_", "_partial_", "_convert_", "_recursive_", "_args_")
 
 

@@ -103,7 +103,7 @@ TRAINING = [
     (["data=listops", "task=classification", "model=bert_tiny"], ["task.pooling"], WORD, "cls or mean"),
     ([], ["task.objective"], WORD, "lm or mlm or classification"),
     ([], ["callbacks.last.every_n_steps"], ["0", "0.5", "abc"], "a whole number of at least 1"),
-    ([], ["callbacks.sample.prompt"], ["3"], "a text or null"),
+    ([], ["callbacks.sample.prompt"], ["3", "''"], "a text of length 1 or more or null"),
     ([], ["callbacks.best.monitor"], ["3"], "a text or null"),
     ([], ["callbacks.best.save_on_train_epoch_end"], ["abc"], "true or false or null"),
     (["callbacks=early_stopping"], ["callbacks.early_stopping.patience"], NATURAL, "a whole number of at least 0"),

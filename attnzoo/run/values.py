@@ -107,7 +107,7 @@ DATA = {
 CALLBACKS = {
     "last": {"every_n_steps": Count | None},
     "early_stopping": {"monitor": str, "patience": Natural, "min_delta": NonNegative},
-    "sample": {"prompt": str | None, "max_new_tokens": Count, "temperature": NonNegative},
+    "sample": {"prompt": Annotated[str, Field(min_length=1)] | None, "max_new_tokens": Count, "temperature": NonNegative},
 }
 WANDB = {"project": str, "entity": str | None, "name": str | None, "group": str | None, "offline": bool | None}
 EVALUATION = {
