@@ -96,8 +96,8 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
                 log.info(initial.describe(origin, begun, cfg))
         fit(trainer, module, data, ckpt_path, run_dir, requeue=cfg.resume == "auto")
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if ckpt_path is not None and not metrics:
-            log.info(f"nothing left to train: {ckpt_path} is at the last step, {trainer.global_step}; raise trainer.max_steps")
+        if not metrics:
+            log.info(report.nothing_trained(trainer, ckpt_path))
         if trainer.is_global_zero and not trainer.fast_dev_run:
             log.info(report.end(run_dir, metrics, run_dir.parent if is_sweep() else None))
         return metrics

@@ -1,6 +1,7 @@
 """A run that was stopped and goes on gives the losses of one that never was: weights, schedule, dropout and place in the data."""
 
 import os
+import re
 import signal
 
 import lightning
@@ -118,11 +119,26 @@ def test_the_numbers_of_the_optimizer_are_those_of_the_command(tmp_path, caplog,
     assert "optimizer.lr=0.01 from here on, it was 0.003" in caplog.text and "optimizer.weight_decay=0.25 from here on" in caplog.text
 
 
-def test_a_finished_run_says_that_nothing_is_left(tmp_path, caplog):
-    runner.train(config(tmp_path, "trainer.max_steps=2"))
+@pytest.mark.parametrize(
+    ("length", "limit"),
+    [
+        (["trainer.max_steps=2"], "max_steps"),
+        (["trainer.max_steps=-1", "trainer.max_epochs=1", "trainer.limit_train_batches=2"], "max_epochs"),
+        (["schedule=constant", "trainer.max_steps=-1", "trainer.max_epochs=9", "+trainer.max_time=00:00:00:01"], "max_time"),
+    ],
+    ids=["steps", "epochs", "time"],
+)
+def test_a_finished_run_says_that_nothing_is_left(tmp_path, caplog, length, limit):
+    runner.train(config(tmp_path, *length))
     with caplog.at_level("INFO", logger="attnzoo.runner"):
-        assert runner.train(config(tmp_path, "trainer.max_steps=2", "resume=auto")) == {}
-    assert "nothing left to train" in caplog.text and "is at the last step, 2; raise trainer.max_steps" in caplog.text
+        assert runner.train(config(tmp_path, *length, "resume=auto")) == {}
+    assert re.search(rf"nothing left to train: .*last.ckpt is at the last step, \d+; raise trainer.{limit}", caplog.text)
+
+
+def test_a_run_without_a_step_says_so(tmp_path, caplog):
+    with caplog.at_level("INFO", logger="attnzoo.runner"):
+        assert runner.train(config(tmp_path, "trainer.limit_train_batches=0")) == {}
+    assert "nothing was trained; raise trainer.limit_train_batches" in caplog.text
 
 
 def test_the_best_checkpoint_can_be_resumed_too(tmp_path, uninterrupted):

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import Timer
 
 from attnzoo.batch import sharing
 from attnzoo.run.folder import RunFolder
@@ -56,6 +57,20 @@ def _in_8_bits(layers: dict[str, list[str]] | None) -> str:
         return ""
     others = ", ".join([*layers["bfloat16"], "attention itself"])
     return f"fp8 in training steps: {', '.join(layers['fp8'])}; bfloat16 there, and everything in validation and generation: {others}\n"
+
+
+def nothing_trained(trainer: lightning.Trainer, ckpt_path: Path | None) -> str:
+    """Why a run took no step, and what to change. ckpt_path: what it went on from."""
+    if 0 < trainer.max_steps <= trainer.global_step:
+        limit = "max_steps"
+    elif 0 < (trainer.max_epochs or 0) <= trainer.current_epoch:
+        limit = "max_epochs"
+    elif any(isinstance(callback, Timer) for callback in trainer.callbacks):
+        limit = "max_time"
+    else:
+        limit = "limit_train_batches"
+    what = "nothing was trained" if ckpt_path is None else f"nothing left to train: {ckpt_path} is at the last step, {trainer.global_step}"
+    return f"{what}; raise trainer.{limit}"
 
 
 def end(run_dir: Path, metrics: dict[str, float], sweep: Path | None = None) -> str:
