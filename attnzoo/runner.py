@@ -75,6 +75,7 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
         data.setup("fit")
         set_accumulation(trainer, cfg.batch_tokens, data)
         module = _build_module(cfg, data)
+        checks.check_monitors(cfg, module)
         if trainer.precision == "fp8":  # Lightning would only when the record is written
             module.record["fp8"] = fp8.convert(module.model)
         begun = None

@@ -368,6 +368,22 @@ def test_a_run_may_validate_before_it_trains(tmp_path):
     assert column(tmp_path, "val/loss") == [str(metrics["val/loss"])] and metrics["perf/tokens_per_second"] > 0
 
 
+def test_a_callback_that_follows_no_metric_of_the_task_is_told_before_the_first_step(tmp_path):
+    early = ["callbacks=early_stopping", "callbacks.early_stopping.monitor=val/perplexity"]
+    for options, said in ((["callbacks.best.monitor=val/lss"], "callbacks.best.monitor=val/lss"),
+                          (early, "callbacks.early_stopping.monitor=val/perplexity")):
+        with pytest.raises(UserError, match=f"{said}: must be a metric of task=lm: val/loss, val/ppl, val/accuracy, val/bpb"):
+            runner.train(compose_tiny(tmp_path, *options))
+    assert not (tmp_path / "run" / "metrics.csv").exists()
+
+
+def test_what_lightning_refuses_in_a_run_is_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit), one_line_errors():
+        runner.train(compose_tiny(tmp_path, "trainer.limit_val_batches=0.01"))
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ") and "increase the `limit_val_batches` argument" in line
+
+
 def test_balanced_masked_batches_train(tmp_path):
     data = ["data.batching=balanced", "data.min_seq_len=8"]
     model = ["model=bert_tiny", "model.dim=32", "model.n_layers=2", "model.n_heads=2"]

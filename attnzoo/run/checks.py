@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
@@ -44,6 +45,18 @@ def check_layers(cfg: DictConfig) -> None:
             make_temperature(model.get("attention_temperature", "none"), model.get("original_context") or model["train_context"])
         except ValueError as error:
             raise UserError(f"layers.{kind}: {error}" if kind else str(error)) from error
+
+
+def check_monitors(cfg: DictConfig, module: Any) -> None:
+    """Raises UserError where a callback follows a validation metric that the task does not have. Lightning would tell after the first
+    validation."""
+    callbacks = {name: options for name, options in plain(cfg.get("callbacks")).items() if options}
+    if not type(module).__module__.startswith("attnzoo.") or not all(values.is_known(callbacks, name) for name in callbacks):
+        return  # a class of one's own may log it
+    known = module.validation_metrics(torch.ones(()), torch.ones(())).keys()
+    for name, options in callbacks.items():
+        if str(monitor := options.get("monitor")).startswith("val/") and monitor not in known:
+            raise UserError(f"callbacks.{name}.monitor={monitor}: must be a metric of task={module.record['task']}: {', '.join(known)}")
 
 
 def _check_partial(where: str, config: Mapping[str, Any]) -> None:

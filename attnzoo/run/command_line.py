@@ -228,6 +228,8 @@ def user_message(error: BaseException) -> str | None:
             "or the model's size"
         )
     said = str(error)
+    if type(error).__name__ == "MisconfigurationException":  # Lightning's, of its own options
+        return " ".join(said.split())
     if isinstance(error, RuntimeError) and "DefaultCPUAllocator" in said:  # torch has no class for it
         asked = said[max(said.find("you tried"), 0) :].partition(".")[0]
         return f"out of memory ({asked}); lower data.batch_size (batch_tokens keeps the global batch), data.seq_len or the model's size"
