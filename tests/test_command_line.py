@@ -39,6 +39,13 @@ def test_each_help_lists_its_own_groups():
             assert options.split(", ") == sorted(path.stem for path in (ROOT / "configs" / group).glob("*.yaml"))
 
 
+def test_help_may_be_read_in_part():
+    command = [sys.executable, ROOT / "train.py", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "message"),
     [

@@ -45,6 +45,9 @@ def command(configs: Path, name: str, texts: Sequence[str] = ()) -> Callable[[Ca
                 if os.environ.get("HYDRA_FULL_ERROR") == "1":
                     raise
                 sys.exit(130)
+            except BrokenPipeError:  # `--help | head`
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # where Python flushes the rest
+                sys.exit(1)
 
         @functools.wraps(function)
         def with_one_line_errors(cfg: Any) -> Any:
