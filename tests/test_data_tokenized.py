@@ -56,6 +56,13 @@ def test_tokens_are_written_once(source, cache, monkeypatch):
     assert prepare(source, ByteTokenizer(), cache) == folder
 
 
+def test_a_cache_that_cannot_be_written_is_named(source, tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(OSError, match=f"data.cache_dir='{folder}': cannot be written: (File exists|Not a directory); set another"):
+            prepare(source, ByteTokenizer(), folder)
+
+
 def test_the_bar_counts_reading_and_not_the_loading_of_the_library(source, cache, tmp_path):
     code = f"""
 import sys

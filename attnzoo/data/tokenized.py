@@ -79,8 +79,12 @@ def prepare(source, tokenizer, cache_dir: str | Path) -> Path:
         return folder
     from filelock import FileLock
 
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{folder}.lock").acquire()
+    except OSError as error:
+        raise OSError(f"data.cache_dir={str(cache_dir)!r}: cannot be written: {error.strerror}; set another one") from error
+    with lock:
         if not (folder / "record.json").exists():
             partial = folder.with_suffix(".partial")
             shutil.rmtree(partial, ignore_errors=True)
