@@ -52,6 +52,17 @@ def test_every_config_makes_a_data_module(name, texts):
     assert (made.objective, made.seed, made.kind) == (cfg.task.objective, 7, kind)
 
 
+@pytest.mark.parametrize(("objective", "key", "value"), [("mlm", "batching", "balanced"), ("lm", "cross_documents", True)])
+def test_a_position_in_other_rows_is_refused(texts, objective, key, value):
+    """But for a state of an earlier version, which does not tell them."""
+    before = module(texts, objective=objective)
+    state = before.train_dataloader().state_dict()
+    loader = module(texts, objective=objective, **{key: value}).train_dataloader()
+    with pytest.raises(ValueError, match=f"{key} is {value!r}, it must be {getattr(before, key)!r} as in the checkpoint"):
+        loader.load_state_dict(state)
+    loader.load_state_dict({**state, "settings": {name: state["settings"][name] for name in state["settings"].keys() - loader.newer}})
+
+
 @pytest.mark.parametrize(("key", "batching"), [("group_by_length", "by_length"), ("balance_lengths", "balanced")])
 def test_configs_of_earlier_runs_say_how_batches_are_made_in_two_keys(texts, key, batching):
     made = data.text(**texts, seq_len=8, batch_size=1, objective="mlm", **{"group_by_length": False, "balance_lengths": False, key: True})

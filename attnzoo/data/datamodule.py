@@ -179,6 +179,9 @@ class TextDataModule(RowsDataModule):
             settings["step_tokens"] = self.step_tokens
         return settings | {key: getattr(self, key) for key in ("objective", "seq_len", "seed", "shuffle", "mask_rate")}
 
+    def _newer_settings(self) -> dict:
+        return {key: getattr(self, key) for key in ("batching", "cross_documents", "min_seq_len")}
+
     def record(self) -> dict:
         """The run's data as plain JSON: source, sha256 of its text, documents, bytes and tokens of each split, tokenizer, versions."""
         summary = {"name": self.tokenizer.name, "vocab_size": self.tokenizer.vocab_size, "sha256": tokenizers.fingerprint(self.tokenizer)}

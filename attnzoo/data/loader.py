@@ -101,7 +101,8 @@ class ResumableLoader(BatchLoader):
     batches is not used, because it is not exact after every kind of interruption.
 
     Args:
-        settings: plain JSON that the order of rows depends on (seed, sequence length, ...); a state with other settings is refused.
+        settings: plain JSON that rows and their order depend on (seed, sequence length, ...); a state with other settings is refused.
+        newer: more of these, which states of earlier versions do not have; then they are not compared.
 
     Attributes:
         position: the number of batches yielded so far.
@@ -109,9 +110,11 @@ class ResumableLoader(BatchLoader):
 
     repeat = True
 
-    def __init__(self, rows, batch_size: int, *, settings: dict[str, Any] | None = None, world_size: int = 1, **options):
+    def __init__(self, rows, batch_size: int, *, settings: dict[str, Any] | None = None, newer: dict[str, Any] | None = None,
+                 world_size: int = 1, **options):
         super().__init__(rows, batch_size, world_size=world_size, **options)
-        self.settings = {**(settings or {}), "rows": rows.n_rows, "rows in a step over all devices": batch_size * world_size}
+        self.newer = newer or {}
+        self.settings = {**(settings or {}), **self.newer, "rows": rows.n_rows, "rows in a step over all devices": batch_size * world_size}
         self.position = 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -134,7 +137,7 @@ class ResumableLoader(BatchLoader):
         """
         if not isinstance(state.get("settings"), dict) or not isinstance(state.get("position"), int):
             raise ValueError("cannot resume in the middle of the data: the checkpoint's state of the loader has no position and settings")
-        was, now = state["settings"], self.settings
+        was, now = self.newer | state["settings"], self.settings
         if differ := [f"{key} is {now.get(key)!r}, it must be {was.get(key)!r}" for key in sorted(now.keys() | was.keys())
                       if was.get(key) != now.get(key)]:
             raise ValueError(f"cannot resume in the middle of the data: {'; '.join(differ)} as in the checkpoint")

@@ -18,7 +18,8 @@ class RowsDataModule(LightningDataModule):
     A subclass sets `kind` (its name in records and errors), `batch_size`, `eval_batch_size`, `shuffle`, `num_workers`, and has
 
     - `_rows(split, shuffle=False)`: the rows of "train", "validation" (and other splits);
-    - `_settings()`: plain JSON that the order of the training rows depends on;
+    - `_settings()`: plain JSON that the training rows and their order depend on;
+    - `_newer_settings()`: more of it, which checkpoints of earlier versions do not have;
     - `packs`: whether attention gets its batches as packed sequences; this is so for padded rows too, as the model removes the padding;
     - `trees`: whether these sequences are segments of trees.
     """
@@ -46,6 +47,9 @@ class RowsDataModule(LightningDataModule):
     def _settings(self) -> dict[str, Any]:
         raise NotImplementedError
 
+    def _newer_settings(self) -> dict[str, Any]:
+        return {}
+
     def check_at_least(self, **least: int) -> None:
         """Raises ValueError unless each of these attributes is a whole number, and at least as large as given here."""
         for key, bound in least.items():
@@ -62,7 +66,8 @@ class RowsDataModule(LightningDataModule):
         if self.trainer and self.trainer.overfit_batches:  # every epoch then has the same few batches
             return BatchLoader(self._rows("train"), self.batch_size, **self._loader_options())
         rows = self._rows("train", self.shuffle)
-        self._train_loader = ResumableLoader(rows, self.batch_size, settings=self._settings(), **self._loader_options())
+        settings = {"settings": self._settings(), "newer": self._newer_settings()}
+        self._train_loader = ResumableLoader(rows, self.batch_size, **settings, **self._loader_options())
         if self._state is not None:
             self._train_loader.load_state_dict(self._state)
         return self._train_loader

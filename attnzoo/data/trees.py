@@ -131,6 +131,9 @@ class ContinuationDataModule(TextDataModule):
         return PromptRows(self.stores[split], self.seq_len, pad_id=self.tokenizer.pad_id, seed=self.seed, shuffle=shuffle,
                           trees=self.trees, predict_prompts=self.predict_prompts)
 
+    def _newer_settings(self) -> dict:
+        return {**super()._newer_settings(), "predict_prompts": self.predict_prompts}
+
     def bytes_per_token(self, split: str) -> None:
         """None: sequences are cut, and shared tokens count more than once, so that a loss has no bits per byte of text."""
 
