@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from attnzoo.evaluation import compare, memory, perplexity, report
 from attnzoo.evaluation.measurement import FILE, Store, digest, key
 from attnzoo.evaluation.progress import Progress
 from attnzoo.evaluation.results import Row
+from attnzoo.evaluation.validation import validation_loss
 from attnzoo.run.loggers import shared_folder
 
 QUICK = [
@@ -431,3 +433,12 @@ def test_the_store_keeps_rows_as_they_are(tmp_path):
 )
 def test_the_folder_of_the_runs_is_the_group(runs, name):
     assert shared_folder(runs) == name
+
+
+@pytest.mark.parametrize("other", [{"min_seq_len": 5}, {"predict_prompts": True}, {"cross_documents": True}])
+def test_validation_of_other_rows_is_another_measurement(other):
+    def settings(**options):
+        data = SimpleNamespace(objective="lm", seq_len=8, eval_batch_size=2, val_dataloader=lambda: [], **options)
+        return dict(validation_loss(None, data).measurements[0].settings)
+
+    assert settings(**other) == settings() | other != settings()

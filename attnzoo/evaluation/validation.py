@@ -11,7 +11,7 @@ from attnzoo.evaluation.results import Row, language_model_rows
 from attnzoo.training.module import summed_loss
 
 # attributes of a data module that decide its batches
-SETTINGS = ("objective", "seq_len", "eval_batch_size", "cross_documents", "packed", "eval_mask_rate")
+SETTINGS = ("objective", "seq_len", "eval_batch_size", "cross_documents", "packed", "eval_mask_rate", "min_seq_len", "predict_prompts")
 
 
 def validation_loss(model: torch.nn.Module, data, *, lengths: Sequence[int] = (), context: int | None = None) -> Plan:
