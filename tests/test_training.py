@@ -368,6 +368,13 @@ def test_a_run_may_validate_before_it_trains(tmp_path):
     assert column(tmp_path, "val/loss") == [str(metrics["val/loss"])] and metrics["perf/tokens_per_second"] > 0
 
 
+def test_the_learning_rate_in_the_log_is_that_of_the_step(tmp_path):
+    runner.train(compose_tiny(tmp_path, "optimizer.lr=0.03", "schedule=constant", "trainer.max_steps=4", "trainer.log_every_n_steps=2"))
+    assert [float(lr) for lr in column(tmp_path, "train/lr")] == pytest.approx([0.02, 0.03])  # after a warm-up of two steps
+    last = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert last["optimizer_states"][0]["param_groups"][0]["lr"] == pytest.approx(0.03)
+
+
 def test_a_callback_that_follows_no_metric_of_the_task_is_told_before_the_first_step(tmp_path):
     early = ["callbacks=early_stopping", "callbacks.early_stopping.monitor=val/perplexity"]
     for options, said in ((["callbacks.best.monitor=val/lss"], "callbacks.best.monitor=val/lss"),

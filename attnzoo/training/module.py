@@ -120,6 +120,7 @@ class TokenPrediction(lightning.LightningModule):
         self._begins_step = True  # whether this micro-batch is the first of its optimizer step
         self.context: Any = None  # the ContextGroup of this rank, where several read one sequence
         self.step_loss: Tensor | None = None  # (), of the last optimizer step, summed over its targets
+        self._lr: float | None = None  # of the last optimizer step; the schedule has moved on since
 
     predicts_tokens = True  # the model has one output, from its output layer, for each target
 
@@ -188,7 +189,7 @@ class TokenPrediction(lightning.LightningModule):
             # Lightning averaged over the micro-batches, the strategy over the ranks
             scale = n_micro_batches * self.trainer.world_size / totals[1].clamp(min=1)
             torch._foreach_mul_([p.grad for p in self.parameters() if p.grad is not None], scale)
-        self.step_loss = totals[0]
+        self.step_loss, self._lr = totals[0], optimizer.param_groups[0]["lr"]
         self.log("train/loss", totals[0] / totals[1])
 
     def configure_model(self) -> None:
@@ -220,7 +221,7 @@ class TokenPrediction(lightning.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if is_log_step(self.trainer):
-            self.log_dict({"train/lr": self.trainer.optimizers[0].param_groups[0]["lr"], **self.model.metrics()})
+            self.log_dict({"train/lr": self._lr, **self.model.metrics()})
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
