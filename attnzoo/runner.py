@@ -71,9 +71,10 @@ def _train(cfg: DictConfig, folder: RunFolder) -> dict[str, float]:
         _check_model(cfg, trainer, data, trees, origin if ckpt_path is None else None)
         if origin:
             initial.check_tokenizer(cfg, origin, data.tokenizer)
+        _check_vocabulary(cfg.model.vocab_size, data.tokenizer.vocab_size)
+        set_accumulation(trainer, cfg.batch_tokens, data)
         data.prepare_data()
         data.setup("fit")
-        set_accumulation(trainer, cfg.batch_tokens, data)
         module = _build_module(cfg, data)
         checks.check_monitors(cfg, module)
         if trainer.precision == "fp8":  # Lightning would only when the record is written
@@ -174,11 +175,13 @@ def _check_model(cfg: DictConfig, trainer: lightning.Trainer, data: Any, trees: 
             initial.check_shapes(model, origin, new=cfg.init_new, positions=cfg.init_positions)
 
 
+def _check_vocabulary(size: int | None, needed: int) -> None:
+    if size is not None and size < needed:
+        raise UserError(f"model.vocab_size={size} is smaller than the tokenizer's {needed}; leave it at null or raise it")
+
+
 def _build_module(cfg: DictConfig, data: Any) -> lightning.LightningModule:
-    needed = data.tokenizer.vocab_size
-    vocab_size = cfg.model.vocab_size or needed
-    if vocab_size < needed:
-        raise UserError(f"model.vocab_size={vocab_size} is smaller than the tokenizer's {needed}; leave it at null or raise it")
+    vocab_size = cfg.model.vocab_size or data.tokenizer.vocab_size
     told = plain(cfg)
     config = get_class(cfg.task.module._target_).model_config(told["model"], told["task"], data)
     model = instantiate(config, vocab_size=vocab_size, _convert_="all")

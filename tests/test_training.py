@@ -37,13 +37,15 @@ def test_a_variant_without_packed_sequences_is_told_so_before_data_are_prepared(
     assert runner.train(compose_tiny(tmp_path, "data.cross_documents=true"))["val/loss"] > 0
 
 
-def test_what_a_layer_refuses_is_told_before_data_are_prepared(tmp_path):
+def test_what_needs_no_data_is_told_before_data_are_prepared(tmp_path):
     for options, says in (
+        (["model.vocab_size=100"], "model.vocab_size=100 is smaller than the tokenizer's 259"),
+        (["batch_tokens=100"], "batch_tokens=100 is not a multiple of 128"),
         (["attention=mla", "model.qk_norm=true"], "model.qk_norm=true: attention=mla has norms of the latents"),
         (["attention=nsa", "attention.block_size=7"], "attention.block_size=7"),
         (["data=continuations", "data.paths=null", "layers=local_global"], "attention.window_size=.*in trees"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises((UserError, ValueError), match=says):
             runner.train(compose_tiny(tmp_path, *options))
     assert not (tmp_path / "cache").exists()
 
