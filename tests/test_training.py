@@ -386,11 +386,24 @@ def test_a_callback_that_follows_no_metric_of_the_task_is_told_before_the_first_
     assert not (tmp_path / "run" / "metrics.csv").exists()
 
 
-def test_what_lightning_refuses_in_a_run_is_one_line(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["trainer.limit_val_batches=0.01"], "increase the `limit_val_batches` argument"),
+        (["trainer.check_val_every_n_epoch=1", "trainer.val_check_interval=100"], "`val_check_interval` (100) must be less than or equal to"),
+        (["trainer.accelerator=tpu"], "trainer: Requirement 'torch_xla"),
+    ],
+)
+def test_what_lightning_refuses_is_one_line(tmp_path, capsys, options, said):
     with pytest.raises(SystemExit), one_line_errors():
-        runner.train(compose_tiny(tmp_path, "trainer.limit_val_batches=0.01"))
+        runner.train(compose_tiny(tmp_path, *options))
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("error: ") and "increase the `limit_val_batches` argument" in line
+    assert line.startswith("error: ") and said in line
+
+
+def test_validation_may_come_after_a_time(tmp_path):
+    metrics = runner.train(compose_tiny(tmp_path, "trainer.val_check_interval=00:00:10:00", "trainer.max_steps=2"))
+    assert column(tmp_path, "val/loss") == [str(metrics["val/loss"])]
 
 
 def test_balanced_masked_batches_train(tmp_path):

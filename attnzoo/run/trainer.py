@@ -75,7 +75,7 @@ def make_trainer(build: Callable, callbacks: list[lightning.Callback], loggers: 
     try:
         every = [FiniteLoss(), BestScore(), *callbacks]
         trainer = build(callbacks=every, logger=loggers or False, plugins=[AtomicCheckpointIO()], **enable)
-    except (MisconfigurationException, ValueError, TypeError, RuntimeError) as error:
+    except (MisconfigurationException, ValueError, TypeError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split())
         if accelerator in ("gpu", "cuda") and not torch.cuda.is_available():
             build_of = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
@@ -103,7 +103,7 @@ def set_accumulation(trainer: lightning.Trainer, batch_tokens: int | None, data:
             near = micro * max(1, round(batch_tokens / micro))
             raise UserError(f"batch_tokens={batch_tokens} is not a multiple of {micro}, the tokens of a micro-step ({parts}); take {near}")
         trainer.accumulate_grad_batches = steps
-    if isinstance(trainer.val_check_interval, int):
+    if isinstance(getattr(trainer, "val_check_interval", None), int):  # Lightning sets none where it is a time
         trainer.val_check_interval *= trainer.accumulate_grad_batches
 
 
