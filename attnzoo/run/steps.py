@@ -27,8 +27,9 @@ class StepCallback(lightning.Callback):
 
 
 def is_log_step(trainer: lightning.Trainer) -> bool:
-    """Whether the micro-batch that was just trained on ended an optimizer step whose metrics are logged."""
-    return not trainer.fit_loop.epoch_loop._should_accumulate() and trainer.global_step % trainer.log_every_n_steps == 0
+    """Whether the micro-batch that was just trained on ended an optimizer step whose metrics are logged: every n-th one, and the last."""
+    due = trainer.should_stop or trainer.global_step % trainer.log_every_n_steps == 0
+    return due and not trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def is_last_step(trainer: lightning.Trainer) -> bool:

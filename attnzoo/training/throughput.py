@@ -58,7 +58,7 @@ class Throughput(lightning.Callback):
         self.shared += batch["shared"].tolist() if "shared" in batch else ()
         self.n_slots += batch["input_ids"].numel()
         self.n_logits += batch["n_targets"] if "logits_at" in batch else sum(lengths)
-        if trainer.global_step % trainer.log_every_n_steps or trainer.global_step == self.step:
+        if trainer.global_step == self.step or (trainer.global_step % trainer.log_every_n_steps and not trainer.should_stop):
             return
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
