@@ -59,6 +59,14 @@ CASES = [("llama", case) for case in PARAMETERS] + [("qwen3", "default"), ("qwen
                                                       *(("ministral3", case) for case in ("default", "linear", "dynamic", "yarn"))]
 
 
+def test_a_temperature_that_transformers_does_not_read_is_none_of_ours():
+    theirs = theirs_of("llama", "default")
+    theirs.config.rope_parameters |= {"llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 8}
+    tokens = torch.arange(40)[None]
+    with torch.no_grad():
+        assert_close(from_huggingface(theirs).eval()(tokens), theirs(tokens).logits, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("kind", "case"), CASES)
 def test_logits_equal_those_of_transformers(kind, case):
     theirs = theirs_of(kind, case)

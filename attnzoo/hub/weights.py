@@ -183,7 +183,7 @@ def _rope(config: Any) -> dict[str, Any]:
     given.pop("max_position_embeddings", None)  # the config itself has it, too
     given.pop("type", None)  # rope_type's older name
     named = {"rope_base": base, "partial_rotary_factor": partial}
-    if beta is not None:
+    if beta is not None and config.model_type == "ministral3":  # the others of transformers do not read it
         named["attention_temperature"] = {"name": "llama4", "floor_scale": origin, "attn_scale": beta, "first": 0}
     if scaling == "default":
         return named
