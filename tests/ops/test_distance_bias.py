@@ -184,8 +184,9 @@ def test_covered_tables_have_an_entry_for_each_visible_distance():
     for m, n, distances, origin, left, right in product((1, 3), (1, 2, 4), (1, 2, 4, 7), (-1, 0, 2, 3), (-1, 0, 2), (-1, 0, 1)):
         visible = [i + n - m - j for i in range(m) for j in range(n)]
         visible = [d for d in visible if (left < 0 or d <= left) and (right < 0 or -d <= right)]
-        covered = ops.is_covered(m, n, distances, origin, left, right)
+        covered = ops.is_covered(m, n, distances, origin, left, right, fewest=0)
         inside = all(0 <= d + origin < distances for d in visible)
         assert inside or not covered
         if left < 0 and right < 0:
             assert covered == inside
+    assert ops.is_covered(128, 128, 128, 0, -1, 0) and not ops.is_covered(127, 127, 128, 0, -1, 0)

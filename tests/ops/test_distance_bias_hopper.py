@@ -35,12 +35,12 @@ def narrow(case):
 
 
 def covered(case):
-    """Whether no two visible distances share an entry of the table."""
+    """Whether no two visible distances share an entry of the table, and there are at least 128."""
     left, right = case.window_size
     nearest, farthest = (0 if case.causal else -right if right >= 0 else -math.inf), (left if left >= 0 else math.inf)
     distances = {i + n - m - j for m, n in case.lengths for i in (0, m - 1) for j in (0, n - 1) if m and n}
     entries = [min(max(distance, nearest), farthest) + case.origin for distance in distances]
-    return min(entries) >= 0 and max(entries) < case.distances
+    return min(entries) >= 0 and max(entries) < case.distances and max(entries) - min(entries) >= 127
 
 
 @pytest.mark.hopper

@@ -138,7 +138,7 @@ def test_tiles_are_passed_over_where_no_weight_in_them_counts(case):
     assert torch.equal(ends, torch.cat([torch.where(counts, queries[:, None] + 1, 0).amax(2).flatten(), first_key]).int())
     seen = (((queries + 1) * C_BLOCK).clamp(max=case.seqlen_q) + case.seqlen_k - case.seqlen_q - 1) // C_BLOCK + 1
     share = torch.minimum(first_key.view(-1, blocks[0]), seen).sum() / (seen.sum() * case.batch * case.heads)
-    assert 0 < share == pytest.approx(passed_over(x.q, x.k, x.log_f, softmax_scale=0.25))
+    assert 0 < share.item() == pytest.approx(passed_over(x.q, x.k, x.log_f, softmax_scale=0.25))
 
 
 @needs_triton

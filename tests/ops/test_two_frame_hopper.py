@@ -93,6 +93,8 @@ def test_none_takes_gluon_where_it_holds_and_a_named_path_is_refused_elsewhere()
     assert all(torch.equal(by_name[name], by_itself[name]) for name in by_name)
     narrow = Case(seqlen_q=30, head_dim=32).inputs("cuda")
     assert "head_dim and value_dim must be 33 to 128, got 32 and 32" in two_frame.why_not_gluon(*narrow[:3], **narrow.options)
+    few = Case(lengths_q=(300, 15), heads=2, near_keys=1, dtype=torch.bfloat16).inputs("cuda")
+    assert "near_keys must be at least 64 with packed sequences, got 1" in two_frame.why_not_gluon(*few[:3], **few.options)
 
 
 @pytest.mark.slow

@@ -51,8 +51,8 @@ def distance_bias_attention(
         memory, with first derivatives only. A named path runs the forward, or the call raises.
         Gluon's backward makes the table's gradient for widths of up to 64; above them plain Triton's backward runs. It adds up gradients of
         scores that are rounded to 16 bits. Where distances share an entry of the table, the sum can have more than twice the error of eager
-        attention. So None takes plain Triton's backward unless each distance has an entry of its own, by max_seqlen_q and max_seqlen_k if
-        sequences are packed.
+        attention. So None takes plain Triton's backward unless queries and keys have at least 128 distances, each with an entry of its own,
+        by max_seqlen_q and max_seqlen_k if sequences are packed.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

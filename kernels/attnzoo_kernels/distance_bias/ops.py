@@ -11,13 +11,16 @@ from attnzoo_kernels.flash.ops import empty_residual, hopper_wants_residual
 from attnzoo_kernels.packing import behind_last
 
 LARGEST = 2.0**60  # sums of dS stay below it as integers
+FEWEST = 128  # distances for which Gluon's sums of 16-bit numbers are taken: with one, each weight is 1, and dS is rounded whole
 
 
-def is_covered(longest_q: int, longest_k: int, distances: int, origin: int, window_left: int, window_right: int) -> bool:
-    """Whether the table has an entry of its own for each distance of sequences of up to these lengths."""
+def is_covered(longest_q: int, longest_k: int, distances: int, origin: int, window_left: int, window_right: int,
+               fewest: int = FEWEST) -> bool:
+    """Whether the table has an entry of its own for each distance of sequences of up to these lengths, of which there are at least
+    `fewest`."""
     nearest = 1 - longest_q if window_right < 0 else max(1 - longest_q, -window_right)
     farthest = longest_k - 1 if window_left < 0 else min(longest_k - 1, window_left)
-    return origin + nearest >= 0 and origin + farthest < distances
+    return origin + nearest >= 0 and origin + farthest < distances and farthest - nearest >= fewest - 1
 
 
 def wants_residual(q: Tensor, v: Tensor, bias: Tensor, impl: str | None, deterministic: bool, covered: bool) -> bool:
@@ -78,7 +81,7 @@ def _gradients(
         from attnzoo_kernels.distance_bias import hopper_backward
 
         if needs_dbias and not covered and impl is None:
-            return "its sums of 16-bit numbers are less exact where distances share an entry of the table"
+            return "its sums of 16-bit numbers are less exact where distances are few or share an entry of the table"
         return hopper_backward.backward_reason(q, k, v, options, needs_dbias, deterministic)
 
     if dispatch.choose_backward("distance_bias backward", impl, why_not_gluon) == "gluon":
