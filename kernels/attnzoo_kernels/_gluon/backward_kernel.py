@@ -28,7 +28,8 @@ from attnzoo_kernels._gluon.hopper import constants, invalidate
 
 @constants
 class Config:
-    """What a kernel of the backward is compiled for: constants, switches and hooks."""
+    """What a kernel of the backward is compiled for: constants, switches and hooks. The comment at a hook gives its arguments: c is this
+    Config, ME the consumer's number."""
 
     HEAD_DIM: gl.constexpr
     VALUE_DIM: gl.constexpr
@@ -47,30 +48,36 @@ class Config:
     LISTED: gl.constexpr  # the steps of a tile are a list of query tiles, in which those that need no mask come first
     OPTIONS: gl.constexpr  # a variant's own constants
     NUMBERED: gl.constexpr  # STORE needs the number of the tile; may be left out
-    OF_TILE: gl.constexpr = same_for_all  # (own, key, len_q, len_k) -> of_tile, what the hooks below need for a tile of keys
-    TILE: gl.constexpr = next_key_tile  # takes the next tile of keys from the counter
-    BOUNDS: gl.constexpr = all_queries  # the segments of a query head's steps
-    LOAD_STEPS: gl.constexpr = all_steps  # which steps the loading warp loads for a query head,
-    LOAD_NEXT: gl.constexpr = next_step  # and which tile of queries the next one loads
-    ROW_TILE: gl.constexpr = same_tile  # which tile of queries a consumer's step works on
-    LOAD_Q: gl.constexpr = load_queries  # loads what a step needs
-    LOAD_K: gl.constexpr = load_keys  # loads a tile of keys and values
-    START: gl.constexpr = pair_start  # a consumer's sums before a tile of keys
-    MAINLOOP: gl.constexpr = pair_mainloop  # the steps of a tile
-    STEP: gl.constexpr = pair_step  # what a consumer does with a step. The hooks up to STORE_SUMS are those of pair_mainloop and pair_step
-    HEAD: gl.constexpr = scale_of_head  # -> what the hooks of a query head's steps get as `head`
-    EARLY: gl.constexpr  # (tile of dQ, head) -> what WEIGHTS and END_SUMS need from global memory, loaded before the products; may be left
-    # out, and is not for DQ_LAGS
-    WEIGHTS: gl.constexpr = softmax_weights  # a step's weights from its scores
-    GRADIENT: gl.constexpr = softmax_gradient  # (weights, their gradients) -> the gradients of the scores
+    OF_TILE: gl.constexpr = same_for_all  # (own, key, len_q, len_k, c) -> of_tile, what the hooks below need for a tile of keys
+    TILE: gl.constexpr = next_key_tile  # (problem, own, c): takes the next tile of keys from the counter
+    BOUNDS: gl.constexpr = all_queries  # (of_tile, smem, slot, member, bounds) -> the segments of a query head's steps
+    LOAD_STEPS: gl.constexpr = all_steps  # (of_tile, tile, member) -> (first step, end, state): the steps that are loaded for a query head
+    LOAD_NEXT: gl.constexpr = next_step  # (of_tile, state, n) -> (tile of queries, state): which one the next step loads
+    ROW_TILE: gl.constexpr = same_tile  # (of_tile, bars, step, n, c) -> the tile of queries that a consumer's step works on
+    LOAD_Q: gl.constexpr = load_queries  # (operands, stats_desc, smem, bars, of_tile, stage, batch, head, row, j, stats_tile, IN_TAIL, c):
+    # loads what a step needs
+    LOAD_K: gl.constexpr = load_keys  # (operands, smem, bars, batch, kv_head, key): loads a tile of keys and values
+    START: gl.constexpr = pair_start  # (own, smem, slot, c) -> a consumer's sums before a tile of keys
+    MAINLOOP: gl.constexpr = pair_mainloop  # (state, at, bounds, low, high, of_tile, slot, smem, bars, dq_desc, problem, scale, c, ME) ->
+    # (state, next step): the steps of a tile
+    STEP: gl.constexpr = pair_step  # (sums, smem, bars, dq_desc, dq_tile, step, some, head, low, high, c, ME, MASKED) -> sums: what a
+    # consumer does with a step. The hooks up to STORE_SUMS are those of pair_mainloop and pair_step
+    HEAD: gl.constexpr = scale_of_head  # (scale, of_tile, smem, slot, member, dq_tile, problem, c, ME) -> what the hooks of a query head's
+    # steps get as `head`
+    EARLY: gl.constexpr  # (tile of dQ, head, c) -> what WEIGHTS and END_SUMS need from global memory, loaded before the products; may be
+    # left out, and is not for DQ_LAGS
+    WEIGHTS: gl.constexpr = softmax_weights  # (scores, early, smem, stage, head, low, high, c, MASKED) -> a step's weights
+    GRADIENT: gl.constexpr = softmax_gradient  # (weights, their gradients, smem, stage, c) -> the gradients of the scores
     NO_SUMS: gl.constexpr  # () -> the variant's sums of dS before a query head's steps; may be left out, and is not for DQ_LAGS
-    KEEP: gl.constexpr  # (dS, smem): stores what else the products of START_SUMS read; may be left out
-    START_SUMS: gl.constexpr  # (sums, dS in shared memory, head, smem) -> a tuple of products in flight, of this consumer's dS
-    END_SUMS: gl.constexpr  # (the products, early, head, tile of dQ) -> the sums, while the product for dK runs
-    STORE_SUMS: gl.constexpr  # (sums, head, bounds): after a query head's steps
-    STORE: gl.constexpr = pair_store  # where the sums go
-    DQ_STEPS: gl.constexpr = add_heads  # what the warp of DQ_WARP does for one tile of keys
-    BUFFER: gl.constexpr = first_buffer  # which buffer of dQ a step adds to
+    KEEP: gl.constexpr  # (dS, smem, c, ME): stores what else the products of START_SUMS read; may be left out
+    START_SUMS: gl.constexpr  # (sums, dS in shared memory, head, smem, c, ME) -> a tuple of products in flight, of this consumer's dS
+    END_SUMS: gl.constexpr  # (the products, early, head, tile of dQ, c) -> the sums, while the product for dK runs
+    STORE_SUMS: gl.constexpr  # (sums, head, bounds, c, ME): after a query head's steps
+    STORE: gl.constexpr = pair_store  # (grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row, len_k, number, c, ME): stores
+    # the sums
+    DQ_STEPS: gl.constexpr = add_heads  # (dq_desc, dq_semaphore, smem, bars, first, step, seen, of_tile, problem, c) -> next step: what the
+    # warp of DQ_WARP does for one tile of keys
+    BUFFER: gl.constexpr = first_buffer  # (of_tile, j, c) -> which buffer of dQ a step adds to
 
 
 @gluon.jit(do_not_specialize=["own_1", "own_2", "own_3", "own_4", "window_left", "window_right", "n_seqs", "seqlen_q", "seqlen_k",

@@ -79,7 +79,8 @@ class Config:
     # get a loop of their own; may be left out; not with ROW_MAX_NOT_NEGATIVE
     INSIDE: gl.constexpr = inside  # (tile, span) -> (where the rows' lse and statistics lie, which of the rows exist)
     MORE: gl.constexpr  # (tile, span) -> added to the maxima in the LSE, but not in the statistics; in base 2; may be left out
-    WEIGHTS: gl.constexpr  # (scores, (step, last step, span)) -> weights, each from its score alone; left out: those of a softmax
+    WEIGHTS: gl.constexpr  # (scores, (step, last step, span)) -> weights, each from its score alone; the first tile of keys gets 0 for
+    # both steps; left out: those of a softmax
     FINISH: gl.constexpr = finish  # (acc, inverse, tile, span, at, begun, BRANCH, ME): stores the output at the box coordinates `at`
 
 
