@@ -81,7 +81,7 @@ def made(operator: str, dtype=torch.bfloat16, head_dim=64, value_dim=64, kv_head
         "msa": ((q, k, v, k, k[..., :1, :]), options | {"block_size": 16, "top_k": 2}),
         "nsa": ((q, k, v, *(x[..., :4, :, :] for x in (k, v)), torch.ones(*q.shape[:-1], 3, dtype=dtype)),
                 options | {"compress_size": 16, "block_size": 16, "block_count": 2}),
-        "two_frame": ((torch.stack((q, q), -2), torch.stack((k, k), -2), v), options | {"near_keys": 9}),
+        "two_frame": ((torch.stack((q, q), -2), torch.stack((k, k), -2), v), options | {"near_keys": 64}),
         "decode": ((q[:, :1], k, v), options | {"cache_seqlens": torch.full((1,), LENGTH, dtype=torch.int32)}),
     }[operator]
 
@@ -104,7 +104,7 @@ def hopper(monkeypatch):
     """Tensors on a CPU pass for such on a Hopper GPU, as far as predicates look."""
     monkeypatch.setattr(dispatch, "gluon_loads", lambda: True)
     monkeypatch.setattr(dispatch, "takes_reference", as_on_a_gpu(dispatch.takes_reference))
-    for operator in ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "distance_bias", "two_frame"):
+    for operator in ("flash", "block_sparse", "differential", "dual_chunk", "sigmoid", "two_frame"):
         module = importlib.import_module(f"attnzoo_kernels.{operator}.hopper")
         monkeypatch.setattr(module, "why_not_tma", lambda x, *_: None if x.element_size() == 2 else "16 bits only")
 
