@@ -25,9 +25,7 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
         return f"the wider of head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
     if options.packed and options.far_keys < UNLIMITED:
         return "it takes no packed sequences with far_keys"
-    if options.packed and options.near_keys < 64:
-        return f"near_keys must be at least 64 with packed sequences, got {options.near_keys}"
-    return why_not_tma(q, k, v)
+    return options.hopper_reason() or why_not_tma(q, k, v)
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,
