@@ -92,15 +92,6 @@ def flex(case: Case, x: Inputs) -> Pass:
     return differentiable(attend, tuple(map(peers.heads_first, (x.q, x.k, x.v))), peers.heads_first(x.dout), lambda y: y.transpose(1, 2))
 
 
-@functools.cache
-def cudnn_missing() -> str | None:
-    try:
-        from cudnn import BSA  # noqa: F401
-    except (ImportError, OSError) as problem:
-        return f"not importable ({problem}); pip install nvidia-cudnn-frontend, 1.30 or later"
-    return None
-
-
 def cudnn(case: Case, x: Inputs) -> Pass:
     """Of NVIDIA's cudnn-frontend. Its backward makes the lists of keys' blocks in every call, ours are kept with the layout."""
     from cudnn import BSA
@@ -142,7 +133,8 @@ BACKENDS: dict[str, Backend] = {
         Backend("attnzoo", attnzoo(None)),
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("flex", flex, limit=peers.PEER_LIMIT),
-        Backend("cudnn", cudnn, cudnn_missing, limit=peers.PEER_LIMIT, on_request=True),
+        Backend("cudnn", cudnn, peers.importable("cudnn", "BSA", "pip install nvidia-cudnn-frontend, 1.30 or later"),
+                limit=peers.PEER_LIMIT, on_request=True),
         *(Backend(DENSE + name, Dense(name), peers.BACKENDS[name].missing, peers.BACKENDS[name].limit)
           for name in ("attnzoo-gluon", "attnzoo-triton", "sdpa-cudnn", "fa3", "fa4")),
         Backend("attnzoo-reference", attnzoo("reference")),

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -90,26 +91,27 @@ def flex(case: Case, x: Inputs) -> Pass:
     return only_forward(lambda: attend(q, k, v), restore=lambda y: y.transpose(1, 2))
 
 
-def fa3(case: Case, x: Inputs) -> Pass:
-    """FlashAttention-3 takes the lengths and the pages from the device, as ours does, and chooses its splits."""
-    q, k, v = (t.nan_to_num(0.0) for t in x[:3])
+def fa3_call(case: Case, x: Inputs) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """Tensors and options: FlashAttention-3 takes the lengths and the pages from the device, as ours does, and chooses its splits."""
     options = {"seqused_k": x.options["cache_seqlens"], "is_causal": case.causal, "num_splits": 0, "pack_gqa": True}
     if "block_table" in x.options:
         options["page_table"] = x.options["block_table"].clamp(min=0)
-    return only_forward(lambda: torch.ops.flash_attn_3.fwd(q, k, v, **options)[0])
+    return tuple(t.nan_to_num(0.0) for t in x[:3]), options
+
+
+def fa3(case: Case, x: Inputs) -> Pass:
+    tensors, options = fa3_call(case, x)
+    return only_forward(lambda: torch.ops.flash_attn_3.fwd(*tensors, **options)[0])
 
 
 def sglang(case: Case, x: Inputs) -> Pass:
     """The same kernels in SGLang's build, whose operator has no defaults."""
-    q, k, v = (t.nan_to_num(0.0) for t in x[:3])
+    tensors, options = fa3_call(case, x)
     operator = torch.ops.sgl_kernel.fwd.default
-    options = {argument.name: None for argument in operator._schema.arguments[3:]}
-    options |= {"seqused_k": x.options["cache_seqlens"], "is_causal": case.causal, "window_size_left": -1, "window_size_right": -1,
-                "attention_chunk": 0, "softcap": 0.0, "is_rotary_interleaved": False, "num_splits": 0, "pack_gqa": True, "sm_margin": 0,
-                "only_qv": False}
-    if "block_table" in x.options:
-        options["page_table"] = x.options["block_table"].clamp(min=0)
-    return only_forward(lambda: operator(q, k, v, **options)[0])
+    defaults = {argument.name: None for argument in operator._schema.arguments[3:]} | {
+        "window_size_left": -1, "window_size_right": -1, "attention_chunk": 0, "softcap": 0.0, "is_rotary_interleaved": False,
+        "sm_margin": 0, "only_qv": False}
+    return only_forward(lambda: operator(*tensors, **defaults | options)[0])
 
 
 def captured(make: Callable[[Case, Inputs], Pass], inputs: list[Inputs]) -> Callable[[Case, Inputs], Pass]:

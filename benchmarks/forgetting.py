@@ -12,7 +12,6 @@ experiment=extrapolation_forgetting that reads the Python sources of attnzoo.
 """
 
 import functools
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -47,15 +46,6 @@ def softmax(impl: str) -> Callable[[Case, Inputs], Pass]:
     return make
 
 
-@functools.cache
-def missing(module: str) -> str | None:
-    try:
-        importlib.import_module(module)
-    except (ImportError, OSError) as problem:
-        return f"not importable ({problem})"
-    return None
-
-
 def upstream(case: Case, x: Inputs) -> Pass:
     from forgetting_transformer import forgetting_attention as theirs
 
@@ -84,8 +74,8 @@ BACKENDS: dict[str, Backend] = {
         Backend("attnzoo-gluon-pruned", attnzoo("gluon", True)),
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("attnzoo-triton-pruned", attnzoo("triton", True)),
-        Backend("forgetting_transformer", upstream, lambda: missing("forgetting_transformer"), peers.PEER_LIMIT, late=True),
-        Backend("fla", fla, lambda: missing("fla.ops.forgetting_attn"), peers.PEER_LIMIT, late=True),
+        Backend("forgetting_transformer", upstream, peers.importable("forgetting_transformer"), peers.PEER_LIMIT, late=True),
+        Backend("fla", fla, peers.importable("fla.ops.forgetting_attn"), peers.PEER_LIMIT, late=True),
         Backend("softmax-attnzoo-gluon", softmax("gluon")),
         Backend("softmax-attnzoo-triton", softmax("triton")),
         Backend("attnzoo-reference", attnzoo("reference")),

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import importlib
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -151,6 +152,22 @@ def varlen(case: Case, x: Inputs) -> Pass:
     return differentiable(lambda q, k, v: varlen_attn(q, k, v, *packing(x).values(), **options), (x.q, x.k, x.v), x.dout)
 
 
+def importable(module: str, name: str | None = None, where: str = "") -> Callable[[], str | None]:
+    """A backend's `missing`. name: what the module must have. where: how to get it."""
+
+    @functools.cache
+    def missing() -> str | None:
+        try:
+            found = importlib.import_module(module)
+            if name is not None:
+                getattr(found, name)
+        except (ImportError, OSError, AttributeError) as problem:
+            return f"not importable ({problem})" + (f"; {where}" if where else "")
+        return None
+
+    return missing
+
+
 @functools.cache
 def fa3_missing() -> str | None:
     """FlashAttention-3's operators: from its own package, or from the shared library that the variable FA3_LIBRARY names."""
@@ -199,13 +216,7 @@ def fa3(case: Case, x: Inputs, deterministic: bool = False) -> Pass:
     return Pass(forward, backward, saved)
 
 
-@functools.cache
-def fa4_missing() -> str | None:
-    try:
-        import flash_attn.cute  # noqa: F401
-    except (ImportError, OSError) as problem:
-        return f"not importable ({problem})"
-    return None
+fa4_missing = importable("flash_attn.cute")
 
 
 def fa4(case: Case, x: Inputs, deterministic: bool = False, learned: bool = False) -> Pass:

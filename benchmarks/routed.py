@@ -171,15 +171,6 @@ def flex(case: Any, x: Problem) -> Pass:
 
 
 @functools.cache
-def fla_missing() -> str | None:
-    try:
-        from fla.ops.nsa.parallel import ParallelNSAFunction  # noqa: F401
-    except (ImportError, OSError) as problem:
-        return f"not importable ({problem})"
-    return None
-
-
-@functools.cache
 def compile_configurations_together() -> None:
     """Triton's tuner compiles a kernel's configurations one after the other. fla's kernels have a dozen each."""
     import triton
@@ -246,20 +237,6 @@ def lists_of_blocks(case: Any, x: Problem) -> Tensor:
     return blocks.where(blocks < NOWHERE, -1)
 
 
-def importable(module: str, where: str) -> Callable[[], str | None]:
-    """A backend's `missing`. where: the packages of its project, which PYTHONPATH must find."""
-
-    @functools.cache
-    def missing() -> str | None:
-        try:
-            importlib.import_module(module)
-        except (ImportError, OSError) as problem:
-            return f"not importable ({problem}); {where}"
-        return None
-
-    return missing
-
-
 def by_token(module: str, function: str) -> Callable[[Any, Problem], Pass]:
     """A function of NSA in Triton, or of FSA, which is made from it and has its signature: lists of blocks by key head."""
 
@@ -299,14 +276,15 @@ def nsa_cudnn(case: Any, x: Problem) -> Pass:
     return Pass(forward, backward, [], lambda y: y.unsqueeze(0))
 
 
+CHECKOUT = "a checkout of github.com/{} on PYTHONPATH, and einops"
 OTHER_NSA = (
     Backend("nsa-triton", by_token("native_sparse_attention.ops", "topk_sparse_attention"),
-            importable("native_sparse_attention.ops", "a checkout of github.com/XunhaoLai/native-sparse-attention-triton, and einops"),
+            peers.importable("native_sparse_attention.ops", where=CHECKOUT.format("XunhaoLai/native-sparse-attention-triton")),
             limit=peers.PEER_LIMIT, on_request=True, late=True),
     Backend("fsa", by_token("fsa.ops", "FSA_topk_sparse_attention"),
-            importable("fsa.ops", "a checkout of github.com/Relaxed-System-Lab/Flash-Sparse-Attention, and einops"),
+            peers.importable("fsa.ops", where=CHECKOUT.format("Relaxed-System-Lab/Flash-Sparse-Attention")),
             limit=peers.PEER_LIMIT, on_request=True, late=True),
-    Backend("nsa-cudnn", nsa_cudnn, importable("cudnn.native_sparse_attention", "pip install nvidia-cudnn-frontend, 1.31 or later"),
+    Backend("nsa-cudnn", nsa_cudnn, peers.importable("cudnn", "NSA", "pip install nvidia-cudnn-frontend, 1.31 or later"),
             limit=peers.PEER_LIMIT, on_request=True, late=True),
 )
 BACKENDS: dict[str, Backend] = {
@@ -316,7 +294,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("attnzoo with its choice", choosing),
         Backend("flex", flex, limit=peers.PEER_LIMIT, late=True),
-        Backend("fla", fla, fla_missing, limit=peers.PEER_LIMIT, late=True),
+        Backend("fla", fla, peers.importable("fla.ops.nsa.parallel", "ParallelNSAFunction"), limit=peers.PEER_LIMIT, late=True),
         *OTHER_NSA,
         *(Backend(DENSE + name, Dense(name), peers.BACKENDS[name].missing, peers.BACKENDS[name].limit)
           for name in ("attnzoo-gluon", "attnzoo-triton", "sdpa-cudnn")),

@@ -34,15 +34,6 @@ def attnzoo(impl: str, deterministic: bool = False) -> Callable[[Case, Inputs], 
     return make
 
 
-@functools.cache
-def upstream_missing() -> str | None:
-    try:
-        import flash_sigmoid  # noqa: F401
-    except (ImportError, OSError) as problem:
-        return f"not importable ({problem})"
-    return None
-
-
 def upstream(case: Case, x: Inputs) -> Pass:
     from flash_sigmoid import flash_attn_func
 
@@ -60,7 +51,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("attnzoo-gluon", attnzoo("gluon")),
         Backend("attnzoo-triton", attnzoo("triton")),
         Backend("attnzoo-gluon-deterministic", attnzoo("gluon", True)),
-        Backend("flash_sigmoid", upstream, upstream_missing, limit=peers.PEER_LIMIT),
+        Backend("flash_sigmoid", upstream, peers.importable("flash_sigmoid"), limit=peers.PEER_LIMIT),
         *(replace(backend, name=name) for name, backend in SOFTMAX.items()),
         Backend("attnzoo-reference", attnzoo("reference")),
     )

@@ -391,7 +391,7 @@ def test_the_block_sparse_attention_of_cudnn_is_given_the_same_blocks(monkeypatc
 
 
 def test_a_package_that_is_missing_is_named():
-    missing = routed.importable("no_such_package.ops", "a checkout of it")()
+    missing = peers.importable("no_such_package.ops", where="a checkout of it")()
     assert "no_such_package" in missing and missing.endswith("a checkout of it")
 
 
