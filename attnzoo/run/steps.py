@@ -26,10 +26,14 @@ class StepCallback(lightning.Callback):
         """leaving: whether training ends with this step, for whatever reason but an error."""
 
 
+def is_due(trainer: lightning.Trainer) -> bool:
+    """Whether the metrics of the newest optimizer step are logged: those of every n-th one, and of the last."""
+    return trainer.should_stop or trainer.global_step % trainer.log_every_n_steps == 0
+
+
 def is_log_step(trainer: lightning.Trainer) -> bool:
-    """Whether the micro-batch that was just trained on ended an optimizer step whose metrics are logged: every n-th one, and the last."""
-    due = trainer.should_stop or trainer.global_step % trainer.log_every_n_steps == 0
-    return due and not trainer.fit_loop.epoch_loop._should_accumulate()
+    """Whether the micro-batch that was just trained on ended an optimizer step whose metrics are logged."""
+    return is_due(trainer) and not trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def is_last_step(trainer: lightning.Trainer) -> bool:

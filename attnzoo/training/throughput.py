@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.utilities.throughput import get_available_flops
 
 from attnzoo.batch import Batch, sharing
+from attnzoo.run.steps import is_due
 
 # Dense peak, same as the H100 SXM. Lightning's table lacks the name "NVIDIA H200" and counts 2:4 sparsity for related GPUs.
 H200_FLOPS = {torch.bfloat16: 989.4e12, torch.float16: 989.4e12, torch.float32: 494.7e12}
@@ -58,7 +59,7 @@ class Throughput(lightning.Callback):
         self.shared += batch["shared"].tolist() if "shared" in batch else ()
         self.n_slots += batch["input_ids"].numel()
         self.n_logits += batch["n_targets"] if "logits_at" in batch else sum(lengths)
-        if trainer.global_step == self.step or (trainer.global_step % trainer.log_every_n_steps and not trainer.should_stop):
+        if trainer.global_step == self.step or not is_due(trainer):
             return
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
