@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.backward_dq import dq_before, hand_on_dq, sum_so_far, write_to
 from attnzoo_kernels._gluon.backward_tiles import HALF, await_tile, first_and_last_query, seen_by, word
-from attnzoo_kernels._gluon.hopper import mbarrier, product_layout, store_tile, tma, warpgroup_mma_wait
+from attnzoo_kernels._gluon.hopper import mbarrier, place, product_layout, store_tile, tma, warpgroup_mma_wait
 
 
 class Gradients(NamedTuple):
@@ -36,9 +36,9 @@ def store_keys(desc, pointer, stride_row, stride_head, buffer, x, batch, kv_head
             at = pointer + ((first_k + rows).to(gl.int64) * stride_row + kv_head * stride_head)[:, None] + columns[None, :]
             gl.store(at, x, mask=(rows < len_k)[:, None] & (columns < DIM)[None, :])
         else:
-            store_tile(desc, buffer, x, [0, kv_head, first_k + key, 0], False)
+            store_tile(desc, buffer, x, place(0, kv_head, first_k, key, len_k, False), False)
     else:
-        store_tile(desc, buffer, x, [batch, kv_head, key, 0], False)
+        store_tile(desc, buffer, x, place(batch, kv_head, 0, key, len_k, False), False)
 
 
 @gluon.jit
