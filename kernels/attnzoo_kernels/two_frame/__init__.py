@@ -58,9 +58,9 @@ def two_frame_attention(
     return_lse: also return the natural log-sum-exp of the scores, float32, (batch, heads, seqlen_q) or (heads, total), differentiable.
     deterministic: as in flash_attention; plain Triton's results repeat bit by bit in any case.
     impl: "triton" | "gluon" | "cpu" | "reference". On CUDA tensors None takes gluon if it supports the call (Hopper, 16 bits, widths of 33
-        to 128; packed sequences with near_keys of at least 64), else triton; on CPU ones cpu. "cpu" is PyTorch's attention by tiles of
-        queries, in linear memory, with first derivatives only. A named path runs, or the call raises. What gluon's backward does not take
-        (packed sequences with far_keys) triton's does. None also takes triton's backward for fewer than 128 far keys, where it is faster.
+        to 128), else triton; on CPU ones cpu. "cpu" is PyTorch's attention by tiles of queries, in linear memory, with first derivatives
+        only. A named path runs, or the call raises. What gluon's backward does not take (packed sequences with far_keys) triton's does.
+        None also takes triton's backward for fewer than 128 far keys, where it is faster.
 
     Raises TypeError or ValueError naming the argument, what it was and what it must be; NotImplementedError for what a path lacks.
     """

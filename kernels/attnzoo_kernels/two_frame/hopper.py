@@ -189,11 +189,11 @@ def _plan(device: torch.device, dtype: torch.dtype, same_lengths: bool, q: Layou
     return plan_forward(hopper_fwd_kernel, device, options, tile, rows, v, v, scalars, constants)
 
 
-def forward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | None:
+def forward_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why this path does not take the call; None if it does."""
     if not (32 < q.shape[-1] <= 128 and 32 < v.shape[-1] <= 128):
         return f"head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
-    return options.hopper_reason() or why_not_tma(q, k, v)
+    return why_not_tma(q, k, v)
 
 
 def launch_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, options: Options,

@@ -25,7 +25,7 @@ def backward_reason(q: Tensor, k: Tensor, v: Tensor, options: Options) -> str | 
         return f"the wider of head_dim and value_dim must be 33 to 128, got {q.shape[-1]} and {v.shape[-1]}"
     if options.packed and options.far_keys < UNLIMITED:
         return "it takes no packed sequences with far_keys"
-    return options.hopper_reason() or why_not_tma(q, k, v)
+    return why_not_tma(q, k, v)
 
 
 def launch_backward(grad_out: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, stats: Tensor,

@@ -17,7 +17,7 @@ def _forward(
     def why_not_gluon() -> str | None:
         from attnzoo_kernels.two_frame import hopper
 
-        return hopper.forward_reason(q, k, v, options)
+        return hopper.forward_reason(q, k, v)
 
     if dispatch.choose("two_frame forward", impl, why_not_gluon) == "gluon":
         from attnzoo_kernels.two_frame import hopper

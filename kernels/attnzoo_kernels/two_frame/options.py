@@ -9,8 +9,6 @@ from torch import Tensor
 from attnzoo_kernels._triton.call import Call, packed_sequences
 from attnzoo_kernels.checks import UNLIMITED
 
-FEWEST_NEAR = 64  # with one near key, a packed call was wrong on Hopper, for a cause that was not found (docs/performance/two_frame.md)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options(Call):
@@ -21,12 +19,6 @@ class Options(Call):
     def of(cls, cu_seqlens: Tensor | None, softmax_scale: float, near_keys: int, far_keys: int) -> "Options":
         return cls(sequences=packed_sequences(cu_seqlens), softmax_scale=softmax_scale, window_right=0, near_keys=near_keys,
                    far_keys=far_keys)
-
-    def hopper_reason(self) -> str | None:
-        """Why no Hopper kernel takes such a call; None where that depends on the tensors."""
-        if self.packed and self.near_keys < FEWEST_NEAR:
-            return f"near_keys must be at least {FEWEST_NEAR} with packed sequences, got {self.near_keys}"
-        return None
 
     def scalars(self, q: torch.Size, k: torch.Size) -> tuple:
         return self.softmax_scale, self.near_keys, self.far_keys, *self.sizes(q, k), q[-2] // 2, q[-2] // k[-2]
