@@ -119,20 +119,12 @@ def captured(make: Callable[[Case, Inputs], Pass], inputs: list[Inputs]) -> Call
 
     def made(case: Case, _: Inputs) -> Pass:
         passes = [make(case, x) for x in inputs]
-        if not inputs[0].q.is_cuda:
-            return only_forward(lambda: [run.forward() for run in passes][0], restore=passes[0].restore)
-        graph = torch.cuda.CUDAGraph()
+
+        def call() -> Tensor:
+            return [run.forward() for run in passes][0]
+
         with passes[0].scope():
-            passes[0].forward()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph):
-                outs = [run.forward() for run in passes]
-
-        def forward() -> Tensor:
-            graph.replay()
-            return outs[0]
-
-        return only_forward(forward, restore=passes[0].restore)
+            return only_forward(harness.replayed(call) if inputs[0].q.is_cuda else call, restore=passes[0].restore)
 
     return made
 
@@ -168,7 +160,7 @@ BACKENDS: dict[str, Backend] = {
         Backend("sdpa-fa2", sdpa(SDPBackend.FLASH_ATTENTION), limit=PEER_LIMIT),
         Backend("flex", flex, limit=PEER_LIMIT),
         Backend("fa3", fa3, fa3_missing, limit=PEER_LIMIT),
-        # of the table of pages: with the library that was tried it ends with an illegal memory access, and the table with it
+        # of the table of pages, where it is not yet measured
         Backend("fa3-pages", fa3, fa3_missing, limit=PEER_LIMIT, on_request=True),
         Backend("sglang-fa3", sglang, sglang_missing, limit=PEER_LIMIT, on_request=True),
         Backend("attnzoo-reference", attnzoo("reference")),
