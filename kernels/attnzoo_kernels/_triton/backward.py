@@ -1,8 +1,11 @@
 """The backward in two kernels, each of which recomputes the weights: one makes dQ by tiles of queries, one dK and dV by tiles of keys.
 
 This takes two more products than one fused loop, but no atomic additions, so every gradient repeats bit by bit. The kernel for dQ runs
-first and stores each row's statistics for the second kernel. They are padded to whole tiles (maximum +inf, delta 0), so that the second
-kernel reads them without a mask.
+first and stores the statistics of each row of queries (RowStats) for the second kernel. They are padded to whole tiles (maximum +inf,
+delta 0), so that the second kernel reads them without a mask.
+
+With weights P, scores S and dP = dO Vᵀ, which the code calls dweights:
+    delta = rowsum(dO * O) - dLSE      dS = P * (dP - delta)      dQ = scale * dS K      dK = scale * dSᵀ Q      dV = Pᵀ dO
 """
 
 import triton
@@ -28,7 +31,8 @@ STATS_BLOCK = 128  # a sequence's row statistics begin at a multiple of this; dQ
 
 @triton.jit
 def first_stats_row(head, seq, first_q, n_seqs, seqlen_q, heads, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Where a sequence's row statistics begin: at a multiple of BLOCK (STATS_BLOCK); those of packed sequences lie by find_tile's slots."""
+    """Where the row statistics of a sequence and head begin: at a multiple of BLOCK (STATS_BLOCK). Those of packed sequences have a place
+    for each of find_tile's slots."""
     if PACKED:
         slots = seqlen_q // BLOCK + n_seqs + 1
         first = (head.to(tl.int64) * slots + first_q // BLOCK + seq) * BLOCK
@@ -46,7 +50,7 @@ def row_delta(out_rows, do, row, WIDTH: tl.constexpr):
 
 @triton.jit
 def transposed_dot(keys, queries, PRECISION: tl.constexpr):
-    """keys queriesᵀ. In float32 it is computed as (queries keysᵀ)ᵀ, so that it equals the other kernels' products to the last bit."""
+    """keys queriesᵀ. In float32 it is computed as (queries keysᵀ)ᵀ, which equals the other kernels' products to the last bit."""
     if PRECISION == "ieee":
         products = tl.trans(score_dot(queries, keys, PRECISION))
     else:
@@ -56,41 +60,41 @@ def transposed_dot(keys, queries, PRECISION: tl.constexpr):
 
 @triton.jit
 def nothing_dropped(x, own, weights, dweights, at, TRANSPOSED: tl.constexpr):
-    """DROP without dropout: (the weights that O was made of, the gradients of the weights)."""
+    """DROP without dropout: (the weights that multiplied V in the forward, the gradients of the weights)."""
     return weights, dweights
 
 
 @triton.jit
 def softmax_gradient(weights, dweights, delta):
-    """GRADIENT of a softmax: from the gradients of the weights to those of the scores."""
+    """GRADIENT of a softmax: the gradients of the scores, from those of the weights."""
     return weights * (dweights - delta)
 
 
 @triton.jit
 def repeated(q, k, stats, x, own, at, position, edge, MASKED: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr = products_only,
              WEIGHTS: tl.constexpr = repeat_weights, ROW_BIAS: tl.constexpr = False):
-    """The forward's weights of a tile of keys k [BLOCK_N, BLOCK_D], computed again, and the softcap's derivative (1 without one)."""
+    """(the forward's weights for a tile of keys k [BLOCK_N, BLOCK_D], computed again; SCORE's derivative)."""
     PRECISION: tl.constexpr = x.shape.PRECISION
     # [BLOCK_M, BLOCK_N]
     products = score_dot(q, k, PRECISION)
     j = at + tl.arange(0, x.shape.BLOCK_N)[None, :]
-    scores, by_row, derivative = SCORE(x, own, products, x.i, j, x.place.row)
-    less = stats.lse_log2[:, None]
+    scores, row_bias, derivative = SCORE(x, own, products, x.i, j, x.place.row)
+    base = stats.lse_log2[:, None]
     if ROW_BIAS:
-        less += by_row
-    weights = WEIGHTS(scores, x.unit, less, stats.row_sum[:, None], PRECISION == "ieee")
+        base += row_bias
+    weights = WEIGHTS(scores, x.unit, base, stats.row_sum[:, None], PRECISION == "ieee")
     return masked(weights, 0.0, x, own, x.i, j, position, edge, MASKED, MASK), derivative
 
 
 @triton.jit
 def no_sums(x, own, dscores, at):
-    """SUMS where no other sums of dS are wanted."""
+    """SUMS where dS is needed for dQ only."""
 
 
 @triton.jit
 def add_dq(dq, exact_delta, weights, dweights, derivative, k, stats, x, EXACT_DELTA: tl.constexpr,
            GRADIENT: tl.constexpr = softmax_gradient, own=None, at=0, SUMS: tl.constexpr = no_sums):
-    """dq_step's state after a tile of keys was added to it."""
+    """Adds a tile of keys to dq_step's state and returns the new state."""
     if EXACT_DELTA == "residual":
         exact_delta += tl.sum((weights * (dweights - stats.delta[:, None])).to(exact_delta.dtype), 1)
     elif EXACT_DELTA:
@@ -105,10 +109,10 @@ def add_dq(dq, exact_delta, weights, dweights, derivative, k, stats, x, EXACT_DE
 def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.constexpr, MASK: tl.constexpr,
             SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = repeat_weights,
             GRADIENT: tl.constexpr = softmax_gradient, ROW_BIAS: tl.constexpr = False, SUMS: tl.constexpr = no_sums):
-    """Adds one tile of keys to the state: (dQ without the softmax scale [BLOCK_M, BLOCK_D], a sum for each row).
+    """Adds one tile of keys to the state: (dQ without the softmax scale [BLOCK_M, BLOCK_D], exact_delta [BLOCK_M]).
 
-    The sum is needed under x.EXACT_DELTA: of the weights times their gradients, or, under "residual", of the weights times (their gradients
-    minus delta). SUMS: other sums of a tile of dS, which are not part of the state.
+    exact_delta is used under x.EXACT_DELTA only: rowsum(P * dP), or, if that is "residual", rowsum(P * (dP - delta)). SUMS is a hook for
+    other sums of a tile of dS, which are not part of the state.
     """
     dq, exact_delta = state
     k = load_keys(x, x.key_rows, at, GUARD)
@@ -122,7 +126,7 @@ def dq_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl.c
 
 @triton.jit
 def pass_on_softmax(stats_ptr, stride_stats, at, row_stats, stride_rows, inside, kept, PRECISION: tl.constexpr):
-    """lse_log2 and row_sum of a tile's rows, from softmax_stats. They are also stored to the row statistics, in the rows `kept`."""
+    """lse_log2 and row_sum of a tile's rows, from softmax_stats. In the rows `kept` they are also stored to the row statistics."""
     lse_log2 = tl.load(stats_ptr + at, mask=inside, other=float("inf"))
     row_sum = tl.load(stats_ptr + stride_stats + at, mask=inside, other=1.0)
     if PRECISION == "ieee":
@@ -144,17 +148,17 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
                 stride_rows, unit, softmax_scale, own, n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr,
                 HAS_GRAD_LSE: tl.constexpr, EXACT_DELTA: tl.constexpr, STATS_BLOCK: tl.constexpr, FINISH: tl.constexpr = store_scaled,
                 stats_end=None, REFINED: tl.constexpr = False, STATISTICS: tl.constexpr = True, TWICE: tl.constexpr = False):
-    """The whole program for dQ of one tile of queries. LOOPS(state, x, own) gives dq_step's last state. The program stores the rows'
+    """The whole program for dQ of one tile of queries. LOOPS(state, x, own) returns dq_step's last state. The program stores the rows'
     statistics, and FINISH stores dQ. A program without a tile does nothing.
 
-    EXACT_DELTA: delta, computed from the weights and so free of O's rounding error, is stored at delta_ptr, laid out as the LSE is. If it
-        is "residual" (in float32 under REFINED only), the row sums of dS minus dLSE are stored; float32 adds them up in float64.
-    stats_end: where tiles may end before BLOCK_M rows, the first row whose statistics another program stores. Loads then stop at the tile's
-        end, too.
-    REFINED: in float32, delta is rowsum(dO * O) plus a sum of residuals. This stays exact over many tiles and if weights do not quite add
-        up to one.
-    STATISTICS: False for weights that each depend on one score alone; these have no statistics and need no O.
-    TWICE: 16 bits go over the keys twice, as float32 does.
+    EXACT_DELTA: delta is also computed as rowsum(P * dP) - dLSE, which is free of O's rounding error, and is stored at delta_ptr, laid out
+        as the LSE is. If it is "residual" (for float32 under REFINED only), rowsum(dS) - dLSE is stored; float32 adds it up in float64.
+    stats_end: the first row whose statistics another program stores, for tiles that may end before BLOCK_M rows. Loads then stop at the
+        tile's end, too.
+    REFINED: in float32, delta is rowsum(dO * O) plus the sum of the residuals. This stays exact over many tiles, and where weights do not
+        quite add up to one.
+    STATISTICS: False for a rule whose weights depend on one score each; it has no statistics and needs no O.
+    TWICE: 16-bit inputs go over the keys twice, as float32 does.
     """
     if place.row >= place.length:
         return
@@ -183,7 +187,8 @@ def backward_dq(place, queries, keys, values, out, grads, dq_out, grad_lse_ptr, 
         do = in_registers(do)  # this saves shared memory, so that a second program fits on the multiprocessor
 
     exact_delta = tl.zeros([shape.BLOCK_M], tl.float32)
-    # float32 goes over the keys twice: delta summed from the weights cancels exactly; rowsum(dO * O), in another order, does not
+    # float32 goes over the keys twice. The first sweep sums delta from the same weights and in the same order as dS, so that the row sums
+    # of dS cancel exactly. With rowsum(dO * O), which is summed in another order, they would not.
     SWEEPS: tl.constexpr = 2 if (PRECISION == "ieee" or TWICE) and STATISTICS else 1
     for sweep in tl.static_range(SWEEPS):
         if sweep == 1:
@@ -230,22 +235,21 @@ def load_stats(x, own, at):
 def repeated_transposed(k, q, stats, x, own, at, position, edge, MASKED: tl.constexpr, MASK: tl.constexpr,
                         SCORE: tl.constexpr = products_only, WEIGHTS: tl.constexpr = repeat_weights, ROW_BIAS: tl.constexpr = False,
                         FROM_STATS: tl.constexpr = False):
-    """The forward's weights of a tile of queries, transposed [BLOCK_N, BLOCK_M], computed again, and the softcap's derivative (1 without
-    one)."""
+    """(the forward's weights for a tile of queries, computed again, transposed [BLOCK_N, BLOCK_M]; SCORE's derivative)."""
     PRECISION: tl.constexpr = x.shape.PRECISION
     i = at + tl.arange(0, x.shape.BLOCK_M)[None, :]
     if FROM_STATS:
         products = tl.dot(k, tl.trans(q), tl.broadcast_to((stats.lse_log2 * (-1 / x.unit))[None, :], [x.shape.BLOCK_N, x.shape.BLOCK_M]))
     else:
         products = transposed_dot(k, q, PRECISION)
-    scores, by_row, derivative = SCORE(x, own, products, i, x.j, x.place.row)
-    less = stats.lse_log2[None, :]
+    scores, row_bias, derivative = SCORE(x, own, products, i, x.j, x.place.row)
+    base = stats.lse_log2[None, :]
     if ROW_BIAS:
-        less += by_row
+        base += row_bias
     if FROM_STATS:
         weights = tl.exp2(scores * x.unit)
     else:
-        weights = WEIGHTS(scores, x.unit, less, stats.row_sum[None, :] if PRECISION == "ieee" else 1.0, PRECISION == "ieee")
+        weights = WEIGHTS(scores, x.unit, base, stats.row_sum[None, :] if PRECISION == "ieee" else 1.0, PRECISION == "ieee")
     return masked(weights, 0.0, x, own, i, x.j, position, edge, MASKED, MASK), derivative
 
 
@@ -254,12 +258,13 @@ def dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl
               SCORE: tl.constexpr = products_only, DROP: tl.constexpr = nothing_dropped, WEIGHTS: tl.constexpr = repeat_weights,
               GRADIENT: tl.constexpr = softmax_gradient, ROW_BIAS: tl.constexpr = False, FROM_STATS: tl.constexpr = False,
               LOAD_Q: tl.constexpr = load_queries, LOAD_STATS: tl.constexpr = load_stats, COLUMN_SUMS: tl.constexpr = False):
-    """Adds one tile of queries to the state: (dK without the softmax scale [BLOCK_N, BLOCK_D], dV [BLOCK_N, BLOCK_DV]). Its tiles of scores
-    are transposed, keys by queries.
+    """Adds one tile of queries to the state: (dK without the softmax scale [BLOCK_N, BLOCK_D], dV [BLOCK_N, BLOCK_DV]). Tiles of scores are
+    transposed, keys by queries.
 
-    FROM_STATS: the accumulators of the products begin with minus the row statistics, which then take no registers; only where SCORE leaves
-    the products unchanged. COLUMN_SUMS: the state has a third sum, of dS for each key [BLOCK_N], in the dtype of its initial value: the
-    gradient of a bias by key.
+    FROM_STATS: the accumulators of both products begin with minus the row statistics, which then take no registers. This needs a SCORE that
+        leaves the products unchanged.
+    COLUMN_SUMS: the state has a third sum, of dS for each key [BLOCK_N], the gradient of a bias by key. It keeps the dtype of its initial
+        value.
     """
     dk, dv = state[0], state[1]
     q = LOAD_Q(x, own, at, GUARD)
@@ -284,8 +289,7 @@ def dkdv_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD: tl
 @triton.jit
 def add_members(state, k, v, place, queries, grads, row_stats_ptr, stride_rows, unit, own, n_seqs, seqlen_q, heads, group, members, shape,
                 LOOPS: tl.constexpr, STATS_BLOCK: tl.constexpr):
-    """dkdv_step's state after the queries of the first `members` of a key head's `group` query heads. LOOPS(state, x, own) adds one
-    head."""
+    """dkdv_step's state after the first `members` of the `group` query heads of a key head. LOOPS(state, x, own) adds one query head."""
     for member in range(members):
         head = place.head * group + member
         q_rows = other_rows(queries, place, head, shape.TMA)
@@ -301,9 +305,11 @@ def add_members(state, k, v, place, queries, grads, row_stats_ptr, stride_rows, 
 def backward_dkdv(place, queries, keys, values, grads, dk_out, dv_out, row_stats_ptr, stride_rows, unit, softmax_scale, keep_prob, own,
                   n_seqs, seqlen_q, heads, group, shape, LOOPS: tl.constexpr, STATS_BLOCK: tl.constexpr, third=None,
                   FINISH: tl.constexpr = None):
-    """The whole program for dK and dV of one tile of keys: runs add_members over all heads of the group and stores dK and dV. third: the
-    initial value of a third sum, if there is one; FINISH(sum, softmax_scale, own, place, shape) stores it. A program without a tile does
-    nothing."""
+    """The whole program for dK and dV of one tile of keys: goes over all query heads of the group and stores dK and dV. A program without a
+    tile does nothing.
+
+    third: the initial value of a third sum, if there is one. FINISH(sum, softmax_scale, own, place, shape) stores that sum.
+    """
     if place.row >= place.length:
         return
     # [BLOCK_N, BLOCK_D]

@@ -20,18 +20,20 @@ def layout(x: Tensor) -> Layout:
 def operand_strides(*tensors: Layout) -> tuple[tuple[int, ...], ...]:
     """(batch, row, head) strides for an Operand, of each tensor (batch, seqlen, heads, width), or (total, heads, width) with batch stride
     0."""
-    return tuple((0, *of[:2]) if len(shape) == 3 else of[:3] for shape, of in tensors)
+    return tuple((0, *stride[:2]) if len(shape) == 3 else stride[:3] for shape, stride in tensors)
 
 
 def strides(*tensors: Layout) -> tuple[int, ...]:
     """operand_strides as one flat tuple."""
-    return tuple(stride for of in operand_strides(*tensors) for stride in of)
+    return tuple(stride for by_dimension in operand_strides(*tensors) for stride in by_dimension)
 
 
 def outputs(q: Tensor, value_dim: int, softmaxes: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, LSE, statistics), uninitialised, for queries (batch, seqlen, heads, width) or (total, heads, width). LSE and statistics are
-    float32. An LSE is (batch, heads, seqlen) or (heads, total); several softmaxes add a first dimension of their number. Statistics have a
-    first dimension of twice the number of softmaxes."""
+    """(out, LSE, statistics), uninitialised, for queries (batch, seqlen, heads, width) or (total, heads, width).
+
+    out has the dtype of q; LSE and statistics are float32. The LSE is (batch, heads, seqlen) or (heads, total). With several softmaxes it
+    has a first dimension of that size. Statistics always have a first dimension, of twice the number of softmaxes.
+    """
     rows = autograd.lse_shape(q, q.dim() == 3)
     lse = torch.empty(rows if softmaxes == 1 else (softmaxes, *rows), dtype=torch.float32, device=q.device)
     return q.new_empty(*q.shape[:-1], value_dim), lse, lse.new_empty(2 * softmaxes, *rows)
@@ -45,8 +47,8 @@ def tma_kind(wanted: bool, tensors: tuple[Layout, ...], itemsize: int, packed: b
 
 
 def read_blocks(tile: Any, constants: dict[str, Any], grad_out: int | None = None) -> dict[int, tuple]:
-    """A Launch's `blocks` where TMA reads q, k and v, its first three tensors, and grad_out, at that position: boxes with the rows of
-    `tile`."""
+    """The `blocks` of a Launch whose tensors 0, 1 and 2 are q, k and v, and whose dO is tensor number `grad_out`. Empty unless TMA reads
+    them."""
     width, value_width, by_sequence = constants["BLOCK_D"], constants["BLOCK_DV"], constants["TMA"] == BY_SEQUENCE.value
     blocks = {0: (tile.block_m, width, by_sequence), 1: (tile.block_n, width, by_sequence), 2: (tile.block_n, value_width, by_sequence)}
     if grad_out is not None:
@@ -86,14 +88,16 @@ class Call:
         return (q[0], q[1], k[1]) if self.sequences is None else (self.sequences, q[0], k[0])
 
     def programs(self, heads: int, seqlen: int, sequences: int, block: int) -> int:
-        """How many programs the tiles of all heads need; for packed sequences, the slots of find_tile, which need no prefix sum."""
+        """How many programs the tiles of all heads need. Packed sequences get a program for each slot of `_triton.tiles.find_tile`."""
         return heads * (sequences * -(-seqlen // block) if self.sequences is None else seqlen // block + sequences + 1)
 
     def heads_together(self, own: torch.Size, other: torch.Size, width: int, block: int, device: torch.device, dtype: torch.dtype) -> int:
-        """How many heads' tiles causal programs interleave, heavy ones first. It is as many as fit into L2, at `width` columns that each
-        head reads, but at least as many as have three tiles for each multiprocessor (two programs run there). With fewer, the last heads'
-        heavy tiles would end late. The result divides the number of heads. It is 1 for short sequences: these have no heavy tiles and are
-        faster head by head."""
+        """How many heads' tiles causal programs interleave, the tiles with the most work first.
+
+        It is as many heads as fit into L2, if each reads `width` columns. It is at least as many as have three tiles for each
+        multiprocessor, where two programs run: with fewer, the longest tiles of the last heads would end late. The result divides the
+        number of heads. It is 1 for short sequences, which are faster head by head.
+        """
         sequences, seqlen, other_seqlen = self.sizes(own, other)
         heads = own[-2]
         if self.sequences is None:

@@ -1,4 +1,4 @@
-"""The second stage of sums over rows, such as gradients of biases: the programs of the first stage have each stored sums of their rows."""
+"""The second stage of sums over rows, such as gradients of biases. In the first stage, each program has stored the sums of its rows."""
 
 import torch
 import triton

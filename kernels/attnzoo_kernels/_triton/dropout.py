@@ -1,4 +1,8 @@
-"""The dropout mask of `attnzoo_kernels.dropout` for one tile."""
+"""The dropout mask of `attnzoo_kernels.dropout` for one tile.
+
+A Philox call takes a counter (j', i', head, offset) and gives four 32-bit words, of which 16 elements read one 15-bit field each. i and j
+number queries and keys; that module's docstring says which bits of i and j choose the field.
+"""
 
 import triton
 import triton.language as tl
@@ -6,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def _philox(seed, offset, head, i, column, BLOCK_N: tl.constexpr):
-    """The four words of rows i [M, 1] and of a tile's columns, each [M, counters]."""
+    """The four words for counters with i' = i [M, 1] and the j' of a tile's columns, each [M, counters]."""
     COUNTERS: tl.constexpr = BLOCK_N // 8 if BLOCK_N >= 32 else 4
     j = column // 32 * 4 + tl.arange(0, COUNTERS)[None, :]
     zero = tl.zeros([i.shape[0], COUNTERS], tl.int32)
@@ -15,8 +19,8 @@ def _philox(seed, offset, head, i, column, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _by_bit_4(words, column, BLOCK_N: tl.constexpr):
-    """The words for both values of bit 4 of j, as a last dimension: as they are, and rotated by a byte. A tile of 16 columns has one value
-    of this bit, and no such dimension."""
+    """The words for both values of bit 4 of j, as a last dimension: unchanged for 0, rotated by a byte for 1. In a tile of 16 columns this
+    bit has one value, and the dimension is left out."""
     turned = (words << 8) | (words >> 24)
     if BLOCK_N >= 32:
         words = tl.join(words, turned)
@@ -28,7 +32,7 @@ def _by_bit_4(words, column, BLOCK_N: tl.constexpr):
 @triton.jit
 def _words(seed, offset, head, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """A tile's words, [BLOCK_M / 2, counters, bit 3 of j, bit 3 of i, (bit 4 of j)]."""
-    # one call serves the elements that differ in bit 3 of i and bits 4, 3 and 0 of j; one thread of a matrix product holds them all
+    # the 16 elements of a call differ in bit 3 of i and in bits 4, 3 and 0 of j; one thread of a matrix product holds them all
     w0, w1, w2, w3 = _philox(seed, offset, head, row // 2 + tl.arange(0, BLOCK_M // 2)[:, None], column, BLOCK_N)
     return _by_bit_4(tl.join(tl.join(w0, w1), tl.join(w2, w3)), column, BLOCK_N)
 
@@ -49,7 +53,7 @@ def _in_place(even, odd, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def keep_rows(seed, offset, head, row, column, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """keep_tile for any row: each row computes its own words, of which it needs half."""
+    """keep_tile for any `row`, not only a multiple of 16: each row computes its own words, of which it uses half."""
     rows = row + tl.arange(0, BLOCK_M)[:, None]
     w0, w1, w2, w3 = _philox(seed, offset, head, rows // 16 * 8 + rows % 8, column, BLOCK_N)
     upper = rows // 8 % 2 == 1  # bit 3 of i
@@ -74,9 +78,10 @@ def keep_tile(seed, offset, head, row, column, threshold, BLOCK_M: tl.constexpr,
 
 @triton.jit
 def drop_pairs(weights, seed, offset, head, row, column, threshold, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """16-bit weights, with zeros where keep_tile is false; one comparison serves two weights, on sm_90 and later.
+    """16-bit weights, with zeros where keep_tile is false. One instruction compares the fields of two weights, on sm_90 and later.
 
-    The fields are compared as magnitudes of bfloat16, which have the fields' order if the threshold is neither subnormal nor NaN.
+    The fields are compared as absolute values of bfloat16 numbers. These have the order of the fields, if the threshold is neither
+    subnormal nor NaN.
     """
     words = _words(seed, offset, head, row, column, BLOCK_M, BLOCK_N)
     fields = _in_place(words.to(tl.uint16), (words >> 16).to(tl.uint16), BLOCK_M, BLOCK_N)

@@ -10,7 +10,11 @@ from attnzoo_kernels._triton.tiles import Operand, in_registers, key_rows, load_
 
 @triton.jit
 def products_only(x, own, products, i, j, at):
-    """SCORE where scores are the products: (scores, what is subtracted from all scores of a row, the softcap's derivative)."""
+    """SCORE where scores are the products: (scores, row_bias, derivative).
+
+    row_bias is subtracted from all scores of a row, in the softmax's units; it is used under ROW_BIAS only. derivative is that of a score
+    by its product.
+    """
     return products, 0.0, 1.0
 
 
@@ -29,12 +33,12 @@ def load_sequence(own, rows, at, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK
 
 @triton.jit
 def scored(q, k, x, own, at, position, edge, MASKED: tl.constexpr, MASK: tl.constexpr, SCORE: tl.constexpr = products_only):
-    """The scores with a tile of keys k [BLOCK_N, BLOCK_D], -inf where masked, and what is to be subtracted from all scores of a row."""
+    """(scores of a tile of keys k [BLOCK_N, BLOCK_D], -inf where masked; SCORE's row_bias)."""
     # [BLOCK_M, BLOCK_N]
     products = score_dot(q, k, x.shape.PRECISION)
     j = at + tl.arange(0, x.shape.BLOCK_N)[None, :]
-    scores, less, _ = SCORE(x, own, products, x.i, j, at)
-    return masked(scores, -float("inf"), x, own, x.i, j, position, edge, MASKED, MASK), less
+    scores, row_bias, _ = SCORE(x, own, products, x.i, j, at)
+    return masked(scores, -float("inf"), x, own, x.i, j, position, edge, MASKED, MASK), row_bias
 
 
 @triton.jit
@@ -44,16 +48,16 @@ def forward_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD:
                  SUMS_LAST: tl.constexpr = False, LOAD: tl.constexpr = load_sequence):
     """Adds one tile of keys to the state: (O before the division by row sums [BLOCK_M, BLOCK_DV], row maxima, row sums).
 
-    LAGS: row maxima may lag behind, see softmax_weights. ROW_BIAS: SCORE's second result is used. BY_WARP: see `rescaled`. SUMS_LAST: row
-    sums are updated after the values' load; that is faster only under dropout with wide values.
+    LAGS: see softmax_weights. ROW_BIAS: SCORE's row_bias is used. BY_WARP: see `rescaled`. SUMS_LAST: row sums are updated after the
+    values' load, which is faster only under dropout with wide values.
     """
     acc, row_max, row_sum = state
     # [BLOCK_N, BLOCK_D]
     k = LOAD(own, x.key_rows, at, x.shape.HEAD_DIM, x.shape.BLOCK_N, x.shape.BLOCK_D, GUARD, x.shape.TMA)
     # [BLOCK_M, BLOCK_N]
-    scores, less = scored(x.q, k, x, own, at, position, edge, MASKED, MASK, SCORE)
+    scores, row_bias = scored(x.q, k, x, own, at, position, edge, MASKED, MASK, SCORE)
     weights, new_max, rescale = WEIGHTS(scores, row_max, x.unit, MASKED != "none", x.shape.PRECISION == "ieee", LAGS,
-                                        less.reshape(x.shape.BLOCK_M) if ROW_BIAS else None)
+                                        row_bias.reshape(x.shape.BLOCK_M) if ROW_BIAS else None)
     if not SUMS_LAST:
         row_sum = row_sum * rescale + tl.sum(weights, 1)
     kept = DROP(x, own, weights, at)
@@ -69,7 +73,7 @@ def forward_step(state, x, own, at, position, edge, MASKED: tl.constexpr, GUARD:
 
 @triton.jit
 def softmax_state(sink, shape):
-    """The state of forward_step before the first key. sink: the score of a first key that has no value; -inf if there is none."""
+    """The state of forward_step before the first key. sink: the attention sink's score, which has no value; -inf if there is none."""
     row_max = tl.zeros([shape.BLOCK_M], tl.float32) + sink
     row_sum = tl.where(row_max == -float("inf"), 0.0, 1.0)
     return tl.zeros([shape.BLOCK_M, shape.BLOCK_DV], tl.float32), row_max, row_sum
@@ -86,13 +90,16 @@ def normalised(acc, row_sum, keep_prob, PRECISION: tl.constexpr):
 def forward(place, queries, keys, values, out, lse_ptr, stats_ptr, stride_stats, unit, keep_prob, own, seqlen_q, heads, group, shape,
             LOOPS: tl.constexpr, Q_REGISTERS: tl.constexpr, Q_SELECT: tl.constexpr, STATISTICS: tl.constexpr = True,
             MORE: tl.constexpr = None, CHECKED: tl.constexpr = True, RESIDUAL: tl.constexpr = False, residual_ptr=None):
-    """The whole program for one tile of queries. LOOPS(x, own) gives forward_step's last state. The program stores O, the LSE and the
+    """The whole program for one tile of queries. LOOPS(x, own) returns forward_step's last state. The program stores O, the LSE and the
     statistics for the backward.
 
-    Q_REGISTERS: the queries are an operand in registers, not in shared memory. Q_SELECT: they pass through a select on their way there.
-    STATISTICS: rows are divided by their sums; False for weights that each depend on one score alone: then only O is stored. MORE(place,
-    own, rows): what is added to the LSE of rows [BLOCK_M], in base 2, because it was left out of all scores of a row. CHECKED: a program
-    may have no tile. RESIDUAL: O's rounding error is stored at residual_ptr, laid out as O is.
+    Q_REGISTERS: the queries are an operand in registers, not in shared memory. Q_SELECT: they pass through a select instruction on their
+        way to registers.
+    STATISTICS: False for a rule whose weights depend on one score each, such as a sigmoid. Rows are then not divided by their sums, and
+        only O is stored.
+    MORE(place, own, rows): a term of all scores of a row that SCORE left out; it is added to the LSE of the rows [BLOCK_M].
+    CHECKED: a program may have no tile.
+    RESIDUAL: O's rounding error is stored at residual_ptr, laid out as O is.
     """
     if CHECKED:
         if place.row >= place.length:

@@ -1,5 +1,5 @@
-"""The host's side of launches: what a device and its tensors allow, tensor descriptors for TMA, and Launch, which makes repeated launches
-cheap."""
+"""Launching kernels from the host: what a device and its tensors allow, tensor descriptors for TMA, and `Launch`, which makes repeated
+launches cheap."""
 
 import contextlib
 import copy
@@ -17,9 +17,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-L2_GROUP = 16 << 20  # bytes that stay in L2 while a group of heads reads them: keys and values; in a backward queries, gradients and dQ
-SEQUENCE_END = 2**30  # in the coordinates of load_rows: where every sequence's rows end
-LONGEST = 2**31 - 2**16
+# Bytes of L2 that a group of heads may fill. In a forward these are keys and values, in a backward queries, dO and dQ.
+L2_GROUP = 16 << 20
+SEQUENCE_END = 2**30  # the row coordinate where every sequence ends in a descriptor made with by_sequence
+LONGEST = 2**31 - 2**16  # the size of a descriptor's dimension that must not cut anything off
 WRONG_BY_POINTERS = 32  # values up to this width may be wrong if read through pointers, see tma_readable
 
 
@@ -33,11 +34,11 @@ def block_width(width: int) -> int:
 
 
 def value_block(head_dim: int, value_dim: int) -> int:
-    """The padded width of values: block_width of them, but at least that of the keys, up to 64. Rows of 32, of 64, and of 128 or more bytes
-    have different swizzles.
+    """The padded width of values: their block_width, but at least the smaller of 64 and the keys' block_width.
 
-    The last keys of a loop and their values use one shared memory address in turn. If it is read with two swizzles, ptxas 12.8 computes the
-    values' descriptors from a register that it has not set: results are wrong on Hopper, or an access is illegal.
+    Rows of 32, of 64, and of 128 or more bytes have different swizzles; the minimum gives narrow values the swizzle of their keys. The last
+    keys of a loop and their values take turns at one shared memory address. If that address is read with two swizzles, ptxas 12.8 computes
+    the values' descriptors from a register that it has not set: results are wrong on Hopper, or an access is illegal.
     `tests/ops/ahead_of_time.py` finds this.
     """
     return max(block_width(value_dim), min(block_width(head_dim), 64))
@@ -68,7 +69,7 @@ def tma_takes(x: Tensor) -> bool:
 
 
 def tma_takes_layout(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    """Whether shape and strides are as tma_takes asks."""
+    """tma_takes for a shape and its strides, without the address."""
     return 0 not in shape and all(n == 1 or (s > 0 and s * itemsize % 16 == 0) for n, s in zip(shape[:-1], strides[:-1], strict=True))
 
 
@@ -107,9 +108,11 @@ def row_by_row(x: Tensor) -> Tensor:
 
 
 def readable(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
-    """The tensors, with copies of those that TMA cannot read. None if no copy is needed, or if values are wider than WRONG_BY_POINTERS and
-    both widths are multiples of 8. All tensors get the padded width or none does, because a kernel assumes one width for queries and
-    keys."""
+    """The tensors, with copies in place of those that TMA cannot read.
+
+    None if no copy is needed, or if values are wider than WRONG_BY_POINTERS and both widths are multiples of 8. Either all tensors are
+    padded to a multiple of 16 bytes or none is, because a kernel assumes one width for queries and keys.
+    """
     if q.shape[-1] % 8 == 0 and v.shape[-1] % 8 == 0 and v.shape[-1] > WRONG_BY_POINTERS:
         return None
     tensors = (q, k, v, *others)
@@ -125,8 +128,8 @@ def narrowed(x: Tensor, like: Tensor) -> Tensor:
 
 
 def descriptor(x: Tensor, rows: int, width: int, by_sequence: bool = False) -> TensorDescriptor:
-    """Host descriptor of (batch, seqlen, heads, width) or (total, heads, width), read in tiles [1, 1, rows, width] of (batch, heads,
-    seqlen, width). by_sequence: x is (total, heads, width), and `_triton.tiles.load_rows` lets its tiles end where a sequence ends."""
+    """Host descriptor of x, (batch, seqlen, heads, width) or (total, heads, width). Its boxes are [1, 1, rows, width] of (batch, heads,
+    seqlen, width). by_sequence: x is (total, heads, width), and what `_triton.tiles.load_rows` reads past a sequence's end is zero."""
     return descriptor_like(_template(x.shape, x.stride(), 16 // x.element_size(), rows, width, by_sequence), x)
 
 
@@ -137,19 +140,21 @@ def _template(shape: tuple[int, ...], strides: tuple[int, ...], aligned: int, ro
 
 def descriptor_geometry(shape: tuple[int, ...], strides: tuple[int, ...], aligned: int, rows: int, width: int,
                         by_sequence: bool) -> tuple[list[int], list[int], list[int]]:
-    """Shape, strides and tile of a descriptor() of a tensor. aligned: how many elements have 16 bytes."""
+    """Shape, strides and box of a descriptor(). aligned: how many elements have 16 bytes; a dimension of size 1 gets this stride."""
     if len(shape) == 3:
         shape, strides = (1, *shape), (aligned, *strides)
     by_batch, by_row, by_head, _ = (strides[d] if shape[d] > 1 or d == 3 else aligned for d in range(4))
     batch, seqlen, heads, head_dim = shape
     if by_sequence:
-        # 2**30 steps along the first dimension and as many rows back move an address by a multiple of 2**64, that is, not at all
+        # load_rows gives the coordinates (SEQUENCE_END, first + length, head, SEQUENCE_END - length + row, 0), where first and length are
+        # those of the sequence. They stand for element SEQUENCE_END * 2**34 + (first + row) * by_row + head * by_head. The first term is a
+        # multiple of 2**64 bytes and so moves no address. A row past the sequence's end lies outside of the fourth dimension.
         return [LONGEST, LONGEST, heads, SEQUENCE_END, head_dim], [2**34 - by_row, by_row, by_head, by_row, 1], [1, 1, 1, rows, width]
     return [batch, heads, seqlen, head_dim], [by_batch, by_head, by_row, 1], [1, 1, rows, width]
 
 
 def descriptor_like(template: TensorDescriptor, x: Tensor) -> TensorDescriptor:
-    """The template's descriptor at the address of x. It skips the constructor's checks, which cost as much time as a launch."""
+    """A copy of the template that describes x. It skips the constructor's checks, which cost as much time as a launch."""
     made = object.__new__(type(template))
     made.__dict__.update(template.__dict__)
     made.base = x
@@ -176,13 +181,14 @@ class Launch:
     """A kernel and all of its arguments that stay the same from call to call for one layout. The caller keeps a Launch for each layout and
     alignment.
 
-    Triton's own launch checks every argument and encodes every tensor descriptor in each call. A Launch leaves to it only the first launch
-    of a compiled kernel. All others go to that kernel directly, with addresses for tensors, and reuse the encodings of descriptors for
-    addresses that the Launch has seen. In its first call, a Launch finds a kernel that was launched for another layout by Triton's own key.
+    Triton's own launch checks every argument and encodes every tensor descriptor in each call. It is used for the first launch of a
+    compiled kernel only. Later launches call that kernel directly, with addresses for tensors, and reuse the encoded descriptors of
+    addresses that the Launch has seen. The first call looks the kernel up by Triton's own cache key, because a Launch for another layout
+    may have compiled it.
 
-    constants: in any order. blocks: by argument position, the arguments of descriptor() for tensors that the caller passes as they are and
-    the kernel takes as tensor descriptors. options: more options of the compiler, such as maxnreg. others: gives the Launches for other
-    lengths, which are compiled with the first call of a kernel, so that no later length waits for the compiler.
+    constants: in any order. blocks: the arguments of descriptor(), by argument position, for tensors that the caller passes as they are and
+    the kernel takes as tensor descriptors. options: more options of the compiler, such as maxnreg. others: returns Launches for other
+    lengths. They are compiled in the first call of a kernel, so that no later length waits for the compiler.
     """
 
     kernel: Any
@@ -194,8 +200,8 @@ class Launch:
     blocks: dict[int, tuple] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     others: Callable[[], Iterable["Launch"]] = tuple
-    compiled: Any = None
-    direct: Any = None
+    compiled: Any = None  # Triton's compiled kernel, after the first call
+    direct: Any = None  # its DirectLaunch; None before the first call, and where _launcher gives none
 
     def compile(self, *tensors) -> None:
         """Compiles the kernel for such tensors without a launch."""
@@ -280,12 +286,13 @@ class DirectLaunch:
         return self.encoded[key]
 
 
-_LAUNCHERS: dict[Any, tuple[Any, dict[int, dict]] | None] = {}  # of each compiled kernel, which Launches of many layouts share
+_LAUNCHERS: dict[Any, tuple[Any, dict[int, dict]] | None] = {}  # by compiled kernel; Launches of many layouts share one kernel
 
 
 def _launcher(compiled: Any, given: list) -> tuple[Any, dict[int, dict]] | None:
-    """Triton's launcher of a kernel that was called with `given`, without the function that encodes descriptors, and what encodes these,
-    by position. None if the launcher is not NVIDIA's, or not built as in 3.6 and 3.7; then Triton's public call is used."""
+    """(Triton's launcher of a kernel that was called with `given`, without the step that encodes descriptors; the metadata for encoding
+    each descriptor, by argument position). None if the launcher is not NVIDIA's, or not built as in Triton 3.6 and 3.7. Triton's public
+    call is used then."""
     if torch.version.cuda is None or getattr(driver.active, "launcher_cls", None) is not _cuda_launcher():
         return None
     positions = [n for n, x in enumerate(given) if hasattr(x, "block_shape")]

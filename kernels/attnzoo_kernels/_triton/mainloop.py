@@ -1,10 +1,17 @@
-"""The loops over tiles of the other side, which all passes share, and what a step in them reads. The other side of a tile of queries is the
-keys, and the other way round.
+"""The loops over tiles, which all passes share, and the structs that a step in them reads.
 
-A step is a jit function `STEP(state, x, own, at, position, edge, MASKED, GUARD)` that returns the next state. x is a QueryTile or a
-KeyTile. own belongs to the variant. `at` is the first row of the other side's tile, `position` the tile's place in a list. MASKED is
-"none", "all" or "edges"; for "edges", `edge` says whether this tile needs a mask. GUARD: the tile may cross the sequence's end, so that
-loads must check. A variant's step names its hooks and calls a step of `_triton.forward` or `_triton.backward`.
+The forward and dQ have a tile of queries and go over the keys; dK and dV have a tile of keys and go over the queries. What a loop goes over
+is called the other side.
+
+A step is a jit function `STEP(state, x, own, at, position, edge, MASKED, GUARD)` that returns the next state:
+    x               the program's tile, a QueryTile or a KeyTile
+    own             the variant's own struct, which its hooks read
+    at              the first row of the other side's tile
+    position        the tile's place in a list of tiles; 0 if there is no list
+    MASKED, edge    which tiles need a mask: "none", "all", or under "edges" those for which `edge` is true
+    GUARD           the tile may cross the sequence's end, so that loads must check
+A variant's step names its hooks and calls a step of `_triton.forward` or `_triton.backward`. docs/add-a-variant.md lists the hooks with
+their arguments and results.
 
 Structs that hold constants must be made in the call that takes them. Assigned to a name first, they would hold tensors in place of
 constants. No field may be called `values` or `type`, because Triton gives these to every tuple.
@@ -20,28 +27,27 @@ from attnzoo_kernels._triton.tiles import load_rows
 
 
 class RowStats(NamedTuple):
-    """What the backward knows of each row of queries. lse_log2: the LSE in base 2; in float32 the row maximum, in natural units. row_sum:
-    the softmax's sum, in float32 only. delta: rowsum(dO * O) - dLSE."""
+    """What the backward knows of each row of queries."""
 
-    lse_log2: Any
-    row_sum: Any
-    delta: Any
+    lse_log2: Any  # the LSE in base 2; for float32 inputs the row maximum, in natural units
+    row_sum: Any  # the softmax's sum, for float32 inputs only
+    delta: Any  # rowsum(dO * O) - dLSE
 
 
 class QueryTile(NamedTuple):
     """A program's tile of queries, and the keys and values that a forward or dQ loads for it."""
 
     q: Any  # [BLOCK_M, BLOCK_D]
-    do: Any  # [BLOCK_M, BLOCK_DV], dQ
-    stats: Any  # RowStats, dQ
+    do: Any  # [BLOCK_M, BLOCK_DV]; None in the forward
+    stats: Any  # RowStats; None in the forward
     key_rows: Any  # Rows
     value_rows: Any  # Rows
     place: Any  # Place of the queries
     i: Any  # [BLOCK_M, 1], the queries' rows
-    unit: Any  # the value of a score of 1 in the softmax's units
+    unit: Any  # the factor that turns SCORE's scores into the softmax's units, see `_triton.scores`
     shape: Any  # Shape
-    EXACT_DELTA: Any  # dQ: whether row sums of weights times their gradients are wanted, see dq_step
-    KEPT: Any = True  # dQ: whether this is the last sweep over the keys
+    EXACT_DELTA: Any  # in dQ: whether row sums of weights times their gradients are wanted, see dq_step
+    KEPT: Any = True  # in dQ: whether this is the last sweep over the keys
 
 
 class KeyTile(NamedTuple):
@@ -53,11 +59,11 @@ class KeyTile(NamedTuple):
     grad_rows: Any  # Rows
     row_stats: Any  # pointer to the row statistics of the sequence's first row; the statistics lie stride_rows apart
     stride_rows: Any
-    place: Any  # Place of the keys
+    place: Any  # Place of the keys; its head is the key head
     head: Any  # the query head
     j: Any  # [BLOCK_N, 1], the keys' rows
-    unit: Any
-    shape: Any
+    unit: Any  # as in QueryTile
+    shape: Any  # Shape
 
 
 @triton.jit
@@ -122,10 +128,11 @@ def range_loop(STEP: tl.constexpr, state, x, own, begin, end, full_begin, full_e
 @triton.jit
 def range_loops(STEP: tl.constexpr, state, x, own, bounds, BLOCK: tl.constexpr, BEFORE: tl.constexpr, BEHIND: tl.constexpr,
                 TAIL: tl.constexpr, ONE_LOOP: tl.constexpr, SHORT_BEHIND: tl.constexpr, SHORT_TAIL: tl.constexpr):
-    """Steps over the bounds of key_ranges or query_ranges: a loop for the tiles that need no mask, one for those BEFORE and one for those
-    BEHIND them that do, and one for the TAIL that crosses the end. ONE_LOOP: one loop for all but the tail, in which masking is a branch.
+    """Steps over the bounds of key_ranges or query_ranges, in up to four loops: masked tiles BEFORE the full ones, the full tiles, which
+    need no mask, masked tiles BEHIND them, and the TAIL that crosses the sequence's end. ONE_LOOP: one loop for all but the tail, in which
+    masking is a branch.
 
-    SHORT_BEHIND, SHORT_TAIL: the loop has one pipeline stage. Else a loop of a tile or two would give every program a pipeline.
+    SHORT_BEHIND, SHORT_TAIL: that loop runs for one or two tiles only and is not pipelined.
     """
     for part in tl.static_range(4):
         if part == 0 and (BEFORE or ONE_LOOP) or part == 1 and not ONE_LOOP or part == 2 and BEHIND and not ONE_LOOP or part == 3 and TAIL:
@@ -138,13 +145,15 @@ def range_loops(STEP: tl.constexpr, state, x, own, bounds, BLOCK: tl.constexpr, 
 
 @triton.jit
 def key_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr, SHORT_TAIL: tl.constexpr, first=None):
-    """Steps over the keys that a QueryTile sees in own.window. first: keys before it are skipped; a multiple of BLOCK_N, not after the key
-    of the tile's first row."""
+    """Steps over the keys that a QueryTile sees in own.window.
+
+    first: keys before it are skipped; a multiple of BLOCK_N, not after the key on the diagonal of the tile's first query.
+    """
     # TMA reads zeros past the sequence's end, so only pointers need a loop of their own for the tail
     TAIL: tl.constexpr = not x.shape.TMA
     bounds = key_ranges(x.place.row, x.place.length, x.place.other_length, own.window, x.shape.BLOCK_M, x.shape.BLOCK_N, TAIL)
     if first is not None:
-        first = tl.maximum(first, 0) // x.shape.BLOCK_N * x.shape.BLOCK_N  # like a window's begin; Triton 3.6: fault 3 with loaded ones
+        first = tl.maximum(first, 0) // x.shape.BLOCK_N * x.shape.BLOCK_N  # rounded anew: for a loaded bound Triton 3.6 has fault 3
         bounds = (tl.maximum(bounds[0], first), tl.maximum(bounds[1], first), bounds[2], bounds[3], bounds[4])
     return range_loops(STEP, state, x, own, bounds, x.shape.BLOCK_N, own.window.HAS_LEFT, own.window.HAS_RIGHT or not TAIL, TAIL, ONE_LOOP,
                        SHORT_TAIL and not (own.window.HAS_LEFT or own.window.HAS_RIGHT), SHORT_TAIL)
@@ -152,8 +161,10 @@ def key_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr, SHORT_T
 
 @triton.jit
 def query_loops(STEP: tl.constexpr, state, x, own, ONE_LOOP: tl.constexpr, last=None):
-    """Steps over the queries that see a KeyTile in own.window. last: queries from it on are skipped; a multiple of BLOCK_M, after the query
-    that stands at the tile's last key."""
+    """Steps over the queries that see a KeyTile in own.window.
+
+    last: queries from it on are skipped; a multiple of BLOCK_M, after the query on the diagonal of the tile's last key.
+    """
     TAIL: tl.constexpr = not x.shape.TMA
     bounds = query_ranges(x.place.row, x.place.other_length, x.place.length, own.window, x.shape.BLOCK_M, x.shape.BLOCK_N, TAIL)
     if last is not None:

@@ -7,7 +7,8 @@ import triton.language as tl
 
 
 class Window(NamedTuple):
-    """How far keys are seen around the diagonal; left and right apply only under HAS_LEFT and HAS_RIGHT."""
+    """How many keys a query sees before (left) and after (right) its place on the bottom-right diagonal. HAS_LEFT and HAS_RIGHT say
+    whether these bounds apply."""
 
     left: Any
     right: Any
@@ -17,10 +18,10 @@ class Window(NamedTuple):
 
 @triton.jit
 def keys_seen(i, j, len_q, len_k, window):
-    """Which keys j [1, N] the queries i [M, 1] see, aligned to the bottom right. Bounds are taken by row: one comparison for each element
-    and side.
+    """Which keys j [1, N] the queries i [M, 1] see, aligned to the bottom right: bool [M, N]. Bounds are computed by row, so that an
+    element needs one comparison for each side.
 
-    For queries beyond len_q the result is arbitrary, because nothing of them is stored.
+    For queries beyond len_q the result is arbitrary, because their output is not stored.
     """
     last = i * 0 + (len_k - 1)
     if window.HAS_RIGHT:
@@ -33,9 +34,10 @@ def keys_seen(i, j, len_q, len_k, window):
 
 @triton.jit
 def queries_seeing(i, j, len_q, len_k, window):
-    """Which queries i [1, M] see the keys j [N, 1]: the same relation, with bounds taken by key.
+    """Which queries i [1, M] see the keys j [N, 1]: keys_seen transposed, bool [N, M].
 
-    The lengths' ends are not checked: nothing is stored for keys beyond len_k, and queries beyond len_q have LSE +inf.
+    Rows beyond the lengths are not masked: the gradients of keys beyond len_k are not stored, and queries beyond len_q have LSE +inf, which
+    makes their weights zero.
     """
     seen = i >= j * 0
     if window.HAS_RIGHT:
@@ -49,8 +51,9 @@ def queries_seeing(i, j, len_q, len_k, window):
 def key_ranges(row, len_q, len_k, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD_TAIL: tl.constexpr):
     """Bounds of the keys that a tile of queries starting at `row` sees: (begin, full_begin, full_end, tail, end).
 
-    All queries see all keys of the tiles from full_begin to full_end; the tiles before and after them need a mask. Under GUARD_TAIL, tail
-    .. end holds just the tile that crosses len_k; else it is empty. All bounds but `end` are multiples of BLOCK_N.
+    All queries see all keys of the tiles from full_begin to full_end. The tiles from begin to full_begin and from full_end to tail need a
+    mask. Under GUARD_TAIL, tail .. end is the tile that crosses len_k, if there is one; else it is empty. All bounds but `end` are
+    multiples of BLOCK_N.
     """
     shift = len_k - len_q
     last = tl.minimum(row + BLOCK_M, len_q) - 1
@@ -91,7 +94,7 @@ def query_ranges(column, len_q, len_k, window, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def _ordered(begin, full_begin, full_end, end, length, BLOCK: tl.constexpr, GUARD_TAIL: tl.constexpr):
-    """Clips the bounds, so that the ranges between them follow each other without overlap. Empty ranges have equal bounds."""
+    """Clips the bounds, so that they ascend: begin <= full_begin <= full_end <= tail. Empty ranges have equal bounds."""
     end = tl.maximum(end, begin)
     tail = tl.cdiv(end, BLOCK) * BLOCK
     if GUARD_TAIL:

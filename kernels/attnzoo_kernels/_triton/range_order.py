@@ -1,7 +1,11 @@
-"""The order in which programs of a Hopper backward over key ranges take the tiles of keys: those that most queries see come first, so that
-no program is left with a long one at the end. The longest tiles are divided in two parts, each of which has half of the query heads. The
-tiles of as few heads are interleaved as that allows, because their queries stay in L2. The order is made in one launch without a wait for
-the device.
+"""The order in which programs of a Hopper backward over key ranges take the tiles of keys.
+
+The tiles that most queries see come first, so that no program is left with a long one at the end. The longest tiles are divided in two
+parts, each with half of the query heads. As few key heads are interleaved as that allows, so that their queries stay in L2. The order is
+made in one launch, for which the host does not wait.
+
+A step is a tile of queries that sees a tile of keys. An item of the order is a tile of keys or a part of one; its weight is the number of
+its steps over all of its query heads.
 """
 
 import functools
@@ -15,15 +19,15 @@ from attnzoo_kernels._triton.launch import Launch
 from attnzoo_kernels._triton.masks import Window
 from attnzoo_kernels._triton.ranges import UNLIMITED, WIDTH, load_range
 
-LANES = tl.constexpr(512)  # tiles of keys that a program looks at at once
-OWN = tl.constexpr(32)  # tiles whose places it finds
-DIVIDED = 0.75  # a tile is divided if its steps are more than this part of what each program has on average
-LEAST = tl.constexpr(4)  # steps of a query head that a divided tile has at least
+LANES = tl.constexpr(512)  # tiles of keys that a program looks at at a time
+OWN = tl.constexpr(32)  # tiles whose places in the order a program finds
+DIVIDED = 0.75  # a tile is divided if it has more than this share of the steps that a program has on average
+LEAST = tl.constexpr(4)  # a divided tile has at least this many steps for each query head
 
 
 @triton.jit
 def _last_beginning(table, count, halvings, ends):
-    """`last_beginning` of several ends. halvings: as many as leave nothing of `count` entries."""
+    """`last_beginning` for several ends at a time. halvings: how often the interval is halved, enough for `count` entries."""
     low = ends * 0
     high = low + count
     for _ in range(halvings):
@@ -37,7 +41,7 @@ def _last_beginning(table, count, halvings, ends):
 
 @triton.jit
 def _touching(table, entry, keys):
-    """`touching` of several tiles."""
+    """`touching` for several tiles of keys at a time."""
     end = tl.load(table + entry.to(tl.int64) * WIDTH + 1, mask=entry >= 0, other=UNLIMITED)
     while tl.min(end - keys, 0) <= 0:
         early = end <= keys
@@ -48,14 +52,14 @@ def _touching(table, entry, keys):
 
 @triton.jit
 def _steps(table, entry, keys, window, KEYS: tl.constexpr, ROWS: tl.constexpr):
-    """How many tiles of ROWS queries see the KEYS keys from `keys` on in an entry's range; 0 without an entry."""
-    of = load_range(table, tl.maximum(entry, 0), window, True)
-    shift = of.length - of.other_length
-    first = tl.maximum(keys - of.first, 0)
-    last = tl.minimum(keys + KEYS - of.first, of.length) - 1
-    begin = tl.maximum(first - shift - of.right, 0)
-    end = tl.minimum(of.other_length, last - shift + of.left + 1)
-    steps = (of.other_first + end + ROWS - 1) // ROWS - (of.other_first + begin) // ROWS
+    """How many tiles of ROWS queries see, in an entry's range, the KEYS keys from `keys` on; 0 where entry < 0."""
+    r = load_range(table, tl.maximum(entry, 0), window, True)
+    shift = r.length - r.other_length
+    first = tl.maximum(keys - r.first, 0)
+    last = tl.minimum(keys + KEYS - r.first, r.length) - 1
+    begin = tl.maximum(first - shift - r.right, 0)
+    end = tl.minimum(r.other_length, last - shift + r.left + 1)
+    steps = (r.other_first + end + ROWS - 1) // ROWS - (r.other_first + begin) // ROWS
     return tl.where((entry >= 0) & (end > begin), steps, 0)
 
 
@@ -66,8 +70,8 @@ def _is_divided(steps, longest, PARTS: tl.constexpr):
 
 @triton.jit
 def _weight(steps, divided, PART: tl.constexpr, group):
-    """Of an item: the steps of its query heads. Part 0 is a whole tile or the first part of one, with half of the heads or one more. -1:
-    there is no such part."""
+    """An item's weight, the steps of its query heads; -1 if there is no such item. PART 0 is a whole tile, or the first part of a divided
+    one, which has half of the heads, rounded up. PART 1 is the second part."""
     if PART == 0:
         weight = steps * tl.where(divided, group - group // 2, group)
     else:
@@ -76,21 +80,22 @@ def _weight(steps, divided, PART: tl.constexpr, group):
 
 
 @triton.jit
-def _before(its, weight, other, tile, OTHER_PART: tl.constexpr, PART: tl.constexpr):
-    """How many items of `its` weights come before those of `weight`: those of more weight, and of the same weight all first parts before
-    all second ones, and those of earlier tiles."""
-    before = its[None, :] > weight[:, None]
-    same = its[None, :] == weight[:, None]
+def _before(other_weight, weight, other_tile, tile, OTHER_PART: tl.constexpr, PART: tl.constexpr):
+    """How many of the other items come before each item: those with more weight, and of the same weight first parts before second ones and
+    lower tiles before higher ones."""
+    before = other_weight[None, :] > weight[:, None]
+    same = other_weight[None, :] == weight[:, None]
     if OTHER_PART < PART:
         before = before | same
     elif OTHER_PART == PART:
-        before = before | same & (other[None, :] < tile[:, None])
+        before = before | same & (other_tile[None, :] < tile[:, None])
     return tl.sum(before.to(tl.int32), 1)
 
 
 @triton.jit
 def _find_all(table, found, count, halvings, window, tiles, KEYS: tl.constexpr, ROWS: tl.constexpr):
-    """Stores each tile's first entry and its steps. Returns the sum of all steps."""
+    """Stores, for each tile of keys, the entry where its walk over the ranges begins, and its steps for one query head. Returns the sum of
+    all steps."""
     total = 0.0
     for start in range(0, tiles, LANES):
         tile = start + tl.arange(0, LANES)
@@ -107,10 +112,11 @@ def _find_all(table, found, count, halvings, window, tiles, KEYS: tl.constexpr, 
 
 
 @triton.jit
-def _store_items(order, rank, tile, first, steps, divided, number, weight, PART: tl.constexpr, inside):
+def _store_items(order, rank, tile, entry, steps, divided, number, weight, PART: tl.constexpr, inside):
+    """Stores the items of this PART at their ranks; number: how many divided tiles have lower numbers."""
     item = order + rank.to(tl.int64) * WIDTH
     tl.store(item, tile, mask=inside & (weight >= 0))
-    tl.store(item + 1, first, mask=inside & (weight >= 0))
+    tl.store(item + 1, entry, mask=inside & (weight >= 0))
     tl.store(item + 2, steps, mask=inside & (weight >= 0))
     tl.store(item + 3, tl.where(divided, PART + 1, 0), mask=inside & (weight >= 0))
     tl.store(item + 4, number, mask=inside & (weight >= 0))
@@ -120,12 +126,14 @@ def _store_items(order, rank, tile, first, steps, divided, number, weight, PART:
             do_not_specialize_on_alignment=["table", "found", "order", "flags"])
 def key_tile_order_kernel(table, found, order, flags, count, halvings, window_left, window_right, tiles, kv_heads, group, per_program,
                           divided_from, most_groups, n_flags, PARTS: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr):
-    """Each program finds the places of OWN tiles. An item of `order` is a tile of keys or a part of one: the tile's number; the first entry
-    of its walk; the steps of a query head; 0 for a whole tile, else which part it is; how many divided tiles have lower numbers. The last
-    row, behind room for PARTS items of each tile, has the number of items, and how many heads are interleaved.
+    """Stores `order`, in which each program finds the places of OWN tiles.
 
-    found: (tiles, 2), what _find_all finds; all programs write the same. per_program: the part of a head's steps that each program has on
-    average over all heads. divided_from: DIVIDED. most_groups: into how many groups heads may be divided. flags: set to zero.
+    The words of an item are: the tile's number; the entry where its walk begins; its steps for one query head; 0 for a whole tile, else
+    which part it is (1 or 2); how many divided tiles have lower numbers. `order` has room for PARTS items of each tile. The row behind them
+    holds the number of items, and how many key heads are interleaved.
+
+    found: (tiles, 2), for _find_all; all programs write the same. per_program: what share of one head's steps a program has on average,
+    over all heads. divided_from: DIVIDED. most_groups: into how many groups the key heads may be divided at most. flags: set to zero.
     """
     window = Window(tl.where(window_left < 0, UNLIMITED, window_left), window_right, True, True)
     average = per_program * _find_all(table, found, count, halvings, window, tiles, KEYS, ROWS)
@@ -135,30 +143,30 @@ def key_tile_order_kernel(table, found, order, flags, count, halvings, window_le
     tl.debug_barrier()
     tile = tl.program_id(0) * OWN + tl.arange(0, OWN)
     inside = tile < tiles
-    first = tl.load(found + 2 * tile, mask=inside, other=0)
+    entry = tl.load(found + 2 * tile, mask=inside, other=0)
     steps = tl.load(found + 2 * tile + 1, mask=inside, other=0)
     divided = _is_divided(steps, divided_from * average, PARTS)
-    whole, second = _weight(steps, divided, 0, group), _weight(steps, divided, 1, group)
+    first, second = _weight(steps, divided, 0, group), _weight(steps, divided, 1, group)
     rank, second_rank, number = tile * 0, tile * 0, tile * 0
     longest, n_divided = 0, 0
     for start in range(0, tiles, LANES):
         other = start + lanes
-        others = tl.load(found + 2 * other + 1, mask=other < tiles, other=0)
-        its = _is_divided(others, divided_from * average, PARTS)
-        n_divided += tl.sum(its.to(tl.int32), 0)
-        number += tl.sum((its[None, :] & (other[None, :] < tile[:, None])).to(tl.int32), 1)
-        its_whole = tl.where(other < tiles, _weight(others, its, 0, group), -2)
-        longest = tl.maximum(longest, tl.max(its_whole, 0))
-        rank += _before(its_whole, whole, other, tile, 0, 0)
+        other_steps = tl.load(found + 2 * other + 1, mask=other < tiles, other=0)
+        other_divided = _is_divided(other_steps, divided_from * average, PARTS)
+        n_divided += tl.sum(other_divided.to(tl.int32), 0)
+        number += tl.sum((other_divided[None, :] & (other[None, :] < tile[:, None])).to(tl.int32), 1)
+        other_first = tl.where(other < tiles, _weight(other_steps, other_divided, 0, group), -2)
+        longest = tl.maximum(longest, tl.max(other_first, 0))
+        rank += _before(other_first, first, other, tile, 0, 0)
         if PARTS == 2:
-            its_second = tl.where(other < tiles, _weight(others, its, 1, group), -2)
-            rank += _before(its_second, whole, other, tile, 1, 0)
-            second_rank += _before(its_whole, second, other, tile, 0, 1) + _before(its_second, second, other, tile, 1, 1)
-    _store_items(order, rank, tile, first, steps, divided, number, whole, 0, inside)
+            other_second = tl.where(other < tiles, _weight(other_steps, other_divided, 1, group), -2)
+            rank += _before(other_second, first, other, tile, 1, 0)
+            second_rank += _before(other_first, second, other, tile, 0, 1) + _before(other_second, second, other, tile, 1, 1)
+    _store_items(order, rank, tile, entry, steps, divided, number, first, 0, inside)
     if PARTS == 2:
-        _store_items(order, second_rank, tile, first, steps, divided, number, second, 1, inside)
+        _store_items(order, second_rank, tile, entry, steps, divided, number, second, 1, inside)
     if tl.program_id(0) == 0:
-        # the longest item is at most what each program has of the heads that are interleaved
+        # so many heads are interleaved that the longest item is at most a program's average share of their steps
         groups = tl.minimum(average * group / tl.maximum(longest, 1), most_groups.to(tl.float32)).to(tl.int32)
         last = order + (PARTS * tiles).to(tl.int64) * WIDTH
         tl.store(last, tiles + n_divided)
@@ -180,7 +188,7 @@ def parts_of(group: int) -> int:
 
 
 def divided_tiles(group: int, programs: int) -> int:
-    """How many tiles of all heads may be divided: each has more than its part of what a program has on average."""
+    """How many tiles of all heads can be divided at most, because each has at least DIVIDED of a program's average share of steps."""
     return math.ceil(programs / DIVIDED) if parts_of(group) == 2 else 0
 
 

@@ -1,8 +1,8 @@
 """Tables of key ranges for kernels: one by queries and one by keys, made in one launch without a wait for the device.
 
-A table is sorted by the ranges' first place; of ranges with the same first place the longer comes first. Each entry links to the nearest
-entry before it whose range ends later. A walk that goes back through the table follows this link from a range that ends too early, and so
-skips those that end even earlier.
+A table is sorted by where ranges begin; of ranges with the same begin the longer one comes first. Each entry has a link to the nearest
+entry before it whose range ends later. A tile goes backwards through the table. Where it meets a range that ends before the tile, it
+follows the link, and so skips all ranges that end even earlier.
 """
 
 import triton
@@ -12,14 +12,14 @@ from torch import Tensor
 from attnzoo_kernels._triton.launch import on_device_of
 from attnzoo_kernels.ranges import COLUMNS, WIDTH
 
-ROWS = 8  # ranges of a program
-WIDE = 256  # ranges with which it compares them at once
-LATEST = tl.constexpr(0x7FFFFFFF)
+ROWS = 8  # ranges whose entries a program makes
+WIDE = 256  # ranges with which it compares them at a time
+LATEST = tl.constexpr(0x7FFFFFFF)  # the begin of numbers that are no ranges
 
 
 @triton.jit
 def _places(ranges, n, count, side, COLUMNS: tl.constexpr):
-    """(begin, end, other_begin, other_end) of the ranges n. An empty range begins and ends at 0."""
+    """(begin, end, other_begin, other_end) of the ranges n. An empty range begins and ends at 0. side: 0 for queries, 1 for keys."""
     at = ranges + n.to(tl.int64) * COLUMNS
     begin = tl.load(at + 2 * side, mask=n < count, other=0)
     end = tl.load(at + 2 * side + 1, mask=n < count, other=0)
@@ -31,15 +31,19 @@ def _places(ranges, n, count, side, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _columns(ranges, m, count, side, COLUMNS: tl.constexpr):
-    """(begin, end) of the ranges m, each [1, len(m)]. Numbers behind the last range begin after all ranges."""
+    """(begin, end) of the ranges m, each [1, len(m)]. Where there is no range m, begin is LATEST."""
     begin, end, _, _ = _places(ranges, m, count, side, COLUMNS)
     return tl.where(m < count, begin, LATEST)[None, :], end[None, :]
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["ranges"])
 def key_range_tables_kernel(ranges, tables, count, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr):
-    """The entry that a link leads to is the last one, of those that end later, with the largest begin up to the range's own. Up to it lie
-    the entries with a smaller begin than that, and those with the same begin that end later than the range."""
+    """Each program finds the rank of ROWS ranges in a table, by counting the ranges that come earlier, and stores their entries there.
+
+    A link leads to a range that ends later than the entry's own and begins no later. Of these it is the one with the largest begin, and of
+    several with that begin the last in the table. Its rank is one less than the count of the ranges that begin earlier than it, and of
+    those with the same begin that end later than the entry's range.
+    """
     side = tl.program_id(1)
     lanes = tl.arange(0, WIDE)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -74,8 +78,8 @@ def key_range_tables_kernel(ranges, tables, count, COLUMNS: tl.constexpr, WIDTH:
 
 
 def launch_tables(ranges: Tensor) -> Tensor:
-    """int32 (2, n, 8): the tables by queries and by keys. A row is begin, end, begin and end on the other side, the kind, the entry before
-    that ends later (or -1), and two unused words. For a list without ranges, each table has one empty range."""
+    """int32 (2, n, 8): the table by queries and the table by keys. The words of an entry are: begin, end, begin and end on the other side,
+    kind, link (-1 if there is none), and two unused words. For a list without ranges, each table has one empty range."""
     ranges = ranges.contiguous() if len(ranges) else ranges.new_zeros(1, COLUMNS)
     tables = ranges.new_empty(2, len(ranges), WIDTH)
     with on_device_of(ranges):

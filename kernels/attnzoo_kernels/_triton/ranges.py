@@ -1,5 +1,8 @@
-"""How a tile goes over the key ranges that touch it, by a table of `range_tables`: from the last range that begins before the tile's end,
-backwards."""
+"""How a tile goes over the key ranges that touch it.
+
+It reads one of the two tables of `range_tables`. By a binary search it finds the last range that begins before the tile's end, and from
+there it goes backwards; `touching` skips the ranges that end before the tile.
+"""
 
 from typing import Any, NamedTuple
 
@@ -16,13 +19,13 @@ UNLIMITED = tl.constexpr(2**30)
 
 
 class Range(NamedTuple):
-    """One range as seen from a tile of its queries, or of its keys. left and right are the window around its bottom-right diagonal."""
+    """One range as seen from a tile of its queries, or of its keys, which are then its own side (see Place)."""
 
     first: Any
     length: Any
     other_first: Any
     other_length: Any
-    left: Any
+    left: Any  # the window around the range's bottom-right diagonal
     right: Any
 
 
@@ -41,7 +44,8 @@ def last_beginning(table, count, end):
 
 @triton.jit
 def touching(table, entry, row):
-    """`entry`, or the nearest one before it whose range ends after `row`; below 0 if there is none."""
+    """`entry`, or the nearest one before it whose range ends after `row`; below 0 if there is none. Word 5 of an entry is its link, see
+    `range_tables`."""
     at = table + entry.to(tl.int64) * WIDTH
     end = tl.load(at + 1, mask=entry >= 0, other=UNLIMITED)
     while end <= row:
@@ -60,7 +64,7 @@ def load_range(table, entry, window, TRANSPOSED: tl.constexpr):
     length = tl.load(at + 1) - first
     other_length = tl.load(at + 3) - other_first
     kind = tl.load(at + 4)
-    # the distance from the bottom-right diagonal to the top-left one
+    # the window counts from the bottom-right diagonal; for the top-left one it is shifted by the distance of the two
     back = other_length - length if TRANSPOSED else length - other_length
     back = tl.where(kind == CAUSAL_TOP_LEFT, back, 0)
     right = tl.where(kind != 0, 0, tl.where(window.right < 0, UNLIMITED, window.right))
@@ -77,23 +81,24 @@ def source_at(rows, first, TMA: tl.constexpr):
 
 
 @triton.jit
-def _whole(row, of, BLOCK: tl.constexpr):
-    return (row >= of.first) & (row + BLOCK <= of.first + of.length)
+def _whole(row, r, BLOCK: tl.constexpr):
+    """Whether all rows of a tile lie in the range."""
+    return (row >= r.first) & (row + BLOCK <= r.first + r.length)
 
 
 @triton.jit
-def range_key_bounds(row, of, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD_TAIL: tl.constexpr):
-    """key_ranges of a tile of queries within one Range. If the tile reaches beyond the range, all keys need a mask."""
-    begin, full_begin, full_end, tail, end = key_ranges(row - of.first, of.length, of.other_length, window, BLOCK_M, BLOCK_N, GUARD_TAIL)
-    whole = _whole(row, of, BLOCK_M)
+def range_key_bounds(row, r, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD_TAIL: tl.constexpr):
+    """key_ranges of a tile of queries within one Range. All tiles of keys need a mask if the tile reaches beyond the range."""
+    begin, full_begin, full_end, tail, end = key_ranges(row - r.first, r.length, r.other_length, window, BLOCK_M, BLOCK_N, GUARD_TAIL)
+    whole = _whole(row, r, BLOCK_M)
     return begin, tl.where(whole, full_begin, begin), tl.where(whole, full_end, begin), tail, end
 
 
 @triton.jit
-def range_query_bounds(row, of, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD_TAIL: tl.constexpr):
-    """query_ranges of a tile of keys within one Range. If the tile reaches beyond the range, all queries need a mask."""
-    begin, full_begin, full_end, tail, end = query_ranges(row - of.first, of.other_length, of.length, window, BLOCK_M, BLOCK_N, GUARD_TAIL)
-    whole = _whole(row, of, BLOCK_N)
+def range_query_bounds(row, r, window, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GUARD_TAIL: tl.constexpr):
+    """query_ranges of a tile of keys within one Range. All tiles of queries need a mask if the tile reaches beyond the range."""
+    begin, full_begin, full_end, tail, end = query_ranges(row - r.first, r.other_length, r.length, window, BLOCK_M, BLOCK_N, GUARD_TAIL)
+    whole = _whole(row, r, BLOCK_N)
     return begin, tl.where(whole, full_begin, begin), tl.where(whole, full_end, begin), tail, end
 
 

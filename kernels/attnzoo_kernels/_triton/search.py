@@ -6,7 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def last_up_to(bounds_ptr, x, entries, steps, inside):
-    """The index of the last of `entries` ascending bounds that is at most x. The first bound always is."""
+    """For each x, the index of the last of `entries` ascending bounds that is at most x. The first bound must be.
+
+    steps: how often the interval is halved, at least log2(entries). inside: which x are wanted; others get any index.
+    """
     low = tl.zeros(x.shape, tl.int32)
     high = low + (entries - 1)
     for _ in range(steps):

@@ -1,7 +1,8 @@
 """Online softmax, and the functions that it and the scores are computed with.
 
-The softmax works in base 2, with the hardware's exponential. EXACT, for float32, works in natural units and follows eager PyTorch in every
-step to the last bit: another base would cost each score one more rounding.
+The softmax's units: its exponentials are powers of two, by the hardware's instruction, and its scores are natural scores times log2(e).
+Under EXACT, for float32, both are natural, and every step follows eager PyTorch to the last bit: another base would round each score once
+more.
 """
 
 import triton
@@ -13,11 +14,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LN2_HIGH = tl.constexpr(0.693145751953125)  # 15 bits, so that its product with an exponent is exact
 LN2_LOW = tl.constexpr(1.4286068202862268e-06)
-LAG = tl.constexpr(8.0)  # how far a row's maximum may lag behind, in base 2; 16-bit dtypes hold the larger weights as well
+LAG = tl.constexpr(8.0)  # how far row_max may lie below the true maximum, in base 2; weights up to 2**8 fit 16-bit dtypes, too
 
 
 def _skipped_product(count: int) -> tuple[tl.constexpr, tl.constexpr]:
-    """Inline assembly and its constraints: multiplies `count` registers by `count` factors, unless one more operand is zero."""
+    """(inline assembly, its constraints): multiplies `count` registers by `count` factors, unless the last operand, an integer, is zero."""
     products = "".join(f"mul.f32 ${n}, ${n}, ${2 * count + n}; " for n in range(count))
     text = "{ .reg .pred moved; setp.ne.s32 moved, $" + str(3 * count) + ", 0; @!moved bra over; " + products + "over: }"
     constraints = ["=f"] * count + [str(n) for n in range(count)] + ["f"] * count + ["r"] * count
@@ -30,7 +31,7 @@ PRODUCT_8, REGISTERS_8 = _skipped_product(8)
 
 @triton.jit
 def in_units(x, EXACT: tl.constexpr):
-    """x, a natural score or a factor that gives one, in the softmax's units."""
+    """x, a natural score or a factor of natural scores, in the softmax's units."""
     if EXACT:
         y = x
     else:
@@ -40,8 +41,10 @@ def in_units(x, EXACT: tl.constexpr):
 
 @triton.jit
 def _exact_expm1(x):
-    """(a, b) with exp(x) = a + b, where b is a power of two, so that a + (b - 1) is exp(x) - 1. Exact to float32's last bit, for |x| <
-    87."""
+    """(a, b) with exp(x) = a + b, to float32's last bit, for |x| < 87. b is a power of two, so that a + (b - 1) is exp(x) - 1.
+
+    x is reduced to a whole multiple of ln 2 and a rest t; a is b times the Taylor series of exp(t) - 1.
+    """
     whole = tl.floor(x * LOG2E + 0.5)
     t = (x - whole * LN2_HIGH) - whole * LN2_LOW
     series = t * (1.0 + t * (1 / 2 + t * (1 / 6 + t * (1 / 24 + t * (1 / 120 + t * (1 / 720 + t * (1 / 5040)))))))
@@ -77,7 +80,7 @@ def tanh(x, EXACT: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _added_by_pairs(parts):
-    """Sum over the last axis of [M, N, K], by pairs, so that the order does not depend on the layout."""
+    """The sum of [M, N, K] over its last axis, pair by pair, so that the order of additions does not depend on the layout."""
     M: tl.constexpr = parts.shape[0]
     N: tl.constexpr = parts.shape[1]
     K: tl.constexpr = parts.shape[2]
@@ -115,18 +118,19 @@ def add_dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def softmax_weights(scores, row_max, scale, MASKED: tl.constexpr, EXACT: tl.constexpr, LAGS: tl.constexpr, less=None):
+def softmax_weights(scores, row_max, scale, MASKED: tl.constexpr, EXACT: tl.constexpr, LAGS: tl.constexpr, row_bias=None):
     """A step of the online softmax, without the row sum, over scores [M, N] (-inf where masked). `scale` brings them to the softmax's
     units.
 
-    LAGS (not under EXACT): the maximum is kept while it is at most LAG below the true one, so that accumulators seldom need rescaling.
-    less: [M], subtracted from every score of a row, in the softmax's units.
+    LAGS (not under EXACT): row_max is replaced only where the new maximum is more than LAG above it, so that accumulators seldom need
+        rescaling.
+    row_bias: [M], subtracted from every score of a row, in the softmax's units.
 
     Returns the weights relative to the new maximum, the new maximum, and the factor for what was accumulated before.
     """
     tile_max = tl.max(scores, 1) * scale
-    if less is not None:
-        tile_max -= less
+    if row_bias is not None:
+        tile_max -= row_bias
     if LAGS and not EXACT:
         new_max = tl.where(tile_max > row_max + LAG, tile_max, row_max)
     else:
@@ -136,8 +140,8 @@ def softmax_weights(scores, row_max, scale, MASKED: tl.constexpr, EXACT: tl.cons
         # avoids inf - inf in a row that has seen no key yet
         base = tl.where(new_max == -float("inf"), 0.0, new_max)
     rescale = exp_in_units(row_max - base, EXACT)
-    if less is not None:
-        base += less
+    if row_bias is not None:
+        base += row_bias
     return exp_in_units(scores * scale - base[:, None], EXACT), new_max, rescale
 
 
@@ -150,10 +154,10 @@ def softmax_step(scores, row_max, row_sum, scale, MASKED: tl.constexpr, EXACT: t
 
 @triton.jit
 def rescaled(acc, rescale, row_max, old_max, BY_WARP: tl.constexpr):
-    """acc [M, N] times rescale [M], in float32. BY_WARP: a warp skips the product if no maximum of its rows moved.
+    """acc [M, N] times rescale [M], in float32. BY_WARP: a warp skips the product if none of its rows has a new maximum.
 
-    BY_WARP only for accumulators of Hopper's products where four warps share 64 rows: the elements that a thread multiplies together must
-    belong to the two rows whose maxima it compares.
+    BY_WARP is only for accumulators of Hopper's products where four warps share 64 rows. There a thread holds elements of two rows, whose
+    maxima it compares.
     """
     if BY_WARP and not INTERPRETED:
         moved = tl.inline_asm_elementwise(
@@ -186,7 +190,8 @@ def softmax_stats(row_max, row_sum, EXACT: tl.constexpr):
     """What the backward needs of each row: the maximum (+inf for a row without a key, so that its weights are zero), and log2 of the sum,
     or, under EXACT, the sum itself.
 
-    Stored apart, they give the forward's weights again to the last bits. The LSE alone would lose as many bits as its magnitude takes.
+    From these two numbers the backward computes the forward's weights to the last bits. The LSE, which is their sum, has been rounded: the
+    larger it is, the more bits are lost.
     """
     sum_stat = tl.where(row_sum > 0, row_sum, 1.0)
     if not EXACT:
@@ -196,8 +201,8 @@ def softmax_stats(row_max, row_sum, EXACT: tl.constexpr):
 
 @triton.jit
 def repeat_weights(scores, scale, row_max, sum_stat, EXACT: tl.constexpr):
-    """The forward's softmax weights, from saved statistics that broadcast to the tile. Without EXACT, `row_max` is the maximum plus log2 of
-    the sum, and sum_stat is not read."""
+    """WEIGHTS of the backward: the forward's softmax weights again, from statistics that broadcast to the tile. Without EXACT, `row_max` is
+    the LSE in base 2, and sum_stat is not read."""
     if EXACT:
         weights = exp_in_units(scores * scale - row_max, EXACT)
         weights = tl.div_rn(weights, sum_stat + tl.zeros_like(weights))

@@ -16,42 +16,39 @@ NVIDIA = tl.constexpr(torch.version.hip is None and not knobs.runtime.interpret)
 
 
 class Shape(NamedTuple):
-    """A launch's constants: widths of keys and values, these widths padded to powers of two (BLOCK_D, BLOCK_DV), and rows of a tile of
-    queries (BLOCK_M) and of keys (BLOCK_N)."""
+    """A launch's constants."""
 
     HEAD_DIM: Any
     VALUE_DIM: Any
-    BLOCK_D: Any
-    BLOCK_DV: Any
-    BLOCK_M: Any
-    BLOCK_N: Any
+    BLOCK_D: Any  # HEAD_DIM, padded to a power of two
+    BLOCK_DV: Any  # VALUE_DIM, padded to a power of two
+    BLOCK_M: Any  # queries of a tile
+    BLOCK_N: Any  # keys of a tile
     PACKED: Any
     PRECISION: Any  # "ieee" for float32, whose rounding follows eager PyTorch
     TMA: Any  # a value of load_rows' TMA
 
 
 class Place(NamedTuple):
-    """Where a program's tile lies: rows row .. row + BLOCK of one head of a sequence, which on this side has `length` rows from `first` on.
+    """Where a program's tile lies: rows row .. row + BLOCK of one head of one sequence. A program with row >= length has no tile.
 
-    `other` is the side that the mainloop goes over. Packed: batch is 0 and `first` is an offset. Dense: `first` is 0. `sequence` is the
-    sequence's number in both cases. A program with row >= length has no tile.
+    A program's own side is that of its tile, queries or keys. The other side is the one that the mainloop goes over.
     """
 
-    sequence: Any
-    batch: Any
+    sequence: Any  # its number
+    batch: Any  # index of the first dimension: the sequence's number if dense, 0 if packed
     head: Any
-    row: Any
-    first: Any
+    row: Any  # counted from the sequence's first row
+    first: Any  # the sequence's first row among all packed rows; 0 if dense
     length: Any
-    other_first: Any
+    other_first: Any  # the same on the other side
     other_length: Any
 
 
 class Operand(NamedTuple):
-    """A tensor (batch, seqlen, heads, width) as a kernel takes it: its source (a pointer, or a descriptor where TMA reads it) and its
-    strides."""
+    """A tensor (batch, seqlen, heads, width) as a kernel takes it."""
 
-    source: Any
+    source: Any  # a pointer, or a descriptor where TMA reads the tensor
     stride_batch: Any
     stride_row: Any
     stride_head: Any
@@ -93,11 +90,11 @@ def first_slot(token, sequence, block, own):
 
 @triton.jit
 def find_sequence(cu_seqlens, slot, n_seqs, BLOCK: tl.constexpr, own=None, FIRST_SLOT: tl.constexpr = first_slot):
-    """The sequence that owns `slot`. Sequence b owns the slots from FIRST_SLOT(cu_seqlens[b], b, BLOCK, own) on. n_seqs stands for the rows
-    after the last sequence.
+    """The sequence that has `slot`, see find_tile. Sequence b has the slots from FIRST_SLOT(cu_seqlens[b], b, BLOCK, own) on. n_seqs stands
+    for the rows after the last sequence.
 
-    128 sequences are compared at a time: first those that lie `step` apart, then all from the last of these that begins at or before the
-    slot.
+    The search compares 128 sequences at a time, which lie `step` apart. It goes on from the last of these that begins at or before the
+    slot, with a step 128 times smaller, until the step is 1.
     """
     # 32 lanes are one warp, which adds them up without the others; four loads are in flight at a time
     lanes = tl.arange(0, 32)
@@ -118,11 +115,11 @@ def find_sequence(cu_seqlens, slot, n_seqs, BLOCK: tl.constexpr, own=None, FIRST
 
 @triton.jit
 def find_tile(cu_seqlens, other_cu_seqlens, slot, n_seqs, total, BLOCK: tl.constexpr):
-    """The sequence and tile that `slot` stands for among packed sequences, and where the sequence lies on this side and on the other:
-    (sequence, tile, first, length, other_first, other_length).
+    """The tile of packed sequences that belongs to `slot`: (sequence, tile, first, length, other_first, other_length).
 
-    A sequence has at least as many slots as tiles, and finding them takes no prefix sum over tiles. Sequence n_seqs stands for the rows
-    after the last sequence. There are total // BLOCK + n_seqs + 1 slots. A tile past the sequence's length is empty.
+    Slots number the tiles of all packed sequences without a prefix sum over tiles: sequence b has the slots from
+    cu_seqlens[b] // BLOCK + b on. These are at least as many as its tiles; the tiles of the others lie past the sequence's length and are
+    empty. There are total // BLOCK + n_seqs + 1 slots. Sequence n_seqs stands for the rows after the last sequence.
     """
     sequence = find_sequence(cu_seqlens, slot, n_seqs, BLOCK)
     after = tl.minimum(sequence + 1, n_seqs)
@@ -138,9 +135,9 @@ def program_tile(cu_seqlens, other_cu_seqlens, n_seqs, seqlen, other_seqlen, hea
                  LAST_FIRST: tl.constexpr, together=None):
     """This program's Place.
 
-    Tiles of one head follow each other, so that they share the other side in L2. LAST_FIRST begins with the last tile (causal: the
-    heaviest). together: the tiles of so many heads are interleaved, so that the heavy tiles of all of them come before the light ones. It
-    divides the number of heads (dense: of the heads of all sequences).
+    Tiles of one head follow each other, so that they share the other side in L2. LAST_FIRST: the last tile of a sequence comes first; under
+    a causal mask it has the most work. together: the tiles of this many heads are interleaved, so that the long tiles of all of them come
+    before the short ones. It divides the number of heads (if dense, of the heads of all sequences).
     """
     if PACKED:
         slots = seqlen // BLOCK + n_seqs + 1
@@ -184,8 +181,8 @@ def first_lse(batch, head, first, seqlen, heads, PACKED: tl.constexpr):
 
 @triton.jit
 def row_places(place, head, seqlen, heads, BLOCK: tl.constexpr, PACKED: tl.constexpr):
-    """The rows of a Place [BLOCK]: (their numbers in the sequence, where they lie in (batch, heads, seqlen), or in (heads, total) where
-    packed, whether they exist)."""
+    """For the rows of a Place, three tensors [BLOCK]: their numbers in the sequence; their indices in (batch, heads, seqlen), or in (heads,
+    total) if packed; and whether the sequence has them."""
     i = place.row + tl.arange(0, BLOCK)
     inside = i < place.length
     return i, first_lse(place.batch, head, place.first, seqlen, heads, PACKED) + i, inside
@@ -193,7 +190,7 @@ def row_places(place, head, seqlen, heads, BLOCK: tl.constexpr, PACKED: tl.const
 
 @triton.jit
 def tile_source(source, batch, head, first, stride_batch, stride_row, stride_head, TMA: tl.constexpr):
-    """What load_rows reads from: a tensor descriptor as it is, or the pointer moved to the head's first row."""
+    """The source of a head's Rows: a tensor descriptor as it is, or the pointer moved to the first row."""
     if TMA:
         moved = source
     else:
@@ -244,7 +241,7 @@ def load_rows(rows_of, row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDT
     rows = row + tl.arange(0, BLOCK)
     if TMA:
         if TMA == BY_SEQUENCE:
-            # so that the sequence's last row is the descriptor's last row
+            # so that the sequence's last row is the descriptor's last row, see launch.descriptor_geometry
             at = [SEQUENCE_END, rows_of.first + rows_of.length, rows_of.head, SEQUENCE_END - rows_of.length + row, 0]
         else:
             at = [rows_of.batch, rows_of.head, rows_of.first + row, 0]
@@ -270,8 +267,8 @@ def in_registers(tile):
     """A 16-bit tile, unchanged. On Hopper, a matrix product then takes it as first operand from registers, and a loop does not load it
     again.
 
-    The inline assembly is empty. Without it, Triton sees a load and takes the operand from shared memory. Check what ptxas 12.8 makes of a
-    loop with two such operands: at 64x64 and head dim 64 it gave both the same registers.
+    The inline assembly is empty. Without it, Triton sees a load and takes the operand from shared memory. A loop with two such operands
+    must be checked: at 64x64 and head dim 64, ptxas 12.8 gave both the same registers.
     """
     if not INTERPRETED:
         tile = tl.inline_asm_elementwise("", "=r,0", [tile], dtype=tile.dtype, is_pure=True, pack=2)
@@ -280,8 +277,8 @@ def in_registers(tile):
 
 @triton.jit
 def load_in_place(pointers):
-    """Loads float32 that no kernel writes, directly in the layout in which it is wanted. A plain Triton load would choose its own layout
-    and convert it through shared memory."""
+    """Loads float32 numbers, which no kernel may write meanwhile, into the register layout of the pointers. A plain Triton load would
+    choose its own layout and convert it through shared memory."""
     if NVIDIA:
         loaded = tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [pointers.to(tl.int64)], dtype=tl.float32, is_pure=True,
                                            pack=1)

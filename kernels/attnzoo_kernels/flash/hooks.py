@@ -1,5 +1,8 @@
 """Hooks of `_triton` for what FlashAttention's plain kernels do beside products and softmax: windows, ALiBi, biases by key and by distance,
-softcap, dropout."""
+softcap, dropout.
+
+c, blocks and starts are those of `flash.options.KeyBias`. All c are in the softmax's units.
+"""
 
 from typing import Any, NamedTuple
 
@@ -19,13 +22,13 @@ FROM_ROW = tl.constexpr(DROPOUT_FROM_ROW)
 class Modifiers(NamedTuple):
     """What all programs of a launch share."""
 
-    window: Any
-    scale: Any
-    softcap: Any
+    window: Any  # Window
+    scale: Any  # the softmax scale, in the softmax's units
+    softcap: Any  # in natural units
     alibi_slopes: Any
-    stride_slopes: Any
+    stride_slopes: Any  # 0 if all sequences have the same slopes
     rng_state: Any
-    drop_below: Any
+    drop_below: Any  # weights whose field of the dropout mask is below this are dropped
     keep_prob: Any
     n_seqs: Any
     heads: Any
@@ -35,13 +38,13 @@ class Modifiers(NamedTuple):
     HAS_ALIBI: Any
     ONE_SIDED: Any
     HARDWARE_TANH: Any
-    HAS_DROPOUT: Any  # False, True, or FROM_ROW: rng_state also has the row of its mask that each sequence's first query has
+    HAS_DROPOUT: Any  # False, True, or FROM_ROW: rng_state also says which row of the mask each sequence's first query has
     HAS_SINKS: Any
     DROP_PAIRS: Any
     BY_WARP: Any
     ONE_LOOP: Any
     FROM_STATS: Any
-    key_bias: Any = None  # c_i - c_j is added to scores, where i is the query's own key; see flash.options.KeyBias
+    key_bias: Any = None  # KeyBias.c, .starts and .ends
     block_starts: Any = None
     block_ends: Any = None
     seqlen_q: Any = 0  # where packed, the total
@@ -49,40 +52,40 @@ class Modifiers(NamedTuple):
     column_sums: Any = None  # where the sums of dS by key are stored
     PACKED: Any = False
     HAS_KEY_BIAS: Any = False
-    PRUNED: Any = False
+    PRUNED: Any = False  # tiles are skipped, as block_ends says
     table: Any = None  # of n_seqs key ranges: the one by queries if the program's tile holds queries, else the one by keys
     RANGES: Any = False
-    distance_bias: Any = None  # its table; with the sums and their unit below, a flash.options.DistanceBias
+    distance_bias: Any = None  # DistanceBias.table, .sums and .unit
     distance_sums: Any = None
     distance_unit: Any = None
-    n_distances: Any = 0
-    origin: Any = 0
+    n_distances: Any = 0  # entries of the table
+    origin: Any = 0  # index of the entry for distance 0
     HAS_DISTANCES: Any = False
 
 
 class TileBias(NamedTuple):
     """c of the rows of a program's tile, and what is needed to load c of the other side's rows."""
 
-    source: Any  # number of the other side's first block of c; float32: pointer to c of the sequence's first key
-    own: Any  # float32: high parts
-    low: Any
-    start: Any  # c at the start of the block of the program's tile, in two parts
-    apart: Any  # c at the start of the keys' block minus c at the start of the queries' block
+    source: Any  # number of the other side's first block of c; for float32 inputs a pointer to c of the sequence's first key
+    own: Any  # c of the tile's rows, relative to the block's start; for float32 inputs the high parts of c
+    low: Any  # for float32 inputs: the low parts
+    start: Any  # c at the start of the tile's block, in two parts
+    apart: Any  # c at the start of the keys' block minus c at the start of the queries' block; set by keys_bias or queries_bias
 
 
 class Loaded(NamedTuple):
-    """What hooks get: the modifiers, and their values for one head."""
+    """What hooks get as `own`: the modifiers, and their values for one head."""
 
     window: Any
     modifiers: Any
     slope: Any
     seed: Any
     offset: Any
-    head: Any  # its number over all sequences
+    head: Any  # its number among the heads of all sequences
     key_bias: Any  # TileBias
-    mask_row: Any = 0  # of the sequence's first query; see FROM_ROW
-    distance: Any = 0  # table index for the first query and the first key of a step's tile; it may lie outside of the table
-    END: Any = True  # fault 18
+    mask_row: Any = 0  # under FROM_ROW: the row of the dropout mask that the sequence's first query has
+    distance: Any = 0  # the table index for the first query and the first key of a step's tile; it may lie outside of the table
+    END: Any = True  # a struct of structs must end with a constant (fault 18)
 
 
 @triton.jit
@@ -105,8 +108,8 @@ def _parts(m, source, j, len_k):
 
 @triton.jit
 def _blocks_before(m, place, first, head, QUERIES: tl.constexpr):
-    """How many blocks of c lie before those of a head of a sequence that begins at `first`. The blocks of queries follow those of all
-    keys."""
+    """How many blocks of c lie before those of a head of a sequence that begins at `first`. The blocks of all keys lie before those of the
+    queries."""
     if m.PACKED:
         of_keys = m.seqlen_k // BLOCK + m.n_seqs + 1
         of_queries = m.seqlen_q // BLOCK + m.n_seqs + 1
@@ -152,13 +155,13 @@ def load_key_bias(m, place, head, rows, EXACT: tl.constexpr, QUERIES: tl.constex
 
 @triton.jit
 def rows_more(place, m, rows):
-    """MORE of the forward: c of the rows, relative to the start of the queries' block, which was left out of the scores."""
+    """MORE of the forward: c of the queries, relative to the start of their block. The scores of a row all lack it."""
     return tl.load(m.key_bias + _blocks_before(m, place, place.first, place.head, True) * BLOCK + rows)
 
 
 @triton.jit
 def keys_bias(m, bias, at, x):
-    """The TileBias, with `apart` for the block of the keys from `at` on."""
+    """The TileBias of a tile of queries, with `apart` for the block of the keys from `at` on."""
     if m.HAS_KEY_BIAS and x.shape.PRECISION != "ieee":
         apart = _apart(_block_start(m, bias.source + at // BLOCK), bias.start)
         bias = TileBias(bias.source, bias.own, 0, bias.start, apart)
@@ -167,7 +170,7 @@ def keys_bias(m, bias, at, x):
 
 @triton.jit
 def queries_bias(m, bias, at, x):
-    """The TileBias, with `apart` for the block of the queries from `at` on."""
+    """The TileBias of a tile of keys, with `apart` for the block of the queries from `at` on."""
     if m.HAS_KEY_BIAS and x.shape.PRECISION != "ieee":
         apart = _apart(bias.start, _block_start(m, bias.source + at // BLOCK))
         bias = TileBias(bias.source, bias.own, 0, bias.start, apart)
@@ -227,10 +230,11 @@ def _are_many(m, distance, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 @triton.jit
 def _by_distance(m, head, distance, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):
     """The bias by distance of a tile's scores."""
-    first = tl.minimum(tl.maximum(distance, -BLOCK_M), m.n_distances + BLOCK_N)  # beyond these all distances have the same entry
+    # beyond these bounds all distances of a tile have the same entry, which the table's padding repeats
+    first = tl.minimum(tl.maximum(distance, -BLOCK_M), m.n_distances + BLOCK_N)
     source = m.distance_bias + (head.to(tl.int64) * (m.n_distances + 2 * PAD) + PAD + first - (BLOCK_N - 1))
     row = tl.arange(0, BLOCK_M)
-    column = tl.arange(0, BLOCK_N) ^ (BLOCK_N - 1)  # counted from the last column: XOR of bits becomes constant offsets of the loads
+    column = tl.arange(0, BLOCK_N) ^ (BLOCK_N - 1)  # BLOCK_N - 1 - n; as an XOR it gives the loads constant offsets
     if TRANSPOSED:
         pointers = (source + row)[None, :] + column[:, None]
     else:
@@ -240,6 +244,7 @@ def _by_distance(m, head, distance, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 
 @triton.jit
 def _add_diagonals(m, head, distance, dscores, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Adds a tile's dS to the sums by distance. The sums are integers, so that they do not depend on the order of additions."""
     unit = tl.load(m.distance_unit)
     sums = m.distance_sums + head.to(tl.int64) * m.n_distances
     if _are_many(m, distance, BLOCK_M, BLOCK_N):
@@ -259,36 +264,37 @@ def _add_diagonals(m, head, distance, dscores, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def add_distances(x, own, dscores, at):
-    """SUMS of dQ: adds up dS along the diagonals of a tile, in integers, so that the sums do not depend on the order."""
+    """SUMS of dQ: adds a tile's dS to the sums by distance, in the last sweep over the keys."""
     if own.modifiers.distance_sums is not None and x.KEPT:
         _add_diagonals(own.modifiers, x.place.head, own.distance, dscores, x.shape.BLOCK_M, x.shape.BLOCK_N)
 
 
 @triton.jit
 def _modified(products, i, j, shift, at, x, m, slope, key_bias, head, distance, len_k, TRANSPOSED: tl.constexpr):
+    """SCORE for a head: (scores, row_bias, the softcap's derivative). A `bias` is subtracted from the scores."""
     PRECISION: tl.constexpr = x.shape.PRECISION
     scores = products
     derivative = 1.0
-    by_row = 0.0
+    row_bias = 0.0
     if m.PRESCALE or m.HAS_SOFTCAP or m.HAS_ALIBI or m.HAS_KEY_BIAS:
         bias = 0.0
         if m.HAS_DISTANCES:
             bias = -_by_distance(m, head, distance, x.shape.BLOCK_M, x.shape.BLOCK_N, TRANSPOSED)
         if m.HAS_ALIBI:
-            bias, by_row = alibi(i, j, shift, at, slope, x.unit, m.ONE_SIDED, PRECISION == "ieee")
+            bias, row_bias = alibi(i, j, shift, at, slope, x.unit, m.ONE_SIDED, PRECISION == "ieee")
         if m.HAS_KEY_BIAS:
             if PRECISION == "ieee":
                 high, low = _parts(m, key_bias.source, i + shift if TRANSPOSED else j, len_k)
                 bias = (high - key_bias.own) + (low - key_bias.low)
                 bias = -bias if TRANSPOSED else bias
-                by_row = tl.zeros_like(i).to(tl.float32)
+                row_bias = tl.zeros_like(i).to(tl.float32)
             else:
-                # loaded as a row and after the product: a load of a vector, or before the product, makes fault 3
+                # c is loaded as a row, after the product: as a vector, or before the product, the load causes fault 3
                 bias = key_bias.own if TRANSPOSED else tl.load(m.key_bias + key_bias.source * BLOCK + j)
-                by_row = key_bias.apart + tl.zeros_like(i).to(tl.float32)
+                row_bias = key_bias.apart + tl.zeros_like(i).to(tl.float32)
         scores, derivative = scores_in_unit(products, bias, m.scale, m.softcap, m.PRESCALE, m.HAS_SOFTCAP, PRECISION == "ieee",
                                             m.HARDWARE_TANH)
-    return scores, by_row, derivative
+    return scores, row_bias, derivative
 
 
 @triton.jit
@@ -307,6 +313,7 @@ def modified_transposed(x, own, products, i, j, at):
 
 @triton.jit
 def _keep(own, row, column, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which weights of a tile dropout keeps, bool [BLOCK_M, BLOCK_N]."""
     if own.modifiers.HAS_DROPOUT == FROM_ROW:
         keep = keep_rows(own.seed, own.offset, own.head, own.mask_row + row, column, own.modifiers.drop_below, BLOCK_M, BLOCK_N)
     else:

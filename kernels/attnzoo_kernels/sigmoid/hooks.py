@@ -133,12 +133,12 @@ def sigmoid(scores, unit, lse, row_sum, EXACT: tl.constexpr):
 
 
 @triton.jit
-def hardware_sigmoid_forward(scores, one, unit, MASKED, EXACT, LAGS, less):
+def hardware_sigmoid_forward(scores, one, unit, MASKED, EXACT, LAGS, row_bias):
     return hardware_sigmoid(scores, unit, 0.0, 0.0, EXACT), one, one
 
 
 @triton.jit
-def sigmoid_forward(scores, one, unit, MASKED, EXACT, LAGS, less):
+def sigmoid_forward(scores, one, unit, MASKED, EXACT, LAGS, row_bias):
     """WEIGHTS of the forward. The rows' maximum is always one, and so is the factor of what was accumulated before."""
     return sigmoid(scores, unit, 0.0, 0.0, EXACT), one, one
 
