@@ -1,4 +1,12 @@
-"""The mainloop of a Hopper backward's consumers. Each consumer sums up dK and dV of its keys over the steps of queries that see them."""
+"""The mainloop of a Hopper backward's consumers. Each consumer sums up dK and dV of its keys over the steps of queries that see them.
+
+A step is one tile of queries of one head. Steps are numbered over all tiles of keys of a program, so that a step's number gives its slot in
+the rings of shared memory. In the functions below,
+    at          is the number of the first step of a tile of keys
+    bounds      are (begin, full_begin, full_end, end): the tiles of queries that see it, as in KeyTile
+    low, high   are the first and the last query that sees each of a consumer's keys
+    of_tile     is what OF_TILE returned for the tile of keys, `head` what HEAD returned for a query head
+"""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +25,7 @@ class Gradients(NamedTuple):
     dv_desc: Any
     dk_ptr: Any
     dv_ptr: Any
-    stride_dk: Any  # of rows
+    stride_dk: Any  # between rows
     stride_dv: Any
     stride_dk_head: Any
     stride_dv_head: Any
@@ -96,8 +104,8 @@ def scale_of_head(scale, of_tile, smem, slot, member, dq_tile, problem, c, ME: g
 def head_steps(sums, at, before, bounds, dq_tile, dq_end, low, high, of_tile, smem, bars, dq_desc, head, c, ME: gl.constexpr):
     """The steps of one query head, in segments with a mask and without. Each step hands on its part of dQ.
 
-    sums: what STEP returns updated. before: offset from a step's number within the head to its number over all
-    heads. dq_end: under DQ_LAGS, the end of the dQ tiles of the previous head.
+    sums: what STEP updates and returns. before: what is added to the number of a tile of queries to get the number of its step. dq_tile:
+    the number of the head's first tile of dQ. dq_end: under DQ_LAGS, the end of the dQ tiles of the previous head.
     """
     ROWS: gl.constexpr = c.ROWS
     for segment in gl.static_range(1 if c.LISTED else 0, 3 if c.LISTED or c.HAS_LEFT else 2):
@@ -115,8 +123,7 @@ def head_steps(sums, at, before, bounds, dq_tile, dq_end, low, high, of_tile, sm
 
 @gluon.jit
 def hand_on_last_dq(at, step, dq_end, smem, bars, dq_desc, c, ME: gl.constexpr):
-    """Under DQ_LAGS, hands on dQ of the step before `step`, unless that step belongs to an earlier tile. at: the first step of this
-    tile."""
+    """Under DQ_LAGS, hands on dQ of the step before `step`, if that is one of this tile's steps."""
     if c.DQ_LAGS:
         if step > at:
             dq = warpgroup_mma_wait(0, deps=(dq_before(smem, bars, step, True, c, ME),))
@@ -163,7 +170,7 @@ def pair_store(grads, own, buffer, state, dk_scale, batch, kv_head, first_k, row
 
 @gluon.jit
 def consume(grads, smem, bars, dq_desc, problem, own, scale, dk_scale, c, ME: gl.constexpr):
-    """A consumer's whole work: dK and dV of its 64 keys of each tile. own: what the variant's hooks need beside the other arguments."""
+    """A consumer's whole work: dK and dV of its 64 keys of each tile. own: the variant's own struct, which only its hooks read."""
     work = smem.work
     taken = 0
     at = 0

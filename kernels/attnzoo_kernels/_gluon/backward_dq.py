@@ -1,7 +1,8 @@
-"""dQ of a Hopper backward: it is made from both consumers' dS and added up in memory in float32, in any order or in a fixed order of key
-tiles.
+"""dQ of a Hopper backward: it is made from both consumers' dS and added up in global memory in float32, in any order or in a fixed order of
+key tiles.
 
-The float32 dQ lies in tiles of one step's queries. Each 64 rows of a tile lie in the order in which the threads hold them after a product.
+The float32 dQ lies in tiles of one step's queries. Each 64 rows of a tile lie in register order: the order in which the threads of a warp
+group hold them after a product.
 """
 
 from triton.experimental import gluon
@@ -53,16 +54,16 @@ def dq_before(smem, bars, step, some, c, ME: gl.constexpr):
 
 @gluon.constexpr_function
 def as_registers(columns):
-    """The layout of a tile [2 * columns, 32], swizzled by 128 bytes as TMA reads it, in which a product [64, columns] lies in register
-    order."""
+    """The shared layout by which a product [64, columns] is stored in register order, into a tile [2 * columns, 32] that TMA reads with a
+    swizzle of 128 bytes."""
     bases = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 2], [4, 4], [17, 0], [32, 0], [0, 8], [0, 16], [0, 32]]
     return gl.SharedLinearLayout(bases[: 11 if columns == 32 else 12], [], 1024)
 
 
 @gluon.jit
 def hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME: gl.constexpr):
-    """Sends dQ on its way to memory, through shared memory. Under DQ_LAGS it is dQ of the step before `step`, and the other consumer's dS
-    of that step is released."""
+    """Hands a consumer's half of dQ on to global memory, through shared memory. Under DQ_LAGS it is dQ of the step before `step`, and the
+    other consumer's dS of that step is released."""
     if c.DQ_WARP and c.DQ_LAGS:
         mbarrier.wait(bars.dq_empty.index(ME), step & 1)
     elif c.DQ_WARP:
@@ -84,7 +85,7 @@ def hand_on_dq(dq, dq_desc, smem, dq_tile, bars, step, c, ME: gl.constexpr):
 
 @gluon.jit
 def add_half(dq_desc, dq_tiles, dq_tile, ME: gl.constexpr, SIZE: gl.constexpr):
-    """Adds one consumer's half of a tile of dQ to memory. SIZE: numbers in a tile."""
+    """Adds one consumer's half of a tile of dQ to global memory. SIZE: how many numbers a tile has."""
     async_add(dq_desc, [0, 0, dq_tile * (SIZE // 32) + ME * (SIZE // 64), 0], box(dq_tiles.index(ME), dq_desc))
 
 
@@ -96,8 +97,8 @@ def _write_half(dq_desc, dq_tiles, dq_tile, ME: gl.constexpr, SIZE: gl.constexpr
 
 @gluon.jit
 def turn_of(query_tile, key, len_q, len_k, window_right, c):
-    """The value that a query tile's semaphore must have for a key tile to add its part. The key tiles that it sees take turns, from the
-    last one down."""
+    """The value that a query tile's semaphore must have when a key tile adds its part. The key tiles that the query tile sees take turns,
+    from the last one down."""
     last = (len_k - 1) // KEYS
     if c.HAS_RIGHT:
         last = gl.minimum(last, ((query_tile + 1) * c.ROWS - 1 + len_k - len_q + window_right) // KEYS)
@@ -114,7 +115,8 @@ def await_turn(semaphore, now, query_tile, key, len_q, len_k, window_right, c):
 
 @gluon.jit
 def _pass_turn(semaphore):
-    """Passes the turn on to the next key tile, once all that this warp added by TMA is in memory."""
+    """Passes the turn on to the next key tile, once all that this warp added by TMA has arrived in global memory. Waits for the bulk group
+    (the read of shared memory alone is not enough), then releases the semaphore at GPU scope."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, one) + semaphore.to(gl.int64, bitcast=True)
     gl.inline_asm_elementwise("{ .reg .pred one; cp.async.bulk.wait_group 0; bar.warp.sync -1; setp.eq.s32 one, $1, 0; "
@@ -130,7 +132,7 @@ def first_buffer(of_tile, j, c):
 
 @gluon.jit
 def add_tile(dq_desc, dq_semaphore, smem, bars, tile, j, step, seen, of_tile, window_right, c):
-    """Adds both halves of the j-th query tile's dQ to `tile` of memory, by TMA.
+    """Adds both halves of the j-th query tile's dQ to tile number `tile` in global memory, by TMA.
 
     ORDERED: key tiles add one after the other, as dq_semaphore says. The first one overwrites what is there, unless dQ was CLEARED.
     """
@@ -215,7 +217,8 @@ def write_to(pointer, x):
 
 @gluon.jit
 def announce(flag):
-    """Raises a flag in memory, by one, after all that the warp group has written before. For a group of four warps."""
+    """Adds one to a flag in global memory. Whoever sees that also sees all that the warp group has written before. For a group of four
+    warps."""
     barrier()
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     address = gl.full([128], 0, gl.int64, lanes) + flag.to(gl.int64, bitcast=True)
@@ -225,7 +228,8 @@ def announce(flag):
 
 @gluon.jit
 def await_flag(flag, wanted):
-    """Waits, if it is `wanted`, until a flag is raised; what was written before that can be read then. For a group of four warps."""
+    """Waits, if it is `wanted`, until a flag is not zero. What was written before `announce` can be read then. For a group of four
+    warps."""
     now = gl.where(wanted, 0, 1)
     while now == 0:
         now = gl.load(flag, volatile=True)

@@ -1,9 +1,10 @@
 """The Gluon kernel of a Hopper backward in which two consumers make all of dQ, dK and dV, for a softmax and, by hooks, for other variants.
 
-A program stays on its multiprocessor and takes tiles of 128 keys from a counter. One warp loads. Each consumer holds dK and dV of 64 keys
-in registers and goes over the queries of all heads of a group. It also makes half of dQ = dS K from both consumers' dS: half of the columns
-in steps of 64 queries, half of the rows in steps of 128. TMA adds the halves to memory. The consumers start these additions, or a warp of
-its own does, which waits for its turn where the sums have a fixed order.
+A kernel is persistent: a program stays on its multiprocessor and takes tiles of 128 keys from a counter. One producer warp loads. Each
+consumer holds dK and dV of 64 keys in registers and goes over the queries of all heads of a group. It also makes half of dQ = dS K from
+both consumers' dS: half of the columns in steps of 64 queries, half of the rows in steps of 128. TMA adds the halves to a float32 dQ in
+global memory. The consumers start these additions, or a warp of its own does. Where the sums have a fixed order, that warp waits for its
+turn.
 """
 
 from triton.experimental import gluon
@@ -28,8 +29,11 @@ from attnzoo_kernels._gluon.hopper import constants, invalidate
 
 @constants
 class Config:
-    """What a kernel of the backward is compiled for: constants, switches and hooks. The comment at a hook gives its arguments: c is this
-    Config, ME the consumer's number."""
+    """What a kernel of the backward is compiled for: constants, switches and hooks.
+
+    The comment at a hook gives its arguments and its result. c is this Config, ME the consumer's number, own the variant's own struct;
+    `backward_consume` explains the other names. A hook that "may be left out" is None by default.
+    """
 
     HEAD_DIM: gl.constexpr
     VALUE_DIM: gl.constexpr
@@ -41,14 +45,14 @@ class Config:
     PACKED: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
-    ORDERED: gl.constexpr  # dQ is added up in a fixed order, which its semaphores keep
-    CLEARED: gl.constexpr  # dQ was set to zero before the launch, even if ORDERED
+    ORDERED: gl.constexpr  # dQ is added up in a fixed order, by semaphores
+    CLEARED: gl.constexpr  # dQ was set to zero before the launch, although ORDERED
     DQ_WARP: gl.constexpr  # a warp of its own adds dQ to memory
     DQ_LAGS: gl.constexpr  # dQ is made one step late, so that a consumer need not wait for the other's dS of the same step
     LISTED: gl.constexpr  # the steps of a tile are a list of query tiles, in which those that need no mask come first
     OPTIONS: gl.constexpr  # a variant's own constants
     NUMBERED: gl.constexpr  # STORE needs the number of the tile; may be left out
-    OF_TILE: gl.constexpr = same_for_all  # (own, key, len_q, len_k, c) -> of_tile, what the hooks below need for a tile of keys
+    OF_TILE: gl.constexpr = same_for_all  # (own, key, len_q, len_k, c) -> of_tile: what the hooks below get for a tile of keys
     TILE: gl.constexpr = next_key_tile  # (problem, own, c): takes the next tile of keys from the counter
     BOUNDS: gl.constexpr = all_queries  # (of_tile, smem, slot, member, bounds) -> the segments of a query head's steps
     LOAD_STEPS: gl.constexpr = all_steps  # (of_tile, tile, member) -> (first step, end, state): the steps that are loaded for a query head
@@ -65,10 +69,10 @@ class Config:
     HEAD: gl.constexpr = scale_of_head  # (scale, of_tile, smem, slot, member, dq_tile, problem, c, ME) -> what the hooks of a query head's
     # steps get as `head`
     EARLY: gl.constexpr  # (tile of dQ, head, c) -> what WEIGHTS and END_SUMS need from global memory, loaded before the products; may be
-    # left out, and is not for DQ_LAGS
+    # left out; not with DQ_LAGS
     WEIGHTS: gl.constexpr = softmax_weights  # (scores, early, smem, stage, head, low, high, c, MASKED) -> a step's weights
     GRADIENT: gl.constexpr = softmax_gradient  # (weights, their gradients, smem, stage, c) -> the gradients of the scores
-    NO_SUMS: gl.constexpr  # () -> the variant's sums of dS before a query head's steps; may be left out, and is not for DQ_LAGS
+    NO_SUMS: gl.constexpr  # () -> the variant's sums of dS before a query head's steps; may be left out; not with DQ_LAGS
     KEEP: gl.constexpr  # (dS, smem, c, ME): stores what else the products of START_SUMS read; may be left out
     START_SUMS: gl.constexpr  # (sums, dS in shared memory, head, smem, c, ME) -> a tuple of products in flight, of this consumer's dS
     END_SUMS: gl.constexpr  # (the products, early, head, tile of dQ, c) -> the sums, while the product for dK runs
@@ -130,7 +134,7 @@ def pair_bwd_kernel(own_a, own_b, own_c, own_d, own_e, q_desc, k_desc, v_desc, d
 @gluon.jit
 def run_pair_tiles(source, into, dq_desc, dq_semaphore, call, own, scale, dk_scale, REGISTERS: gl.constexpr,
                    LOAD_REGISTERS: gl.constexpr, c, columns=None):
-    """run_pair with the tiles and barriers of pair_step. columns: as in pair_tiles."""
+    """run_pair with the shared memory and barriers that pair_step needs. columns: as in pair_tiles."""
     smem = pair_tiles(source.tensors.q.dtype, c, columns)
     run_pair(source, into, smem, pair_barriers(c), dq_desc, dq_semaphore, call, own, scale, dk_scale, REGISTERS, LOAD_REGISTERS, c)
 
@@ -138,9 +142,8 @@ def run_pair_tiles(source, into, dq_desc, dq_semaphore, call, own, scale, dk_sca
 @gluon.jit
 def run_pair(source, into, smem, bars, dq_desc, dq_semaphore, call, own, scale, dk_scale, REGISTERS: gl.constexpr,
              LOAD_REGISTERS: gl.constexpr, c):
-    """Starts the warps of a backward by two consumers. into: Gradients; call: Problem. own: what the hooks need beside their other
-    arguments."""
-    # new names turn constants into numbers: Triton 3.6 would compile other code for constants
+    """Starts the warps of a backward by two consumers. into: Gradients. call: Problem. own: the variant's own struct."""
+    # an assignment turns constants in the tuples into ordinary numbers; for constants Triton 3.6 would compile other code
     grads = into
     problem = call
     if c.DQ_WARP:

@@ -26,7 +26,7 @@ class Operands(NamedTuple):
 
 @gluon.constexpr_function
 def box_bytes(desc):
-    """Bytes of a descriptor's box, or of the boxes of all parts together."""
+    """How many bytes a descriptor's box has, or the boxes of all parts together."""
     return sum(map(box_bytes, desc)) if isinstance(desc, tuple | gl.tuple) else desc.block_type.nbytes
 
 
@@ -57,6 +57,7 @@ def load_step(operands, stats_desc, smem, bars, stage, q_batch, batch, head, row
 
 @gluon.jit
 def load_gradients(do_desc, smem, bars, stage, batch, head, row):
+    """Loads the gradients of the output of a step's queries."""
     bar = bars.do_full.index(stage)
     mbarrier.expect(bar, do_desc.block_type.nbytes)
     async_load(do_desc, [batch, head, row, 0], bar, box(smem.do.index(stage), do_desc))
@@ -136,7 +137,7 @@ def next_step(of_tile, state, n):
 
 @gluon.jit
 def load(source, smem, bars, problem, own, c):
-    """The producer warp's whole work: takes tiles, publishes them, and loads what they need. own: what the hooks need beside the rest."""
+    """The producer warp's whole work: takes tiles of keys, publishes them, and loads what they need."""
     step = 0
     taken = 0
     more = 1
@@ -156,7 +157,8 @@ def load(source, smem, bars, problem, own, c):
                     j, state = c.LOAD_NEXT(of_tile, state, n)
                     stage = await_empty(bars.step_empty, step, c.STAGES)
                     _load_queries(source, smem, bars, of_tile, stage, tile, sequence, first_q, head, j, stats_tile, c)
-                    if loaded == 0:  # after the first queries, because keys and values have a single buffer, which is released late
+                    # keys and values have a single buffer, which is released late, so the first queries are loaded before them
+                    if loaded == 0:
                         _load_keys(source, smem, bars, tile, sequence, taken, c)
                         loaded = 1
                     step += 1

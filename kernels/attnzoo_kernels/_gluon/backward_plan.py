@@ -1,5 +1,8 @@
-"""The host's side of a Hopper backward by two consumers: its tile, the tails (copies of the ends of packed sequences), and its
-descriptors."""
+"""The host's side of a Hopper backward by two consumers: its tile, its descriptors, and the tails.
+
+A tail is a copy of the last, partial tile of a packed sequence, filled up with zeros. The kernel reads it in place of the tile itself,
+behind which the next sequence begins.
+"""
 
 import math
 from dataclasses import dataclass
@@ -32,18 +35,18 @@ class Tile:
 
 
 def pair_tile(width: int, ordered: bool) -> Tile:
-    """A tile with as many queries as the registers hold scores of. A warp for dQ is faster at width 64, and with ordered sums, where it
-    waits in place of the consumers. At width 128 without order it is slower."""
+    """The tile with as many queries as there are registers for their scores. A warp of its own for dQ is faster at width 64, and with
+    ordered sums, where it waits in place of the consumers. At width 128 without order it is slower."""
     return Tile(8192 // width, dq_warp=ordered or width == 64)
 
 
 def mainloop_width(*widths: int) -> int:
-    """The width of tiles that hold rows of all these widths."""
+    """The width of tiles that have room for rows of each of these widths."""
     return 64 if max(widths) <= 64 else 128
 
 
 def tails(x: Layout, sequences: int, block: int, width: int) -> Launch:
-    """The launch that copies the ends of packed sequences."""
+    """The launch that makes the tails of a tensor."""
     return Launch(bwd_tails_kernel, (sequences + 1) * x[0][-2], (*strides(x)[1:], sequences, x[0][0], x[0][-2]),
                   {"DIM": x[0][-1], "WIDTH": width, "BLOCK": block}, 4, 1)
 
@@ -56,7 +59,7 @@ def copy_tails(launch: Launch, x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def all_tails(q: Layout, k: Layout, v: Layout, grad_out: Layout, sequences: int, rows: int, keys: int, width: int) -> Launch:
-    """The launch that copies the ends of packed sequences of all four tensors. A tile is `rows` queries or `keys` keys."""
+    """The launch that makes the tails of all four tensors. A tile is `rows` queries or `keys` keys."""
     heads, kv_heads = q[0][-2], k[0][-2]
     by_row_and_head = [stride for x in (q, k, v, grad_out) for stride in strides(x)[1:]]
     return Launch(bwd_all_tails_kernel, (sequences + 1) * 2 * (heads + kv_heads),
@@ -77,9 +80,11 @@ def copy_all_tails(launch: Launch, q: Tensor, k: Tensor, v: Tensor, grad_out: Te
 def frame(call: Call, q: Layout, out: Layout | None, grad_out: Layout, dq: Layout, rows: int, width: int, *, value_dim: int,
           has_grad_lse: bool, ordered: bool, residual: bool = False, dsinks: bool = False,
           dq_width: int | None = None) -> tuple[Launch, Launch]:
-    """The launches before and after the mainloop, whose steps have `rows` queries. out: None where rows have no statistics. residual:
-    whether the output's rounding error was kept. dsinks: whether the gradient of sinks is wanted. dq_width: columns of tiles of dQ, where
-    they are not `width`."""
+    """The launches before and after the mainloop (preprocess, postprocess). A step of the mainloop has `rows` queries.
+
+    out: None where rows have no statistics. residual: whether the output's rounding error was kept. dsinks: whether the gradient of sinks
+    is wanted. dq_width: columns of tiles of dQ, where they are not `width`.
+    """
     sequences, seqlen_q, _ = call.sizes(q[0], q[0])
     (heads, head_dim), of_rows = q[0][-2:], {"WIDTH": width, "PACKED": call.packed, "BLOCK": rows}
     programs = call.programs(heads, seqlen_q, sequences, rows)

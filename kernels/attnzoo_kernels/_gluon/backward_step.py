@@ -1,5 +1,5 @@
-"""One step of a Hopper backward by two consumers. All tiles of scores are transposed, keys by queries. Also the barriers and shared
-memory."""
+"""One step of a Hopper backward by two consumers, its barriers and its shared memory. All tiles of scores are transposed, keys by queries.
+"""
 
 from typing import Any, NamedTuple
 
@@ -45,19 +45,20 @@ class Shared(NamedTuple):
 
     q: Any
     do: Any
-    stats: Any  # LSE in base 2 and delta of each row
+    stats: Any  # LSE in base 2 and delta of each query
     k: Any
     v: Any
     ds: Any  # dS of two steps and both consumers
-    dq: Any  # on its way to memory
-    out: Any  # dK or dV on their way to memory
-    columns: Any  # 0, 1, 2 ...: which query of a step a column is
+    dq: Any  # each consumer's half of dQ, from where TMA adds it to global memory
+    out: Any  # dK or dV, from where TMA stores them
+    columns: Any  # the numbers 0, 1, 2 ... of a step's queries, for masks
     work: Any  # the words of KeyTile
 
 
 @gluon.jit
 def step_barriers(STAGES: gl.constexpr, KEY_READERS: gl.constexpr, TILE_READERS: gl.constexpr):
-    """The first eight of Barriers, for data that the loading warp brings. Both consumers read each step."""
+    """The first eight of Barriers, for what the producer warp loads. Both consumers read each step. KEY_READERS: how many arrivals release
+    the keys and values. TILE_READERS: how many release a tile's words."""
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
@@ -95,6 +96,7 @@ def pair_barriers(c):
 
 @gluon.jit
 def column_numbers(ROWS: gl.constexpr):
+    """The `columns` of Shared, for steps of ROWS queries."""
     columns = gl.allocate_shared_memory(gl.int32, [ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     columns.store(gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [4], [0])))
     return columns
@@ -102,7 +104,7 @@ def column_numbers(ROWS: gl.constexpr):
 
 @gluon.jit
 def tile_words():
-    """Shared memory in which the loading warp describes tiles to the other warps."""
+    """Shared memory in which the producer warp describes tiles to the other warps."""
     return gl.allocate_shared_memory(gl.int32, [WORK, 16], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -127,7 +129,8 @@ def row_statistics(stats_tiles, stage, WHICH: gl.constexpr, ROWS: gl.constexpr, 
 
 @gluon.jit
 def masked_scores(x, columns, low, high, c):
-    """Masks, by -inf, the queries that do not see a key. `columns` are read from shared memory: in registers they would be spilled."""
+    """Masks, by -inf, the queries that do not see a key. The queries' numbers are read from shared memory: in registers they would be
+    spilled."""
     i = columns.load(gl.SliceLayout(0, x.type.layout))[None, :]
     seen = i >= low[:, None]
     if c.HAS_LEFT:
@@ -146,8 +149,8 @@ def base_2_scores(scores, smem, stage, scale, low, high, c, MASKED: gl.constexpr
 
 @gluon.jit
 def scores_in_flight(q_tiles, smem, bars, step, c, ME: gl.constexpr):
-    """(stage of a step, its scores, still in flight). If queries and keys are tuples of parts, the parts' products are added up in one
-    sum."""
+    """(stage of a step, its scores, still in flight). If queries and keys are tuples of parts, the products of the parts are summed in one
+    accumulator."""
     stage = await_full(bars.q_full, step, c.STAGES)
     if isinstance(q_tiles, gl.tuple):
         PARTS: gl.constexpr = len(q_tiles)
@@ -177,13 +180,13 @@ def products(q_tiles, smem, bars, step, c, ME: gl.constexpr):
 @gluon.jit
 def add_step(sums, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stage, some, early, head, c, ME: gl.constexpr,
              DV_PENDING: gl.constexpr):
-    """Adds a step's share to `sums`, which are dK, dV and, with NO_SUMS, what the variant adds up, and hands on this consumer's half of dQ.
+    """Adds a step's share to `sums`, which are dK, dV and, with NO_SUMS, the variant's own sums. Hands on this consumer's half of dQ.
     Returns the sums.
 
-    p: the weights; under DV_PENDING their product is in flight in dV already. Under DQ_LAGS, dQ is that of the step before, if there was
-    one in this tile (`some`); then a consumer need not wait for the other's dS of the same step.
+    p: the weights in 16 bits; under DV_PENDING, their product with dO is already in flight, in dV. Under DQ_LAGS, dQ is that of the step
+    before, if this tile of keys had one (`some`); then a consumer need not wait for the other's dS of the same step.
 
-    The product for dQ comes before that for dK: dQ travels to memory while the tensor cores compute dK.
+    The product for dQ comes before that for dK, so that dQ is sent to memory while the tensor cores compute dK.
     """
     dk, dv = sums[0], sums[1]
     if c.KEEP is not None:
@@ -226,14 +229,14 @@ def add_step(sums, p, dscores, q_tiles, smem, bars, dq_desc, dq_tile, step, stag
 
 @gluon.jit
 def softmax_gradient(weights, dweights, smem, stage, c):
-    """GRADIENT of a softmax."""
+    """GRADIENT of a softmax: dS = P * (dP - delta)."""
     delta = row_statistics(smem.stats, stage, 1, c.ROWS, gl.SliceLayout(0, product_layout(c.ROWS)))
     return weights * (dweights - delta[None, :])
 
 
 @gluon.jit
 def softmax_weights(scores, early, smem, stage, head, low, high, c, MASKED: gl.constexpr):
-    """WEIGHTS of a softmax."""
+    """WEIGHTS of a softmax; `head` is the scale that brings scores to base 2."""
     return gl.exp2(base_2_scores(scores, smem, stage, head, low, high, c, MASKED))
 
 

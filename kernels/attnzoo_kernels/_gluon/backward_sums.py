@@ -13,8 +13,8 @@ from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_l
 
 @gluon.jit
 def ones_and_columns(dtype: gl.constexpr, c):
-    """([8, HALF] in shared memory, with ones in the first row and any values in the others; the columns of pair_tiles). At width 128 no
-    shared memory is left, so the columns lie in the unused rows of the ones."""
+    """(the ones, the `columns` of pair_tiles), both in shared memory. The ones are [8, HALF], with ones in the first row and any values in
+    the others. At width 128 no shared memory is left, so the columns lie in the unused rows of the ones."""
     ones = gl.allocate_shared_memory(dtype, [8, HALF], gl.NVMMASharedLayout.get_default_for([8, HALF], dtype))
     ones.store(gl.full([8, HALF], 1.0, dtype, gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])))
     if c.WIDTH > 64:
@@ -30,8 +30,8 @@ def ones_and_columns(dtype: gl.constexpr, c):
 
 @gluon.jit
 def sum_in_flight(ds, BY_ROW: gl.constexpr, acc, ones):
-    """Starts to add up dS [HALF, 64]: over queries for each key, or, BY_ROW, over keys for each query. `first_column` of the product is the
-    sum."""
+    """Starts to add up dS [HALF, 64]: over queries for each key, or, under BY_ROW, over keys for each query. `first_column` of the product
+    is the sum."""
     if BY_ROW:
         ds = ds.permute((1, 0))
     # [64, 64] x [64, 8]
@@ -40,11 +40,13 @@ def sum_in_flight(ds, BY_ROW: gl.constexpr, acc, ones):
 
 @gluon.jit
 def no_sums():
+    """NO_SUMS for sum_in_flight: zeros."""
     return gl.zeros([64, 8], gl.float32, product_layout(8))
 
 
 @gluon.jit
 def first_column(x):
+    """The first column of x [M, N], as [M]."""
     column = gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     return gl.sum(gl.where(column[None, :] == 0, x, 0.0), 1)
 

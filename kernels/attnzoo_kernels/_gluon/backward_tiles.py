@@ -1,4 +1,4 @@
-"""The tile scheduler of a Hopper backward: which tile of keys comes next, which queries see it, and how the loading warp publishes it."""
+"""The tile scheduler of a Hopper backward: which tile of keys comes next, which queries see it, and how the producer warp publishes it."""
 
 from typing import Any, NamedTuple
 
@@ -11,17 +11,17 @@ from attnzoo_kernels._gluon.tiles import by_groups, find_sequence, sequence_boun
 ROWS = gl.constexpr(64)  # queries of a step by default
 KEYS = gl.constexpr(128)  # keys of a tile
 HALF = gl.constexpr(64)  # keys of a consumer
-WORK = gl.constexpr(2)  # tiles by which the loading warp may be ahead
+WORK = gl.constexpr(2)  # how many tiles of keys the producer warp may be ahead
 
 
 class Problem(NamedTuple):
-    """What a program takes its tiles from. Sequences and lengths are the kernel's arguments."""
+    """What the tile scheduler reads: the kernel's arguments."""
 
-    counter: Any
+    counter: Any  # of tiles, in global memory
     cu_seqlens_q: Any
     cu_seqlens_k: Any
     n_seqs: Any
-    seqlen_q: Any
+    seqlen_q: Any  # where packed, the total
     seqlen_k: Any
     kv_heads: Any
     group: Any  # query heads of a key head
@@ -33,20 +33,20 @@ class Problem(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """A tile of KEYS keys, as the loading warp publishes it to the other warps: int32 words in shared memory."""
+    """A tile of KEYS keys, as the producer warp publishes it to the other warps: int32 words in shared memory."""
 
     more: Any  # 0 after the last tile
     batch: Any  # coordinate in the tensors: 0 where sequences are packed
     kv_head: Any
     key: Any  # its first key, counted in its sequence
-    begin: Any  # the steps of queries that see it; those before full_begin and those from full_end on need a mask
-    full_begin: Any
+    begin: Any  # the tiles of queries that see it are begin .. end
+    full_begin: Any  # tiles of queries before this one, and from full_end on, need a mask
     full_end: Any
     end: Any
     len_q: Any  # of its sequence
     len_k: Any
     first_k: Any  # where its sequence's keys begin
-    dq_tile: Any  # number of the first tile of dQ of its first query head
+    dq_tile: Any  # number of the first tile of dQ of its sequence, for the group's first query head
     number: Any  # number of the tile, for kernels that need one
 
 
@@ -65,7 +65,7 @@ def word(work, slot, NAME: gl.constexpr):
 
 @gluon.jit
 def announce(work, full, slot, tile):
-    """Publishes a tile to the other warps."""
+    """Writes a KeyTile's words to a slot, and tells the other warps by the slot's barrier in `full`."""
     n = gl.arange(0, work.shape[1], gl.BlockedLayout([1], [32], [1], [0]))
     written = n * 0
     for i in gl.static_range(len(tile)):
@@ -89,7 +89,7 @@ class Seen(NamedTuple):
     full_begin: Any
     full_end: Any
     end: Any
-    tiles: Any
+    tiles: Any  # end - begin
     len_q: Any
     len_k: Any
 
@@ -149,8 +149,8 @@ def first_and_last_query(key, len_q, len_k, window_left, window_right, c, layout
 def next_key_tile(problem, own, c):
     """TILE: (the next tile that has keys, its sequence, where the sequence's queries begin).
 
-    The dense tiles of `head_group` heads, whose queries stay in L2, are interleaved, in the order of their first keys. Under ORDERED they
-    come from the last key down, so that a tile only ever waits for tiles that were taken before it.
+    The dense tiles of `head_group` heads, whose queries stay in L2, are interleaved, in the order of their first keys. Under ORDERED the
+    last keys come first: tiles add to dQ in that order, so that a tile only ever waits for tiles that were taken before it.
     """
     index = gl.atomic_add(problem.counter, 1, sem="relaxed")
     sequence, kv_head, key, first_q, len_q, first_k, len_k, dq_tile = decode_keys(index, problem, c)

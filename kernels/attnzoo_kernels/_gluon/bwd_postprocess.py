@@ -1,6 +1,6 @@
-"""What follows a Hopper backward's mainloop, in plain Triton: dQ in 16 bits, in rows.
+"""What follows a Hopper backward's mainloop, in plain Triton: the float32 dQ is scaled, rounded to 16 bits and stored row by row.
 
-The float32 dQ lies in tiles of 64 or 128 queries, each 64 of them in the order in which the threads of a matrix product hold them.
+The float32 dQ lies in tiles of 64 or 128 queries, each 64 of them in register order, see `backward_dq`.
 """
 
 import triton
@@ -12,7 +12,8 @@ from attnzoo_kernels._gluon.bwd_preprocess import program_tile_of_queries
 @triton.jit
 def by_rows(x, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """x [BLOCK * WIDTH], in register order, as [BLOCK, WIDTH]."""
-    # halves of 64 rows, 8 columns, 16 rows, row of 8, pair of columns, half of 16 rows, column of a pair
+    # the dimensions: block of 64 rows, block of 8 columns, block of 16 rows, row of 8, pair of columns, half of the 16 rows, column of a
+    # pair
     x = tl.reshape(x, [BLOCK // 64, WIDTH // 8, 4, 8, 4, 2, 2])
     return tl.reshape(tl.permute(x, [0, 2, 5, 3, 1, 4, 6]), [BLOCK, WIDTH])
 
@@ -21,8 +22,8 @@ def by_rows(x, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
 def bwd_postprocess_kernel(sum_ptr, semaphore_ptr, dq_ptr, cu_seqlens, stride_dqb, stride_dqs, stride_dqh, softmax_scale, n_seqs, seqlen,
                            heads, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
                            ORDERED: tl.constexpr = False, SPACING: tl.constexpr = 1):
-    """dQ of a tile, every SPACING-th of those in memory. ORDERED: where no key tile took its turn, the sum was never written. WIDTH must
-    be a power of two unless BLOCK is 64."""
+    """Stores dQ of a tile, which is every SPACING-th tile at sum_ptr. ORDERED: a sum is zero if its semaphore shows that no key tile took a
+    turn, because then it was never written. WIDTH must be a power of two unless BLOCK is 64."""
     PIECE: tl.constexpr = WIDTH & -WIDTH  # columns of a piece: the largest power of two that divides WIDTH
     tl.static_assert(PIECE == WIDTH or BLOCK == 64)
     tile = program_tile_of_queries(cu_seqlens, n_seqs, seqlen, heads, PACKED, BLOCK)

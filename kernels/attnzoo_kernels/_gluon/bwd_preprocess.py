@@ -1,5 +1,5 @@
 """What runs before a Hopper backward's mainloop, in plain Triton: it computes row statistics, clears the float32 dQ if its sums have no
-order, and copies the ends of packed sequences."""
+order, and makes the tails, which are copies of the ends of packed sequences."""
 
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ class RowTile(NamedTuple):
     row: Any
     first: Any  # first token of its sequence
     length: Any
-    number: Any  # number of the tile among the tiles in memory
+    number: Any  # number of the tile among all tiles of dQ and of row statistics
 
 
 @triton.jit
@@ -83,7 +83,8 @@ def lse_log2(row_max, log_sum):
 def store_dsinks(sinks_ptr, dsinks_ptr, tile, delta, row_max, log_sum):
     """Stores a RowTile's share of the gradient of its head's sink: minus the sum of the sink's weight times delta. The sum is taken in
     float64, because the rows of a head nearly cancel."""
-    # the product is rounded as in the forward, where it may be the maximum; else the compiler would fuse it with the difference
+    # sink * log2(e) is rounded as in the forward, where it may be the row maximum; the fma with zero keeps the compiler from fusing the
+    # product with the subtraction
     sink = tl.fma(tl.load(sinks_ptr + tile.head).to(tl.float32), LOG2E, 0.0)
     weight = tl.exp2(sink - row_max - log_sum)
     tl.store(dsinks_ptr + tile.number, -tl.sum(weight.to(tl.float64) * delta.to(tl.float64)))
@@ -175,7 +176,7 @@ def bwd_all_tails_kernel(q_ptr, k_ptr, v_ptr, do_ptr, q_tails, k_tails, v_tails,
                          stride_qh, stride_ks, stride_kh, stride_vs, stride_vh, stride_dos, stride_doh, n_seqs, seqlen_q, seqlen_k, heads,
                          kv_heads, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                          KEYS: tl.constexpr):
-    """Does the same for queries, keys, values and gradients of the output. The copies take less time than three more launches would."""
+    """bwd_tails_kernel for q, k, v and dO in one launch: three more launches would take longer than the copies."""
     sequence = tl.program_id(0) // (2 * (heads + kv_heads))
     head = tl.program_id(0) % (2 * (heads + kv_heads))
     if head < heads:

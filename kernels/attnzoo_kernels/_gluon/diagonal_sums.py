@@ -1,7 +1,8 @@
 """Sums of a Hopper backward's dS along its diagonals: for each distance from a query to a key.
 
-They are a product with a matrix of zeros and ones. A consumer's dS of a step, 64 keys by 64 queries, is 8 by 8 blocks of 8 by 8. A second
-copy of it in shared memory has a row for each block. In a block there are 15 distances, and a column of the matrix picks one of them.
+They are computed as a product with a matrix of zeros and ones. A consumer's dS of a step, 64 keys by 64 queries, is divided into 8 by 8
+blocks of 8 keys and 8 queries. A second copy of dS in shared memory has a row of 64 numbers for each block. A block has 15 distances, and
+each column of the matrix picks the numbers of one of them.
 """
 
 from triton.experimental import gluon
@@ -13,7 +14,7 @@ from attnzoo_kernels._gluon.hopper import barrier, fence_async_shared, product_l
 
 BLOCK = gl.constexpr(8)  # keys and queries of a block of dS
 PICKS = gl.constexpr(16)  # columns of the matrix of zeros and ones; the last one is zero
-# in a quarter, 4 lanes have a block of queries
+# in the registers of a quarter (see _quarters), 4 neighbouring lanes hold a block of queries
 OF_BEFORE = gl.constexpr("shfl.sync.up.b32 $0, $1, 4, 0, 0xffffffff;")
 OF_BEHIND = gl.constexpr("shfl.sync.down.b32 $0, $1, 4, 31, 0xffffffff;")
 
@@ -39,7 +40,7 @@ def _blocks(smem, ME: gl.constexpr):
 
 @gluon.jit
 def _start(own, smem, slot, c):
-    """START: dK and dV of the tile before leave the place of _blocks."""
+    """START: waits until dK and dV of the tile before have been stored, because their shared memory is that of _blocks."""
     tma.store_wait(0)
     barrier()
     return pair_start(own, smem, slot, c)
@@ -47,20 +48,20 @@ def _start(own, smem, slot, c):
 
 @gluon.jit
 def _keep(dscores, smem, c, ME: gl.constexpr):
-    """KEEP: a step's dS by blocks."""
+    """KEEP: stores a step's dS with a row for each block."""
     by_block = gl.permute(gl.reshape(dscores, [HALF // BLOCK, BLOCK, c.ROWS // BLOCK, BLOCK]), (0, 2, 1, 3))
     _blocks(smem, ME).store(gl.reshape(by_block, [BLOCK * BLOCK, BLOCK * BLOCK]))
 
 
 @gluon.jit
 def no_diagonals():
-    """NO_SUMS: [blocks, PICKS]."""
+    """NO_SUMS: zeros [blocks, PICKS]."""
     return gl.zeros([BLOCK * BLOCK, PICKS], gl.float32, product_layout(PICKS))
 
 
 @gluon.jit
 def _start_sums(sums, ds, head, smem, c, ME: gl.constexpr):
-    """START_SUMS. `head` has `own.picks`, which are diagonal_picks."""
+    """START_SUMS: the product of the blocks of dS and diagonal_picks, which the variant has in head.own.picks."""
     # [blocks, BLOCK * BLOCK] x [BLOCK * BLOCK, PICKS]
     return (warpgroup_mma(_blocks(smem, ME), head.own.picks.permute((1, 0)), sums, is_async=True),)
 
@@ -79,7 +80,7 @@ def _quarters(x):
 
 @gluon.jit
 def _of_other(x, INSTRUCTION: gl.constexpr):
-    """What the lanes of another block of queries hold: OF_BEFORE or OF_BEHIND."""
+    """x of the block of queries before (OF_BEFORE) or behind (OF_BEHIND), from the lanes that hold it."""
     return gl.inline_asm_elementwise(INSTRUCTION, "=f,f", [x], gl.float32, True, 1)
 
 

@@ -7,8 +7,8 @@ from triton.experimental.gluon import language as gl
 
 from attnzoo_kernels._gluon.hopper import barriers, ring
 
-ROWS = gl.constexpr(64)  # query rows of a consumer warp group: what one matrix instruction takes
-WORK = gl.constexpr(2)  # tiles by which the loading warp may be ahead of the consumers
+ROWS = gl.constexpr(64)  # queries of a consumer, a warp group: what one matrix instruction takes
+WORK = gl.constexpr(2)  # how many tiles of queries the producer warp may be ahead of the consumers
 
 
 class Descriptors(NamedTuple):
@@ -35,9 +35,9 @@ class Problem(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What the output's rows need beside the output: the scale that brings scores to base 2, and where LSE and statistics are stored."""
+    """The scale of the scores, and where the LSE and the statistics of rows are stored."""
 
-    scale: Any
+    scale: Any  # softmax_scale * log2(e): it brings products to base 2
     lse: Any
     stats: Any  # [2, rows]: row_max in base 2 and log2 of row_sum
     stride_stats: Any
@@ -50,10 +50,12 @@ class Tiles(NamedTuple):
     out: Any  # [OUTS * CONSUMERS, 64, BLOCK_DV, or a part of it]
     k: Any  # [STAGES, BLOCK_N, BLOCK_D]; with PARTS, PARTS times as many
     v: Any  # [STAGES, BLOCK_N, BLOCK_DV]
-    work: Any  # int32 words that describe the next tiles to the consumers
+    work: Any  # int32 words by which the producer warp describes the next tiles to the consumers
 
 
 class Barriers(NamedTuple):
+    """Rings of mbarriers. `full`: the producer warp's data has arrived. `empty`: the consumers have read it."""
+
     q_full: Any
     q_empty: Any
     k_full: Any
@@ -65,12 +67,14 @@ class Barriers(NamedTuple):
 
 
 class Program(NamedTuple):
+    """All that the warps of a program share; each hook gets it."""
+
     descs: Descriptors
     problem: Problem
     rows: Rows
     tiles: Tiles
     bars: Barriers
-    own: Any  # what the variant's hooks need beside the rest
+    own: Any  # the variant's own struct, which only its hooks read
 
 
 @gluon.jit
@@ -113,6 +117,6 @@ def allocate(descs, config):
 
 @gluon.jit
 def place_of_queries(q_step, CONSUMER: gl.constexpr, config):
-    """(index in shared memory of a consumer's queries of the q_step-th load, phase of their barriers)."""
+    """For the q_step-th load of queries: (index of a consumer's queries in shared memory, phase of their barriers)."""
     slot, phase = ring(q_step, config.Q_SLOTS)
     return slot * config.CONSUMERS + CONSUMER, phase

@@ -15,8 +15,8 @@ LN2 = gl.constexpr(0.6931471805599453)
 def store_statistics(rows, place, inside, row_max, row_sum, BEFORE: gl.constexpr = 0, more=None):
     """Stores the LSE and, for the backward, the maximum (+inf for a row without a key) and log2 of the sum. Returns the inverse of the sum.
 
-    row_max is in base 2. more: added to row_max in the LSE, but not in the statistics. BEFORE: how many softmaxes have their statistics
-    before these.
+    row_max is in base 2. more: added to row_max in the LSE, but not in the statistics. BEFORE: how many other softmaxes have their
+    statistics before these in memory.
     """
     if BEFORE > 0:
         rows = Rows(rows.scale, rows.lse + BEFORE * rows.stride_stats, rows.stats + 2 * BEFORE * rows.stride_stats, rows.stride_stats)
@@ -48,7 +48,7 @@ def inside(tile, span, program, config):
 
 @gluon.jit
 def write_tile(desc, x, at, ME: gl.constexpr, program):
-    """Stores 64 rows through a shared tile, whose last contents TMA has read."""
+    """Stores 64 rows by TMA, through shared memory. TMA must have read what was stored there before."""
     store_tile(desc, program.tiles.out.index(ME), x, at, True)
 
 
@@ -120,7 +120,7 @@ def consume(program, config, ME: gl.constexpr):
             if config.PREFETCH_TILE:
                 taken += 1
                 tile, q = _take(taken, ME, program, config)
-            tma.store_wait(0)
+            tma.store_wait(0)  # TMA has read the output tile that was stored before, so that FINISH may overwrite it
             acc = warpgroup_mma_wait(0, deps=(acc_pending,))
             if not config.JOINT_RELEASE:
                 release(program.bars.v_empty.index((step - 1) % config.STAGES))

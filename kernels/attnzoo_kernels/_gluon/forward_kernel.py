@@ -22,26 +22,26 @@ class Config:
     """What a kernel is compiled for: constants, switches and hooks.
 
     The comment at a hook gives its arguments and its result. Each hook also gets the Program and the Config as its last arguments, except
-    CONSUME, whose last one is ME, the consumer's number. A tile is what NEXT_TILE and TAKE return, a span is what SPAN returns: named
-    tuples that have at least the fields of Tile, Taken and Span in `tile_scheduler`.
+    CONSUME, whose last one is ME, the consumer's number. `tile` is what NEXT_TILE or TAKE returns, `span` is what SPAN returns: named
+    tuples that have at least the fields of Tile, Taken and Span in `tile_scheduler`. A hook that "may be left out" is None by default.
     """
 
     BLOCK_N: gl.constexpr  # keys of a tile
-    BLOCK_DV: gl.constexpr
+    BLOCK_DV: gl.constexpr  # columns of values and of the output, padded
     STAGES: gl.constexpr  # tiles of keys and of values in shared memory
     CONSUMERS: gl.constexpr
     REGISTERS: gl.constexpr  # of each consumer thread
     PACKED: gl.constexpr
     HAS_LEFT: gl.constexpr
     HAS_RIGHT: gl.constexpr
-    BRANCHES: gl.constexpr  # softmaxes of a tile, one after the other
+    BRANCHES: gl.constexpr  # how many softmaxes a tile of queries has, one after the other
     MASK_IN_LOOP: gl.constexpr  # tiles of keys after a consumer's first one may need a mask, too
     EMPTY_ROWS: gl.constexpr  # a row may still see no key after the first tile of keys
     Q_SLOTS: gl.constexpr  # tiles of queries that a consumer has room for in shared memory
     Q_IN_REGISTERS: gl.constexpr  # the queries are copied to registers, and their shared memory is released at once
     JOINT_RELEASE: gl.constexpr  # the keys of a step and the values of the step before are released to the producer together
-    INDEX_EARLY: gl.constexpr  # the producer takes the next index from the counter before it loads this tile's tensors
-    Q_PLAIN: gl.constexpr  # boxes of packed queries are cut off at the tensor's end only, not at the end of their sequence
+    INDEX_EARLY: gl.constexpr  # the producer takes the next tile's index from the counter before it loads this tile's tensors
+    Q_PLAIN: gl.constexpr  # rows of packed queries past the end of their sequence are loaded as they are; otherwise they are zero
     K_BEFORE_PV: gl.constexpr  # wait for the next keys between the exponentials and the wait for P V (fault 4)
     HALF_TILE: gl.constexpr  # a consumer skips the second half of its first tile of keys where no query sees it
     PREFETCH_TILE: gl.constexpr  # a consumer takes its next tile while the last product of this one is in flight
@@ -70,17 +70,18 @@ class Config:
     LOAD_BIAS: gl.constexpr  # (slot, tile, key): loads the bias of a tile of keys, with an arrival of its own at k_full; may be left out
     KEY_BIAS: gl.constexpr  # (slot, KEYS) -> [16, KEYS] in shared memory, whose rows are added to the products with the slot's first KEYS
     # keys; may be left out
-    APART: gl.constexpr  # (column, span) -> what the scores of a tile are too large by, in base 2 and in their unit; may be left out; not
-    # with WEIGHTS
+    APART: gl.constexpr  # (column, span) -> (a bias that is the same for all scores of a tile, in base 2; the same in the scores' unit). It
+    # is subtracted from the scores, together with the row maximum; may be left out; not with WEIGHTS
     SCORES: gl.constexpr  # (scores, column, span) -> scores with what the variant adds, before masks; may be left out
     MASK: gl.constexpr = mask  # (scores, column, span) -> scores with -inf where a query does not see a key
     STEP_MASK: gl.constexpr = step_mask  # (scores, where) -> scores, by MASK if the step's tile needs it; under MASK_IN_LOOP
-    FREE_FROM: gl.constexpr  # (last step, span) -> the step from which on no tile needs SCORES or STEP_MASK, and all have one APART; they
-    # get a loop of their own; may be left out; not with ROW_MAX_NOT_NEGATIVE
+    FREE_FROM: gl.constexpr  # (last step, span) -> the step from which on no tile needs SCORES or STEP_MASK, and all tiles have the same
+    # APART; these steps get a loop of their own; may be left out; not with ROW_MAX_NOT_NEGATIVE
     INSIDE: gl.constexpr = inside  # (tile, span) -> (where the rows' lse and statistics lie, which of the rows exist)
-    MORE: gl.constexpr  # (tile, span) -> added to the maxima in the LSE, but not in the statistics; in base 2; may be left out
+    MORE: gl.constexpr  # (tile, span) -> a term of all scores of a row, in base 2, that the scores lack: it is added to the LSE, but not to
+    # the statistics; may be left out
     WEIGHTS: gl.constexpr  # (scores, (step, last step, span)) -> weights, each from its score alone; the first tile of keys gets 0 for
-    # both steps; left out: those of a softmax
+    # both steps. If it is left out, the weights are those of a softmax
     FINISH: gl.constexpr = finish  # (acc, inverse, tile, span, at, begun, BRANCH, ME): stores the output at the box coordinates `at`
 
 

@@ -1,4 +1,8 @@
-"""The forward's mainloop: a consumer's queries against the keys that the loading warp brings, with an online softmax."""
+"""The forward's mainloop: a consumer's queries against the keys that the producer warp loads, with an online softmax.
+
+A step is one tile of keys; steps are numbered over all tiles of queries of a program, so that a step's number gives its slot in the ring of
+shared memory. A step computes the scores of its keys and, at the same time, the product of the weights and values of the step before.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,7 +20,8 @@ from attnzoo_kernels._gluon.hopper import (
 )
 from attnzoo_kernels._gluon.softmax import packed, partial_row_sums, softmax_step, subtrahend, unpacked
 
-BELOW_ZERO = gl.constexpr(8.0)  # in base 2: maxima down to minus this are raised to zero; the row's largest weight is then at least 2^-8
+# In base 2: row maxima between minus this and zero are raised to zero. The row's largest weight is then at least 2^-8.
+BELOW_ZERO = gl.constexpr(8.0)
 
 
 @gluon.jit
@@ -48,7 +53,8 @@ def mask_scores(scores, row, column, len_q, len_k, window_left, window_right, HA
 
 @gluon.jit
 def hand_on(bars, step, count, config):
-    """Releases the next `count` tiles of keys and values unread, because only other consumers see them. Returns the next step."""
+    """Releases the next `count` tiles of keys and values unread: only other consumers need them, but a slot becomes free when all consumers
+    have released it. Returns the next step."""
     for _ in range(count):
         slot = await_stage(bars.k_full, step, config.STAGES)
         mbarrier.arrive(bars.k_empty.index(slot), count=1)
@@ -84,15 +90,15 @@ def parts_of(tiles, at, config):
 
 @gluon.jit
 def scores_in_flight(q, keys, slot, nothing, program, config):
-    """Starts the product of the queries and the keys in `slot`; with PARTS, the parts' products are summed in one accumulator, and with
-    KEY_BIAS that of ones and the bias, too. nothing: zeros of the result's shape."""
+    """Starts the product of the queries and the keys in `slot`. With PARTS, the products of the parts are summed in one accumulator. With
+    KEY_BIAS, the bias is added to it as the product of a matrix of ones and the bias. nothing: zeros of the result's shape."""
     if config.PARTS is None:
         pending = warpgroup_mma(q, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
     else:
         pending = nothing
         for part in gl.static_range(config.PARTS):
             pending = warpgroup_mma(q[part], keys[part].permute((1, 0)), pending, use_acc=part > 0, is_async=True)
-    if config.KEY_BIAS is not None:  # its type may be another one: the accumulator is float32
+    if config.KEY_BIAS is not None:  # it may have another dtype than q and k, because only the accumulator is shared
         bias = config.KEY_BIAS(slot, nothing.shape[1], program, config)
         ones = gl.full([ROWS, bias.shape[0]], 1.0, bias.dtype, gl.DotOperandLayout(0, nothing.type.layout, 2))
         pending = warpgroup_mma(ones, bias, pending, is_async=True)
@@ -101,7 +107,7 @@ def scores_in_flight(q, keys, slot, nothing, program, config):
 
 @gluon.constexpr_function
 def two_loops(config):
-    """Whether a mainloop has two loops, between which the weights travel `packed`."""
+    """Whether a mainloop has two loops. The weights that one hands to the other are `packed`."""
     return config.ROW_MAX_NOT_NEGATIVE.value or config.FREE_FROM.value is not None
 
 
@@ -121,7 +127,7 @@ def first_weights(q, keys, slot, k_empty, masked, column, span, scale, program, 
         q = gl.convert_layout(q, gl.DotOperandLayout(0, scores_layout, 2))
     # [ROWS, KEYS]
     pending = scores_in_flight(q, keys, slot, gl.zeros([ROWS, KEYS], gl.float32, scores_layout), program, config)
-    apart = None if config.APART is None else config.APART(column, span, program, config)
+    tile_bias = None if config.APART is None else config.APART(column, span, program, config)
     scores = warpgroup_mma_wait(0, deps=(pending,))
     release(k_empty)
     if config.SCORES is not None:
@@ -132,12 +138,12 @@ def first_weights(q, keys, slot, k_empty, masked, column, span, scale, program, 
     row_sum = 0
     if config.WEIGHTS is None:
         row_max = gl.max(scores, 1)
-        if apart is not None:
-            row_max = row_max - apart[1]
+        if tile_bias is not None:
+            row_max = row_max - tile_bias[1]
         if config.ROW_MAX_NOT_NEGATIVE:
             row_max = gl.where((row_max < 0) & (row_max >= -BELOW_ZERO / scale), 0.0, row_max)
         base = gl.where(row_max == -float("inf"), 0.0, row_max)
-        weights = gl.exp2(scores * scale - subtrahend(base, scale, apart)[:, None])
+        weights = gl.exp2(scores * scale - subtrahend(base, scale, tile_bias)[:, None])
         row_sum = gl.convert_layout(partial_row_sums(weights),
                                     partial_row_sums(gl.zeros([ROWS, config.BLOCK_N], gl.float32, tile_layout)).type.layout)
     else:
@@ -171,12 +177,12 @@ def first_step(q, slot, masked, column, span, scale, program, config):
 
 @gluon.jit
 def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program, config, NOT_NEGATIVE: gl.constexpr = False,
-                FREE: gl.constexpr = False, apart=None):
+                FREE: gl.constexpr = False, tile_bias=None):
     """Step s of a mainloop: (weights, acc, row_max, partial sums).
 
     Two products run at once: queries times the keys of this step, and the weights `p` times the values of the step before. The softmax of
-    this step overlaps with the second product. where: the argument of STEP_MASK, which APART, SCORES and WEIGHTS read, too. FREE: the step
-    needs neither STEP_MASK nor SCORES, and its APART is `apart`. NOT_NEGATIVE: no row_max is negative.
+    this step overlaps with the second product. where: says which tile of keys this is, for STEP_MASK, APART, SCORES and WEIGHTS. FREE: the
+    step needs neither STEP_MASK nor SCORES, and its APART is `tile_bias`. NOT_NEGATIVE: no row_max is negative.
     """
     bars, tiles = program.bars, program.tiles
     dtype: gl.constexpr = tiles.k.dtype
@@ -194,7 +200,7 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
     # [ROWS, BLOCK_DV]
     acc_pending = warpgroup_mma(weights, tiles.v.index(before), acc, is_async=True)
     if config.APART is not None and not FREE:  # from global memory, while the products run
-        apart = config.APART(_column_of(where, program, config), where[2], program, config)
+        tile_bias = config.APART(_column_of(where, program, config), where[2], program, config)
     scores = warpgroup_mma_wait(1, deps=(pending,))
     if not config.JOINT_RELEASE:
         release(bars.k_empty.index(slot))
@@ -204,7 +210,7 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
         scores = config.STEP_MASK(scores, where, program, config)
     if config.WEIGHTS is None:
         weights, row_max, row_sum, rescale = softmax_step(scores, row_max, row_sum, scale, config.EMPTY_ROWS, NOT_NEGATIVE,
-                                                            apart)
+                                                            tile_bias)
     else:
         weights = config.WEIGHTS(scores, where, program, config)
     if config.K_BEFORE_PV:  # fault 4: the spin loop of this wait keeps the exponentials above the wait for the product
@@ -222,21 +228,21 @@ def attend_step(q, p, acc, row_max, row_sum, s, last_step, where, scale, program
 
 @gluon.jit
 def attend_steps(q, p, acc, row_max, row_sum, first, second, stop, last_step, PLACE: gl.constexpr, place, TWO_LOOPS: gl.constexpr,
-                 NOT_NEGATIVE: gl.constexpr, FREE: gl.constexpr, apart, scale, program, config):
+                 NOT_NEGATIVE: gl.constexpr, FREE: gl.constexpr, tile_bias, scale, program, config):
     """Steps first .. stop of a mainloop: (weights, acc, row_max, partial sums). Under TWO_LOOPS, those from `second` on have a loop of
-    their own, for which NOT_NEGATIVE and FREE hold. PLACE(s, stop, place): attend_step's `where`."""
+    their own, for which NOT_NEGATIVE and FREE hold. PLACE(s, stop, place) gives attend_step's `where`."""
     for s in range(first, second if TWO_LOOPS else stop):
         p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, last_step, PLACE(s, stop, place), scale, program, config)
     if TWO_LOOPS:
         for s in range(second, stop):
             p, acc, row_max, row_sum = attend_step(q, p, acc, row_max, row_sum, s, last_step, PLACE(s, stop, place), scale, program, config,
-                                                   NOT_NEGATIVE, FREE, apart)
+                                                   NOT_NEGATIVE, FREE, tile_bias)
     return p, acc, row_max, row_sum
 
 
 @gluon.jit
 def _of_span(s, stop, span):
-    """PLACE, for step_mask."""
+    """PLACE where the steps go over one span: the `where` that step_mask reads."""
     return s, stop, span
 
 
@@ -268,7 +274,8 @@ def last_sums(p, acc, row_max, row_sum, last_step, scale, program, config):
 def attend(q, span, step, program, config, q_empty=None):
     """Goes over the tiles of keys from span.end - 1 down to span.begin. Tiles from full_end on and tiles before full_begin need a mask.
 
-    q_empty: a barrier to arrive at as soon as the queries have been read.
+    q_empty: the barrier to arrive at as soon as the queries have been read.
+
     Returns (accumulator with the last product still in flight, row_max in base 2, row_sum, next step); row_max and row_sum mean nothing
     under WEIGHTS. The caller waits for the product and, unless JOINT_RELEASE, releases the last values.
     """
@@ -286,13 +293,13 @@ def attend(q, span, step, program, config, q_empty=None):
     if config.ROW_MAX_NOT_NEGATIVE:
         if gl.min(row_max, 0) >= 0:
             second = step
-    apart = None
+    tile_bias = None
     if config.FREE_FROM is not None:
         second = gl.minimum(gl.maximum(config.FREE_FROM(last_step, span, program, config), step), last_step)
         if config.APART is not None:
-            apart = config.APART(config.COLUMN(span.begin, span, False, program, config), span, program, config)
+            tile_bias = config.APART(config.COLUMN(span.begin, span, False, program, config), span, program, config)
     p, acc, row_max, row_sum = attend_steps(q, p, acc, row_max, row_sum, step, second, last_step, last_step, _of_span, span,
-                                            two_loops(config), config.ROW_MAX_NOT_NEGATIVE, config.FREE_FROM is not None, apart, scale,
+                                            two_loops(config), config.ROW_MAX_NOT_NEGATIVE, config.FREE_FROM is not None, tile_bias, scale,
                                             program, config)
     if q_empty is not None:
         mbarrier.arrive(q_empty, count=1)
@@ -333,14 +340,14 @@ def mainloop(q, tile, span, taken, step, q_step, BRANCH: gl.constexpr, ME: gl.co
 @gluon.jit
 def mainloop_in_turn(end, span, step, q_step, scale, FIRST: gl.constexpr, ENDS: gl.constexpr, PLACE: gl.constexpr,
                      ME: gl.constexpr, program, config, FREE: gl.constexpr = None):
-    """A MAINLOOP over several segments of keys under one softmax. Each segment has its own queries, which follow each other in their ring.
+    """A MAINLOOP over two or three segments of keys under one softmax. Each segment has its own queries, in slots that follow each other.
 
     end: the tile after the last one of the first segment, which is not empty; the mainloop begins with tile end - 1.
     FIRST(span): whether that tile needs a mask.
     ENDS(end, step, span, program, config): for each segment the step after its last one.
-    PLACE(s, stop, (n, first, span)): the argument of STEP_MASK for step s of the n-th segment, whose steps in the loop are first .. stop.
-    FREE(n, stop, span): the step from which on no step of the n-th segment needs a mask; those get a loop without masks, but for the first
-    step of each segment (fault 22). May be left out.
+    PLACE(s, stop, (n, first, span)): attend_step's `where` for step s of the n-th segment, whose steps in the loop are first .. stop.
+    FREE(n, stop, span): the step from which on no step of the n-th segment needs a mask; those get a loop without masks, except for the
+    first step of each segment (fault 22). May be left out.
     """
     bars, tiles = program.bars, program.tiles
     at = await_queries(q_step, ME, program, config)

@@ -9,7 +9,7 @@ from attnzoo_kernels._gluon.forward import ROWS, place_of_queries
 from attnzoo_kernels._gluon.hopper import async_load, await_empty, beside, box, load_box, mbarrier, place
 from attnzoo_kernels._gluon.tile_scheduler import leave_at_zero, next_index, publish, rows_of
 
-NONE = gl.constexpr((-1, 0, 0))  # the words that are published after the last tile
+NONE = gl.constexpr((-1, 0, 0))  # the words that are published after the last tile: a sequence of -1
 
 
 @gluon.jit
@@ -27,7 +27,7 @@ def load_parts(desc, tiles, full, slot, at, config):
 
 @gluon.jit
 def load_queries(desc, tile, q_step, program, config):
-    """Loads each consumer's rows of a tile into the slot of the q_step-th load."""
+    """Loads a tile of queries, for each consumer its 64 rows, as the q_step-th load of queries."""
     for c in gl.static_range(config.CONSUMERS):
         at, phase = place_of_queries(q_step, c, config)
         mbarrier.wait(program.bars.q_empty.index(at), phase ^ 1)
@@ -55,6 +55,7 @@ def load_keys(desc, step, keys, key, program, config):
 
 @gluon.jit
 def load_values(step, keys, key, program, config):
+    """Loads the values of the tile of keys that begins at `key`, for a step of the mainloop."""
     if config.JOINT_RELEASE:  # the values of a step are released with the keys of the next step
         await_empty(program.bars.k_empty, step + 1, config.STAGES)
     else:
@@ -73,7 +74,8 @@ def _start_tile(tile, taken, program, config):
 
 @gluon.jit
 def start_at(index, before, program, config):
-    """_start_tile of the next tile from `index` on, which it returns. before: the number of the tile before it."""
+    """Finds the next tile from `index` on, publishes it and loads its queries. Returns the tile. before: how many tiles this program took
+    before it, minus one."""
     tile = config.NEXT_TILE(index, program, config)
     _start_tile(tile, before + 1, program, config)
     return tile
@@ -81,17 +83,17 @@ def start_at(index, before, program, config):
 
 @gluon.jit
 def stop(index, taken, program):
-    """Tells the consumers that there are no more tiles. index: the first one past the last tile that the program got."""
+    """Tells the consumers that there are no more tiles. index: the index past the last tile that this program got from the counter."""
     leave_at_zero(program.problem, index)
     publish(program, taken, NONE)
 
 
 @gluon.jit
 def load_piece(tile, keys, begin, end, step, taken, program, config, NEXT: gl.constexpr = None, at=None):
-    """Loads the tiles of keys end - 1 down to begin. Before the last values of a tile of queries it starts the next one. Returns (tile,
-    next step, number of the tile, where the next piece of the tile's keys is).
+    """Loads a piece of a tile's keys and values: the tiles of keys end - 1 down to begin. Before the last values of the tile's last piece
+    it starts the next tile of queries. Returns (tile, next step, number of tiles taken, where the next piece is).
 
-    NEXT(at, program, config): where the next piece is, below 0 if this is the last one. Left out: this is the last one.
+    NEXT(at, program, config): where the next piece of this tile of queries is, below 0 if this is the last one. None: this is the last one.
     """
     following = -1
     key = (end - 1) * config.BLOCK_N
@@ -102,7 +104,7 @@ def load_piece(tile, keys, begin, end, step, taken, program, config, NEXT: gl.co
         if NEXT is not None:
             if j == 0:  # found while loads are in flight, so that the next ones do not wait for it
                 following = NEXT(at, program, config)
-        # before V, whose load may wait; not earlier, so that the first program to be ready gets the tile
+        # before the load of the values, which may have to wait; not earlier, so that the program that is ready first gets the tile
         if (j == end - begin - 1) & (following < 0):
             tile = start_at(next_index(program.problem), taken, program, config)
             taken += 1

@@ -1,5 +1,5 @@
 """Hopper's TMA, mbarriers and warp-group matrix instructions, as the kernels use them. It also hides names that differ between Gluon's
-versions."""
+versions. "Fault N" in the kernels' comments is an entry of COMPILER_FAULTS.md."""
 
 import functools
 
@@ -31,12 +31,14 @@ async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_glob
 
 
 def constants(cls: type) -> type:
-    """A struct of constants, which are annotated as gl.constexpr and given by name in a kernel: numbers, switches and hooks, which are jit
-    functions. A constant that is not given is the hook assigned in the class, or None. Unlike a tuple of constants, the struct can be
-    passed through gl.warp_specialize, hooks included (fault 6)."""
+    """Makes a class a struct of constants: numbers, switches and hooks, which are jit functions.
+
+    The constants are annotated as gl.constexpr in the class and given by name in a kernel. One that is not given is the hook assigned in
+    the class, or None. Unlike a tuple of constants, the struct can be passed through gl.warp_specialize (fault 6).
+    """
     hooks = {name: getattr(cls, name, None) for name in cls.__annotations__}
     if not all(hook is None or isinstance(hook, triton.JITFunction) for hook in hooks.values()):
-        raise TypeError("only a hook can stand in for what is not given: Triton's cache knows of no other value's change")
+        raise TypeError("only a hook can be a default: Triton's cache does not notice a change of any other value")
 
     @gluon.constexpr_function
     def __init__(self, _hooks=hooks, **values):
@@ -57,8 +59,8 @@ def product_layout(columns):
 
 @builtin
 def async_add(desc, coordinates, tile, _semantic=None):
-    """Adds a shared tile to memory by TMA; tma.store_wait waits until the tile has been read. Triton has this operation, but Gluon has no
-    name for it."""
+    """Adds a shared tile to global memory by TMA. tma.store_wait waits until the tile has been read. Triton has this operation, but Gluon
+    has no name for it."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, tile.handle)
 
@@ -95,7 +97,7 @@ def shared_tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, C
 
 @gluon.jit
 def ring(step, SLOTS: gl.constexpr):
-    """(slot, phase) of a step in a ring of buffers."""
+    """(slot, phase) of a step in a ring of buffers. The phase of an mbarrier is the parity of how often its slot has been used before."""
     return step % SLOTS, (step // SLOTS) & 1
 
 
@@ -120,7 +122,7 @@ def await_full(full, step, SLOTS: gl.constexpr):
 
 @gluon.jit
 def await_empty(empty, step, SLOTS: gl.constexpr):
-    """Waits until a step's slot in a ring has been read since it was last filled; returns the slot."""
+    """Waits until a step's slot in a ring may be filled: what was in it has been read. At first, all slots are empty. Returns the slot."""
     slot, phase = ring(step, SLOTS)
     mbarrier.wait(empty.index(slot), phase ^ 1)
     return slot
@@ -179,8 +181,10 @@ def load_tile(desc, tiles, full, slot, batch, head, row):
 
 @gluon.jit
 def release(bar):
-    """Arrives at an mbarrier with one thread (fault 13). Only for tiles that matrix instructions alone read, after the wait for these
-    instructions, or after a barrier of the caller's own."""
+    """Arrives at an mbarrier with one thread, without the barrier of the warp group that mbarrier.arrive has (fault 13).
+
+    It is only for tiles that no thread loads: after the wait for the matrix instructions that read them, or after a barrier of the caller.
+    """
     mbarrier.expect(bar, 0)
 
 
@@ -203,8 +207,8 @@ def _invalidate_ring(made):
 
 @gluon.jit
 def invalidate(rings):
-    """Invalidates all mbarriers in a tuple, and in the tuples in it, after their last use. Else a barrier that a configuration never waits
-    for would be dead after its initialisation (fault 1)."""
+    """Invalidates all mbarriers in a tuple, and in the tuples in it, after their last use. Without that, Triton would reuse the memory of a
+    barrier that is never waited for (fault 1)."""
     RINGS: gl.constexpr = len(rings)
     for n in gl.static_range(RINGS):
         if isinstance(rings[n], gl.tuple):
@@ -214,9 +218,9 @@ def invalidate(rings):
 
 
 def descriptor(x: Tensor, rows: int, width: int, by_sequence: bool = False) -> TensorDescriptor:
-    """Host descriptor of (batch, seqlen, heads, width) or (total, heads, width), read and written in boxes [1, 1, rows, width] of (batch,
-    heads, seqlen, width). What lies outside is read as zero and not written. by_sequence: x is (total, heads, width), and its boxes end
-    where a sequence ends. `place` makes the coordinates for both kinds."""
+    """Host descriptor of x, (batch, seqlen, heads, width) or (total, heads, width), in boxes [1, 1, rows, width] of (batch, heads, seqlen,
+    width). What lies outside of x is read as zero and not written. by_sequence: x is (total, heads, width), and boxes end where a sequence
+    ends. `place` makes the coordinates for both kinds."""
     return descriptor_like(_template(x.dtype, x.shape, x.stride(), rows, width, by_sequence), x)
 
 
@@ -237,7 +241,7 @@ def _layout(dtype: torch.dtype, *tile: int) -> gl.NVMMASharedLayout:
 def place(batch, head, first, row, length, BY_SEQUENCE: gl.constexpr):
     """Coordinates of the box of a `descriptor` that begins at `row` of a sequence. BY_SEQUENCE: the descriptor was made by_sequence."""
     at = (batch, head, first + row, 0)
-    if BY_SEQUENCE:  # so that the sequence's last row is the descriptor's last row
+    if BY_SEQUENCE:  # so that the sequence's last row is the descriptor's last row, see launch.descriptor_geometry
         at = (SEQUENCE_END, first + length, head, SEQUENCE_END - length + row, 0)
     return at
 
@@ -253,8 +257,8 @@ def beside(at, columns: gl.constexpr):
 
 @gluon.jit
 def store_tile(desc, buffer, x, at, READ: gl.constexpr):
-    """Stores x [rows, columns] by TMA at the box coordinates `at`, through a shared tile that is as wide as x, or half as wide. READ: TMA
-    has read the shared tile's last contents; else this waits for it."""
+    """Stores x [rows, columns] by TMA at the box coordinates `at`, through a shared tile that is as wide as x, or half as wide. READ: the
+    caller knows that TMA has read what was in the shared tile before; otherwise this waits for it."""
     WIDTH: gl.constexpr = buffer.shape[1]
     if x.shape[1] > WIDTH:
         left, right = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, WIDTH]), (0, 2, 1)))

@@ -1,5 +1,4 @@
-"""How a Hopper tile goes over the key ranges that touch it, by the tables of `_triton.range_tables`; the counterpart of
-`_triton.ranges`."""
+"""How a tile of a Hopper kernel goes over the key ranges that touch it: `_triton.ranges` for Gluon."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +9,7 @@ from attnzoo_kernels._triton.ranges import CAUSAL_TOP_LEFT, UNLIMITED, WIDTH, Ra
 
 
 class Table(NamedTuple):
-    """The table of one side, and the call's window."""
+    """A table of `_triton.range_tables`, by queries or by keys, and the call's window."""
 
     entries: Any
     count: Any
@@ -55,7 +54,7 @@ def load_range(table, entry, TRANSPOSED: gl.constexpr):
     length = gl.where(there, _word(table, entry, 1) - first, 0)
     other_length = gl.where(there, _word(table, entry, 3) - other_first, 0)
     kind = _word(table, entry, 4)
-    # the distance from the bottom-right diagonal to the top-left one
+    # the window counts from the bottom-right diagonal; for the top-left one it is shifted by the distance of the two
     back = other_length - length if TRANSPOSED else length - other_length
     back = gl.where(kind == CAUSAL_TOP_LEFT, back, 0)
     right = gl.where(kind != 0, 0, gl.where(table.window_right < 0, UNLIMITED, table.window_right))

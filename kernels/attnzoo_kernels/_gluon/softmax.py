@@ -6,15 +6,18 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def partial_row_sums(x):
-    """[M, N] in a product's layout to [M, 4]: each thread adds up what it holds, without a shuffle. The four are added up once, after the
-    loop."""
+    """Row sums of x [M, N], in a product's layout, as [M, 4]: each thread adds up its own elements of a row, without a shuffle. The four
+    partial sums of a row are added up once, after the loop."""
     return gl.sum(gl.sum(gl.reshape(x, [x.shape[0], x.shape[1] // 8, 4, 2]), 3), 1)
 
 
 @gluon.jit
 def row_maximum(x, NOT_NEGATIVE: gl.constexpr):
-    """[M, N] to [M]. NOT_NEGATIVE: a maximum below zero may come out as any number below zero. Floats that are not negative compare as
-    integers do, and one integer instruction takes the maximum of three."""
+    """The maximum of each row of x [M, N]. NOT_NEGATIVE: where it is below zero, the result is some number below zero.
+
+    Then maxima are taken of the bits as integers, which is faster: one instruction takes the maximum of three integers. Floats that are not
+    negative have the order of their bits.
+    """
     if NOT_NEGATIVE:
         return gl.max(x.to(gl.int32, bitcast=True), 1).to(gl.float32, bitcast=True)
     return gl.max(x, 1)
@@ -67,7 +70,8 @@ def unpacked_rounded(words, layout: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def subtrahend(base, scale, apart):
-    """What a row's scores in base 2 are reduced by, for a `base` in their own unit. apart: as in softmax_step."""
+    """What is subtracted from a row's scores in base 2 before the exponential. base: the maximum, in the scores' unit. apart: as in
+    softmax_step."""
     base = base * scale
     return base if apart is None else base + apart[0]
 
@@ -75,7 +79,7 @@ def subtrahend(base, scale, apart):
 @gluon.jit
 def softmax_step(scores, row_max, row_sum, scale, MASKED: gl.constexpr, NOT_NEGATIVE: gl.constexpr = False, apart=None):
     """One step of the online softmax over scores [M, N] (-inf where masked); `scale` > 0 brings them to base 2. NOT_NEGATIVE: no row_max is
-    negative. apart: what all scores are too large by, in base 2 and in their own unit; may be left out.
+    negative. apart: a bias that is subtracted from all scores, (in base 2, in the scores' unit); None: there is none.
 
     Returns the weights, the new maximum (unscaled), the partial sums, and the factor for what was accumulated before.
     """

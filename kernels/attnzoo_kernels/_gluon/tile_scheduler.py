@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     len_q: Any
     first_k: Any
     len_k: Any
-    own: Any  # what a variant's hooks need beside that; likewise in Taken and Span
+    own: Any  # the variant's own fields, here and in Taken and Span
 
 
 class Taken(NamedTuple):
@@ -44,16 +44,15 @@ class Taken(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A consumer's rows and the tiles of keys that it reads, at least one: end - 1 down to begin. The other tiles of loaded_begin ..
-    loaded_end are read by other consumers only."""
+    """A consumer's rows and the tiles of keys that it reads, at least one: end - 1 down to begin."""
 
-    row: Any
+    row: Any  # the first of its 64 rows
     len_q: Any
     len_k: Any
-    loaded_begin: Any
+    loaded_begin: Any  # the tiles of keys that are loaded for all consumers
     loaded_end: Any
     begin: Any
-    full_begin: Any
+    full_begin: Any  # tiles before this one, and from full_end on, need a mask
     full_end: Any
     end: Any
     own: Any
@@ -61,6 +60,7 @@ class Span(NamedTuple):
 
 @gluon.jit
 def next_index(problem):
+    """The index of a program's next tile. Its first index is its program id, so the counter begins behind these."""
     return gl.atomic_add(problem.counter, 1, sem="relaxed") + gl.num_programs(0)
 
 
@@ -68,8 +68,8 @@ def next_index(problem):
 def decode_tile(index, problem, BLOCK: gl.constexpr, PACKED: gl.constexpr, HEAVY_LAST: gl.constexpr):
     """(sequence, head, tile) of the index-th tile. The tiles of one head follow each other.
 
-    HEAVY_LAST (causal: the last rows see most keys): the dense tiles of `head_group` heads are interleaved, from the last tile to the
-    first. Then the heads' keys stay in L2, and light tiles come last.
+    HEAVY_LAST: the last tiles of a sequence have the most work, as under a causal mask. Dense tiles then run from the last to the first, so
+    that short ones come at the end, and those of `head_group` heads are interleaved, whose keys stay in L2 together.
     """
     n_seqs, seqlen, heads, head_group = problem.n_seqs, problem.seqlen_q, problem.heads, problem.head_group
     if PACKED:
@@ -120,14 +120,15 @@ def next_tile(index, program, config):
 @gluon.jit
 def leave_at_zero(problem, index):
     """Resets the counter for the next kernel; called after a program's last tile. Each program takes exactly one index past the last tile,
-    so the program that gets the highest of these is the last one to ask."""
+    so the program that gets the highest of these is the last one that reads the counter."""
     if index == problem.n_tiles + gl.num_programs(0) - 1:
         gl.store(problem.counter, 0)
 
 
 @gluon.jit
 def publish(program, taken, words):
-    """Publishes the next tile to the consumers; a sequence of -1 means that there is none. The words spare the consumers divisions."""
+    """Publishes the next tile to the consumers; a sequence of -1 means that there is none. So only the producer warp decodes indices, which
+    takes divisions."""
     slot = await_empty(program.bars.work_empty, taken, WORK)
     for word in gl.static_range(len(words)):
         write_word(program.tiles.work.index(word * WORK + slot), words[word])
@@ -147,7 +148,7 @@ def take_words(taken, program, config):
 
 @gluon.jit
 def take(taken, program, config):
-    """TAKE of dense and of packed sequences. Its `own` are the further words."""
+    """TAKE of dense and of packed sequences. Its `own` holds the words after the first three."""
     words = take_words(taken, program, config)
     first_q, len_q, first_k, len_k = both_bounds(gl.maximum(words[0], 0), program.problem, config.PACKED)
     return Taken(words[0], words[1], words[2], first_q, len_q, first_k, len_k, words[3:])
@@ -155,8 +156,8 @@ def take(taken, program, config):
 
 @gluon.jit
 def rows_of(ME: gl.constexpr, taken, config):
-    """Which 64 rows of a tile belong to a consumer. Under HALF_TILE two consumers take turns with the first rows, which are less work: no
-    row of them sees the second half of their last tile of keys."""
+    """Which 64 rows of a tile a consumer has. Under HALF_TILE two consumers take turns with the first rows, which are less work: none of
+    them sees the second half of their last tile of keys."""
     rows = ME
     if config.HALF_TILE and config.CONSUMERS == 2:
         rows = ME ^ (taken & 1)
@@ -182,7 +183,7 @@ def span(tile, ME: gl.constexpr, taken, program, config):
                                                  config.HAS_LEFT, config.HAS_RIGHT)
     begin = gl.where(row < len_q, gl.minimum(begin, loaded_end - 1), loaded_end - 1)
     end = gl.where(row < len_q, gl.maximum(end, begin + 1), loaded_end)
-    if config.PREFETCH_TILE:  # hand on all before the mainloop: the producer may need the slots to reach the next tile
+    if config.PREFETCH_TILE:  # release all unread tiles before the mainloop: the producer may need their slots to reach the next tile
         end = gl.where(row < len_q, end, loaded_begin + 1)
         begin = loaded_begin
     own = ()
@@ -196,15 +197,19 @@ _lock = threading.Lock()
 
 
 def tile_counter(device: torch.device) -> Tensor:
-    """The counter of a launch: int32 (1,), zero. Each kernel leaves it at zero for the next one. There is one for each stream, because the
-    kernels of a stream run one after the other. A captured graph may run beside them, so it gets its own."""
+    """The counter of a launch, int32 (1,), which is zero; each kernel leaves it at zero for the next one.
+
+    There is one for each stream, because the kernels of a stream run one after the other. A captured graph may run beside them, so it gets
+    its own.
+    """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
     key = device.index, torch.cuda.current_stream(device).cuda_stream
     counter = _counters.get(key)
     if counter is None:
-        with _lock, ThreadPoolExecutor(1) as apart:  # torch.compile warms up a graph with the graph's memory pool on this thread
-            counter, made = apart.submit(_new_counter, device).result()
+        # torch.compile warms up a graph with the graph's memory pool on this thread; in another thread the counter gets ordinary memory
+        with _lock, ThreadPoolExecutor(1) as other_thread:
+            counter, made = other_thread.submit(_new_counter, device).result()
             torch.cuda.current_stream(device).wait_event(made)
             _counters[key] = counter
     return counter

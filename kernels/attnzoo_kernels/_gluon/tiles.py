@@ -9,8 +9,9 @@ from attnzoo_kernels._triton.launch import L2_GROUP
 def heads_together(heads: int, head_bytes: int, tiles: int, programs: int, ordered: bool) -> int:
     """How many heads' tiles a backward interleaves: as many as fit into L2.
 
-    If the tiles of these are fewer than nine tenths of the programs, the longest tiles of the last heads would end late. Groups then have
-    about equal sizes and 1.5 tiles for each program. With ordered sums that would mean more waiting, so L2 alone decides.
+    If these heads have fewer tiles than nine tenths of the programs, the longest tiles of the last heads would end late. Then the heads are
+    divided into groups of about equal size with at least 1.5 tiles for each program. With ordered sums, larger groups would mean more
+    waiting, so L2 alone decides.
     """
     in_l2 = max(1, L2_GROUP // head_bytes)
     if ordered or 10 * in_l2 * tiles >= 9 * programs:
@@ -32,9 +33,12 @@ def first_slot(token, sequence, block, own):
 
 @gluon.jit
 def find_sequence(cu_seqlens, slot, n_seqs, BLOCK: gl.constexpr, own=None, FIRST_SLOT: gl.constexpr = first_slot):
-    """The sequence that owns `slot`. Sequence b owns the slots from FIRST_SLOT(cu_seqlens[b], b, BLOCK, own) on. n_seqs stands for the rows
-    after the last sequence. A warp compares 32 sequences at a time: first those that lie `step` apart, then all from the last of these that
-    begins at or before the slot."""
+    """The sequence that has `slot`, see `_triton.tiles.find_tile`. Sequence b has the slots from FIRST_SLOT(cu_seqlens[b], b, BLOCK, own)
+    on. n_seqs stands for the rows after the last sequence.
+
+    A warp compares 32 sequences at a time, which lie `step` apart. It goes on from the last of these that begins at or before the slot,
+    with a step 32 times smaller, until the step is 1.
+    """
     lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     step = 1
     while step * 32 <= n_seqs:
